@@ -1,0 +1,69 @@
+# `make demo` and `make test` are all the set-up there is: they make .venv and install into it what they need.
+#
+#   PYTHON   the interpreter .venv is made from, 3.10 or newer        (python3)
+#   VENV     where the environment goes                               (.venv)
+#   TORCH    what pip installs as torch                               (2.13.0 without an NVIDIA GPU, else 2.9 or newer)
+#   ARGS     further arguments for the program that a target runs
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+ifeq ($(HAS_GPU),0)
+TORCH ?= torch==2.13.0
+else
+TORCH ?= torch>=2.9
+endif
+
+.PHONY: demo test test-slow test-gpu lint format clean help
+
+help:
+	@echo "make demo       train, crash, resume on fewer ranks, compare with stock DCP; the picture is demo-out/demo.png"
+	@echo "make test       the test suite, without the slow tests"
+	@echo "make test-slow  the tests that need minutes or gigabytes"
+	@echo "make test-gpu   the tests that need a GPU"
+	@echo "make lint       ruff, mypy, codespell"
+	@echo "make format     let ruff rewrite the sources"
+	@echo "make clean      remove .venv and everything that was made"
+
+demo: $(VENV)/demo.stamp
+	$(BIN)/python examples/demo.py --output demo-out $(ARGS)
+
+test: $(VENV)/dev.stamp
+	$(BIN)/python -m pytest $(ARGS)
+
+test-slow: $(VENV)/dev.stamp
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+test-gpu: $(VENV)/dev.stamp
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+lint: $(VENV)/dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/codespell
+
+format: $(VENV)/dev.stamp
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info demo-out .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+$(VENV)/torch.stamp: Makefile
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet '$(TORCH)'
+	touch $@
+
+# cu12 or cu13, as torch was built for, where there is a GPU; nothing elsewhere
+gpu_extra = $(if $(filter-out 0,$(HAS_GPU)),$(shell $(BIN)/python -c 'import torch; print(",cu" + torch.version.cuda.split(".")[0])'))
+
+$(VENV)/demo.stamp: $(VENV)/torch.stamp setup.cfg setup.py
+	$(BIN)/python -m pip install --quiet --use-pep517 --editable '.[plot$(gpu_extra)]'
+	touch $@
+
+$(VENV)/dev.stamp: $(VENV)/torch.stamp setup.cfg setup.py
+	$(BIN)/python -m pip install --quiet --use-pep517 --editable '.[dev$(gpu_extra)]'
+	touch $@

@@ -1,0 +1,136 @@
+"""Pure geometry: how a shard's box is cut into blocks, and which of them a region needs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["BLOCK_NBYTES", "BlockGrid", "Box", "default_block_shape"]
+
+# A trade: larger blocks cost less per block, smaller ones let a resharded load fetch less that it does not need.
+BLOCK_NBYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Box:
+    """A region of an array: `offsets` and `sizes`, one each per dimension, in elements."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """How many elements are inside."""
+        return math.prod(self.sizes)
+
+    @property
+    def index(self) -> Any:
+        """The region as an index for a tensor or an array; ends in an ellipsis, so that a 0-d array stays an array."""
+        slices = [slice(offset, offset + size) for offset, size in zip(self.offsets, self.sizes, strict=True)]
+        return (*slices, ...)
+
+    def intersect(self, other: Box) -> Box | None:
+        """What is in both, or None."""
+        starts = tuple(map(max, self.offsets, other.offsets))
+        stops = (
+            min(a + m, b + n) for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        )
+        sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
+        return None if any(size <= 0 for size in sizes) else Box(starts, sizes)
+
+    def relative_to(self, origin: Sequence[int]) -> Box:
+        """The same region, seen from `origin`."""
+        return Box(tuple(a - b for a, b in zip(self.offsets, origin, strict=True)), self.sizes)
+
+
+def default_block_shape(shape: Sequence[int], element_nbytes: int, block_nbytes: int = BLOCK_NBYTES) -> tuple[int, ...]:
+    """Whole rows of about `block_nbytes` together; pieces of a row where one alone is larger.
+
+    Args:
+        shape: the shard's shape, in elements.
+        element_nbytes: bytes of one element.
+        block_nbytes: how large a block may be, in bytes.
+
+    Returns:
+        The block shape: ones in the leading dimensions, then one dimension that is cut, then whole dimensions.
+
+    Example:
+        >>> default_block_shape((8192, 4096), 2)
+        (128, 4096)
+        >>> default_block_shape((4, 1000000), 2, 1 << 20)
+        (1, 500000)
+    """
+    block = [max(size, 1) for size in shape]
+    room = max(block_nbytes // element_nbytes, 1)
+    for dim in range(len(block)):
+        inner = math.prod(block[dim + 1 :])
+        if inner > room:
+            block[dim] = 1
+            continue
+        fits = max(room // inner, 1)
+        if fits < block[dim]:
+            # equal parts rather than full ones and a small rest
+            parts = -(-block[dim] // fits)
+            block[dim] = -(-block[dim] // parts)
+        break
+    return tuple(block)
+
+
+@dataclass(frozen=True)
+class BlockGrid:
+    """The blocks of a box of `shape`, numbered in C order of the grid."""
+
+    shape: tuple[int, ...]
+    block_shape: tuple[int, ...]
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Blocks along each dimension."""
+        return tuple(-(-size // block) for size, block in zip(self.shape, self.block_shape, strict=True))
+
+    @property
+    def block_count(self) -> int:
+        """Blocks in all."""
+        return math.prod(self.counts)
+
+    def box(self, index: int) -> Box:
+        """Where block `index` lies in the shard."""
+        offsets, sizes = [], []
+        for size, block, count in zip(
+            reversed(self.shape), reversed(self.block_shape), reversed(self.counts), strict=True
+        ):
+            index, position = divmod(index, count)
+            offsets.append(position * block)
+            sizes.append(min(block, size - position * block))
+        return Box(tuple(reversed(offsets)), tuple(reversed(sizes)))
+
+    def block_elements(self) -> npt.NDArray[np.int64]:
+        """How many elements each block has, in order. Allocates `block_count` integers: check that number first."""
+        elements = np.ones(1, np.int64)
+        for size, block, count in zip(self.shape, self.block_shape, self.counts, strict=True):
+            sizes = np.full(count, block, np.int64)
+            if count:
+                sizes[-1] = size - (count - 1) * block
+            elements = np.multiply.outer(elements, sizes).ravel()
+        return elements
+
+    def overlapping(self, region: Box) -> Iterator[int]:
+        """Numbers of the blocks that share an element with `region`, in order."""
+        if region.elements == 0 or self.block_count == 0:
+            return
+        ranges = [
+            range(offset // block, (offset + size - 1) // block + 1)
+            for offset, size, block in zip(region.offsets, region.sizes, self.block_shape, strict=True)
+        ]
+        for position in product(*ranges):
+            index = 0
+            for at, count in zip(position, self.counts, strict=True):
+                index = index * count + at
+            yield index

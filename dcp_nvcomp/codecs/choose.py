@@ -1,0 +1,161 @@
+"""Which codec chain for which tensor: by dtype, size and a measured sample.
+
+codec option  --parse_codec-->  CodecChooser  --choose(element, sample, nbytes)-->  CodecChain, one per record
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from dcp_nvcomp.codecs.ans import ANS_DATA_TYPES, Ans
+from dcp_nvcomp.codecs.base import CodecChain, Coder
+from dcp_nvcomp.codecs.deflate import Deflate
+from dcp_nvcomp.codecs.dtypes import ElementType
+from dcp_nvcomp.codecs.planes import PLANE_NAMES, Planes, SplitScratch, split
+from dcp_nvcomp.codecs.registry import check_chain_fits
+from dcp_nvcomp.codecs.stored import Bytes
+from dcp_nvcomp.codecs.zstd import Zstd
+from dcp_nvcomp.errors import ConfigurationError
+
+__all__ = ["CODEC_NAMES", "SAMPLE_NBYTES", "STORED", "CodecChooser", "parse_codec"]
+
+U8 = npt.NDArray[np.uint8]
+
+STORED = CodecChain(Bytes())
+PLAIN = CodecChain(Bytes(), Zstd(level=3))
+
+SAMPLE_NBYTES = 128 << 10
+# Below this gain, decoding costs more than the bytes are worth.
+WORTHWHILE = 0.98
+TINY_NBYTES = 256
+
+
+@runtime_checkable
+class CodecChooser(Protocol):
+    """What `codec=` may be, beside a name or a `CodecChain`."""
+
+    def choose(self, element: ElementType, sample: U8, nbytes: int) -> CodecChain:
+        """The chain for one record.
+
+        Args:
+            element: its element type.
+            sample: bytes from several places of it, whole elements, about `SAMPLE_NBYTES` of them.
+            nbytes: its size in bytes.
+
+        Returns:
+            The chain, which must fit the element type.
+        """
+
+
+@dataclass(frozen=True)
+class _Always:
+    """The named codecs: one chain for floats, one for everything else."""
+
+    coder: Coder | None
+    plain: CodecChain
+    split_floats: bool
+
+    def choose(self, element: ElementType, sample: U8, nbytes: int) -> CodecChain:
+        if self.split_floats and element.float_nbytes:
+            return CodecChain(Planes(element.float_nbytes), self.coder)
+        return self.plain
+
+
+@dataclass(frozen=True)
+class _WhereItFits:
+    """A chain given as an object: used for every record that it can apply to, `auto` for the others."""
+
+    chain: CodecChain
+
+    def choose(self, element: ElementType, sample: U8, nbytes: int) -> CodecChain:
+        return self.chain if check_chain_fits(self.chain, element) else _Auto().choose(element, sample, nbytes)
+
+
+@dataclass(frozen=True)
+class _AnsChooser:
+    """nvCOMP's ANS, with the symbol width of each element type. The engine fills in nvCOMP's version."""
+
+    def choose(self, element: ElementType, sample: U8, nbytes: int) -> CodecChain:
+        return CodecChain(Bytes(), Ans(data_type=ANS_DATA_TYPES.get(element.name, "|u1")))
+
+
+@dataclass(frozen=True)
+class _Auto:
+    """Open bytes, by what a sample gains."""
+
+    def choose(self, element: ElementType, sample: U8, nbytes: int) -> CodecChain:
+        if nbytes < TINY_NBYTES or sample.size == 0:
+            return STORED
+        if element.float_nbytes:
+            return _auto_floats(sample, element.float_nbytes)
+        matched, literals = _coded_nbytes(sample, Zstd(level=3)), _coded_nbytes(sample, Zstd(literals_only=True))
+        if min(matched, literals) > WORTHWHILE * sample.size:
+            return STORED
+        return PLAIN if matched < literals else CodecChain(Bytes(), Zstd(literals_only=True))
+
+
+def _coded_nbytes(data: U8, coder: Coder) -> int:
+    encode, step = coder.encoder(), coder.slice_nbytes
+    view = data.data
+    return sum(min(len(encode(view[at : at + step])), step) for at in range(0, data.size, step))
+
+
+def _auto_floats(sample: U8, float_nbytes: int) -> CodecChain:
+    """Code the exponent plane, and those other planes that gain by it, with matches where they help."""
+    count = sample.size // float_nbytes
+    codec = Planes(float_nbytes, PLANE_NAMES)
+    planes = {p.name: np.empty(p.nbytes, np.uint8) for p in codec.layout(sample.size, 0, True)}
+    split(sample[: count * float_nbytes], codec, planes, SplitScratch(), pack=False)
+    matching, literal = Zstd(level=1), Zstd(literals_only=True)
+    sizes = {name: _coded_nbytes(planes[name], matching) for name in planes}
+    exponent_literals = _coded_nbytes(planes["exponent"], literal)
+    coded = [n for n in planes if n != "exponent" and sizes[n] < WORTHWHILE * planes[n].size]
+    # The matches of the exponent's plane must pay for the time that searching them costs
+    use_matches = bool(coded) or sizes["exponent"] < WORTHWHILE * exponent_literals
+    total = sizes["exponent"] if use_matches else exponent_literals
+    total += sum(sizes[n] if n in coded else planes[n].size for n in planes if n != "exponent")
+    if total > WORTHWHILE * sample.size:
+        return STORED
+    names = tuple(name for name in codec.plane_names if name in coded or name == "exponent")
+    return CodecChain(Planes(float_nbytes, names), matching if use_matches else literal)
+
+
+_NAMED: dict[str, CodecChooser] = {
+    "auto": _Auto(),
+    "planes-zstd": _Always(Zstd(literals_only=True), PLAIN, True),
+    "planes-deflate": _Always(Deflate(literals_only=True), CodecChain(Bytes(), Deflate()), True),
+    "zstd": _Always(None, PLAIN, False),
+    "ans": _AnsChooser(),
+    "none": _Always(None, STORED, False),
+}
+CODEC_NAMES = tuple(_NAMED)
+
+
+def parse_codec(codec: str | CodecChain | CodecChooser) -> CodecChooser:
+    """What the user gave as `codec=`.
+
+    Args:
+        codec: one of `CODEC_NAMES`, a chain, or a chooser.
+
+    Returns:
+        A chooser.
+
+    Raises:
+        ConfigurationError: it is none of these.
+    """
+    if isinstance(codec, str):
+        if codec in _NAMED:
+            return _NAMED[codec]
+        close = get_close_matches(codec, CODEC_NAMES, 1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ConfigurationError(f"codec={codec!r} is unknown; it can be one of {', '.join(CODEC_NAMES)}.{hint}")
+    if isinstance(codec, CodecChain):
+        return _WhereItFits(codec)
+    if isinstance(codec, CodecChooser):
+        return codec
+    raise ConfigurationError(f"codec={codec!r} is neither a name, nor a CodecChain, nor an object with choose().")

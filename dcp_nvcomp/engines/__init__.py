@@ -1,0 +1,1 @@
+"""Where codecs run: on the CPU everywhere, on NVIDIA GPUs with nvCOMP."""

@@ -1,0 +1,45 @@
+"""The engine contract: blocks in, encoded blocks out, and back. An engine knows codecs and memory, never files or DCP.
+
+An encoded block is a value of its own: host bytes and its rows of the footer's tables. It may outlive the tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["VERIFY_MODES", "BlockRow", "EncodedBlock"]
+
+# verify: "stored" checks each block's encoded CRC before a decoder sees it, "full" the decoded block's CRC too.
+VERIFY_MODES = ("stored", "full", "off")
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRow:
+    """What the footer's tables say of one block.
+
+    Attributes:
+        flags: the block's flags.
+        slice_nbytes: encoded size of each of its slices.
+        encoded_crc: CRC32C of the encoded block.
+        uncompressed_crc: CRC32C of the decoded block.
+    """
+
+    flags: int
+    slice_nbytes: tuple[int, ...]
+    encoded_crc: int
+    uncompressed_crc: int
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedBlock:
+    """One encoded block.
+
+    Attributes:
+        data: its bytes on the host, a multiple of 16 long, valid as long as the buffer it was encoded into.
+        row: its rows of the footer's tables.
+        uncompressed_nbytes: its decoded size.
+    """
+
+    data: memoryview
+    row: BlockRow
+    uncompressed_nbytes: int

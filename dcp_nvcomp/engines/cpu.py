@@ -1,0 +1,184 @@
+"""The CPU engine: numpy, zstandard and zlib. Works everywhere and never imports nvCOMP.
+
+One `CpuEngine` per thread: it owns contexts and scratch memory, all of it reused from block to block. The heavy calls
+(numpy, zstd, zlib, CRC32C) release the GIL, so threads scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from crc32c import crc32c
+
+from dcp_nvcomp.codecs.base import CodecChain, Coder, SliceDecoder, SliceEncoder, padded
+from dcp_nvcomp.codecs.planes import Planes, SplitScratch, merge, split
+from dcp_nvcomp.engines.base import BlockRow, EncodedBlock
+from dcp_nvcomp.errors import CorruptDataError
+
+__all__ = ["CpuEngine", "checksum"]
+
+U8 = npt.NDArray[np.uint8]
+
+_RELEASE_GIL = 1
+
+
+def checksum(data: U8 | memoryview | bytes, value: int = 0) -> int:
+    """CRC32C, without holding the GIL. `value` is the CRC of what comes before `data`."""
+    return crc32c(data.data if isinstance(data, np.ndarray) else data, value, _RELEASE_GIL)
+
+
+class CpuEngine:
+    """Encodes and decodes blocks in host memory. Not for several threads at once: each takes its own.
+
+    Example:
+        >>> import numpy as np
+        >>> from dcp_nvcomp.codecs import CodecChain, Planes, Zstd
+        >>> chain, engine = CodecChain(Planes(2), Zstd()), CpuEngine()
+        >>> block = np.arange(1 << 16, dtype=np.uint8)
+        >>> encoded = engine.encode(block, chain, memoryview(bytearray(chain.max_encoded_nbytes(block.nbytes))))
+        >>> out = np.empty_like(block)
+        >>> engine.decode(encoded.data, encoded.row, chain, out, verify="full")
+        >>> bool((out == block).all())
+        True
+    """
+
+    def __init__(self) -> None:
+        self._scratch = SplitScratch()
+        self._encoders: dict[Coder, SliceEncoder] = {}
+        self._decoders: dict[Coder, SliceDecoder] = {}
+
+    def encode(self, block: U8, chain: CodecChain, out: memoryview) -> EncodedBlock:
+        """Encode one block.
+
+        Args:
+            block: its bytes, contiguous.
+            chain: the codec chain.
+            out: where the encoded block goes; at least `chain.max_encoded_nbytes(block.nbytes)` bytes.
+
+        Returns:
+            The encoded block, a view of `out`.
+
+        Raises:
+            CodecUnavailableError: the chain's coder does not run on the CPU.
+        """
+        target = np.frombuffer(out, np.uint8)
+        flags, planes = self._split(block, chain, target)
+        coded = [plane.coded for plane in chain.array_to_bytes.layout(block.nbytes, flags, chain.coder is not None)]
+        sizes: list[int] = []
+        position = 0
+        for plane, is_coded in zip(planes, coded, strict=True):
+            if is_coded:
+                position = self._encode_slices(plane, chain, target, position, sizes)
+            else:
+                # split wrote leading stored planes in place; everything else is copied there now
+                if plane.size and plane.ctypes.data != target[position:].ctypes.data:
+                    target[position : position + plane.size] = plane
+                position = _pad(target, position + plane.size)
+        data = out[:position]
+        row = BlockRow(flags, tuple(sizes), checksum(data), checksum(block))
+        return EncodedBlock(data, row, block.nbytes)
+
+    def _split(self, block: U8, chain: CodecChain, target: U8) -> tuple[int, list[U8]]:
+        codec = chain.array_to_bytes
+        if not isinstance(codec, Planes):
+            return 0, [block]
+        outputs: dict[str, U8] = {}
+        position, in_place = 0, True
+        for plane in codec.layout(block.nbytes, 0, chain.coder is not None):
+            in_place = in_place and not plane.coded
+            if in_place:
+                outputs[plane.name] = target[position : position + plane.nbytes]
+                position += padded(plane.nbytes)
+            else:
+                outputs[plane.name] = self._scratch.array("plane_" + plane.name, plane.nbytes, np.uint8)
+        flags, rest = split(block, codec, outputs, self._scratch, pack="rest" not in codec.coded)
+        return flags, [rest if name == "rest" else outputs[name] for name in codec.plane_names]
+
+    def _encode_slices(self, plane: U8, chain: CodecChain, target: U8, position: int, sizes: list[int]) -> int:
+        assert chain.coder is not None
+        encode = self._encoders.get(chain.coder)
+        if encode is None:
+            encode = self._encoders[chain.coder] = chain.coder.encoder()
+        view, step = plane.data, chain.coder.slice_nbytes
+        for start in range(0, plane.size, step):
+            raw = view[start : start + step]
+            frame = encode(raw)
+            # a frame that is no smaller would be taken for a stored slice: store it
+            stored = frame if len(frame) < len(raw) else raw
+            target[position : position + len(stored)] = np.frombuffer(stored, np.uint8)
+            sizes.append(len(stored))
+            position = _pad(target, position + len(stored))
+        return position
+
+    def decode(self, data: memoryview, row: BlockRow, chain: CodecChain, out: U8, *, verify: str) -> None:
+        """Decode one block.
+
+        Args:
+            data: the encoded block.
+            row: its rows of the footer's tables.
+            chain: the codec chain.
+            out: receives the block's bytes, contiguous, exactly its decoded size.
+            verify: `"stored"`, `"full"` or `"off"`.
+
+        Raises:
+            CorruptDataError: a CRC does not match, or the bytes do not decode to exactly `out`'s size.
+            CodecUnavailableError: the chain's coder does not run on the CPU.
+        """
+        if verify != "off" and checksum(data) != row.encoded_crc:
+            raise CorruptDataError("The stored bytes fail their CRC: the file is damaged.")
+        self._decode_planes(data, row, chain, out)
+        if verify == "full" and checksum(out) != row.uncompressed_crc:
+            raise CorruptDataError("The decoded bytes fail their CRC, though the stored ones match theirs.")
+
+    def _decode_planes(self, data: memoryview, row: BlockRow, chain: CodecChain, out: U8) -> None:
+        codec = chain.array_to_bytes
+        source = np.frombuffer(data, np.uint8)
+        if not isinstance(codec, Planes):
+            self._fill_planes(source, row, chain, out.nbytes, [out])
+            return
+        layout = codec.layout(out.nbytes, row.flags, chain.coder is not None)
+        planes: list[U8 | None] = [
+            self._scratch.array("plane_" + plane.name, plane.nbytes, np.uint8) if plane.coded else None
+            for plane in layout
+        ]
+        filled = self._fill_planes(source, row, chain, out.nbytes, planes)
+        by_name = {plane.name: array for plane, array in zip(layout, filled, strict=True)}
+        merge(by_name, row.flags, codec, out, self._scratch)
+
+    def _fill_planes(
+        self, source: U8, row: BlockRow, chain: CodecChain, nbytes: int, planes: Sequence[U8 | None]
+    ) -> list[U8]:
+        """Decode coded slices into their planes; a stored plane without an array is used where it lies."""
+        filled = list(planes)
+        sizes = iter(row.slice_nbytes)
+        position = 0
+        for piece in chain.layout(nbytes, row.flags):
+            stored_nbytes = next(sizes, -1) if piece.coded else piece.nbytes
+            stop = position + stored_nbytes
+            if not 0 <= stored_nbytes <= piece.nbytes or stop > source.size:
+                raise CorruptDataError("A slice has not the size that its block has room for.")
+            stored = source[position:stop]
+            target = filled[piece.plane]
+            if target is None:
+                filled[piece.plane] = stored
+            elif stored_nbytes == piece.nbytes:
+                target[piece.start : piece.start + piece.nbytes] = stored
+            else:
+                assert chain.coder is not None
+                decode = self._decoders.get(chain.coder)
+                if decode is None:
+                    decode = self._decoders[chain.coder] = chain.coder.decoder()
+                decode(stored.data, target[piece.start : piece.start + piece.nbytes].data)
+            position = padded(stop)
+        if next(sizes, None) is not None or position > source.size:
+            raise CorruptDataError("The block has not the slices that its codec makes.")
+        return [plane for plane in filled if plane is not None]
+
+
+def _pad(target: U8, position: int) -> int:
+    """Zero the bytes up to the alignment, and return where the next piece begins."""
+    stop = padded(position)
+    target[position:stop] = 0
+    return stop

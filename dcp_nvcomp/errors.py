@@ -1,0 +1,215 @@
+"""Every error a user of this package can meet.
+
+    CheckpointError                      something is wrong with a checkpoint, or with what was asked of it
+    ├── ConfigurationError               an option has a value that can't work           (also ValueError)
+    ├── CodecUnavailableError            the codec or engine asked for can't run here    (also RuntimeError)
+    ├── CheckpointNotFoundError          there is nothing at the path                    (also FileNotFoundError)
+    │   └── IncompleteCheckpointError    data files, but no `.metadata`: a save that never finished
+    ├── CheckpointExistsError            there is a checkpoint already and it may not be replaced (also FileExistsError)
+    ├── CheckpointReplacedError          another save replaced the checkpoint during a load: load again
+    ├── ConcurrentSaveError              another save won the same path
+    ├── StorageError                     the storage refused or failed: permissions, disk full, network (also OSError)
+    ├── MetadataError                    `.metadata` can't be read or contradicts itself
+    │   └── UnsafeMetadataError          `.metadata` asks for something that is never done while reading
+    ├── UnsafePathError                  a path inside the checkpoint leads out of it
+    ├── UnsafeObjectError                a stored Python object needs more than weights_only loading allows
+    ├── FormatError                      a data file is not what docs/format.md says
+    │   ├── WrongMagicError
+    │   ├── UnsupportedVersionError      format version or required feature newer than this reader
+    │   ├── UnknownCodecError
+    │   ├── TruncatedFileError           shorter than `.metadata` or the footer says
+    │   └── FileMismatchError            not the file that `.metadata` names: another save's, swapped, grown
+    ├── CorruptDataError                 bytes that fail their CRC, or decode to something else
+    └── ShapeMismatchError               the destination's shape is not the saved shape
+
+DCP gathers errors across ranks with pickle, so each of them survives it with all of its attributes.
+"""
+
+from __future__ import annotations
+
+import errno
+from typing import Any
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointExistsError",
+    "CheckpointNotFoundError",
+    "CheckpointReplacedError",
+    "CodecUnavailableError",
+    "ConcurrentSaveError",
+    "ConfigurationError",
+    "CorruptDataError",
+    "FileMismatchError",
+    "FormatError",
+    "IncompleteCheckpointError",
+    "MetadataError",
+    "ShapeMismatchError",
+    "StorageError",
+    "TruncatedFileError",
+    "UnknownCodecError",
+    "UnsafeMetadataError",
+    "UnsafeObjectError",
+    "UnsafePathError",
+    "UnsupportedVersionError",
+    "WrongMagicError",
+]
+
+
+def _rebuild(cls: type[CheckpointError], message: str, attributes: dict[str, Any]) -> CheckpointError:
+    error = cls(message)
+    error.__dict__.update(attributes)
+    return error
+
+
+class CheckpointError(Exception):
+    """Base of all errors of this package.
+
+    Args:
+        message: what happened and what to do about it, one or two sentences.
+        path: the file or checkpoint it happened in.
+        fqn: the state-dict key it happened to.
+        byte_range: half-open range of bytes `(start, stop)` in the file at `path`.
+
+    Example:
+        >>> str(CheckpointError("CRC mismatch", path="run/__0_0_ab.distcp", fqn="w", byte_range=(16, 32)))
+        "CRC mismatch (file 'run/__0_0_ab.distcp', key 'w', bytes 16 to 32)"
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str | None = None,
+        fqn: str | None = None,
+        byte_range: tuple[int, int] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.path = path
+        self.fqn = fqn
+        self.byte_range = byte_range
+
+    def __str__(self) -> str:
+        where = []
+        if self.path is not None:
+            where.append(f"file {self.path!r}")
+        if self.fqn is not None:
+            where.append(f"key {self.fqn!r}")
+        if self.byte_range is not None:
+            where.append(f"bytes {self.byte_range[0]} to {self.byte_range[1]}")
+        return f"{self.message} ({', '.join(where)})" if where else self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.message, dict(self.__dict__))
+
+
+class ConfigurationError(CheckpointError, ValueError):
+    """An option has a value that can't work; nothing was read or written."""
+
+
+class CodecUnavailableError(CheckpointError, RuntimeError):
+    """The codec or engine asked for needs hardware or a package that is not here."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint at the path."""
+
+
+class IncompleteCheckpointError(CheckpointNotFoundError):
+    """There are data files but no `.metadata`: the save that wrote them never finished."""
+
+
+class CheckpointExistsError(CheckpointError, FileExistsError):
+    """There is a checkpoint at the path, and this save may not replace it."""
+
+
+class CheckpointReplacedError(CheckpointError):
+    """Another save replaced the checkpoint while it was being loaded; load again."""
+
+
+class ConcurrentSaveError(CheckpointError):
+    """Another save published a checkpoint at the same path first."""
+
+
+class StorageError(CheckpointError, OSError):
+    """The storage refused or failed.
+
+    `errno` is that of the OSError it comes from, where there is one.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str | None = None,
+        fqn: str | None = None,
+        byte_range: tuple[int, int] | None = None,
+        errno: int | None = None,
+    ) -> None:
+        super().__init__(message, path=path, fqn=fqn, byte_range=byte_range)
+        self.errno = errno
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # errno lives in a C slot of OSError, not in __dict__
+        return _rebuild, (type(self), self.message, {**self.__dict__, "errno": self.errno})
+
+    @classmethod
+    def from_os_error(cls, what: str, path: str, error: BaseException) -> StorageError:
+        """Wrap what the storage client raised, and say in words what the usual errno values mean."""
+        number = getattr(error, "errno", None)
+        advice = {
+            errno.ENOSPC: " The storage is full: free space and save again.",
+            errno.EDQUOT: " The quota is used up: free space and save again.",
+            errno.EACCES: " Check the permissions of the target.",
+            errno.EPERM: " Check the permissions of the target.",
+            errno.EROFS: " The target is mounted read-only.",
+        }.get(number or 0, "")
+        return cls(f"Could not {what}: {type(error).__name__}: {error}.{advice}", path=path, errno=number)
+
+
+class MetadataError(CheckpointError):
+    """`.metadata` can't be read, or what it says contradicts itself."""
+
+
+class UnsafeMetadataError(MetadataError):
+    """`.metadata` asks for something that is never done while reading: a global that is not allowed, a call, a bomb."""
+
+
+class UnsafePathError(CheckpointError):
+    """A path inside the checkpoint leads out of it."""
+
+
+class UnsafeObjectError(CheckpointError):
+    """A stored Python object needs more than `weights_only` loading allows; `trusted_globals=` widens it."""
+
+
+class FormatError(CheckpointError):
+    """A data file is not what docs/format.md says it must be."""
+
+
+class WrongMagicError(FormatError):
+    """The file does not begin or end like a data file."""
+
+
+class UnsupportedVersionError(FormatError):
+    """The file needs a newer reader: its format version or one of its features is unknown here."""
+
+
+class UnknownCodecError(FormatError):
+    """A record names a codec that this reader does not have."""
+
+
+class TruncatedFileError(FormatError):
+    """The file is shorter than it must be."""
+
+
+class FileMismatchError(FormatError):
+    """The file is not the one that `.metadata` names: of another save, swapped, or grown."""
+
+
+class CorruptDataError(CheckpointError):
+    """Stored bytes fail their CRC, or do not decode to what the footer says."""
+
+
+class ShapeMismatchError(CheckpointError):
+    """What is asked for has not the shape of what was saved."""

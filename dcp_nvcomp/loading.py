@@ -1,0 +1,268 @@
+"""The load of one rank's items: fetch, decode, place, all at once.
+
+    calling thread   reads footers, plans reads, resolves destinations just before they are needed, commits items
+    load threads     fetch a range, check and decode its blocks, place them
+
+Each load thread has one buffer for encoded bytes and one for a decoded block, so memory is bounded by their number.
+Where storage answers slowly but takes many requests at once there are more threads than cores: those that wait cost
+nothing, and only `thread_count` of them decode at a time.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+
+from dcp_nvcomp.blocks import Box
+from dcp_nvcomp.datafile import FileTuple, read_footer
+from dcp_nvcomp.decoding import Decoder
+from dcp_nvcomp.errors import ShapeMismatchError
+from dcp_nvcomp.fetching import Read, Target, locate, plan_reads
+from dcp_nvcomp.filesystem import Filesystem
+from dcp_nvcomp.footer import KIND_BYTES, KIND_TENSOR, KIND_TORCH_SAVE, Footer
+from dcp_nvcomp.placement import Region, Run, torch_dtype
+from dcp_nvcomp.safe_objects import SafeLoader
+
+__all__ = ["LoadJob", "LoadOptions"]
+
+READ_NBYTES = 8 << 20
+READS_AHEAD = 2
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """What a load needs to know beside what it loads.
+
+    Attributes:
+        thread_count: threads that decode at the same time.
+        host_memory_budget: bytes that fetched ranges may take on the host.
+        device_memory_budget: bytes that CUDA engines may take on a device.
+        verify: `"stored"`, `"full"` or `"off"`.
+        engine: `"auto"`, `"cpu"` or `"cuda"`.
+        safe: how stored Python objects are loaded.
+    """
+
+    thread_count: int
+    host_memory_budget: int
+    device_memory_budget: int
+    verify: str
+    engine: str
+    safe: SafeLoader
+
+
+class LoadJob:
+    """One rank's part of one load.
+
+    Args:
+        filesystem: the checkpoint.
+        planner: DCP's planner.
+        options: see `LoadOptions`.
+    """
+
+    def __init__(self, filesystem: Filesystem, planner: LoadPlanner, options: LoadOptions) -> None:
+        self._filesystem = filesystem
+        self._planner = planner
+        self._options = options
+        self._threads = max(options.thread_count, filesystem.parallel_reads)
+        self._reads: SimpleQueue[Read | None] = SimpleQueue()
+        self._finished: SimpleQueue[Target | None] = SimpleQueue()
+        self._decode_slots = threading.BoundedSemaphore(options.thread_count)
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._payloads: dict[int, Any] = {}
+        self._warned = False
+
+    def run(self, items: Sequence[ReadItem], storage_data: Mapping[MetadataIndex, tuple[FileTuple, int]]) -> None:
+        """Load some items.
+
+        Args:
+            items: the read items, all of this project's checkpoints.
+            storage_data: where `.metadata` says that they are.
+
+        Raises:
+            BaseException: the first error of any thread. The destinations are undefined then.
+        """
+        by_file: dict[FileTuple, list[tuple[ReadItem, int]]] = {}
+        for item in items:
+            file, number = storage_data[item.storage_index]
+            by_file.setdefault(file, []).append((item, number))
+        footers = self._read_footers(list(by_file))
+        reads: list[Read] = []
+        for (file, wanted), footer in zip(by_file.items(), footers, strict=True):
+            targets = [locate(item, number, footer) for item, number in wanted]
+            for target in targets:
+                if not target.blocks:
+                    self._finish_empty(target)
+            reads += plan_reads(file, footer, targets, self._read_nbytes())
+        self._run_reads(reads)
+
+    def _read_nbytes(self) -> int:
+        """How long a read may be: all threads' buffers together stay within the budget."""
+        return max(1 << 20, min(READ_NBYTES, self._options.host_memory_budget // (2 * self._threads)))
+
+    def _read_footers(self, files: Sequence[FileTuple]) -> list[Footer]:
+        if len(files) == 1:
+            return [read_footer(self._filesystem, files[0])]
+        with ThreadPoolExecutor(self._filesystem.parallel_reads, "dcp-footer") as pool:
+            return list(pool.map(lambda file: read_footer(self._filesystem, file), files))
+
+    # --- calling thread ---------------------------------------------------------------------------------------------
+
+    def _run_reads(self, reads: Iterable[Read]) -> None:
+        threads: list[threading.Thread] = []
+        ahead = threading.Semaphore(READS_AHEAD * self._threads)
+        try:
+            for read in reads:
+                for block in read.blocks:
+                    for target in block.targets:
+                        if target.destination is None:
+                            self._resolve(target)
+                while not ahead.acquire(timeout=0.05):
+                    self._commit_finished()
+                if self._error is not None:
+                    break
+                if len(threads) < self._threads:
+                    thread = threading.Thread(target=self._load, args=(ahead,), name="dcp-load")
+                    thread.start()
+                    threads.append(thread)
+                self._reads.put(read)
+                self._commit_finished()
+        except BaseException as error:  # KeyboardInterrupt too must not leave threads behind
+            self._fail(error)
+        for _ in threads:
+            self._reads.put(None)
+        for thread in threads:
+            thread.join()
+        if self._error is None:
+            self._commit_finished()
+        if self._error is not None:
+            raise self._error
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            if self._error is None:
+                self._error = error
+
+    def _resolve(self, target: Target) -> None:
+        """Ask the planner where an item goes."""
+        item, record = target.item, target.record
+        if record.kind in (KIND_BYTES, KIND_TORCH_SAVE):
+            start = 0 if record.pack is None else record.pack[1]
+            target.destination = Run(start, record.elements, 1, lambda data: self._keep(target, data))
+            return
+        tensor = self._destination_tensor(item)
+        dtype = torch_dtype(record.element)
+        if tensor.dtype != dtype:
+            self._warn_conversion(item, dtype, tensor.dtype)
+        region = Region(target.region, tensor, dtype)
+        target.destination = region
+        if record.pack is not None:
+            whole = Box((0,) * len(record.shape), record.shape)
+            target.destination = Run(
+                record.pack[1],
+                record.uncompressed_nbytes,
+                record.element.nbytes,
+                lambda data: region.place(whole, torch.from_numpy(data)),
+            )
+
+    def _destination_tensor(self, item: ReadItem) -> torch.Tensor:
+        tensor = self._planner.resolve_tensor(item).detach()
+        if tuple(tensor.shape) != tuple(item.lengths):
+            raise ShapeMismatchError(
+                f"The destination has shape {tuple(tensor.shape)}, but {tuple(item.lengths)} was planned for it.",
+                fqn=item.dest_index.fqn,
+            )
+        if tensor.device.type == "cuda":
+            # load threads write on streams of their own; what the caller has queued for this tensor comes first
+            torch.cuda.current_stream(tensor.device).synchronize()
+        with self._lock:
+            self._payloads[id(item)] = tensor
+        return tensor
+
+    def _warn_conversion(self, item: ReadItem, saved: torch.dtype, wanted: torch.dtype) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"Key {item.dest_index.fqn!r} was saved as {saved} and is converted to {wanted}; "
+                "other keys may be converted too.",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def _keep(self, target: Target, data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+        payload = data.tobytes()
+        with self._lock:
+            self._payloads[id(target.item)] = payload
+
+    def _commit_finished(self) -> None:
+        """Hand complete items to the planner; on the calling thread, as planners expect."""
+        while self._error is None:
+            try:
+                target = self._finished.get_nowait()
+            except Empty:
+                return
+            assert target is not None
+            self._commit(target)
+
+    def _commit(self, target: Target) -> None:
+        item, fqn = target.item, target.record.fqn
+        with self._lock:
+            payload = self._payloads.pop(id(item))
+        if target.record.kind == KIND_BYTES:
+            self._planner.load_bytes(item, self._options.safe.checked(io.BytesIO(payload), fqn))
+            return
+        if target.record.kind == KIND_TORCH_SAVE:
+            saved = self._options.safe.load_tensor(io.BytesIO(payload), fqn)
+            payload = self._destination_tensor(item)
+            with self._lock:
+                self._payloads.pop(id(item))
+            _copy_payload(saved, target, payload)
+        self._planner.commit_tensor(item, payload)
+
+    def _finish_empty(self, target: Target) -> None:
+        """An item without elements: nothing to fetch, but the planner hears of it."""
+        if target.record.kind == KIND_TENSOR:
+            self._destination_tensor(target.item)
+        else:
+            self._payloads[id(target.item)] = b""
+        self._commit(target)
+
+    # --- load threads -----------------------------------------------------------------------------------------------
+
+    def _load(self, ahead: threading.Semaphore) -> None:
+        decoder = Decoder(
+            self._filesystem, self._options.verify, self._options.engine, self._options.device_memory_budget
+        )
+        while (read := self._reads.get()) is not None:
+            try:
+                if self._error is None:
+                    decoder.fetch(read)
+                    with self._decode_slots:
+                        decoder.decode(read)
+                    for block in read.blocks:
+                        for target in block.targets:
+                            if target.block_placed():
+                                self._finished.put(target)
+            except BaseException as error:
+                self._fail(error)
+            ahead.release()
+
+
+def _copy_payload(saved: torch.Tensor, target: Target, destination: torch.Tensor) -> None:
+    """Place a tensor whose storage is hidden: only its own operations can be used."""
+    region = target.region
+    if tuple(saved.shape) != region.sizes:
+        for dim, (offset, size) in enumerate(zip(region.offsets, region.sizes, strict=True)):
+            saved = saved.narrow(dim, offset, size)
+    destination.copy_(saved)

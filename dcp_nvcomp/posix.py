@@ -1,0 +1,280 @@
+"""Local paths, by system calls: what the durability promises of POSIX need, and fsspec's local files do not do.
+
+A file is durable once it was fsynced, a name once its directory was. Data files are created exclusively, so no save
+ever writes into another one's. A small file is published as a temporary in the same directory, fsynced, and then
+renamed (or linked, where it must not replace another), so that a reader sees the old bytes or the new ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import threading
+import uuid
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+
+from .errors import ConcurrentSaveError, StorageError, UnsafePathError
+from .filesystem_base import Filesystem, OutputStream, check_relative_path, storage_errors, too_large, too_short
+
+__all__ = ["PosixFilesystem"]
+
+_MAX_OPEN_FILES = 64
+_MAX_READ_NBYTES = 1 << 30  # Linux gives at most 2 GiB a call
+
+
+class _Descriptor:
+    """An open file. Threads that still read keep it open after it left the cache."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        os.close(self.number)
+
+
+def _open_inside(root: str, name: str) -> int:
+    """Open a file of the checkpoint for reading, following no symbolic link below the checkpoint's directory."""
+    *folders, last = name.split("/")
+    folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for part in folders:
+            inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+            os.close(folder)
+            folder = inner
+        # O_NONBLOCK: opening a FIFO must not wait for a writer
+        return os.open(last, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    finally:
+        os.close(folder)
+
+
+def _write_all(descriptor: int, data: memoryview | bytes) -> None:
+    view = memoryview(data).cast("B")
+    while view:
+        view = view[os.write(descriptor, view) :]  # a signal or a nearly full disk makes it short
+
+
+def _sync_directory(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network filesystems can't, and need not
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _create(path: str) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
+class PosixFilesystem(Filesystem):
+    """A directory on a local or mounted disk.
+
+    Range reads of one name see the file that was there at the first of them until `close`; `read_all` and
+    `file_nbytes` look anew each time.
+    """
+
+    parallel_reads = 2
+    parallel_writes = 2
+
+    def __init__(self, path: str, root: str, *, sync_files: bool = True) -> None:
+        self.path = path
+        self._root = root
+        self._sync_files = sync_files
+        self._lock = threading.Lock()
+        self._descriptors: OrderedDict[str, _Descriptor] = OrderedDict()
+
+    def _full(self, name: str) -> str:
+        return os.path.join(self._root, check_relative_path(name, path=self.path))
+
+    def create_directory(self) -> None:
+        with storage_errors("create the directory", self.path):
+            self._create_directory(self._root)
+
+    def _create_directory(self, path: str) -> None:
+        if os.path.isdir(path):
+            return
+        parent = os.path.dirname(path)
+        self._create_directory(parent)
+        try:
+            os.mkdir(path)
+        except FileExistsError:  # another rank was faster
+            if not os.path.isdir(path):
+                raise
+        _sync_directory(parent)
+
+    def open_output(self, name: str) -> OutputStream:
+        return _PosixOutput(self._full(name), self.location(name), sync_files=self._sync_files)
+
+    def publish(self, name: str, data: bytes, *, overwrite: bool = True) -> None:
+        final = self._full(name)
+        temporary = f"{final}.{uuid.uuid4().hex}.tmp"
+        with storage_errors("write", self.location(name)):
+            try:
+                descriptor = _create(temporary)
+                try:
+                    _write_all(descriptor, data)
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+                if overwrite:
+                    os.rename(temporary, final)
+                else:
+                    self._link_new(temporary, final, name)
+            finally:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
+            _sync_directory(os.path.dirname(final))
+
+    def _link_new(self, temporary: str, final: str, name: str) -> None:
+        try:
+            os.link(temporary, final)
+        except FileExistsError as error:
+            message = "Another save has published here already."
+            raise ConcurrentSaveError(message, path=self.location(name)) from error
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        assert 0 <= start <= stop
+        if start == stop:
+            return b""
+        descriptor = self._descriptor(name)
+        with storage_errors("read", self.location(name)):
+            nbytes = os.fstat(descriptor.number).st_size
+        if stop > nbytes:  # before memory is taken for a size that only the file's footer claims
+            raise too_short(self.location(name), start, stop, nbytes)
+        data = b""
+        while len(data) < stop - start:
+            position = start + len(data)
+            with storage_errors("read", self.location(name)):
+                part = os.pread(descriptor.number, min(stop - position, _MAX_READ_NBYTES), position)
+            if not part:
+                raise too_short(self.location(name), start, stop, position)
+            data = data + part if data else part  # one part is the rule
+        return data
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        target = buffer.cast("B")
+        position, stop = start, start + len(target)
+        while position < stop:
+            descriptor = self._descriptor(name)
+            with storage_errors("read", self.location(name)):
+                done = os.preadv(descriptor.number, [target[position - start :][:_MAX_READ_NBYTES]], position)
+            if not done:
+                raise too_short(self.location(name), start, stop, position)
+            position += done
+
+    def _descriptor(self, name: str) -> _Descriptor:
+        with self._lock:
+            found = self._descriptors.get(name)
+            if found is None:
+                found = self._descriptors[name] = self._open(name)
+                if len(self._descriptors) > _MAX_OPEN_FILES:
+                    self._descriptors.popitem(last=False)
+            else:
+                self._descriptors.move_to_end(name)
+            return found
+
+    def _open(self, name: str) -> _Descriptor:
+        check_relative_path(name, path=self.path)
+        with storage_errors("read", self.location(name)), self._links_refused(name):
+            descriptor = _Descriptor(_open_inside(self._root, name))
+            if not stat.S_ISREG(os.fstat(descriptor.number).st_mode):
+                raise StorageError("Not a plain file.", path=self.location(name), errno=errno.EINVAL)
+            return descriptor
+
+    @contextlib.contextmanager
+    def _links_refused(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            # an inner link shows as ENOTDIR, because of O_DIRECTORY
+            if error.errno == errno.ELOOP or (error.errno == errno.ENOTDIR and self._has_link(name)):
+                message = "Symbolic links inside a checkpoint are not followed: they may lead out of it."
+                raise UnsafePathError(message, path=self.location(name)) from error
+            raise
+
+    def _has_link(self, name: str) -> bool:
+        parts = name.split("/")
+        return any(os.path.islink(os.path.join(self._root, *parts[:count])) for count in range(1, len(parts) + 1))
+
+    def read_all(self, name: str, *, limit_nbytes: int) -> bytes:
+        descriptor = self._open(name)
+        data = bytearray()
+        with storage_errors("read", self.location(name)):
+            while part := os.pread(descriptor.number, min(limit_nbytes + 1 - len(data), 1 << 24), len(data)):
+                data += part
+                if len(data) > limit_nbytes:
+                    raise too_large(self.location(name), limit_nbytes)
+        return bytes(data)
+
+    def file_nbytes(self, name: str) -> int | None:
+        full = self._full(name)
+        with storage_errors("look up", self.location(name)):
+            try:
+                with self._links_refused(name):
+                    if self._has_link(name):
+                        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+                    found = os.stat(full, follow_symlinks=False)
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+        return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+    def list_names(self) -> list[str]:
+        with storage_errors("list", self.path):
+            try:
+                with os.scandir(self._root) as items:
+                    return sorted(item.name for item in items if item.is_file(follow_symlinks=False))
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+
+    def remove(self, names: Iterable[str]) -> None:
+        for name in names:
+            full = self._full(name)
+            missing = contextlib.suppress(FileNotFoundError, NotADirectoryError)
+            with storage_errors("remove", self.location(name)), missing:
+                os.unlink(full)
+
+    def close(self) -> None:
+        with self._lock:
+            self._descriptors.clear()
+
+
+class _PosixOutput(OutputStream):
+    def __init__(self, full: str, location: str, *, sync_files: bool) -> None:
+        self._full, self._location, self._sync_files = full, location, sync_files
+        with storage_errors("create", location):
+            self._descriptor: int | None = _create(full)
+        self._closed = False
+
+    def write(self, data: memoryview | bytes) -> None:
+        assert self._descriptor is not None
+        with storage_errors("write", self._location):
+            _write_all(self._descriptor, data)
+
+    def close(self) -> None:
+        assert self._descriptor is not None
+        with storage_errors("write", self._location):
+            try:
+                if self._sync_files:
+                    os.fsync(self._descriptor)
+            finally:
+                descriptor, self._descriptor = self._descriptor, None
+                os.close(descriptor)
+            if self._sync_files:
+                _sync_directory(os.path.dirname(self._full))
+        self._closed = True
+
+    def abort(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        with contextlib.suppress(OSError):
+            if self._descriptor is not None:
+                descriptor, self._descriptor = self._descriptor, None
+                os.close(descriptor)
+        with contextlib.suppress(OSError):
+            os.unlink(self._full)

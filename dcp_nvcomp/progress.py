@@ -1,0 +1,34 @@
+"""The progress bar of a save: tqdm on a terminal, nothing elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+__all__ = ["ProgressBar"]
+
+
+class ProgressBar:
+    """A bar over bytes. Threads may update it at once.
+
+    Args:
+        total_nbytes: what 100 % is.
+        enabled: whether it was asked for. It is drawn only if standard error is a terminal.
+    """
+
+    def __init__(self, total_nbytes: int, *, enabled: bool) -> None:
+        self._bar: Any = None
+        if enabled and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total_nbytes, unit="B", unit_scale=True, desc="saving", file=sys.stderr, leave=False)
+
+    def update(self, nbytes: int) -> None:
+        """Add to what is done."""
+        if self._bar is not None:
+            self._bar.update(nbytes)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.close()

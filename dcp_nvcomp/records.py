@@ -1,0 +1,306 @@
+"""From DCP's write items to records: what each shard's footer row says, how it is cut, with which codec, encoded where.
+
+WriteItem + resolved data  --RecordMaker.add-->  records ready to encode; small ones gather in packs until `flush`
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
+
+from dcp_nvcomp.blocks import BLOCK_NBYTES, BlockGrid, default_block_shape
+from dcp_nvcomp.codecs.ans import Ans
+from dcp_nvcomp.codecs.base import CodecChain
+from dcp_nvcomp.codecs.choose import SAMPLE_NBYTES, CodecChooser, parse_codec
+from dcp_nvcomp.codecs.dtypes import ELEMENT_TYPES, ElementType
+from dcp_nvcomp.engines.cuda import cuda_unavailable_reason, nvcomp_version
+from dcp_nvcomp.errors import CheckpointError, CodecUnavailableError, ShapeMismatchError
+from dcp_nvcomp.footer import KIND_BYTES, KIND_PACK, KIND_TENSOR, KIND_TORCH_SAVE
+from dcp_nvcomp.placement import (
+    element_type,
+    host_array,
+    is_transparent,
+    saved_payload,
+    spread_sample,
+    torch_dtype,
+    without_lazy_bits,
+)
+from dcp_nvcomp.sources import AcceleratorSource, CudaSource, HostSource, Source
+
+__all__ = ["LARGE_NBYTES", "SMALL_NBYTES", "EngineChoice", "Member", "PendingRecord", "RecordMaker"]
+
+U8 = npt.NDArray[np.uint8]
+
+# Records below this share a block with others: a row in the footer instead of a block and slices of their own.
+SMALL_NBYTES = 64 << 10
+# Records from here on begin at multiples of 4096 in the file.
+LARGE_NBYTES = 1 << 20
+# ANS has a fixed overhead a slice, so it wants longer ones.
+ANS_BLOCK_NBYTES = 4 << 20
+
+_UINT8 = ELEMENT_TYPES["uint8"]
+# Same-width views for packed bytes; 16-byte elements have no integer of their width.
+_WORDS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+
+
+@dataclass(frozen=True)
+class Member:
+    """What `.metadata` will point to: one write item, and its footer row if it lies in a pack.
+
+    Attributes:
+        index: DCP's index of the item.
+        row: its footer row but for `pack`; empty for the record's own item.
+        elements: elements it has.
+        nbytes: its size.
+    """
+
+    index: MetadataIndex
+    row: dict[str, Any]
+    elements: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class PendingRecord:
+    """A record ready to be encoded.
+
+    Attributes:
+        row: its footer row, without the codec.
+        element: its element type.
+        dtype: dtype name for stats (`bytes` for Python objects).
+        grid: its blocks.
+        chain: its codec chain.
+        source: where its elements are.
+        members: the items in it: one, or those of a pack.
+        nbytes: its size.
+    """
+
+    row: dict[str, Any]
+    element: ElementType
+    dtype: str
+    grid: BlockGrid
+    chain: CodecChain
+    source: Source
+    members: tuple[Member, ...]
+    nbytes: int
+
+    @property
+    def is_pack(self) -> bool:
+        """Whether the members have footer rows of their own."""
+        return self.row.get("kind") == KIND_PACK
+
+
+@dataclass
+class EngineChoice:
+    """The `engine` option, applied to one tensor at a time.
+
+    Attributes:
+        option: `"auto"`, `"cpu"` or `"cuda"`.
+    """
+
+    option: str
+    _warned: bool = False
+
+    def on_cuda(self, device: torch.device) -> bool:
+        """Whether the CUDA engine handles what is on this device.
+
+        Raises:
+            CodecUnavailableError: `engine="cuda"`, and it can't run here.
+        """
+        if self.option == "cpu" or device.type != "cuda":
+            return False
+        reason = cuda_unavailable_reason()
+        if reason is None:
+            return True
+        if self.option == "cuda":
+            raise CodecUnavailableError(f"engine='cuda' can't run here: {reason}. Use engine='auto' or 'cpu'.")
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"GPU tensors are handled by the slower CPU engine: {reason}. engine='cpu' silences this.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return False
+
+
+@dataclass
+class _OpenPack:
+    element: ElementType
+    dtype: str
+    parts: list[U8 | torch.Tensor] = field(default_factory=list)
+    members: list[Member] = field(default_factory=list)
+    nbytes: int = 0
+
+
+class RecordMaker:
+    """Makes records of one data file's items.
+
+    Args:
+        chooser: picks the codec chain.
+        engine: picks the engine.
+        pack: whether small items may share a block.
+    """
+
+    def __init__(self, chooser: CodecChooser, engine: EngineChoice, *, pack: bool) -> None:
+        self._chooser = chooser
+        self._host_chooser = parse_codec("auto")
+        self._engine = engine
+        self._pack = pack
+        self._open: dict[tuple[str, str, str], _OpenPack] = {}
+
+    def add(self, item: WriteItem, data: torch.Tensor | io.BytesIO) -> list[PendingRecord]:
+        """Take an item.
+
+        Args:
+            item: the write item.
+            data: what the planner resolved it to.
+
+        Returns:
+            The records that are ready now: none while it waits in a pack.
+
+        Raises:
+            ShapeMismatchError: the tensor is not of the shape that was planned.
+            CheckpointError: the tensor has no data.
+        """
+        fqn = item.index.fqn
+        if isinstance(data, io.BytesIO):
+            payload = np.frombuffer(data.getbuffer(), np.uint8)
+            return self._add_host(item, {"kind": KIND_BYTES, "fqn": fqn, "shape": [payload.size]}, payload, "bytes")
+        if data.is_meta:
+            raise CheckpointError("A tensor on the meta device has no data to save.", fqn=fqn)
+        row = _row(item, data)
+        if not is_transparent(data):
+            payload = saved_payload(data)
+            row = {**row, "kind": KIND_TORCH_SAVE, "shape": [payload.size]}
+            row.setdefault("offsets", [0] * data.dim())
+            row.setdefault("global_shape", list(data.shape))
+            return self._add_host(item, row, payload, str(data.dtype).removeprefix("torch."))
+        return self._add_tensor(item, row, without_lazy_bits(data))
+
+    def flush(self) -> list[PendingRecord]:
+        """The packs that are still open."""
+        packs = [self._close(pack) for pack in self._open.values() if pack.members]
+        self._open.clear()
+        return packs
+
+    def _add_host(self, item: WriteItem, row: dict[str, Any], payload: U8, dtype: str) -> list[PendingRecord]:
+        member = Member(item.index, row, payload.size, payload.size)
+        if self._pack and payload.size < SMALL_NBYTES:
+            return self._add_small((row["kind"], "uint8", "cpu"), _UINT8, "bytes", member, payload)
+        chain = self._host_chooser.choose(_UINT8, _sample_bytes(payload), payload.size)
+        return [_record(row, _UINT8, dtype, chain, HostSource(payload), member)]
+
+    def _add_tensor(self, item: WriteItem, row: dict[str, Any], tensor: torch.Tensor) -> list[PendingRecord]:
+        element = element_type(tensor.dtype)
+        assert element is not None
+        nbytes = tensor.numel() * element.nbytes
+        member = Member(item.index, row, tensor.numel(), nbytes)
+        if self._pack and 0 < nbytes < SMALL_NBYTES:
+            flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+            part = host_array(flat) if tensor.device.type == "cpu" else flat
+            return self._add_small((KIND_TENSOR, element.name, str(tensor.device)), element, element.name, member, part)
+        chain, source = self._encoded_where(tensor, element)
+        return [_record(row, element, element.name, chain, source, member)]
+
+    def _add_small(
+        self, key: tuple[str, str, str], element: ElementType, dtype: str, member: Member, part: U8 | torch.Tensor
+    ) -> list[PendingRecord]:
+        pack = self._open.get(key)
+        ready = []
+        if pack is not None and pack.nbytes + member.nbytes > BLOCK_NBYTES:
+            ready.append(self._close(pack))
+            pack = None
+        if pack is None:
+            pack = self._open[key] = _OpenPack(element, dtype)
+        pack.parts.append(part)
+        pack.members.append(member)
+        pack.nbytes += member.nbytes
+        return ready
+
+    def _close(self, pack: _OpenPack) -> PendingRecord:
+        """One record of all the parts, in one block."""
+        elements = pack.nbytes // pack.element.nbytes
+        row = {"kind": KIND_PACK, "shape": [elements]}
+        if isinstance(pack.parts[0], torch.Tensor):
+            joined = torch.cat(pack.parts).view(torch_dtype(pack.element))  # type: ignore[arg-type]
+            chain, source = self._encoded_where(joined, pack.element)
+        else:
+            array = np.concatenate(pack.parts)
+            chain = self._host_chain(pack.element, array[:SAMPLE_NBYTES], pack.nbytes)
+            source = HostSource(array.view(_WORDS[pack.element.nbytes]))
+        return _pack_record(row, pack, chain, source, elements)
+
+    def _encoded_where(self, tensor: torch.Tensor, element: ElementType) -> tuple[CodecChain, Source]:
+        nbytes = tensor.numel() * tensor.element_size()
+        sample = spread_sample(tensor, SAMPLE_NBYTES) if nbytes else np.zeros(0, np.uint8)
+        if self._engine.on_cuda(tensor.device):
+            chain = self._chooser.choose(element, sample, nbytes)
+            if isinstance(chain.coder, Ans):
+                chain = CodecChain(chain.array_to_bytes, _of_this_nvcomp(chain.coder))
+            return chain, CudaSource(tensor)
+        chain = self._host_chain(element, sample, nbytes)
+        return chain, AcceleratorSource(tensor) if tensor.device.type != "cpu" else HostSource(host_array(tensor))
+
+    def _host_chain(self, element: ElementType, sample: U8, nbytes: int) -> CodecChain:
+        """ANS runs on the GPU alone; what of such a save lies in host memory gets `auto`'s codec."""
+        chain = self._chooser.choose(element, sample, nbytes)
+        return self._host_chooser.choose(element, sample, nbytes) if isinstance(chain.coder, Ans) else chain
+
+
+def _of_this_nvcomp(coder: Ans) -> Ans:
+    return Ans(coder.slice_nbytes, coder.data_type, nvcomp_version())
+
+
+def _sample_bytes(payload: U8) -> U8:
+    step = max(payload.size // 4, 1)
+    count = SAMPLE_NBYTES // 4
+    return np.concatenate([payload[at : at + count] for at in range(0, payload.size, step)][:4] or [payload])
+
+
+def _row(item: WriteItem, tensor: torch.Tensor) -> dict[str, Any]:
+    """The footer row of a tensor; checks that it is of the planned shape."""
+    planned = item.tensor_data
+    assert planned is not None
+    shape, whole, offsets = list(tensor.shape), list(planned.size), list(planned.chunk.offsets)
+    if shape != list(planned.chunk.sizes):
+        raise ShapeMismatchError(
+            f"The planner planned a shard of shape {list(planned.chunk.sizes)} but resolved it to one of {shape}.",
+            fqn=item.index.fqn,
+        )
+    row: dict[str, Any] = {"fqn": item.index.fqn, "shape": shape}
+    if any(offsets):
+        row["offsets"] = offsets
+    if whole != shape:
+        row["global_shape"] = whole
+    return row
+
+
+def _grid(shape: Sequence[int], element: ElementType, chain: CodecChain) -> BlockGrid:
+    target = ANS_BLOCK_NBYTES if isinstance(chain.coder, Ans) else BLOCK_NBYTES
+    return BlockGrid(tuple(shape), default_block_shape(shape, element.nbytes, target))
+
+
+def _record(
+    row: dict[str, Any], element: ElementType, dtype: str, chain: CodecChain, source: Source, member: Member
+) -> PendingRecord:
+    grid = _grid(row["shape"], element, chain)
+    row = {**row, "dtype": element.name, "block_shape": list(grid.block_shape)}
+    return PendingRecord(row, element, dtype, grid, chain, source, (member,), member.nbytes)
+
+
+def _pack_record(
+    row: dict[str, Any], pack: _OpenPack, chain: CodecChain, source: Source, elements: int
+) -> PendingRecord:
+    grid = BlockGrid((elements,), (elements,))
+    row = {**row, "dtype": pack.element.name, "block_shape": [elements]}
+    return PendingRecord(row, pack.element, pack.dtype, grid, chain, source, tuple(pack.members), pack.nbytes)

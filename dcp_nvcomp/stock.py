@@ -1,0 +1,161 @@
+"""Reads single items of checkpoints that stock DCP's FileSystemWriter or FsspecWriter wrote.
+
+Each item is what `torch.save` wrote (a tensor), or the planner's bytes, at an offset of a file; perhaps sent through
+"stream transforms" first, of which torch has one: zstd.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import zstandard
+
+from .errors import CheckpointError, CorruptDataError, TruncatedFileError, UnknownCodecError
+from .filesystem import Filesystem
+
+__all__ = ["StockItem", "read_stock_bytes", "read_stock_tensor"]
+
+# What a bytes item may decode to: nothing on disk tells its true size.
+DECODED_LIMIT_NBYTES: Final = 1 << 34
+# What torch.save adds to the elements: some KB; a subclass may add more.
+_TORCH_SAVE_NBYTES: Final = 1 << 20
+# A zstd frame may grow 32768-fold, so that this much of it makes at most 64 MiB before the limit is looked at.
+_STEP_NBYTES: Final = 2048
+
+
+@dataclass(frozen=True)
+class StockItem:
+    """Where stock DCP put one item.
+
+    Attributes:
+        relative_path: the data file.
+        offset: where the item begins in it.
+        length: its stored size in bytes.
+        transform_descriptors: what it went through, in the order in which reading undoes it.
+    """
+
+    __slots__ = ("length", "offset", "relative_path", "transform_descriptors")
+
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: tuple[str, ...]
+
+
+def read_stock_bytes(
+    filesystem: Filesystem, item: StockItem, *, limit_nbytes: int = DECODED_LIMIT_NBYTES
+) -> io.BytesIO:
+    """The bytes item as DCP's planner gave it to the stock writer.
+
+    Args:
+        filesystem: the checkpoint's.
+        item: where it is.
+        limit_nbytes: the most that it may decode to.
+
+    Raises:
+        TruncatedFileError: the file ends before the item, or the item inside a zstd frame.
+        UnknownCodecError: it went through a transform that is not known here.
+        CorruptDataError: it does not decode, or to more than the limit.
+    """
+    try:
+        data = filesystem.read(item.relative_path, item.offset, item.offset + item.length)
+        for descriptor in item.transform_descriptors:
+            data = _undo(descriptor, data, limit_nbytes)
+    except CheckpointError as error:
+        raise _located(error, filesystem, item) from error.__cause__
+    return io.BytesIO(data)
+
+
+def read_stock_tensor(
+    filesystem: Filesystem,
+    item: StockItem,
+    *,
+    sizes: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The shard that `torch.save` wrote, on the CPU. Read with `weights_only=True`, so nothing in it is executed.
+
+    Args:
+        filesystem: the checkpoint's.
+        item: where it is.
+        sizes: the shard's shape by `.metadata`, if it is known; checked, and bounds what is decoded.
+        dtype: the same of its element type.
+
+    Raises:
+        TruncatedFileError, UnknownCodecError: see `read_stock_bytes`.
+        CorruptDataError: it does not decode, or to another tensor than expected.
+    """
+    limit_nbytes = DECODED_LIMIT_NBYTES
+    if sizes is not None and dtype is not None:
+        limit_nbytes = math.prod(sizes) * dtype.itemsize + _TORCH_SAVE_NBYTES
+    stream = read_stock_bytes(filesystem, item, limit_nbytes=limit_nbytes)
+    try:
+        tensor = _load(stream)
+        if (sizes is not None and tensor.shape != torch.Size(sizes)) or (dtype is not None and tensor.dtype != dtype):
+            raise CorruptDataError(
+                f"The item holds {tensor.dtype} of {tuple(tensor.shape)}, not what `.metadata` says."
+            )
+    except CheckpointError as error:
+        raise _located(error, filesystem, item) from error.__cause__
+    return tensor
+
+
+def _located(error: CheckpointError, filesystem: Filesystem, item: StockItem) -> CheckpointError:
+    error.path = error.path or filesystem.location(item.relative_path)
+    error.byte_range = error.byte_range or (item.offset, item.offset + item.length)
+    return error
+
+
+def _load(stream: io.BytesIO) -> torch.Tensor:
+    try:
+        with zipfile.ZipFile(stream) as archive:
+            # torch.save stores its files as they are; a deflated one could inflate to anything
+            if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
+                raise CorruptDataError("The item is a compressed zip archive, which torch.save never writes.")
+        stream.seek(0)
+        tensor = torch.load(stream, map_location="cpu", weights_only=True)
+    except (CheckpointError, MemoryError):
+        raise
+    except pickle.UnpicklingError as error:
+        reason = str(error).partition("\n")[0]
+        raise CorruptDataError(f"The item is more than a plain tensor, or damaged: {reason}") from error
+    except Exception as error:  # torch.load raises almost anything for damaged input
+        raise CorruptDataError(f"The item is not what torch.save wrote: {type(error).__name__}: {error}.") from error
+    if not isinstance(tensor, torch.Tensor):
+        raise CorruptDataError(f"The item holds a {type(tensor).__name__}, not a tensor.")
+    return tensor
+
+
+def _undo(descriptor: str, data: bytes, limit_nbytes: int) -> bytes:
+    """Undo one stream transform, given as torch's extensions describe themselves: "name[@domain][/version]"."""
+    name, _, version = descriptor.partition("/")
+    if name != "stream.zstd" or version.partition(".")[0] not in ("1", ""):
+        raise UnknownCodecError(f"The item went through the transform {descriptor[:100]!r}, which is not known here.")
+    output = io.BytesIO()
+    try:
+        _unzstd(memoryview(data), output, limit_nbytes)
+    except zstandard.ZstdError as error:
+        raise CorruptDataError(f"The item is not a valid zstd stream: {error}.") from error
+    return output.getvalue()
+
+
+def _unzstd(data: memoryview, output: io.BytesIO, limit_nbytes: int) -> None:
+    """Decode zstd frames one after the other: the pyzstd that torch may use ends one at each flush."""
+    while True:
+        frame = zstandard.ZstdDecompressor().decompressobj()
+        while not frame.eof:
+            if not data:
+                raise TruncatedFileError("The item ends inside of a zstd frame.")
+            output.write(frame.decompress(data[:_STEP_NBYTES]))
+            data = data[min(len(data), _STEP_NBYTES) - len(frame.unused_data) :]
+            if output.tell() > limit_nbytes:
+                raise CorruptDataError(f"The item decodes to more than {limit_nbytes} bytes, the most it can be.")
+        if not data:
+            return

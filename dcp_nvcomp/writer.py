@@ -1,0 +1,298 @@
+"""NvcompWriter: a save, from top to bottom.
+
+    set_up_storage_writer   an id of its own for each save
+    prepare_local_plan      the directory; is there a checkpoint that may not be replaced?
+    prepare_global_plan     (coordinator) which files of an earlier, failed save may go
+    write_data              plan -> encode -> stage -> write, see saving.py
+    finish                  (coordinator) commit: `.metadata` is published last, then what it replaced is removed
+
+A checkpoint exists from the moment its `.metadata` is published. Everything before that only adds files with names that
+no other save has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from dcp_nvcomp.codecs.base import CodecChain
+from dcp_nvcomp.codecs.choose import CodecChooser, parse_codec
+from dcp_nvcomp.commit import Orphans, commit_checkpoint, commit_rank, refuse_existing
+from dcp_nvcomp.errors import ConfigurationError
+from dcp_nvcomp.filesystem import Filesystem, open_filesystem
+from dcp_nvcomp.format import data_file_name
+from dcp_nvcomp.options import ENGINES, check_budget, check_choice, check_thread_count, option_names
+from dcp_nvcomp.planning import distribute, file_count
+from dcp_nvcomp.progress import ProgressBar
+from dcp_nvcomp.records import EngineChoice, RecordMaker
+from dcp_nvcomp.saving import PlannedFile, SaveJob, SaveOptions
+from dcp_nvcomp.stats import RankTotals, SaveStats, summarize
+
+__all__ = ["NvcompWriter"]
+
+logger = logging.getLogger(__name__)
+
+
+class RankResults(list[WriteResult]):
+    """The write results of one rank, and what it measured: DCP carries the list to the coordinator as it is."""
+
+    totals: RankTotals
+
+
+def planned_nbytes(item: WriteItem) -> int:
+    """Size of an item as planned; bytes items are not known before they are resolved."""
+    if item.tensor_data is None:
+        return 0
+    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+
+
+class NvcompWriter(StorageWriter, BlockingAsyncStager):
+    """Saves DCP checkpoints compressed, losslessly, to anything fsspec can reach.
+
+    Pass it as `storage_writer=` to `dcp.save` or `dcp.async_save`. One writer serves many saves.
+
+    Args:
+        path: where the checkpoint goes: a local path or any fsspec URL. `checkpoint_id` of `dcp.save` replaces it.
+        codec: `"auto"` (chosen for each tensor from dtype, size and a sample; every machine can read it),
+            `"planes-zstd"`, `"planes-deflate"`, `"zstd"`, `"ans"` (nvCOMP on NVIDIA GPUs only), `"none"`, a
+            `CodecChain`, or an object with `choose()`.
+        thread_count: encoding threads; by default one per CPU core, at most 8.
+        single_file_per_rank: whether a rank's items share files (several only if they are large and the storage takes
+            parallel streams). Otherwise each item is a file of its own.
+        overwrite: whether a checkpoint at the same path may be replaced. The old one stays loadable until the new one
+            is complete.
+        sync_files: whether files are on stable storage before the checkpoint is published. Without it a power failure
+            can lose a checkpoint that `dcp.save` reported as saved.
+        host_memory_budget: bytes of host memory for encoded data.
+        device_memory_budget: bytes of memory on each GPU for encoding.
+        progress: whether to draw a progress bar on a terminal, on rank 0.
+        on_save: called on the coordinator after each commit with the `SaveStats`. With the process checkpointer of
+            `dcp.async_save` it must be picklable and runs in the child process.
+        engine: `"auto"` encodes GPU tensors on the GPU where nvCOMP is installed, `"cuda"` insists on it, `"cpu"` never
+            does. Tensors in host memory are always encoded on the CPU.
+        **storage_options: for the fsspec filesystem, such as `endpoint_url` and `key` for S3.
+
+    Raises:
+        ConfigurationError: an option has a value that can't work, or is unknown.
+
+    Example:
+        >>> import tempfile, torch, torch.distributed.checkpoint as dcp
+        >>> from dcp_nvcomp import NvcompReader, NvcompWriter
+        >>> path, state = tempfile.mkdtemp(), {"w": torch.arange(4.0)}
+        >>> _ = dcp.save(state, storage_writer=NvcompWriter(path), no_dist=True)
+        >>> state["w"].zero_()
+        tensor([0., 0., 0., 0.])
+        >>> dcp.load(state, storage_reader=NvcompReader(path), no_dist=True)
+        >>> state["w"]
+        tensor([0., 1., 2., 3.])
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        codec: str | CodecChain | CodecChooser = "auto",
+        thread_count: int | None = None,
+        single_file_per_rank: bool = True,
+        overwrite: bool = True,
+        sync_files: bool = True,
+        host_memory_budget: int = 1 << 30,
+        device_memory_budget: int = 512 << 20,
+        progress: bool = False,
+        on_save: Callable[[SaveStats], None] | None = None,
+        engine: str = "auto",
+        **storage_options: Any,
+    ) -> None:
+        BlockingAsyncStager.__init__(self)
+        self.path = os.fspath(path)
+        self.codec = codec
+        self.thread_count = check_thread_count(thread_count)
+        self.single_file_per_rank = single_file_per_rank
+        self.overwrite = overwrite
+        self.sync_files = sync_files
+        self.host_memory_budget = check_budget("host_memory_budget", host_memory_budget)
+        self.device_memory_budget = check_budget("device_memory_budget", device_memory_budget)
+        self.progress = progress
+        if on_save is not None and not callable(on_save):
+            raise ConfigurationError(f"on_save={on_save!r} is not callable.")
+        self.on_save = on_save
+        self.engine = check_choice("engine", engine, ENGINES)
+        self.storage_options = storage_options
+        self.last_save: SaveStats | None = None
+        self._chooser = parse_codec(codec)
+        self._save_id = ""
+        self._next_save_id = uuid.uuid4().hex
+        self._is_coordinator = True
+        self._rank = 0
+        self._use_collectives = True
+        self._started_seconds = 0.0
+        self._orphans = Orphans()
+        self._open(self.path)  # tells at once what can't work
+
+    def _open(self, path: str) -> Filesystem:
+        # made anew for each use: never pickled, and never shared with a process that was forked or spawned
+        return open_filesystem(
+            path,
+            sync_files=self.sync_files,
+            storage_options=self.storage_options,
+            known_options=option_names(type(self)),
+        )
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """DCP: a new save begins, perhaps at another place. Options stay."""
+        if checkpoint_id:
+            self.path = os.fspath(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """DCP: what this rank is in this save. Draws the id that makes this save's file names unique."""
+        self._is_coordinator = is_coordinator
+        self._rank = kwargs.get("rank") or 0
+        self._use_collectives = kwargs.get("use_collectives", True)
+        self._save_id, self._next_save_id = self._next_save_id, uuid.uuid4().hex
+        self._started_seconds = time.perf_counter()
+        self.last_save = None
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """DCP: make the directory, and refuse to replace what may not be replaced.
+
+        Raises:
+            CheckpointExistsError: there is a checkpoint, and `overwrite=False` or `use_collectives=False`.
+            StorageError: the target can't be written.
+        """
+        filesystem = self._open(self.path)
+        if not self._use_collectives:
+            refuse_existing(filesystem, rank=self._rank)
+        elif self._is_coordinator and not self.overwrite:
+            refuse_existing(filesystem, rank=None)
+        filesystem.create_directory()
+        return dataclasses.replace(plan, storage_data=self._orphans.question())
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """DCP, coordinator: tell each rank which of its earlier files belong to no checkpoint."""
+        return [dataclasses.replace(plan, storage_data=self._orphans.answer(plan.storage_data)) for plan in plans]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """DCP: write this rank's items.
+
+        Raises:
+            BaseException: the first error on any thread; what was written is removed then.
+        """
+        filesystem = self._open(self.path)
+        self._orphans.remove(plan.storage_data, self._open)
+        total_nbytes = sum(planned_nbytes(item) for item in plan.items)
+        planned_seconds = time.perf_counter() - self._started_seconds
+        bar = ProgressBar(total_nbytes, enabled=self.progress and self._rank == 0)
+        options = SaveOptions(
+            self.thread_count, self.host_memory_budget, self.device_memory_budget, self._identity(), bar.update
+        )
+        engine = EngineChoice(self.engine)
+        job = SaveJob(
+            filesystem,
+            self._plan_files(plan.items, total_nbytes, filesystem.parallel_writes),
+            lambda: RecordMaker(self._chooser, engine, pack=self.single_file_per_rank),
+            planner.resolve_data,
+            options,
+        )
+        try:
+            results = RankResults(job.run())
+        finally:
+            bar.close()
+            filesystem.close()
+        results.totals = job.totals
+        results.totals.seconds["plan"] = planned_seconds
+        self._orphans.wrote(self.path, job.totals.files)
+        self.last_save = self._summarize([results.totals])
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def _plan_files(
+        self, items: Sequence[WriteItem], total_nbytes: int, parallel_writes: int
+    ) -> list[list[PlannedFile]]:
+        """The rank's files, in lanes."""
+        sizes = [planned_nbytes(item) for item in items]
+        if self.single_file_per_rank:
+            count = file_count(total_nbytes, parallel_writes, self.thread_count)
+            bins = distribute(sizes, count) if items else []
+            return [[self._file(number, [items[i] for i in chosen])] for number, chosen in enumerate(bins)]
+        lanes = distribute(sizes, min(parallel_writes, self.thread_count, len(items))) if items else []
+        return [[self._file(index, [items[index]]) for index in lane] for lane in lanes]
+
+    def _file(self, number: int, items: Sequence[WriteItem]) -> PlannedFile:
+        return PlannedFile(data_file_name(self._rank, number, self._save_id), tuple(items))
+
+    def _identity(self) -> dict[str, Any]:
+        try:
+            own = version("dcp-nvcomp")
+        except PackageNotFoundError:  # run from a source tree
+            own = "unknown"
+        return {
+            "save_id": self._save_id,
+            "file_id": self._save_id,
+            "rank": self._rank,
+            "writer": {"dcp_nvcomp": own, "torch": torch.__version__},
+        }
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """DCP, coordinator (with `use_collectives=False`: each rank): commit.
+
+        Args:
+            metadata: what was saved; `storage_data`, `storage_meta` and `version` are set in place.
+            results: the results of all ranks.
+
+        Raises:
+            ConcurrentSaveError: `overwrite=False`, and another save was published first.
+            StorageError: it could not be published.
+        """
+        start = time.perf_counter()
+        metadata.version = "1.0.0"
+        metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
+        metadata.storage_meta = StorageMeta(checkpoint_id=self.path, save_id=self._save_id)
+        filesystem = self._open(self.path)
+        if self._use_collectives:
+            commit_checkpoint(filesystem, metadata, self._save_id, overwrite=self.overwrite)
+        else:
+            commit_rank(filesystem, metadata, self._rank)
+        totals = [rank.totals for rank in results if isinstance(rank, RankResults)]
+        self._orphans.committed(name for rank in totals for name in rank.files)
+        filesystem.close()
+        totals.append(RankTotals(seconds={"commit": time.perf_counter() - start}))
+        self.last_save = self._summarize(totals)
+        if self._rank == 0:
+            logger.info("%s", self.last_save)
+        if self.on_save is not None:
+            self.on_save(self.last_save)
+
+    def _summarize(self, totals: Sequence[RankTotals]) -> SaveStats:
+        return summarize(self.path, self._save_id, totals, time.perf_counter() - self._started_seconds)
+
+    def storage_meta(self) -> StorageMeta:
+        """DCP: ids of the save that is about to begin."""
+        return StorageMeta(checkpoint_id=self.path, save_id=self._next_save_id)
+
+    @property
+    def checkpoint_id(self) -> str:
+        """Where the next save goes."""
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """DCP: whether this writer could save there."""
+        try:
+            open_filesystem(checkpoint_id)
+        except (ConfigurationError, TypeError):
+            return False
+        return True

@@ -1,0 +1,154 @@
+"""The same state on the same machine through stock DCP, stock DCP with its zstd extension, and dcp_nvcomp.
+
+    torchrun --nproc-per-node 4 examples/demo_compare.py --checkpoint runs/demo/step-200 --output compared.json
+
+Loads a checkpoint of train_fsdp.py, saves it with each writer in turn, loads each back, and repeats that a few times.
+All writers have their default options, fsync included; what is loaded has just been written, so it comes from the
+page cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._extension import ZStandard  # stock's own; it has no public name
+from train_fsdp import Training, add_model_arguments, end_distributed, fingerprint, load, start_distributed
+
+from dcp_nvcomp import NvcompReader, NvcompWriter
+
+WRITERS: dict[str, Callable[[str], dcp.StorageWriter]] = {
+    "dcp": dcp.FileSystemWriter,
+    "dcp+zstd": lambda path: dcp.FileSystemWriter(path, _extensions=[ZStandard()]),
+    "dcp_nvcomp": NvcompWriter,
+}
+READERS: dict[str, Callable[[str], dcp.StorageReader]] = {
+    "dcp": dcp.FileSystemReader,
+    "dcp+zstd": dcp.FileSystemReader,
+    "dcp_nvcomp": NvcompReader,
+}
+
+
+def timed(action: Callable[[], Any], device: torch.device) -> float:
+    """Seconds from the first rank's start to the last rank's end."""
+    dist.barrier()
+    start = time.perf_counter()
+    action()
+    dist.barrier()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def fill_with_zeros(state: dict[str, Any]) -> None:
+    """So that what is there after a load has come from the load."""
+    for value in state.values():
+        if isinstance(value, dict):
+            fill_with_zeros(value)
+        elif isinstance(value, torch.Tensor):
+            value.detach().zero_()
+
+
+def component(fqn: str) -> str:
+    if fqn.startswith("app.model."):
+        return "model"
+    last = fqn.rpartition(".")[2]
+    return last if last in ("exp_avg", "exp_avg_sq") else "the rest"
+
+
+def tensor_nbytes(checkpoint: str) -> dict[str, int]:
+    """Bytes of the tensors of each component, uncompressed."""
+    totals: dict[str, int] = {}
+    for fqn, item in dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata.items():
+        if isinstance(item, dcp.TensorStorageMetadata):
+            name = component(fqn)
+            totals[name] = totals.get(name, 0) + item.size.numel() * item.properties.dtype.itemsize
+    return totals
+
+
+def stock_nbytes(checkpoint: str) -> dict[str, int]:
+    """Bytes that stock DCP stored for each component."""
+    totals: dict[str, int] = {}
+    for index, info in dcp.FileSystemReader(checkpoint).read_metadata().storage_data.items():
+        name = component(index.fqn)
+        totals[name] = totals.get(name, 0) + info.length
+    return totals
+
+
+def inspect(checkpoint: str) -> tuple[dict[str, int], dict[str, str]]:
+    """Bytes that dcp_nvcomp stored for each component, and with which codecs."""
+    command = [sys.executable, "-m", "dcp_nvcomp.cli", "inspect", checkpoint, "--json"]
+    tensors = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)["tensors"]
+    totals: dict[str, int] = {}
+    codecs: dict[str, set[str]] = {}
+    for tensor in tensors:
+        name = component(tensor["fqn"])
+        totals[name] = totals.get(name, 0) + tensor["encoded_nbytes"]
+        codecs.setdefault(name, set()).add(tensor["codec"])
+    return totals, {name: ", ".join(sorted(names)) for name, names in codecs.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model_arguments(parser)
+    parser.add_argument("--checkpoint", required=True, help="the state to measure with")
+    parser.add_argument("--scratch", type=Path, required=True, help="an empty directory to save to")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--output", type=Path, required=True)
+    arguments = parser.parse_args()
+
+    device = start_distributed()
+    training = Training(device, width=arguments.width, depth=arguments.depth)
+    load(training, arguments.checkpoint)
+    expected = fingerprint(training.state_dict())
+
+    seconds: dict[str, dict[str, list[float]]] = {name: {"save": [], "load": []} for name in WRITERS}
+    for repeat in range(arguments.repeats):
+        for name in WRITERS:
+            path = str(arguments.scratch / name / str(repeat))
+            state = {key: stateful.state_dict() for key, stateful in training.state_dict().items()}
+            writer, reader = WRITERS[name](path), READERS[name](path)
+            seconds[name]["save"].append(timed(partial(dcp.save, state, storage_writer=writer), device))
+            fill_with_zeros(state)
+            seconds[name]["load"].append(timed(partial(dcp.load, state, storage_reader=reader), device))
+            assert fingerprint(state) == expected, f"{name} did not load what was saved"
+
+    if dist.get_rank() == 0:
+        directories = {name: str(arguments.scratch / name / "0") for name in WRITERS}
+        encoded_nbytes = {name: stock_nbytes(directories[name]) for name in ("dcp", "dcp+zstd")}
+        encoded_nbytes["dcp_nvcomp"], codecs = inspect(directories["dcp_nvcomp"])
+        result = {
+            "ranks": dist.get_world_size(),
+            "repeats": arguments.repeats,
+            "torch": torch.__version__,
+            "uncompressed_nbytes": tensor_nbytes(directories["dcp"]),
+            "codecs": codecs,
+            "writers": {
+                name: {
+                    "save_seconds": statistics.median(seconds[name]["save"]),
+                    "load_seconds": statistics.median(seconds[name]["load"]),
+                    "directory_nbytes": sum(file.stat().st_size for file in Path(directories[name]).iterdir()),
+                    "encoded_nbytes": encoded_nbytes[name],
+                }
+                for name in WRITERS
+            },
+        }
+        arguments.output.write_text(json.dumps(result, indent=2))
+        shutil.rmtree(arguments.scratch)
+    end_distributed()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""The demo's table, as text and as Markdown, and its picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from rich.console import Console
+from rich.table import Table
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+LABELS = {"dcp": "stock DCP", "dcp+zstd": "stock DCP + zstd", "dcp_nvcomp": "dcp_nvcomp"}
+COLORS = {"dcp": "#b8bec6", "dcp+zstd": "#6f8fb5", "dcp_nvcomp": "#2e9e5b"}
+
+
+def megabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.2f}"
+
+
+def table_rows(compared: dict[str, Any]) -> list[list[str]]:
+    """One row a component, then the whole directory, then the times."""
+    plain = compared["uncompressed_nbytes"]
+    writers = compared["writers"]
+
+    def row(name: str, nbytes: int, sizes: list[int], codec: str) -> list[str]:
+        cells = [f"{megabytes(size)} ({nbytes / size:.3f})" for size in sizes]
+        return [name, megabytes(nbytes), *cells, codec]
+
+    rows = [
+        row(name, nbytes, [writer["encoded_nbytes"][name] for writer in writers.values()], compared["codecs"][name])
+        for name, nbytes in plain.items()
+    ]
+    total = sum(plain.values())
+    rows.append(row("all files", total, [writer["directory_nbytes"] for writer in writers.values()], ""))
+    for action in ("save", "load"):
+        rows.append([f"{action}, s", "", *(f"{writer[f'{action}_seconds']:.2f}" for writer in writers.values()), ""])
+    return rows
+
+
+def print_table(compared: dict[str, Any]) -> None:
+    header = ["component", "MB", *(f"{LABELS[name]}, MB (ratio)" for name in compared["writers"]), "codec"]
+    rows = table_rows(compared)
+    table = Table(
+        title=f"One state, {compared['ranks']} ranks, medians of {compared['repeats']} saves and loads each",
+        title_justify="left",
+    )
+    for position, name in enumerate(header):
+        table.add_column(name, justify="left" if position in (0, len(header) - 1) else "right")
+    for row in rows:
+        table.add_row(*row)
+    Console(width=max(120, Console().width)).print(table)
+
+
+def markdown_table(compared: dict[str, Any]) -> str:
+    header = ["component", "MB", *(f"{LABELS[name]}, MB (ratio)" for name in compared["writers"]), "codec"]
+    alignment = ["---", *["---:"] * (len(header) - 2), "---"]
+    return "".join(f"| {' | '.join(row)} |\n" for row in [header, alignment, *table_rows(compared)])
+
+
+def draw_sizes(axes: plt.Axes, compared: dict[str, Any]) -> None:
+    components = [name for name, nbytes in compared["uncompressed_nbytes"].items() if nbytes > 1e6]
+    count = len(compared["writers"])
+    for offset, (name, writer) in enumerate(compared["writers"].items()):
+        sizes = [writer["encoded_nbytes"][component] / 1e6 for component in components]
+        heights = [position + (offset - (count - 1) / 2) * 0.27 for position in range(len(components))]
+        axes.barh(heights, sizes, height=0.25, color=COLORS[name], label=LABELS[name])
+        for component, size, height in zip(components, sizes, heights, strict=True):
+            ratio = compared["uncompressed_nbytes"][component] / 1e6 / size
+            axes.text(size, height, f" {ratio:.2f}", va="center", fontsize=8, color="#333333")
+    axes.set_yticks(range(len(components)), components)
+    axes.invert_yaxis()
+    axes.set_xlabel("MB stored (the figure: ratio)")
+    axes.set_title("Bytes by component")
+    axes.margins(x=0.12)
+
+
+def draw_seconds(axes: plt.Axes, compared: dict[str, Any]) -> None:
+    for offset, (name, writer) in enumerate(compared["writers"].items()):
+        seconds = [writer["save_seconds"], writer["load_seconds"]]
+        bars = axes.bar([position + (offset - 1) * 0.27 for position in range(2)], seconds, 0.25, color=COLORS[name])
+        axes.bar_label(bars, fmt="%.2f", fontsize=8, padding=2)
+    axes.set_xticks(range(2), ["save", "load"])
+    axes.set_ylabel("seconds")
+    axes.set_title(f"Time, {compared['ranks']} ranks")
+    axes.margins(y=0.12)
+
+
+def draw_losses(axes: plt.Axes, uninterrupted: dict[int, float], resumed: dict[int, float], saved_step: int) -> None:
+    label = "4 ranks, not interrupted"
+    axes.plot(list(uninterrupted), list(uninterrupted.values()), color="#b8bec6", linewidth=2.5, label=label)
+    axes.plot(list(resumed), list(resumed.values()), color="#2e9e5b", linewidth=1.2, label="2 ranks, resumed")
+    axes.axvline(saved_step, color="#333333", linewidth=0.8, linestyle=":", label="checkpoint")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    axes.set_title("The loss goes on")
+    axes.legend(frameon=False, fontsize=8, loc="upper center")
+
+
+def draw(
+    compared: dict[str, Any], uninterrupted: dict[int, float], resumed: dict[int, float], saved_step: int, path: Path
+) -> None:
+    """Bytes, seconds and losses side by side, as a PNG."""
+    figure, (sizes, seconds, losses) = plt.subplots(
+        1, 3, figsize=(13, 4), width_ratios=[1.5, 1, 1.5], layout="constrained"
+    )
+    draw_sizes(sizes, compared)
+    draw_seconds(seconds, compared)
+    draw_losses(losses, uninterrupted, resumed, saved_step)
+    for axes in (sizes, seconds, losses):
+        axes.spines[["top", "right"]].set_visible(False)
+    handles, labels = sizes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower left", ncols=3, frameon=False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

@@ -1,0 +1,62 @@
+"""S3 stores for every test folder: `(url, storage_options)` of a fresh bucket, which is gone after the test.
+
+`s3_store` is moto's server in a thread of this process. `real_s3_store` is the server named by DCP_NVCOMP_TEST_S3 (an
+endpoint URL; keys in DCP_NVCOMP_TEST_S3_KEY and DCP_NVCOMP_TEST_S3_SECRET, by default `ci` and `cisecret`).
+`any_s3_store` runs a test on both.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+S3Store = tuple[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="session")
+def moto_endpoint() -> Iterator[str]:
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def s3_store(moto_endpoint: str) -> Iterator[S3Store]:
+    yield from _fresh_bucket({"endpoint_url": moto_endpoint, "key": "ci", "secret": "cisecret"})
+
+
+@pytest.fixture
+def real_s3_store() -> Iterator[S3Store]:
+    endpoint = os.environ.get("DCP_NVCOMP_TEST_S3")
+    if not endpoint:
+        pytest.skip("DCP_NVCOMP_TEST_S3 names no S3 server (.ci/ceph_up.sh starts one)")
+    key = os.environ.get("DCP_NVCOMP_TEST_S3_KEY", "ci")
+    secret = os.environ.get("DCP_NVCOMP_TEST_S3_SECRET", "cisecret")
+    yield from _fresh_bucket({"endpoint_url": endpoint, "key": key, "secret": secret})
+
+
+@pytest.fixture(params=["moto", "real"])
+def any_s3_store(request: pytest.FixtureRequest) -> S3Store:
+    store: S3Store = request.getfixturevalue("s3_store" if request.param == "moto" else "real_s3_store")
+    return store
+
+
+def _fresh_bucket(options: dict[str, Any]) -> Iterator[S3Store]:
+    import s3fs
+
+    fs = s3fs.S3FileSystem(**options, use_listings_cache=False)
+    bucket = f"dcp-nvcomp-{uuid.uuid4().hex[:12]}"
+    fs.mkdir(bucket)
+    yield f"s3://{bucket}/run", dict(options)
+    fs.clear_multipart_uploads(bucket)
+    for found in fs.find(bucket):
+        fs.rm_file(found)
+    fs.rmdir(bucket)

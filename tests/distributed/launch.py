@@ -1,0 +1,211 @@
+"""A small pool of processes for tests that need ranks.
+
+`import torch` costs seconds, a gloo process group milliseconds. So the processes are started once for the whole session
+and each call sets up a fresh default process group among as many of them as it asks for:
+
+    def save_shards(path):                    # a plain function at the top of a test module
+        ...
+        return dist.get_rank()
+
+    def test_save(ranks, tmp_path):           # `ranks` is the fixture below: import it into the module
+        assert ranks.run(save_shards, tmp_path, world_size=3) == [0, 1, 2]
+
+Arguments and results travel by pickle, functions by name. `run` returns what each rank returned, in rank order, and
+raises `RankFailure` with every rank's traceback where one of them raised. A call that does not end in time ends the
+processes, each after it has printed where it was, and the next call starts new ones. Warnings are errors on the ranks
+too, except those that stock DCP or torch raises by design (`STOCK_WARNINGS`).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RANK_COUNT = 4
+
+# What torch itself warns of in code paths that these tests take on purpose: regular expressions of messages.
+STOCK_WARNINGS = (
+    r"torch\.distributed is (disabled|unavailable)",  # dcp without a process group
+    r"Detected an existing checkpoint in",  # stock writer over an earlier checkpoint
+    r"ComplexHalf support is experimental",  # any use of torch.complex32
+    r"`_get_pg_default_device` will be deprecated",  # a meta tensor as destination
+    r"Multiple backends are registered with this ProcessGroup",  # the same
+    r"TypedStorage is deprecated",  # inside torch.save of some subclasses
+    r"Please use DTensor instead and we are deprecating ShardedTensor",
+    r"FSDP is switching to use DTensor",  # FSDP1's state dict
+    r"FSDP\.state_dict_type\(\) and FSDP\.set_state_dict_type\(\) are being deprecated",
+)
+
+
+class RankFailure(AssertionError):
+    """One or more ranks raised, died or did not end in time."""
+
+
+class RankPool:
+    """`size` processes that wait for functions to run as ranks of a gloo process group.
+
+    Args:
+        size: the largest world size that `run` can be asked for.
+        directory: where the processes meet; it must be on this machine.
+        grace_s: how long the other ranks may go on once one has raised: they may wait for it in a collective.
+    """
+
+    def __init__(self, size: int, directory: str | os.PathLike[str], *, grace_s: float = 10.0) -> None:
+        self.size = size
+        self.grace_s = grace_s
+        self._directory = Path(directory)
+        self._workers: list[_Worker] = []
+        self._call_count = 0
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        world_size: int | None = None,
+        timeout_s: float = 60.0,
+        **options: Any,
+    ) -> list[Any]:
+        """Run `function(*arguments, **options)` on ranks 0 to `world_size`, and return their results in rank order."""
+        world_size = self.size if world_size is None else world_size
+        assert 1 <= world_size <= self.size, world_size
+        if not self._workers:
+            self._workers = [_Worker() for _ in range(self.size)]
+        self._call_count += 1
+        meeting_point = self._directory / f"call-{os.getpid()}-{self._call_count}"
+        payload = pickle.dumps((function, arguments, options))
+        for rank, worker in enumerate(self._workers[:world_size]):
+            worker.connection.send((rank, world_size, str(meeting_point), timeout_s, payload))
+        try:
+            return self._gather(world_size, timeout_s)
+        finally:
+            meeting_point.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """End the processes."""
+        for worker in self._workers:
+            worker.stop()
+        self._workers = []
+
+    def _gather(self, world_size: int, timeout_s: float) -> list[Any]:
+        waiting = {worker.connection: rank for rank, worker in enumerate(self._workers[:world_size])}
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        while waiting:
+            limit_s = self.grace_s if failures else timeout_s + 5.0
+            ready = multiprocessing.connection.wait(list(waiting), timeout=limit_s)
+            if not ready:
+                failures.update(dict.fromkeys(waiting.values(), "did not end in time"))
+                break
+            for connection in ready:
+                rank = waiting.pop(connection)
+                try:
+                    succeeded, value = pickle.loads(connection.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    succeeded, value = False, "died"
+                    self._workers[rank].died = True
+                (results if succeeded else failures)[rank] = value
+        if waiting or any(worker.died for worker in self._workers):
+            self.close()
+        if failures:
+            raise RankFailure("\n".join(f"--- rank {rank}: {failures[rank]}" for rank in sorted(failures)))
+        return [results[rank] for rank in range(world_size)]
+
+
+class _Worker:
+    """One process of a pool and the pipe to it."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, child_end = context.Pipe()
+        # Not a daemon: those may not have children, and the process checkpointer is one.
+        self.process = context.Process(target=_serve, args=(child_end,), daemon=False)
+        self.process.start()
+        child_end.close()
+        self.died = False
+
+    def stop(self) -> None:
+        self.connection.close()
+        self.process.join(timeout=1.0)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+
+
+def _serve(connection: multiprocessing.connection.Connection) -> None:
+    # The loopback interface is the only one that every machine has.
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            rank, world_size, meeting_point, timeout_s, payload = connection.recv()
+        except EOFError:  # the pool was closed, or the test run is gone
+            return
+        # The traceback that it prints says where a rank hung.
+        faulthandler.dump_traceback_later(timeout_s, exit=True)
+        try:
+            reply = (True, _call(rank, world_size, meeting_point, timeout_s, payload))
+            message = pickle.dumps(reply)
+        except BaseException:
+            message = pickle.dumps((False, traceback.format_exc()))
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+        connection.send_bytes(message)
+
+
+def _call(rank: int, world_size: int, meeting_point: str, timeout_s: float, payload: bytes) -> Any:
+    import torch.distributed as dist
+
+    function, arguments, options = pickle.loads(payload)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{meeting_point}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for message in STOCK_WARNINGS:
+                warnings.filterwarnings("ignore", message=message)
+            return function(*arguments, **options)
+    finally:
+        dist.destroy_process_group()
+
+
+_POOL = pytest.StashKey[RankPool]()
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest) -> RankPool:
+    """The session's pool of four ranks, started by the first test that runs something on it."""
+    stash = request.config.stash
+    if _POOL not in stash:
+        directory = tempfile.TemporaryDirectory(prefix="ranks-")
+        stash[_POOL] = RankPool(RANK_COUNT, directory.name)
+        request.config.add_cleanup(directory.cleanup)
+        request.config.add_cleanup(stash[_POOL].close)
+    return stash[_POOL]
+
+
+@pytest.fixture(scope="module")
+def single_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    """A pool of one process of its own, for tests that leave something behind in the process."""
+    pool = RankPool(1, tmp_path_factory.mktemp("single-rank"))
+    yield pool
+    pool.close()

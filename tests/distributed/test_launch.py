@@ -1,0 +1,52 @@
+"""The pool itself: results in rank order, warnings as errors, failures of one rank that others wait for."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from .launch import RankFailure, RankPool
+
+
+def _sum_of_ranks() -> tuple[int, int, int, int]:
+    total = torch.tensor([dist.get_rank() + 1])
+    dist.all_reduce(total)
+    return dist.get_rank(), dist.get_world_size(), int(total), os.getpid()
+
+
+def _warn_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        warnings.warn("nobody expects this", stacklevel=1)
+
+
+def _raise_on_rank_one() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("rank one has had enough")
+    dist.barrier()
+
+
+def test_results_come_in_rank_order_from_the_same_processes(ranks: RankPool) -> None:
+    of_four = ranks.run(_sum_of_ranks)
+    of_three = ranks.run(_sum_of_ranks, world_size=3)
+    assert [result[:3] for result in of_four] == [(rank, 4, 10) for rank in range(4)]
+    assert [result[:3] for result in of_three] == [(rank, 3, 6) for rank in range(3)]
+    assert [result[3] for result in of_three] == [result[3] for result in of_four[:3]]
+
+
+def test_warning_on_a_rank_is_an_error(ranks: RankPool) -> None:
+    with pytest.raises(RankFailure, match=r"rank 2: (.|\n)*nobody expects this"):
+        ranks.run(_warn_on, 2)
+
+
+def test_failure_of_one_rank_ends_the_others(tmp_path: Path) -> None:
+    pool = RankPool(2, tmp_path, grace_s=0.5)
+    try:
+        with pytest.raises(RankFailure, match="rank one has had enough"):
+            pool.run(_raise_on_rank_one, timeout_s=30.0)
+    finally:
+        pool.close()

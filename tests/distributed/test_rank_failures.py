@@ -1,0 +1,210 @@
+"""A failure on one rank is a failure on every rank, publishes nothing, and leaves the process group usable."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from dcp_nvcomp import errors
+from tests.conformance.plugins import OURS, Plugin, file_names, on_every_plugin, quiet_stock
+from tests.conformance.sabotage import LOAD_STEPS, SAVE_STEPS, FailingLoadPlanner, FailingSavePlanner, Sabotage
+from tests.conformance.values import assert_same_bits, opposite_of, trained
+
+from .launch import RankPool
+
+pytestmark = quiet_stock
+
+TENSOR_COUNT = 5
+
+
+def _values(seed: str) -> dict[str, torch.Tensor]:
+    return {f"w{number}": trained(torch.float32, (201, 120 + number), seed) for number in range(TENSOR_COUNT)}
+
+
+def _state(seed: str, *, blank: bool = False) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    state: dict[str, Any] = {
+        name: distribute_tensor(opposite_of(value) if blank else value, mesh, [Shard(0)], src_data_rank=None)
+        for name, value in _values(seed).items()
+    }
+    return {**state, "seed": "" if blank else seed}
+
+
+def _load(plugin: Plugin, path: Path, seed: str) -> None:
+    state = _state(seed, blank=True)
+    dcp.load(state, storage_reader=plugin.reader(path))
+    expected = _state(seed)
+    assert state.pop("seed") == expected.pop("seed")
+    for name, value in expected.items():
+        assert_same_bits(state[name].to_local(), value.to_local(), name)
+
+
+def _assert_alive() -> None:
+    total = torch.tensor([1])
+    dist.all_reduce(total)
+    assert int(total) == dist.get_world_size()
+
+
+def _failures(function: Any) -> dict[int, BaseException]:
+    """What each rank raised, as this rank was told."""
+    try:
+        function()
+    except dcp.CheckpointException as error:
+        _assert_alive()
+        return {rank: cause for rank, (cause, _) in error.failures.items()}
+    raise AssertionError(f"rank {dist.get_rank()} heard of no failure")
+
+
+def _fail_save(plugin: Plugin, path: Path, step: str, failing_rank: int, first: bool) -> None:
+    writer = plugin.writer(path)
+    if not first:
+        dcp.save(_state("one"), storage_writer=writer)
+    planner = FailingSavePlanner(step, rank=failing_rank)
+    failures = _failures(lambda: dcp.save(_state("two"), storage_writer=writer, planner=planner))
+    assert failures.keys() == {failing_rank} and isinstance(failures[failing_rank], Sabotage), failures
+    dist.barrier()
+    if first:
+        assert ".metadata" not in file_names(path)
+    else:
+        _load(plugin, path, "one")
+    if plugin == OURS:
+        # A process group that could be used after the failure is one that saves, with the same writers.
+        dcp.save(_state("three"), storage_writer=writer)
+        _load(plugin, path, "three")
+
+
+# Rank 0 alone makes the global plan.
+FAILING = [(step, rank) for step in SAVE_STEPS for rank in (0, 1) if (step, rank) != ("create_global_plan", 1)]
+
+
+@on_every_plugin
+@pytest.mark.parametrize(("step", "failing_rank"), FAILING)
+def test_failed_save_raises_on_every_rank(
+    ranks: RankPool, tmp_path: Path, plugin: Plugin, step: str, failing_rank: int
+) -> None:
+    ranks.run(_fail_save, plugin, tmp_path, step, failing_rank, True, world_size=2)
+
+
+@pytest.mark.parametrize(("step", "failing_rank"), FAILING)
+def test_failed_save_harms_no_earlier_checkpoint(ranks: RankPool, tmp_path: Path, step: str, failing_rank: int) -> None:
+    ranks.run(_fail_save, OURS, tmp_path, step, failing_rank, False, world_size=2)
+
+
+def _fail_and_save_again(path: Path, failing_rank: int) -> tuple[set[str], set[str], set[str], Any]:
+    writer = OURS.writer(path)
+    dcp.save(_state("one"), storage_writer=writer)
+    dist.barrier()
+    first = file_names(path)
+    dist.barrier()
+    planner = FailingSavePlanner("resolve_data", rank=failing_rank)
+    _failures(lambda: dcp.save(_state("two"), storage_writer=writer, planner=planner))
+    dist.barrier()
+    after_failure = file_names(path)
+    dist.barrier()
+    dcp.save(_state("three"), storage_writer=writer)
+    dist.barrier()
+    return first, after_failure, file_names(path), OURS.reader(path).read_metadata()
+
+
+@pytest.mark.parametrize("failing_rank", [0, 3])
+def test_leftovers_of_a_failed_save_go(ranks: RankPool, tmp_path: Path, failing_rank: int) -> None:
+    """The failing rank removes its files at once, the ranks that had finished at their next save."""
+    first, after_failure, last, metadata = ranks.run(_fail_and_save_again, tmp_path, failing_rank)[0]
+    leftovers = after_failure - first
+    assert not [name for name in leftovers if name.startswith(f"__{failing_rank}_")], leftovers
+    assert not leftovers & last
+    referenced = {value[0][0] for value in metadata.storage_data.values()}
+    assert len(referenced) == 4 and referenced <= last
+
+
+def _fail_load(plugin: Plugin, path: Path, step: str, failing_rank: int) -> None:
+    dcp.save(_state("one"), storage_writer=plugin.writer(path))
+    reader = plugin.reader(path)
+    planner = FailingLoadPlanner(step, rank=failing_rank, survivors=1)
+    failures = _failures(lambda: dcp.load(_state("one", blank=True), storage_reader=reader, planner=planner))
+    assert failures.keys() == {failing_rank} and isinstance(failures[failing_rank], Sabotage), failures
+    _load(plugin, path, "one")
+
+
+@on_every_plugin
+@pytest.mark.parametrize(
+    ("step", "failing_rank"),
+    [(step, rank) for step in LOAD_STEPS for rank in (0, 1) if (step, rank) != ("create_global_plan", 1)],
+)
+def test_failed_load_raises_on_every_rank(
+    ranks: RankPool, tmp_path: Path, plugin: Plugin, step: str, failing_rank: int
+) -> None:
+    ranks.run(_fail_load, plugin, tmp_path, step, failing_rank, world_size=2)
+
+
+def _load_corrupt(path: Path) -> dict[int, BaseException]:
+    return _failures(lambda: dcp.load(_state("one", blank=True), storage_reader=OURS.reader(path)))
+
+
+def _save(plugin: Plugin, path: Path) -> None:
+    dcp.save(_state("one"), storage_writer=plugin.writer(path))
+
+
+def test_damage_that_one_rank_meets_is_told_to_all(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(_save, OURS, tmp_path, world_size=3)
+    (data_file,) = tmp_path.glob("__2_*.distcp")
+    data = bytearray(data_file.read_bytes())
+    data[len(data) // 3] ^= 0x10
+    data_file.write_bytes(data)
+    for failures in ranks.run(_load_corrupt, tmp_path, world_size=3):
+        assert failures.keys() == {2}
+        error = failures[2]
+        assert isinstance(error, errors.CorruptDataError)
+        assert error.path is not None and error.path.endswith(data_file.name)
+        assert error.fqn in _values("one") and error.byte_range is not None
+
+
+def _save_where_one_rank_can_not_write(path: Path) -> dict[int, BaseException]:
+    """Only rank 1's path leads through a file; as when one node has not mounted the storage."""
+    mine = path / "file" / "c" if dist.get_rank() == 1 else path / "c"
+    return _failures(lambda: dcp.save(_state("one"), storage_writer=OURS.writer(mine)))
+
+
+def test_storage_error_of_one_rank(ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    for failures in ranks.run(_save_where_one_rank_can_not_write, tmp_path, world_size=2):
+        assert failures.keys() == {1} and isinstance(failures[1], errors.StorageError)
+        assert failures[1].errno is not None and failures[1].path is not None
+    assert ".metadata" not in file_names(tmp_path / "c")
+
+
+def _fail_async(plugin: Plugin, path: Path, failing_rank: int) -> str:
+    writer = plugin.writer(path)
+    dcp.async_save(_state("one"), storage_writer=writer).result(timeout=60)
+    planner = FailingSavePlanner("resolve_data", rank=failing_rank)
+    error = dcp.async_save(_state("two"), storage_writer=writer, planner=planner).exception(timeout=60)
+    assert isinstance(error, dcp.CheckpointException), error
+    _assert_alive()
+    if plugin == OURS:
+        _load(plugin, path, "one")
+    dcp.async_save(_state("three"), storage_writer=writer).result(timeout=60)
+    _load(plugin, path, "three")
+    return type(error.failures[failing_rank][0]).__name__
+
+
+@on_every_plugin
+def test_async_save_of_two_ranks(ranks: RankPool, tmp_path: Path, plugin: Plugin) -> None:
+    assert ranks.run(_fail_async, plugin, tmp_path, 1, world_size=2) == ["Sabotage"] * 2
+
+
+def _save_missing_checkpoint(path: Path) -> dict[int, BaseException]:
+    return _failures(functools.partial(dcp.load, {"seed": None}, storage_reader=OURS.reader(path)))
+
+
+def test_missing_checkpoint_is_missing_for_all(ranks: RankPool, tmp_path: Path) -> None:
+    for failures in ranks.run(_save_missing_checkpoint, tmp_path / "nothing", world_size=2):
+        assert failures.keys() == {0, 1}
+        assert all(str(tmp_path / "nothing") in str(error) for error in failures.values())

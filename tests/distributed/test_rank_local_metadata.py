@@ -1,0 +1,130 @@
+"""`use_collectives=False` with several ranks: each rank commits on its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from dcp_nvcomp import errors
+from tests.conformance.plugins import OURS, Plugin, file_names, on_every_plugin, quiet_stock
+from tests.conformance.sabotage import FailingSavePlanner, Sabotage
+from tests.conformance.values import assert_same_bits, opposite_of, trained
+
+from .launch import RankPool
+
+pytestmark = quiet_stock
+
+
+def _full(seed: str) -> torch.Tensor:
+    return trained(torch.float32, (301, 200), seed)
+
+
+def _sharded(value: torch.Tensor) -> Any:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None)
+
+
+def _save(plugin: Plugin, path: Path, seed: str = "one") -> None:
+    """A sharded tensor, and what every rank has of its own under the same key."""
+    rank = dist.get_rank()
+    state = {"w": _sharded(_full(seed)), "own": torch.full((5,), float(rank)), "object": {"rank": rank}}
+    dcp.save(state, storage_writer=plugin.writer(path), use_collectives=False)
+
+
+def _load_own(plugin: Plugin, path: Path, seed: str = "one") -> None:
+    rank = dist.get_rank()
+    state = {"w": _sharded(opposite_of(_full(seed))), "own": torch.full((5,), -1.0), "object": {"rank": None}}
+    dcp.load(state, storage_reader=plugin.reader(path))
+    assert_same_bits(state["w"].to_local(), _sharded(_full(seed)).to_local(), "w")
+    assert_same_bits(state["own"], torch.full((5,), float(rank)), "own")
+    assert state["object"] == {"rank": rank}
+
+
+@on_every_plugin
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_loads_rank_by_rank(ranks: RankPool, tmp_path: Path, plugin: Plugin, world_size: int) -> None:
+    ranks.run(_save, plugin, tmp_path, world_size=world_size)
+    names = {name for name in file_names(tmp_path) if name.endswith(".metadata")}
+    assert names >= {f"__{rank}.metadata" for rank in range(world_size)} and ".metadata" not in names
+    ranks.run(_load_own, plugin, tmp_path, world_size=world_size)
+
+
+def _load_sharded(path: Path) -> None:
+    state = {"w": _sharded(opposite_of(_full("one")))}
+    dcp.load(state, storage_reader=OURS.reader(path))
+    assert_same_bits(state["w"].to_local(), _sharded(_full("one")).to_local(), "w")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_merged_metadata_loads_on_any_number_of_ranks(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
+    ranks.run(_save, OURS, tmp_path, world_size=4)
+    ranks.run(_load_sharded, tmp_path, world_size=world_size)
+
+
+def test_merged_metadata_without_a_process_group(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(_save, OURS, tmp_path, world_size=3)
+    metadata = OURS.reader(tmp_path).read_metadata()
+    assert metadata.state_dict_metadata["w"].size == torch.Size([301, 200])
+    assert len(metadata.state_dict_metadata["w"].chunks) == 3
+    state = {"w": opposite_of(_full("one"))}
+    dcp.load(state, storage_reader=OURS.reader(tmp_path))
+    assert_same_bits(state["w"], _full("one"))
+
+
+@pytest.mark.parametrize("lost_rank", [0, 1, 2])
+def test_metadata_that_covers_not_all_is_refused(ranks: RankPool, tmp_path: Path, lost_rank: int) -> None:
+    """As when one rank was killed before it committed."""
+    ranks.run(_save, OURS, tmp_path, world_size=3)
+    (tmp_path / f"__{lost_rank}.metadata").unlink()
+    with pytest.raises(errors.CheckpointError, match=r"\bw\b"):
+        OURS.reader(tmp_path).read_metadata()
+
+
+def _try_to_save_over(path: Path) -> str:
+    try:
+        _save(OURS, path, "two")
+    except errors.CheckpointExistsError as error:
+        return str(error)
+    raise AssertionError("nothing protects the earlier checkpoint")
+
+
+def _save_with_collectives(path: Path) -> None:
+    dcp.save({"w": _sharded(_full("one"))}, storage_writer=OURS.writer(path))
+
+
+@pytest.mark.parametrize("first", [_save_with_collectives, _save], ids=["with-collectives", "without"])
+def test_path_that_holds_a_checkpoint_is_refused(ranks: RankPool, tmp_path: Path, first: Any) -> None:
+    ranks.run(first, *([OURS] if first is _save else []), tmp_path, world_size=2)
+    before = {name: (tmp_path / name).read_bytes() for name in file_names(tmp_path)}
+    for message in ranks.run(_try_to_save_over, tmp_path, world_size=2):
+        assert str(tmp_path) in message
+    assert {name: (tmp_path / name).read_bytes() for name in file_names(tmp_path)} == before
+    ranks.run(_load_sharded, tmp_path, world_size=2)
+
+
+def _fail_on_one(path: Path, failing_rank: int) -> str | None:
+    """Without collectives nobody hears of it; the last barrier would never end, so the rank that saves skips it."""
+    planner = FailingSavePlanner("resolve_data", rank=failing_rank, survivors=0)
+    state = {"w": _sharded(_full("one"))}
+    if dist.get_rank() == failing_rank:
+        try:
+            dcp.save(state, storage_writer=OURS.writer(path), planner=planner, use_collectives=False)
+        except Sabotage as error:
+            dist.barrier()
+            return type(error).__name__
+    dcp.save(state, storage_writer=OURS.writer(path), planner=planner, use_collectives=False)
+    return None
+
+
+def test_failure_on_one_rank(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(_fail_on_one, tmp_path, 1, world_size=2) == [None, "Sabotage"]
+    assert not [name for name in file_names(tmp_path) if name.startswith("__1")]
+    with pytest.raises(errors.CheckpointError):
+        OURS.reader(tmp_path).read_metadata()

@@ -1,0 +1,324 @@
+"""Local disk: the suite, and what POSIX promises only to those who ask: durability, exclusive names, no half files."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dcp_nvcomp.errors import StorageError, TruncatedFileError, UnsafePathError
+from dcp_nvcomp.filesystem import open_filesystem
+
+from .suite import FilesystemSuite, Place, write_file
+
+
+class TestLocal(FilesystemSuite):
+    @pytest.fixture
+    def place(self, tmp_path: Path) -> Place:
+        return str(tmp_path / "some" / "run"), {}
+
+
+@pytest.fixture
+def small_disk() -> Iterator[Path]:
+    """A real file system of 1 MiB."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, text=True
+        )
+        if done.returncode:
+            pytest.skip(f"a small disk can't be mounted here: {done.stderr.strip()}")
+        yield Path(folder)
+        subprocess.run(["umount", folder], check=True)
+
+
+def test_disk_full(small_disk: Path) -> None:
+    filesystem = open_filesystem(small_disk / "run")
+    filesystem.create_directory()
+    filesystem.publish(".metadata", b"old")
+    stream = filesystem.open_output("large")
+    with pytest.raises(StorageError, match="free space") as caught:
+        stream.write(bytes(2 << 20))
+    assert (caught.value.errno, caught.value.path) == (errno.ENOSPC, f"{small_disk}/run/large")
+    stream.abort()
+    with pytest.raises(StorageError, match="free space"):
+        filesystem.publish(".metadata", bytes(2 << 20))
+    assert filesystem.list_names() == [".metadata"]
+    assert filesystem.read_all(".metadata", limit_nbytes=10) == b"old"
+
+
+def test_a_limit_of_the_process(tmp_path: Path) -> None:
+    """As a full disk, where nothing can be mounted: the first write is short, the next one fails."""
+    code = f"""if True:
+        import resource, signal
+        from dcp_nvcomp.errors import StorageError
+        from dcp_nvcomp.filesystem import open_filesystem
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+        filesystem = open_filesystem({str(tmp_path)!r})
+        filesystem.publish(".metadata", b"old")
+        stream = filesystem.open_output("large")
+        try:
+            stream.write(bytes(100_000))
+        except StorageError as error:
+            print(error.errno, filesystem.file_nbytes("large"))
+        stream.abort()
+        try:
+            filesystem.publish(".metadata", bytes(100_000))
+        except StorageError as error:
+            print(error.errno, filesystem.list_names(), filesystem.read_all(".metadata", limit_nbytes=10))
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [f"{errno.EFBIG} {1 << 16}", f"{errno.EFBIG} ['.metadata'] b'old'"]
+
+
+def test_unwritable_targets(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    for target in (tmp_path / "file", tmp_path / "file" / "run", Path("/proc/run")):
+        filesystem = open_filesystem(target)
+        with pytest.raises(StorageError) as caught:
+            filesystem.create_directory()
+        assert caught.value.path == str(target)
+        with pytest.raises(StorageError):
+            filesystem.open_output("a")
+        with pytest.raises(StorageError):
+            filesystem.publish("a", b"x")
+        assert filesystem.list_names() == []
+        assert filesystem.file_nbytes("a") is None
+        filesystem.remove(["a"])
+
+
+def test_no_data_file_is_written_twice(tmp_path: Path) -> None:
+    filesystem = open_filesystem(tmp_path)
+    write_file(filesystem, "a", b"first")
+    with pytest.raises(StorageError) as caught:
+        filesystem.open_output("a")
+    assert caught.value.errno == errno.EEXIST
+    assert (tmp_path / "a").read_bytes() == b"first"
+
+
+def test_modes_follow_the_umask(tmp_path: Path) -> None:
+    previous = os.umask(0o027)
+    try:
+        filesystem = open_filesystem(tmp_path / "outer" / "run")
+        filesystem.create_directory()
+        write_file(filesystem, "data", b"x")
+        filesystem.publish("replaced", b"x")
+        filesystem.publish("new", b"x", overwrite=False)
+    finally:
+        os.umask(previous)
+    assert (tmp_path / "outer").stat().st_mode & 0o777 == 0o750
+    for name in ("data", "replaced", "new"):
+        assert (tmp_path / "outer" / "run" / name).stat().st_mode & 0o777 == 0o640
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """What is done to the disk, in order: (call, name); the calls themselves happen."""
+    record: list[tuple[str, str]] = []
+
+    def recording(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def recorded(first: Any, *rest: Any) -> Any:
+            path = os.readlink(f"/proc/self/fd/{first}") if name == "fsync" else (rest or (first,))[0]
+            result = call(first, *rest)
+            record.append((name, ".tmp" if str(path).endswith(".tmp") else os.path.basename(path)))
+            return result
+
+        return recorded
+
+    for name in ("fsync", "rename", "link", "unlink", "mkdir"):
+        monkeypatch.setattr(os, name, recording(name, getattr(os, name)))
+    return record
+
+
+def test_order_of_publishing(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
+    filesystem = open_filesystem(tmp_path, sync_files=False)
+    filesystem.publish("x", b"x")
+    assert calls == [("fsync", ".tmp"), ("rename", "x"), ("fsync", tmp_path.name)]
+    calls.clear()
+    filesystem.publish("y", b"y", overwrite=False)
+    assert calls == [("fsync", ".tmp"), ("link", "y"), ("unlink", ".tmp"), ("fsync", tmp_path.name)]
+
+
+def test_order_of_data_files(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
+    write_file(open_filesystem(tmp_path), "x", b"x")
+    assert calls == [("fsync", "x"), ("fsync", tmp_path.name)]
+    calls.clear()
+    write_file(open_filesystem(tmp_path, sync_files=False), "y", b"y")
+    assert calls == []
+
+
+def test_new_directories_are_durable(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
+    filesystem = open_filesystem(tmp_path / "a" / "b")
+    filesystem.create_directory()
+    assert calls == [("mkdir", "a"), ("fsync", tmp_path.name), ("mkdir", "b"), ("fsync", "a")]
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_failed_publishing_leaves_no_temporary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise OSError(errno.EIO, "disk on fire")
+
+    for name in ("write", "fsync", "rename", "link"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, fail)
+            filesystem = open_filesystem(tmp_path)
+            if name != ("link" if overwrite else "rename"):
+                with pytest.raises(StorageError, match="disk on fire"):
+                    filesystem.publish("x", b"x", overwrite=overwrite)
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_publishing_over_a_directory(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").mkdir()
+    filesystem = open_filesystem(tmp_path)
+    with pytest.raises(StorageError):
+        filesystem.publish(".metadata", b"x")
+    assert filesystem.list_names() == []
+
+
+def test_a_failed_fsync_fails_the_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filesystem = open_filesystem(tmp_path)
+    stream = filesystem.open_output("a")
+    stream.write(b"x")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: os.read(-1, 1))
+        with pytest.raises(StorageError):
+            stream.close()
+    stream.abort()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_short_writes_and_reads_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, pread, preadv = os.write, os.pread, os.preadv
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:7]))
+    monkeypatch.setattr(os, "pread", lambda descriptor, nbytes, start: pread(descriptor, min(nbytes, 7), start))
+    monkeypatch.setattr(os, "preadv", lambda descriptor, to, start: preadv(descriptor, [to[0][:7]], start))
+    filesystem = open_filesystem(tmp_path)
+    data = bytes(range(250))
+    write_file(filesystem, "a", data)
+    filesystem.publish("b", data)
+    for name in ("a", "b"):
+        assert filesystem.read(name, 3, 250) == data[3:]
+        assert filesystem.read_all(name, limit_nbytes=250) == data
+        buffer = bytearray(240)
+        filesystem.read_into(name, 10, memoryview(buffer))
+        assert buffer == data[10:]
+
+
+def test_a_file_that_shrinks_meanwhile(tmp_path: Path) -> None:
+    filesystem = open_filesystem(tmp_path)
+    write_file(filesystem, "a", bytes(100))
+    assert filesystem.read("a", 0, 100) == bytes(100)
+    os.truncate(tmp_path / "a", 50)
+    for start in (0, 50, 90):
+        with pytest.raises(TruncatedFileError):
+            filesystem.read("a", start, 100)
+        with pytest.raises(TruncatedFileError):
+            filesystem.read_into("a", start, memoryview(bytearray(100 - start)))
+
+
+def test_links_inside_a_checkpoint_are_not_followed(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "secret").write_bytes(b"secret")
+    root = tmp_path / "run"
+    root.mkdir()
+    (root / "link").symlink_to(outside / "secret")
+    (root / "dangling").symlink_to(outside / "nothing")
+    (root / "folder").symlink_to(outside)
+    filesystem = open_filesystem(root)
+    for name in ("link", "dangling", "folder/secret"):
+        for use in (
+            lambda: filesystem.read(name, 0, 6),
+            lambda: filesystem.read_into(name, 0, memoryview(bytearray(6))),
+            lambda: filesystem.read_all(name, limit_nbytes=100),
+            lambda: filesystem.file_nbytes(name),
+        ):
+            with pytest.raises(UnsafePathError, match="Symbolic links"):
+                use()
+    assert filesystem.list_names() == []
+    with pytest.raises(StorageError):
+        filesystem.open_output("dangling")
+    filesystem.publish("link", b"ours")
+    assert (outside / "secret").read_bytes() == b"secret"
+    assert filesystem.read_all("link", limit_nbytes=100) == b"ours"
+
+
+def test_the_checkpoint_itself_may_be_a_link(tmp_path: Path) -> None:
+    write_file(open_filesystem(tmp_path), "a", b"x")
+    (tmp_path / "latest").symlink_to(tmp_path)
+    filesystem = open_filesystem(tmp_path / "latest")
+    filesystem.create_directory()
+    assert filesystem.list_names() == ["a"]
+    assert filesystem.read("a", 0, 1) == b"x"
+
+
+def test_a_pipe_does_not_hang_a_load(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    filesystem = open_filesystem(tmp_path)
+    for name in ("pipe", "folder"):
+        with pytest.raises(StorageError, match="Not a plain file"):
+            filesystem.read(name, 0, 1)
+        assert filesystem.file_nbytes(name) is None
+
+
+def test_descriptors_are_few_and_are_closed(tmp_path: Path) -> None:
+    filesystem = open_filesystem(tmp_path, sync_files=False)
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(200):
+        write_file(filesystem, f"file-{number}", bytes([number]))
+    for _ in range(2):
+        for number in range(200):
+            assert filesystem.read(f"file-{number}", 0, 1) == bytes([number])
+        assert filesystem.read_all("file-0", limit_nbytes=1) == b"\0"
+    assert len(os.listdir("/proc/self/fd")) <= before + 64
+    filesystem.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_one_of_two_processes_wins(tmp_path: Path) -> None:
+    code = """if True:
+        import sys
+        from dcp_nvcomp.errors import ConcurrentSaveError
+        from dcp_nvcomp.filesystem import open_filesystem
+        filesystem, me = open_filesystem(sys.argv[1]), sys.argv[2]
+        print("ready", flush=True)
+        sys.stdin.readline()
+        for number in range(100):
+            try:
+                filesystem.publish(f"file-{number}", me.encode() * 1000, overwrite=False)
+                print(number)
+            except ConcurrentSaveError:
+                pass
+    """
+    pipe = subprocess.PIPE
+    racers = [
+        subprocess.Popen([sys.executable, "-c", code, str(tmp_path), me], stdin=pipe, stdout=pipe, text=True)
+        for me in "ab"
+    ]
+    for racer in racers:
+        assert racer.stdout is not None and racer.stdin is not None
+        assert racer.stdout.readline() == "ready\n"
+    for racer in racers:
+        assert racer.stdin is not None
+        racer.stdin.write("go\n")
+        racer.stdin.flush()
+    won = [set(racer.communicate(timeout=60)[0].split()) for racer in racers]
+    assert [racer.returncode for racer in racers] == [0, 0]
+    assert not won[0] & won[1]
+    assert won[0] | won[1] == {str(number) for number in range(100)}
+    filesystem = open_filesystem(tmp_path)
+    assert filesystem.list_names() == sorted(f"file-{number}" for number in range(100))
+    for me, numbers in zip("ab", won, strict=True):
+        for number in numbers:
+            assert filesystem.read_all(f"file-{number}", limit_nbytes=1000) == me.encode() * 1000

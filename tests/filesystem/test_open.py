@@ -1,0 +1,124 @@
+"""Which path opens what, and which options are refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dcp_nvcomp.errors import ConfigurationError
+from dcp_nvcomp.filesystem import open_filesystem
+from dcp_nvcomp.posix import PosixFilesystem
+
+WRITER_OPTIONS = ("codec", "thread_count", "overwrite", "sync_files", "host_memory_budget")
+
+
+def test_kinds_of_local_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    open_filesystem(tmp_path).publish("a", b"x")
+    places: list[str | Path] = [str(tmp_path), f"file://{tmp_path}", f"local://{tmp_path}", ".", Path("."), "~"]
+    places.append(f"{tmp_path}/../{tmp_path.name}/")
+    for place in places:
+        filesystem = open_filesystem(place)
+        assert isinstance(filesystem, PosixFilesystem)
+        assert filesystem.path == str(place)
+        assert filesystem.list_names() == ["a"]
+
+
+def test_a_relative_path_survives_chdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    filesystem = open_filesystem("run")
+    monkeypatch.chdir("/")
+    filesystem.create_directory()
+    filesystem.publish("a", b"x")
+    assert (tmp_path / "run" / "a").read_bytes() == b"x"
+    assert filesystem.location("a") == "run/a"
+
+
+@pytest.mark.parametrize("path", ["", b"bytes", 3])
+def test_paths_that_are_none(path: Any) -> None:
+    with pytest.raises((ConfigurationError, TypeError)):
+        open_filesystem(path)
+
+
+def test_a_colon_is_no_protocol(tmp_path: Path) -> None:
+    for name in ("a:b", "x::y", "C:"):
+        filesystem = open_filesystem(tmp_path / name)
+        filesystem.create_directory()
+        assert (tmp_path / name).is_dir()
+
+
+def test_unknown_protocol() -> None:
+    with pytest.raises(ConfigurationError, match="s4://"):
+        open_filesystem("s4://bucket/run")
+
+
+def test_missing_package_is_named() -> None:
+    code = """if True:
+        import sys
+        sys.modules["s3fs"] = None
+        from dcp_nvcomp.errors import ConfigurationError
+        from dcp_nvcomp.filesystem import open_filesystem
+        try:
+            open_filesystem("s3://bucket/run")
+        except ConfigurationError as error:
+            print(error)
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "pip install 'dcp-nvcomp[s3]'" in done.stdout
+
+
+@pytest.mark.parametrize("path", ["local", "memory://x", "s3://bucket/run"])
+def test_a_mistyped_option_of_the_caller(path: str) -> None:
+    with pytest.raises(ConfigurationError, match="'thread_cont': did you mean 'thread_count'"):
+        open_filesystem(path, storage_options={"thread_cont": 4}, known_options=WRITER_OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "message"),
+    [
+        ("local", {"endpoint_url": "http://x"}, "file:// takes auto_mkdir"),
+        ("memory://x", {"whatever": 1}, "'whatever'"),
+        ("s3://bucket/run", {"endpoint": "http://x"}, "did you mean 'endpoint_url'"),
+        ("s3://bucket/run", {"whatever": 1}, "takes anon, .*endpoint_url"),
+        ("s3://bucket/run", {"mode": "rb"}, "Unknown option 'mode'"),
+        ("s3://bucket/run", {"client_kwargs": {"region": "x"}}, "'region'"),
+        ("s3://bucket/run", {"config_kwargs": {"read_timout": 1}}, "'read_timout'"),
+        ("s3://bucket/run", {"s3_additional_kwargs": {"ServerSideEncyption": "AES256"}}, "'ServerSideEncryption'"),
+        ("s3://bucket/run", {"default_block_size": 1000}, "smallest part"),
+        ("s3://bucket/run", {"endpoint_url": "no-url"}, "no-url"),
+    ],
+)
+def test_options_that_cannot_work(path: str, options: dict[str, Any], message: str) -> None:
+    keys = {"key": "ci", "secret": "cisecret"} if path.startswith("s3:") else {}
+    with pytest.raises(ConfigurationError, match=message):
+        open_filesystem(path, storage_options={**keys, **options}, known_options=WRITER_OPTIONS)
+
+
+def test_options_that_are_right() -> None:
+    s3_options: dict[str, Any] = {
+        "anon": False,
+        "key": "ci",
+        "secret": "cisecret",
+        "endpoint_url": "http://127.0.0.1:1",
+        "client_kwargs": {"region_name": "us-east-1"},
+        "config_kwargs": {"read_timeout": 3, "retries": {"mode": "standard"}},
+        "s3_additional_kwargs": {"ServerSideEncryption": "AES256"},
+        "use_listings_cache": True,
+        "skip_instance_cache": True,
+        "max_concurrency": 2,
+    }
+    before = repr(s3_options)
+    open_filesystem("s3://bucket/run", storage_options=s3_options, known_options=WRITER_OPTIONS)
+    assert repr(s3_options) == before
+    open_filesystem("local", storage_options={"auto_mkdir": True})
+    open_filesystem("memory://x", storage_options={"global_store": True})
+
+
+def test_importing_needs_no_s3fs() -> None:
+    code = "import sys, dcp_nvcomp.filesystem; assert not {'s3fs', 'botocore'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,105 @@
+"""Whole data files through the library, in memory: the same dictionary that independent_reader.py makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from dcp_nvcomp.blocks import BlockGrid
+from dcp_nvcomp.codecs import CodecChain
+from dcp_nvcomp.codecs.dtypes import ELEMENT_TYPES
+from dcp_nvcomp.datafile import DataFileWriter, block_row
+from dcp_nvcomp.engines.cpu import CpuEngine
+from dcp_nvcomp.filesystem import OutputStream
+from dcp_nvcomp.footer import Footer, parse_footer
+from dcp_nvcomp.format import TRAILER_NBYTES, check_header, decode_footer, decode_trailer
+
+PATH = "run/__0_0_00000000000000000000000000000002.distcp"
+IDENTITY = {
+    "save_id": "0" * 31 + "1",
+    "file_id": "0" * 31 + "2",
+    "rank": 0,
+    "writer": {"dcp_nvcomp": "0", "torch": "0"},
+}
+
+Contents = dict[tuple[str, tuple[int, ...]], tuple[str, str, tuple[int, ...], tuple[int, ...], bytes]]
+
+
+class MemoryStream(OutputStream):
+    """A data file in memory."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+
+    def write(self, data: memoryview | bytes) -> None:
+        self.data += data
+
+    def close(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        self.data.clear()
+
+
+def write_file(records: Iterable[tuple[dict[str, Any], CodecChain | None, bytes]], *, align: bool = False) -> bytes:
+    """A data file of records `(description without codec, chain, elements)`; chain None for those in a pack."""
+    stream, engine = MemoryStream(), CpuEngine()
+    writer = DataFileWriter(stream, PATH, IDENTITY, align=align)
+    for description, chain, elements in records:
+        if align:
+            writer.align()
+        writer.add_record(description, chain)
+        if chain is None:
+            continue
+        grid = BlockGrid(tuple(description["shape"]), tuple(description["block_shape"]))
+        array = np.frombuffer(elements, np.uint8).reshape(*grid.shape, ELEMENT_TYPES[description["dtype"]].nbytes)
+        for index in range(grid.block_count):
+            block = np.ascontiguousarray(array[grid.box(index).slices]).reshape(-1)
+            out = memoryview(bytearray(chain.max_encoded_nbytes(block.nbytes)))
+            writer.add_block(engine.encode(block, chain, out))
+    writer.finish()
+    return bytes(stream.data)
+
+
+def read_footer(data: bytes) -> Footer:
+    """The footer of a data file, its header checked too."""
+    tail = data[-TRAILER_NBYTES:]
+    trailer = decode_trailer(tail, path=PATH, file_nbytes=len(data))
+    description, tables = decode_footer(data[trailer.footer_offset : -TRAILER_NBYTES], tail, trailer, path=PATH)
+    footer = parse_footer(description, tables, trailer, path=PATH)
+    check_header(data[: int(footer.block_offsets[0])], path=PATH)
+    return footer
+
+
+def read_file(data: bytes, *, verify: str = "full") -> Contents:
+    """Everything in a data file."""
+    footer, engine = read_footer(data), CpuEngine()
+    arrays: list[np.ndarray] = []
+    found: Contents = {}
+    for record in footer.records:
+        if record.pack is not None:
+            index, start = record.pack
+            nbytes = record.element.nbytes
+            out = arrays[index].reshape(-1)[start * nbytes : (start + record.elements) * nbytes]
+        else:
+            assert record.grid is not None and record.chain is not None
+            out = np.empty((*record.shape, record.element.nbytes), np.uint8)
+            for index in range(record.block_count):
+                number = record.first_block + index
+                encoded = memoryview(data)[footer.block_offsets[number] : footer.block_offsets[number + 1]]
+                block = np.empty(int(footer.block_nbytes[number]), np.uint8)
+                engine.decode(encoded, block_row(footer, number), record.chain, block, verify=verify)
+                where = record.grid.box(index).slices
+                out[where] = block.reshape(out[where].shape)
+        arrays.append(out)
+        if record.kind != "pack":
+            found[record.fqn, record.offsets] = (
+                record.kind,
+                record.element.name,
+                record.shape,
+                record.global_shape,
+                out.tobytes(),
+            )
+    return found

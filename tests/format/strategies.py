@@ -1,0 +1,63 @@
+"""What hypothesis draws in this folder: codec chains, and floats whose bits are awkward."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+
+from dcp_nvcomp.codecs import Bytes, CodecChain, Deflate, Planes, Zstd
+from dcp_nvcomp.codecs.base import Coder
+from dcp_nvcomp.codecs.dtypes import ELEMENT_TYPES, ElementType
+from dcp_nvcomp.codecs.planes import PLANE_NAMES
+
+slice_sizes = st.sampled_from([16, 32, 48, 112, 1024, 131072])
+coders: st.SearchStrategy[Coder] = st.one_of(
+    st.builds(Zstd, slice_sizes, st.sampled_from([1, 3, 19]), st.booleans()),
+    st.builds(Deflate, slice_sizes, st.sampled_from([1, 6]), st.booleans()),
+)
+element_types = st.sampled_from(list(ELEMENT_TYPES.values()))
+
+
+@st.composite
+def chains(draw: st.DrawFn, element: ElementType) -> CodecChain:
+    """Any chain that fits the element type."""
+    coder = draw(st.none() | coders)
+    if not element.float_nbytes or draw(st.booleans()):
+        return CodecChain(Bytes(), coder)
+    names = PLANE_NAMES if element.float_nbytes > 2 else PLANE_NAMES[1:]
+    coded = [name for name in names if coder is not None and draw(st.booleans())]
+    return CodecChain(Planes(element.float_nbytes, tuple(coded)), coder)
+
+
+@st.composite
+def elements(draw: st.DrawFn, element: ElementType, count: int) -> bytes:
+    """`count` elements: random or compressible, of one sign or both, NaN payloads, -0 and subnormals among them."""
+    random = np.random.default_rng(draw(st.integers(0, 2**32)))
+    width = element.float_nbytes or element.nbytes
+    parts = count * (element.nbytes // width)
+    if draw(st.booleans()):
+        values = np.frombuffer(random.bytes(parts * width), np.uint8).copy()
+    else:
+        values = np.tile(np.frombuffer(random.bytes(width), np.uint8), parts)
+    if element.float_nbytes and parts:
+        top = values.reshape(parts, width)[:, -1]
+        sign = draw(st.sampled_from(["any", "positive", "negative", "positive but the last", "zeros"]))
+        if sign == "zeros":
+            values[:] = 0
+        if sign == "negative":
+            top |= 0x80
+        elif sign != "any":
+            top &= 0x7F
+        if sign == "positive but the last":
+            top[-1] |= 0x80
+    return values.tobytes()
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    """A shape of up to 600 elements or so, and a block shape for it."""
+    limit = draw(st.sampled_from([(0, 600), (1, 24), (2, 8), (3, 5)]))
+    shape = [draw(st.integers(0 if draw(st.integers(0, 9)) == 0 else 1, limit[1])) for _ in range(limit[0])]
+    if limit[0] == 0 and draw(st.booleans()):
+        shape = [draw(st.integers(1, limit[1]))]
+    return shape, [draw(st.integers(1, size + 2)) for size in shape]
