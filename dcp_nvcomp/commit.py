@@ -75,13 +75,16 @@ def _files_of_current(filesystem: Filesystem) -> set[str]:
         return set()
 
 
-def commit_checkpoint(filesystem: Filesystem, metadata: Metadata, save_id: str, *, overwrite: bool) -> None:
+def commit_checkpoint(
+    filesystem: Filesystem, metadata: Metadata, save_id: str, own_files: Iterable[str], *, overwrite: bool
+) -> None:
     """Publish a checkpoint.
 
     Args:
         filesystem: the checkpoint's directory.
         metadata: complete, its data files all durable.
         save_id: its id.
+        own_files: the data files that this rank wrote; removed if the checkpoint is certainly not published.
         overwrite: whether it may replace another.
 
     Raises:
@@ -91,24 +94,34 @@ def commit_checkpoint(filesystem: Filesystem, metadata: Metadata, save_id: str, 
     replaced = _files_of_current(filesystem)
     data = serialize_metadata(metadata)
     copy = save_metadata_name(save_id)
-    filesystem.publish(copy, data)
     try:
+        filesystem.publish(copy, data)
         filesystem.publish(METADATA_NAME, data, overwrite=overwrite)
     except CheckpointError:
-        if not _is_published(filesystem, data):
+        published = _is_published(filesystem, data)
+        if published is False:
+            _remove(filesystem, {copy, *own_files}, "a save that could not be published")
+        if published is not True:
             raise
-    try:
-        filesystem.remove(replaced - files_named_by(metadata))
-    except StorageError as error:  # the new checkpoint is there: no reason to fail the save
-        logger.warning("Files of the checkpoint that was replaced could not be removed: %s", error)
+    _remove(filesystem, replaced - files_named_by(metadata), "the checkpoint that was replaced")
 
 
-def _is_published(filesystem: Filesystem, data: bytes) -> bool:
-    """Whether `.metadata` is ours after all: the storage may have done what it then failed to confirm."""
+def _remove(filesystem: Filesystem, names: Iterable[str], whose: str) -> None:
+    """Remove files whose fate changes nothing: a failure is no reason to fail the save, or to hide why it failed."""
     try:
+        filesystem.remove(names)
+    except StorageError as error:
+        logger.warning("Files of %s could not be removed: %s", whose, error)
+
+
+def _is_published(filesystem: Filesystem, data: bytes) -> bool | None:
+    """Whether `.metadata` is ours after all: storage may have done what it failed to confirm. None: it can't be told."""
+    try:
+        if filesystem.file_nbytes(METADATA_NAME) is None:
+            return False
         return filesystem.read_all(METADATA_NAME, limit_nbytes=MAX_METADATA_NBYTES) == data
     except CheckpointError:
-        return False
+        return None
 
 
 def commit_rank(filesystem: Filesystem, metadata: Metadata, rank: int) -> None:
@@ -163,9 +176,6 @@ class Orphans:
             if name in self._written:
                 by_path.setdefault(self._written[name], []).append(name)
         for path, names in by_path.items():
-            try:
-                open_at(path).remove(names)
-            except CheckpointError as error:
-                logger.warning("Files of an earlier, failed save could not be removed: %s", error)
+            _remove(open_at(path), names, "an earlier, failed save")
         for name in asked:
             self._written.pop(name, None)

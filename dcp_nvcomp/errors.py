@@ -57,7 +57,8 @@ __all__ = [
 
 def _rebuild(cls: type[CheckpointError], message: str, attributes: dict[str, Any]) -> CheckpointError:
     error = cls(message)
-    error.__dict__.update(attributes)
+    for name, value in attributes.items():
+        setattr(error, name, value)
     return error
 
 
@@ -100,7 +101,10 @@ class CheckpointError(Exception):
         return f"{self.message} ({', '.join(where)})" if where else self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.message, dict(self.__dict__))
+        attributes = dict(self.__dict__)
+        if isinstance(self, OSError):
+            attributes["errno"] = self.errno  # lives in a C slot, not in __dict__
+        return _rebuild, (type(self), self.message, attributes)
 
 
 class ConfigurationError(CheckpointError, ValueError):
@@ -148,10 +152,6 @@ class StorageError(CheckpointError, OSError):
     ) -> None:
         super().__init__(message, path=path, fqn=fqn, byte_range=byte_range)
         self.errno = errno
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # errno lives in a C slot of OSError, not in __dict__
-        return _rebuild, (type(self), self.message, {**self.__dict__, "errno": self.errno})
 
     @classmethod
     def from_os_error(cls, what: str, path: str, error: BaseException) -> StorageError:

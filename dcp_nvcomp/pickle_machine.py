@@ -245,7 +245,11 @@ def _run(data: bytes, find: Callable[[object, object], Global]) -> Any:
             items = stack
             stack = marks.pop()
             push, pop = stack.append, stack.pop
-            _extend(stack[-1], items, are_pairs=opcode == 0x75)
+            target = stack[-1]
+            if type(target) is PickledDict and opcode == 0x75 and not len(items) & 1:
+                target.extend(items)
+            else:
+                _extend(target, items, are_pairs=opcode == 0x75)
         elif opcode == 0x62:  # BUILD
             state = pop()
             target = stack[-1]

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from dcp_nvcomp.blocks import BLOCK_NBYTES, BlockGrid, default_block_shape
 from dcp_nvcomp.codecs.ans import Ans
 from dcp_nvcomp.codecs.base import CodecChain
-from dcp_nvcomp.codecs.choose import SAMPLE_NBYTES, CodecChooser, parse_codec
+from dcp_nvcomp.codecs.choose import SAMPLE_NBYTES, CodecChooser, needs_gpu, parse_codec
 from dcp_nvcomp.codecs.dtypes import ELEMENT_TYPES, ElementType
 from dcp_nvcomp.engines.cuda import cuda_unavailable_reason, nvcomp_version
 from dcp_nvcomp.errors import CheckpointError, CodecUnavailableError, ShapeMismatchError
@@ -109,6 +109,21 @@ class EngineChoice:
 
     option: str
     _warned: bool = False
+
+    def check_codec(self, chooser: CodecChooser) -> None:
+        """Make sure, before anything is written, that the codec can run here.
+
+        Raises:
+            CodecUnavailableError: it needs a GPU or a package that is not here.
+        """
+        if not needs_gpu(chooser):
+            return
+        reason = "engine='cpu' was asked for" if self.option == "cpu" else cuda_unavailable_reason()
+        if reason is not None:
+            raise CodecUnavailableError(
+                f"codec='ans' can't run here: {reason}. It is nvCOMP's and needs an NVIDIA GPU and the extra "
+                "dcp-nvcomp[cu12] or dcp-nvcomp[cu13]. Use codec='auto', which every machine can write and read."
+            )
 
     def on_cuda(self, device: torch.device) -> bool:
         """Whether the CUDA engine handles what is on this device.

@@ -139,6 +139,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         self._rank = 0
         self._use_collectives = True
         self._started_seconds = 0.0
+        self._own_files: tuple[str, ...] = ()
         self._orphans = Orphans()
         self._open(self.path)  # tells at once what can't work
 
@@ -164,14 +165,17 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         self._save_id, self._next_save_id = self._next_save_id, uuid.uuid4().hex
         self._started_seconds = time.perf_counter()
         self.last_save = None
+        self._own_files = ()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """DCP: make the directory, and refuse to replace what may not be replaced.
 
         Raises:
             CheckpointExistsError: there is a checkpoint, and `overwrite=False` or `use_collectives=False`.
+            CodecUnavailableError: the codec needs a GPU or a package that is not here.
             StorageError: the target can't be written.
         """
+        EngineChoice(self.engine).check_codec(self._chooser)
         filesystem = self._open(self.path)
         if not self._use_collectives:
             refuse_existing(filesystem, rank=self._rank)
@@ -213,7 +217,8 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
             filesystem.close()
         results.totals = job.totals
         results.totals.seconds["plan"] = planned_seconds
-        self._orphans.wrote(self.path, job.totals.files)
+        self._own_files = tuple(job.totals.files)
+        self._orphans.wrote(self.path, self._own_files)
         self.last_save = self._summarize([results.totals])
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
@@ -263,7 +268,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         metadata.storage_meta = StorageMeta(checkpoint_id=self.path, save_id=self._save_id)
         filesystem = self._open(self.path)
         if self._use_collectives:
-            commit_checkpoint(filesystem, metadata, self._save_id, overwrite=self.overwrite)
+            commit_checkpoint(filesystem, metadata, self._save_id, self._own_files, overwrite=self.overwrite)
         else:
             commit_rank(filesystem, metadata, self._rank)
         totals = [rank.totals for rank in results if isinstance(rank, RankResults)]

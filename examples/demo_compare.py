@@ -68,36 +68,45 @@ def component(fqn: str) -> str:
     return last if last in ("exp_avg", "exp_avg_sq") else "the rest"
 
 
-def tensor_nbytes(checkpoint: str) -> dict[str, int]:
-    """Bytes of the tensors of each component, uncompressed."""
-    totals: dict[str, int] = {}
-    for fqn, item in dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata.items():
-        if isinstance(item, dcp.TensorStorageMetadata):
-            name = component(fqn)
-            totals[name] = totals.get(name, 0) + item.size.numel() * item.properties.dtype.itemsize
-    return totals
-
-
-def stock_nbytes(checkpoint: str) -> dict[str, int]:
-    """Bytes that stock DCP stored for each component."""
-    totals: dict[str, int] = {}
-    for index, info in dcp.FileSystemReader(checkpoint).read_metadata().storage_data.items():
-        name = component(index.fqn)
-        totals[name] = totals.get(name, 0) + info.length
-    return totals
-
-
-def inspect(checkpoint: str) -> tuple[dict[str, int], dict[str, str]]:
-    """Bytes that dcp_nvcomp stored for each component, and with which codecs."""
+def inspect(checkpoint: str) -> list[dict[str, Any]]:
+    """What `dcp-nvcomp inspect` says of each key; it reads stock checkpoints too."""
     command = [sys.executable, "-m", "dcp_nvcomp.cli", "inspect", checkpoint, "--json"]
-    tensors = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)["tensors"]
+    items: list[dict[str, Any]] = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)["items"]
+    return items
+
+
+def by_component(items: list[dict[str, Any]], field: str) -> dict[str, int]:
     totals: dict[str, int] = {}
+    for item in items:
+        name = component(item["fqn"])
+        totals[name] = totals.get(name, 0) + item[field]
+    return totals
+
+
+def codecs_by_component(items: list[dict[str, Any]]) -> dict[str, str]:
     codecs: dict[str, set[str]] = {}
-    for tensor in tensors:
-        name = component(tensor["fqn"])
-        totals[name] = totals.get(name, 0) + tensor["encoded_nbytes"]
-        codecs.setdefault(name, set()).add(tensor["codec"])
-    return totals, {name: ", ".join(sorted(names)) for name, names in codecs.items()}
+    for item in items:
+        codecs.setdefault(component(item["fqn"]), set()).update(item["codecs"])
+    return {name: ", ".join(sorted(names)) for name, names in codecs.items()}
+
+
+def summarize(scratch: Path, seconds: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
+    """The first checkpoint of each writer, looked into, and the medians of the times."""
+    directories = {name: scratch / name / "0" for name in WRITERS}
+    items = {name: inspect(str(directory)) for name, directory in directories.items()}
+    return {
+        "uncompressed_nbytes": by_component(items["dcp_nvcomp"], "uncompressed_nbytes"),
+        "codecs": codecs_by_component(items["dcp_nvcomp"]),
+        "writers": {
+            name: {
+                "save_seconds": statistics.median(seconds[name]["save"]),
+                "load_seconds": statistics.median(seconds[name]["load"]),
+                "encoded_nbytes": by_component(items[name], "encoded_nbytes"),
+                "directory_nbytes": sum(file.stat().st_size for file in directory.iterdir()),
+            }
+            for name, directory in directories.items()
+        },
+    }
 
 
 def main() -> None:
@@ -126,25 +135,8 @@ def main() -> None:
             assert fingerprint(state) == expected, f"{name} did not load what was saved"
 
     if dist.get_rank() == 0:
-        directories = {name: str(arguments.scratch / name / "0") for name in WRITERS}
-        encoded_nbytes = {name: stock_nbytes(directories[name]) for name in ("dcp", "dcp+zstd")}
-        encoded_nbytes["dcp_nvcomp"], codecs = inspect(directories["dcp_nvcomp"])
-        result = {
-            "ranks": dist.get_world_size(),
-            "repeats": arguments.repeats,
-            "torch": torch.__version__,
-            "uncompressed_nbytes": tensor_nbytes(directories["dcp"]),
-            "codecs": codecs,
-            "writers": {
-                name: {
-                    "save_seconds": statistics.median(seconds[name]["save"]),
-                    "load_seconds": statistics.median(seconds[name]["load"]),
-                    "directory_nbytes": sum(file.stat().st_size for file in Path(directories[name]).iterdir()),
-                    "encoded_nbytes": encoded_nbytes[name],
-                }
-                for name in WRITERS
-            },
-        }
+        setting = {"ranks": dist.get_world_size(), "repeats": arguments.repeats, "torch": torch.__version__}
+        result = {**setting, **summarize(arguments.scratch, seconds)}
         arguments.output.write_text(json.dumps(result, indent=2))
         shutil.rmtree(arguments.scratch)
     end_distributed()

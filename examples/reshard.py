@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -57,7 +58,12 @@ def load_rank(rank: int, path: str, meeting_point: str) -> None:
     dist.destroy_process_group()
 
 
+def run_ranks(function: Callable[..., None], count: int, *arguments: str) -> None:
+    """Stands in for torchrun here; forked, so that torch is imported once."""
+    mp.start_processes(function, arguments, nprocs=count, start_method="fork")
+
+
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as meeting_points:
-        mp.spawn(save_rank, args=(sys.argv[1], str(Path(meeting_points, "save"))), nprocs=4)
-        mp.spawn(load_rank, args=(sys.argv[1], str(Path(meeting_points, "load"))), nprocs=2)
+        run_ranks(save_rank, 4, sys.argv[1], str(Path(meeting_points, "save")))
+        run_ranks(load_rank, 2, sys.argv[1], str(Path(meeting_points, "load")))

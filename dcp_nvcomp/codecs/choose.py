@@ -22,7 +22,7 @@ from dcp_nvcomp.codecs.stored import Bytes
 from dcp_nvcomp.codecs.zstd import Zstd
 from dcp_nvcomp.errors import ConfigurationError
 
-__all__ = ["CODEC_NAMES", "SAMPLE_NBYTES", "STORED", "CodecChooser", "parse_codec"]
+__all__ = ["CODEC_NAMES", "SAMPLE_NBYTES", "STORED", "CodecChooser", "needs_gpu", "parse_codec"]
 
 U8 = npt.NDArray[np.uint8]
 
@@ -134,6 +134,11 @@ _NAMED: dict[str, CodecChooser] = {
     "none": _Always(None, STORED, False),
 }
 CODEC_NAMES = tuple(_NAMED)
+
+
+def needs_gpu(chooser: CodecChooser) -> bool:
+    """Whether the codec was asked for by name or chain, and only a GPU can run it."""
+    return isinstance(chooser, _AnsChooser) or (isinstance(chooser, _WhereItFits) and isinstance(chooser.chain.coder, Ans))
 
 
 def parse_codec(codec: str | CodecChain | CodecChooser) -> CodecChooser:

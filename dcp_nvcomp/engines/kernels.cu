@@ -1,10 +1,10 @@
 // Kernels of the CUDA engine. cuda_device.py compiles this text at run time (NVRTC through CuPy) with -DTHREADS and
-// -DTILE_NBYTES and launches it; tests/engines/cuda_on_cpu.h makes plain C++ of it, so that a CPU checks the arithmetic.
+// -DTILE_NBYTES and launches it; tests/engines/cuda_on_cpu.cpp makes plain C++ of it, so that a CPU checks the arithmetic.
 //
 // A launch covers many blocks (or runs of bytes) of any size: each is a row of a table, and each row is cut into tiles of
 // TILE_NBYTES. One thread block works on one tile; `tiles` names the row that it belongs to.
 //
-// All arithmetic on addresses is in bytes. Rows are at most 2^32 - 1 bytes long.
+// All arithmetic on addresses is in bytes. A row is at most 2^31 bytes long.
 
 typedef unsigned char u8;
 typedef unsigned short u16;

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -224,6 +225,18 @@ def test_a_file_that_shrinks_meanwhile(tmp_path: Path) -> None:
             filesystem.read("a", start, 100)
         with pytest.raises(TruncatedFileError):
             filesystem.read_into("a", start, memoryview(bytearray(100 - start)))
+
+
+def test_a_size_that_is_a_lie_takes_no_memory(tmp_path: Path) -> None:
+    filesystem = open_filesystem(tmp_path)
+    write_file(filesystem, "a", bytes(100))
+    tracemalloc.start()
+    try:
+        with pytest.raises(TruncatedFileError):
+            filesystem.read("a", 0, 1 << 60)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_links_inside_a_checkpoint_are_not_followed(tmp_path: Path) -> None:

@@ -153,10 +153,10 @@ def test_a_listing_cache_that_the_user_wants_is_not_believed(any_s3_store: Place
     filesystem.publish("a", b"x")
     assert filesystem.list_names() == ["a"]
     client, _ = client_of(any_s3_store)
-    client.pipe_file(f"{url}/a", b"longer")
     client.pipe_file(f"{url}/b", b"x")
-    assert filesystem.file_nbytes("a") == 6
     assert filesystem.list_names() == ["a", "b"]
+    client.pipe_file(f"{url}/a", b"longer")
+    assert filesystem.file_nbytes("a") == 6
     client.rm_file(f"{url}/a")
     assert filesystem.file_nbytes("a") is None
 

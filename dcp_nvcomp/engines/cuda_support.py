@@ -1,0 +1,96 @@
+"""Whether the CUDA engine can run here, and if not, what is missing. The only importer of nvCOMP and CuPy.
+
+Both are imported inside functions: this package works without them, and with them where there is no driver.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dcp_nvcomp.errors import CodecUnavailableError
+
+__all__ = ["cuda_unavailable_reason", "find_reason", "load_cupy", "load_nvcomp", "nvcomp_version"]
+
+# nvCOMP 6 brought batches made of one buffer, and another ANS bitstream; the next major version may change either.
+NVCOMP_MAJOR = "6"
+
+Loader = Callable[[], Any]
+
+
+def load_nvcomp() -> Any:
+    """nvCOMP's Python module."""
+    return importlib.import_module("nvidia.nvcomp")
+
+
+def load_cupy() -> Any:
+    """CuPy."""
+    return importlib.import_module("cupy")
+
+
+def cuda_unavailable_reason() -> str | None:
+    """Why the CUDA engine can't run here.
+
+    Returns:
+        None where it can; else what is missing and how to get it, a clause that fits after "because" or a colon.
+    """
+    built_for = getattr(torch.version, "cuda", None)
+    return find_reason(built_for, _device_count() if built_for else 0, load_nvcomp, load_cupy)
+
+
+def _device_count() -> int:
+    if not hasattr(torch, "cuda"):
+        return 0
+    with warnings.catch_warnings():
+        # a driver that is too old is told by torch in a warning; we tell it as a reason
+        warnings.simplefilter("ignore")
+        return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def find_reason(built_for: str | None, device_count: int, nvcomp_loader: Loader, cupy_loader: Loader) -> str | None:
+    """`cuda_unavailable_reason` for a given machine.
+
+    Args:
+        built_for: the CUDA version that torch was built for, None for none.
+        device_count: how many CUDA devices torch can use.
+        nvcomp_loader: imports nvCOMP.
+        cupy_loader: imports CuPy.
+    """
+    if built_for is None:
+        return "this PyTorch is built without CUDA: install a CUDA build of torch on a machine with an NVIDIA GPU"
+    if device_count == 0:
+        return "there is no CUDA device: no NVIDIA GPU, none visible, or no driver that fits this PyTorch"
+    extra = f"cu{built_for.split('.')[0]}"
+    advice = f"pip install 'dcp-nvcomp[{extra}]'"
+    reason, nvcomp = _try_import(f"nvidia-nvcomp-{extra}", nvcomp_loader, advice)
+    if reason is None:
+        version = str(nvcomp.__version__)
+        if version.split(".")[0] != NVCOMP_MAJOR:
+            return f"nvCOMP {version} is installed, but version {NVCOMP_MAJOR} is needed: {advice}"
+        reason, _ = _try_import(f"cupy-cuda{extra[2:]}x", cupy_loader, advice)
+    return reason
+
+
+def _try_import(package: str, loader: Loader, advice: str) -> tuple[str | None, Any]:
+    try:
+        return None, loader()
+    except ModuleNotFoundError:
+        return f"package {package} is not installed: {advice}", None
+    except Exception as error:  # a library that does not load, in whatever way its binding reports it
+        return f"package {package} is installed but does not load ({type(error).__name__}: {error}): {advice}", None
+
+
+def nvcomp_version() -> str:
+    """The version of nvCOMP that is installed, such as `6.0.0`.
+
+    Raises:
+        CodecUnavailableError: it is not installed.
+    """
+    try:
+        return str(load_nvcomp().__version__)
+    except ImportError as error:
+        raise CodecUnavailableError("nvCOMP is not installed: pip install 'dcp-nvcomp[cu13]' (or [cu12]).") from error

@@ -1,0 +1,337 @@
+"""`dcp-nvcomp inspect`: what it shows of real checkpoints, and how it fails."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._extension import ZStandard
+from typer.testing import CliRunner
+
+from dcp_nvcomp import NvcompWriter
+from dcp_nvcomp.cli import app
+from dcp_nvcomp.errors import (
+    CheckpointNotFoundError,
+    ConfigurationError,
+    CorruptDataError,
+    FileMismatchError,
+    IncompleteCheckpointError,
+    StorageError,
+    TruncatedFileError,
+)
+from dcp_nvcomp.inspection import Inspection, inspect_checkpoint
+from dcp_nvcomp.stats import SaveStats, Totals
+from tests.conftest import S3Store
+
+
+def state() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "model": {f"layers.{i}.weight": torch.randn(256, 200, generator=generator).bfloat16() for i in (0, 2, 10)},
+        "table": torch.randn(300, 200, generator=generator),
+        "ids": torch.arange(40_000),
+        "step": torch.tensor(7),
+        "bias": torch.randn(100, generator=generator),
+        "empty": torch.zeros(0, 3),
+        "config": {"lr": 0.1},
+        "[bold]\x1b[31m\u2603": torch.zeros(5, dtype=torch.int8),
+    }
+
+
+def save(path: Path, **options: Any) -> SaveStats:
+    writer = NvcompWriter(path, **options)
+    dcp.save(state(), storage_writer=writer, no_dist=True)
+    assert writer.last_save is not None
+    return writer.last_save
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, SaveStats]:
+    path = tmp_path_factory.mktemp("inspect") / "step-1"
+    return path, save(path)
+
+
+@pytest.fixture
+def copy(saved: tuple[Path, SaveStats], tmp_path: Path) -> Path:
+    """A checkpoint that the test may spoil."""
+    return Path(shutil.copytree(saved[0], tmp_path / "copy"))
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["inspect", *arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def data_file(path: Path) -> Path:
+    (found,) = path.glob("*.distcp")
+    return found
+
+
+# ---- what it shows ----
+
+
+def test_sizes_are_those_that_the_save_told(saved: tuple[Path, SaveStats]) -> None:
+    path, stats = saved
+    found = inspect_checkpoint(path)
+    assert (found.layout, found.save_id) == ("dcp_nvcomp", stats.save_id)
+    assert found.by_codec == stats.by_codec
+    assert found.by_dtype == stats.by_dtype
+    assert found.totals == stats.totals
+    assert {file.name: file.nbytes for file in found.files} == stats.file_nbytes
+    assert found.ratio == stats.ratio > 1
+
+
+def test_items(saved: tuple[Path, SaveStats]) -> None:
+    items = {item.fqn: item for item in inspect_checkpoint(saved[0]).items}
+    table = items["table"]
+    assert (table.kind, table.dtype, table.shape, table.packed) == ("tensor", "float32", (300, 200), False)
+    assert (table.totals.records, table.totals.uncompressed_nbytes) == (1, 240_000)
+    assert 150_000 < table.totals.encoded_nbytes < 230_000
+    assert all(codec.startswith("planes") for codec in table.codecs)
+    assert items["step"].shape == ()
+    assert items["step"].packed
+    assert items["empty"].totals == Totals(1, 0, 0)
+    assert (items["config.lr"].kind, items["config.lr"].dtype, items["config.lr"].shape) == ("bytes", "bytes", None)
+
+
+def test_keys_come_in_natural_order(saved: tuple[Path, SaveStats]) -> None:
+    fqns = [item.fqn for item in inspect_checkpoint(saved[0]).items]
+    assert [fqn for fqn in fqns if "layers" in fqn] == [f"model.layers.{i}.weight" for i in (0, 2, 10)]
+
+
+def test_shares_of_a_pack_add_up(tmp_path: Path) -> None:
+    tensors = {f"{i:02}": torch.arange(i + 1, dtype=torch.int64) for i in range(30)}
+    dcp.save(tensors, storage_writer=NvcompWriter(tmp_path / "c"), no_dist=True)
+    found = inspect_checkpoint(tmp_path / "c")
+    assert all(item.packed for item in found.items)
+    assert found.totals.uncompressed_nbytes == 8 * 30 * 31 // 2
+    (file,) = found.files
+    assert found.totals.encoded_nbytes < file.nbytes - file.footer_nbytes < found.totals.encoded_nbytes + 4200
+    largest, smallest = found.items[-1].totals, found.items[0].totals
+    assert largest.encoded_nbytes == pytest.approx(30 * smallest.encoded_nbytes, abs=30)
+
+
+def test_table(saved: tuple[Path, SaveStats]) -> None:
+    path, _ = saved
+    status, output, errors = run(str(path))
+    assert (status, errors) == (0, "")
+    assert f"{path} is a dcp-nvcomp checkpoint" in output.splitlines()[0]
+    row = next(line for line in output.splitlines() if line.startswith("table "))
+    assert re.search(r"float32 +\[300, 200\] +1 +planes-zstd +240\.0 kB +\d+\.\d kB +1\.\d{3}", row)
+    assert re.search(r"^total +10 keys +10 ", output, re.MULTILINE)
+    for title in ("key", "dtype", "codec"):
+        assert re.search(rf"^{title} .*before +after +ratio", output, re.MULTILINE)
+
+
+def test_keys_can_not_paint_the_terminal(saved: tuple[Path, SaveStats]) -> None:
+    _, output, _ = run(str(saved[0]))
+    assert "\x1b" not in output
+    assert "[bold]\\x1b[31m" in output
+
+
+def test_json(saved: tuple[Path, SaveStats]) -> None:
+    path, stats = saved
+    status, output, errors = run(str(path), "--json")
+    assert (status, errors) == (0, "")
+    document = json.loads(output)
+    assert document == inspect_checkpoint(path).to_json()
+    assert list(document) == [
+        "schema", "checkpoint", "layout", "save_id", "totals", "by_dtype", "by_codec", "items", "files"
+    ]  # fmt: skip
+    assert document["schema"] == 1
+    assert set(document["totals"]) == {
+        "items", "shards", "uncompressed_nbytes", "encoded_nbytes", "file_nbytes", "ratio"
+    }  # fmt: skip
+    (table,) = [item for item in document["items"] if item["fqn"] == "table"]
+    assert {key: value for key, value in table.items() if key not in ("encoded_nbytes", "ratio")} == {
+        "fqn": "table",
+        "kind": "tensor",
+        "dtype": "float32",
+        "shape": [300, 200],
+        "codecs": ["planes-zstd"],
+        "packed": False,
+        "shards": 1,
+        "uncompressed_nbytes": 240_000,
+    }
+    assert document["files"][0]["name"] == stats.files[0]
+
+
+def test_only_metadata_and_footers_are_read(copy: Path) -> None:
+    file = data_file(copy)
+    (described,) = inspect_checkpoint(copy).files
+    with file.open("r+b") as stream:
+        stream.write(bytes(described.nbytes - described.footer_nbytes - 40))  # header and payloads
+    assert inspect_checkpoint(copy).files == (described,)
+
+
+def test_several_files(tmp_path: Path) -> None:
+    save(tmp_path / "c", single_file_per_rank=False, thread_count=3)
+    found = inspect_checkpoint(tmp_path / "c")
+    assert len(found.files) > 1
+    assert found.totals == save(tmp_path / "d").totals or found.totals.records == 10
+
+
+# ---- stock checkpoints ----
+
+
+@pytest.mark.parametrize("extensions", [[], [ZStandard()]], ids=["plain", "zstd"])
+def test_stock_checkpoint(extensions: list[Any], tmp_path: Path) -> None:
+    path = tmp_path / "stock"
+    dcp.save(state(), storage_writer=dcp.FileSystemWriter(path, _extensions=extensions), no_dist=True)
+    found = inspect_checkpoint(path)
+    codec = "stock-zstd" if extensions else "stock"
+    assert (found.layout, list(found.by_codec)) == ("stock", [codec])
+    items = {item.fqn: item for item in found.items}
+    assert items["table"].totals.uncompressed_nbytes == 240_000
+    assert items["table"].shape == (300, 200)
+    assert items["config.lr"].dtype == "bytes"
+    assert (
+        found.totals.encoded_nbytes == found.file_nbytes == sum(file.stat().st_size for file in path.glob("*.distcp"))
+    )
+    status, output, _ = run(str(path))
+    assert status == 0
+    assert "is a stock DCP checkpoint" in output
+
+
+def test_missing_stock_file(tmp_path: Path) -> None:
+    path = tmp_path / "stock"
+    dcp.save(state(), storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+    data_file(path).unlink()
+    with pytest.raises(StorageError, match="missing"):
+        inspect_checkpoint(path)
+
+
+# ---- how it fails ----
+
+
+def refused(copy: Path, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        inspect_checkpoint(copy)
+    status, output, errors = run(str(copy))
+    assert (status, output) == (1, "")
+    assert re.fullmatch(rf"Error: .*{message}.*\n", errors)
+
+
+def test_no_checkpoint(tmp_path: Path) -> None:
+    refused(tmp_path / "nothing", CheckpointNotFoundError, "There is no checkpoint here")
+
+
+def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    status, _, errors = run(str(tmp_path / "file"))
+    assert status == 1
+    assert errors.startswith("Error: ")
+
+
+def test_incomplete_checkpoint(copy: Path) -> None:
+    for name in copy.glob("*.metadata"):
+        name.unlink()
+    (copy / ".metadata").unlink(missing_ok=True)
+    refused(copy, IncompleteCheckpointError, "never finished")
+
+
+def test_damaged_footer(copy: Path) -> None:
+    file = data_file(copy)
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 1
+    file.write_bytes(data)
+    refused(copy, CorruptDataError, "fails its CRC")
+
+
+def test_truncated_file(copy: Path) -> None:
+    file = data_file(copy)
+    file.write_bytes(file.read_bytes()[:-1])
+    refused(copy, TruncatedFileError, "bytes; `.metadata` says")
+
+
+def test_missing_file(copy: Path) -> None:
+    data_file(copy).unlink()
+    refused(copy, StorageError, "No such file")
+
+
+def test_file_of_another_save(copy: Path, tmp_path: Path) -> None:
+    save(tmp_path / "other")
+    other, file = data_file(tmp_path / "other"), data_file(copy)
+    assert other.stat().st_size == file.stat().st_size
+    shutil.copy(other, file)
+    refused(copy, FileMismatchError, "not the one that `.metadata` names")
+
+
+def test_damaged_metadata(copy: Path) -> None:
+    (copy / ".metadata").write_bytes(b"\x80\x04cos\nsystem\n.")
+    refused(copy, Exception, "os.system")
+
+
+@pytest.mark.parametrize("option", ["foo", "=1", "a-b=1", ""])
+def test_an_option_that_is_none_is_a_usage_error(option: str, tmp_path: Path) -> None:
+    status, output, errors = run(str(tmp_path), "--option", option)
+    assert (status, output) == (2, "")
+    assert "KEY=VALUE" in errors
+
+
+@pytest.mark.parametrize("arguments", [[], ["a", "b"], ["a", "--nonsense"]])
+def test_usage_errors(arguments: list[str]) -> None:
+    assert run(*arguments)[0] == 2
+
+
+def test_unknown_storage_option(saved: tuple[Path, SaveStats]) -> None:
+    status, _, errors = run(str(saved[0]), "--option", "nonsense=1")
+    assert status == 1
+    assert "nonsense" in errors
+
+
+@pytest.mark.parametrize("name", ["path", "verify", "storage_options"])
+def test_options_of_the_reader_are_not_storage_options(name: str, saved: tuple[Path, SaveStats]) -> None:
+    with pytest.raises(ConfigurationError, match="not an option of the storage"):
+        inspect_checkpoint(saved[0], storage_options={name: "x"})
+
+
+# ---- from outside ----
+
+
+def test_storage_options_reach_the_storage(s3_store: S3Store) -> None:
+    url, options = s3_store
+    dcp.save(state(), storage_writer=NvcompWriter(url, **options), no_dist=True)
+    given = [f"{name}={value}" for name, value in options.items() if name != "endpoint_url"]
+    given.append("client_kwargs=" + json.dumps({"endpoint_url": options["endpoint_url"]}))
+    arguments = [argument for option in given for argument in ("--option", option)]
+    status, output, errors = run(url, "--json", *arguments)
+    assert (status, errors) == (0, "")
+    assert json.loads(output)["totals"]["items"] == 10
+    status, _, errors = run(url + "/nothing", *arguments)
+    assert (status, errors.count("\n")) == (1, 1)
+    assert "There is no checkpoint here" in errors
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "dcp_nvcomp.cli", *arguments], capture_output=True, text=True, timeout=60
+    )
+
+
+def test_as_a_command(saved: tuple[Path, SaveStats], tmp_path: Path) -> None:
+    done = command("inspect", str(saved[0]), "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["totals"]["items"] == 10
+    done = command("inspect", str(tmp_path / "nothing"))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(r"Error: There is no checkpoint here.*\n", done.stderr)
+
+
+def test_help() -> None:
+    result = CliRunner().invoke(app, ["--help"])
+    assert result.exit_code == 0
+    assert "inspect" in result.stdout
+
+
+def test_an_inspection_of_nothing() -> None:
+    assert Inspection("x", "dcp_nvcomp", None, (), (), {}, {}).ratio == 1.0

@@ -1,0 +1,467 @@
+"""Each way in which input can be bad gets its own clear error, and changes nothing on disk."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from dcp_nvcomp import NvcompReader, NvcompWriter, errors
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def state() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(5)
+    return {
+        "large": torch.randn(600, 1000, generator=generator),
+        "small": torch.arange(50, dtype=torch.bfloat16),
+        "object": {"lr": 0.1},
+    }
+
+
+def save(path: Path, content: dict[str, Any] | None = None, **options: Any) -> NvcompWriter:
+    writer = NvcompWriter(path, **options)
+    dcp.save(content or state(), storage_writer=writer, no_dist=True)
+    return writer
+
+
+def load(path: Path, into: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    into = into or {key: torch.zeros_like(v) if isinstance(v, torch.Tensor) else {"lr": 0.0} for key, v in state().items()}
+    dcp.load(into, storage_reader=NvcompReader(path, **options), no_dist=True)
+    return into
+
+
+def failure_of(run: Callable[[], Any]) -> BaseException:
+    """What DCP reports of rank 0."""
+    with pytest.raises(CheckpointException) as caught:
+        run()
+    return caught.value.failures[0][0]
+
+
+def files(path: Path) -> dict[str, bytes]:
+    return {name: (path / name).read_bytes() for name in sorted(os.listdir(path))}
+
+
+def data_file(path: Path) -> Path:
+    return next(path.glob("*.distcp"))
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    save(tmp_path / "checkpoint")
+    return tmp_path / "checkpoint"
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def test_missing_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "nothing"
+    with pytest.raises(errors.CheckpointNotFoundError, match="no checkpoint here") as caught:
+        NvcompReader(path).read_metadata()
+    assert caught.value.path == str(path) and not path.exists()
+    assert "no checkpoint here" in str(failure_of(lambda: load(path)))
+
+
+def test_incomplete_checkpoint(checkpoint: Path) -> None:
+    for name in checkpoint.glob("*.metadata"):
+        name.unlink()
+    with pytest.raises(errors.IncompleteCheckpointError, match="never finished"):
+        NvcompReader(checkpoint).read_metadata()
+    assert "never finished" in str(failure_of(lambda: load(checkpoint)))
+
+
+@pytest.mark.parametrize("keep", [0, 1, 15, 16, 39, 40, 41, 5000, -5000, -41, -40, -1])
+def test_truncated_file(checkpoint: Path, keep: int) -> None:
+    file = data_file(checkpoint)
+    content = file.read_bytes()
+    file.write_bytes(content[:keep])
+    error = failure_of(lambda: load(checkpoint))
+    assert isinstance(error, errors.TruncatedFileError)
+    assert error.path == str(file)
+
+
+def test_grown_file(checkpoint: Path) -> None:
+    with data_file(checkpoint).open("ab") as file:
+        file.write(b"\0" * 16)
+    assert isinstance(failure_of(lambda: load(checkpoint)), errors.FileMismatchError)
+
+
+def test_missing_data_file(checkpoint: Path) -> None:
+    file = data_file(checkpoint)
+    file.unlink()
+    error = failure_of(lambda: load(checkpoint))
+    assert isinstance(error, errors.StorageError) and error.path == str(file)
+
+
+def test_every_flipped_byte_is_noticed(tmp_path: Path) -> None:
+    """Of a small checkpoint, with records of each kind: no flip of the data file goes unnoticed."""
+    content = {"w": torch.randn(300, 70), "s": torch.ones(9, dtype=torch.float16), "o": [1], "c": torch.zeros(5000).long()}
+    save(tmp_path, content)
+    reference = {key: v.clone() if isinstance(v, torch.Tensor) else v for key, v in content.items()}
+    file = data_file(tmp_path)
+    original = bytearray(file.read_bytes())
+    unnoticed = []
+    positions = [*range(0, 200), *range(200, len(original) - 2500, 397), *range(len(original) - 2500, len(original), 3)]
+    for position in positions:
+        damaged = bytearray(original)
+        damaged[position] ^= 0x40
+        file.write_bytes(damaged)
+        into = {key: torch.zeros_like(v) if isinstance(v, torch.Tensor) else [0] for key, v in reference.items()}
+        try:
+            dcp.load(into, storage_reader=NvcompReader(tmp_path, thread_count=1), no_dist=True)
+        except CheckpointException as caught:
+            assert isinstance(caught.failures[0][0], errors.CheckpointError), caught
+        else:
+            unnoticed.append(position)
+    assert unnoticed == []
+
+
+def test_flipped_byte_names_where(checkpoint: Path) -> None:
+    file = data_file(checkpoint)
+    content = bytearray(file.read_bytes())
+    content[10_000] ^= 1
+    file.write_bytes(content)
+    error = failure_of(lambda: load(checkpoint))
+    assert isinstance(error, errors.CorruptDataError)
+    assert error.path == str(file) and error.fqn == "large"
+    assert error.byte_range is not None and error.byte_range[0] <= 10_000 < error.byte_range[1]
+    assert "undefined" in str(error)
+
+
+def test_verify_full_checks_the_decoded_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong decoded CRC in the footer, everything else right: only verify='full' notices."""
+    from dcp_nvcomp.engines import cpu
+
+    real = cpu.checksum
+    content = {"large": torch.randn(600, 1000)}
+    shapes = {"large": torch.zeros(600, 1000)}
+
+    def wrong_of_decoded(data: Any, value: int = 0) -> int:
+        # blocks to encode are arrays; encoded ones are memoryviews
+        return real(data, value) ^ (0 if isinstance(data, memoryview) else 1)
+
+    monkeypatch.setattr(cpu, "checksum", wrong_of_decoded)
+    save(tmp_path, content)
+    monkeypatch.undo()
+    load(tmp_path, dict(shapes), verify="stored")
+    error = failure_of(lambda: load(tmp_path, dict(shapes), verify="full"))
+    assert isinstance(error, errors.CorruptDataError) and "decoded bytes" in str(error)
+
+
+def test_verify_off_skips_the_stored_crc(checkpoint: Path) -> None:
+    """Otherwise test_flipped_byte... could pass by the decoder's own errors."""
+    file = data_file(checkpoint)
+    content = bytearray(file.read_bytes())
+    content[4096 + 100] ^= 1  # in a stored plane
+    file.write_bytes(content)
+    loaded = load(checkpoint, verify="off")
+    assert not torch.equal(loaded["large"], state()["large"])
+
+
+@pytest.mark.parametrize("position", [0, 7, -1, -8])
+def test_wrong_magic(checkpoint: Path, position: int) -> None:
+    file = data_file(checkpoint)
+    content = bytearray(file.read_bytes())
+    content[position] ^= 0xFF
+    file.write_bytes(content)
+    assert isinstance(failure_of(lambda: load(checkpoint)), errors.WrongMagicError)
+
+
+@pytest.mark.parametrize("position", [8, -16])
+def test_unknown_format_version(checkpoint: Path, position: int) -> None:
+    file = data_file(checkpoint)
+    content = bytearray(file.read_bytes())
+    content[position] += 1
+    file.write_bytes(content)
+    error = failure_of(lambda: load(checkpoint))
+    assert isinstance(error, errors.UnsupportedVersionError) and "version 2" in str(error)
+
+
+def rewrite_footer(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Changes the footer of the checkpoint's file, and makes all sizes and CRCs right again."""
+    from dcp_nvcomp.datafile import FileTuple
+    from dcp_nvcomp.format import TRAILER_NBYTES, decode_footer, decode_trailer, encode_footer
+    from dcp_nvcomp.metadata import METADATA_NAME, parse_metadata, serialize_metadata
+
+    file = data_file(path)
+    content = file.read_bytes()
+    trailer = decode_trailer(content[-TRAILER_NBYTES:], path="", file_nbytes=len(content))
+    footer = content[trailer.footer_offset : -TRAILER_NBYTES]
+    description, tables = decode_footer(footer, content[-TRAILER_NBYTES:], trailer, path="")
+    change(description)
+    tail = encode_footer(description, tables, trailer.footer_offset)
+    file.write_bytes(content[: trailer.footer_offset] + tail)
+    new = decode_trailer(tail[-TRAILER_NBYTES:], path="", file_nbytes=trailer.footer_offset + len(tail))
+    named: FileTuple = (file.name, new.file_nbytes, new.footer_nbytes, new.footer_crc)
+    metadata = parse_metadata((path / METADATA_NAME).read_bytes(), path="")
+    metadata.storage_data = {index: (named, record) for index, (_, record) in metadata.storage_data.items()}
+    (path / METADATA_NAME).write_bytes(serialize_metadata(metadata))
+
+
+def test_unknown_codec(checkpoint: Path) -> None:
+    def change(footer: dict[str, Any]) -> None:
+        footer["codecs"][0][-1]["name"] = "brotli"
+
+    rewrite_footer(checkpoint, change)
+    error = failure_of(lambda: load(checkpoint))
+    assert isinstance(error, errors.UnknownCodecError)
+    assert "brotli" in str(error) and error.path == str(data_file(checkpoint))
+
+
+def test_unknown_feature(checkpoint: Path) -> None:
+    rewrite_footer(checkpoint, lambda footer: footer["features"].append("telepathy"))
+    error = failure_of(lambda: load(checkpoint))
+    assert isinstance(error, errors.UnsupportedVersionError) and "telepathy" in str(error)
+
+
+def test_footer_that_disagrees_with_metadata(checkpoint: Path) -> None:
+    def rename(footer: dict[str, Any]) -> None:
+        footer["records"][0]["fqn"] = "other"
+
+    rewrite_footer(checkpoint, rename)
+    error = failure_of(lambda: load(checkpoint))
+    assert isinstance(error, errors.FileMismatchError) and "disagrees" in str(error) and error.fqn == "large"
+
+
+def test_footer_with_another_shape(checkpoint: Path) -> None:
+    def change(footer: dict[str, Any]) -> None:
+        footer["records"][0].update(shape=[1000, 600], block_shape=footer["records"][0]["block_shape"])
+        footer["records"][0]["block_shape"] = [500, 600]
+
+    rewrite_footer(checkpoint, change)
+    assert isinstance(failure_of(lambda: load(checkpoint)), errors.CheckpointError)
+
+
+def test_file_of_another_save(tmp_path: Path) -> None:
+    first, second = tmp_path / "a", tmp_path / "b"
+    save(first)
+    save(second)
+    shutil.copy(data_file(second), data_file(first))
+    error = failure_of(lambda: load(first))
+    assert isinstance(error, errors.FileMismatchError) and "save" in str(error)
+
+
+def test_file_of_another_save_of_another_size(tmp_path: Path) -> None:
+    first, second = tmp_path / "a", tmp_path / "b"
+    save(first)
+    save(second, {"large": torch.zeros(10)})
+    shutil.copy(data_file(second), data_file(first))
+    assert isinstance(failure_of(lambda: load(first)), errors.FormatError)
+
+
+def test_shape_mismatch(checkpoint: Path) -> None:
+    error = failure_of(lambda: load(checkpoint, {"large": torch.zeros(10, 10)}))
+    assert "large" in str(error) and "mismatch" in str(error).lower()
+
+
+def test_shape_mismatch_at_the_destination(checkpoint: Path) -> None:
+    class Wrong(dcp.DefaultLoadPlanner):
+        def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+            return super().resolve_tensor(read_item)[:1]
+
+    run = lambda: dcp.load(  # noqa: E731
+        {"large": torch.zeros(600, 1000)}, storage_reader=NvcompReader(checkpoint), planner=Wrong(), no_dist=True
+    )
+    error = failure_of(run)
+    assert isinstance(error, errors.ShapeMismatchError) and error.fqn == "large"
+
+
+def test_another_dtype_is_converted_with_one_warning(checkpoint: Path) -> None:
+    into = {"large": torch.zeros(600, 1000, dtype=torch.float64), "small": torch.zeros(50)}
+    with pytest.warns(UserWarning, match="is converted to") as caught:
+        load(checkpoint, into)
+    assert len([w for w in caught if "is converted to" in str(w.message)]) == 1
+    assert torch.equal(into["large"], state()["large"].double())
+    assert torch.equal(into["small"], state()["small"].float())
+
+
+def edit_metadata(path: Path, change: Callable[[Metadata], None]) -> None:
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    change(metadata)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata, protocol=4))
+
+
+@pytest.mark.parametrize("name", ["../outside.distcp", "/etc/passwd", "a/../../b", "s3://bucket/x", "", "a\0b"])
+def test_path_that_leaves_the_checkpoint(checkpoint: Path, name: str) -> None:
+    shutil.copy(data_file(checkpoint), checkpoint.parent / "outside.distcp")
+
+    def change(metadata: Metadata) -> None:
+        metadata.storage_data = {
+            index: ((name, *file[1:]), record) for index, (file, record) in metadata.storage_data.items()
+        }
+
+    edit_metadata(checkpoint, change)
+    with pytest.raises(errors.UnsafePathError):
+        NvcompReader(checkpoint).read_metadata()
+
+
+def test_link_that_leaves_the_checkpoint(checkpoint: Path) -> None:
+    file = data_file(checkpoint)
+    file.rename(checkpoint.parent / "outside.distcp")
+    file.symlink_to(checkpoint.parent / "outside.distcp")
+    assert isinstance(failure_of(lambda: load(checkpoint)), errors.UnsafePathError)
+
+
+class _Attack:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("/tmp/dcp-nvcomp-was-executed",)
+
+
+def test_metadata_with_a_global_that_is_not_allowed(checkpoint: Path) -> None:
+    edit_metadata(checkpoint, lambda metadata: setattr(metadata, "planner_data", {"x": _Attack()}))
+    with pytest.raises(errors.UnsafeMetadataError, match="mkdir"):
+        NvcompReader(checkpoint).read_metadata()
+    assert "mkdir" in str(failure_of(lambda: load(checkpoint)))
+    assert not os.path.exists("/tmp/dcp-nvcomp-was-executed")
+
+
+def test_unreadable_metadata_never_falls_back_to_rank_local(checkpoint: Path) -> None:
+    shutil.copy(checkpoint / ".metadata", checkpoint / "__0.metadata")
+    (checkpoint / ".metadata").write_bytes(b"garbage")
+    with pytest.raises(errors.MetadataError):
+        NvcompReader(checkpoint).read_metadata(rank=0)
+    failure_of(lambda: load(checkpoint))
+
+
+def test_metadata_that_misses_a_shard(checkpoint: Path) -> None:
+    def change(metadata: Metadata) -> None:
+        metadata.storage_data = {i: v for i, v in metadata.storage_data.items() if i.fqn != "large"}
+
+    edit_metadata(checkpoint, change)
+    error = failure_of(lambda: load(checkpoint))
+    assert "large" in str(error) and isinstance(error, errors.MetadataError | AssertionError)
+
+
+def test_metadata_with_shapes_that_contradict(checkpoint: Path) -> None:
+    def change(metadata: Metadata) -> None:
+        large = metadata.state_dict_metadata["large"]
+        assert isinstance(large, TensorStorageMetadata)
+        large.chunks[0].sizes = torch.Size([601, 1000])
+
+    edit_metadata(checkpoint, change)
+    with pytest.raises(errors.MetadataError, match="large"):
+        NvcompReader(checkpoint).read_metadata()
+
+
+def test_unsafe_object(tmp_path: Path) -> None:
+    save(tmp_path, {"o": {"when": Path("/x")}, "w": torch.ones(3)})
+    into: dict[str, Any] = {"o": {"when": None}, "w": torch.zeros(3)}
+    error = failure_of(lambda: load(tmp_path, into, safe_objects=True))
+    assert isinstance(error, errors.UnsafeObjectError) and "PosixPath" in str(error)
+    load(tmp_path, into, safe_objects=True, trusted_globals=("pathlib.PosixPath",))
+    assert into["o"]["when"] == Path("/x")
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def test_unwritable_target(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    before = files(tmp_path)
+    error = failure_of(lambda: save(tmp_path / "file" / "checkpoint"))
+    assert isinstance(error, errors.StorageError)
+    assert files(tmp_path) == before
+
+
+def test_overwrite_false(checkpoint: Path) -> None:
+    before = files(checkpoint)
+    error = failure_of(lambda: save(checkpoint, overwrite=False))
+    assert isinstance(error, errors.CheckpointExistsError)
+    assert files(checkpoint) == before
+
+
+def test_disk_full(tmp_path: Path, small_disk: Path) -> None:
+    """A real file system of 4 MiB: the earlier checkpoint survives, and the failed save leaves nothing."""
+    save(small_disk / "checkpoint", {"w": torch.arange(1000)})
+    before = files(small_disk / "checkpoint")
+    error = failure_of(lambda: save(small_disk / "checkpoint", {"w": torch.randn(4_000_000)}))
+    assert isinstance(error, errors.StorageError)
+    assert "full" in str(error)
+    assert files(small_disk / "checkpoint") == before
+    into = {"w": torch.zeros(1000, dtype=torch.int64)}
+    load(small_disk / "checkpoint", into)
+    assert torch.equal(into["w"], torch.arange(1000))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"codec": "zstandard"}, "Did you mean 'zstd'"),
+        ({"codec": 7}, "neither a name"),
+        ({"host_memory_budget": 0}, "host_memory_budget"),
+        ({"host_memory_budget": -5}, "host_memory_budget"),
+        ({"device_memory_budget": 0}, "device_memory_budget"),
+        ({"device_memory_budget": 1.5}, "device_memory_budget"),
+        ({"thread_count": 0}, "thread_count"),
+        ({"engine": "gpu"}, "engine"),
+        ({"thread_cont": 4}, "thread_count"),
+        ({"on_save": "print"}, "on_save"),
+    ],
+)
+def test_wrong_writer_option(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(errors.ConfigurationError, match=message):
+        NvcompWriter(tmp_path / "x", **options)
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"verify": "always"}, "verify"),
+        ({"host_memory_budget": 0}, "host_memory_budget"),
+        ({"thread_count": -1}, "thread_count"),
+        ({"engine": "CUDA"}, "engine"),
+        ({"verfy": "full"}, "verify"),
+        ({"trusted_globals": ("no.such.thing",)}, "no.such.thing"),
+    ],
+)
+def test_wrong_reader_option(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(errors.ConfigurationError, match=message):
+        NvcompReader(tmp_path, **options)
+
+
+def test_ans_without_a_gpu(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("gpu: there is one")
+    error = failure_of(lambda: save(tmp_path, codec="ans"))
+    assert isinstance(error, errors.CodecUnavailableError)
+    assert "codec='auto'" in str(error)
+    assert list(tmp_path.glob("*")) == []
+
+
+def test_ans_record_without_a_gpu(checkpoint: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("gpu: there is one")
+
+    def change(footer: dict[str, Any]) -> None:
+        footer["codecs"][footer["records"][0]["codec"]] = [
+            {"name": "bytes", "configuration": {}},
+            {"name": "ans", "configuration": {"slice_nbytes": 1 << 20, "data_type": "<f4", "nvcomp_version": "6.0.0"}},
+        ]
+
+    rewrite_footer(checkpoint, change)
+    # the slices don't fit the codec, which is told first
+    assert isinstance(failure_of(lambda: load(checkpoint)), errors.FormatError)
+
+
+@pytest.mark.parametrize("name", errors.__all__)
+def test_errors_survive_pickling(name: str) -> None:
+    cls = getattr(errors, name)
+    error = cls("what happened", path="/p", fqn="k", byte_range=(1, 2))
+    if isinstance(error, OSError):
+        error.errno = 28
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is cls and str(again) == str(error)
+    assert (again.path, again.fqn, again.byte_range) == ("/p", "k", (1, 2))
+    assert getattr(again, "errno", None) == getattr(error, "errno", None)
