@@ -33,14 +33,14 @@ class Decoder:
     Args:
         filesystem: the checkpoint.
         verify: `"stored"`, `"full"` or `"off"`.
-        engine: the `engine` option.
+        engine: the `engine` option; shared, so that it warns once.
         device_memory_budget: bytes that CUDA engines may take on a device.
     """
 
-    def __init__(self, filesystem: Filesystem, verify: str, engine: str, device_memory_budget: int) -> None:
+    def __init__(self, filesystem: Filesystem, verify: str, engine: EngineChoice, device_memory_budget: int) -> None:
         self._filesystem = filesystem
         self._verify = verify
-        self._choice = EngineChoice(engine)
+        self._choice = engine
         self._device_memory_budget = device_memory_budget
         self._buffer = memoryview(b"")
         self._scratch = SplitScratch()

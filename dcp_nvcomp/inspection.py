@@ -287,7 +287,9 @@ def _stock_file(filesystem: Filesystem, name: str) -> DataFile:
 def _stock_shards(metadata: Metadata, entries: Sequence[tuple[MetadataIndex, StockItem]]) -> Iterator[_Stored]:
     nbytes: dict[str, dict[tuple[int, ...], int]] = {}  # of each shard by key and offsets
     for index, item in entries:
-        codec = "-".join([LAYOUT_STOCK, *item.transform_descriptors])
+        # torch calls them "stream.zstd/1"
+        names = [re.sub(r"^stream\.|/.*$", "", descriptor) for descriptor in item.transform_descriptors]
+        codec = "-".join([LAYOUT_STOCK, *names])
         described = metadata.state_dict_metadata.get(index.fqn)
         if not isinstance(described, TensorStorageMetadata):
             yield _Stored(index.fqn, KIND_BYTES, codec, False, Totals(1, item.length, item.length))

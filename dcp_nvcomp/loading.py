@@ -32,6 +32,7 @@ from dcp_nvcomp.fetching import Read, Target, locate, plan_reads
 from dcp_nvcomp.filesystem import Filesystem
 from dcp_nvcomp.footer import KIND_BYTES, KIND_TENSOR, KIND_TORCH_SAVE, Footer
 from dcp_nvcomp.placement import Region, Run, torch_dtype
+from dcp_nvcomp.records import EngineChoice
 from dcp_nvcomp.safe_objects import SafeLoader
 
 __all__ = ["LoadJob", "LoadOptions"]
@@ -81,6 +82,7 @@ class LoadJob:
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._payloads: dict[int, Any] = {}
+        self._engine = EngineChoice(options.engine)
         self._warned = False
 
     def run(self, items: Sequence[ReadItem], storage_data: Mapping[MetadataIndex, tuple[FileTuple, int]]) -> None:
@@ -241,9 +243,7 @@ class LoadJob:
     # --- load threads -----------------------------------------------------------------------------------------------
 
     def _load(self, ahead: threading.Semaphore) -> None:
-        decoder = Decoder(
-            self._filesystem, self._options.verify, self._options.engine, self._options.device_memory_budget
-        )
+        decoder = Decoder(self._filesystem, self._options.verify, self._engine, self._options.device_memory_budget)
         while (read := self._reads.get()) is not None:
             try:
                 if self._error is None:

@@ -184,14 +184,14 @@ def _run(data: bytes, find: Callable[[object, object], Global]) -> Any:
     memo: list[Any] = []
     marks: list[list[Any]] = []  # the stacks below the current one
     stack: list[Any] = []
-    push, pop = stack.append, stack.pop
+    push, pop, memoize = stack.append, stack.pop, memo.append
     budget = 1024 + len(data) // 3  # containers that may still be made; DCP needs one for every 5 bytes or more
     pos = 0
     while True:
         opcode = data[pos]
         pos += 1
         if opcode == 0x94:  # MEMOIZE
-            memo.append(stack[-1])
+            memoize(stack[-1])
         elif opcode == 0x68:  # BINGET
             push(memo[data[pos]])
             pos += 1

@@ -9,6 +9,7 @@ read_data               fetch -> decode -> place, see loading.py; stock checkpoi
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import uuid
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from dcp_nvcomp.errors import (
     ConfigurationError,
     IncompleteCheckpointError,
     MetadataError,
+    StorageError,
 )
 from dcp_nvcomp.filesystem import Filesystem, open_filesystem
 from dcp_nvcomp.format import DATA_FILE_SUFFIX, MAX_METADATA_NBYTES
@@ -212,12 +214,26 @@ class NvcompReader(StorageReader):
             load_stock_items(filesystem, stock, self._storage_data, planner, self._options.safe)
         except CheckpointError as error:
             error.message += " What was being loaded into is undefined now: load again before using it."
+            if isinstance(error, StorageError) and error.errno == errno.ENOENT:
+                self._raise_if_replaced(filesystem, error)
             raise
         finally:
             filesystem.close()
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _raise_if_replaced(self, filesystem: Filesystem, error: StorageError) -> None:
+        """A data file is missing: because another save replaced the checkpoint, and removed it?"""
+        try:
+            meta = self._read_metadata(filesystem, None).storage_meta
+        except CheckpointError:
+            return
+        if meta is not None and meta.save_id != self._save_id:
+            raise CheckpointReplacedError(
+                f"Another save replaced the checkpoint during the load: load again. {error.message}",
+                path=error.path,
+            ) from error
 
     def _find(self, item: ReadItem) -> Any:
         found = self._storage_data.get(item.storage_index)

@@ -133,6 +133,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         self.storage_options = storage_options
         self.last_save: SaveStats | None = None
         self._chooser = parse_codec(codec)
+        self._engine_choice = EngineChoice(self.engine)
         self._save_id = ""
         self._next_save_id = uuid.uuid4().hex
         self._is_coordinator = True
@@ -175,7 +176,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
             CodecUnavailableError: the codec needs a GPU or a package that is not here.
             StorageError: the target can't be written.
         """
-        EngineChoice(self.engine).check_codec(self._chooser)
+        self._engine_choice.check_codec(self._chooser)
         filesystem = self._open(self.path)
         if not self._use_collectives:
             refuse_existing(filesystem, rank=self._rank)
@@ -202,11 +203,10 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         options = SaveOptions(
             self.thread_count, self.host_memory_budget, self.device_memory_budget, self._identity(), bar.update
         )
-        engine = EngineChoice(self.engine)
         job = SaveJob(
             filesystem,
             self._plan_files(plan.items, total_nbytes, filesystem.parallel_writes),
-            lambda: RecordMaker(self._chooser, engine, pack=self.single_file_per_rank),
+            lambda: RecordMaker(self._chooser, self._engine_choice, pack=self.single_file_per_rank),
             planner.resolve_data,
             options,
         )
@@ -276,7 +276,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         filesystem.close()
         totals.append(RankTotals(seconds={"commit": time.perf_counter() - start}))
         self.last_save = self._summarize(totals)
-        if self._rank == 0:
+        if self._is_coordinator:
             logger.info("%s", self.last_save)
         if self.on_save is not None:
             self.on_save(self.last_save)

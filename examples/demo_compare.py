@@ -29,6 +29,7 @@ from train_fsdp import Training, add_model_arguments, end_distributed, fingerpri
 
 from dcp_nvcomp import NvcompReader, NvcompWriter
 
+COMPONENTS = ("model", "exp_avg", "exp_avg_sq", "the rest")
 WRITERS: dict[str, Callable[[str], dcp.StorageWriter]] = {
     "dcp": dcp.FileSystemWriter,
     "dcp+zstd": lambda path: dcp.FileSystemWriter(path, _extensions=[ZStandard()]),
@@ -62,10 +63,8 @@ def fill_with_zeros(state: dict[str, Any]) -> None:
 
 
 def component(fqn: str) -> str:
-    if fqn.startswith("app.model."):
-        return "model"
-    last = fqn.rpartition(".")[2]
-    return last if last in ("exp_avg", "exp_avg_sq") else "the rest"
+    name = "model" if fqn.startswith("app.model.") else fqn.rpartition(".")[2]
+    return name if name in COMPONENTS else "the rest"
 
 
 def inspect(checkpoint: str) -> list[dict[str, Any]]:
@@ -76,10 +75,9 @@ def inspect(checkpoint: str) -> list[dict[str, Any]]:
 
 
 def by_component(items: list[dict[str, Any]], field: str) -> dict[str, int]:
-    totals: dict[str, int] = {}
+    totals = dict.fromkeys(COMPONENTS, 0)
     for item in items:
-        name = component(item["fqn"])
-        totals[name] = totals.get(name, 0) + item[field]
+        totals[component(item["fqn"])] += item[field]
     return totals
 
 

@@ -12,12 +12,12 @@ from rich.table import Table
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-LABELS = {"dcp": "stock DCP", "dcp+zstd": "stock DCP + zstd", "dcp_nvcomp": "dcp_nvcomp"}
+LABELS = {"dcp": "stock DCP", "dcp+zstd": "stock DCP+zstd", "dcp_nvcomp": "dcp_nvcomp"}
 COLORS = {"dcp": "#b8bec6", "dcp+zstd": "#6f8fb5", "dcp_nvcomp": "#2e9e5b"}
 
 
 def megabytes(nbytes: int) -> str:
-    return f"{nbytes / 1e6:.2f}"
+    return f"{nbytes / 1e6:.{2 if nbytes > 1e6 else 3}f}"
 
 
 def table_rows(compared: dict[str, Any]) -> list[list[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
-from dcp_nvcomp.codecs.base import Coder
+from dcp_nvcomp.codecs.base import Coder, check_slice_nbytes
 from dcp_nvcomp.errors import CodecUnavailableError
 
 __all__ = ["ANS_DATA_TYPES", "Ans"]
@@ -34,6 +34,9 @@ class Ans(Coder):
     slice_nbytes: int = 1 << 20
     data_type: str = "|u1"
     nvcomp_version: str = ""
+
+    def __post_init__(self) -> None:
+        check_slice_nbytes(self.slice_nbytes)
 
     def configuration(self) -> dict[str, Any]:
         return {

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from dcp_nvcomp.errors import ConfigurationError
+
 __all__ = [
     "ALIGNMENT_NBYTES",
     "FLAG_NEGATIVE",
@@ -25,6 +27,7 @@ __all__ = [
     "Plane",
     "SliceDecoder",
     "SliceEncoder",
+    "check_slice_nbytes",
     "layout_block",
     "padded",
 ]
@@ -39,6 +42,16 @@ FLAG_NEGATIVE = 2
 SliceEncoder = Callable[[memoryview], bytes]
 # Decodes one frame into a buffer that it must fill exactly; raises CorruptDataError otherwise.
 SliceDecoder = Callable[[memoryview, memoryview], None]
+
+
+def check_slice_nbytes(slice_nbytes: int) -> None:
+    """Refuse a slice size that the format does not allow.
+
+    Raises:
+        ConfigurationError: it is not a multiple of 16 from 16 to 16 MiB.
+    """
+    if not isinstance(slice_nbytes, int) or not 0 < slice_nbytes <= MAX_SLICE_NBYTES or slice_nbytes % ALIGNMENT_NBYTES:
+        raise ConfigurationError(f"slice_nbytes={slice_nbytes!r} must be a multiple of 16 from 16 to 16 MiB.")
 
 
 def padded(nbytes: int) -> int:

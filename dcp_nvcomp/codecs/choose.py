@@ -138,7 +138,9 @@ CODEC_NAMES = tuple(_NAMED)
 
 def needs_gpu(chooser: CodecChooser) -> bool:
     """Whether the codec was asked for by name or chain, and only a GPU can run it."""
-    return isinstance(chooser, _AnsChooser) or (isinstance(chooser, _WhereItFits) and isinstance(chooser.chain.coder, Ans))
+    return isinstance(chooser, _AnsChooser) or (
+        isinstance(chooser, _WhereItFits) and isinstance(chooser.chain.coder, Ans)
+    )
 
 
 def parse_codec(codec: str | CodecChain | CodecChooser) -> CodecChooser:

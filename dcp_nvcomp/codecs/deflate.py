@@ -6,7 +6,7 @@ import zlib
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from dcp_nvcomp.codecs.base import Coder, SliceDecoder, SliceEncoder
+from dcp_nvcomp.codecs.base import Coder, SliceDecoder, SliceEncoder, check_slice_nbytes
 from dcp_nvcomp.codecs.zstd import DEFAULT_SLICE_NBYTES
 from dcp_nvcomp.errors import CorruptDataError
 
@@ -27,6 +27,9 @@ class Deflate(Coder):
     slice_nbytes: int = DEFAULT_SLICE_NBYTES
     level: int = 1
     literals_only: bool = False
+
+    def __post_init__(self) -> None:
+        check_slice_nbytes(self.slice_nbytes)
 
     def configuration(self) -> dict[str, Any]:
         return {"slice_nbytes": self.slice_nbytes}

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp_nvcomp.codecs.base import FLAG_NEGATIVE, FLAG_PACKED_REST, ArrayToBytes, Plane
+from dcp_nvcomp.errors import ConfigurationError
 
 __all__ = ["PLANE_NAMES", "Planes", "SplitScratch", "merge", "pack_rest", "split", "unpack_rest"]
 
@@ -35,6 +36,13 @@ class Planes(ArrayToBytes):
     name: ClassVar[str] = "planes"
     float_nbytes: int
     coded: tuple[str, ...] = ("exponent",)
+
+    def __post_init__(self) -> None:
+        if self.float_nbytes not in (2, 4, 8) or not set(self.coded) <= set(PLANE_NAMES):
+            raise ConfigurationError(
+                f"Planes(float_nbytes={self.float_nbytes!r}, coded={self.coded!r}): floats must have 2, 4 or 8 bytes, "
+                f"and what is coded must be some of {', '.join(PLANE_NAMES)}."
+            )
 
     def configuration(self) -> dict[str, Any]:
         return {"float_nbytes": self.float_nbytes, "coded": list(self.coded)}

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import zstandard
 
-from dcp_nvcomp.codecs.base import Coder, SliceDecoder, SliceEncoder
+from dcp_nvcomp.codecs.base import Coder, SliceDecoder, SliceEncoder, check_slice_nbytes
 from dcp_nvcomp.errors import CorruptDataError
 
 __all__ = ["DEFAULT_SLICE_NBYTES", "Zstd"]
@@ -31,6 +31,9 @@ class Zstd(Coder):
     slice_nbytes: int = DEFAULT_SLICE_NBYTES
     level: int = 3
     literals_only: bool = False
+
+    def __post_init__(self) -> None:
+        check_slice_nbytes(self.slice_nbytes)
 
     def configuration(self) -> dict[str, Any]:
         return {"slice_nbytes": self.slice_nbytes}

@@ -1,38 +1,175 @@
-"""The CUDA engine (being written)."""
+"""The CUDA engine: nvCOMP and the kernels, for blocks that are on a GPU. Makes the same open bytes as the CPU engine.
+
+    CudaEngine     batches under a budget, what happens when the GPU fails
+    cuda_encode    a batch of blocks --> encoded blocks        cuda_decode    and back
+    nvcomp_coders  slices --> frames --> slices                cuda_batches   where everything of a batch lies
+    cuda_device    memory, stream, kernels.cu                  cuda_support   what is installed
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+import numpy as np
 import torch
+from torch import Tensor
 
+from dcp_nvcomp.codecs.ans import Ans
 from dcp_nvcomp.codecs.base import CodecChain
-from dcp_nvcomp.engines.base import BlockRow, EncodedBlock
+from dcp_nvcomp.engines.base import EncodedBlock
+from dcp_nvcomp.engines.cpu import CpuEngine
+from dcp_nvcomp.engines.cuda_batches import fitting
+from dcp_nvcomp.engines.cuda_decode import BatchDecoder, DecodeJob
+from dcp_nvcomp.engines.cuda_device import CudaDevice, Device
+from dcp_nvcomp.engines.cuda_encode import BatchEncoder
+from dcp_nvcomp.engines.cuda_support import cuda_unavailable_reason, nvcomp_version
+from dcp_nvcomp.engines.nvcomp_coders import NvcompCoders
+from dcp_nvcomp.errors import CheckpointError, CodecUnavailableError, CorruptDataError
 
+__all__ = ["CudaEngine", "DecodeJob", "cuda_unavailable_reason", "nvcomp_version"]
 
-def cuda_unavailable_reason() -> str | None:
-    return "no CUDA device" if not torch.cuda.is_available() else "not written yet"
-
-
-def nvcomp_version() -> str:
-    return ""
-
-
-@dataclass(frozen=True)
-class DecodeJob:
-    data: memoryview
-    row: BlockRow
-    chain: CodecChain
-    out: torch.Tensor
+# What nvCOMP, torch and CuPy raise where the GPU runs out of memory or a call fails.
+_GPU_ERRORS = (RuntimeError, ValueError, MemoryError)
 
 
 class CudaEngine:
-    def __init__(self, device: torch.device, *, device_memory_budget: int) -> None:
-        raise NotImplementedError
+    """Encodes and decodes blocks in GPU memory. Not for several threads at once.
 
-    def encode(self, blocks: Sequence[torch.Tensor], chain: CodecChain, out: memoryview) -> list[EncodedBlock]:
-        raise NotImplementedError
+    Where the GPU runs out of memory or nvCOMP fails, batches become smaller, and a block that fails alone is left to the
+    CPU engine, with one warning.
+
+    Args:
+        device: the CUDA device of the blocks.
+        device_memory_budget: how many bytes of device memory a batch may take beside the blocks themselves. A block that
+            alone takes more is a batch of its own.
+        backend: what the engine runs on; by default CuPy and nvCOMP on `device`.
+
+    Raises:
+        CodecUnavailableError: there is no such device, or a package is missing.
+    """
+
+    def __init__(self, device: torch.device, *, device_memory_budget: int, backend: Device | None = None) -> None:
+        assert device_memory_budget > 0
+        self._device = CudaDevice(device) if backend is None else backend
+        self._budget_nbytes = device_memory_budget
+        coders = NvcompCoders(self._device)
+        self._coders = coders
+        self._encoder = BatchEncoder(self._device, coders)
+        self._decoder = BatchDecoder(self._device, coders)
+        self._cpu = CpuEngine()
+        self._failure = ""
+        self._warned = False
+
+    def complete(self, chain: CodecChain) -> CodecChain:
+        """The chain as it must be recorded and given to `encode`: ANS with the version of nvCOMP that writes it."""
+        if isinstance(chain.coder, Ans):
+            return CodecChain(chain.array_to_bytes, replace(chain.coder, nvcomp_version=self._coders.version))
+        return chain
+
+    def encode(self, blocks: Sequence[Tensor], chain: CodecChain, out: memoryview) -> list[EncodedBlock]:
+        """Encode blocks.
+
+        Args:
+            blocks: 1-D contiguous uint8 tensors on the device, of any alignment.
+            chain: their codec chain, with ANS as `complete` made it.
+            out: host memory, pinned if it is to be fast; at least the sum of `chain.max_encoded_nbytes` of the blocks.
+
+        Returns:
+            The encoded blocks, one after the other in `out`, all there.
+
+        Raises:
+            CodecUnavailableError: the GPU can't encode a block with ANS, which only it can.
+        """
+        assert not isinstance(chain.coder, Ans) or chain.coder.nvcomp_version == self._coders.version
+        costs = [self._encoder.cost_nbytes(chain, block.numel()) for block in blocks]
+        encoded: list[EncodedBlock] = []
+        position, most = 0, len(blocks)
+        while len(encoded) < len(blocks):
+            count = fitting(costs, len(encoded), most, self._budget_nbytes)
+            batch, room = blocks[len(encoded) : len(encoded) + count], out[position:]
+            done: list[EncodedBlock] = []
+            if not self._attempt(lambda: done.extend(self._encoder.encode(batch, chain, room))):  # noqa: B023
+                if count > 1:
+                    most = count // 2
+                    continue
+                done = [self._encode_on_cpu(batch[0], chain, room)]
+            encoded += done
+            position += sum(block.data.nbytes for block in done)
+        return encoded
 
     def decode(self, jobs: Sequence[DecodeJob], *, verify: str) -> None:
-        raise NotImplementedError
+        """Decode blocks; returns once all of them are complete.
+
+        Args:
+            jobs: the blocks.
+            verify: `"stored"`, `"full"` or `"off"`.
+
+        Raises:
+            CorruptDataError: a CRC does not match, or bytes do not decode to exactly the block's size.
+            UnsupportedVersionError: a block's ANS is of another version of nvCOMP.
+            CodecUnavailableError: the GPU can't decode a block of ANS, which only it can.
+        """
+        for job in jobs:
+            self._decoder.check(job, verify=verify)
+        costs = [self._decoder.cost_nbytes(job) for job in jobs]
+        position, most = 0, len(jobs)
+        while position < len(jobs):
+            count = fitting(costs, position, most, self._budget_nbytes)
+            batch = jobs[position : position + count]
+            if not self._attempt(lambda: self._decoder.decode(batch, verify=verify)):  # noqa: B023
+                if count > 1:
+                    most = count // 2
+                    continue
+                self._decode_on_cpu(batch[0], verify)
+            position += count
+
+    def _attempt(self, work: Callable[[], None]) -> bool:
+        """Whether `work` was done; False where the GPU failed. What it held is free again by then."""
+        try:
+            work()
+        except CheckpointError:
+            raise
+        except _GPU_ERRORS as error:
+            self._failure = f"{type(error).__name__}: {error}"
+            return False
+        return True
+
+    def _fall_back(self, chain: CodecChain) -> None:
+        """Before the CPU engine takes a block."""
+        if isinstance(chain.coder, Ans):
+            raise CodecUnavailableError(
+                f"The GPU could not run nvCOMP's ANS ({self._failure}), and nothing else can. Free GPU memory or lower "
+                "device_memory_budget; codec='auto' has no such limit."
+            )
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"The GPU failed on a block ({self._failure}); the CPU engine takes it, and every other that fails. Lower "
+                "device_memory_budget or free GPU memory to keep to the GPU.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+    def _encode_on_cpu(self, block: Tensor, chain: CodecChain, out: memoryview) -> EncodedBlock:
+        self._fall_back(chain)
+        host = np.empty(block.numel(), np.uint8)
+        self._copy([block], lambda: self._device.copy_out(block, host.data))
+        return self._cpu.encode(host, chain, out)
+
+    def _decode_on_cpu(self, job: DecodeJob, verify: str) -> None:
+        self._fall_back(job.chain)
+        host = np.empty(job.out.numel(), np.uint8)
+        try:
+            self._cpu.decode(job.data, job.row, job.chain, host, verify=verify)
+        except CorruptDataError as error:
+            raise CorruptDataError(error.message, path=job.path, fqn=job.fqn, byte_range=job.byte_range) from error
+        self._copy([job.out], lambda: self._device.copy_in(host.data, job.out))
+
+    def _copy(self, tensors: Sequence[Tensor], copy: Callable[[], None]) -> None:
+        try:
+            with self._device.session(tensors):
+                copy()
+        except _GPU_ERRORS as error:
+            raise CodecUnavailableError(f"The GPU fails altogether ({error}, after {self._failure}).") from error

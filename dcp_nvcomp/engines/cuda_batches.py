@@ -16,10 +16,10 @@ from dcp_nvcomp.codecs.base import ALIGNMENT_NBYTES, CodecChain, padded
 from dcp_nvcomp.codecs.planes import PLANE_NAMES, Planes
 
 __all__ = [
+    "I64",
     "THREADS",
     "TILE_NBYTES",
     "BlockLayout",
-    "I64",
     "Layouts",
     "Pieces",
     "RowTable",

@@ -23,7 +23,7 @@ Loader = Callable[[], Any]
 
 
 def load_nvcomp() -> Any:
-    """nvCOMP's Python module."""
+    """NvCOMP's Python module."""
     return importlib.import_module("nvidia.nvcomp")
 
 

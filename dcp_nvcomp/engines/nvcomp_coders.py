@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from dcp_nvcomp.codecs.ans import Ans
@@ -81,14 +80,14 @@ class NvcompCoders:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._codecs: dict[tuple[tuple[str, Any], ...], Any] = {}
-        self._bounds: dict[tuple[str, int, int], int] = {}
+        self._codecs: dict[Coder, Any] = {}
+        self._bounds: dict[tuple[Coder, int], int] = {}
         self._encode_workspace = dict(_ENCODE_WORKSPACE)
         self._decode_workspace = dict(_DECODE_WORKSPACE)
 
     @property
     def version(self) -> str:
-        """nvCOMP's version."""
+        """NvCOMP's version."""
         return str(self._device.nvcomp.__version__)
 
     def check_decodable(self, coder: Coder | None) -> None:
@@ -98,21 +97,19 @@ class NvcompCoders:
             UnsupportedVersionError: another major version wrote it.
         """
         if isinstance(coder, Ans) and coder.nvcomp_version.split(".")[0] != self.version.split(".")[0]:
-            wrote = coder.nvcomp_version or "unknown"
-            major = wrote.split(".")[0]
-            advice = f"install it (pip install 'nvidia-nvcomp-cu13=={major}.*', or -cu12)" if major.isdigit() else "use it"
+            wrote = coder.nvcomp_version or "(version not recorded)"
             raise UnsupportedVersionError(
-                f"This record was coded with the ANS of nvCOMP {wrote}, which nvCOMP {self.version} can't decode: {advice}, "
-                "load the checkpoint and save it again with codec='auto'."
+                f"This record was coded with the ANS of nvCOMP {wrote}, which nvCOMP {self.version} can't decode: install "
+                f"nvidia-nvcomp-cu13=={wrote.split('.')[0]}.* (or -cu12), load the checkpoint there and save it again with "
+                "codec='auto'."
             )
 
     def slot_nbytes(self, coder: Coder, ceiling: int) -> int:
         """Room for the frame of a slice of at most `ceiling` bytes."""
-        key = (_kind(coder), coder.slice_nbytes, ceiling)
-        bound = self._bounds.get(key)
+        bound = self._bounds.get((coder, ceiling))
         if bound is None:
             sample = self._device.nvcomp.as_array(self._device.empty(ceiling), cuda_stream=self._device.stream_handle)
-            bound = self._bounds[key] = int(self._codec(coder).get_max_comp_buffer_size(sample))
+            bound = self._bounds[coder, ceiling] = int(self._codec(coder).get_max_comp_buffer_size(sample))
         return padded(bound)
 
     def encode_nbytes(self, coder: Coder, lengths: I64) -> int:
@@ -203,15 +200,14 @@ class NvcompCoders:
             workspaces[kind] = replace(known, per_byte=known.per_byte + excess / int(lengths.sum()))
 
     def _codec(self, coder: Coder) -> Any:
-        options = {"uncomp_chunk_size": coder.slice_nbytes, **_options(coder)}
-        key = tuple(options.items())
-        codec = self._codecs.get(key)
+        codec = self._codecs.get(coder)
         if codec is None:
-            codec = self._codecs[key] = self._device.nvcomp.Codec(
+            codec = self._codecs[coder] = self._device.nvcomp.Codec(
                 bitstream_kind=self._device.nvcomp.BitstreamKind.RAW,
+                uncomp_chunk_size=coder.slice_nbytes,
                 device_id=self._device.torch_device.index or 0,
                 cuda_stream=self._device.stream_handle,
-                **options,
+                **_options(coder),
             )
         return codec
 

@@ -177,7 +177,7 @@ def test_several_files(tmp_path: Path) -> None:
     save(tmp_path / "c", single_file_per_rank=False, thread_count=3)
     found = inspect_checkpoint(tmp_path / "c")
     assert len(found.files) > 1
-    assert found.totals == save(tmp_path / "d").totals or found.totals.records == 10
+    assert found.totals.records == len(found.items) == 10
 
 
 # ---- stock checkpoints ----

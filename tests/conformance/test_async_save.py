@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import AsyncStager, BlockingAsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
+from dcp_nvcomp import errors
 from tests.distributed.launch import RankPool
 
 from .plugins import OURS, Plugin, cause_of, file_names, on_every_plugin, quiet_stock
@@ -153,6 +154,25 @@ def test_earlier_checkpoint_loads_while_it_is_overwritten(tmp_path: Path) -> Non
     gate.open.set()
     upload.result(timeout=60)
     _assert_holds(OURS.reader(tmp_path), "two")
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_two_saves_to_one_path_at_once(tmp_path: Path, overwrite: bool) -> None:
+    """The one that began first ends last: one of them holds afterwards, whole."""
+    gate = _Gate()
+    first = OURS.writer(tmp_path, overwrite=overwrite)
+    upload = _upload_of(dcp.async_save(_state("first"), storage_writer=first, planner=gate))
+    assert gate.reached.wait(timeout=60)
+    dcp.save(_state("second"), storage_writer=OURS.writer(tmp_path, overwrite=overwrite))
+    _assert_holds(OURS.reader(tmp_path), "second")
+    gate.open.set()
+    error = upload.exception(timeout=60)
+    if error is None:
+        assert overwrite
+        _assert_holds(OURS.reader(tmp_path), "first")
+    else:
+        assert isinstance(cause_of(error), (errors.ConcurrentSaveError, errors.CheckpointExistsError)), error
+        _assert_holds(OURS.reader(tmp_path), "second")
 
 
 def _note_save(path: Path, stats: Any) -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from fsspec.implementations.memory import MemoryFileSystem
 
 from dcp_nvcomp import errors
+from tests.distributed.launch import RankFailure, RankPool
 
 from .plugins import OURS, STOCK, Plugin, cause_of, file_names, on_every_plugin, on_every_reader, quiet_stock
 from .sabotage import LOAD_STEPS, SAVE_STEPS, FailingLoadPlanner, FailingSavePlanner, Sabotage, Unsaveable
@@ -43,10 +49,14 @@ def test_failed_save_publishes_nothing(tmp_path: Path, plugin: Plugin, step: str
         dcp.load({"seed": None}, storage_reader=plugin.reader(tmp_path))
 
 
-@pytest.mark.parametrize("thread_count", [1, 3])
-@pytest.mark.parametrize("single_file_per_rank", [True, False], ids=["one-file", "many-files"])
-@pytest.mark.parametrize("step", SAVE_STEPS)
-def test_failed_save_harms_nothing(tmp_path: Path, step: str, single_file_per_rank: bool, thread_count: int) -> None:
+@pytest.mark.parametrize(
+    ("step", "thread_count", "single_file_per_rank"),
+    [
+        *((step, 2, True) for step in SAVE_STEPS),
+        *(("resolve_data", *how) for how in [(1, True), (1, False), (3, False)]),
+    ],
+)
+def test_failed_save_harms_nothing(tmp_path: Path, step: str, thread_count: int, single_file_per_rank: bool) -> None:
     """Stock DCP overwrites in place and can't promise this."""
     writer = OURS.writer(tmp_path, thread_count=thread_count, single_file_per_rank=single_file_per_rank)
     dcp.save(_state("one"), storage_writer=writer)
@@ -100,6 +110,75 @@ def test_target_that_can_not_be_written(tmp_path: Path, plugin: Plugin) -> None:
         error = cause_of(caught.value)
         assert isinstance(error, errors.StorageError) and error.path is not None
         assert str(tmp_path / "file") in str(error)
+
+
+class TightFileSystem(MemoryFileSystem):
+    """In memory, and full once the data files of a path hold `room` bytes."""
+
+    protocol = "tight"
+    store: dict[str, Any] = {}
+    pseudo_dirs: list[str] = [""]
+    cachable = False
+    room = 0
+
+    def _open(self, path: str, mode: str = "rb", *args: Any, **kwargs: Any) -> Any:
+        opened = super()._open(path, mode, *args, **kwargs)
+        if "w" in mode and path.endswith(".distcp"):
+            write, filesystem = opened.write, type(self)
+
+            def write_where_there_is_room(data: Any) -> int:
+                filesystem.room -= memoryview(data).nbytes
+                if filesystem.room < 0:
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                return int(write(data))
+
+            opened.write = write_where_there_is_room
+        return opened
+
+
+@pytest.mark.parametrize("single_file_per_rank", [True, False], ids=["one-file", "many-files"])
+def test_full_disk(single_file_per_rank: bool) -> None:
+    """Whichever thread meets it; stock DCP loses what its second writer thread raises."""
+    fsspec.register_implementation("tight", TightFileSystem, clobber=True)
+    writer = OURS.writer("tight://run/c", thread_count=4, single_file_per_rank=single_file_per_rank)
+    TightFileSystem.room = 10 << 20
+    dcp.save(_state("one"), storage_writer=writer)
+    before = dict(TightFileSystem.store)
+    TightFileSystem.room = 500_000
+    with pytest.raises(dcp.CheckpointException) as caught:
+        dcp.save(_state("two"), storage_writer=writer)
+    error = cause_of(caught.value)
+    assert isinstance(error, errors.StorageError) and error.errno == errno.ENOSPC
+    assert "full" in str(error) and error.path is not None and "run/c" in error.path
+    assert TightFileSystem.store == before
+    _assert_holds(OURS.reader("tight://run/c"), "one")
+    TightFileSystem.room = 10 << 20
+    dcp.save(_state("three"), storage_writer=writer)
+    _assert_holds(OURS.reader("tight://run/c"), "three")
+
+
+class _KilledPlanner(FailingSavePlanner):
+    """Ends the process on the spot, as an out-of-memory killer does, where its parent would raise."""
+
+    def _fail_at(self, step: str) -> None:
+        try:
+            super()._fail_at(step)
+        except Sabotage:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _save_and_die(path: Path) -> None:
+    dcp.save(_state("two"), storage_writer=OURS.writer(path), planner=_KilledPlanner("resolve_data", survivors=3))
+
+
+def test_killed_save_harms_nothing(tmp_path: Path, single_rank: RankPool) -> None:
+    writer = OURS.writer(tmp_path, single_file_per_rank=False)
+    dcp.save(_state("one"), storage_writer=writer)
+    with pytest.raises(RankFailure, match="died"):
+        single_rank.run(_save_and_die, tmp_path)
+    _assert_holds(OURS.reader(tmp_path), "one")
+    dcp.save(_state("three"), storage_writer=writer)
+    _assert_holds(OURS.reader(tmp_path), "three")
 
 
 @on_every_reader

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
 from .plugins import OURS, OURS_BY_CODEC, OURS_FROM_STOCK, STOCK, Plugin, on_every_plugin, on_every_reader, quiet_stock
-from .values import VALUES, assert_same_bits, opposite_of, trained
+from .states import assert_same_state, blank
+from .values import VALUES, all_values, assert_same_bits, opposite_of, trained
 
 pytestmark = quiet_stock
 
@@ -23,7 +26,7 @@ def saved_values(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Plugin],
     def saved_by(plugin: Plugin) -> Path:
         if plugin.name not in paths:
             path = tmp_path_factory.mktemp(plugin.name)
-            dcp.save({name: make() for name, make in VALUES.items()}, storage_writer=plugin.writer(path))
+            dcp.save(all_values(), storage_writer=plugin.writer(path))
             paths[plugin.name] = path
         return paths[plugin.name]
 
@@ -33,7 +36,7 @@ def saved_values(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Plugin],
 @on_every_reader
 @pytest.mark.parametrize("name", VALUES)
 def test_value_survives(saved_values: Callable[[Plugin], Path], plugin: Plugin, name: str) -> None:
-    expected = VALUES[name]()
+    expected = all_values()[name]
     state = {name: opposite_of(expected)}
     destination = state[name]
     dcp.load(state, storage_reader=plugin.reader(saved_values(plugin)))
@@ -43,7 +46,7 @@ def test_value_survives(saved_values: Callable[[Plugin], Path], plugin: Plugin, 
 
 @pytest.mark.parametrize("plugin", OURS_BY_CODEC, ids=str)
 def test_all_values_survive_in_every_codec(saved_values: Callable[[Plugin], Path], plugin: Plugin) -> None:
-    expected = {name: make() for name, make in VALUES.items()}
+    expected = all_values()
     state = {name: opposite_of(value) for name, value in expected.items()}
     dcp.load(state, storage_reader=plugin.reader(saved_values(plugin)))
     for name, value in expected.items():
@@ -57,7 +60,9 @@ def test_all_values_survive_in_every_codec(saved_values: Callable[[Plugin], Path
 def test_values_survive_any_number_of_threads_and_files(
     tmp_path: Path, plugin: Plugin, options: dict[str, int]
 ) -> None:
-    expected = {name: make() for name, make in VALUES.items() if "trained" in name or "0-d" in name or "empty" in name}
+    expected = {
+        name: value for name, value in all_values().items() if "trained" in name or "0-d" in name or "empty" in name
+    }
     dcp.save(expected, storage_writer=plugin.writer(tmp_path, **options))
     state = {name: opposite_of(value) for name, value in expected.items()}
     dcp.load(state, storage_reader=plugin.reader(tmp_path))
@@ -67,7 +72,7 @@ def test_values_survive_any_number_of_threads_and_files(
 
 @pytest.mark.parametrize("verify", ["stored", "full", "off"])
 def test_values_survive_any_way_to_verify(saved_values: Callable[[Plugin], Path], verify: str) -> None:
-    expected = {name: make() for name, make in VALUES.items()}
+    expected = all_values()
     state = {name: opposite_of(value) for name, value in expected.items()}
     dcp.load(state, storage_reader=OURS.reader(saved_values(OURS), verify=verify))
     for name, value in expected.items():
@@ -136,7 +141,7 @@ def test_keys_that_share_a_destination(tmp_path: Path, plugin: Plugin) -> None:
 
 @on_every_plugin
 def test_save_leaves_the_tensors_alone(tmp_path: Path, plugin: Plugin) -> None:
-    values = {name: make() for name, make in VALUES.items()}
+    values = all_values()
     before = {name: (value.stride(), value.storage_offset(), value._version) for name, value in values.items()}
     dcp.save(values, storage_writer=plugin.writer(tmp_path))
     for name, value in values.items():
@@ -144,15 +149,72 @@ def test_save_leaves_the_tensors_alone(tmp_path: Path, plugin: Plugin) -> None:
         assert_same_bits(value, VALUES[name](), name)
 
 
+LARGE: dict[str, Callable[[], Any]] = {
+    "rows": lambda: trained(torch.float32, (2048, 3072)),
+    "one-row": lambda: trained(torch.bfloat16, (1, 10_000_019)),
+    "transposed": lambda: trained(torch.float32, (3072, 2048)).t(),
+    "expanded": lambda: trained(torch.float32, (1, 1500)).expand(4000, 1500),
+    "conj": lambda: trained(torch.float32, (1500, 4000)).view(torch.complex64).conj(),
+    "object": lambda: bytes(trained(torch.float32, (5_000_000,)).numpy()),
+}
+
+
 @pytest.mark.parametrize("plugin", [OURS, OURS_FROM_STOCK], ids=str)
-def test_budget_smaller_than_the_tensor(tmp_path: Path, plugin: Plugin) -> None:
-    expected = {"w": trained(torch.float32, (2048, 4096)), "b": trained(torch.bfloat16, (11,))}
+@pytest.mark.parametrize("name", LARGE)
+def test_budget_smaller_than_the_value(tmp_path: Path, plugin: Plugin, name: str) -> None:
+    expected = {"large": LARGE[name](), "small": trained(torch.bfloat16, (11,))}
     budget = {"host_memory_budget": 8 << 20}
     dcp.save(expected, storage_writer=plugin.writer(tmp_path, **(budget if plugin.writes == "ours" else {})))
-    state = {name: opposite_of(value) for name, value in expected.items()}
+    state = blank(expected)
     dcp.load(state, storage_reader=plugin.reader(tmp_path, **budget))
-    for name, value in expected.items():
-        assert_same_bits(state[name], value, name)
+    assert_same_state(state, expected)
+
+
+AMBIENT: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "inference-mode": torch.inference_mode,
+    "no-grad": torch.no_grad,
+    "default-device-meta": lambda: torch.device("meta"),
+    "default-dtype": lambda: _set_for_a_while(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
+    "deterministic": lambda: _set_for_a_while(
+        torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True
+    ),
+    "one-thread": lambda: _set_for_a_while(torch.get_num_threads, torch.set_num_threads, 1),
+}
+
+
+@contextlib.contextmanager
+def _set_for_a_while(get: Callable[[], Any], set_to: Callable[[Any], None], value: Any) -> Iterator[None]:
+    before = get()
+    set_to(value)
+    yield
+    set_to(before)
+
+
+@on_every_reader
+@pytest.mark.parametrize("ambient", AMBIENT)
+def test_settings_of_the_calling_thread_do_not_matter(tmp_path: Path, plugin: Plugin, ambient: str) -> None:
+    """Work may be done on other threads, and helpers may allocate: neither shows."""
+    with torch.inference_mode(ambient == "inference-mode"):
+        expected = {
+            **{name: value.clone() for name, value in all_values().items() if name.startswith(("trained", "conj"))},
+            "object": [1, 2],
+        }
+        state = blank(expected)
+    with AMBIENT[ambient]():
+        dcp.save(expected, storage_writer=plugin.writer(tmp_path, thread_count=3))
+        dcp.load(state, storage_reader=plugin.reader(tmp_path))
+    assert_same_state(state, expected)
+
+
+@on_every_plugin
+def test_calling_thread_keeps_its_settings(tmp_path: Path, plugin: Plugin) -> None:
+    before = (torch.get_num_threads(), torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_rng_state())
+    expected = {"w": trained(torch.float32, (500, 700))}
+    dcp.save(expected, storage_writer=plugin.writer(tmp_path))
+    dcp.load({"w": opposite_of(expected["w"])}, storage_reader=plugin.reader(tmp_path))
+    after = (torch.get_num_threads(), torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_rng_state())
+    assert after[:3] == before[:3]
+    assert_same_bits(after[3], before[3])
 
 
 @on_every_plugin

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import zlib
 from collections.abc import Callable
@@ -161,3 +162,9 @@ VALUES: dict[str, Callable[[], torch.Tensor]] = {
     **_SHAPES,
     **_LAYOUTS,
 }
+
+
+@functools.cache
+def all_values() -> dict[str, torch.Tensor]:
+    """Each of VALUES, made once: to be read only."""
+    return {name: make() for name, make in VALUES.items()}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from tests.conformance.plugins import OURS, Plugin, file_names, on_every_plugin,
 from tests.conformance.sabotage import LOAD_STEPS, SAVE_STEPS, FailingLoadPlanner, FailingSavePlanner, Sabotage
 from tests.conformance.values import assert_same_bits, opposite_of, trained
 
-from .launch import RankPool
+from .launch import RankFailure, RankPool
 
 pytestmark = quiet_stock
 
@@ -179,6 +181,42 @@ def test_storage_error_of_one_rank(ranks: RankPool, tmp_path: Path) -> None:
         assert failures.keys() == {1} and isinstance(failures[1], errors.StorageError)
         assert failures[1].errno is not None and failures[1].path is not None
     assert ".metadata" not in file_names(tmp_path / "c")
+
+
+class _KilledPlanner(FailingSavePlanner):
+    """Ends its rank on the spot where its parent would raise."""
+
+    def _fail_at(self, step: str) -> None:
+        try:
+            super()._fail_at(step)
+        except Sabotage:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _save_and_lose_a_rank(path: Path, outcome: Path) -> None:
+    writer = OURS.writer(path)
+    dcp.save(_state("one"), storage_writer=writer)
+    dist.barrier()
+    try:
+        dcp.save(_state("two"), storage_writer=writer, planner=_KilledPlanner("resolve_data", rank=1))
+    except BaseException as error:
+        outcome.write_text(type(error).__name__)
+        raise
+
+
+def test_killed_rank(tmp_path: Path) -> None:
+    """Stock DCP then loads old and new values mixed."""
+    pool = RankPool(2, tmp_path, grace_s=30.0)
+    try:
+        with pytest.raises(RankFailure, match="rank 1: died"):
+            pool.run(_save_and_lose_a_rank, tmp_path / "c", tmp_path / "outcome", timeout_s=40.0)
+    finally:
+        pool.close()
+    assert (tmp_path / "outcome").exists(), "rank 0 was told"
+    state: dict[str, Any] = {name: opposite_of(value) for name, value in _values("one").items()}
+    dcp.load(state, storage_reader=OURS.reader(tmp_path / "c"))
+    for name, value in _values("one").items():
+        assert_same_bits(state[name], value, name)
 
 
 def _fail_async(plugin: Plugin, path: Path, failing_rank: int) -> str:

@@ -17,6 +17,8 @@ from dcp_nvcomp.filesystem import open_filesystem
 
 from .suite import FilesystemSuite, Place, write_file
 
+pytestmark = pytest.mark.s3
+
 PART_NBYTES = 16 << 20
 NO_RETRIES = {"retries": {"max_attempts": 0}}  # by botocore; s3fs has its own
 

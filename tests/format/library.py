@@ -56,7 +56,7 @@ def write_file(records: Iterable[tuple[dict[str, Any], CodecChain | None, bytes]
         grid = BlockGrid(tuple(description["shape"]), tuple(description["block_shape"]))
         array = np.frombuffer(elements, np.uint8).reshape(*grid.shape, ELEMENT_TYPES[description["dtype"]].nbytes)
         for index in range(grid.block_count):
-            block = np.ascontiguousarray(array[grid.box(index).slices]).reshape(-1)
+            block = np.ascontiguousarray(array[grid.box(index).index]).reshape(-1)
             out = memoryview(bytearray(chain.max_encoded_nbytes(block.nbytes)))
             writer.add_block(engine.encode(block, chain, out))
     writer.finish()
@@ -91,7 +91,7 @@ def read_file(data: bytes, *, verify: str = "full") -> Contents:
                 encoded = memoryview(data)[footer.block_offsets[number] : footer.block_offsets[number + 1]]
                 block = np.empty(int(footer.block_nbytes[number]), np.uint8)
                 engine.decode(encoded, block_row(footer, number), record.chain, block, verify=verify)
-                where = record.grid.box(index).slices
+                where = record.grid.box(index).index
                 out[where] = block.reshape(out[where].shape)
         arrays.append(out)
         if record.kind != "pack":

@@ -31,7 +31,7 @@ def owners(grid: BlockGrid) -> np.ndarray:
     """The number of the block that each element lies in, -1 where there is none; fails where two blocks overlap."""
     owner = np.full(grid.shape, -1)
     for index in range(grid.block_count):
-        where = grid.box(index).slices
+        where = grid.box(index).index
         assert np.all(owner[where] == -1)
         owner[where] = index
     return owner
@@ -60,7 +60,7 @@ def test_blocks_are_numbered_in_c_order(grid: BlockGrid) -> None:
 def test_overlapping(data: st.DataObject) -> None:
     grid = data.draw(grids())
     region = data.draw(boxes(grid.shape))
-    needed = sorted(set(owners(grid)[region.slices].ravel().tolist()))
+    needed = sorted(set(owners(grid)[region.index].ravel().tolist()))
     assert list(grid.overlapping(region)) == needed
 
 
@@ -70,15 +70,15 @@ def test_intersect(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(0, 6), max_size=3).map(tuple))
     first, second = data.draw(boxes(shape)), data.draw(boxes(shape))
     marks = np.zeros((2, *shape), bool)
-    marks[(0, *first.slices)] = True
-    marks[(1, *second.slices)] = True
+    marks[(0, *first.index)] = True
+    marks[(1, *second.index)] = True
     both = first.intersect(second)
     assert both == second.intersect(first)
     if both is None:
         assert not np.any(marks.all(axis=0))
     else:
         assert both.elements == np.sum(marks.all(axis=0))
-        assert np.all(marks.all(axis=0)[both.slices])
+        assert np.all(marks.all(axis=0)[both.index])
         assert both.relative_to(first.offsets).offsets == tuple(
             a - b for a, b in zip(both.offsets, first.offsets, strict=True)
         )

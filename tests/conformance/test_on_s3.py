@@ -1,0 +1,125 @@
+"""The same promises on an object store: every value, overwriting, parts of a checkpoint, failures, and several ranks."""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+from typing import Any
+
+import pytest
+import s3fs
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from dcp_nvcomp import errors
+from tests.distributed.launch import RankPool
+
+from .plugins import OURS, OURS_FROM_STOCK, Plugin, cause_of, quiet_stock
+from .sabotage import FailingSavePlanner, Sabotage
+from .states import assert_same_state, blank
+from .values import all_values, assert_same_bits, opposite_of, trained
+
+pytestmark = [pytest.mark.s3, *quiet_stock]
+
+S3Store = tuple[str, dict[str, Any]]
+
+
+def _state(seed: str) -> dict[str, Any]:
+    return {"w": trained(torch.float32, (900, 700), seed), "b": trained(torch.bfloat16, (77,), seed), "seed": seed}
+
+
+def _assert_holds(reader: Any, seed: str, **options: Any) -> None:
+    state = blank(_state(seed))
+    dcp.load(state, storage_reader=reader, **options)
+    assert_same_state(state, _state(seed))
+
+
+def _names(store: S3Store) -> set[str]:
+    url, options = store
+    fs = s3fs.S3FileSystem(**options, use_listings_cache=False, skip_instance_cache=True)
+    return {PurePosixPath(found).name for found in fs.find(url)}
+
+
+@pytest.mark.parametrize("plugin", [OURS, OURS_FROM_STOCK], ids=str)
+def test_every_value(any_s3_store: S3Store, plugin: Plugin) -> None:
+    url, options = any_s3_store
+    dcp.save(all_values(), storage_writer=plugin.writer(url, **options))
+    state = blank(all_values())
+    dcp.load(state, storage_reader=plugin.reader(url, **options))
+    assert_same_state(state, all_values())
+
+
+def test_overwrite_and_checkpoint_id(any_s3_store: S3Store) -> None:
+    url, options = any_s3_store
+    writer, reader = OURS.writer(f"{url}/a", **options), OURS.reader(f"{url}/a", **options)
+    for seed in ("one", "two"):
+        dcp.save(_state(seed), storage_writer=writer)
+        _assert_holds(reader, seed)
+    dcp.save(_state("three"), storage_writer=writer, checkpoint_id=f"{url}/b")
+    _assert_holds(reader, "two")
+    _assert_holds(reader, "three", checkpoint_id=f"{url}/b")
+    with pytest.raises(dcp.CheckpointException) as caught:
+        dcp.save(_state("four"), storage_writer=OURS.writer(f"{url}/a", overwrite=False, **options))
+    assert isinstance(cause_of(caught.value), errors.CheckpointExistsError)
+
+
+def test_failed_save(any_s3_store: S3Store) -> None:
+    url, options = any_s3_store
+    writer = OURS.writer(url, **options)
+    planner = FailingSavePlanner("resolve_data")
+    with pytest.raises(dcp.CheckpointException):
+        dcp.save(_state("one"), storage_writer=writer, planner=planner)
+    assert isinstance(planner, FailingSavePlanner) and _names(any_s3_store) == set()
+    dcp.save(_state("two"), storage_writer=writer)
+    before = _names(any_s3_store)
+    with pytest.raises(dcp.CheckpointException) as caught:
+        dcp.save(_state("three"), storage_writer=writer, planner=FailingSavePlanner("resolve_data"))
+    assert isinstance(cause_of(caught.value), Sabotage)
+    assert _names(any_s3_store) == before
+    _assert_holds(OURS.reader(url, **options), "two")
+
+
+def test_missing_and_incomplete(any_s3_store: S3Store) -> None:
+    url, options = any_s3_store
+    with pytest.raises(errors.CheckpointNotFoundError) as caught:
+        OURS.reader(url, **options).read_metadata()
+    assert url in str(caught.value) and not isinstance(caught.value, errors.IncompleteCheckpointError)
+    dcp.save(_state("one"), storage_writer=OURS.writer(url, **options))
+    s3fs.S3FileSystem(**options, use_listings_cache=False).rm_file(f"{url}/.metadata")
+    with pytest.raises(errors.IncompleteCheckpointError):
+        OURS.reader(url, **options).read_metadata()
+
+
+def test_async_save(any_s3_store: S3Store) -> None:
+    url, options = any_s3_store
+    state = _state("one")
+    upload = dcp.async_save(state, storage_writer=OURS.writer(url, **options))
+    state["w"].zero_()
+    upload.result(timeout=60)
+    _assert_holds(OURS.reader(url, **options), "one")
+
+
+def _sharded(value: torch.Tensor) -> Any:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None)
+
+
+def _save_shards(url: str, options: dict[str, Any]) -> None:
+    dcp.save({"w": _sharded(_state("one")["w"])}, storage_writer=OURS.writer(url, **options))
+
+
+def _load_shards(url: str, options: dict[str, Any]) -> None:
+    state = {"w": _sharded(opposite_of(_state("one")["w"]))}
+    dcp.load(state, storage_reader=OURS.reader(url, **options))
+    assert_same_bits(state["w"].to_local(), _sharded(_state("one")["w"]).to_local())
+
+
+def test_reshard(any_s3_store: S3Store, ranks: RankPool) -> None:
+    url, options = any_s3_store
+    ranks.run(_save_shards, url, options, world_size=4)
+    ranks.run(_load_shards, url, options, world_size=3)
+    state = {"w": opposite_of(_state("one")["w"])}
+    dcp.load(state, storage_reader=OURS.reader(url, **options))
+    assert_same_bits(state["w"], _state("one")["w"])

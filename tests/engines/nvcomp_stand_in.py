@@ -1,0 +1,307 @@
+"""A stand-in for nvCOMP's Python API on CPU memory, with zstandard and zlib underneath, and a device to run it on.
+
+It takes and refuses what the docstrings of nvCOMP 6.0 say: keyword options by algorithm, batches carved out of one buffer,
+alignment, fixed room in `out=`, sizes that are known only when they are asked for. What the docstrings leave open it decides
+strictly. ANS here is a made-up bitstream: the real one is closed.
+
+`NvcompStandIn` is the module, `StandInDevice` a `dcp_nvcomp.engines.cuda_device.Device`.
+"""
+
+from __future__ import annotations
+
+import enum
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import weakref
+import zstandard
+from torch import Tensor
+
+from dcp_nvcomp.engines.cuda_device import Kernels, NvcompMemory, host_tensor
+
+U8 = npt.NDArray[np.uint8]
+
+_COMPRESSION_ALIGNMENT = {"Zstd": 4, "Deflate": 8, "ANS": 16}
+_DECOMPRESSION_ALIGNMENT = {"Zstd": 8, "Deflate": 4, "ANS": 16}
+_COMMON_OPTIONS = {
+    "algorithm", "device_id", "cuda_stream", "uncomp_chunk_size", "bitstream_kind", "execution_policy", "checksum_policy",
+    "decompress_backend", "use_de_sort",
+}  # fmt: skip
+_OPTIONS = {
+    "Zstd": set(),
+    "Deflate": {"algorithm_type"},
+    "ANS": {"data_type", "states_per_lane", "histogram_reduction_log2", "max_sub_chunk_count", "skip_validate"},
+}
+_ANS_DATA_TYPES = {"|u1": 1, "|i1": 1, "|f1": 1, "<f2": 2, "<f4": 4}
+
+
+class BitstreamKind(enum.Enum):
+    """As nvCOMP's."""
+
+    NVCOMP_NATIVE = 0
+    RAW = 1
+    WITH_UNCOMPRESSED_SIZE = 2
+
+
+def _bytes_of(source: Any) -> U8:
+    array = source.numpy() if isinstance(source, Tensor) else np.asarray(source)
+    if not array.flags.c_contiguous:
+        raise ValueError("Cannot carve a BatchArray out of a non-contiguous buffer")
+    return array.reshape(-1).view(np.uint8)
+
+
+class Array:
+    """A buffer."""
+
+    def __init__(self, source: Any) -> None:
+        self.memory = _bytes_of(source)
+
+    @property
+    def buffer_size(self) -> int:
+        return self.memory.size
+
+
+class BatchArray:
+    """Several buffers. `pending` is the work that fills them, done when somebody looks."""
+
+    def __init__(self, arrays: list[U8]) -> None:
+        self._arrays = arrays
+        self.pending: Callable[[], list[U8]] | None = None
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def arrays(self) -> list[U8]:
+        """The buffers, after the work."""
+        if self.pending is not None:
+            work, self.pending = self.pending, None
+            self._arrays = work()
+        return self._arrays
+
+    def capacities(self) -> list[U8]:
+        """The buffers, without waiting for work."""
+        return self._arrays
+
+    @property
+    def buffer_sizes(self) -> list[int]:
+        return [array.size for array in self.arrays()]
+
+
+class Codec:
+    """A codec. Only what a RAW codec with an algorithm does."""
+
+    def __init__(self, module: NvcompStandIn, **options: Any) -> None:
+        self._module = module
+        self._algorithm = options.get("algorithm", "")
+        if self._algorithm not in _OPTIONS:
+            raise ValueError(f'Unknown algorithm: "{self._algorithm}".')
+        for name in options.keys() - _COMMON_OPTIONS - _OPTIONS[self._algorithm]:
+            raise ValueError(f'Unsupported argument: "{name}".')
+        assert options.get("bitstream_kind") is BitstreamKind.RAW, "the engine makes bare streams only"
+        self._literals_only = options.get("algorithm_type", 1) == 0
+        self._data_type = options.get("data_type", "|u1")
+        if self._data_type not in _ANS_DATA_TYPES:
+            raise ValueError(f'Unsupported data type: "{self._data_type}".')
+
+    def get_max_comp_buffer_size(self, source: Array) -> int:
+        # the bounds that nvCOMP's C functions answer without a GPU, roughly
+        nbytes = source.buffer_size
+        return {"Zstd": nbytes + nbytes // 4096 + 16, "Deflate": nbytes * 9 // 4 + 256, "ANS": nbytes * 3 // 2 + 3600}[
+            self._algorithm
+        ]
+
+    def encode(self, srcs: BatchArray, out: BatchArray, compression_config: None = None) -> BatchArray:
+        self._module.called("encode", len(srcs))
+        if len(srcs) != len(out):
+            raise ValueError(f"Output buffer count ({len(out)}) does not match input buffer count ({len(srcs)})")
+        sources, rooms = srcs.arrays(), out.capacities()
+        self._check_alignment(sources + rooms, _COMPRESSION_ALIGNMENT[self._algorithm])
+        bound = max(self.get_max_comp_buffer_size(Array(source)) for source in sources)
+        for room in rooms:
+            if room.size < bound:
+                raise ValueError(f"Buffer of {room.size} bytes is too small to hold the data, {bound} bytes")
+        for source in sources:
+            if source.size % _ANS_ITEM(self._data_type):
+                raise RuntimeError("Buffer size not aligned with size of data type")
+        scratch = self._module.allocate(sum(source.size for source in sources))
+
+        def work() -> list[U8]:
+            filled = []
+            for source, room in zip(sources, rooms, strict=True):
+                frame = np.frombuffer(self._encode_slice(source), np.uint8)
+                room[: frame.size] = frame
+                filled.append(room[: frame.size])
+            del scratch[:]
+            return filled
+
+        out.pending = work
+        return out
+
+    def decode(self, srcs: BatchArray, data_type: str = "", out: BatchArray | None = None) -> BatchArray:
+        assert out is not None
+        self._module.called("decode", len(srcs))
+        sources, rooms = srcs.arrays(), out.capacities()
+        self._check_alignment(sources + rooms, _DECOMPRESSION_ALIGNMENT[self._algorithm])
+        scratch = self._module.allocate(3 * sum(room.size for room in rooms))
+        filled = []
+        for source, room in zip(sources, rooms, strict=True):
+            decoded = np.frombuffer(self._decode_slice(source), np.uint8)
+            if decoded.size > room.size:
+                raise ValueError(f"Buffer of {room.size} bytes is too small to hold the data, {decoded.size} bytes")
+            room[: decoded.size] = decoded
+            filled.append(room[: decoded.size])
+        del scratch[:]
+        out.pending = lambda: filled
+        return out
+
+    def _check_alignment(self, arrays: list[U8], alignment: int) -> None:
+        if any(array.ctypes.data % alignment for array in arrays):
+            raise RuntimeError(f"nvCOMP error: a buffer is not aligned to {alignment} bytes")
+
+    def _encode_slice(self, source: U8) -> bytes:
+        if self._algorithm == "Zstd":
+            return zstandard.ZstdCompressor(level=1).compress(source.tobytes())
+        strategy = zlib.Z_HUFFMAN_ONLY if self._literals_only else zlib.Z_DEFAULT_STRATEGY
+        compressor = zlib.compressobj(1, zlib.DEFLATED, -15, 9, strategy)
+        stream = compressor.compress(source.tobytes()) + compressor.flush()
+        return stream if self._algorithm == "Deflate" else b"ANS " + self._data_type.encode() + b" " + stream
+
+    def _decode_slice(self, frame: U8) -> bytes:
+        data = frame.tobytes()
+        if self._algorithm == "ANS":
+            head = b"ANS " + self._data_type.encode() + b" "
+            if not data.startswith(head):
+                raise RuntimeError("nvCOMP error: cannot decompress")
+            data = data[len(head) :]
+        try:
+            if self._algorithm == "Zstd":
+                return zstandard.ZstdDecompressor().decompress(data)
+            return zlib.decompress(data, wbits=-15)
+        except (zstandard.ZstdError, zlib.error) as error:
+            raise RuntimeError(f"nvCOMP error: cannot decompress: {error}") from error
+
+
+def _ANS_ITEM(data_type: str) -> int:  # noqa: N802
+    return _ANS_DATA_TYPES[data_type]
+
+
+class NvcompStandIn:
+    """The module `nvidia.nvcomp`.
+
+    Attributes:
+        on_call: told of each `encode` and `decode` with the number of slices; may raise.
+        calls: what was called.
+    """
+
+    __version__ = "6.0.0"
+    BitstreamKind = BitstreamKind
+
+    def __init__(self, on_call: Callable[[str, int], None] = lambda name, slices: None) -> None:
+        self._on_call = on_call
+        self._allocator: Callable[[int, Any], Any] | None = None
+        self.calls: list[tuple[str, int]] = []
+
+    def called(self, name: str, slices: int) -> None:
+        self.calls.append((name, slices))
+        self._on_call(name, slices)
+
+    def allocate(self, nbytes: int) -> list[Any]:
+        return [] if self._allocator is None else [self._allocator(nbytes, None)]
+
+    def set_device_allocator(self, allocator: Callable[[int, Any], Any] | None = None) -> None:
+        self._allocator = allocator
+
+    def Codec(self, **options: Any) -> Codec:  # noqa: N802
+        return Codec(self, **options)
+
+    def as_array(self, source: Any, cuda_stream: int = 0) -> Array:
+        return Array(source)
+
+    def as_arrays(self, buffer: Any, offsets: list[int], sizes: list[int], cuda_stream: int = 0) -> BatchArray:
+        memory = _bytes_of(buffer)
+        if len(offsets) != len(sizes):
+            raise ValueError(f"offsets and sizes must have the same length, got {len(offsets)} and {len(sizes)}")
+        if not sizes:
+            raise ValueError("Cannot create a BatchArray from an empty sizes table")
+        for offset, size in zip(offsets, sizes, strict=True):
+            assert isinstance(offset, int) and isinstance(size, int)
+            if size < 1 or offset < 0 or offset + size > memory.size:
+                raise ValueError(f"Entry {offset}, {size} is not inside the {memory.size}-byte buffer it is carved from")
+        return BatchArray([memory[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)])
+
+
+class StandInDevice:
+    """A device that is the CPU. Copies to the host happen only at the end of a session, as they may on a GPU.
+
+    Args:
+        kernels: what runs the kernels.
+        nvcomp: the stand-in for nvCOMP.
+        capacity_nbytes: `empty` and nvCOMP raise torch.OutOfMemoryError where more than this would be held.
+    """
+
+    torch_device = torch.device("cpu")
+    stream_handle = 77
+
+    def __init__(self, kernels: Kernels, nvcomp: NvcompStandIn | None = None, capacity_nbytes: int = 1 << 40) -> None:
+        self.kernels = kernels
+        self.nvcomp = nvcomp or NvcompStandIn()
+        self.nvcomp_memory = NvcompMemory(lambda nbytes, stream: self._take(nbytes), lambda address: self._give(address))
+        self.nvcomp.set_device_allocator(self.nvcomp_memory)
+        self.capacity_nbytes = capacity_nbytes
+        self.held_nbytes = 0
+        self.peak_nbytes = 0
+        self._taken: dict[int, int] = {}
+        self._copies: list[tuple[Tensor, memoryview]] = []
+        self._in_session = False
+
+    def _hold(self, nbytes: int) -> None:
+        if self.held_nbytes + nbytes > self.capacity_nbytes:
+            raise torch.OutOfMemoryError(f"Tried to allocate {nbytes} bytes")
+        self.held_nbytes += nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self.held_nbytes)
+
+    def _drop(self, nbytes: int) -> None:
+        self.held_nbytes -= nbytes
+
+    def _take(self, nbytes: int) -> int:
+        self._hold(nbytes)
+        address = len(self._taken) + 1
+        self._taken[address] = nbytes
+        return address
+
+    def _give(self, address: int) -> None:
+        self._drop(self._taken[address])
+
+    @contextmanager
+    def session(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        assert not self._in_session
+        assert all(tensor.dtype == torch.uint8 and tensor.is_contiguous() and tensor.dim() == 1 for tensor in tensors)
+        self._in_session = True
+        try:
+            yield
+        finally:
+            for source, host in self._copies:
+                host_tensor(host).copy_(source)
+            self._copies.clear()
+            self._in_session = False
+
+    def empty(self, nbytes: int) -> Tensor:
+        self._hold(nbytes)
+        # garbage in it, so that whatever is read before it is written shows
+        memory = np.full(nbytes + 64, 0xA5, np.uint8)
+        start = -memory.ctypes.data % 64
+        weakref.finalize(memory, self._drop, nbytes)
+        return torch.from_numpy(memory[start : start + nbytes])
+
+    def copy_in(self, host: memoryview, target: Tensor) -> None:
+        assert self._in_session
+        target.copy_(host_tensor(host))
+
+    def copy_out(self, source: Tensor, host: memoryview) -> None:
+        assert self._in_session
+        self._copies.append((source, host))

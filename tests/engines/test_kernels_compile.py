@@ -1,0 +1,36 @@
+"""kernels.cu compiles for the GPUs that this package is for, with the compiler and the options that CuPy uses."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+import pytest
+
+from dcp_nvcomp.engines.cuda_device import KERNEL_OPTIONS, kernel_source
+
+from .nvrtc import compile_to_cubin, load_nvrtc
+
+
+@pytest.fixture(scope="module")
+def nvrtc() -> ctypes.CDLL:
+    library = load_nvrtc()
+    if library is None:
+        # the `test` extra brings it on Linux, so its absence there is a broken set-up and no reason to skip
+        assert not sys.platform.startswith("linux"), "nvidia-cuda-nvrtc is not installed: pip install 'dcp-nvcomp[test]'"
+        pytest.skip("NVRTC is installed on Linux only")
+    return library
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+def test_compiles(nvrtc: ctypes.CDLL, architecture: str) -> None:
+    options = [*KERNEL_OPTIONS, f"-arch={architecture}", "-Werror=all-warnings"]
+    cubin = compile_to_cubin(nvrtc, kernel_source(), options)
+    assert cubin.startswith(b"\x7fELF")
+    for name in (b"inspect_blocks", b"split_blocks", b"merge_blocks", b"copy_pieces"):
+        assert name in cubin
+
+
+def test_a_broken_source_is_refused(nvrtc: ctypes.CDLL) -> None:
+    with pytest.raises(ValueError, match="error"):
+        compile_to_cubin(nvrtc, kernel_source() + "\n}", [*KERNEL_OPTIONS, "-arch=sm_90"])

@@ -1,0 +1,58 @@
+"""The reference of the planes transform and the numpy code of the CPU engine make the same bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcp_nvcomp.codecs import planes_reference
+from dcp_nvcomp.codecs.planes import Planes, SplitScratch, merge, split
+
+SIGNS = ("mixed", "positive", "negative")
+
+
+def floats(width: int, count: int, signs: str, seed: int) -> np.ndarray:
+    """Random bits, NaN and subnormals among them, with signs as asked for."""
+    block = np.random.default_rng(seed).integers(0, 256, (count, width), np.uint8)
+    if signs != "mixed":
+        block[:, -1] = block[:, -1] & 0x7F | (0x80 if signs == "negative" else 0)
+    return block.reshape(-1)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    width=st.sampled_from([2, 4, 8]),
+    count=st.integers(1, 70) | st.sampled_from([1023, 4096]),
+    signs=st.sampled_from(SIGNS),
+    pack=st.booleans(),
+    seed=st.integers(0, 1 << 30),
+)
+def test_same_planes_and_back(width: int, count: int, signs: str, pack: bool, seed: int) -> None:
+    block, codec = floats(width, count, signs, seed), Planes(width)
+    outputs = {plane.name: np.empty(plane.nbytes, np.uint8) for plane in codec.layout(block.size, 0, True)}
+    flags, rest = split(block, codec, outputs, SplitScratch(), pack=pack)
+    expected = {**outputs, "rest": rest}
+
+    found_flags, found = planes_reference.split(torch.from_numpy(block), codec, pack=pack)
+
+    assert found_flags == flags
+    assert list(found) == list(codec.plane_names)
+    for name, plane in found.items():
+        assert plane.numpy().tobytes() == expected[name].tobytes(), name
+    assert planes_reference.merge(found, flags, codec).numpy().tobytes() == block.tobytes()
+    again = np.empty_like(block)
+    merge({name: plane.contiguous().numpy() for name, plane in found.items()}, flags, codec, again, SplitScratch())
+    assert again.tobytes() == block.tobytes()
+
+
+@pytest.mark.parametrize(("signs", "flags"), [("mixed", 0), ("positive", 1), ("negative", 3)])
+def test_flags(signs: str, flags: int) -> None:
+    block = torch.from_numpy(floats(4, 64, "positive", 1))
+    if signs == "negative":
+        block = block | torch.tensor([0, 0, 0, 0x80], dtype=torch.uint8).repeat(64)
+    elif signs == "mixed":
+        block[-1] |= 0x80
+    assert planes_reference.split(block, Planes(4), pack=True)[0] == flags

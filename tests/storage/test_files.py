@@ -1,0 +1,226 @@
+"""Which files a save leaves behind, and which it removes."""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.planner import WriteItem
+
+import dcp_nvcomp.planning
+from dcp_nvcomp import CheckpointReplacedError, NvcompReader, NvcompWriter
+from dcp_nvcomp.commit import Orphans
+from dcp_nvcomp.filesystem import open_filesystem
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def state(seed: int = 0, tensors: int = 12) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [(1 << 20) + 17, 400_000, 70_000, 300, 7, 1]
+    made = {f"t{i}": torch.randn(sizes[i % len(sizes)], generator=generator) for i in range(tensors)}
+    return {**made, "object": {"seed": seed}}
+
+
+def save(path: Path, content: dict[str, Any], **options: Any) -> NvcompWriter:
+    writer = NvcompWriter(path, **options)
+    dcp.save(content, storage_writer=writer, no_dist=True)
+    return writer
+
+
+def check_loads(path: Path, content: dict[str, Any], **options: Any) -> None:
+    into = {key: torch.zeros_like(v) if isinstance(v, torch.Tensor) else {"seed": None} for key, v in content.items()}
+    dcp.load(into, storage_reader=NvcompReader(path, **options), no_dist=True)
+    for key, value in content.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(into[key].view(torch.uint8), value.view(torch.uint8)), key
+        else:
+            assert into[key] == value
+
+
+def data_files(path: Path) -> list[str]:
+    return sorted(name for name in os.listdir(path) if name.endswith(".distcp"))
+
+
+def test_one_file_per_rank(tmp_path: Path) -> None:
+    save(tmp_path, state())
+    assert len(data_files(tmp_path)) == 1
+
+
+def test_one_file_per_item(tmp_path: Path) -> None:
+    content = state()
+    writer = save(tmp_path, content, single_file_per_rank=False, thread_count=3)
+    assert len(data_files(tmp_path)) == len(content)
+    assert writer.last_save is not None and sorted(writer.last_save.files) == data_files(tmp_path)
+    check_loads(tmp_path, content)
+
+
+@pytest.mark.parametrize("thread_count", [1, 2, 5])
+def test_several_large_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, thread_count: int) -> None:
+    monkeypatch.setattr(dcp_nvcomp.planning, "FILE_NBYTES", 1 << 20)
+    content = state(tensors=60)
+    save(tmp_path, content, thread_count=thread_count)
+    parallel = open_filesystem(tmp_path).parallel_writes
+    assert len(data_files(tmp_path)) == min(parallel, thread_count)
+    sizes = [os.path.getsize(tmp_path / name) for name in data_files(tmp_path)]
+    assert max(sizes) < 2 * min(sizes)
+    check_loads(tmp_path, content)
+
+
+def test_tiny_budget(tmp_path: Path) -> None:
+    content = state()
+    save(tmp_path, content, host_memory_budget=1, thread_count=4)
+    check_loads(tmp_path, content, host_memory_budget=1, thread_count=4)
+
+
+def test_no_thread_outlives_a_save_or_a_load(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    save(tmp_path, state(), thread_count=4)
+    check_loads(tmp_path, state(), thread_count=4)
+    assert set(threading.enumerate()) == before
+
+
+def test_nothing_to_save(tmp_path: Path) -> None:
+    save(tmp_path, {})
+    assert data_files(tmp_path) == []
+    dcp.load({}, storage_reader=NvcompReader(tmp_path), no_dist=True)
+
+
+def test_overwriting_removes_what_was_replaced(tmp_path: Path) -> None:
+    writer = NvcompWriter(tmp_path)
+    (tmp_path / "notes.txt").write_text("keep me")
+    for seed in range(3):
+        dcp.save(state(seed), storage_writer=writer, no_dist=True)
+        assert len(os.listdir(tmp_path)) == 4, "data file, .metadata, its copy, and what was there before"
+        check_loads(tmp_path, state(seed))
+
+
+def test_overwriting_a_stock_checkpoint_removes_its_files(tmp_path: Path) -> None:
+    dcp.save(state(1), storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    assert data_files(tmp_path) == ["__0_0.distcp"]
+    save(tmp_path, state(2))
+    assert "__0_0.distcp" not in data_files(tmp_path)
+    check_loads(tmp_path, state(2))
+
+
+def test_immutable_copy_of_metadata(tmp_path: Path) -> None:
+    writer = save(tmp_path, state())
+    assert writer.last_save is not None
+    copy = tmp_path / f"__{writer.last_save.save_id}.metadata"
+    assert copy.read_bytes() == (tmp_path / ".metadata").read_bytes()
+
+
+def test_stock_reader_shows_keys_and_shapes(tmp_path: Path) -> None:
+    save(tmp_path, state())
+    metadata = FileSystemReader(tmp_path).read_metadata()
+    assert metadata.state_dict_metadata["t0"].size == torch.Size([(1 << 20) + 17])
+    assert set(metadata.state_dict_metadata) == {*(key for key in state() if key != "object"), "object.seed"}
+
+
+class Boom(Exception):
+    pass
+
+
+class FailsAt(dcp.DefaultSavePlanner):
+    """Raises when the given item is resolved."""
+
+    def __init__(self, fqn: str) -> None:
+        super().__init__()
+        self._fqn = fqn
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        if write_item.index.fqn == self._fqn:
+            raise Boom
+        return super().resolve_data(write_item)
+
+
+@pytest.mark.parametrize("fqn", ["t0", "t5", "object.seed"])
+@pytest.mark.parametrize("options", [{}, {"single_file_per_rank": False}, {"thread_count": 1, "host_memory_budget": 1}])
+def test_failed_save_leaves_the_old_checkpoint(tmp_path: Path, fqn: str, options: dict[str, Any]) -> None:
+    save(tmp_path, state(1))
+    before = {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)}
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save(state(2), storage_writer=NvcompWriter(tmp_path, **options), planner=FailsAt(fqn), no_dist=True)
+    assert isinstance(caught.value.failures[0][0], Boom)
+    assert {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)} == before
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("dcp-")]
+
+
+def test_writer_works_after_a_failed_save(tmp_path: Path) -> None:
+    writer = NvcompWriter(tmp_path)
+    with pytest.raises(CheckpointException):
+        dcp.save(state(2), storage_writer=writer, planner=FailsAt("t3"), no_dist=True)
+    dcp.save(state(3), storage_writer=writer, no_dist=True)
+    check_loads(tmp_path, state(3))
+
+
+def test_replaced_between_metadata_and_data(tmp_path: Path) -> None:
+    """A save replaces the checkpoint after this load read `.metadata`: its data files are gone."""
+
+    class Slow(dcp.DefaultLoadPlanner):
+        def create_local_plan(self) -> dcp.LoadPlan:
+            save(tmp_path, state(2))
+            return super().create_local_plan()
+
+    save(tmp_path, state(1))
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load({"t0": torch.zeros((1 << 20) + 17)}, storage_reader=NvcompReader(tmp_path), planner=Slow(), no_dist=True)
+    assert isinstance(caught.value.failures[0][0], CheckpointReplacedError)
+    check_loads(tmp_path, state(2))
+
+
+def test_orphans_are_only_what_was_never_committed() -> None:
+    coordinator, follower = Orphans(), Orphans()
+    follower.wrote("/a", ["one"])
+    coordinator.wrote("/a", ["zero"])
+    coordinator.committed(["zero", "one"])
+    assert coordinator.answer(follower.question())[1] == ()
+    follower.remove(coordinator.answer(follower.question()), pytest.fail)
+    assert follower.question() == ()
+    follower.wrote("/b", ["two"])  # this save then failed elsewhere
+    answer = coordinator.answer(follower.question())
+    assert answer[1] == ("two",)
+    assert coordinator.answer("something of another planner") == ()
+
+
+def test_orphans_are_removed_at_the_next_save(tmp_path: Path) -> None:
+    """Between write_data and finish another rank failed: this rank hears nothing, and cleans up at its next save."""
+
+    class FailsToFinish(NvcompWriter):
+        fails = True
+
+        def finish(self, metadata: Any, results: Any) -> None:
+            if self.fails:
+                raise Boom
+            super().finish(metadata, results)
+
+    writer = FailsToFinish(tmp_path / "a")
+    with pytest.raises(CheckpointException):
+        dcp.save(state(1), storage_writer=writer, no_dist=True)
+    assert len(data_files(tmp_path / "a")) == 1
+    writer.fails = False
+    dcp.save(state(2), storage_writer=writer, checkpoint_id=tmp_path / "b", no_dist=True)
+    assert data_files(tmp_path / "a") == []
+    check_loads(tmp_path / "b", state(2))
+    dcp.save(state(3), storage_writer=writer, checkpoint_id=tmp_path / "c", no_dist=True)
+    check_loads(tmp_path / "b", state(2))
+    check_loads(tmp_path / "c", state(3))
+
+
+@pytest.mark.slow
+def test_more_than_two_to_the_31_elements(tmp_path: Path) -> None:
+    count = (1 << 31) + 12_345
+    tensor = torch.zeros(count, dtype=torch.int8)
+    tensor[-5:] = torch.arange(1, 6)
+    tensor[1 << 31] = 77
+    save(tmp_path, {"huge": tensor})
+    into = torch.full((count,), 9, dtype=torch.int8)
+    dcp.load({"huge": into}, storage_reader=NvcompReader(tmp_path), no_dist=True)
+    assert torch.equal(into, tensor)
