@@ -15,10 +15,11 @@ else
 TORCH ?= torch>=2.9
 endif
 
-.PHONY: demo test test-slow test-gpu lint format clean help
+.PHONY: demo figures test test-slow test-gpu lint format clean help
 
 help:
 	@echo "make demo       train, crash, resume on fewer ranks, compare with stock DCP; the picture is demo-out/demo.png"
+	@echo "make figures    the demo, and its table and picture into README.md and docs/images"
 	@echo "make test       the test suite, without the slow tests"
 	@echo "make test-slow  the tests that need minutes or gigabytes"
 	@echo "make test-gpu   the tests that need a GPU"
@@ -28,6 +29,9 @@ help:
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/python examples/demo.py --output demo-out $(ARGS)
+
+figures: demo
+	$(BIN)/python examples/demo_report.py demo-out
 
 test: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest $(ARGS)

@@ -17,7 +17,7 @@ from typing import Final
 import torch
 import zstandard
 
-from .errors import CheckpointError, CorruptDataError, TruncatedFileError, UnknownCodecError
+from .errors import CheckpointError, CorruptDataError, TruncatedFileError, UnknownCodecError, UnsafeObjectError
 from .filesystem import Filesystem
 
 __all__ = ["StockItem", "read_stock_bytes", "read_stock_tensor"]
@@ -62,15 +62,17 @@ def read_stock_bytes(
     Raises:
         TruncatedFileError: the file ends before the item, or the item inside a zstd frame.
         UnknownCodecError: it went through a transform that is not known here.
-        CorruptDataError: it does not decode, or to more than the limit.
+        CorruptDataError: it does not decode, or to more than the limit, or is an archive whose CRCs do not match.
     """
     try:
         data = filesystem.read(item.relative_path, item.offset, item.offset + item.length)
         for descriptor in item.transform_descriptors:
             data = _undo(descriptor, data, limit_nbytes)
+        stream = io.BytesIO(data)
+        _check_archive(stream)
     except CheckpointError as error:
         raise _located(error, filesystem, item) from error.__cause__
-    return io.BytesIO(data)
+    return stream
 
 
 def read_stock_tensor(
@@ -91,6 +93,7 @@ def read_stock_tensor(
     Raises:
         TruncatedFileError, UnknownCodecError: see `read_stock_bytes`.
         CorruptDataError: it does not decode, or to another tensor than expected.
+        UnsafeObjectError: it holds what `weights_only=True` does not load.
     """
     limit_nbytes = DECODED_LIMIT_NBYTES
     if sizes is not None and dtype is not None:
@@ -113,19 +116,45 @@ def _located(error: CheckpointError, filesystem: Filesystem, item: StockItem) ->
     return error
 
 
+def _check_archive(stream: io.BytesIO) -> None:
+    """Check the CRCs in what torch.save wrote, which torch.load doesn't do; anything else is left as it is."""
+    if stream.getbuffer()[:4] != b"PK\x03\x04":
+        return
+    try:
+        with zipfile.ZipFile(stream) as archive:
+            # zero where torch.serialization.set_crc32_options(False) had switched them off
+            members = [member for member in archive.infolist() if member.CRC and _is_stored(member)]
+            if sum(member.file_size for member in members) > stream.getbuffer().nbytes:
+                raise CorruptDataError("The item is a zip archive whose files overlap.")
+            for member in members:
+                with archive.open(member) as file:
+                    while file.read(1 << 20):  # raises at the end where the CRC is another
+                        pass
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever zipfile meets in a damaged archive
+        raise CorruptDataError(f"The item is damaged: {error}.") from error
+    finally:
+        stream.seek(0)
+
+
+def _is_stored(member: zipfile.ZipInfo) -> bool:
+    return member.compress_type == zipfile.ZIP_STORED
+
+
 def _load(stream: io.BytesIO) -> torch.Tensor:
     try:
         with zipfile.ZipFile(stream) as archive:
-            # torch.save stores its files as they are; a deflated one could inflate to anything
-            if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
-                raise CorruptDataError("The item is a compressed zip archive, which torch.save never writes.")
+            # a deflated file could inflate to anything
+            if not all(map(_is_stored, archive.infolist())):
+                raise CorruptDataError("The item is a compressed archive, which torch.save never writes.")
         stream.seek(0)
         tensor = torch.load(stream, map_location="cpu", weights_only=True)
     except (CheckpointError, MemoryError):
         raise
     except pickle.UnpicklingError as error:
         reason = str(error).partition("\n")[0]
-        raise CorruptDataError(f"The item is more than a plain tensor, or damaged: {reason}") from error
+        raise UnsafeObjectError(f"The item is more than a plain tensor: {reason}") from error
     except Exception as error:  # torch.load raises almost anything for damaged input
         raise CorruptDataError(f"The item is not what torch.save wrote: {type(error).__name__}: {error}.") from error
     if not isinstance(tensor, torch.Tensor):

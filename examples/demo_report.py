@@ -1,7 +1,12 @@
-"""The demo's table, as text and as Markdown, and its picture."""
+"""The demo's table, as text and as Markdown, and its picture.
+
+python examples/demo_report.py demo-out     puts both into README.md and docs/images, as `make figures` does
+"""
 
 from __future__ import annotations
 
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -115,3 +120,18 @@ def draw(
     figure.legend(handles, labels, loc="outside lower left", ncols=3, frameon=False)
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def publish(output: Path, root: Path) -> None:
+    """Puts a demo's table and picture into the README."""
+    begin, end = "<!-- measured by make demo -->\n", "<!-- end -->"
+    readme = root / "README.md"
+    before, _, rest = readme.read_text().partition(begin)
+    after = rest.partition(end)[2]
+    readme.write_text(before + begin + (output / "table.md").read_text() + end + after)
+    (root / "docs" / "images").mkdir(exist_ok=True)
+    shutil.copy(output / "demo.png", root / "docs" / "images" / "demo.png")
+
+
+if __name__ == "__main__":
+    publish(Path(sys.argv[1]), Path(__file__).parents[1])

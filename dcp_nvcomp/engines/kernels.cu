@@ -154,9 +154,13 @@ template <> struct Float<8> { typedef u64 Bits; };
 template <int WIDTH>
 __device__ typename Float<WIDTH>::Bits load_float(const u8 *at, u32 alignment) {
     typedef typename Float<WIDTH>::Bits Bits;
-    if (WIDTH == 2 && alignment >= 2) return *(const u16 *)at;
-    if (WIDTH == 4 && alignment >= 4) return *(const u32 *)at;
-    if (WIDTH == 8 && alignment >= 4) return (Bits)((const u32 *)at)[0] | (Bits)((const u32 *)at)[1] << (8 * WIDTH - 32);
+    if constexpr (WIDTH == 2) {
+        if (alignment >= 2) return *(const u16 *)at;
+    } else if constexpr (WIDTH == 4) {
+        if (alignment >= 4) return *(const u32 *)at;
+    } else {
+        if (alignment >= 4) return ((const u32 *)at)[0] | (u64)((const u32 *)at)[1] << 32;
+    }
     Bits bits = 0;
     for (int i = 0; i < WIDTH; ++i) bits |= (Bits)at[i] << 8 * i;
     return bits;
@@ -164,15 +168,15 @@ __device__ typename Float<WIDTH>::Bits load_float(const u8 *at, u32 alignment) {
 
 template <int WIDTH>
 __device__ void store_float(u8 *at, typename Float<WIDTH>::Bits bits, u32 alignment) {
-    if (WIDTH == 2 && alignment >= 2) {
-        *(u16 *)at = (u16)bits;
-    } else if (WIDTH == 4 && alignment >= 4) {
-        *(u32 *)at = (u32)bits;
-    } else if (WIDTH == 8 && alignment >= 4) {
-        ((u32 *)at)[0] = (u32)bits;
-        ((u32 *)at)[1] = (u32)(bits >> (8 * WIDTH - 32));
-    } else {
+    if (alignment < (WIDTH == 2 ? 2 : 4)) {
         for (int i = 0; i < WIDTH; ++i) at[i] = (u8)(bits >> 8 * i);
+    } else if constexpr (WIDTH == 2) {
+        *(u16 *)at = (u16)bits;
+    } else if constexpr (WIDTH == 4) {
+        *(u32 *)at = bits;
+    } else {
+        ((u32 *)at)[0] = (u32)bits;
+        ((u32 *)at)[1] = (u32)(bits >> 32);
     }
 }
 
@@ -182,10 +186,10 @@ __device__ void load_four(const u8 *at, u32 alignment, typename Float<WIDTH>::Bi
     typedef typename Float<WIDTH>::Bits Bits;
     if (alignment < 16) {
         for (int i = 0; i < 4; ++i) bits[i] = load_float<WIDTH>(at + i * WIDTH, alignment);
-    } else if (WIDTH == 2) {
+    } else if constexpr (WIDTH == 2) {
         u64 four = *(const u64 *)at;
         for (int i = 0; i < 4; ++i) bits[i] = (Bits)(four >> 16 * i & 0xFFFF);
-    } else if (WIDTH == 4) {
+    } else if constexpr (WIDTH == 4) {
         Words four = *(const Words *)at;
         for (int i = 0; i < 4; ++i) bits[i] = four.word[i];
     } else {
@@ -201,11 +205,11 @@ template <int WIDTH>
 __device__ void store_four(u8 *at, u32 alignment, const typename Float<WIDTH>::Bits *bits) {
     if (alignment < 16) {
         for (int i = 0; i < 4; ++i) store_float<WIDTH>(at + i * WIDTH, bits[i], alignment);
-    } else if (WIDTH == 2) {
+    } else if constexpr (WIDTH == 2) {
         u64 four = 0;
         for (int i = 0; i < 4; ++i) four |= (u64)bits[i] << 16 * i;
         *(u64 *)at = four;
-    } else if (WIDTH == 4) {
+    } else if constexpr (WIDTH == 4) {
         Words four;
         for (int i = 0; i < 4; ++i) four.word[i] = (u32)bits[i];
         *(Words *)at = four;
@@ -256,7 +260,7 @@ __device__ void split_tile(const BlockRow &row, u32 begin, u32 end, bool packed)
                 else if (at >= 8 * eighth) rest[at - eighth] = (u8)(rests >> 8 * i);
             }
         }
-        if (WIDTH == 4) {
+        if constexpr (WIDTH == 4) {
             if (count == 4) {
                 u64 lows = 0;
                 for (int i = 0; i < 4; ++i) lows |= (u64)(bits[i] & 0xFFFF) << 16 * i;
@@ -264,7 +268,7 @@ __device__ void split_tile(const BlockRow &row, u32 begin, u32 end, bool packed)
             } else {
                 for (u32 i = 0; i < count; ++i) ((u16 *)low)[first + i] = (u16)bits[i];
             }
-        } else if (WIDTH == 8) {
+        } else if constexpr (WIDTH == 8) {
             for (u32 i = 0; i < count; ++i)
                 for (u32 part = 0; part < 3; ++part)
                     ((u16 *)low)[3 * (u64)(first + i) + part] = (u16)((u64)bits[i] >> 16 * part);
@@ -323,14 +327,14 @@ __device__ void merge_tile(const BlockRow &row, u32 begin, u32 end) {
             u32 high = (exponents >> 8 * i & 0xFF) << 7 | (own & 0x7F) | (packed ? sign : (own & 0x80) << 8);
             bits[i] = (Bits)high << (8 * WIDTH - 16);
         }
-        if (WIDTH == 4) {
+        if constexpr (WIDTH == 4) {
             if (count == 4) {
                 u64 lows = *(const u64 *)(low + 2 * (u64)first);
                 for (int i = 0; i < 4; ++i) bits[i] |= (Bits)(lows >> 16 * i & 0xFFFF);
             } else {
                 for (u32 i = 0; i < count; ++i) bits[i] |= ((const u16 *)low)[first + i];
             }
-        } else if (WIDTH == 8) {
+        } else if constexpr (WIDTH == 8) {
             for (u32 i = 0; i < count; ++i)
                 for (u32 part = 0; part < 3; ++part)
                     bits[i] |= (Bits)((u64)((const u16 *)low)[3 * (u64)(first + i) + part] << 16 * part);
@@ -362,7 +366,7 @@ __device__ void copy_tile(const CopyRow &row, u32 begin, u32 end) {
     for (u32 at = begin + 16 * threadIdx.x; at < end; at += 16 * THREADS) {
         if (at + 16 <= nbytes) {
             Words words;
-            if (ALIGNMENT == 16) words = *(const Words *)(source + at);
+            if constexpr (ALIGNMENT == 16) words = *(const Words *)(source + at);
             else for (int i = 0; i < 4; ++i) words.word[i] = load_word<ALIGNMENT>(source + at + 4 * i);
             *(Words *)(target + at) = words;
         } else {

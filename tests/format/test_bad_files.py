@@ -86,7 +86,10 @@ def add_record(**fields: Any) -> Spoil:
 
 ZSTD = {"name": "zstd", "configuration": {"slice_nbytes": 48}}
 BYTES = {"name": "bytes", "configuration": {}}
-ANS = {"name": "ans", "configuration": {"slice_nbytes": 48, "data_type": "|u1", "nvcomp_version": "6.0"}}
+ANS: dict[str, Any] = {
+    "name": "ans",
+    "configuration": {"slice_nbytes": 48, "data_type": "|u1", "nvcomp_version": "6.0"},
+}
 HUGE = 1 << 60
 
 FRAMING: dict[str, tuple[Spoil, type[CheckpointError], str]] = {
@@ -264,6 +267,11 @@ FIELDS: dict[str, tuple[Spoil, type[CheckpointError], str]] = {
         codec_chain(0, [{"name": "planes", "configuration": {"float_nbytes": 2, "coded": []}}, ANS]),
         FormatError,
         "must follow bytes",
+    ),
+    "ans with a number for its data type": (
+        codec_chain(1, [BYTES, {"name": "ans", "configuration": {**ANS["configuration"], "data_type": 5}}]),
+        FormatError,
+        "must be text",
     ),
     "a codec that is text": (codec_chain(1, ["bytes"]), FormatError, "must be an object"),
     "a codec without configuration": (codec_chain(1, [{"name": "bytes"}]), FormatError, "must be an object"),

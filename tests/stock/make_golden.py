@@ -13,8 +13,8 @@ installed ones; everything else, `torch.save` too, is the installed torch's. See
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -70,9 +70,9 @@ def _write(kind: str, target: str, release: str) -> None:
     assert not release or (metadata.__file__.startswith(release) and filesystem.__file__.startswith(release))
     extensions = [ZStandard()] if kind == "zstd" else None
     warnings.simplefilter("ignore")
-    with contextlib.chdir(Path(target).parent):  # so that the path in .metadata is a short one
-        writer = filesystem.FileSystemWriter(Path(target).name, _extensions=extensions)
-        dcp.save(golden_state(), storage_writer=writer, no_dist=True)
+    state = golden_state()
+    os.chdir(Path(target).parent)  # so that the path in .metadata is a short one
+    dcp.save(state, storage_writer=filesystem.FileSystemWriter(Path(target).name, _extensions=extensions), no_dist=True)
 
 
 def _main() -> None:
