@@ -115,7 +115,7 @@ def _remove(filesystem: Filesystem, names: Iterable[str], whose: str) -> None:
 
 
 def _is_published(filesystem: Filesystem, data: bytes) -> bool | None:
-    """Whether `.metadata` is ours after all: storage may have done what it failed to confirm. None: it can't be told."""
+    """Whether `.metadata` is ours after all: storage may do what it fails to confirm. None: it can't be told."""
     try:
         if filesystem.file_nbytes(METADATA_NAME) is None:
             return False

@@ -167,7 +167,7 @@ def _parse_record(
     kind = description.get("kind", KIND_TENSOR)
     if kind not in _KINDS:
         raise _Invalid(f"its kind {kind!r} is unknown")
-    if description.get("depends_on"):
+    if description.get("depends_on", []) != []:
         raise UnsupportedVersionError(
             "A record depends on another save, which this reader does not know. Update dcp-nvcomp."
         )

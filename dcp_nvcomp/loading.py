@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import io
 import threading
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from dcp_nvcomp.errors import ShapeMismatchError
 from dcp_nvcomp.fetching import Read, Target, locate, plan_reads
 from dcp_nvcomp.filesystem import Filesystem
 from dcp_nvcomp.footer import KIND_BYTES, KIND_TENSOR, KIND_TORCH_SAVE, Footer
-from dcp_nvcomp.placement import Region, Run, torch_dtype
+from dcp_nvcomp.placement import Conversions, Region, Run, torch_dtype
 from dcp_nvcomp.records import EngineChoice
 from dcp_nvcomp.safe_objects import SafeLoader
 
@@ -52,6 +51,7 @@ class LoadOptions:
         verify: `"stored"`, `"full"` or `"off"`.
         engine: `"auto"`, `"cpu"` or `"cuda"`.
         safe: how stored Python objects are loaded.
+        conversions: tells the user, once, that dtypes differ.
     """
 
     thread_count: int
@@ -60,6 +60,7 @@ class LoadOptions:
     verify: str
     engine: str
     safe: SafeLoader
+    conversions: Conversions
 
 
 class LoadJob:
@@ -83,7 +84,6 @@ class LoadJob:
         self._lock = threading.Lock()
         self._payloads: dict[int, Any] = {}
         self._engine = EngineChoice(options.engine)
-        self._warned = False
 
     def run(self, items: Sequence[ReadItem], storage_data: Mapping[MetadataIndex, tuple[FileTuple, int]]) -> None:
         """Load some items.
@@ -165,8 +165,7 @@ class LoadJob:
             return
         tensor = self._destination_tensor(item)
         dtype = torch_dtype(record.element)
-        if tensor.dtype != dtype:
-            self._warn_conversion(item, dtype, tensor.dtype)
+        self._options.conversions.check(item.dest_index.fqn, dtype, tensor.dtype)
         region = Region(target.region, tensor, dtype)
         target.destination = region
         if record.pack is not None:
@@ -191,16 +190,6 @@ class LoadJob:
         with self._lock:
             self._payloads[id(item)] = tensor
         return tensor
-
-    def _warn_conversion(self, item: ReadItem, saved: torch.dtype, wanted: torch.dtype) -> None:
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"Key {item.dest_index.fqn!r} was saved as {saved} and is converted to {wanted}; "
-                "other keys may be converted too.",
-                UserWarning,
-                stacklevel=2,
-            )
 
     def _keep(self, target: Target, data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
         payload = data.tobytes()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import math
 import threading
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,7 @@ from dcp_nvcomp.codecs.planes import SplitScratch
 from dcp_nvcomp.errors import CheckpointError
 
 __all__ = [
+    "Conversions",
     "Destination",
     "HostArray",
     "Region",
@@ -138,6 +140,24 @@ def _leading(tensor: torch.Tensor, count: int) -> torch.Tensor:
         inner = math.prod(tensor.shape[dim + 1 :])
         tensor = tensor.narrow(dim, 0, max(1, min(tensor.shape[dim], count // inner)))
     return tensor.reshape(-1)
+
+
+class Conversions:
+    """Warns of the first destination that is not of the saved dtype."""
+
+    def __init__(self) -> None:
+        self._warned = False
+
+    def check(self, fqn: str, saved: torch.dtype, wanted: torch.dtype) -> None:
+        """Compare the dtypes of one key."""
+        if saved == wanted or self._warned:
+            return
+        self._warned = True
+        warnings.warn(
+            f"Key {fqn!r} was saved as {saved} and is converted to {wanted}; other keys may be converted too.",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 class Destination(ABC):

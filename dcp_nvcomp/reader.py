@@ -41,6 +41,7 @@ from dcp_nvcomp.metadata import (
     rank_of_metadata_name,
 )
 from dcp_nvcomp.options import ENGINES, check_budget, check_choice, check_thread_count, option_names
+from dcp_nvcomp.placement import Conversions
 from dcp_nvcomp.safe_objects import SafeLoader
 from dcp_nvcomp.stock_loading import load_stock_items
 
@@ -103,6 +104,7 @@ class NvcompReader(StorageReader):
             check_choice("verify", verify, VERIFY_MODES),
             check_choice("engine", engine, ENGINES),
             SafeLoader(self.trusted_globals, check_objects=safe_objects),
+            Conversions(),
         )
         self._load_id = uuid.uuid4().hex
         self._storage_data: dict[MetadataIndex, Any] = {}
@@ -210,8 +212,9 @@ class NvcompReader(StorageReader):
         for item in plan.items:
             (ours if isinstance(self._find(item), tuple) else stock).append(item)
         try:
-            LoadJob(filesystem, planner, self._options).run(ours, self._storage_data)
-            load_stock_items(filesystem, stock, self._storage_data, planner, self._options.safe)
+            options = dataclasses.replace(self._options, conversions=Conversions())
+            LoadJob(filesystem, planner, options).run(ours, self._storage_data)
+            load_stock_items(filesystem, stock, self._storage_data, planner, options.safe, options.conversions)
         except CheckpointError as error:
             error.message += " What was being loaded into is undefined now: load again before using it."
             if isinstance(error, StorageError) and error.errno == errno.ENOENT:

@@ -30,7 +30,7 @@ _TORCH_SAVE_NBYTES: Final = 1 << 20
 _STEP_NBYTES: Final = 2048
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StockItem:
     """Where stock DCP put one item.
 
@@ -40,8 +40,6 @@ class StockItem:
         length: its stored size in bytes.
         transform_descriptors: what it went through, in the order in which reading undoes it.
     """
-
-    __slots__ = ("length", "offset", "relative_path", "transform_descriptors")
 
     relative_path: str
     offset: int
@@ -118,7 +116,7 @@ def _located(error: CheckpointError, filesystem: Filesystem, item: StockItem) ->
 
 def _check_archive(stream: io.BytesIO) -> None:
     """Check the CRCs in what torch.save wrote, which torch.load doesn't do; anything else is left as it is."""
-    if stream.getbuffer()[:4] != b"PK\x03\x04":
+    if bytes(stream.getbuffer()[:4]) != b"PK\x03\x04":
         return
     try:
         with zipfile.ZipFile(stream) as archive:

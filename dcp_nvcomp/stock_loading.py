@@ -9,6 +9,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 
 from dcp_nvcomp.errors import CheckpointError, ShapeMismatchError
 from dcp_nvcomp.filesystem import Filesystem
+from dcp_nvcomp.placement import Conversions
 from dcp_nvcomp.safe_objects import SafeLoader
 from dcp_nvcomp.stock import StockItem, read_stock_bytes, read_stock_tensor
 
@@ -21,6 +22,7 @@ def load_stock_items(
     storage_data: Mapping[MetadataIndex, StockItem],
     planner: LoadPlanner,
     safe: SafeLoader,
+    conversions: Conversions,
 ) -> None:
     """Load some items that FileSystemWriter or FsspecWriter wrote, plain or with the zstd extension.
 
@@ -30,6 +32,7 @@ def load_stock_items(
         storage_data: where `.metadata` says that they are.
         planner: DCP's planner.
         safe: how stored Python objects are loaded.
+        conversions: tells the user, once, that dtypes differ.
 
     Raises:
         CheckpointError: an item can't be read, or does not have the shape that `.metadata` says.
@@ -40,7 +43,7 @@ def load_stock_items(
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, safe.checked(read_stock_bytes(filesystem, where), fqn))
             else:
-                _load_tensor(filesystem, item, where, planner)
+                _load_tensor(filesystem, item, where, planner, conversions)
         except CheckpointError as error:
             error.fqn = error.fqn or fqn
             raise
@@ -50,7 +53,9 @@ def _position(where: StockItem) -> tuple[str, int]:
     return where.relative_path, where.offset
 
 
-def _load_tensor(filesystem: Filesystem, item: ReadItem, where: StockItem, planner: LoadPlanner) -> None:
+def _load_tensor(
+    filesystem: Filesystem, item: ReadItem, where: StockItem, planner: LoadPlanner, conversions: Conversions
+) -> None:
     saved = read_stock_tensor(filesystem, where)
     if saved.dim() != len(item.lengths):
         raise ShapeMismatchError(f"The stored tensor has shape {tuple(saved.shape)}; the plan wants {item.lengths}.")
@@ -61,5 +66,6 @@ def _load_tensor(filesystem: Filesystem, item: ReadItem, where: StockItem, plann
     destination = planner.resolve_tensor(item).detach()
     if destination.shape != saved.shape:
         raise ShapeMismatchError(f"The destination has shape {tuple(destination.shape)}, not {tuple(saved.shape)}.")
+    conversions.check(item.dest_index.fqn, saved.dtype, destination.dtype)
     destination.copy_(saved)
     planner.commit_tensor(item, destination)

@@ -112,17 +112,25 @@ def _auto_floats(sample: U8, float_nbytes: int) -> CodecChain:
     planes = {p.name: np.empty(p.nbytes, np.uint8) for p in codec.layout(sample.size, 0, True)}
     split(sample[: count * float_nbytes], codec, planes, SplitScratch(), pack=False)
     matching, literal = Zstd(level=1), Zstd(literals_only=True)
+    stored_nbytes = {name: plane.size for name, plane in planes.items()}
+    if _same_sign(planes["rest"]):
+        stored_nbytes["rest"] -= count // 8  # a stored rest plane is packed then, a coded one is not
+    simple = sum(stored_nbytes.values()) - stored_nbytes["exponent"] + _coded_nbytes(planes["exponent"], literal)
     sizes = {name: _coded_nbytes(planes[name], matching) for name in planes}
-    exponent_literals = _coded_nbytes(planes["exponent"], literal)
-    coded = [n for n in planes if n != "exponent" and sizes[n] < WORTHWHILE * planes[n].size]
-    # The matches of the exponent's plane must pay for the time that searching them costs
-    use_matches = bool(coded) or sizes["exponent"] < WORTHWHILE * exponent_literals
-    total = sizes["exponent"] if use_matches else exponent_literals
-    total += sum(sizes[n] if n in coded else planes[n].size for n in planes if n != "exponent")
-    if total > WORTHWHILE * sample.size:
+    names = tuple(name for name in planes if name == "exponent" or sizes[name] < WORTHWHILE * stored_nbytes[name])
+    thorough = sum(sizes[name] if name in names else stored_nbytes[name] for name in planes)
+    if min(simple, thorough) > WORTHWHILE * sample.size:
         return STORED
-    names = tuple(name for name in codec.plane_names if name in coded or name == "exponent")
-    return CodecChain(Planes(float_nbytes, names), matching if use_matches else literal)
+    if thorough < WORTHWHILE * simple:  # must pay for the time that searching matches costs
+        # more than the exponents compresses, so perhaps whole floats repeat
+        if _coded_nbytes(sample, Zstd(level=3)) < WORTHWHILE * thorough:
+            return PLAIN
+        return CodecChain(Planes(float_nbytes, names), matching)
+    return CodecChain(Planes(float_nbytes), literal)
+
+
+def _same_sign(rest: U8) -> bool:
+    return bool(rest.max() < 0x80 or rest.min() >= 0x80)
 
 
 _NAMED: dict[str, CodecChooser] = {

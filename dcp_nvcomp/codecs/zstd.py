@@ -12,7 +12,7 @@ from dcp_nvcomp.errors import CorruptDataError
 
 __all__ = ["DEFAULT_SLICE_NBYTES", "Zstd"]
 
-# One zstd block is at most 128 KiB, so longer slices gain nothing on the CPU; on the GPU a slice is the unit of parallelism.
+# One zstd block is at most 128 KiB, so longer slices gain nothing on the CPU; on the GPU slices run in parallel.
 DEFAULT_SLICE_NBYTES = 128 << 10
 
 

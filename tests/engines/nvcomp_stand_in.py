@@ -10,6 +10,7 @@ strictly. ANS here is a made-up bitstream: the real one is closed.
 from __future__ import annotations
 
 import enum
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import weakref
 import zstandard
 from torch import Tensor
 
@@ -126,9 +126,9 @@ class Codec:
             if room.size < bound:
                 raise ValueError(f"Buffer of {room.size} bytes is too small to hold the data, {bound} bytes")
         for source in sources:
-            if source.size % _ANS_ITEM(self._data_type):
+            if source.size % _ANS_DATA_TYPES[self._data_type]:
                 raise RuntimeError("Buffer size not aligned with size of data type")
-        scratch = self._module.allocate(sum(source.size for source in sources))
+        scratch = self._module.allocate(3 * sum(source.size for source in sources) if self._algorithm == "Zstd" else 0)
 
         def work() -> list[U8]:
             filled = []
@@ -147,7 +147,7 @@ class Codec:
         self._module.called("decode", len(srcs))
         sources, rooms = srcs.arrays(), out.capacities()
         self._check_alignment(sources + rooms, _DECOMPRESSION_ALIGNMENT[self._algorithm])
-        scratch = self._module.allocate(3 * sum(room.size for room in rooms))
+        scratch = self._module.allocate(3 * sum(room.size for room in rooms) if self._algorithm == "Zstd" else 0)
         filled = []
         for source, room in zip(sources, rooms, strict=True):
             decoded = np.frombuffer(self._decode_slice(source), np.uint8)
@@ -184,10 +184,6 @@ class Codec:
             return zlib.decompress(data, wbits=-15)
         except (zstandard.ZstdError, zlib.error) as error:
             raise RuntimeError(f"nvCOMP error: cannot decompress: {error}") from error
-
-
-def _ANS_ITEM(data_type: str) -> int:  # noqa: N802
-    return _ANS_DATA_TYPES[data_type]
 
 
 class NvcompStandIn:
@@ -231,7 +227,7 @@ class NvcompStandIn:
         for offset, size in zip(offsets, sizes, strict=True):
             assert isinstance(offset, int) and isinstance(size, int)
             if size < 1 or offset < 0 or offset + size > memory.size:
-                raise ValueError(f"Entry {offset}, {size} is not inside the {memory.size}-byte buffer it is carved from")
+                raise ValueError(f"{size} bytes at {offset} are not inside the {memory.size}-byte buffer it is carved from")
         return BatchArray([memory[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)])
 
 

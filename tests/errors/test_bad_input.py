@@ -36,7 +36,9 @@ def save(path: Path, content: dict[str, Any] | None = None, **options: Any) -> N
 
 
 def load(path: Path, into: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
-    into = into or {key: torch.zeros_like(v) if isinstance(v, torch.Tensor) else {"lr": 0.0} for key, v in state().items()}
+    into = into or {
+        key: torch.zeros_like(v) if isinstance(v, torch.Tensor) else {"lr": 0.0} for key, v in state().items()
+    }
     dcp.load(into, storage_reader=NvcompReader(path, **options), no_dist=True)
     return into
 
@@ -106,7 +108,12 @@ def test_missing_data_file(checkpoint: Path) -> None:
 
 def test_every_flipped_byte_is_noticed(tmp_path: Path) -> None:
     """Of a small checkpoint, with records of each kind: no flip of the data file goes unnoticed."""
-    content = {"w": torch.randn(300, 70), "s": torch.ones(9, dtype=torch.float16), "o": [1], "c": torch.zeros(5000).long()}
+    content = {
+        "w": torch.randn(300, 70),
+        "s": torch.ones(9, dtype=torch.float16),
+        "o": [1],
+        "c": torch.zeros(5000).long(),
+    }
     save(tmp_path, content)
     reference = {key: v.clone() if isinstance(v, torch.Tensor) else v for key, v in content.items()}
     file = data_file(tmp_path)

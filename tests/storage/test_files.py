@@ -171,7 +171,9 @@ def test_replaced_between_metadata_and_data(tmp_path: Path) -> None:
 
     save(tmp_path, state(1))
     with pytest.raises(CheckpointException) as caught:
-        dcp.load({"t0": torch.zeros((1 << 20) + 17)}, storage_reader=NvcompReader(tmp_path), planner=Slow(), no_dist=True)
+        dcp.load(
+            {"t0": torch.zeros((1 << 20) + 17)}, storage_reader=NvcompReader(tmp_path), planner=Slow(), no_dist=True
+        )
     assert isinstance(caught.value.failures[0][0], CheckpointReplacedError)
     check_loads(tmp_path, state(2))
 

@@ -161,3 +161,25 @@ def test_random_bytes_are_stored(tmp_path: Path) -> None:
     assert writer.last_save is not None
     assert list(writer.last_save.by_codec) == ["none"]
     assert writer.last_save.encoded_nbytes < noise.nbytes + 8192
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_auto_is_no_larger_than_the_plain_choice(dtype: torch.dtype) -> None:
+    """The sample must not be taken in by a gain of 2 % in a plane that is better packed or stored."""
+    from dcp_nvcomp.codecs.choose import SAMPLE_NBYTES, parse_codec
+    from dcp_nvcomp.engines.cpu import CpuEngine
+    from dcp_nvcomp.placement import element_type, spread_sample
+
+    engine, element = CpuEngine(), element_type(dtype)
+    assert element is not None
+    for seed in range(25):
+        generator = torch.Generator().manual_seed(seed)
+        tensor = (torch.randn(512, 600, generator=generator) * 0.02).to(dtype)
+        tensor = tensor.abs() if seed % 3 == 0 else tensor
+        data = tensor.view(torch.uint8).numpy().reshape(-1)
+        sizes = {}
+        for name in ("auto", "planes-zstd", "zstd"):
+            chain = parse_codec(name).choose(element, spread_sample(tensor, SAMPLE_NBYTES), data.size)
+            out = memoryview(bytearray(chain.max_encoded_nbytes(data.size)))
+            sizes[name] = len(engine.encode(data, chain, out).data)
+        assert sizes["auto"] <= 1.005 * min(sizes.values()), (seed, sizes)
