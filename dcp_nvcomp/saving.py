@@ -5,8 +5,8 @@
     write threads    one per lane: append the blocks of the lane's files in order, give the buffers back
 
 A lane is a list of files written one after the other; lanes are written at the same time. Buffers are taken in the
-order in which tasks are handed out, and a lane's tasks in the order of its files. So the oldest task that holds a buffer
-is always one that its lane is waiting for, and nothing can wait for a buffer for ever.
+order in which tasks are handed out, and a lane's tasks in the order of its files. So the oldest task that holds a
+buffer is always one that its lane is waiting for, and nothing can wait for a buffer for ever.
 
 The first error stops everything: tasks are no longer encoded, blocks no longer written, streams are aborted.
 """

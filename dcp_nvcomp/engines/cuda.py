@@ -83,7 +83,7 @@ class CudaEngine:
             CodecUnavailableError: the GPU can't encode a block with ANS, which only it can.
         """
         assert not isinstance(chain.coder, Ans) or chain.coder.nvcomp_version == self._coders.version
-        costs = [self._encoder.cost_nbytes(chain, block.numel()) for block in blocks]
+        costs = self._costs(lambda: [self._encoder.cost_nbytes(chain, block.numel()) for block in blocks], len(blocks))
         encoded: list[EncodedBlock] = []
         position, most = 0, len(blocks)
         while len(encoded) < len(blocks):
@@ -113,7 +113,7 @@ class CudaEngine:
         """
         for job in jobs:
             self._decoder.check(job, verify=verify)
-        costs = [self._decoder.cost_nbytes(job) for job in jobs]
+        costs = self._costs(lambda: [self._decoder.cost_nbytes(job) for job in jobs], len(jobs))
         position, most = 0, len(jobs)
         while position < len(jobs):
             count = fitting(costs, position, most, self._budget_nbytes)
@@ -124,6 +124,13 @@ class CudaEngine:
                     continue
                 self._decode_on_cpu(batch[0], verify)
             position += count
+
+    def _costs(self, work: Callable[[], list[int]], count: int) -> list[int]:
+        """What each block takes; where nvCOMP can't even say that, every block is a batch of its own."""
+        costs: list[int] = []
+        with self._device.current():
+            known = self._attempt(lambda: costs.extend(work()))
+        return costs if known else [self._budget_nbytes] * count
 
     def _attempt(self, work: Callable[[], None]) -> bool:
         """Whether `work` was done; False where the GPU failed. What it held is free again by then."""

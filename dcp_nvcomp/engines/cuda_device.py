@@ -132,6 +132,9 @@ class Device(Protocol):
             tensors: the caller's device memory that the work uses.
         """
 
+    def current(self) -> AbstractContextManager[object]:
+        """Have nvCOMP and torch take this device for granted; a session does that too."""
+
     def empty(self, nbytes: int) -> Tensor:
         """Device memory, uint8, aligned to 16 at least."""
 
@@ -199,7 +202,7 @@ class CudaDevice:
         self.nvcomp_memory = NvcompMemory(_allocate, torch.cuda.caching_allocator_delete)
         # nvCOMP has one allocator for the process; a later engine replaces it by an equal one
         self.nvcomp.set_device_allocator(self.nvcomp_memory)
-        self._stream = torch.cuda.Stream(self.torch_device)
+        self._stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self.stream_handle = int(self._stream.cuda_stream)
         self._cupy = load_cupy()
         self._functions = self._compile()
@@ -237,6 +240,9 @@ class CudaDevice:
                     yield
                 finally:
                     self._stream.synchronize()
+
+    def current(self) -> AbstractContextManager[object]:
+        return torch.cuda.device(self.torch_device)
 
     def empty(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)

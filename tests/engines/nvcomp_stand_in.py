@@ -13,7 +13,7 @@ import enum
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -285,6 +285,9 @@ class StandInDevice:
                 host_tensor(host).copy_(source)
             self._copies.clear()
             self._in_session = False
+
+    def current(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def empty(self, nbytes: int) -> Tensor:
         self._hold(nbytes)

@@ -182,4 +182,5 @@ def test_auto_is_no_larger_than_the_plain_choice(dtype: torch.dtype) -> None:
             chain = parse_codec(name).choose(element, spread_sample(tensor, SAMPLE_NBYTES), data.size)
             out = memoryview(bytearray(chain.max_encoded_nbytes(data.size)))
             sizes[name] = len(engine.encode(data, chain, out).data)
-        assert sizes["auto"] <= 1.005 * min(sizes.values()), (seed, sizes)
+        # an alternative has to gain 2 % to be preferred
+        assert sizes["auto"] <= 1.02 * min(sizes.values()), (seed, sizes)

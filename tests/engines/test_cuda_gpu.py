@@ -1,0 +1,269 @@
+"""The CUDA engine on a GPU: kernels, nvCOMP and streams against the reference and the CPU engine."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from dcp_nvcomp.codecs import Ans, Bytes, CodecChain, Deflate, Planes, Zstd, planes_reference
+from dcp_nvcomp.codecs.planes import PLANE_NAMES
+from dcp_nvcomp.engines.base import EncodedBlock
+from dcp_nvcomp.engines.cpu import CpuEngine, checksum
+from dcp_nvcomp.engines.cuda import CudaEngine, DecodeJob, cuda_unavailable_reason
+from dcp_nvcomp.engines.cuda_batches import block_table, copy_table
+from dcp_nvcomp.engines.cuda_device import CudaDevice
+from dcp_nvcomp.errors import CorruptDataError
+
+from .test_cuda_stand_in import weights
+from .test_planes_reference import SIGNS, floats
+
+REASON = cuda_unavailable_reason()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(REASON is not None, reason=f"needs an NVIDIA GPU: {REASON}")]
+
+BUDGET = 256 << 20
+CODERS = [Zstd(), Zstd(literals_only=True), Zstd(64 << 10), Deflate(), Deflate(literals_only=True), Deflate(64 << 10)]
+
+
+@pytest.fixture(scope="module")
+def device() -> CudaDevice:
+    return CudaDevice(torch.device("cuda"))
+
+
+@pytest.fixture(scope="module")
+def engine(device: CudaDevice) -> CudaEngine:
+    return CudaEngine(device.torch_device, device_memory_budget=BUDGET, backend=device)
+
+
+@pytest.fixture(autouse=True)
+def nothing_falls_back() -> Iterator[None]:
+    """The engine warns where it leaves a block to the CPU; a test that expects that says so."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def on_gpu(block: np.ndarray, misaligned: int = 0) -> torch.Tensor:
+    memory = torch.zeros(block.size + 16, dtype=torch.uint8, device="cuda")
+    assert memory.data_ptr() % 16 == 0
+    memory[misaligned : misaligned + block.size] = torch.from_numpy(block).cuda()
+    return memory[misaligned : misaligned + block.size]
+
+
+def encode(engine: CudaEngine, blocks: Sequence[torch.Tensor], chain: CodecChain) -> list[EncodedBlock]:
+    nbytes = sum(chain.max_encoded_nbytes(block.numel()) for block in blocks)
+    out = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy().data
+    return engine.encode(blocks, chain, out)
+
+
+def job(encoded: EncodedBlock, chain: CodecChain, misaligned: int = 0) -> DecodeJob:
+    out = on_gpu(np.full(encoded.uncompressed_nbytes, 0xEE, np.uint8), misaligned)
+    return DecodeJob(encoded.data, encoded.row, chain, out)
+
+
+def same(tensor: torch.Tensor, block: np.ndarray) -> bool:
+    return tensor.cpu().numpy().tobytes() == block.tobytes()
+
+
+def column(*values: int) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [2, 4, 8])
+@pytest.mark.parametrize("signs", SIGNS)
+@pytest.mark.parametrize("misaligned", [0, 1, 2, 4, 8])
+@pytest.mark.parametrize("count", [1, 9, 1000, (1 << 19) + 13])
+def test_kernels_do_what_the_reference_does(
+    device: CudaDevice, width: int, signs: str, misaligned: int, count: int
+) -> None:
+    codec, block = Planes(width), on_gpu(floats(width, count, signs, count), misaligned)
+    flags, expected = planes_reference.split(block, codec, pack=True)
+    planes = {name: torch.full_like(plane, 0xA5) for name, plane in expected.items()}
+    addresses = np.array([[planes[n].data_ptr() if n in planes else 0 for n in PLANE_NAMES]], np.int64)
+    merged, copied = on_gpu(np.zeros(block.numel(), np.uint8), misaligned), on_gpu(np.ones(block.numel() + 9, np.uint8))
+    results = torch.zeros((3, 1), dtype=torch.int32, device="cuda")
+    with device.session([block]):
+        table = block_table(column(block.data_ptr()), column(block.numel()), column(width), column(1), addresses)
+        device.kernels.inspect(table, results[0], results[1])
+        device.kernels.split(table, results[1], results[2])
+        back = block_table(column(merged.data_ptr()), column(block.numel()), column(width), column(flags), addresses)
+        device.kernels.merge(back)
+        device.kernels.copy(
+            copy_table(column(merged.data_ptr()), column(copied.data_ptr()), column(block.numel()), column(9))
+        )
+    assert int(results[0].cpu().numpy().view(np.uint32)[0]) == checksum(block.cpu().numpy())
+    assert int(results[2]) == flags
+    for name, plane in expected.items():
+        assert torch.equal(planes[name], plane), name
+    assert torch.equal(merged, block)
+    assert torch.equal(copied[: block.numel()], block)
+    assert not copied[block.numel() :].any()
+
+
+# ---- both ways -------------------------------------------------------------------------------------------------------
+
+
+def chain_of(width: int, coder: Zstd | Deflate | Ans | None, *coded: str) -> CodecChain:
+    return CodecChain(Planes(width, coded), coder) if width else CodecChain(Bytes(), coder)
+
+
+CHAINS = [
+    *(chain_of(width, coder, "exponent") for width in (2, 4, 8) for coder in CODERS),
+    *(chain_of(0, coder) for coder in CODERS),
+    chain_of(4, Zstd(), "low", "rest", "exponent"),
+    chain_of(2, None),
+    chain_of(0, None),
+]
+
+
+def blocks_for(chain: CodecChain) -> list[np.ndarray]:
+    width = chain.array_to_bytes.float_nbytes if isinstance(chain.array_to_bytes, Planes) else 2
+    return [
+        weights(width, (1 << 20) // width),
+        weights(width, 70_001, signs="positive", seed=1),
+        weights(width, 33, signs="negative", seed=2),
+        np.random.default_rng(3).integers(0, 256, 5000 * width, np.uint8),
+        np.zeros(300_000 // width * width, np.uint8),
+        weights(width, 1, seed=4),
+    ]
+
+
+@pytest.mark.parametrize("chain", CHAINS, ids=lambda chain: str(chain.to_json()))
+@pytest.mark.parametrize("misaligned", [0, 2])
+def test_the_cpu_engine_reads_it_and_it_reads_the_cpu_engine(
+    engine: CudaEngine, chain: CodecChain, misaligned: int
+) -> None:
+    blocks = blocks_for(chain)
+    encoded = encode(engine, [on_gpu(block, misaligned) for block in blocks], chain)
+    for block, one in zip(blocks, encoded, strict=True):
+        out = np.empty_like(block)
+        CpuEngine().decode(one.data, one.row, chain, out, verify="full")
+        assert out.tobytes() == block.tobytes()
+    if chain.coder is not None:  # trained floats shrink: slices are not just stored
+        assert encoded[0].data.nbytes < 0.95 * blocks[0].size
+    by_cpu = [
+        CpuEngine().encode(block, chain, memoryview(bytearray(chain.max_encoded_nbytes(block.size)))) for block in blocks
+    ]
+    jobs = [job(one, chain, misaligned) for one in [*encoded, *by_cpu]]
+    engine.decode(jobs, verify="full")
+    assert all(same(done.out, block) for done, block in zip(jobs, blocks * 2, strict=True))
+
+
+@pytest.mark.parametrize(("data_type", "width"), [("|u1", 1), ("|i1", 1), ("|f1", 1), ("<f2", 2), ("<f4", 4)])
+@pytest.mark.parametrize("slice_nbytes", [64 << 10, 1 << 20, 16 << 20])
+def test_ans(engine: CudaEngine, data_type: str, width: int, slice_nbytes: int) -> None:
+    chain = engine.complete(CodecChain(Bytes(), Ans(slice_nbytes, data_type)))
+    blocks = [weights(max(width, 2), 5 << 19), weights(2, 70_003), np.zeros(1023, np.uint8)]
+    encoded = encode(engine, [on_gpu(block) for block in blocks], chain)
+    assert encoded[0].data.nbytes < 0.97 * blocks[0].size
+    jobs = [job(one, chain) for one in encoded]
+    engine.decode(jobs, verify="full")
+    assert all(same(done.out, block) for done, block in zip(jobs, blocks, strict=True))
+
+
+def test_thousands_of_small_blocks(engine: CudaEngine) -> None:
+    chain = CodecChain(Planes(2), Zstd())
+    blocks = [weights(2, 200 + seed % 50, seed=seed) for seed in range(3000)]
+    encoded = encode(engine, [on_gpu(block) for block in blocks], chain)
+    jobs = [job(one, chain) for one in encoded]
+    engine.decode(jobs, verify="full")
+    assert all(same(done.out, block) for done, block in zip(jobs, blocks, strict=True))
+
+
+def test_a_flipped_byte(engine: CudaEngine) -> None:
+    chain = CodecChain(Planes(4), Zstd())
+    (encoded,) = encode(engine, [on_gpu(weights(4, 1 << 18))], chain)
+    encoded.data[-20] ^= 1
+    with pytest.raises(CorruptDataError, match="CRC"):
+        engine.decode([job(encoded, chain)], verify="stored")
+
+
+# ---- streams and memory ----------------------------------------------------------------------------------------------
+
+LONG = 400_000_000  # clock cycles, some tenths of a second
+
+
+def test_encoding_waits_for_what_the_caller_has_under_way(engine: CudaEngine) -> None:
+    chain, block = CodecChain(Planes(4), Zstd()), weights(4, 1 << 18)
+    source, target = on_gpu(block), torch.zeros(block.size, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(LONG)
+        target.copy_(source)
+        (encoded,) = encode(engine, [target], chain)
+    out = np.empty_like(block)
+    CpuEngine().decode(encoded.data, encoded.row, chain, out, verify="full")
+    assert out.tobytes() == block.tobytes()
+
+
+def test_decoding_waits_too_and_is_complete_when_it_returns(engine: CudaEngine) -> None:
+    chain, block = CodecChain(Planes(4), Zstd()), weights(4, 1 << 18)
+    (encoded,) = encode(engine, [on_gpu(block)], chain)
+    done = job(encoded, chain)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(LONG)
+        done.out.zero_()  # must not come after the decoded bytes
+        engine.decode([done], verify="stored")
+    with torch.cuda.stream(torch.cuda.Stream()):  # no stream needs to wait any more
+        assert same(done.out, block)
+
+
+def test_a_batch_keeps_to_the_budget(device: CudaDevice) -> None:
+    budget = 64 << 20
+    engine = CudaEngine(device.torch_device, device_memory_budget=budget, backend=device)
+    for chain in (CodecChain(Planes(2), Zstd()), CodecChain(Planes(4), Deflate(literals_only=True)), CodecChain(Bytes())):
+        blocks = [on_gpu(weights(4, 1 << 18, seed=seed)) for seed in range(200)]
+        encode(engine, blocks[:20], chain)  # nvCOMP's own memory becomes known
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        encoded = encode(engine, blocks, chain)
+        assert torch.cuda.max_memory_allocated() - before <= 1.15 * budget, chain
+        jobs = [job(one, chain) for one in encoded]
+        engine.decode(jobs[:20], verify="stored")
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        engine.decode(jobs, verify="full")
+        assert torch.cuda.max_memory_allocated() - before <= 1.15 * budget, chain
+        assert all(torch.equal(done.out, block) for done, block in zip(jobs, blocks, strict=True))
+
+
+def test_without_memory_the_cpu_engine_takes_over(device: CudaDevice) -> None:
+    chain = CodecChain(Planes(4), Zstd())
+    blocks = [weights(4, 1 << 18, seed=seed) for seed in range(8)]
+    tensors = [on_gpu(block) for block in blocks]
+    engine = CudaEngine(device.torch_device, device_memory_budget=BUDGET, backend=device)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(device.torch_device).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (1 << 20)) / total)
+    try:
+        with pytest.warns(RuntimeWarning, match="CPU engine") as caught:
+            encoded = encode(engine, tensors, chain)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert len(caught) == 1
+    for block, one in zip(blocks, encoded, strict=True):
+        out = np.empty_like(block)
+        CpuEngine().decode(one.data, one.row, chain, out, verify="full")
+        assert out.tobytes() == block.tobytes()
+
+
+def test_ordinary_host_memory_and_read_only_bytes(engine: CudaEngine) -> None:
+    chain, block = CodecChain(Planes(2), Zstd()), weights(2, 1 << 19)
+    out = memoryview(bytearray(chain.max_encoded_nbytes(block.size)))
+    (encoded,) = engine.encode([on_gpu(block)], chain, out)
+    done = DecodeJob(memoryview(bytes(encoded.data)), encoded.row, chain, on_gpu(np.zeros_like(block)))
+    engine.decode([done], verify="full")
+    assert same(done.out, block)
