@@ -1,7 +1,7 @@
-"""`planes` in plain torch operations: the reference for numpy (planes.py) and for the CUDA kernels (engines/kernels.cu).
+"""`planes` in plain torch operations: the reference for numpy (planes.py) and the CUDA kernels (engines/kernels.cu).
 
-Written to be read, not to be fast: each plane in one line from the bytes of the floats. Runs on any device, so that a test
-can compare byte for byte with whatever runs there.
+Written to be read, not to be fast: each plane in one line from the bytes of the floats. Runs on any device, so that a
+test can compare byte for byte with whatever runs there.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The CUDA engine: nvCOMP and the kernels, for blocks that are on a GPU. Makes the same open bytes as the CPU engine.
 
-    CudaEngine     batches under a budget, what happens when the GPU fails
-    cuda_encode    a batch of blocks --> encoded blocks        cuda_decode    and back
-    nvcomp_coders  slices --> frames --> slices                cuda_batches   where everything of a batch lies
-    cuda_device    memory, stream, kernels.cu                  cuda_support   what is installed
+CudaEngine     batches under a budget, what happens when the GPU fails
+cuda_encode    a batch of blocks --> encoded blocks        cuda_decode    and back
+nvcomp_coders  slices --> frames --> slices                cuda_batches   where everything of a batch lies
+cuda_device    memory, stream, kernels.cu                  cuda_support   what is installed
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _GPU_ERRORS = (RuntimeError, ValueError, MemoryError)
 class CudaEngine:
     """Encodes and decodes blocks in GPU memory. Not for several threads at once.
 
-    Where the GPU runs out of memory or nvCOMP fails, batches become smaller, and a block that fails alone is left to the
-    CPU engine, with one warning.
+    Where the GPU runs out of memory or nvCOMP fails, batches become smaller, and a block that fails alone is left to
+    the CPU engine, with one warning.
 
     Args:
         device: the CUDA device of the blocks.
-        device_memory_budget: how many bytes of device memory a batch may take beside the blocks themselves. A block that
-            alone takes more is a batch of its own.
+        device_memory_budget: how many bytes of device memory a batch may take beside the blocks themselves. A block
+            that alone takes more is a batch of its own.
         backend: what the engine runs on; by default CuPy and nvCOMP on `device`.
 
     Raises:
@@ -153,8 +153,8 @@ class CudaEngine:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"The GPU failed on a block ({self._failure}); the CPU engine takes it, and every other that fails. Lower "
-                "device_memory_budget or free GPU memory to keep to the GPU.",
+                f"The GPU failed on a block ({self._failure}); the CPU engine takes it, and every other that fails. "
+                "Lower device_memory_budget or free GPU memory to keep to the GPU.",
                 RuntimeWarning,
                 stacklevel=4,
             )

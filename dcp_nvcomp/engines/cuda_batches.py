@@ -1,7 +1,7 @@
-"""Where everything of a GPU batch lies: tables of addresses and lengths, built with numpy for many blocks at once. Pure.
+"""Where everything of a GPU batch lies: tables of addresses and lengths, built with numpy for many blocks at once.
 
-A block's pieces (codecs/base.py) depend only on the chain, its length and its flags, so a `BlockLayout` is worked out once
-and a batch's tables are those of its blocks joined: no Python runs per slice.
+A block's pieces (codecs/base.py) depend only on the chain, its length and its flags, so a `BlockLayout` is worked out
+once and a batch's tables are those of its blocks joined: no Python runs per slice. Pure: knows no GPU.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def padded_nbytes(nbytes: I64) -> I64:
 
 
 def starts_of(lengths: I64) -> I64:
-    """Where each of several things begins that lie one after the other; one more at the end: where the last one ends."""
+    """Where each of several things begins that lie one after the other, and where the last one ends."""
     starts = np.zeros(lengths.size + 1, np.int64)
     np.cumsum(lengths, out=starts[1:])
     return starts

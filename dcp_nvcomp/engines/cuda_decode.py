@@ -1,9 +1,9 @@
 """Encoded blocks to blocks, a batch at a time on a device; the blocks may be of any chains.
 
-    check     on the host: CRC, lengths and flags, before the GPU sees a byte
-    fetch     encoded blocks --> one run of device memory
-    decode    frames --> slices of coded planes in scratch memory; stored slices are copied there
-    merge     planes --> blocks, in the caller's memory
+check     on the host: CRC, lengths and flags, before the GPU sees a byte
+fetch     encoded blocks --> one run of device memory
+decode    frames --> slices of coded planes in scratch memory; stored slices are copied there
+merge     planes --> blocks, in the caller's memory
 """
 
 from __future__ import annotations
@@ -157,12 +157,10 @@ class BatchDecoder:
                 jobs, pieces, encoded_starts[:-1] + encoded.data_ptr(), scratch_starts[:-1] + scratch.data_ptr()
             )
             framed = pieces.coded & (batch.stored_nbytes < pieces.lengths)
-            # what was stored as it is: slices, and planes of blocks that are not split; merge reads other planes in place
+            # slices stored as they are, and planes of blocks that are not split; merge reads other planes in place
             self._copy(batch.frames, batch.places, pieces.lengths, (pieces.coded | batch.plain) & ~framed)
             self._decode_slices(jobs, pieces, batch, framed, encoded, scratch)
-            self._copy(
-                batch.scratch[pieces.block] + pieces.places, batch.places, pieces.lengths, framed & batch.plain
-            )
+            self._copy(batch.scratch[pieces.block] + pieces.places, batch.places, pieces.lengths, framed & batch.plain)
             self._merge(jobs, layouts, pieces, batch)
             crc = self._inspect(jobs, batch) if verify == "full" else None
         if crc is not None:
@@ -187,8 +185,11 @@ class BatchDecoder:
         self, jobs: Sequence[DecodeJob], pieces: Pieces, batch: _Batch, framed: Bools, encoded: Tensor, scratch: Tensor
     ) -> None:
         coders: dict[Coder, int] = {}
-        coder_of_job = [-1 if c is None else coders.setdefault(c, len(coders)) for c in (job.chain.coder for job in jobs)]
-        coder_of_piece = np.array(coder_of_job, np.int64)[pieces.block]
+        coder_of_job = np.full(len(jobs), -1, np.int64)
+        for index, job in enumerate(jobs):
+            if job.chain.coder is not None:
+                coder_of_job[index] = coders.setdefault(job.chain.coder, len(coders))
+        coder_of_piece = coder_of_job[pieces.block]
         places = batch.scratch[pieces.block] + pieces.places - scratch.data_ptr()
         for coder, number in coders.items():
             which = np.flatnonzero(framed & (coder_of_piece == number))
@@ -207,9 +208,7 @@ class BatchDecoder:
                 bad = jobs[int(pieces.block[which[int(np.argmin(good))]])]
                 _refuse(bad, f"A {coder.name} slice does not decode to its length.")
 
-    def _merge(
-        self, jobs: Sequence[DecodeJob], layouts: Sequence[BlockLayout], pieces: Pieces, batch: _Batch
-    ) -> None:
+    def _merge(self, jobs: Sequence[DecodeJob], layouts: Sequence[BlockLayout], pieces: Pieces, batch: _Batch) -> None:
         split = [index for index, job in enumerate(jobs) if isinstance(job.chain.array_to_bytes, Planes)]
         if not split:
             return

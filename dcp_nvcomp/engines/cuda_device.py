@@ -1,6 +1,7 @@
 """A GPU as the CUDA engine needs it: memory, copies, a stream of its own, the kernels, nvCOMP.
 
-`Device` is the seam: the engine's code above it knows no CUDA, so tests run all of it on a CPU. `CudaDevice` is the real one.
+`Device` is the seam: the engine's code above it knows no CUDA, so tests run all of it on a CPU. `CudaDevice` is the
+real one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,16 @@ from dcp_nvcomp.engines.cuda_batches import THREADS, TILE_NBYTES, RowTable
 from dcp_nvcomp.engines.cuda_support import cuda_unavailable_reason, load_cupy, load_nvcomp
 from dcp_nvcomp.errors import CodecUnavailableError
 
-__all__ = ["KERNEL_OPTIONS", "CudaDevice", "Device", "Kernels", "LaunchedKernels", "NvcompMemory", "host_tensor", "kernel_source"]
+__all__ = [
+    "KERNEL_OPTIONS",
+    "CudaDevice",
+    "Device",
+    "Kernels",
+    "LaunchedKernels",
+    "NvcompMemory",
+    "host_tensor",
+    "kernel_source",
+]
 
 KERNEL_OPTIONS = ("-std=c++17", f"-DTHREADS={THREADS}", f"-DTILE_NBYTES={TILE_NBYTES}")
 
@@ -61,7 +71,7 @@ class Kernels(Protocol):
 
 
 class NvcompMemory:
-    """nvCOMP's device memory, from torch's caching allocator: plain cudaMalloc and cudaFree would synchronise the device.
+    """nvCOMP's device memory, from torch's caching allocator: plain cudaMalloc and cudaFree synchronise the device.
 
     Knows how much nvCOMP holds, as nothing else tells how much scratch memory a coder takes.
 
@@ -125,8 +135,8 @@ class Device(Protocol):
     def session(self, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Work on the device's own stream, begun after what the caller's current stream has under way.
 
-        At its end, also by an exception, all work is complete: results are in host memory, and nobody reads the caller's
-        memory any more.
+        At its end, also by an exception, all work is complete: results are in host memory, and nobody reads the
+        caller's memory any more.
 
         Args:
             tensors: the caller's device memory that the work uses.
@@ -216,8 +226,8 @@ class CudaDevice:
                 return {name: module.get_function(name) for name in names}
         except Exception as error:  # CuPy's own compile error is a plain Exception
             raise CodecUnavailableError(
-                f"The CUDA engine's kernels do not compile here ({type(error).__name__}: {error}). Check that the CuPy that "
-                "is installed fits the CUDA driver."
+                f"The CUDA engine's kernels do not compile here ({type(error).__name__}: {error}). Check that the "
+                "installed CuPy fits the CUDA driver."
             ) from error
 
     def _launch(self, name: str, tiles: int, addresses: tuple[int, ...]) -> None:

@@ -1,9 +1,9 @@
 """Blocks of one chain to encoded blocks, a batch at a time on a device.
 
-    inspect   each block's CRC and signs
-    split     blocks --> planes in scratch memory (without planes: a copy, as coders want aligned input)
-    code      slices of coded planes --> frames, each in a slot of its own
-    gather    stored planes and frames --> one contiguous run, which one copy takes to the host
+inspect   each block's CRC and signs
+split     blocks --> planes in scratch memory (without planes: a copy, as coders want aligned input)
+code      slices of coded planes --> frames, each in a slot of its own
+gather    stored planes and frames --> one contiguous run, which one copy takes to the host
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class BatchEncoder:
         return self._coders.encode(chain.coder, scratch, places, pieces.lengths[pieces.coded])
 
     def _gather(self, pieces: Pieces, bases: I64, frames: Frames | None, out: memoryview) -> tuple[I64, I64]:
-        """Bring all pieces into one run and start its copy to `out`; returns their stored lengths and where they begin."""
+        """Bring all pieces into one run and start its copy to `out`; returns their stored lengths and their starts."""
         sources, stored_nbytes = bases[pieces.block] + pieces.places, pieces.lengths.copy()
         if frames is not None:
             slices = np.flatnonzero(pieces.coded)

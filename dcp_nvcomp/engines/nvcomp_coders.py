@@ -1,7 +1,7 @@
 """nvCOMP's coders on batches of slices: Zstd, Deflate and ANS as bare streams, one for each slice.
 
-    encode   scratch memory, where its slices lie  -->  where their frames lie, how long they are
-    decode   encoded memory, where its frames lie  -->  scratch memory, how much came out of each
+encode   scratch memory, where its slices lie  -->  where their frames lie, how long they are
+decode   encoded memory, where its frames lie  -->  scratch memory, how much came out of each
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class _Workspace:
         return int(coded_nbytes * self.per_byte) + slices * self.per_slice
 
 
-# What nvCOMP 6.0's temp-size functions answer without a GPU (zstd decode 3 n + 6.9 KB, Deflate 1 up to 9.5 n + 38 KB, none
-# for Deflate 0 and ANS). Zstd's encoder can only be asked on one: a guess, corrected upwards by what is seen.
+# What nvCOMP 6.0's temp-size functions answer without a GPU (Zstd decode 3 n + 6.9 KB, Deflate 1 up to 9.5 n + 38 KB,
+# none for Deflate 0 and ANS). Zstd's encoder can only be asked on one: a guess, corrected upwards by what is seen.
 _ENCODE_WORKSPACE = {
     "Zstd": _Workspace(4, 16 << 10),
     "Deflate": _Workspace(0, 256),
@@ -99,9 +99,9 @@ class NvcompCoders:
         if isinstance(coder, Ans) and coder.nvcomp_version.split(".")[0] != self.version.split(".")[0]:
             wrote = coder.nvcomp_version or "(version not recorded)"
             raise UnsupportedVersionError(
-                f"This record was coded with the ANS of nvCOMP {wrote}, which nvCOMP {self.version} can't decode: install "
-                f"nvidia-nvcomp-cu13=={wrote.split('.')[0]}.* (or -cu12), load the checkpoint there and save it again with "
-                "codec='auto'."
+                f"This record was coded with the ANS of nvCOMP {wrote}, which nvCOMP {self.version} can't decode: "
+                f"install nvidia-nvcomp-cu13=={wrote.split('.')[0]}.* (or -cu12), load the checkpoint there and save "
+                "it again with codec='auto'."
             )
 
     def slot_nbytes(self, coder: Coder, ceiling: int) -> int:

@@ -27,7 +27,7 @@ def compiler() -> str | None:
 
 
 def compile_for_cpu(folder: Path) -> ctypes.CDLL:
-    """kernels.cu as a library of C functions `cpu_<kernel>`. Undefined behaviour (a misaligned load, too) ends the process."""
+    """kernels.cu as a library of C functions. Undefined behaviour, a misaligned load too, ends the process."""
     path = compiler()
     assert path is not None
     library = folder / "kernels.so"

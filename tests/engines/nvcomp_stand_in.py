@@ -1,8 +1,8 @@
 """A stand-in for nvCOMP's Python API on CPU memory, with zstandard and zlib underneath, and a device to run it on.
 
-It takes and refuses what the docstrings of nvCOMP 6.0 say: keyword options by algorithm, batches carved out of one buffer,
-alignment, fixed room in `out=`, sizes that are known only when they are asked for. What the docstrings leave open it decides
-strictly. ANS here is a made-up bitstream: the real one is closed.
+It takes and refuses what the docstrings of nvCOMP 6.0 say: keyword options by algorithm, batches carved out of one
+buffer, alignment, fixed room in `out=`, sizes that are known only when they are asked for. What the docstrings leave
+open it decides strictly. ANS here is a made-up bitstream: the real one is closed.
 
 `NvcompStandIn` is the module, `StandInDevice` a `dcp_nvcomp.engines.cuda_device.Device`.
 """
@@ -29,10 +29,17 @@ U8 = npt.NDArray[np.uint8]
 _COMPRESSION_ALIGNMENT = {"Zstd": 4, "Deflate": 8, "ANS": 16}
 _DECOMPRESSION_ALIGNMENT = {"Zstd": 8, "Deflate": 4, "ANS": 16}
 _COMMON_OPTIONS = {
-    "algorithm", "device_id", "cuda_stream", "uncomp_chunk_size", "bitstream_kind", "execution_policy", "checksum_policy",
-    "decompress_backend", "use_de_sort",
-}  # fmt: skip
-_OPTIONS = {
+    "algorithm",
+    "bitstream_kind",
+    "checksum_policy",
+    "cuda_stream",
+    "decompress_backend",
+    "device_id",
+    "execution_policy",
+    "uncomp_chunk_size",
+    "use_de_sort",
+}
+_OPTIONS: dict[str, set[str]] = {
     "Zstd": set(),
     "Deflate": {"algorithm_type"},
     "ANS": {"data_type", "states_per_lane", "histogram_reduction_log2", "max_sub_chunk_count", "skip_validate"},
@@ -227,7 +234,7 @@ class NvcompStandIn:
         for offset, size in zip(offsets, sizes, strict=True):
             assert isinstance(offset, int) and isinstance(size, int)
             if size < 1 or offset < 0 or offset + size > memory.size:
-                raise ValueError(f"{size} bytes at {offset} are not inside the {memory.size}-byte buffer it is carved from")
+                raise ValueError(f"{size} bytes at {offset} exceed the {memory.size}-byte buffer it is carved from")
         return BatchArray([memory[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)])
 
 
@@ -246,7 +253,7 @@ class StandInDevice:
     def __init__(self, kernels: Kernels, nvcomp: NvcompStandIn | None = None, capacity_nbytes: int = 1 << 40) -> None:
         self.kernels = kernels
         self.nvcomp = nvcomp or NvcompStandIn()
-        self.nvcomp_memory = NvcompMemory(lambda nbytes, stream: self._take(nbytes), lambda address: self._give(address))
+        self.nvcomp_memory = NvcompMemory(lambda nbytes, stream: self._take(nbytes), self._give)
         self.nvcomp.set_device_allocator(self.nvcomp_memory)
         self.capacity_nbytes = capacity_nbytes
         self.held_nbytes = 0

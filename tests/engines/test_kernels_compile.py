@@ -17,7 +17,7 @@ def nvrtc() -> ctypes.CDLL:
     library = load_nvrtc()
     if library is None:
         # the `test` extra brings it on Linux, so its absence there is a broken set-up and no reason to skip
-        assert not sys.platform.startswith("linux"), "nvidia-cuda-nvrtc is not installed: pip install 'dcp-nvcomp[test]'"
+        assert sys.platform != "linux", "nvidia-cuda-nvrtc is not installed: pip install 'dcp-nvcomp[test]'"
         pytest.skip("NVRTC is installed on Linux only")
     return library
 

@@ -54,7 +54,8 @@ def results(count: int) -> torch.Tensor:
 
 
 # Lengths around a quad, an eighth, a word and a tile.
-counts = st.integers(1, 70) | st.sampled_from([TILE_NBYTES // 8, TILE_NBYTES // 4 + 1, TILE_NBYTES // 2 + 9, TILE_NBYTES])
+AROUND_TILES = [TILE_NBYTES // 8, TILE_NBYTES // 4 + 1, TILE_NBYTES // 2 + 9, TILE_NBYTES]
+counts = st.integers(1, 70) | st.sampled_from(AROUND_TILES)
 
 
 @settings(max_examples=60, deadline=None)

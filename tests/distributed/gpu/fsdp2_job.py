@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from tests.conformance.plugins import OURS, STOCK
 from tests.conformance.states import assert_same_state
 from tests.distributed.jobs import JOBS, state_of
-from tests.distributed.launch import STOCK_WARNINGS
 
 
 def _join(device_type: str) -> torch.device:
@@ -58,9 +56,6 @@ def main() -> None:
     parser.add_argument("--codec", default="auto")
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
-    warnings.simplefilter("error")
-    for message in STOCK_WARNINGS:
-        warnings.filterwarnings("ignore", message=message)
 
     device = _join(options.device)
     state = state_of(*JOBS["fsdp2"](1 if options.action == "save" else 2, device))
