@@ -30,6 +30,7 @@ KIND_PACK = "pack"
 _KINDS = (KIND_TENSOR, KIND_BYTES, KIND_TORCH_SAVE, KIND_PACK)
 
 MAX_BLOCK_NBYTES = 64 << 20
+MAX_BLOCK_SLICES = 1 << 16
 MAX_DIMENSIONS = 64
 MAX_ELEMENTS = 1 << 62
 
@@ -226,6 +227,8 @@ def _slices_per_block(record: Record, block_nbytes: npt.NDArray[np.int64]) -> np
     # counted, not listed: a hostile footer may claim millions of slices
     layouts = [record.chain.array_to_bytes.layout(int(nbytes), 0, True) for nbytes in sizes]
     counts = [sum(-(-plane.nbytes // coder.slice_nbytes) for plane in planes if plane.coded) for planes in layouts]
+    if max(counts) > MAX_BLOCK_SLICES:
+        raise _Invalid(f"a block has {max(counts)} slices, more than {MAX_BLOCK_SLICES}")
     return np.array(counts, np.int64)[inverse]
 
 
@@ -302,7 +305,7 @@ def parse_footer(description: dict[str, Any], tables: Tables, trailer: Trailer, 
     features = description.get("features")
     if features != []:
         raise UnsupportedVersionError(
-            f"The file needs features that this reader does not know: {features!r}. Update dcp-nvcomp.", path=path
+            f"The file needs features that this reader does not know: {str(features)[:200]}. Update dcp-nvcomp.", path=path
         )
     try:
         codecs = description.get("codecs")

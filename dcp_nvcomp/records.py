@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from dcp_nvcomp.blocks import BLOCK_NBYTES, BlockGrid, default_block_shape
 from dcp_nvcomp.codecs.ans import Ans
 from dcp_nvcomp.codecs.base import CodecChain
-from dcp_nvcomp.codecs.choose import SAMPLE_NBYTES, CodecChooser, needs_gpu, parse_codec
+from dcp_nvcomp.codecs.choose import CodecChooser, needs_gpu, parse_codec, sample_nbytes
 from dcp_nvcomp.codecs.dtypes import ELEMENT_TYPES, ElementType
 from dcp_nvcomp.engines.cuda import cuda_unavailable_reason, nvcomp_version
 from dcp_nvcomp.errors import CheckpointError, CodecUnavailableError, ShapeMismatchError
@@ -251,13 +251,13 @@ class RecordMaker:
             chain, source = self._encoded_where(joined, pack.element)
         else:
             array = np.concatenate(pack.parts)
-            chain = self._host_chain(pack.element, array[:SAMPLE_NBYTES], pack.nbytes)
+            chain = self._host_chain(pack.element, array[: sample_nbytes(pack.nbytes)], pack.nbytes)
             source = HostSource(array.view(_WORDS[pack.element.nbytes]))
         return _pack_record(row, pack, chain, source, elements)
 
     def _encoded_where(self, tensor: torch.Tensor, element: ElementType) -> tuple[CodecChain, Source]:
         nbytes = tensor.numel() * tensor.element_size()
-        sample = spread_sample(tensor, SAMPLE_NBYTES) if nbytes else np.zeros(0, np.uint8)
+        sample = spread_sample(tensor, sample_nbytes(nbytes)) if nbytes else np.zeros(0, np.uint8)
         if self._engine.on_cuda(tensor.device):
             chain = self._chooser.choose(element, sample, nbytes)
             if isinstance(chain.coder, Ans):
@@ -278,7 +278,7 @@ def _of_this_nvcomp(coder: Ans) -> Ans:
 
 def _sample_bytes(payload: U8) -> U8:
     step = max(payload.size // 4, 1)
-    count = SAMPLE_NBYTES // 4
+    count = sample_nbytes(payload.size) // 4
     return np.concatenate([payload[at : at + count] for at in range(0, payload.size, step)][:4] or [payload])
 
 

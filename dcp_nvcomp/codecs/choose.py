@@ -22,14 +22,17 @@ from dcp_nvcomp.codecs.stored import Bytes
 from dcp_nvcomp.codecs.zstd import Zstd
 from dcp_nvcomp.errors import ConfigurationError
 
-__all__ = ["CODEC_NAMES", "SAMPLE_NBYTES", "STORED", "CodecChooser", "needs_gpu", "parse_codec"]
+__all__ = ["CODEC_NAMES", "STORED", "CodecChooser", "needs_gpu", "parse_codec", "sample_nbytes"]
 
 U8 = npt.NDArray[np.uint8]
 
 STORED = CodecChain(Bytes())
 PLAIN = CodecChain(Bytes(), Zstd(level=3))
 
-SAMPLE_NBYTES = 128 << 10
+# Sampling runs on one thread for all records of a rank, so it must stay well below the time of encoding them.
+_MIN_SAMPLE_NBYTES = 8 << 10
+_MAX_SAMPLE_NBYTES = 64 << 10
+_SAMPLED_PART = 32
 # Below this gain, decoding costs more than the bytes are worth.
 WORTHWHILE = 0.98
 TINY_NBYTES = 256
@@ -44,7 +47,7 @@ class CodecChooser(Protocol):
 
         Args:
             element: its element type.
-            sample: bytes from several places of it, whole elements, about `SAMPLE_NBYTES` of them.
+            sample: bytes from several places of it, whole elements, about `sample_nbytes(nbytes)` of them.
             nbytes: its size in bytes.
 
         Returns:
@@ -97,6 +100,12 @@ class _Auto:
         if min(matched, literals) > WORTHWHILE * sample.size:
             return STORED
         return PLAIN if matched < literals else CodecChain(Bytes(), Zstd(literals_only=True))
+
+
+def sample_nbytes(nbytes: int) -> int:
+    """How long a sample of a record of `nbytes` should be, in bytes."""
+    wanted = max(_MIN_SAMPLE_NBYTES, min(_MAX_SAMPLE_NBYTES, nbytes // _SAMPLED_PART))
+    return wanted // 16 * 16  # whole elements of any type
 
 
 def _coded_nbytes(data: U8, coder: Coder) -> int:

@@ -148,12 +148,11 @@ def test_newobj_with_arguments() -> None:
     ids=["class", "enum class", "enum member", "size", "dtype", "path", "dict", "twice"],
 )
 def test_build_changes_only_fresh_objects(target: bytes) -> None:
-    before = dict(vars(torch_metadata.Metadata)), dict(vars(torch_metadata._MEM_FORMAT_ENCODING))
-    refused(
-        asm.pickled(target, asm.mapping(asm.text("__init__"), asm.text("x")), asm.BUILD),
-        "state of something that it has not just made",
-    )
-    assert before == (dict(vars(torch_metadata.Metadata)), dict(vars(torch_metadata._MEM_FORMAT_ENCODING)))
+    classes = (torch_metadata.Metadata, torch_metadata._MEM_FORMAT_ENCODING)
+    before = [dict(vars(kind)) for kind in classes]
+    state = asm.mapping(asm.text("__init__"), asm.text("x"))
+    refused(asm.pickled(target, state, asm.BUILD), "state of something that it has not just made")
+    assert before == [dict(vars(kind)) for kind in classes]
 
 
 def test_build_on_a_class_is_a_real_attack() -> None:
@@ -209,7 +208,7 @@ def test_nested_key_is_a_real_attack() -> None:
     ids=["state dict", "storage", "fqn", "planner", "planner's dict", "path", "in a path", "version"],
 )
 def test_keys_that_hash_for_ever(attributes: dict[str, bytes]) -> None:
-    refused(asm.metadata(**attributes), "", MetadataError)
+    refused(asm.metadata(**attributes), ".", MetadataError)
 
 
 def test_unknown_attribute_is_never_looked_into() -> None:
@@ -220,32 +219,32 @@ def test_unknown_attribute_is_never_looked_into() -> None:
 
 def test_keys_that_collide() -> None:
     modulus = (1 << 61) - 1  # a number hashes to its rest
-    offsets = [[(n >> shift & 3) * modulus for shift in range(0, 20, 2)] for n in range(20_000)]
+    offsets = [[(n >> shift & 3) * modulus for shift in range(0, 20, 2)] for n in range(1000)]
     assert len({hash(torch.Size(offset)) for offset in offsets}) == 1
     stored = asm.sequence(asm.file(), asm.number(0))
     pairs = b"".join(asm.index(offset=asm.size(*offset)) + stored for offset in offsets)
-    refused(asm.metadata(storage_data=asm.mapping(pairs)), "collide", seconds=3)
+    refused(asm.metadata(storage_data=asm.mapping(pairs)), "collide")
 
 
 def test_numbers_that_collide() -> None:
-    keys = b"".join(asm.number(n * ((1 << 61) - 1)) + b"N" for n in range(20_000))
+    keys = b"".join(asm.number(n * ((1 << 61) - 1)) + b"N" for n in range(5000))
     refused(asm.metadata(planner_data=asm.listed(asm.mapping(keys))), "collide")
 
 
 @pytest.mark.parametrize("opcode", [asm.EMPTY_LIST, asm.EMPTY_DICT, asm.EMPTY_TUPLE + b"\x85", asm.MARK + b"t"])
 def test_more_containers_than_dcp_would_make(opcode: bytes) -> None:
-    many = opcode * (1_000_000 // len(opcode))
+    many = opcode * (300_000 // len(opcode))
     if len(opcode) == 1:
         refused(asm.pickled(many), "containers")
-    refused(asm.pickled(asm.EMPTY_LIST, asm.MARK, many, b"e"), "", MetadataError)
+    refused(asm.pickled(asm.EMPTY_LIST, asm.MARK, many, b"e"), ".", MetadataError)
 
 
 def test_tuples_in_tuples() -> None:
-    refused(asm.pickled(asm.EMPTY_TUPLE, b"\x85" * 1_000_000), "containers")
+    refused(asm.pickled(asm.EMPTY_TUPLE, b"\x85" * 300_000), "containers")
 
 
 def test_marks_in_marks() -> None:
-    refused(asm.pickled(asm.MARK * 1_000_000), "nests more than 64")
+    refused(asm.pickled(asm.MARK * 300_000), "nests more than 64")
 
 
 def test_dicts_in_dicts() -> None:
@@ -261,15 +260,15 @@ def test_container_in_itself(where: str, container: str) -> None:
         "dict": asm.EMPTY_DICT + asm.MEMOIZE + asm.text("a") + asm.get(0) + b"s",
         "instance": asm.fresh("StorageMeta") + asm.MEMOIZE + asm.mapping(asm.text("modules"), asm.get(0)) + asm.BUILD,
     }
-    refused(asm.metadata(**{where: written[container]}), "", MetadataError)
+    refused(asm.metadata(**{where: written[container]}), ".", MetadataError)
 
 
 def test_one_list_for_many_tensors() -> None:
-    shards = [asm.shard(asm.size(0, 0), asm.size(4, 6))] * 1000
-    memoized = asm.listed(*shards) + asm.MEMOIZE
+    shards = [asm.shard(asm.size(0, 0), asm.size(4, 6)) + asm.MEMOIZE, *[asm.get(0)] * 2000]
+    memoized = asm.listed(*shards) + asm.MEMOIZE  # slot 1
     tensors = [asm.text("0") + asm.tensor(chunks=memoized)]
-    tensors += [asm.text(str(n)) + asm.tensor(chunks=asm.get(0)) for n in range(1, 10_000)]
-    refused(asm.metadata(state_dict_metadata=asm.mapping(*tensors)), "more often", seconds=5)
+    tensors += [asm.text(str(n)) + asm.tensor(chunks=asm.get(1)) for n in range(1, 1000)]
+    refused(asm.metadata(state_dict_metadata=asm.mapping(*tensors)), "more often")
 
 
 def test_one_path_for_many_keys() -> None:
@@ -325,5 +324,4 @@ def test_opcode_without_a_use(opcode: pickletools.OpcodeInfo) -> None:
     data = asm.pickled(
         asm.MARK, asm.text("os"), asm.EMPTY_TUPLE, opcode.code.encode("latin-1"), values.get(opcode.name, b"0\n" * 8)
     )
-    with refused("os.system" if opcode.name == "INST" else f"opcode {opcode.name},"):
-        parse(data)
+    refused(data, "os.system" if opcode.name == "INST" else f"opcode {opcode.name},")

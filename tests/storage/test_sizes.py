@@ -166,7 +166,7 @@ def test_random_bytes_are_stored(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_auto_is_no_larger_than_the_plain_choice(dtype: torch.dtype) -> None:
     """The sample must not be taken in by a gain of 2 % in a plane that is better packed or stored."""
-    from dcp_nvcomp.codecs.choose import SAMPLE_NBYTES, parse_codec
+    from dcp_nvcomp.codecs.choose import parse_codec, sample_nbytes
     from dcp_nvcomp.engines.cpu import CpuEngine
     from dcp_nvcomp.placement import element_type, spread_sample
 
@@ -179,7 +179,7 @@ def test_auto_is_no_larger_than_the_plain_choice(dtype: torch.dtype) -> None:
         data = tensor.view(torch.uint8).numpy().reshape(-1)
         sizes = {}
         for name in ("auto", "planes-zstd", "zstd"):
-            chain = parse_codec(name).choose(element, spread_sample(tensor, SAMPLE_NBYTES), data.size)
+            chain = parse_codec(name).choose(element, spread_sample(tensor, sample_nbytes(data.size)), data.size)
             out = memoryview(bytearray(chain.max_encoded_nbytes(data.size)))
             sizes[name] = len(engine.encode(data, chain, out).data)
         # an alternative has to gain 2 % to be preferred
