@@ -239,10 +239,11 @@ class MetadataReader:
             self._names.add(check_relative_path(name, path=self._path))
         return name
 
-    def _stock_item(self, name: object, offset: object, length: object, descriptors: object) -> StockItem:
+    def _stock_item(self, name: object, offset: object, length: object, descriptors: Any) -> StockItem:
         if type(offset) is not int or type(length) is not int or offset < 0 or not 0 <= length < LIMIT - offset:
             raise MetadataError(f"An item begins at {shown(offset)} and has {shown(length)} bytes.")
-        if not isinstance(descriptors, list | tuple | None) or not all(type(text) is str for text in descriptors or ()):
+        known = descriptors is None or type(descriptors) in (PickledList, list, tuple)
+        if not known or not all(type(text) is str for text in descriptors or ()):
             raise MetadataError(f"An item has the transform descriptors {shown(descriptors)}.")
         self._reader.spend(len(descriptors or ()))
         return StockItem(self._relative_path(name), offset, length, tuple(descriptors or ()))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -62,18 +61,12 @@ class CudaEngine:
         self._failure = ""
         self._warned = False
 
-    def complete(self, chain: CodecChain) -> CodecChain:
-        """The chain as it must be recorded and given to `encode`: ANS with the version of nvCOMP that writes it."""
-        if isinstance(chain.coder, Ans):
-            return CodecChain(chain.array_to_bytes, replace(chain.coder, nvcomp_version=self._coders.version))
-        return chain
-
     def encode(self, blocks: Sequence[Tensor], chain: CodecChain, out: memoryview) -> list[EncodedBlock]:
         """Encode blocks.
 
         Args:
             blocks: 1-D contiguous uint8 tensors on the device, of any alignment.
-            chain: their codec chain, with ANS as `complete` made it.
+            chain: their codec chain; ANS names the version of nvCOMP that is here.
             out: host memory, pinned if it is to be fast; at least the sum of `chain.max_encoded_nbytes` of the blocks.
 
         Returns:

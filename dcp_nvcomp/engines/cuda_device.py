@@ -7,6 +7,7 @@ real one.
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.resources
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -73,7 +74,7 @@ class Kernels(Protocol):
 class NvcompMemory:
     """nvCOMP's device memory, from torch's caching allocator: plain cudaMalloc and cudaFree synchronise the device.
 
-    Knows how much nvCOMP holds, as nothing else tells how much scratch memory a coder takes.
+    Knows how much nvCOMP holds for each stream, as nothing else tells how much scratch memory a coder takes.
 
     Args:
         allocate: (bytes, nvCOMP's stream object) to an address.
@@ -83,36 +84,55 @@ class NvcompMemory:
     def __init__(self, allocate: Callable[[int, Any], int], free: Callable[[int], None]) -> None:
         self._allocate = allocate
         self._free = free
-        self._held_nbytes = 0
-        self.peak_nbytes = 0
+        self._held_nbytes: dict[int, int] = {}
+        self._peak_nbytes: dict[int, int] = {}
 
     def __call__(self, nbytes: int, stream: Any) -> _Allocation:
-        allocation = _Allocation(self, self._allocate(max(nbytes, 1), stream), nbytes)
-        self._held_nbytes += nbytes
-        self.peak_nbytes = max(self.peak_nbytes, self._held_nbytes)
+        """Allocate, as nvCOMP asks for it."""
+        allocation = _Allocation(self, self._allocate(max(nbytes, 1), stream), nbytes, int(stream.ptr))
+        held_nbytes = self._held_nbytes.get(allocation.stream, 0) + nbytes
+        self._held_nbytes[allocation.stream] = held_nbytes
+        self._peak_nbytes[allocation.stream] = max(self.peak_nbytes(allocation.stream), held_nbytes)
         return allocation
 
-    def reset_peak(self) -> None:
-        """Let `peak_nbytes` begin anew from what is held now."""
-        self.peak_nbytes = self._held_nbytes
+    def peak_nbytes(self, stream_handle: int) -> int:
+        """The most that was held for a stream since `reset_peak`."""
+        return self._peak_nbytes.get(stream_handle, 0)
 
-    def release(self, address: int, nbytes: int) -> None:
+    def reset_peak(self, stream_handle: int) -> None:
+        """Let `peak_nbytes` begin anew from what is held now."""
+        self._peak_nbytes[stream_handle] = self._held_nbytes.get(stream_handle, 0)
+
+    def release(self, allocation: _Allocation) -> None:
         """What an allocation calls when nvCOMP drops it."""
-        self._held_nbytes -= nbytes
-        self._free(address)
+        self._held_nbytes[allocation.stream] -= allocation.nbytes
+        self._free(allocation.ptr)
 
 
 class _Allocation:
-    """nvCOMP reads `ptr` and gives the memory back by dropping the object."""
+    """nvCOMP reads `ptr`, and gives the memory back by dropping the object."""
 
-    def __init__(self, memory: NvcompMemory, ptr: int, nbytes: int) -> None:
+    def __init__(self, memory: NvcompMemory, ptr: int, nbytes: int, stream: int) -> None:
         self._memory = memory
         self.ptr = ptr
-        self._nbytes = nbytes
+        self.nbytes = nbytes
+        self.stream = stream
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
-            self._memory.release(self.ptr, self._nbytes)
+            self._memory.release(self)
+
+
+@functools.cache
+def _installed_memory() -> NvcompMemory:
+    """The one that nvCOMP has for the whole process."""
+
+    def allocate(nbytes: int, stream: Any) -> int:
+        return int(torch.cuda.caching_allocator_alloc(nbytes, device=stream.device, stream=stream.ptr))
+
+    memory = NvcompMemory(allocate, torch.cuda.caching_allocator_delete)
+    load_nvcomp().set_device_allocator(memory)
+    return memory
 
 
 class Device(Protocol):
@@ -209,9 +229,7 @@ class CudaDevice:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.torch_device = torch.device("cuda", index)
         self.nvcomp = load_nvcomp()
-        self.nvcomp_memory = NvcompMemory(_allocate, torch.cuda.caching_allocator_delete)
-        # nvCOMP has one allocator for the process; a later engine replaces it by an equal one
-        self.nvcomp.set_device_allocator(self.nvcomp_memory)
+        self.nvcomp_memory = _installed_memory()
         self._stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self.stream_handle = int(self._stream.cuda_stream)
         self._cupy = load_cupy()
@@ -272,7 +290,3 @@ class _StreamHandle:
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, self._handle
-
-
-def _allocate(nbytes: int, stream: Any) -> int:
-    return int(torch.cuda.caching_allocator_alloc(nbytes, device=stream.device, stream=stream.ptr))

@@ -87,7 +87,7 @@ class NvcompCoders:
 
     @property
     def version(self) -> str:
-        """NvCOMP's version."""
+        """Which nvCOMP this is."""
         return str(self._device.nvcomp.__version__)
 
     def check_decodable(self, coder: Coder | None) -> None:
@@ -156,7 +156,7 @@ class NvcompCoders:
     def _encode_group(
         self, coder: Coder, scratch: Tensor, places: I64, lengths: I64, slots: Tensor, at: I64, room: I64
     ) -> I64:
-        self._device.nvcomp_memory.reset_peak()
+        self._device.nvcomp_memory.reset_peak(self._device.stream_handle)
         frames = self._codec(coder).encode(self._batch(scratch, places, lengths), out=self._batch(slots, at, room))
         nbytes = np.asarray(frames.buffer_sizes, np.int64)  # waits
         if nbytes.shape != lengths.shape or (nbytes <= 0).any() or (nbytes > room).any():
@@ -181,7 +181,7 @@ class NvcompCoders:
         Returns:
             For each slice whether nvCOMP decoded it to its length.
         """
-        self._device.nvcomp_memory.reset_peak()
+        self._device.nvcomp_memory.reset_peak(self._device.stream_handle)
         slices = self._codec(coder).decode(self._batch(encoded, at, nbytes), out=self._batch(scratch, places, lengths))
         decoded = np.asarray(slices.buffer_sizes, np.int64)  # waits
         self._learn(self._decode_workspace, _kind(coder), lengths)
@@ -195,7 +195,8 @@ class NvcompCoders:
     def _learn(self, workspaces: dict[str, _Workspace], kind: str, lengths: I64) -> None:
         """Correct the guess of nvCOMP's scratch memory upwards, so that the next batch keeps to the budget."""
         known = workspaces[kind]
-        excess = self._device.nvcomp_memory.peak_nbytes - known.nbytes(int(lengths.sum()), lengths.size)
+        peak_nbytes = self._device.nvcomp_memory.peak_nbytes(self._device.stream_handle)
+        excess = peak_nbytes - known.nbytes(int(lengths.sum()), lengths.size)
         if excess > 0:
             workspaces[kind] = replace(known, per_byte=known.per_byte + excess / int(lengths.sum()))
 

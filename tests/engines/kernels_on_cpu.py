@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,8 @@ _CPU_SOURCE = Path(__file__).with_name("cuda_on_cpu.cpp")
 
 def compiler() -> str | None:
     """A C++ compiler, or None."""
+    if sys.platform != "linux":  # elsewhere there are no fibers in the C library
+        return None
     return shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
 
 
@@ -31,7 +34,7 @@ def compile_for_cpu(folder: Path) -> ctypes.CDLL:
     path = compiler()
     assert path is not None
     library = folder / "kernels.so"
-    options = ["-std=c++17", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-fno-strict-aliasing"]
+    options = ["-std=c++17", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", "-fno-strict-aliasing"]
     options += ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]
     options += [f"-DTHREADS={THREADS}", f"-DTILE_NBYTES={TILE_NBYTES}"]
     include = Path(dcp_nvcomp.engines.__file__).parent

@@ -62,6 +62,13 @@ def _bytes_of(source: Any) -> U8:
     return array.reshape(-1).view(np.uint8)
 
 
+class CudaStream:
+    """What an allocator is told of the stream."""
+
+    ptr = 77
+    device = 0
+
+
 class Array:
     """A buffer."""
 
@@ -214,7 +221,7 @@ class NvcompStandIn:
         self._on_call(name, slices)
 
     def allocate(self, nbytes: int) -> list[Any]:
-        return [] if self._allocator is None else [self._allocator(nbytes, None)]
+        return [] if self._allocator is None else [self._allocator(nbytes, CudaStream())]
 
     def set_device_allocator(self, allocator: Callable[[int, Any], Any] | None = None) -> None:
         self._allocator = allocator
@@ -248,7 +255,7 @@ class StandInDevice:
     """
 
     torch_device = torch.device("cpu")
-    stream_handle = 77
+    stream_handle = CudaStream.ptr
 
     def __init__(self, kernels: Kernels, nvcomp: NvcompStandIn | None = None, capacity_nbytes: int = 1 << 40) -> None:
         self.kernels = kernels

@@ -14,13 +14,12 @@ from dcp_nvcomp.codecs import Ans, Bytes, CodecChain, Deflate, Planes, Zstd, pla
 from dcp_nvcomp.codecs.planes import PLANE_NAMES
 from dcp_nvcomp.engines.base import EncodedBlock
 from dcp_nvcomp.engines.cpu import CpuEngine, checksum
-from dcp_nvcomp.engines.cuda import CudaEngine, DecodeJob, cuda_unavailable_reason
+from dcp_nvcomp.engines.cuda import CudaEngine, DecodeJob, cuda_unavailable_reason, nvcomp_version
 from dcp_nvcomp.engines.cuda_batches import block_table, copy_table
 from dcp_nvcomp.engines.cuda_device import CudaDevice
 from dcp_nvcomp.errors import CorruptDataError
 
-from .test_cuda_stand_in import cpu_encode, weights
-from .test_planes_reference import SIGNS, floats
+from .cases import SIGNS, cpu_encode, floats, weights
 
 REASON = cuda_unavailable_reason()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(REASON is not None, reason=f"needs an NVIDIA GPU: {REASON}")]
@@ -159,7 +158,7 @@ def test_the_cpu_engine_reads_it_and_it_reads_the_cpu_engine(
 @pytest.mark.parametrize(("data_type", "width"), [("|u1", 1), ("|i1", 1), ("|f1", 1), ("<f2", 2), ("<f4", 4)])
 @pytest.mark.parametrize("slice_nbytes", [64 << 10, 1 << 20, 16 << 20])
 def test_ans(engine: CudaEngine, data_type: str, width: int, slice_nbytes: int) -> None:
-    chain = engine.complete(CodecChain(Bytes(), Ans(slice_nbytes, data_type)))
+    chain = CodecChain(Bytes(), Ans(slice_nbytes, data_type, nvcomp_version()))
     blocks = [weights(max(width, 2), 5 << 19), weights(2, 70_003), np.zeros(1023, np.uint8)]
     encoded = encode(engine, [on_gpu(block) for block in blocks], chain)
     assert encoded[0].data.nbytes < 0.97 * blocks[0].size

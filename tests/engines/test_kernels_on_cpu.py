@@ -19,8 +19,8 @@ from dcp_nvcomp.engines.crc_tables import power_table, stride_table
 from dcp_nvcomp.engines.cuda_batches import TILE_NBYTES, block_table, copy_table
 from dcp_nvcomp.engines.cuda_device import LaunchedKernels
 
+from .cases import SIGNS, floats
 from .kernels_on_cpu import compiled_kernels
-from .test_planes_reference import SIGNS, floats
 
 CANARY = 0x5C
 

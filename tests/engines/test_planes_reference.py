@@ -11,15 +11,7 @@ from hypothesis import strategies as st
 from dcp_nvcomp.codecs import planes_reference
 from dcp_nvcomp.codecs.planes import Planes, SplitScratch, merge, split
 
-SIGNS = ("mixed", "positive", "negative")
-
-
-def floats(width: int, count: int, signs: str, seed: int) -> np.ndarray:
-    """Random bits, NaN and subnormals among them, with signs as asked for."""
-    block = np.random.default_rng(seed).integers(0, 256, (count, width), np.uint8)
-    if signs != "mixed":
-        block[:, -1] = block[:, -1] & 0x7F | (0x80 if signs == "negative" else 0)
-    return block.reshape(-1)
+from .cases import SIGNS, floats
 
 
 @settings(max_examples=150, deadline=None)

@@ -84,7 +84,7 @@ def file(name: bytes = text("__0_0.distcp"), file_nbytes: int = 100, footer_nbyt
 
 
 def index(fqn: bytes = text("w"), offset: bytes | None = None, **attributes: bytes) -> bytes:
-    return built("MetadataIndex", fqn=fqn, index=number(0), offset=offset or size(0, 0), **attributes)
+    return built("MetadataIndex", **{"fqn": fqn, "index": number(0), "offset": offset or size(0, 0), **attributes})
 
 
 def info(name: str = "__0_0.distcp", offset: int = 0, length: int = 10, **attributes: bytes) -> bytes:

@@ -1,0 +1,71 @@
+"""Blocks, and what the engine tests do with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from dcp_nvcomp.codecs import CodecChain, Planes, Zstd
+from dcp_nvcomp.engines.base import EncodedBlock
+from dcp_nvcomp.engines.cpu import CpuEngine
+from dcp_nvcomp.engines.cuda import CudaEngine, DecodeJob
+
+from .nvcomp_stand_in import StandInDevice
+
+U8 = np.ndarray
+
+BUDGET = 64 << 20
+SLICE = 1024
+CHAIN = CodecChain(Planes(4), Zstd(SLICE))
+SIGNS = ("mixed", "positive", "negative")
+
+
+def floats(width: int, count: int, signs: str, seed: int) -> np.ndarray:
+    """Random bits, NaN and subnormals among them, with signs as asked for."""
+    block = np.random.default_rng(seed).integers(0, 256, (count, width), np.uint8)
+    if signs != "mixed":
+        block[:, -1] = block[:, -1] & 0x7F | (0x80 if signs == "negative" else 0)
+    return block.reshape(-1)
+
+
+def engine_on(device: StandInDevice, budget: int = BUDGET) -> CudaEngine:
+    return CudaEngine(torch.device("cpu"), device_memory_budget=budget, backend=device)
+
+
+def weights(width: int, count: int, *, signs: str = "mixed", seed: int = 0) -> U8:
+    """Bits like those of trained floats: skewed exponents, random mantissas."""
+    rng = np.random.default_rng(seed)
+    values = rng.normal(0, 0.02, count)
+    values = {"mixed": values, "positive": np.abs(values), "negative": -np.abs(values)}[signs]
+    if width == 8:
+        return values.view(np.uint8)
+    single = values.astype(np.float32)
+    if width == 4:
+        return single.view(np.uint8)
+    return (single.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+
+
+def tensor(block: U8, misaligned: int = 0) -> torch.Tensor:
+    """The block as a tensor that begins so far from a multiple of 16."""
+    memory = torch.zeros(block.size + 64, dtype=torch.uint8)
+    start = -memory.data_ptr() % 16 + misaligned
+    memory[start : start + block.size] = torch.from_numpy(block)
+    return memory[start : start + block.size]
+
+
+def encode(engine: CudaEngine, blocks: Sequence[torch.Tensor], chain: CodecChain) -> list[EncodedBlock]:
+    out = memoryview(bytearray(sum(chain.max_encoded_nbytes(block.numel()) for block in blocks)))
+    encoded = engine.encode(blocks, chain, out)
+    assert b"".join(block.data for block in encoded) == out[: sum(block.data.nbytes for block in encoded)]
+    return encoded
+
+
+def cpu_encode(block: U8, chain: CodecChain) -> EncodedBlock:
+    return CpuEngine().encode(block, chain, memoryview(bytearray(chain.max_encoded_nbytes(block.size))))
+
+
+def job(encoded: EncodedBlock, chain: CodecChain, misaligned: int = 0) -> DecodeJob:
+    out = tensor(np.full(encoded.uncompressed_nbytes, 0xEE, np.uint8), misaligned)
+    return DecodeJob(encoded.data, encoded.row, chain, out)

@@ -1,0 +1,56 @@
+"""What the CUDA engine says of a machine that lacks something."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from dcp_nvcomp.engines.cuda import CudaEngine
+from dcp_nvcomp.engines.cuda_support import cuda_unavailable_reason, find_reason, nvcomp_version
+from dcp_nvcomp.errors import CodecUnavailableError
+
+
+class Installed:
+    def __init__(self, version: str) -> None:
+        self.__version__ = version
+
+
+def missing() -> Installed:
+    raise ModuleNotFoundError("No module named 'nvidia'")
+
+
+def broken() -> Installed:
+    raise OSError("libnvcomp.so.6: cannot open shared object file")
+
+
+def test_reasons() -> None:
+    def six() -> Installed:
+        return Installed("6.0.0")
+
+    assert find_reason("13.0", 1, six, six) is None
+    assert "built without CUDA" in str(find_reason(None, 0, six, six))
+    assert "no CUDA device" in str(find_reason("13.0", 0, six, six))
+    assert "pip install 'dcp-nvcomp[cu13]'" in str(find_reason("13.0", 1, missing, six))
+    assert "nvidia-nvcomp-cu12 is not installed" in str(find_reason("12.8", 1, missing, six))
+    assert "cupy-cuda12x is not installed" in str(find_reason("12.8", 1, six, missing))
+    assert "does not load (OSError: libnvcomp" in str(find_reason("13.0", 1, broken, six))
+    assert "nvCOMP 5.1.0 is installed, but version 6" in str(find_reason("13.0", 1, lambda: Installed("5.1.0"), six))
+
+
+def test_here() -> None:
+    reason = cuda_unavailable_reason()
+    if torch.version.cuda is None:
+        assert reason is not None and "built without CUDA" in reason
+    if reason is not None:
+        with pytest.raises(CodecUnavailableError, match="can't run here"):
+            CudaEngine(torch.device("cuda"), device_memory_budget=1)
+
+
+def test_nvcomp_version() -> None:
+    if importlib.util.find_spec("nvidia") is None or importlib.util.find_spec("nvidia.nvcomp") is None:
+        with pytest.raises(CodecUnavailableError, match="pip install"):
+            nvcomp_version()
+    else:
+        assert nvcomp_version().split(".")[0].isdigit()

@@ -1,0 +1,98 @@
+"""What stock torch, without this package, sees in our `.metadata`; and how large it is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from dcp_nvcomp.metadata import (
+    METADATA_NAME,
+    rank_metadata_name,
+    rank_of_metadata_name,
+    save_metadata_name,
+    serialize_metadata,
+)
+from dcp_nvcomp.stock import StockItem
+
+STOCK_READER = """
+import json, sys
+sys.modules["dcp_nvcomp"] = None  # importing it fails
+from torch.distributed.checkpoint import FileSystemReader
+metadata = FileSystemReader(sys.argv[1]).read_metadata()
+tensors = {fqn: [str(item.properties.dtype), item.size] for fqn, item in metadata.state_dict_metadata.items()}
+values = [[index.fqn, index.offset, value] for index, value in metadata.storage_data.items()]
+print(json.dumps([tensors, metadata.planner_data, values, metadata.storage_meta.save_id]))
+"""
+
+
+def many(count: int) -> Metadata:
+    file = ("__0_0_" + "5d" * 16 + ".distcp", 1 << 30, 1 << 20, 0xFFFFFFFF)
+    metadata = Metadata({}, {}, {}, StorageMeta("s3://bucket/run/step-1000", "5d" * 16), "1.0.0")
+    for number in range(count):
+        fqn = f"model.layers.{number:05d}.attention.weight"
+        shard = ChunkStorageMetadata(torch.Size([0]), torch.Size([256]))
+        metadata.state_dict_metadata[fqn] = TensorStorageMetadata(
+            TensorProperties(torch.float32), torch.Size([256]), [shard]
+        )
+        metadata.planner_data[fqn] = tuple(fqn.split("."))
+        metadata.storage_data[MetadataIndex(fqn, [0], 0)] = (file, number)
+    return metadata
+
+
+def test_stock_torch_reads_it_without_this_package(tmp_path: Path) -> None:
+    (tmp_path / METADATA_NAME).write_bytes(serialize_metadata(many(2)))
+    command = [sys.executable, "-W", "error", "-c", STOCK_READER, str(tmp_path)]
+    done = subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)
+    tensors, planner_data, values, save_id = json.loads(done.stdout)
+    names = [f"model.layers.0000{number}.attention.weight" for number in range(2)]
+    assert tensors == {name: ["torch.float32", [256]] for name in names}
+    assert planner_data == {name: name.split(".") for name in names}
+    file = ["__0_0_" + "5d" * 16 + ".distcp", 1 << 30, 1 << 20, 0xFFFFFFFF]
+    assert values == [[name, [0], [file, number]] for number, name in enumerate(names)]
+    assert save_id == "5d" * 16
+
+
+def test_size_of_many_small_tensors() -> None:
+    assert len(serialize_metadata(many(10_000))) <= 260 * 10_000
+
+
+def test_nothing_but_tuples_is_written() -> None:
+    metadata = many(1)
+    metadata.storage_data = {MetadataIndex("w"): StockItem("a", 0, 1, ())}
+    with pytest.raises(AssertionError):
+        serialize_metadata(metadata)
+
+
+def test_names() -> None:
+    assert rank_metadata_name(12) == "__12.metadata" and rank_of_metadata_name("__12.metadata") == 12
+    assert save_metadata_name("5d" * 16) == "__" + "5d" * 16 + ".metadata"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        ".metadata",
+        save_metadata_name("12" * 16),  # an id may have no letter in it
+        "__01.metadata",
+        "__-1.metadata",
+        "__1.metadata.tmp",
+        "x__1.metadata",
+        "__1.metadata\n",
+        "__\u0661.metadata",
+    ],
+)
+def test_names_that_are_no_ranks(name: str) -> None:
+    assert rank_of_metadata_name(name) is None
