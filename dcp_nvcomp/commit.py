@@ -9,18 +9,20 @@
 from __future__ import annotations
 
 import logging
+import re
+import threading
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp_nvcomp.errors import CheckpointError, CheckpointExistsError, StorageError
+from dcp_nvcomp.errors import CheckpointError, CheckpointExistsError, MetadataError
 from dcp_nvcomp.filesystem import Filesystem
-from dcp_nvcomp.format import MAX_METADATA_NBYTES
+from dcp_nvcomp.format import DATA_FILE_SUFFIX, MAX_METADATA_NBYTES
 from dcp_nvcomp.metadata import (
     METADATA_NAME,
     parse_metadata,
     rank_metadata_name,
+    rank_of_metadata_name,
     save_metadata_name,
     serialize_metadata,
 )
@@ -35,18 +37,19 @@ def refuse_existing(filesystem: Filesystem, *, rank: int | None) -> None:
 
     Args:
         filesystem: the checkpoint's directory.
-        rank: with `use_collectives=False` the rank, whose own rank-local metadata counts as well. The others' can't:
-            theirs may be of this very save.
+        rank: with `use_collectives=False` the rank: other ranks' metadata may be of this very save, and does not count.
 
     Raises:
         CheckpointExistsError: there is one.
     """
-    names = [METADATA_NAME] if rank is None else [METADATA_NAME, rank_metadata_name(rank)]
+    names = [METADATA_NAME]
+    if rank is not None:
+        names.append(rank_metadata_name(rank))
+    else:
+        names += [name for name in filesystem.list_names() if rank_of_metadata_name(name) is not None]
     for name in names:
         if filesystem.file_nbytes(name) is not None:
-            why = (
-                "overwrite=False" if rank is None else "a save with use_collectives=False can't replace one atomically"
-            )
+            why = "overwrite=False" if rank is None else "use_collectives=False can't replace one atomically"
             raise CheckpointExistsError(
                 f"There is a checkpoint already, and {why}. Choose another path.", path=filesystem.location(name)
             )
@@ -57,22 +60,39 @@ def files_named_by(metadata: Metadata) -> set[str]:
     names = set()
     for value in (metadata.storage_data or {}).values():
         names.add(value[0][0] if isinstance(value, tuple) else value.relative_path)
+    # `.metadata` is untrusted, and what it names may be removed: nothing but data files of this directory
+    names = {name for name in names if name.endswith(DATA_FILE_SUFFIX) and "/" not in name}
     save_id = metadata.storage_meta.save_id if metadata.storage_meta is not None else None
-    if save_id is not None and len(save_id) == 32:
+    if save_id is not None and re.fullmatch("[0-9a-f]{32}", save_id):
         names.add(save_metadata_name(save_id))
     return names
 
 
-def _files_of_current(filesystem: Filesystem) -> set[str]:
-    """What the checkpoint that is there now names; nothing if there is none or it can't be read."""
+def _files_of_current(filesystem: Filesystem) -> set[str] | None:
+    """What the checkpoint that is there now names; nothing if there is none, None if it can't be read."""
     try:
         if filesystem.file_nbytes(METADATA_NAME) is None:
             return set()
         data = filesystem.read_all(METADATA_NAME, limit_nbytes=MAX_METADATA_NBYTES)
         return files_named_by(parse_metadata(data, path=filesystem.location(METADATA_NAME)))
     except CheckpointError as error:
-        logger.warning("The checkpoint that is being replaced can't be read, so its files stay: %s", error)
-        return set()
+        logger.warning("The checkpoint that is there can't be read, so its files stay: %s", error)
+        return None
+
+
+def _check_readable(metadata: Metadata, path: str) -> None:
+    """Make sure that what a planner put into the metadata can be read again, before an old checkpoint is given up.
+
+    Only what planners may choose freely is tried: one small value per key, not one per shard.
+    """
+    probe = Metadata(state_dict_metadata={}, planner_data=metadata.planner_data, storage_data={})
+    try:
+        parse_metadata(serialize_metadata(probe), path=path)
+    except MetadataError as error:
+        raise MetadataError(
+            f"The planner's planner_data can't be stored: {error.message} Use plain containers of text and numbers.",
+            path=path,
+        ) from error
 
 
 def commit_checkpoint(
@@ -89,20 +109,29 @@ def commit_checkpoint(
 
     Raises:
         ConcurrentSaveError: it may not, and another save was published in the meantime.
+        MetadataError: what the planner wants stored could not be read again.
         StorageError: it could not be published, or it is unknown whether it was.
     """
-    replaced = _files_of_current(filesystem)
-    data = serialize_metadata(metadata)
     copy = save_metadata_name(save_id)
     try:
+        _check_readable(metadata, filesystem.location(METADATA_NAME))
+        replaced = _files_of_current(filesystem) or set()
+        data = serialize_metadata(metadata)
         filesystem.publish(copy, data)
-        filesystem.publish(METADATA_NAME, data, overwrite=overwrite)
     except CheckpointError:
+        _remove(filesystem, {copy, *own_files}, "a save that was not published")
+        raise
+    try:
+        filesystem.publish(METADATA_NAME, data, overwrite=overwrite)
+    except CheckpointError as error:
         published = _is_published(filesystem, data)
         if published is False:
             _remove(filesystem, {copy, *own_files}, "a save that could not be published")
         if published is not True:
             raise
+        # it is there, but perhaps not for good (an fsync that failed, say): so the old files stay
+        logger.warning("The checkpoint was published, though the storage reported an error: %s", error)
+        return
     _remove(filesystem, replaced - files_named_by(metadata), "the checkpoint that was replaced")
 
 
@@ -110,7 +139,7 @@ def _remove(filesystem: Filesystem, names: Iterable[str], whose: str) -> None:
     """Remove files whose fate changes nothing: a failure is no reason to fail the save, or to hide why it failed."""
     try:
         filesystem.remove(names)
-    except StorageError as error:
+    except CheckpointError as error:
         logger.warning("Files of %s could not be removed: %s", whose, error)
 
 
@@ -132,50 +161,32 @@ def commit_rank(filesystem: Filesystem, metadata: Metadata, rank: int) -> None:
 class Orphans:
     """A rank's own files of saves that failed on other ranks: of such a save it never hears the end.
 
-    At the next save each rank asks, in its plan, about the files that it wrote last; the coordinator knows what it has
-    committed, and answers with those that it has not. The answer may be replayed by cached plans: names are unique to
-    one save, so removing them twice does no harm.
+    At the next save the coordinator tells all ranks, in their plans, whether its last save failed before it was
+    published. A rank that hears so looks at what the checkpoint at that path names, and removes those of its files
+    that are not among it. A message that is lost or replayed by cached plans does no harm: it only decides whether a
+    rank looks, never what it removes.
     """
 
     def __init__(self) -> None:
-        self._written: dict[str, str] = {}
-        self._committed: list[frozenset[str]] = []
+        self._path = ""
+        self._names: tuple[str, ...] = ()
+        self._thread = threading.current_thread()
 
     def wrote(self, path: str, names: Iterable[str]) -> None:
-        """This rank wrote these files to the checkpoint at `path`."""
-        self._written.update(dict.fromkeys(names, path))
+        """This thread's save wrote these files to the checkpoint at `path`."""
+        self._path, self._names, self._thread = path, tuple(names), threading.current_thread()
 
-    def committed(self, names: Iterable[str]) -> None:
-        """The coordinator committed a checkpoint of these files."""
-        # a rank asks about its last save; a few more in case that ranks failed before they asked
-        self._committed = [*self._committed[-3:], frozenset(names)]
-
-    def question(self) -> Any:
-        """What a rank puts into its plan."""
-        return tuple(self._written)
-
-    def answer(self, question: Any) -> Any:
-        """What the coordinator puts into the plan instead: which of those files to remove."""
-        if not isinstance(question, tuple):
-            return ()
-        known = frozenset().union(*self._committed)
-        return question, tuple(name for name in question if name not in known)
-
-    def remove(self, answer: Any, open_at: Callable[[str], Filesystem]) -> None:
-        """Remove what the coordinator has not committed.
+    def remove(self, open_at: Callable[[str], Filesystem]) -> None:
+        """The last save failed: remove this rank's files of it that belong to no checkpoint.
 
         Args:
-            answer: from `answer`.
             open_at: opens the filesystem of a checkpoint.
         """
-        if not isinstance(answer, tuple) or len(answer) != 2:
-            return
-        asked, orphans = answer
-        by_path: dict[str, list[str]] = {}
-        for name in orphans:
-            if name in self._written:
-                by_path.setdefault(self._written[name], []).append(name)
-        for path, names in by_path.items():
-            _remove(open_at(path), names, "an earlier, failed save")
-        for name in asked:
-            self._written.pop(name, None)
+        if self._thread is not threading.current_thread() and self._thread.is_alive():
+            return  # that save may still be under way: asynchronous saves can overlap
+        names, self._names = self._names, ()
+        if names:
+            filesystem = open_at(self._path)
+            named = _files_of_current(filesystem)
+            if named is not None:
+                _remove(filesystem, set(names) - named, "an earlier, failed save")

@@ -7,22 +7,63 @@ targets of a file  --plan_reads-->  reads: a byte range, and the blocks in it wi
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_nvcomp.blocks import BlockGrid, Box
 from dcp_nvcomp.datafile import FileTuple
-from dcp_nvcomp.errors import FileMismatchError, ShapeMismatchError
+from dcp_nvcomp.errors import FileMismatchError, MetadataError, ShapeMismatchError
 from dcp_nvcomp.footer import KIND_BYTES, KIND_TENSOR, KIND_TORCH_SAVE, Footer, Record
 from dcp_nvcomp.placement import Destination
 from dcp_nvcomp.planning import coalesce
 
-__all__ = ["BlockRead", "Read", "Target", "locate", "plan_reads"]
+__all__ = ["BlockRead", "Read", "Shard", "Target", "Wanted", "locate", "plan_reads", "shard_of"]
 
 # Reading along a gap costs less than another request, up to about this much.
 GAP_NBYTES = 16 << 10
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What `.metadata` says of the shard that a read item is about: its offsets and sizes, and the tensor's."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A read item, where `.metadata` says that it is stored, and as what (None for a Python object)."""
+
+    item: ReadItem
+    stored: Any
+    shard: Shard | None
+
+
+def shard_of(item: ReadItem, state_dict_metadata: Mapping[str, Any]) -> Shard | None:
+    """The shard of a read item; None for a Python object.
+
+    Raises:
+        MetadataError: `.metadata` does not list it.
+    """
+    index = item.storage_index
+    tensor = state_dict_metadata.get(index.fqn)
+    if not isinstance(tensor, TensorStorageMetadata):
+        return None
+    shards = tensor.chunks
+    hint = index.index
+    candidates = [shards[hint]] if hint is not None and 0 <= hint < len(shards) else []
+    for shard in (*candidates, *shards):
+        if shard.offsets == index.offset:
+            return Shard(tuple(shard.offsets), tuple(shard.sizes), tuple(tensor.size), tensor.properties.dtype)
+    raise MetadataError(f"`.metadata` lists no shard at {index.offset}.", fqn=index.fqn)
 
 
 @dataclass
@@ -87,30 +128,28 @@ class Read:
     blocks: tuple[BlockRead, ...]
 
 
-def locate(item: ReadItem, number: int, footer: Footer) -> Target:
+def locate(wanted_item: Wanted, footer: Footer) -> Target:
     """Find the record of a read item, and which blocks it needs.
 
     Args:
-        item: the read item.
-        number: index of its record, from `.metadata`.
-        footer: the footer of its file.
+        wanted_item: the read item, stored in the footer's file.
+        footer: the footer.
 
     Raises:
         FileMismatchError: the footer disagrees with `.metadata`.
         ShapeMismatchError: the wanted region is not inside the record.
     """
+    item, number = wanted_item.item, wanted_item.stored[1]
     index = item.storage_index
     if not 0 <= number < len(footer.records):
         raise FileMismatchError(
             f"`.metadata` names record {number}; the file has {len(footer.records)}.", path=footer.path, fqn=index.fqn
         )
     record = footer.records[number]
-    kinds = (KIND_BYTES,) if item.type == LoadItemType.BYTE_IO else (KIND_TENSOR, KIND_TORCH_SAVE)
-    offsets = tuple(index.offset or ())
-    if record.fqn != index.fqn or record.kind not in kinds or (offsets != record.offsets and record.kind != KIND_BYTES):
+    if not _agrees(record, item, wanted_item.shard):
         raise FileMismatchError(
             f"The footer disagrees with `.metadata`: record {number} is a {record.kind} of key {record.fqn!r} at "
-            f"{record.offsets}.",
+            f"{record.offsets}, shape {record.shape} of {record.global_shape}.",
             path=footer.path,
             fqn=index.fqn,
         )
@@ -130,6 +169,18 @@ def locate(item: ReadItem, number: int, footer: Footer) -> Target:
     assert holder.grid is not None
     blocks = tuple(holder.grid.overlapping(wanted))
     return Target(item, record, holder, region, blocks, len(blocks))
+
+
+def _agrees(record: Record, item: ReadItem, shard: Shard | None) -> bool:
+    """Whether a record is what `.metadata` says. Its dtype may differ: planners may convert what they save."""
+    if record.fqn != item.storage_index.fqn:
+        return False
+    if item.type == LoadItemType.BYTE_IO:
+        return record.kind == KIND_BYTES
+    if shard is None or record.kind not in (KIND_TENSOR, KIND_TORCH_SAVE):
+        return False
+    same_place = (record.offsets, record.global_shape) == (shard.offsets, shard.global_shape)
+    return same_place and (record.kind == KIND_TORCH_SAVE or record.shape == shard.sizes)
 
 
 def _check_inside(region: Box, record: Record, footer: Footer) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import io
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -20,19 +20,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from dcp_nvcomp.blocks import Box
 from dcp_nvcomp.datafile import FileTuple, read_footer
 from dcp_nvcomp.decoding import Decoder
 from dcp_nvcomp.errors import ShapeMismatchError
-from dcp_nvcomp.fetching import Read, Target, locate, plan_reads
+from dcp_nvcomp.fetching import Read, Target, Wanted, locate, plan_reads
 from dcp_nvcomp.filesystem import Filesystem
 from dcp_nvcomp.footer import KIND_BYTES, KIND_TENSOR, KIND_TORCH_SAVE, Footer
 from dcp_nvcomp.placement import Conversions, Region, Run, torch_dtype
 from dcp_nvcomp.records import EngineChoice
 from dcp_nvcomp.safe_objects import SafeLoader
+from dcp_nvcomp.threads import join_all
 
 __all__ = ["LoadJob", "LoadOptions"]
 
@@ -85,24 +85,22 @@ class LoadJob:
         self._payloads: dict[int, Any] = {}
         self._engine = EngineChoice(options.engine)
 
-    def run(self, items: Sequence[ReadItem], storage_data: Mapping[MetadataIndex, tuple[FileTuple, int]]) -> None:
+    def run(self, items: Sequence[Wanted]) -> None:
         """Load some items.
 
         Args:
-            items: the read items, all of this project's checkpoints.
-            storage_data: where `.metadata` says that they are.
+            items: what is wanted, all of it stored as this project stores it.
 
         Raises:
             BaseException: the first error of any thread. The destinations are undefined then.
         """
-        by_file: dict[FileTuple, list[tuple[ReadItem, int]]] = {}
+        by_file: dict[FileTuple, list[Wanted]] = {}
         for item in items:
-            file, number = storage_data[item.storage_index]
-            by_file.setdefault(file, []).append((item, number))
+            by_file.setdefault(item.stored[0], []).append(item)
         footers = self._read_footers(list(by_file))
         reads: list[Read] = []
         for (file, wanted), footer in zip(by_file.items(), footers, strict=True):
-            targets = [locate(item, number, footer) for item, number in wanted]
+            targets = [locate(item, footer) for item in wanted]
             for target in targets:
                 if not target.blocks:
                     self._finish_empty(target)
@@ -144,8 +142,7 @@ class LoadJob:
             self._fail(error)
         for _ in threads:
             self._reads.put(None)
-        for thread in threads:
-            thread.join()
+        join_all(threads, self._fail)
         if self._error is None:
             self._commit_finished()
         if self._error is not None:
@@ -218,6 +215,7 @@ class LoadJob:
             payload = self._destination_tensor(item)
             with self._lock:
                 self._payloads.pop(id(item))
+            self._options.conversions.check(item.dest_index.fqn, saved.dtype, payload.dtype)
             _copy_payload(saved, target, payload)
         self._planner.commit_tensor(item, payload)
 

@@ -76,10 +76,11 @@ class MetadataReader:
         state = node.state
         if type(state) is not PickledDict:
             raise MetadataError(f"A {kind.name} has no attributes.")
+        if len(state) > 2 * len(names):
+            self._reader.spend(len(state))
         given = state[::2]
         if given == [*names[: len(given)]]:  # in torch's order, the last ones may be missing
             return state[1::2] + [None] * (len(names) - len(given))
-        self._reader.spend(len(state))
         if not all(type(name) is str for name in given):
             raise MetadataError(f"A {kind.name} has attributes that are not named by text.")
         fields = dict(zip(given, state[1::2], strict=True))

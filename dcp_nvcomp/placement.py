@@ -197,6 +197,10 @@ class Region(Destination):
         self._dtype = dtype
         self._array: HostArray | None = None
         visible = tensor.dtype == dtype and is_transparent(tensor) and not (tensor.is_conj() or tensor.is_neg())
+        # elements that share memory (an expanded tensor) can't be loaded into; torch says so when it copies
+        visible = visible and 0 not in [
+            step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1
+        ]
         if visible and tensor.device.type == "cpu":
             self._array = host_array(self._tensor)
 

@@ -30,6 +30,7 @@ from dcp_nvcomp.errors import (
     MetadataError,
     StorageError,
 )
+from dcp_nvcomp.fetching import Wanted, shard_of
 from dcp_nvcomp.filesystem import Filesystem, open_filesystem
 from dcp_nvcomp.format import DATA_FILE_SUFFIX, MAX_METADATA_NBYTES
 from dcp_nvcomp.loading import LoadJob, LoadOptions
@@ -108,7 +109,9 @@ class NvcompReader(StorageReader):
         )
         self._load_id = uuid.uuid4().hex
         self._storage_data: dict[MetadataIndex, Any] = {}
+        self._state_dict_metadata: dict[str, Any] = {}
         self._rank_parts: dict[int, Metadata] = {}
+        self._incomplete: CheckpointError | None = None
         self._save_id: str | None = None
         self._open()  # tells at once what can't work
 
@@ -121,7 +124,7 @@ class NvcompReader(StorageReader):
         if checkpoint_id:
             self.path = os.fspath(checkpoint_id)
         self._load_id = uuid.uuid4().hex
-        self._storage_data, self._rank_parts, self._save_id = {}, {}, None
+        self._storage_data, self._rank_parts, self._incomplete, self._save_id = {}, {}, None, None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read what the checkpoint holds. Nothing that the file names is executed or imported.
@@ -138,9 +141,12 @@ class NvcompReader(StorageReader):
             IncompleteCheckpointError: there are data files only: the save never finished.
             MetadataError: it can't be read, or asks for something unsafe.
         """
+        rank = kwargs.get("rank")
+        if rank is None:
+            self._rank_parts, self._incomplete = {}, None
         filesystem = self._open()
         try:
-            metadata = self._read_metadata(filesystem, kwargs.get("rank"))
+            metadata = self._read_metadata(filesystem, rank)
         finally:
             filesystem.close()
         if metadata.storage_meta is None:
@@ -149,7 +155,6 @@ class NvcompReader(StorageReader):
         return metadata
 
     def _read_metadata(self, filesystem: Filesystem, rank: int | None) -> Metadata:
-        self._rank_parts = {}
         if filesystem.file_nbytes(METADATA_NAME) is not None:
             # also when DCP asks for a rank's: rank-local metadata beside an unreadable `.metadata` is of another save
             return self._parse(filesystem, METADATA_NAME)
@@ -158,9 +163,18 @@ class NvcompReader(StorageReader):
         if not ranks:
             raise _nothing_there(filesystem, names)
         if rank is not None and rank in ranks:
+            if self._incomplete is not None:
+                # DCP asks so after the merge failed; one rank's part would leave rows of the destinations as they were
+                raise self._incomplete
             return self._parse(filesystem, ranks[rank])
-        self._rank_parts = {number: self._parse(filesystem, name) for number, name in sorted(ranks.items())}
-        return merge_rank_metadata(self._rank_parts, path=self.path)
+        parts = {number: self._parse(filesystem, name) for number, name in sorted(ranks.items())}
+        try:
+            merged = merge_rank_metadata(parts, path=self.path)
+        except CheckpointError as error:
+            self._incomplete = error
+            raise
+        self._rank_parts = parts
+        return merged
 
     def _parse(self, filesystem: Filesystem, name: str) -> Metadata:
         data = filesystem.read_all(name, limit_nbytes=MAX_METADATA_NBYTES)
@@ -176,6 +190,7 @@ class NvcompReader(StorageReader):
             raise MetadataError(
                 "`.metadata` has no storage_data: it was not written by a storage writer.", path=self.path
             )
+        self._state_dict_metadata = metadata.state_dict_metadata
         self._storage_data = metadata.storage_data
         own = self._rank_parts.get(kwargs.get("rank") or 0)
         if own is not None:
@@ -207,14 +222,15 @@ class NvcompReader(StorageReader):
             BaseException: the first error on any thread. What was to be loaded is undefined then.
         """
         filesystem = self._open()
-        ours: list[ReadItem] = []
-        stock: list[ReadItem] = []
+        ours: list[Wanted] = []
+        stock: list[Wanted] = []
         for item in plan.items:
-            (ours if isinstance(self._find(item), tuple) else stock).append(item)
+            wanted = Wanted(item, self._find(item), shard_of(item, self._state_dict_metadata))
+            (ours if isinstance(wanted.stored, tuple) else stock).append(wanted)
         try:
             options = dataclasses.replace(self._options, conversions=Conversions())
-            LoadJob(filesystem, planner, options).run(ours, self._storage_data)
-            load_stock_items(filesystem, stock, self._storage_data, planner, options.safe, options.conversions)
+            LoadJob(filesystem, planner, options).run(ours)
+            load_stock_items(filesystem, stock, planner, options.safe, options.conversions)
         except CheckpointError as error:
             error.message += " What was being loaded into is undefined now: load again before using it."
             if isinstance(error, StorageError) and error.errno == errno.ENOENT:

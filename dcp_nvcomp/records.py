@@ -22,6 +22,7 @@ from dcp_nvcomp.codecs.ans import Ans
 from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.choose import CodecChooser, needs_gpu, parse_codec, sample_nbytes
 from dcp_nvcomp.codecs.dtypes import ELEMENT_TYPES, ElementType
+from dcp_nvcomp.codecs.registry import check_chain
 from dcp_nvcomp.engines.cuda import cuda_unavailable_reason, nvcomp_version
 from dcp_nvcomp.errors import CheckpointError, CodecUnavailableError, ShapeMismatchError
 from dcp_nvcomp.footer import KIND_BYTES, KIND_PACK, KIND_TENSOR, KIND_TORCH_SAVE
@@ -171,6 +172,7 @@ class RecordMaker:
         self._host_chooser = parse_codec("auto")
         self._engine = engine
         self._pack = pack
+        self._checked: set[tuple[str, str]] = set()
         self._open: dict[tuple[str, str, str], _OpenPack] = {}
 
     def add(self, item: WriteItem, data: torch.Tensor | io.BytesIO) -> list[PendingRecord]:
@@ -210,7 +212,7 @@ class RecordMaker:
 
     def _add_host(self, item: WriteItem, row: dict[str, Any], payload: U8, dtype: str) -> list[PendingRecord]:
         member = Member(item.index, row, payload.size, payload.size)
-        if self._pack and payload.size < SMALL_NBYTES:
+        if self._pack and 0 < payload.size < SMALL_NBYTES:
             return self._add_small((row["kind"], "uint8", "cpu"), _UINT8, "bytes", member, payload)
         chain = self._host_chooser.choose(_UINT8, _sample_bytes(payload), payload.size)
         return [_record(row, _UINT8, dtype, chain, HostSource(payload), member)]
@@ -259,16 +261,25 @@ class RecordMaker:
         nbytes = tensor.numel() * tensor.element_size()
         sample = spread_sample(tensor, sample_nbytes(nbytes)) if nbytes else np.zeros(0, np.uint8)
         if self._engine.on_cuda(tensor.device):
-            chain = self._chooser.choose(element, sample, nbytes)
+            chain = self._choose(element, sample, nbytes)
             if isinstance(chain.coder, Ans):
                 chain = CodecChain(chain.array_to_bytes, _of_this_nvcomp(chain.coder))
             return chain, CudaSource(tensor)
         chain = self._host_chain(element, sample, nbytes)
         return chain, AcceleratorSource(tensor) if tensor.device.type != "cpu" else HostSource(host_array(tensor))
 
+    def _choose(self, element: ElementType, sample: U8, nbytes: int) -> CodecChain:
+        """The chooser's chain; one that could not be read again is refused before anything depends on it."""
+        chain = self._chooser.choose(element, sample, nbytes)
+        described = repr(chain), element.name
+        if described not in self._checked:
+            check_chain(chain, element)
+            self._checked.add(described)
+        return chain
+
     def _host_chain(self, element: ElementType, sample: U8, nbytes: int) -> CodecChain:
         """ANS runs on the GPU alone; what of such a save lies in host memory gets `auto`'s codec."""
-        chain = self._chooser.choose(element, sample, nbytes)
+        chain = self._choose(element, sample, nbytes)
         return self._host_chooser.choose(element, sample, nbytes) if isinstance(chain.coder, Ans) else chain
 
 

@@ -35,6 +35,7 @@ from dcp_nvcomp.records import LARGE_NBYTES, Member, PendingRecord, RecordMaker
 from dcp_nvcomp.sources import Source, Workbench
 from dcp_nvcomp.staging import BufferPool, Cancelled, pinned_allocate
 from dcp_nvcomp.stats import RankTotals, Totals
+from dcp_nvcomp.threads import join_all
 
 __all__ = ["PlannedFile", "SaveJob", "SaveOptions"]
 
@@ -170,8 +171,7 @@ class SaveJob:
             if thread.name == "dcp-encode":
                 self._host_tasks.put(None)
         self._cuda_tasks.put(None)
-        for thread in started:
-            thread.join()
+        join_all(started, self._fail)
         self.totals.seconds.update({stage: max(spent, default=0.0) for stage, spent in self._busy.items()})
         if self._error is not None:
             self._remove_files()
@@ -292,8 +292,9 @@ class SaveJob:
         self, message: PlannedFile | PendingRecord | _Task | _EndOfFile, output: _OpenFile | None
     ) -> _OpenFile | None:
         if isinstance(message, PlannedFile):
-            self._opened.append(message.name)
-            return _OpenFile(self._filesystem, message, self._options)
+            opened = _OpenFile(self._filesystem, message, self._options)
+            self._opened.append(message.name)  # only now: a file that could not be made is not ours to remove
+            return opened
         assert output is not None
         if isinstance(message, PendingRecord):
             output.begin(message)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner
 
-from dcp_nvcomp.errors import CheckpointError, ShapeMismatchError
+from dcp_nvcomp.errors import CheckpointError, MetadataError, ShapeMismatchError
+from dcp_nvcomp.fetching import Wanted
 from dcp_nvcomp.filesystem import Filesystem
 from dcp_nvcomp.placement import Conversions
 from dcp_nvcomp.safe_objects import SafeLoader
@@ -18,8 +18,7 @@ __all__ = ["load_stock_items"]
 
 def load_stock_items(
     filesystem: Filesystem,
-    items: Sequence[ReadItem],
-    storage_data: Mapping[MetadataIndex, StockItem],
+    items: Sequence[Wanted],
     planner: LoadPlanner,
     safe: SafeLoader,
     conversions: Conversions,
@@ -28,8 +27,7 @@ def load_stock_items(
 
     Args:
         filesystem: the checkpoint.
-        items: the read items.
-        storage_data: where `.metadata` says that they are.
+        items: what is wanted, all of it stored as stock DCP stores it.
         planner: DCP's planner.
         safe: how stored Python objects are loaded.
         conversions: tells the user, once, that dtypes differ.
@@ -37,13 +35,13 @@ def load_stock_items(
     Raises:
         CheckpointError: an item can't be read, or does not have the shape that `.metadata` says.
     """
-    for item in sorted(items, key=lambda item: _position(storage_data[item.storage_index])):
-        where, fqn = storage_data[item.storage_index], item.storage_index.fqn
+    for wanted in sorted(items, key=lambda wanted: _position(wanted.stored)):
+        item, fqn = wanted.item, wanted.item.storage_index.fqn
         try:
             if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, safe.checked(read_stock_bytes(filesystem, where), fqn))
+                planner.load_bytes(item, safe.checked(read_stock_bytes(filesystem, wanted.stored), fqn))
             else:
-                _load_tensor(filesystem, item, where, planner, conversions)
+                _load_tensor(filesystem, wanted, planner, conversions)
         except CheckpointError as error:
             error.fqn = error.fqn or fqn
             raise
@@ -53,10 +51,12 @@ def _position(where: StockItem) -> tuple[str, int]:
     return where.relative_path, where.offset
 
 
-def _load_tensor(
-    filesystem: Filesystem, item: ReadItem, where: StockItem, planner: LoadPlanner, conversions: Conversions
-) -> None:
-    saved = read_stock_tensor(filesystem, where)
+def _load_tensor(filesystem: Filesystem, wanted: Wanted, planner: LoadPlanner, conversions: Conversions) -> None:
+    item, shard = wanted.item, wanted.shard
+    if shard is None:
+        raise MetadataError("`.metadata` says that this is a Python object, but a tensor is asked for.")
+    # not checked against the dtype of `.metadata`: planners may convert what they save
+    saved = read_stock_tensor(filesystem, wanted.stored, sizes=shard.sizes)
     if saved.dim() != len(item.lengths):
         raise ShapeMismatchError(f"The stored tensor has shape {tuple(saved.shape)}; the plan wants {item.lengths}.")
     for dim, (offset, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):

@@ -2,7 +2,7 @@
 
     set_up_storage_writer   an id of its own for each save
     prepare_local_plan      the directory; is there a checkpoint that may not be replaced?
-    prepare_global_plan     (coordinator) which files of an earlier, failed save may go
+    prepare_global_plan     (coordinator) whether the last save failed, so that its files may go
     write_data              plan -> encode -> stage -> write, see saving.py
     finish                  (coordinator) commit: `.metadata` is published last, then what it replaced is removed
 
@@ -14,10 +14,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
+import threading
 import time
 import uuid
+import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -46,6 +50,19 @@ __all__ = ["NvcompWriter"]
 logger = logging.getLogger(__name__)
 
 
+@dataclass
+class _Save:
+    """One save of this rank, from `set_up_storage_writer` on."""
+
+    path: str
+    save_id: str
+    rank: int
+    is_coordinator: bool
+    use_collectives: bool
+    started_seconds: float = field(default_factory=time.perf_counter)
+    own_files: tuple[str, ...] = ()
+
+
 class RankResults(list[WriteResult]):
     """The write results of one rank, and what it measured: DCP carries the list to the coordinator as it is."""
 
@@ -56,7 +73,7 @@ def planned_nbytes(item: WriteItem) -> int:
     """Size of an item as planned; bytes items are not known before they are resolved."""
     if item.tensor_data is None:
         return 0
-    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
 class NvcompWriter(StorageWriter, BlockingAsyncStager):
@@ -79,8 +96,9 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         host_memory_budget: bytes of host memory for encoded data.
         device_memory_budget: bytes of memory on each GPU for encoding.
         progress: whether to draw a progress bar on a terminal, on rank 0.
-        on_save: called on the coordinator after each commit with the `SaveStats`. With the process checkpointer of
-            `dcp.async_save` it must be picklable and runs in the child process.
+        on_save: called on the coordinator after each commit with the `SaveStats` (with `use_collectives=False` on each
+            rank); what it raises becomes a warning. With the process checkpointer of `dcp.async_save` it must be
+            picklable and runs in the child process.
         engine: `"auto"` encodes GPU tensors on the GPU where nvCOMP is installed, `"cuda"` insists on it, `"cpu"` never
             does. Tensors in host memory are always encoded on the CPU.
         **storage_options: for the fsspec filesystem, such as `endpoint_url` and `key` for S3.
@@ -134,15 +152,29 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         self.last_save: SaveStats | None = None
         self._chooser = parse_codec(codec)
         self._engine_choice = EngineChoice(self.engine)
-        self._save_id = ""
-        self._next_save_id = uuid.uuid4().hex
-        self._is_coordinator = True
-        self._rank = 0
-        self._use_collectives = True
-        self._started_seconds = 0.0
-        self._own_files: tuple[str, ...] = ()
-        self._orphans = Orphans()
+        self._begin_life()
         self._open(self.path)  # tells at once what can't work
+
+    def _begin_life(self) -> None:
+        """What belongs to one process and is never pickled."""
+        self._local = threading.local()
+        self._orphans = Orphans()
+        self._unfinished = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        # the process checkpointer of dcp.async_save sends the writer anew for each save
+        left_behind = ("_local", "_orphans", "_unfinished")
+        return {name: value for name, value in self.__dict__.items() if name not in left_behind}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin_life()
+
+    @property
+    def _save(self) -> _Save:
+        """The save that this thread is in. Asynchronous saves of one writer may overlap, each on its own thread."""
+        save: _Save = self._local.save
+        return save
 
     def _open(self, path: str) -> Filesystem:
         # made anew for each use: never pickled, and never shared with a process that was forked or spawned
@@ -156,17 +188,21 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """DCP: a new save begins, perhaps at another place. Options stay."""
         if checkpoint_id:
-            self.path = os.fspath(checkpoint_id)
+            self.path = self._local.path = os.fspath(checkpoint_id)
+            self._local.announced = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """DCP: what this rank is in this save. Draws the id that makes this save's file names unique."""
-        self._is_coordinator = is_coordinator
-        self._rank = kwargs.get("rank") or 0
-        self._use_collectives = kwargs.get("use_collectives", True)
-        self._save_id, self._next_save_id = self._next_save_id, uuid.uuid4().hex
-        self._started_seconds = time.perf_counter()
+        meta = self.storage_meta()
+        self._local.announced = None
+        self._local.save = _Save(
+            path=str(meta.checkpoint_id),
+            save_id=str(meta.save_id),
+            rank=kwargs.get("rank") or 0,
+            is_coordinator=is_coordinator,
+            use_collectives=kwargs.get("use_collectives", True),
+        )
         self.last_save = None
-        self._own_files = ()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """DCP: make the directory, and refuse to replace what may not be replaced.
@@ -176,18 +212,21 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
             CodecUnavailableError: the codec needs a GPU or a package that is not here.
             StorageError: the target can't be written.
         """
+        save = self._save
         self._engine_choice.check_codec(self._chooser)
-        filesystem = self._open(self.path)
-        if not self._use_collectives:
-            refuse_existing(filesystem, rank=self._rank)
-        elif self._is_coordinator and not self.overwrite:
+        filesystem = self._open(save.path)
+        if not save.use_collectives:
+            refuse_existing(filesystem, rank=save.rank)
+        elif save.is_coordinator and not self.overwrite:
             refuse_existing(filesystem, rank=None)
         filesystem.create_directory()
-        return dataclasses.replace(plan, storage_data=self._orphans.question())
+        filesystem.close()
+        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """DCP, coordinator: tell each rank which of its earlier files belong to no checkpoint."""
-        return [dataclasses.replace(plan, storage_data=self._orphans.answer(plan.storage_data)) for plan in plans]
+        """DCP, coordinator: tell the ranks whether the last save came to nothing; see `Orphans`."""
+        earlier_failed, self._unfinished = self._unfinished, True
+        return [dataclasses.replace(plan, storage_data=earlier_failed) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """DCP: write this rank's items.
@@ -195,11 +234,13 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         Raises:
             BaseException: the first error on any thread; what was written is removed then.
         """
-        filesystem = self._open(self.path)
-        self._orphans.remove(plan.storage_data, self._open)
+        save = self._save
+        if plan.storage_data is True:
+            self._orphans.remove(self._open)
+        filesystem = self._open(save.path)
         total_nbytes = sum(planned_nbytes(item) for item in plan.items)
-        planned_seconds = time.perf_counter() - self._started_seconds
-        bar = ProgressBar(total_nbytes, enabled=self.progress and self._rank == 0)
+        planned_seconds = time.perf_counter() - save.started_seconds
+        bar = ProgressBar(total_nbytes, enabled=self.progress and save.rank == 0)
         options = SaveOptions(
             self.thread_count, self.host_memory_budget, self.device_memory_budget, self._identity(), bar.update
         )
@@ -217,8 +258,9 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
             filesystem.close()
         results.totals = job.totals
         results.totals.seconds["plan"] = planned_seconds
-        self._own_files = tuple(job.totals.files)
-        self._orphans.wrote(self.path, self._own_files)
+        save.own_files = tuple(job.totals.files)
+        if save.use_collectives:
+            self._orphans.wrote(save.path, save.own_files)
         self.last_save = self._summarize([results.totals])
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
@@ -237,7 +279,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         return [[self._file(index, [items[index]]) for index in lane] for lane in lanes]
 
     def _file(self, number: int, items: Sequence[WriteItem]) -> PlannedFile:
-        return PlannedFile(data_file_name(self._rank, number, self._save_id), tuple(items))
+        return PlannedFile(data_file_name(self._save.rank, number, self._save.save_id), tuple(items))
 
     def _identity(self) -> dict[str, Any]:
         try:
@@ -245,9 +287,9 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         except PackageNotFoundError:  # run from a source tree
             own = "unknown"
         return {
-            "save_id": self._save_id,
-            "file_id": self._save_id,
-            "rank": self._rank,
+            "save_id": self._save.save_id,
+            "file_id": self._save.save_id,
+            "rank": self._save.rank,
             "writer": {"dcp_nvcomp": own, "torch": torch.__version__},
         }
 
@@ -262,36 +304,49 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
             ConcurrentSaveError: `overwrite=False`, and another save was published first.
             StorageError: it could not be published.
         """
-        start = time.perf_counter()
+        save, start = self._save, time.perf_counter()
         metadata.version = "1.0.0"
         metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
-        metadata.storage_meta = StorageMeta(checkpoint_id=self.path, save_id=self._save_id)
-        filesystem = self._open(self.path)
-        if self._use_collectives:
-            commit_checkpoint(filesystem, metadata, self._save_id, self._own_files, overwrite=self.overwrite)
+        metadata.storage_meta = StorageMeta(checkpoint_id=save.path, save_id=save.save_id)
+        filesystem = self._open(save.path)
+        if save.use_collectives:
+            commit_checkpoint(filesystem, metadata, save.save_id, save.own_files, overwrite=self.overwrite)
         else:
-            commit_rank(filesystem, metadata, self._rank)
-        totals = [rank.totals for rank in results if isinstance(rank, RankResults)]
-        self._orphans.committed(name for rank in totals for name in rank.files)
+            commit_rank(filesystem, metadata, save.rank)
         filesystem.close()
+        self._unfinished = False
+        totals = [rank.totals for rank in results if isinstance(rank, RankResults)]
         totals.append(RankTotals(seconds={"commit": time.perf_counter() - start}))
-        self.last_save = self._summarize(totals)
-        if self._is_coordinator:
-            logger.info("%s", self.last_save)
+        self._tell(self._summarize(totals))
+
+    def _tell(self, stats: SaveStats) -> None:
+        """Tell of a save that is published: nothing here may make it look as if it had failed."""
+        self.last_save = stats
+        if self._save.is_coordinator:
+            logger.info("%s", stats)
         if self.on_save is not None:
-            self.on_save(self.last_save)
+            try:
+                self.on_save(stats)
+            except Exception as error:
+                message = f"The checkpoint is saved, but on_save raised {type(error).__name__}: {error}"
+                warnings.warn(message, RuntimeWarning, stacklevel=2)
 
     def _summarize(self, totals: Sequence[RankTotals]) -> SaveStats:
-        return summarize(self.path, self._save_id, totals, time.perf_counter() - self._started_seconds)
+        save = self._save
+        return summarize(save.path, save.save_id, totals, time.perf_counter() - save.started_seconds)
 
     def storage_meta(self) -> StorageMeta:
-        """DCP: ids of the save that is about to begin."""
-        return StorageMeta(checkpoint_id=self.path, save_id=self._next_save_id)
+        """DCP: place and id of the save that this thread is about to begin."""
+        announced: StorageMeta | None = getattr(self._local, "announced", None)
+        if announced is None:
+            path = getattr(self._local, "path", None) or self.path
+            announced = self._local.announced = StorageMeta(checkpoint_id=path, save_id=uuid.uuid4().hex)
+        return announced
 
     @property
     def checkpoint_id(self) -> str:
         """Where the next save goes."""
-        return self.path
+        return getattr(self._local, "path", None) or self.path
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

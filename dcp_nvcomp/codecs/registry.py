@@ -11,9 +11,9 @@ from dcp_nvcomp.codecs.dtypes import ElementType
 from dcp_nvcomp.codecs.planes import PLANE_NAMES, Planes
 from dcp_nvcomp.codecs.stored import Bytes
 from dcp_nvcomp.codecs.zstd import Zstd
-from dcp_nvcomp.errors import FormatError, UnknownCodecError
+from dcp_nvcomp.errors import CheckpointError, ConfigurationError, FormatError, UnknownCodecError
 
-__all__ = ["chain_from_json", "check_chain_fits"]
+__all__ = ["chain_from_json", "check_chain", "check_chain_fits"]
 
 
 def _integer(configuration: dict[str, Any], key: str, codec: str) -> int:
@@ -93,6 +93,25 @@ def chain_from_json(description: Any) -> CodecChain:
     if isinstance(coder, Ans) and not isinstance(first, Bytes):
         raise FormatError("ans must follow bytes.")
     return CodecChain(first, coder)
+
+
+def check_chain(chain: CodecChain, element: ElementType) -> None:
+    """Refuse a chain that a reader could not decode again.
+
+    Args:
+        chain: from the user's chooser.
+        element: the element type that it was chosen for.
+
+    Raises:
+        ConfigurationError: its codecs are not those of the format, or do not apply to the element type.
+    """
+    try:
+        again = chain_from_json(chain.to_json())
+        fits = check_chain_fits(chain, element) and again.layout(4096, 0) == chain.layout(4096, 0)
+    except (CheckpointError, AttributeError, AssertionError) as error:
+        raise ConfigurationError(f"codec= chose {chain!r}, which no reader could decode: {error}") from error
+    if not fits:
+        raise ConfigurationError(f"codec= chose {chain!r} for {element.name}, which it can't be applied to.")
 
 
 def check_chain_fits(chain: CodecChain, element: ElementType) -> bool:

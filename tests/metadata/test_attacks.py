@@ -214,7 +214,7 @@ def test_keys_that_hash_for_ever(attributes: dict[str, bytes]) -> None:
 def test_unknown_attribute_is_never_looked_into() -> None:
     begin = time.process_time()
     parse(asm.metadata(later=asm.mapping(nested_key(60), nested_key(0))))
-    assert time.process_time() - begin < 1
+    assert time.process_time() - begin < 5  # of exponential work on any machine, however busy
 
 
 def test_keys_that_collide() -> None:
@@ -269,6 +269,16 @@ def test_one_list_for_many_tensors() -> None:
     tensors = [asm.text("0") + asm.tensor(chunks=memoized)]
     tensors += [asm.text(str(n)) + asm.tensor(chunks=asm.get(1)) for n in range(1, 1000)]
     refused(asm.metadata(state_dict_metadata=asm.mapping(*tensors)), "more often")
+
+
+def test_one_state_for_many_shards() -> None:
+    boxes = asm.text("offsets") + asm.size(0, 0) + asm.text("sizes") + asm.size(4, 6)
+    state = asm.mapping(boxes, *[asm.text(str(n)) + b"N" for n in range(5000)]) + asm.MEMOIZE  # slot 1
+    new = asm.EMPTY_TUPLE + asm.NEWOBJ
+    shards = [asm.named(asm.METADATA, "ChunkStorageMetadata") + asm.MEMOIZE + new + state + asm.BUILD]
+    shards += [asm.get(0) + new + asm.get(1) + asm.BUILD] * 3000
+    tensor = asm.tensor(chunks=asm.listed(*shards))
+    refused(asm.metadata(state_dict_metadata=asm.mapping(asm.text("w"), tensor)), "more often")
 
 
 def test_one_path_for_many_keys() -> None:

@@ -275,6 +275,19 @@ def test_not_metadata_at_all(data: bytes) -> None:
         parse(data)
 
 
+def test_protocol_of_the_future() -> None:
+    for protocol in (0, 1, 6, 255):
+        with pytest.raises(MetadataError, match=f"protocol {protocol};"):
+            parse(b"\x80" + bytes([protocol]) + asm.metadata()[2:])
+
+
+def test_frame_longer_than_the_input() -> None:
+    for length in (len(asm.metadata()) - 1, 1 << 63):
+        with pytest.raises(MetadataError, match="last frame"):
+            parse(b"\x80\x04\x95" + length.to_bytes(8, "little") + asm.metadata()[2:])
+    assert parse(b"\x80\x04\x95" + (len(asm.metadata()) - 2).to_bytes(8, "little") + asm.metadata()[2:])
+
+
 def test_more_after_the_end() -> None:
     with pytest.raises(MetadataError, match="one value"):
         parse(serialize_metadata(small_metadata()) + b"x")
@@ -532,5 +545,7 @@ def test_trusted_global_inside_itself() -> None:
     "names", ["a.b", [1], ["nodots"], ["no_such_module.x"], ["os.no_such_name"], ["os:path"], [""], ["os..path"]]
 )
 def test_wrong_trusted_globals(names: Any) -> None:
-    with pytest.raises(ConfigurationError, match="trusted_globals"):
+    # a single name would otherwise be taken letter by letter
+    match = "takes a sequence" if isinstance(names, str) or names == [1] else "can't be imported"
+    with pytest.raises(ConfigurationError, match=match):
         parse(asm.metadata(), trusted_globals=names)

@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 import dcp_nvcomp.planning
 from dcp_nvcomp import CheckpointReplacedError, NvcompReader, NvcompWriter
-from dcp_nvcomp.commit import Orphans
 from dcp_nvcomp.filesystem import open_filesystem
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -176,20 +175,6 @@ def test_replaced_between_metadata_and_data(tmp_path: Path) -> None:
         )
     assert isinstance(caught.value.failures[0][0], CheckpointReplacedError)
     check_loads(tmp_path, state(2))
-
-
-def test_orphans_are_only_what_was_never_committed() -> None:
-    coordinator, follower = Orphans(), Orphans()
-    follower.wrote("/a", ["one"])
-    coordinator.wrote("/a", ["zero"])
-    coordinator.committed(["zero", "one"])
-    assert coordinator.answer(follower.question())[1] == ()
-    follower.remove(coordinator.answer(follower.question()), pytest.fail)
-    assert follower.question() == ()
-    follower.wrote("/b", ["two"])  # this save then failed elsewhere
-    answer = coordinator.answer(follower.question())
-    assert answer[1] == ("two",)
-    assert coordinator.answer("something of another planner") == ()
 
 
 def test_orphans_are_removed_at_the_next_save(tmp_path: Path) -> None:

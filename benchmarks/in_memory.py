@@ -1,0 +1,163 @@
+"""Coders alone, from tensors in memory to bytes in memory: this project's CPU engine, ZipNN, and plain zstd."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import zstandard
+
+from benchmarks.states import State
+from dcp_nvcomp.blocks import BLOCK_NBYTES
+from dcp_nvcomp.codecs import CodecChain
+from dcp_nvcomp.codecs.choose import parse_codec, sample_nbytes
+from dcp_nvcomp.engines.base import BlockRow
+from dcp_nvcomp.engines.cpu import CpuEngine
+from dcp_nvcomp.placement import element_type, spread_sample
+
+__all__ = ["EngineCoder", "ZipNNCoder", "blocks_of", "chain_for", "have_zipnn", "zstd_nbytes"]
+
+U8 = npt.NDArray[np.uint8]
+
+
+def have_zipnn() -> bool:
+    """Whether ZipNN is installed: it is a peer to compare with, nothing that this project needs."""
+    return importlib.util.find_spec("zipnn") is not None
+
+
+def as_bytes(tensor: torch.Tensor) -> U8:
+    """A contiguous tensor's bytes, not copied."""
+    array: U8 = tensor.view(torch.uint8).numpy().reshape(-1)
+    return array
+
+
+def chain_for(tensor: torch.Tensor, codec: str = "auto") -> CodecChain:
+    """The codec chain that a save would choose for this tensor."""
+    element = element_type(tensor.dtype)
+    assert element is not None
+    return parse_codec(codec).choose(element, spread_sample(tensor, sample_nbytes(tensor.nbytes)), tensor.nbytes)
+
+
+def blocks_of(data: U8) -> Iterator[U8]:
+    """Blocks as a save would cut them from whole rows, about."""
+    for start in range(0, data.size, BLOCK_NBYTES):
+        yield data[start : start + BLOCK_NBYTES]
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    like: torch.Tensor
+    chain: CodecChain
+    blocks: Sequence[tuple[bytes, BlockRow]]
+
+
+class EngineCoder:
+    """This project's CPU engine on a pool of threads: choice of codec, planes, entropy coder and both checksums.
+
+    Like ZipNN it returns new memory: `bytes` for each block, a new tensor for each decoded one.
+
+    Args:
+        threads: how many.
+    """
+
+    name = "dcp_nvcomp"
+
+    def __init__(self, threads: int) -> None:
+        self._pool = ThreadPoolExecutor(threads)
+        self._local = threading.local()
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def prepare(self, state: State) -> State:
+        """What `encode` takes."""
+        return state
+
+    def encode(self, state: State) -> dict[str, _Encoded]:
+        """Encode all tensors."""
+        chains = {name: chain_for(tensor) for name, tensor in state.items()}
+        work = [(block, chains[name]) for name, tensor in state.items() for block in blocks_of(as_bytes(tensor))]
+        done = self._pool.map(self._encode_block, *zip(*work, strict=True))
+        return {
+            name: _Encoded(tensor, chains[name], [next(done) for _ in blocks_of(as_bytes(tensor))])
+            for name, tensor in state.items()
+        }
+
+    def decode(self, encoded: Mapping[str, _Encoded]) -> State:
+        """Decode all tensors; stored bytes are checked first, as in a load."""
+        state = {name: torch.empty_like(one.like) for name, one in encoded.items()}
+        work = [
+            (data, row, one.chain, block)
+            for name, one in encoded.items()
+            for (data, row), block in zip(one.blocks, blocks_of(as_bytes(state[name])), strict=True)
+        ]
+        for _ in self._pool.map(self._decode_block, *zip(*work, strict=True)):
+            pass
+        return state
+
+    def nbytes(self, encoded: Mapping[str, _Encoded]) -> int:
+        """Size of what `encode` returned."""
+        return sum(len(data) for one in encoded.values() for data, _ in one.blocks)
+
+    def _tools(self) -> tuple[CpuEngine, bytearray]:
+        tools = getattr(self._local, "tools", None)
+        if tools is None:
+            tools = self._local.tools = CpuEngine(), bytearray(2 * BLOCK_NBYTES)
+        return tools
+
+    def _encode_block(self, block: U8, chain: CodecChain) -> tuple[bytes, BlockRow]:
+        engine, out = self._tools()
+        encoded = engine.encode(block, chain, memoryview(out))
+        return bytes(encoded.data), encoded.row
+
+    def _decode_block(self, data: bytes, row: BlockRow, chain: CodecChain, out: U8) -> None:
+        self._tools()[0].decode(memoryview(data), row, chain, out, verify="stored")
+
+
+class ZipNNCoder:
+    """ZipNN, tensor by tensor, with its own threads.
+
+    Args:
+        threads: how many.
+    """
+
+    name = "zipnn"
+
+    def __init__(self, threads: int) -> None:
+        from zipnn import ZipNN
+
+        self._new = lambda: ZipNN(input_format="torch", threads=threads)
+        self._coder = self._new()
+
+    def close(self) -> None:
+        pass
+
+    def prepare(self, state: State) -> State:
+        """Copies: it reorders the bits of what it is given in place, and leaves them so."""
+        return {name: tensor.clone() for name, tensor in state.items()}
+
+    def encode(self, state: State) -> dict[str, Any]:
+        """Encode all tensors, in place of which garbage is left."""
+        return {name: self._coder.compress(tensor) for name, tensor in state.items()}
+
+    def decode(self, encoded: Mapping[str, Any]) -> State:
+        """Decode all tensors."""
+        coder = self._new()  # it keeps fields of the last stream's header
+        return {name: coder.decompress(data) for name, data in encoded.items()}
+
+    def nbytes(self, encoded: Mapping[str, Any]) -> int:
+        """Size of what `encode` returned."""
+        return sum(len(data) for data in encoded.values())
+
+
+def zstd_nbytes(state: State, level: int) -> int:
+    """What zstd makes of the tensors' bytes, tensor by tensor."""
+    compressor = zstandard.ZstdCompressor(level=level)
+    return sum(len(compressor.compress(as_bytes(tensor).data)) for tensor in state.values())

@@ -1,0 +1,77 @@
+"""Draws the panels of a report, side by side in one picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measuring import Spread
+from benchmarks.results import Plot, Report
+
+__all__ = ["draw"]
+
+# The same color for the same writer in every picture.
+COLORS = {"dcp_nvcomp": "#2e9e5b", "dcp": "#b8bec6", "dcp+zstd": "#6f8fb5", "zipnn": "#d08c3c", "boto3": "#8d6cab"}
+OTHER_COLORS = ("#c2514e", "#3f7fbf", "#9aa23a", "#7a5c3e", "#4fb3a9", "#b0589d", "#555b66", "#e0b23c")
+
+
+def draw(report: Report, path: Path) -> None:
+    """Write the report's plots to `path`, a PNG."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    plots = report.plots
+    columns = min(len(plots), 3)
+    lines = -(-len(plots) // columns)
+    figure, axes = plt.subplots(lines, columns, figsize=(5.6 * columns, 4.2 * lines), squeeze=False)
+    for plot, panel in zip(plots, axes.flat, strict=False):
+        _panel(panel, plot)
+    for panel in list(axes.flat)[len(plots) :]:
+        panel.set_visible(False)
+    about = report.facts["machine"]
+    figure.text(0.01, 0.005, f"{report.facts['command']}; {about.get('gpu') or about['cpu']}", fontsize=7, color="#555555")
+    figure.tight_layout(rect=(0, 0.02, 1, 1))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _panel(panel: Any, plot: Plot) -> None:
+    places = list(dict.fromkeys(x for points in plot.series.values() for x, _ in points))
+    bars = any(isinstance(x, str) for x in places)
+    for number, (name, points) in enumerate(plot.series.items()):
+        values = [y if isinstance(y, Spread) else Spread((y,)) for _, y in points]
+        middle = [value.median for value in values]
+        around = [[v.median - v.low for v in values], [v.high - v.median for v in values]]
+        color = _color(name, number)
+        if bars:
+            width = 0.8 / len(plot.series)
+            at = [places.index(x) + (number + 0.5) * width - 0.4 for x, _ in points]
+            panel.bar(at, middle, width * 0.92, yerr=around, color=color, label=name, error_kw={"elinewidth": 0.8})
+        else:
+            panel.errorbar([x for x, _ in points], middle, yerr=around, color=color, label=name, marker="o", markersize=4)
+    if bars:
+        panel.set_xticks(range(len(places)), places, rotation=20 if len(places) > 4 else 0, fontsize=8)
+    if plot.level is not None:
+        panel.axhline(plot.level, color="#c2514e", linewidth=0.8, linestyle="--")
+    if plot.log_x and not bars:
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(places, [f"{place:g}" for place in places], fontsize=8)
+        panel.minorticks_off()
+    if plot.log_y:
+        panel.set_yscale("log")
+    else:
+        panel.set_ylim(bottom=0)
+    panel.set_title(plot.title, fontsize=10)
+    panel.set_xlabel(plot.x, fontsize=9)
+    panel.set_ylabel(plot.y, fontsize=9)
+    panel.grid(axis="y", alpha=0.3)
+    panel.set_axisbelow(True)
+    if len(plot.series) > 1:
+        panel.legend(fontsize=7)
+
+
+def _color(name: str, number: int) -> str:
+    return COLORS.get(name, OTHER_COLORS[number % len(OTHER_COLORS)])

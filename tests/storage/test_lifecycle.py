@@ -1,0 +1,341 @@
+"""One writer, many saves: whatever came before, no committed checkpoint is ever harmed."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import random
+import shutil
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from dcp_nvcomp import NvcompReader, NvcompWriter, errors
+from dcp_nvcomp.codecs import Bytes, CodecChain, Planes, Zstd
+from dcp_nvcomp.codecs.base import Coder
+from dcp_nvcomp.filesystem_base import Filesystem
+from dcp_nvcomp.posix import PosixFilesystem
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def state(seed: int, keys: int = 3) -> dict[str, Any]:
+    return {f"k{i}": torch.full((1000,), seed * 100.0 + i) for i in range(keys)}
+
+
+def check_loads(path: Path, expected: dict[str, Any]) -> None:
+    into = {key: torch.zeros_like(value) for key, value in expected.items()}
+    dcp.load(into, storage_reader=NvcompReader(path), no_dist=True)
+    assert all(torch.equal(into[key], expected[key]) for key in expected)
+
+
+def save(path: Path, content: dict[str, Any], **options: Any) -> NvcompWriter:
+    writer = NvcompWriter(path, **options)
+    dcp.save(content, storage_writer=writer, no_dist=True)
+    return writer
+
+
+def failure_of(run: Callable[[], Any]) -> BaseException:
+    with pytest.raises(CheckpointException) as caught:
+        run()
+    return caught.value.failures[0][0]
+
+
+class FailsToFinish(NvcompWriter):
+    fails = False
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        if self.fails:
+            raise RuntimeError("another rank failed")
+        super().finish(metadata, results)
+
+
+class FailsToResolve(DefaultSavePlanner):
+    def resolve_data(self, write_item: Any) -> Any:
+        raise RuntimeError("no data")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_sequence_of_saves(tmp_path: Path, seed: int) -> None:
+    """Paths, failures, plan caching, pickling: after each step every checkpoint that was committed still loads."""
+    draw = random.Random(seed)
+    caching = DefaultSavePlanner(enable_plan_caching=True)
+    caching._cached_plans_key = f"test-{tmp_path}"  # the cache is the class's: keep it apart from other tests'
+    writer = FailsToFinish(tmp_path / "p0")
+    committed: dict[Path, dict[str, Any]] = {}
+    for step in range(14):
+        path = tmp_path / f"p{draw.randrange(4)}"
+        content = state(step, keys=draw.choice([3, 3, 3, 4]))
+        how = draw.choice(["plain", "plain", "caching", "pickled", "fails to finish", "fails to write"])
+        if how == "pickled":
+            writer = pickle.loads(pickle.dumps(writer))
+        writer.fails = how == "fails to finish"
+        planner = {"caching": caching, "fails to write": FailsToResolve()}.get(how)
+        try:
+            dcp.save(content, storage_writer=writer, checkpoint_id=path, planner=planner, no_dist=True)
+        except CheckpointException:
+            assert how.startswith("fails")
+        else:
+            committed[path] = content
+        for place, expected in committed.items():
+            check_loads(place, expected)
+
+
+def test_a_pickled_writer_draws_new_ids(tmp_path: Path) -> None:
+    """As the process checkpointer does: one writer object, sent anew for each save."""
+    writer, ids = NvcompWriter(tmp_path), set()
+    writer.storage_meta()
+    for step in range(3):
+        sent = pickle.loads(pickle.dumps(writer))
+        dcp.save(state(step), storage_writer=sent, no_dist=True)
+        ids.add(sent.last_save.save_id)
+        check_loads(tmp_path, state(step))
+    assert len(ids) == 3
+
+
+def test_ids_of_one_save_agree(tmp_path: Path) -> None:
+    class Planner(DefaultSavePlanner):
+        def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+            self.seen = storage_meta.save_id
+            super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+    planner, writer = Planner(), NvcompWriter(tmp_path)
+    for step in range(2):
+        dcp.save(state(step), storage_writer=writer, planner=planner, no_dist=True)
+        assert writer.last_save is not None and planner.seen == writer.last_save.save_id
+
+
+def test_overlapping_saves_of_one_writer(tmp_path: Path) -> None:
+    """Two asynchronous saves at once: each goes where it was sent."""
+    first_is_writing, second_is_done = threading.Event(), threading.Event()
+
+    class Waits(DefaultSavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            first_is_writing.set()
+            assert second_is_done.wait(30)
+            return super().resolve_data(write_item)
+
+    writer = NvcompWriter(tmp_path / "unused")
+    one = dcp.async_save(state(1), storage_writer=writer, checkpoint_id=tmp_path / "one", planner=Waits(), no_dist=True)
+    assert first_is_writing.wait(30)
+    two = dcp.async_save(state(2), storage_writer=writer, checkpoint_id=tmp_path / "two", no_dist=True)
+    two.result()
+    second_is_done.set()
+    one.result()
+    check_loads(tmp_path / "one", state(1))
+    check_loads(tmp_path / "two", state(2))
+
+
+def test_a_name_that_is_taken_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import dcp_nvcomp.writer
+
+    monkeypatch.setattr(dcp_nvcomp.writer.uuid, "uuid4", lambda: copy.copy(UUID))
+    save(tmp_path, state(1))
+    assert isinstance(failure_of(lambda: save(tmp_path, state(2))), errors.StorageError)
+    check_loads(tmp_path, state(1))
+
+
+class UUID:
+    hex = "0123456789abcdef" * 2
+
+
+def _failing_publish(real: Callable[..., None], *, before: bool) -> Callable[..., None]:
+    def publish(self: Filesystem, name: str, data: bytes, *, overwrite: bool = True) -> None:
+        if name == ".metadata" and before:
+            raise errors.StorageError("lost", path=name)
+        real(self, name, data, overwrite=overwrite)
+        if name == ".metadata":
+            raise errors.StorageError("the reply was lost", path=name)
+
+    return publish
+
+
+def test_published_but_not_confirmed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The save counts; the old files stay, as the storage is not to be relied on."""
+    save(tmp_path, state(1))
+    old = {path.name for path in tmp_path.glob("*.distcp")}
+    monkeypatch.setattr(PosixFilesystem, "publish", _failing_publish(PosixFilesystem.publish, before=False))
+    writer = save(tmp_path, state(2))
+    monkeypatch.undo()
+    check_loads(tmp_path, state(2))
+    assert old <= {path.name for path in tmp_path.glob("*.distcp")}
+    dcp.save(state(3), storage_writer=writer, checkpoint_id=tmp_path / "elsewhere", no_dist=True)
+    check_loads(tmp_path, state(2))
+
+
+def test_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, state(1))
+    before = sorted(os.listdir(tmp_path))
+    monkeypatch.setattr(PosixFilesystem, "publish", _failing_publish(PosixFilesystem.publish, before=True))
+    assert isinstance(failure_of(lambda: save(tmp_path, state(2))), errors.StorageError)
+    monkeypatch.undo()
+    assert sorted(os.listdir(tmp_path)) == before
+    check_loads(tmp_path, state(1))
+
+
+@pytest.mark.parametrize(
+    "value", [{1, 2}, frozenset([1]), bytearray(b"x"), np.float64(1.0), torch.device("cpu"), 1 << 9999]
+)
+def test_planner_data_that_could_not_be_read_again(tmp_path: Path, value: Any) -> None:
+    class Odd(DefaultSavePlanner):
+        def create_global_plan(self, all_plans: Any) -> Any:
+            plans, metadata = super().create_global_plan(all_plans)
+            metadata.planner_data = {**metadata.planner_data, "odd": value}
+            return plans, metadata
+
+    save(tmp_path, state(1))
+    before = sorted(os.listdir(tmp_path))
+    error = failure_of(lambda: dcp.save(state(2), storage_writer=NvcompWriter(tmp_path), planner=Odd(), no_dist=True))
+    assert isinstance(error, errors.MetadataError) and "planner_data" in str(error)
+    assert sorted(os.listdir(tmp_path)) == before
+    check_loads(tmp_path, state(1))
+
+
+def test_old_metadata_can_not_have_anything_removed(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    dcp.save(state(1), storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    (tmp_path / "notes.txt").write_text("mine")
+    metadata: Metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    for name, info in zip([".metadata", "notes.txt", "__0_0.distcp"], metadata.storage_data.values(), strict=True):
+        info.relative_path = name
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    save(tmp_path, state(2))
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    check_loads(tmp_path, state(2))
+
+
+def test_overwrite_false_sees_rank_local_metadata(tmp_path: Path) -> None:
+    dcp.save(state(1), storage_writer=NvcompWriter(tmp_path), no_dist=True, use_collectives=False)
+    error = failure_of(lambda: save(tmp_path, state(2), overwrite=False))
+    assert isinstance(error, errors.CheckpointExistsError)
+    check_loads(tmp_path, state(1))
+
+
+def test_on_save_that_raises_is_a_warning(tmp_path: Path) -> None:
+    def boom(stats: Any) -> None:
+        raise ValueError("no mail server")
+
+    with pytest.warns(RuntimeWarning, match="is saved, but on_save raised ValueError: no mail server"):
+        save(tmp_path, state(1), on_save=boom)
+    check_loads(tmp_path, state(1))
+
+
+def test_metadata_and_footer_must_agree_on_shapes(tmp_path: Path) -> None:
+    """Rows that `.metadata` does not know of would stay as they were in the destination."""
+    save(tmp_path, {"w": torch.ones(6, 50)})
+    metadata: Metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    tensor = metadata.state_dict_metadata["w"]
+    assert isinstance(tensor, TensorStorageMetadata)
+    tensor.chunks[0].sizes = torch.Size([4, 50])
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    error = failure_of(lambda: check_loads(tmp_path, {"w": torch.ones(6, 50)}))
+    assert isinstance(error, errors.FileMismatchError | AssertionError)
+    assert "disagrees" in str(error) or "metadata is None" in str(error)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_rank_local_save_that_lacks_a_rank(tmp_path: Path, lost: int) -> None:
+    """Two ranks' metadata made by hand from one save: without one of them no load may return."""
+    dcp.save({"w": torch.ones(8)}, storage_writer=NvcompWriter(tmp_path), no_dist=True, use_collectives=False)
+    metadata: Metadata = pickle.loads((tmp_path / "__0.metadata").read_bytes())
+    tensor = metadata.state_dict_metadata["w"]
+    assert isinstance(tensor, TensorStorageMetadata)
+    tensor.size = torch.Size([16])
+    (tmp_path / "__0.metadata").write_bytes(pickle.dumps(metadata))
+    if lost == 0:
+        shutil.move(tmp_path / "__0.metadata", tmp_path / "__1.metadata")
+    into = {"w": torch.zeros(16)}
+    error = failure_of(lambda: dcp.load(into, storage_reader=NvcompReader(tmp_path), no_dist=True))
+    assert "'w'" in str(error) or "rank 0 is missing" in str(error)
+
+
+def test_expanded_destination_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, {"w": torch.arange(12.0).reshape(3, 4)})
+    into = {"w": torch.zeros(4).expand(3, 4)}
+    with pytest.raises(CheckpointException, match="single memory location"):
+        dcp.load(into, storage_reader=NvcompReader(tmp_path), no_dist=True)
+
+
+class OwnCoder(Coder):
+    name = "own"
+    slice_nbytes = 4096
+
+    def configuration(self) -> dict[str, Any]:
+        return {"slice_nbytes": self.slice_nbytes}
+
+    def encoder(self) -> Any:
+        return bytes
+
+    def decoder(self) -> Any:
+        raise NotImplementedError
+
+
+class Chooses:
+    def __init__(self, chain: CodecChain) -> None:
+        self.chain = chain
+
+    def choose(self, element: Any, sample: Any, nbytes: int) -> CodecChain:
+        return self.chain
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [
+        CodecChain(Bytes(), OwnCoder()),
+        Chooses(CodecChain(Bytes(), OwnCoder())),
+        Chooses(CodecChain(Planes(2), Zstd())),
+        CodecChain(Planes(4)),
+    ],
+)
+def test_codec_that_could_not_be_read_again(tmp_path: Path, codec: Any) -> None:
+    error = failure_of(lambda: save(tmp_path, {"w": torch.randn(1000)}, codec=codec))
+    assert isinstance(error, errors.ConfigurationError) and "codec=" in str(error)
+    assert not list(tmp_path.glob("*.distcp"))
+
+
+def test_own_chooser(tmp_path: Path) -> None:
+    writer = save(tmp_path, {"w": torch.randn(1000)}, codec=Chooses(CodecChain(Planes(4), Zstd(level=9))))
+    assert writer.last_save is not None and list(writer.last_save.by_codec) == ["planes-zstd"]
+
+
+@pytest.mark.parametrize("direction", ["save", "load"])
+def test_interrupt_while_waiting_leaves_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direction: str
+) -> None:
+    """Ctrl-C while the calling thread waits for the last file or read: it is passed on, after all threads ended."""
+    content = {"w": torch.randn(1 << 20)}
+    save(tmp_path / "old", content)
+    main, interrupted = threading.main_thread().ident, threading.Event()
+    assert main is not None
+
+    def interrupt_main(*_: Any) -> None:
+        if threading.current_thread().name.startswith("dcp-") and not interrupted.is_set():
+            interrupted.set()
+            signal.pthread_kill(main, signal.SIGINT)
+            threading.Event().wait(0.3)  # long enough for the main thread to be inside join
+
+    into = {"w": torch.zeros(1 << 20)}
+    if direction == "save":
+        real = os.fsync
+        monkeypatch.setattr(os, "fsync", lambda fd: (interrupt_main(), real(fd))[1])
+        run = lambda: save(tmp_path / "new", content)  # noqa: E731
+    else:
+        real_read = PosixFilesystem.read_into
+        monkeypatch.setattr(PosixFilesystem, "read_into", lambda *a: (interrupt_main(), real_read(*a))[1])
+        run = lambda: dcp.load(into, storage_reader=NvcompReader(tmp_path / "old"), no_dist=True)  # noqa: E731
+    assert isinstance(failure_of(run), KeyboardInterrupt)
+    assert interrupted.is_set()
+    assert not [t for t in threading.enumerate() if t.name.startswith("dcp-") and t.is_alive()]
+    if direction == "save":
+        assert not list((tmp_path / "new").glob("*"))
