@@ -110,17 +110,25 @@ class Decoder:
         if engine is None:
             engine = self._cuda[device] = CudaEngine(device, device_memory_budget=self._device_memory_budget)
         with torch.cuda.device(device):
-            for block in blocks:
-                assert block.record.chain is not None
-                out = torch.empty(int(read.footer.block_nbytes[block.number]), dtype=torch.uint8, device=device)
-                data = self._buffer[block.start - read.start : block.stop - read.start]
-                job = DecodeJob(data, block_row(read.footer, block.number), block.record.chain, out)
-                with located(block, read):
-                    engine.decode([job], verify=self._verify)
+            jobs = [self._gpu_job(block, read, device) for block in blocks]
+            engine.decode(jobs, verify=self._verify)
+            for block, job in zip(blocks, jobs, strict=True):
                 for target in block.targets:
                     destination = _destination(target.destination)
-                    destination.place(block.box, out if destination.device.type == "cuda" else out.cpu())
+                    destination.place(block.box, job.out if destination.device.type == "cuda" else job.out.cpu())
             torch.cuda.current_stream(device).synchronize()
+
+    def _gpu_job(self, block: BlockRead, read: Read, device: torch.device) -> DecodeJob:
+        assert block.record.chain is not None
+        return DecodeJob(
+            self._buffer[block.start - read.start : block.stop - read.start],
+            block_row(read.footer, block.number),
+            block.record.chain,
+            torch.empty(int(read.footer.block_nbytes[block.number]), dtype=torch.uint8, device=device),
+            path=read.footer.path,
+            fqn=block.record.fqn or block.targets[0].record.fqn,
+            byte_range=(block.start, block.stop),
+        )
 
 
 @contextmanager

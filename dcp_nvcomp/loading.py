@@ -230,7 +230,12 @@ class LoadJob:
     # --- load threads -----------------------------------------------------------------------------------------------
 
     def _load(self, ahead: threading.Semaphore) -> None:
-        decoder = Decoder(self._filesystem, self._options.verify, self._engine, self._options.device_memory_budget)
+        decoder = Decoder(
+            self._filesystem,
+            self._options.verify,
+            self._engine,
+            max(1, self._options.device_memory_budget // self._threads),
+        )
         while (read := self._reads.get()) is not None:
             try:
                 if self._error is None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import pickle
+import zipfile
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from dcp_nvcomp.errors import ConfigurationError, CorruptDataError, UnsafeObjectError
+from dcp_nvcomp.errors import CheckpointError, CorruptDataError, UnsafeObjectError
+from dcp_nvcomp.pickle_machine import resolve_trusted_globals
 
-__all__ = ["SafeLoader"]
+__all__ = ["SafeLoader", "load_tensor_safely"]
 
 
 class SafeLoader:
@@ -27,7 +28,7 @@ class SafeLoader:
     """
 
     def __init__(self, trusted_globals: Sequence[str], *, check_objects: bool) -> None:
-        self._trusted = [_import(name) for name in trusted_globals]
+        self._trusted = list(resolve_trusted_globals(trusted_globals).values())
         self._check_objects = check_objects
 
     def checked(self, data: io.BytesIO, fqn: str) -> io.BytesIO:
@@ -35,9 +36,14 @@ class SafeLoader:
 
         Raises:
             UnsafeObjectError: it needs a global that is not allowed.
+            CorruptDataError: it is not what `torch.save` wrote.
         """
         if self._check_objects:
-            self._load(data, fqn)
+            try:
+                _load(data, self._trusted)
+            except CheckpointError as error:
+                error.fqn = fqn
+                raise
             data.seek(0)
         return data
 
@@ -48,29 +54,47 @@ class SafeLoader:
             UnsafeObjectError: it needs a global that is not allowed.
             CorruptDataError: it is not a tensor.
         """
-        loaded = self._load(data, fqn)
-        if not isinstance(loaded, torch.Tensor):
-            raise CorruptDataError(f"A {type(loaded).__name__} is stored where a tensor must be.", fqn=fqn)
-        return loaded
-
-    def _load(self, data: io.BytesIO, fqn: str) -> Any:
         try:
-            with torch.serialization.safe_globals(self._trusted):
-                return torch.load(data, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:
-            raise UnsafeObjectError(
-                "A stored object needs more than weights_only loading allows. If you trust this checkpoint, name its "
-                "globals in trusted_globals=, or register them with torch.serialization.add_safe_globals. "
-                f"torch says: {error}",
-                fqn=fqn,
-            ) from error
-        except (RuntimeError, EOFError, ValueError) as error:
-            raise CorruptDataError(f"A stored object can't be loaded: {error}", fqn=fqn) from error
+            return load_tensor_safely(data, self._trusted)
+        except CheckpointError as error:
+            error.fqn = fqn
+            raise
 
 
-def _import(name: str) -> Any:
-    module, _, attribute = name.rpartition(".")
+def load_tensor_safely(data: io.BytesIO, trusted: Sequence[Any] = ()) -> torch.Tensor:
+    """A tensor that `torch.save` wrote; nothing in it is executed.
+
+    Args:
+        data: what was written.
+        trusted: further classes and functions that it may use.
+
+    Raises:
+        UnsafeObjectError: it needs a global that is not allowed.
+        CorruptDataError: it is damaged, or not a tensor.
+    """
+    loaded = _load(data, trusted)
+    if not isinstance(loaded, torch.Tensor):
+        raise CorruptDataError(f"A {type(loaded).__name__} is stored where a tensor must be.")
+    return loaded
+
+
+def _load(data: io.BytesIO, trusted: Sequence[Any]) -> Any:
     try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigurationError(f"trusted_globals names {name!r}, which can't be imported: {error}.") from error
+        if bytes(data.getbuffer()[:4]) == b"PK\x03\x04":
+            with zipfile.ZipFile(data) as archive:
+                # a deflated file could inflate to anything
+                if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
+                    raise CorruptDataError("A stored object is a compressed archive, which torch.save never writes.")
+            data.seek(0)
+        with torch.serialization.safe_globals(list(trusted)):
+            return torch.load(data, map_location="cpu", weights_only=True)
+    except (CheckpointError, MemoryError):
+        raise
+    except pickle.UnpicklingError as error:
+        raise UnsafeObjectError(
+            "A stored object needs more than weights_only loading allows. If you trust this checkpoint, name its "
+            "globals in trusted_globals=, or register them with torch.serialization.add_safe_globals. "
+            f"torch says: {error}"
+        ) from error
+    except Exception as error:  # torch.load raises almost anything for damaged input
+        raise CorruptDataError(f"A stored object can't be loaded: {type(error).__name__}: {error}") from error
