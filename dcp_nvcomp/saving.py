@@ -27,31 +27,24 @@ from torch.distributed.checkpoint.storage import WriteResult
 from dcp_nvcomp.blocks import Box
 from dcp_nvcomp.codecs.ans import Ans
 from dcp_nvcomp.codecs.base import CodecChain
-from dcp_nvcomp.datafile import DataFileWriter, FileTuple
 from dcp_nvcomp.engines.base import EncodedBlock
 from dcp_nvcomp.errors import StorageError
-from dcp_nvcomp.filesystem import Filesystem, OutputStream
-from dcp_nvcomp.records import LARGE_NBYTES, Member, PendingRecord, RecordMaker
+from dcp_nvcomp.file_plan import PlannedFile
+from dcp_nvcomp.filesystem import Filesystem
+from dcp_nvcomp.open_file import OpenFile
+from dcp_nvcomp.records import PendingRecord, RecordMaker
 from dcp_nvcomp.sources import Source, Workbench
 from dcp_nvcomp.staging import BufferPool, Cancelled, pinned_allocate
-from dcp_nvcomp.stats import RankTotals, Totals
+from dcp_nvcomp.stats import RankTotals
 from dcp_nvcomp.threads import join_all
 
-__all__ = ["PlannedFile", "SaveJob", "SaveOptions"]
+__all__ = ["SaveJob", "SaveOptions"]
 
 logger = logging.getLogger(__name__)
 
 HOST_BUFFER_NBYTES = (1 << 20) + (64 << 10)  # a block of 1 MiB with the padding of its slices
 CUDA_BUFFER_NBYTES = 32 << 20
 BUFFERS_PER_THREAD = 8
-
-
-@dataclass(frozen=True)
-class PlannedFile:
-    """A data file to write: its name and its items, the large ones first."""
-
-    name: str
-    items: tuple[WriteItem, ...]
 
 
 @dataclass(frozen=True)
@@ -270,7 +263,7 @@ class SaveJob:
     # --- write threads ----------------------------------------------------------------------------------------------
 
     def _write_lane(self, lane: _Lane) -> None:
-        output: _OpenFile | None = None
+        output: OpenFile | None = None
         busy = 0.0
         while (message := lane.messages.get()) is not None:
             if isinstance(message, _Task):
@@ -289,10 +282,12 @@ class SaveJob:
         self._busy["write"].append(busy)
 
     def _handle(
-        self, message: PlannedFile | PendingRecord | _Task | _EndOfFile, output: _OpenFile | None
-    ) -> _OpenFile | None:
+        self, message: PlannedFile | PendingRecord | _Task | _EndOfFile, output: OpenFile | None
+    ) -> OpenFile | None:
         if isinstance(message, PlannedFile):
-            opened = _OpenFile(self._filesystem, message, self._options)
+            opened = OpenFile(
+                self._filesystem.open_output(message.name), message.name, self._options.identity, self._options.progress
+            )
             self._opened.append(message.name)  # only now: a file that could not be made is not ours to remove
             return opened
         assert output is not None
@@ -311,70 +306,3 @@ class SaveJob:
                 self._results.extend(output.results(file))
             return None
         return output
-
-
-class _OpenFile:
-    """A data file while it is written, and what its records came to."""
-
-    def __init__(self, filesystem: Filesystem, file: PlannedFile, options: SaveOptions) -> None:
-        self.stream: OutputStream = filesystem.open_output(file.name)
-        self._name = file.name
-        self._options = options
-        self._writer: DataFileWriter | None = None
-        self._record: PendingRecord | None = None
-        self._encoded_nbytes = 0
-        self._items: list[tuple[Member, int, int]] = []
-        self._first_item = 0
-        self.totals: list[tuple[str, str, Totals]] = []
-
-    def _writer_for(self, large: bool) -> DataFileWriter:
-        if self._writer is None:
-            self._writer = DataFileWriter(self.stream, self._name, self._options.identity, align=large)
-        return self._writer
-
-    def begin(self, record: PendingRecord) -> None:
-        """Begin a record."""
-        large = record.nbytes >= LARGE_NBYTES
-        self._end_record(large)
-        writer = self._writer_for(large)
-        number = writer.add_record(record.row, record.chain)
-        self._record, self._first_item = record, len(self._items)
-        if not record.is_pack:
-            self._items.append((record.members[0], number, 0))
-            return
-        start = 0
-        for member in record.members:
-            row = {**member.row, "pack": [number, start]}
-            self._items.append((member, writer.add_record(row, None), 0))
-            start += member.elements
-
-    def append(self, blocks: Sequence[EncodedBlock]) -> None:
-        """Append blocks of the record; their buffer is no longer needed then."""
-        assert self._writer is not None
-        for block in blocks:
-            self._encoded_nbytes += self._writer.add_block(block)
-            self._options.progress(block.uncompressed_nbytes)
-
-    def _end_record(self, large_next: bool) -> None:
-        if self._record is None or self._writer is None:
-            return
-        if large_next:
-            self._encoded_nbytes += self._writer.align()
-        record, encoded = self._record, self._encoded_nbytes
-        self.totals.append((record.chain.label, record.dtype, Totals(len(record.members), record.nbytes, encoded)))
-        for at in range(self._first_item, len(self._items)):
-            member, number, _ = self._items[at]
-            share = encoded * member.nbytes // record.nbytes if record.nbytes else 0
-            self._items[at] = (member, number, share)
-        self._record, self._encoded_nbytes = None, 0
-
-    def finish(self) -> FileTuple:
-        """Write the footer, make the file durable."""
-        self._end_record(False)
-        file = self._writer_for(False).finish()
-        self.stream.close()
-        return file
-
-    def results(self, file: FileTuple) -> list[WriteResult]:
-        """What `.metadata` needs to know of each item; the file tuple is one object for all of them."""
-        return [WriteResult(member.index, nbytes, (file, number)) for member, number, nbytes in self._items]

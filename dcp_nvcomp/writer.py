@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import os
 import threading
 import time
@@ -27,7 +26,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
@@ -36,13 +35,12 @@ from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.choose import CodecChooser, parse_codec
 from dcp_nvcomp.commit import Orphans, commit_checkpoint, commit_rank, refuse_existing
 from dcp_nvcomp.errors import ConfigurationError
+from dcp_nvcomp.file_plan import plan_files, planned_nbytes
 from dcp_nvcomp.filesystem import Filesystem, open_filesystem
-from dcp_nvcomp.format import data_file_name
 from dcp_nvcomp.options import ENGINES, check_budget, check_choice, check_thread_count, option_names
-from dcp_nvcomp.planning import distribute, file_count
 from dcp_nvcomp.progress import ProgressBar
 from dcp_nvcomp.records import EngineChoice, RecordMaker
-from dcp_nvcomp.saving import PlannedFile, SaveJob, SaveOptions
+from dcp_nvcomp.saving import SaveJob, SaveOptions
 from dcp_nvcomp.stats import RankTotals, SaveStats, summarize
 
 __all__ = ["NvcompWriter"]
@@ -67,13 +65,6 @@ class RankResults(list[WriteResult]):
     """The write results of one rank, and what it measured: DCP carries the list to the coordinator as it is."""
 
     totals: RankTotals
-
-
-def planned_nbytes(item: WriteItem) -> int:
-    """Size of an item as planned; bytes items are not known before they are resolved."""
-    if item.tensor_data is None:
-        return 0
-    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
 class NvcompWriter(StorageWriter, BlockingAsyncStager):
@@ -246,7 +237,14 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         )
         job = SaveJob(
             filesystem,
-            self._plan_files(plan.items, total_nbytes, filesystem.parallel_writes),
+            plan_files(
+                plan.items,
+                save.rank,
+                save.save_id,
+                single_file_per_rank=self.single_file_per_rank,
+                parallel_writes=filesystem.parallel_writes,
+                thread_count=self.thread_count,
+            ),
             lambda: RecordMaker(self._chooser, self._engine_choice, pack=self.single_file_per_rank),
             planner.resolve_data,
             options,
@@ -265,21 +263,6 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
-
-    def _plan_files(
-        self, items: Sequence[WriteItem], total_nbytes: int, parallel_writes: int
-    ) -> list[list[PlannedFile]]:
-        """The rank's files, in lanes."""
-        sizes = [planned_nbytes(item) for item in items]
-        if self.single_file_per_rank:
-            count = file_count(total_nbytes, parallel_writes, self.thread_count)
-            bins = distribute(sizes, count) if items else []
-            return [[self._file(number, [items[i] for i in chosen])] for number, chosen in enumerate(bins)]
-        lanes = distribute(sizes, min(parallel_writes, self.thread_count, len(items))) if items else []
-        return [[self._file(index, [items[index]]) for index in lane] for lane in lanes]
-
-    def _file(self, number: int, items: Sequence[WriteItem]) -> PlannedFile:
-        return PlannedFile(data_file_name(self._save.rank, number, self._save.save_id), tuple(items))
 
     def _identity(self) -> dict[str, Any]:
         try:
