@@ -28,7 +28,7 @@ class SafeLoader:
     """
 
     def __init__(self, trusted_globals: Sequence[str], *, check_objects: bool) -> None:
-        self._trusted = list(resolve_trusted_globals(trusted_globals).values())
+        self.trusted = list(resolve_trusted_globals(trusted_globals).values())
         self._check_objects = check_objects
 
     def checked(self, data: io.BytesIO, fqn: str) -> io.BytesIO:
@@ -40,7 +40,7 @@ class SafeLoader:
         """
         if self._check_objects:
             try:
-                _load(data, self._trusted)
+                _load(data, self.trusted)
             except CheckpointError as error:
                 error.fqn = fqn
                 raise
@@ -55,7 +55,7 @@ class SafeLoader:
             CorruptDataError: it is not a tensor.
         """
         try:
-            return load_tensor_safely(data, self._trusted)
+            return load_tensor_safely(data, self.trusted)
         except CheckpointError as error:
             error.fqn = fqn
             raise

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import io
 import math
-import pickle
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 import zstandard
 
-from .errors import CheckpointError, CorruptDataError, TruncatedFileError, UnknownCodecError, UnsafeObjectError
+from .errors import CheckpointError, CorruptDataError, TruncatedFileError, UnknownCodecError
 from .filesystem import Filesystem
+from .safe_objects import load_tensor_safely
 
 __all__ = ["StockItem", "read_stock_bytes", "read_stock_tensor"]
 
@@ -79,6 +79,7 @@ def read_stock_tensor(
     *,
     sizes: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
+    trusted: Sequence[Any] = (),
 ) -> torch.Tensor:
     """The shard that `torch.save` wrote, on the CPU. Read with `weights_only=True`, so nothing in it is executed.
 
@@ -87,6 +88,7 @@ def read_stock_tensor(
         item: where it is.
         sizes: the shard's shape by `.metadata`, if it is known; checked, and bounds what is decoded.
         dtype: the same of its element type.
+        trusted: classes and functions that it may use beside torch's own.
 
     Raises:
         TruncatedFileError, UnknownCodecError: see `read_stock_bytes`.
@@ -98,7 +100,7 @@ def read_stock_tensor(
         limit_nbytes = math.prod(sizes) * dtype.itemsize + _TORCH_SAVE_NBYTES
     stream = read_stock_bytes(filesystem, item, limit_nbytes=limit_nbytes)
     try:
-        tensor = _load(stream)
+        tensor = load_tensor_safely(stream, trusted)
         if (sizes is not None and tensor.shape != torch.Size(sizes)) or (dtype is not None and tensor.dtype != dtype):
             raise CorruptDataError(
                 f"The item holds {tensor.dtype} of {tuple(tensor.shape)}, not what `.metadata` says."
@@ -138,26 +140,6 @@ def _check_archive(stream: io.BytesIO) -> None:
 
 def _is_stored(member: zipfile.ZipInfo) -> bool:
     return member.compress_type == zipfile.ZIP_STORED
-
-
-def _load(stream: io.BytesIO) -> torch.Tensor:
-    try:
-        with zipfile.ZipFile(stream) as archive:
-            # a deflated file could inflate to anything
-            if not all(map(_is_stored, archive.infolist())):
-                raise CorruptDataError("The item is a compressed archive, which torch.save never writes.")
-        stream.seek(0)
-        tensor = torch.load(stream, map_location="cpu", weights_only=True)
-    except (CheckpointError, MemoryError):
-        raise
-    except pickle.UnpicklingError as error:
-        reason = str(error).partition("\n")[0]
-        raise UnsafeObjectError(f"The item is more than a plain tensor: {reason}") from error
-    except Exception as error:  # torch.load raises almost anything for damaged input
-        raise CorruptDataError(f"The item is not what torch.save wrote: {type(error).__name__}: {error}.") from error
-    if not isinstance(tensor, torch.Tensor):
-        raise CorruptDataError(f"The item holds a {type(tensor).__name__}, not a tensor.")
-    return tensor
 
 
 def _undo(descriptor: str, data: bytes, limit_nbytes: int) -> bytes:

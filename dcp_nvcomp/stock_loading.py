@@ -41,7 +41,7 @@ def load_stock_items(
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, safe.checked(read_stock_bytes(filesystem, wanted.stored), fqn))
             else:
-                _load_tensor(filesystem, wanted, planner, conversions)
+                _load_tensor(filesystem, wanted, planner, safe, conversions)
         except CheckpointError as error:
             error.fqn = error.fqn or fqn
             raise
@@ -51,12 +51,14 @@ def _position(where: StockItem) -> tuple[str, int]:
     return where.relative_path, where.offset
 
 
-def _load_tensor(filesystem: Filesystem, wanted: Wanted, planner: LoadPlanner, conversions: Conversions) -> None:
+def _load_tensor(
+    filesystem: Filesystem, wanted: Wanted, planner: LoadPlanner, safe: SafeLoader, conversions: Conversions
+) -> None:
     item, shard = wanted.item, wanted.shard
     if shard is None:
         raise MetadataError("`.metadata` says that this is a Python object, but a tensor is asked for.")
     # not checked against the dtype of `.metadata`: planners may convert what they save
-    saved = read_stock_tensor(filesystem, wanted.stored, sizes=shard.sizes)
+    saved = read_stock_tensor(filesystem, wanted.stored, sizes=shard.sizes, trusted=safe.trusted)
     if saved.dim() != len(item.lengths):
         raise ShapeMismatchError(f"The stored tensor has shape {tuple(saved.shape)}; the plan wants {item.lengths}.")
     for dim, (offset, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):

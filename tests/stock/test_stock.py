@@ -284,14 +284,14 @@ def repacked(compression: int = zipfile.ZIP_STORED) -> bytes:
 @pytest.mark.parametrize(
     ("data", "kind", "match"),
     [
-        (b"", CorruptDataError, "not what torch.save wrote"),
-        (b"junk" * 100, CorruptDataError, "not what torch.save wrote"),
-        (pickle.dumps(TENSOR.tolist()), CorruptDataError, "not what torch.save wrote"),
+        (b"", CorruptDataError, "can't be loaded"),
+        (b"junk" * 100, CorruptDataError, "can't be loaded"),
+        (pickle.dumps(TENSOR.tolist()), CorruptDataError, "can't be loaded"),
         (archive(TENSOR)[:-1], CorruptDataError, "damaged"),
         (archive(TENSOR)[:2000], CorruptDataError, "damaged"),
         (repacked(zipfile.ZIP_DEFLATED), CorruptDataError, "compressed archive"),
-        (archive([TENSOR]), CorruptDataError, "holds a list"),
-        (archive(Path("x")), UnsafeObjectError, "more than a plain tensor"),
+        (archive([TENSOR]), CorruptDataError, "A list is stored"),
+        (archive(Path("x")), UnsafeObjectError, "weights_only"),
     ],
 )
 def test_what_is_no_tensor(store: Store, data: bytes, kind: type[CheckpointError], match: str) -> None:
@@ -320,7 +320,7 @@ def test_nothing_is_executed(store: Store, tmp_path: Path) -> None:
         def __reduce__(self) -> Any:
             return Path.touch, (tmp_path / "executed",)
 
-    located(lambda: store.tensor(archive(Attack())), UnsafeObjectError, "more than a plain tensor", store)
+    located(lambda: store.tensor(archive(Attack())), UnsafeObjectError, "weights_only", store)
     assert not (tmp_path / "executed").exists()
 
 
