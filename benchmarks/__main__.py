@@ -27,12 +27,13 @@ class Suite(str, Enum):
     scale = "scale"
     s3 = "s3"
     gpu = "gpu"
+    slices = "slices"
 
 
 @app.command()
 def main(
     suite: Annotated[Suite, typer.Argument(help="what to measure")],
-    quick: Annotated[bool, typer.Option("--quick", help="small and once: shows that it works, measures nothing")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="small and once: shows that it works")] = False,
     json: Annotated[Path | None, typer.Option(help="write all measurements there")] = None,
     plot: Annotated[Path | None, typer.Option(help="draw them into this PNG")] = None,
     part: Annotated[list[str] | None, typer.Option(help="only this part of the suite; may be repeated")] = None,

@@ -164,7 +164,9 @@ def ranks(report: Report) -> None:
     with Ranks(max(counts)) as pool, settings.scratch() as scratch:
         for count in counts:
             settings.say(f"{count} ranks")
-            results = pool.run(count, _save_and_load_sharded, nbytes, settings.state, str(scratch / f"{count}"), repeats)
+            results = pool.run(
+                count, _save_and_load_sharded, nbytes, settings.state, str(scratch / f"{count}"), repeats
+            )
             saved, loaded = results[0]  # between barriers: the same on all ranks
             table.add(
                 ranks=count,

@@ -34,9 +34,7 @@ __all__ = [
     "versions",
 ]
 
-_PACKAGES = (
-    "torch numpy zstandard crc32c fsspec s3fs boto3 zipnn nvidia-nvcomp-cu13 nvidia-nvcomp-cu12 cupy-cuda13x cupy-cuda12x"
-)
+_PACKAGES = "torch numpy zstandard crc32c fsspec s3fs boto3 zipnn nvidia-nvcomp-cu13 nvidia-nvcomp-cu12 cupy-cuda13x cupy-cuda12x"
 
 
 class NotHere(Exception):

@@ -40,7 +40,9 @@ class Peer:
         return f"{self.name}, {self.threads} thread{'s' if self.threads > 1 else ''}"
 
 
-def ours(threads: int, *, codec: str = "auto", engine: str = "auto", host_memory_budget: int = 1 << 30, **options: Any) -> Peer:
+def ours(
+    threads: int, *, codec: str = "auto", engine: str = "auto", host_memory_budget: int = 1 << 30, **options: Any
+) -> Peer:
     """This project."""
     shared = {"thread_count": threads, "engine": engine, "host_memory_budget": host_memory_budget, **options}
     return Peer(

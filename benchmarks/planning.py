@@ -99,7 +99,9 @@ def planning(report: Report) -> None:
         shards = ranks * tensors
         if shards * _SHARD_NBYTES > available_nbytes():
             need = shards * _SHARD_NBYTES / 1e9
-            report.notes.append(f"{ranks:,} ranks x {tensors:,} tensors are left out: the coordinator needs ~{need:.0f} GB")
+            report.notes.append(
+                f"{ranks:,} ranks x {tensors:,} tensors are left out: the coordinator needs ~{need:.0f} GB"
+            )
             continue
         repeats = settings.repeats_or(3 if shards <= 600_000 else 1)
         settings.say(f"{ranks:,} ranks x {tensors:,} tensors, {repeats} times each")

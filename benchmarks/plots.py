@@ -31,7 +31,9 @@ def draw(report: Report, path: Path) -> None:
     for panel in list(axes.flat)[len(plots) :]:
         panel.set_visible(False)
     about = report.facts["machine"]
-    figure.text(0.01, 0.005, f"{report.facts['command']}; {about.get('gpu') or about['cpu']}", fontsize=7, color="#555555")
+    figure.text(
+        0.01, 0.005, f"{report.facts['command']}; {about.get('gpu') or about['cpu']}", fontsize=7, color="#555555"
+    )
     figure.tight_layout(rect=(0, 0.02, 1, 1))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
@@ -51,7 +53,9 @@ def _panel(panel: Any, plot: Plot) -> None:
             at = [places.index(x) + (number + 0.5) * width - 0.4 for x, _ in points]
             panel.bar(at, middle, width * 0.92, yerr=around, color=color, label=name, error_kw={"elinewidth": 0.8})
         else:
-            panel.errorbar([x for x, _ in points], middle, yerr=around, color=color, label=name, marker="o", markersize=4)
+            panel.errorbar(
+                [x for x, _ in points], middle, yerr=around, color=color, label=name, marker="o", markersize=4
+            )
     if bars:
         panel.set_xticks(range(len(places)), places, rotation=20 if len(places) > 4 else 0, fontsize=8)
     if plot.level is not None:

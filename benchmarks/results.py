@@ -115,7 +115,9 @@ class Report:
     checks: list[Check] = field(default_factory=list)
     plots: list[Plot] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    facts: dict[str, Any] = field(default_factory=lambda: {"machine": machine(), "versions": versions(), **invocation()})
+    facts: dict[str, Any] = field(
+        default_factory=lambda: {"machine": machine(), "versions": versions(), **invocation()}
+    )
 
     def table(self, name: str, title: str, **columns: tuple[str, str]) -> Table:
         """Begin a table."""

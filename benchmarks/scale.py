@@ -1,11 +1,11 @@
-"""`scale`: how time, memory and metadata grow. Parts (`--part`):
+"""`scale`: how time, memory and metadata grow. Its parts, for `--part`.
 
-tensors    100 to 100,000 tensors of 1 KB                              growth.py
-size       the same state, up to what fits in memory                   growth.py
-ranks      1 to 8 processes                                            growth.py
-planning   the coordinator's planning and commit alone, for up to 4,096 simulated ranks; the safe read of `.metadata`
-           beside pickle                                               planning.py
-memory     peak memory of save and load under several budgets, watched from outside       memory.py
+tensors    100 to 100,000 tensors of 1 KB                                                       growth.py
+size       the same state, up to what fits in memory                                            growth.py
+ranks      1 to 8 processes                                                                     growth.py
+planning   the coordinator's planning and commit alone, for up to 4,096 simulated ranks; the
+           safe read of `.metadata` beside pickle                                               planning.py
+memory     peak memory of save and load under several budgets, watched from outside             memory.py
 """
 
 from __future__ import annotations
