@@ -34,6 +34,8 @@ from typing import Any
 import pytest
 
 RANK_COUNT = 4
+MEETING_ATTEMPTS = 3
+MEETING_TIMEOUT_S = 20.0
 
 # What torch itself warns of in code paths that these tests take on purpose: regular expressions of messages.
 STOCK_WARNINGS = (
@@ -80,17 +82,38 @@ class RankPool:
         """Run `function(*arguments, **options)` on ranks 0 to `world_size`, and return their results in rank order."""
         world_size = self.size if world_size is None else world_size
         assert 1 <= world_size <= self.size, world_size
-        if not self._workers:
-            self._workers = [_Worker() for _ in range(self.size)]
-        self._call_count += 1
-        meeting_point = self._directory / f"call-{os.getpid()}-{self._call_count}"
         payload = pickle.dumps((function, arguments, options))
-        for rank, worker in enumerate(self._workers[:world_size]):
-            worker.connection.send((rank, world_size, str(meeting_point), timeout_s, payload))
+        meeting_point = self._meet(world_size, timeout_s)
+        for worker in self._workers[:world_size]:
+            worker.connection.send(payload)
         try:
             return self._gather(world_size, timeout_s)
         finally:
-            meeting_point.unlink(missing_ok=True)
+            meeting_point.unlink(missing_ok=True)  # not before: sub-groups meet there too
+
+    def _meet(self, world_size: int, timeout_s: float) -> Path:
+        """Set up the process group. Gloo sometimes fails to connect local ranks: then again with new processes.
+
+        Nothing of the test has run on any rank by then.
+        """
+        failure: RankFailure | None = None
+        for _ in range(MEETING_ATTEMPTS):
+            if not self._workers:
+                self._workers = [_Worker() for _ in range(self.size)]
+            self._call_count += 1
+            meeting_point = self._directory / f"call-{os.getpid()}-{self._call_count}"
+            for rank, worker in enumerate(self._workers[:world_size]):
+                worker.connection.send((rank, world_size, str(meeting_point), timeout_s))
+            try:
+                self._gather(world_size, MEETING_TIMEOUT_S)
+            except RankFailure as error:
+                failure = error
+                self.close()
+                meeting_point.unlink(missing_ok=True)
+            else:
+                return meeting_point
+        assert failure is not None
+        raise failure
 
     def close(self) -> None:
         """End the processes."""
@@ -152,25 +175,32 @@ def _serve(connection: multiprocessing.connection.Connection) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            rank, world_size, meeting_point, timeout_s, payload = connection.recv()
+            rank, world_size, meeting_point, timeout_s = connection.recv()
+            met = _answer(connection, timeout_s, lambda: _join(rank, world_size, meeting_point, timeout_s))
+            if met:
+                payload = connection.recv()
+                _answer(connection, timeout_s, lambda: _call(payload))
         except EOFError:  # the pool was closed, or the test run is gone
             return
-        # The traceback that it prints says where a rank hung.
-        faulthandler.dump_traceback_later(timeout_s, exit=True)
-        try:
-            reply = (True, _call(rank, world_size, meeting_point, timeout_s, payload))
-            message = pickle.dumps(reply)
-        except BaseException:
-            message = pickle.dumps((False, traceback.format_exc()))
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-        connection.send_bytes(message)
 
 
-def _call(rank: int, world_size: int, meeting_point: str, timeout_s: float, payload: bytes) -> Any:
+def _answer(connection: multiprocessing.connection.Connection, timeout_s: float, work: Callable[[], Any]) -> bool:
+    """Do some work and send what it returns, or the traceback; whether it succeeded."""
+    # The traceback that this prints says where a rank hung.
+    faulthandler.dump_traceback_later(timeout_s, exit=True)
+    try:
+        succeeded, message = True, pickle.dumps((True, work()))
+    except BaseException:
+        succeeded, message = False, pickle.dumps((False, traceback.format_exc()))
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    connection.send_bytes(message)
+    return succeeded
+
+
+def _join(rank: int, world_size: int, meeting_point: str, timeout_s: float) -> None:
     import torch.distributed as dist
 
-    function, arguments, options = pickle.loads(payload)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{meeting_point}",
@@ -178,7 +208,13 @@ def _call(rank: int, world_size: int, meeting_point: str, timeout_s: float, payl
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
     )
+
+
+def _call(payload: bytes) -> Any:
+    import torch.distributed as dist
+
     try:
+        function, arguments, options = pickle.loads(payload)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             for message in STOCK_WARNINGS:

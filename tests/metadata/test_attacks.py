@@ -30,7 +30,7 @@ SUPPORTED = {
 
 
 def refused(
-    data: bytes, match: str, kind: type[CheckpointError] = UnsafeMetadataError, *, seconds: float = 1, mib: int = 64
+    data: bytes, match: str, kind: type[CheckpointError] = UnsafeMetadataError, *, seconds: float = 5, mib: int = 64
 ) -> None:
     begin = time.process_time()
     with pytest.raises(kind, match=match) as caught:
