@@ -3,10 +3,12 @@
 #   PYTHON   the interpreter .venv is made from, 3.10 or newer        (python3)
 #   VENV     where the environment goes                               (.venv)
 #   TORCH    what pip installs as torch                               (2.13.0 without an NVIDIA GPU, else 2.9 or newer)
+#   SUITE    which benchmark `make bench` runs                        (ratio)
 #   ARGS     further arguments for the program that a target runs
 
 PYTHON ?= python3
 VENV ?= .venv
+SUITE ?= ratio
 BIN := $(VENV)/bin
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 ifeq ($(HAS_GPU),0)
@@ -15,7 +17,7 @@ else
 TORCH ?= torch>=2.9
 endif
 
-.PHONY: demo figures test test-slow test-gpu lint format clean help
+.PHONY: demo figures test test-slow test-gpu bench lint format clean help
 
 help:
 	@echo "make demo       train, crash, resume on fewer ranks, compare with stock DCP; the picture is demo-out/demo.png"
@@ -23,6 +25,7 @@ help:
 	@echo "make test       the test suite, without the slow tests"
 	@echo "make test-slow  the tests that need minutes or gigabytes"
 	@echo "make test-gpu   the tests that need a GPU"
+	@echo "make bench      a benchmark: SUITE=ratio, cpu, overlap, reshard, scale, s3, gpu or slices"
 	@echo "make lint       ruff, mypy, codespell"
 	@echo "make format     let ruff rewrite the sources"
 	@echo "make clean      remove .venv and everything that was made"
@@ -41,6 +44,9 @@ test-slow: $(VENV)/dev.stamp
 
 test-gpu: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+bench: $(VENV)/bench.stamp
+	$(BIN)/python -m benchmarks $(SUITE) $(ARGS)
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
@@ -66,6 +72,10 @@ gpu_extra = $(if $(filter-out 0,$(HAS_GPU)),$(shell $(BIN)/python -c 'import tor
 
 $(VENV)/demo.stamp: $(VENV)/torch.stamp setup.cfg setup.py
 	$(BIN)/python -m pip install --quiet --use-pep517 --editable '.[plot$(gpu_extra)]'
+	touch $@
+
+$(VENV)/bench.stamp: $(VENV)/torch.stamp setup.cfg setup.py
+	$(BIN)/python -m pip install --quiet --use-pep517 --editable '.[bench$(gpu_extra)]'
 	touch $@
 
 $(VENV)/dev.stamp: $(VENV)/torch.stamp setup.cfg setup.py

@@ -152,7 +152,7 @@ def ranks(report: Report) -> None:
     repeats = settings.repeats_or(5)
     table = report.table(
         "ranks",
-        f"{nbytes / 1e6:.0f} MB on several processes of one machine, cores shared: median (lowest-highest) of {repeats}",
+        f"{nbytes / 1e6:.0f} MB on processes that share the machine's cores: median (lowest-highest) of {repeats}",
         ranks=("ranks", "d"),
         save_seconds=("save, s", ".3f"),
         stock_save_seconds=("DCP's save, s", ".3f"),

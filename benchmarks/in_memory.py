@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import threading
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from benchmarks.states import State
 from dcp_nvcomp.blocks import BLOCK_NBYTES
 from dcp_nvcomp.codecs import CodecChain
 from dcp_nvcomp.codecs.choose import parse_codec, sample_nbytes
-from dcp_nvcomp.engines.base import BlockRow
+from dcp_nvcomp.engines.base import EncodedBlock
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.placement import element_type, spread_sample
 
@@ -55,13 +56,13 @@ def blocks_of(data: U8) -> Iterator[U8]:
 class _Encoded:
     like: torch.Tensor
     chain: CodecChain
-    blocks: Sequence[tuple[bytes, BlockRow]]
+    blocks: Sequence[EncodedBlock]
 
 
 class EngineCoder:
     """This project's CPU engine on a pool of threads: choice of codec, planes, entropy coder and both checksums.
 
-    Like ZipNN it returns new memory: `bytes` for each block, a new tensor for each decoded one.
+    Like ZipNN it returns new memory each time: for each encoded block, and for each decoded tensor.
 
     Args:
         threads: how many.
@@ -94,9 +95,9 @@ class EngineCoder:
         """Decode all tensors; stored bytes are checked first, as in a load."""
         state = {name: torch.empty_like(one.like) for name, one in encoded.items()}
         work = [
-            (data, row, one.chain, block)
+            (block, one.chain, out)
             for name, one in encoded.items()
-            for (data, row), block in zip(one.blocks, blocks_of(as_bytes(state[name])), strict=True)
+            for block, out in zip(one.blocks, blocks_of(as_bytes(state[name])), strict=True)
         ]
         for _ in self._pool.map(self._decode_block, *zip(*work, strict=True)):
             pass
@@ -104,21 +105,20 @@ class EngineCoder:
 
     def nbytes(self, encoded: Mapping[str, _Encoded]) -> int:
         """Size of what `encode` returned."""
-        return sum(len(data) for one in encoded.values() for data, _ in one.blocks)
+        return sum(block.data.nbytes for one in encoded.values() for block in one.blocks)
 
-    def _tools(self) -> tuple[CpuEngine, bytearray]:
-        tools = getattr(self._local, "tools", None)
-        if tools is None:
-            tools = self._local.tools = CpuEngine(), bytearray(2 * BLOCK_NBYTES)
-        return tools
+    def _engine(self) -> CpuEngine:
+        engine: CpuEngine | None = getattr(self._local, "engine", None)
+        if engine is None:
+            engine = self._local.engine = CpuEngine()
+        return engine
 
-    def _encode_block(self, block: U8, chain: CodecChain) -> tuple[bytes, BlockRow]:
-        engine, out = self._tools()
-        encoded = engine.encode(block, chain, memoryview(out))
-        return bytes(encoded.data), encoded.row
+    def _encode_block(self, block: U8, chain: CodecChain) -> EncodedBlock:
+        out = np.empty(chain.max_encoded_nbytes(block.nbytes), np.uint8)
+        return self._engine().encode(block, chain, out.data)
 
-    def _decode_block(self, data: bytes, row: BlockRow, chain: CodecChain, out: U8) -> None:
-        self._tools()[0].decode(memoryview(data), row, chain, out, verify="stored")
+    def _decode_block(self, block: EncodedBlock, chain: CodecChain, out: U8) -> None:
+        self._engine().decode(block.data, block.row, chain, out, verify="stored")
 
 
 class ZipNNCoder:
@@ -131,7 +131,9 @@ class ZipNNCoder:
     name = "zipnn"
 
     def __init__(self, threads: int) -> None:
-        from zipnn import ZipNN
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # it is built on torch.jit
+            from zipnn import ZipNN
 
         self._new = lambda: ZipNN(input_format="torch", threads=threads)
         self._coder = self._new()

@@ -34,7 +34,10 @@ __all__ = [
     "versions",
 ]
 
-_PACKAGES = "torch numpy zstandard crc32c fsspec s3fs boto3 zipnn nvidia-nvcomp-cu13 nvidia-nvcomp-cu12 cupy-cuda13x cupy-cuda12x"
+_PACKAGES = (
+    *("torch", "numpy", "zstandard", "crc32c", "fsspec", "s3fs", "boto3", "zipnn"),
+    *("nvidia-nvcomp-cu13", "nvidia-nvcomp-cu12", "cupy-cuda13x", "cupy-cuda12x"),
+)
 
 
 class NotHere(Exception):
@@ -191,7 +194,7 @@ def machine() -> dict[str, Any]:
 def versions() -> dict[str, Any]:
     """What was measured with."""
     found = {"python": platform.python_version(), "dcp_nvcomp": _commit() or "unknown"}
-    for package in _PACKAGES.split():
+    for package in _PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -1,8 +1,8 @@
 """`overlap`: does a save hide encoding behind the storage, or the storage behind encoding?
 
-`sinks`: the storage takes bytes at a limited rate and keeps none, so it costs no CPU time. For rates from 0.2 to 5 times
-that at which the engine makes encoded bytes: the time of a save over the longer of encoding alone (a save to a sink
-without a limit) and writing alone (the same bytes through the same sink).
+`sinks`: the storage takes bytes at a limited rate and keeps none, so it costs no CPU time. For rates from 0.2 to 5
+times that at which the engine makes encoded bytes: the time of a save over the longer of encoding alone (a save to a
+sink without a limit) and writing alone (the same bytes through the same sink).
 
 `target`: a directory in memory behind a link of 500 MB/s each way. This project beside DCP's writer and reader for
 URLs, which use the same link: how much of the ratio becomes speed?
@@ -55,8 +55,8 @@ def _sinks(report: Report, state: State, scratch: Path) -> None:
     encode = seconds["encode"]
     table = report.table(
         "sinks",
-        f"Save of {nbytes_of(state) / 1e6:.0f} MB ({encoded_nbytes / 1e6:.0f} MB encoded) with {threads} threads to sinks "
-        f"of limited rate: median (lowest-highest) of {repeats}",
+        f"Save of {nbytes_of(state) / 1e6:.0f} MB ({encoded_nbytes / 1e6:.0f} MB encoded) with {threads} threads to "
+        f"sinks of limited rate: median (lowest-highest) of {repeats}",
         factor=("rate, x that of encoding", ".2f"),
         rate=("rate, MB/s", ".0f"),
         encode_seconds=("encode alone, s", ".3f"),
@@ -125,8 +125,8 @@ def _target(report: Report, state: State, scratch: Path) -> None:
     loaded = alternate(loads, repeats=repeats, warmups=0)
     table = report.table(
         "target",
-        f"{nbytes / 1e6:.0f} MB over a link of {TARGET_RATE / 1e6:.0f} MB/s, {threads} threads: median (lowest-highest) "
-        f"of {repeats}",
+        f"{nbytes / 1e6:.0f} MB over a link of {TARGET_RATE / 1e6:.0f} MB/s, {threads} threads: "
+        f"median (lowest-highest) of {repeats}",
         writer=("writer", ""),
         ratio=("ratio", ".3f"),
         save_seconds=("save, s", ".3f"),

@@ -40,11 +40,9 @@ class Peer:
         return f"{self.name}, {self.threads} thread{'s' if self.threads > 1 else ''}"
 
 
-def ours(
-    threads: int, *, codec: str = "auto", engine: str = "auto", host_memory_budget: int = 1 << 30, **options: Any
-) -> Peer:
-    """This project."""
-    shared = {"thread_count": threads, "engine": engine, "host_memory_budget": host_memory_budget, **options}
+def ours(threads: int, *, codec: str = "auto", **options: Any) -> Peer:
+    """This project; further options are those that writer and reader share, and storage options."""
+    shared = {"thread_count": threads, **options}
     return Peer(
         "dcp_nvcomp",
         threads,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import pickle
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from dcp_nvcomp.writer import RankResults
 # ranks, tensors: as many shards again on 8 times the ranks, then twice as many shards
 CASES = ((64, 1_000), (512, 1_000), (4_096, 125), (1_024, 1_000))
 TARGET = (512, 1_000)
-QUICK_CASES = ((8, 20), (32, 20))
+QUICK_CASES = ((16, 20),)
 # What the coordinator takes at its peak for each shard, with room; cases that memory does not hold are left out.
 _SHARD_NBYTES = 6_000
 STEPS = ("gather plans", "global plan", "prepare", "scatter plans", "gather results", "finish")
@@ -225,22 +225,30 @@ def coordinate(job: Job) -> Generator[str, None, dict[str, float]]:
     gc.enable()
     seconds: dict[str, float] = {}
     yield "coordinator"
-    plans = _timed(seconds, "gather plans", lambda: [pickle.loads(plan) for plan in arrived])
-    plans, metadata = _timed(seconds, "global plan", lambda: planner.create_global_plan(plans))
-    plans = _timed(seconds, "prepare", lambda: storage_writer.prepare_global_plan(plans))
-    sent = _timed(seconds, "scatter plans", lambda: [pickle.dumps(plan) for plan in plans])
+    plans = _timed(seconds, "gather plans", _load_all, arrived)
+    plans, metadata = _timed(seconds, "global plan", planner.create_global_plan, plans)
+    plans = _timed(seconds, "prepare", storage_writer.prepare_global_plan, plans)
+    sent = _timed(seconds, "scatter plans", _dump_all, plans)
     reports = [pickle.dumps(_results(job.writer, rank, plan)) for rank, plan in enumerate(plans)]
     del plans, sent
-    results = _timed(seconds, "gather results", lambda: [pickle.loads(result) for result in reports])
-    _timed(seconds, "finish", lambda: storage_writer.finish(metadata, results))
+    results = _timed(seconds, "gather results", _load_all, reports)
+    _timed(seconds, "finish", storage_writer.finish, metadata, results)
     return seconds
 
 
-def _timed(seconds: dict[str, float], step: str, work: Any) -> Any:
+def _timed(seconds: dict[str, float], step: str, work: Callable[..., Any], *arguments: Any) -> Any:
     start = time.perf_counter()
-    result = work()
+    result = work(*arguments)
     seconds[step] = time.perf_counter() - start
     return result
+
+
+def _load_all(messages: Sequence[bytes]) -> list[Any]:
+    return [pickle.loads(message) for message in messages]
+
+
+def _dump_all(values: Sequence[Any]) -> list[bytes]:
+    return [pickle.dumps(value) for value in values]
 
 
 def read_metadata(path: str, repeats: int) -> Generator[str, None, dict[str, Spread]]:

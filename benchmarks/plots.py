@@ -57,7 +57,8 @@ def _panel(panel: Any, plot: Plot) -> None:
                 [x for x, _ in points], middle, yerr=around, color=color, label=name, marker="o", markersize=4
             )
     if bars:
-        panel.set_xticks(range(len(places)), places, rotation=20 if len(places) > 4 else 0, fontsize=8)
+        slanted = {"rotation": 35, "ha": "right", "rotation_mode": "anchor"} if len(places) > 4 else {}
+        panel.set_xticks(range(len(places)), places, fontsize=7, **slanted)
     if plot.level is not None:
         panel.axhline(plot.level, color="#c2514e", linewidth=0.8, linestyle="--")
     if plot.log_x and not bars:

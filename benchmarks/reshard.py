@@ -119,7 +119,7 @@ def run(settings: Settings) -> Report:
     first = table.rows[0]
     if not settings.quick:
         report.at_most("4 rows -> 3 rows, fetched over needed", first["factor"], 1.15)
-    labels = [f"{row['saved']} ->\n{row['loaded']}" for row in table.rows[: len(cases)]]
+    labels = [f"{row['saved']} -> {row['loaded']}" for row in table.rows[: len(cases)]]
     for title, mine, theirs, unit in (
         ("Bytes fetched over needed", "factor", "stock_factor", "factor"),
         ("Load", "seconds", "stock_seconds", "seconds"),

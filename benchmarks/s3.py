@@ -57,10 +57,10 @@ def _objects(client: Any, bucket: str, prefix: str) -> Iterator[dict[str, Any]]:
 
 
 def remove_objects(endpoint: str, url: str) -> None:
-    """Remove what is under a URL."""
+    """Remove what is below a URL."""
     bucket, _, prefix = url.removeprefix("s3://").partition("/")
     client = _client(endpoint)
-    for found in list(_objects(client, bucket, prefix)):
+    for found in list(_objects(client, bucket, f"{prefix}/" if prefix else "")):
         client.delete_object(Bucket=bucket, Key=found["Key"])
 
 
@@ -150,7 +150,7 @@ def _save_case(peer: Peer, endpoint: str, url: str, state: State) -> Case:
 
 def _stored_nbytes(endpoint: str, url: str) -> int:
     bucket, _, prefix = url.removeprefix("s3://").partition("/")
-    return sum(found["Size"] for found in _objects(_client(endpoint), bucket, prefix))
+    return sum(found["Size"] for found in _objects(_client(endpoint), bucket, f"{prefix}/"))
 
 
 class _PlainTransfer:

@@ -1,8 +1,8 @@
-"""`limited://DIRECTORY`: storage with a limited rate that counts every byte, for this project and for DCP's fsspec writer.
+"""`limited://DIRECTORY`: storage with a limited rate that counts every byte, for this project and DCP's fsspec writer.
 
-It is an fsspec filesystem like any other, so nothing is patched. All streams with the same options share one link, as all
-connections of a machine do. `discard=True` keeps nothing: then writing costs no CPU time, as a network
-card's would cost none, and what is measured is how well a save overlaps with it.
+It is an fsspec filesystem like any other, so nothing is patched. All streams with the same options share one link, as
+all connections of a machine do. `discard=True` keeps nothing: then writing costs no CPU time, as a network card's would
+cost none, and what is measured is how well a save overlaps with it.
 """
 
 from __future__ import annotations

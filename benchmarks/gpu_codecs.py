@@ -1,0 +1,267 @@
+"""Parts of `gpu`: the CUDA engine by itself, without files.
+
+"engine" is what a save and a load get: kernels, nvCOMP, checksums, copies between GPU and host. "device" is the GPU's
+own time for it, without those copies and without what the host does before and after: by how much the engine could
+still gain from better overlap. The ceiling is nvCOMP's open coder alone on the planes that it codes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_device import Meter, RawCoder, host_memory, synchronize
+from benchmarks.measuring import Case, Spread, alternate, paired
+from benchmarks.results import Plot, Report
+from benchmarks.slices import EXPONENT_CODERS, exponents
+from benchmarks.states import State, build_state, component, nbytes_of
+from dcp_nvcomp.blocks import BLOCK_NBYTES
+from dcp_nvcomp.codecs import Ans, CodecChain
+from dcp_nvcomp.codecs.choose import parse_codec, sample_nbytes
+from dcp_nvcomp.codecs.zstd import DEFAULT_SLICE_NBYTES
+from dcp_nvcomp.engines.base import EncodedBlock
+from dcp_nvcomp.engines.cuda import CudaEngine, DecodeJob
+from dcp_nvcomp.engines.cuda_device import Device
+from dcp_nvcomp.placement import element_type, spread_sample
+from dcp_nvcomp.records import ANS_BLOCK_NBYTES
+from dcp_nvcomp.saving import CUDA_BUFFER_NBYTES
+
+MIB = 1 << 20
+CODECS = ("auto", "planes-zstd", "planes-deflate", "zstd", "ans")
+OPEN_CODECS = CODECS[:4]
+BUDGET = 1 << 30
+# How many bytes of blocks the engine is handed at once: as a save does, and more, to see what it loses by that.
+BATCHES = (CUDA_BUFFER_NBYTES, 8 * CUDA_BUFFER_NBYTES)
+ENCODE_TARGET, DECODE_TARGET, ANS_TARGET = 60.0, 80.0, 150.0
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Blocks of one tensor that are handed to the engine together, and where they are decoded to."""
+
+    chain: CodecChain
+    blocks: Sequence[torch.Tensor]
+    outs: Sequence[torch.Tensor]
+
+    @property
+    def max_encoded_nbytes(self) -> int:
+        return sum(self.chain.max_encoded_nbytes(block.numel()) for block in self.blocks)
+
+
+def _batches(tensor: torch.Tensor, out: torch.Tensor, chain: CodecChain, batch_nbytes: int) -> Iterator[_Batch]:
+    block_nbytes = ANS_BLOCK_NBYTES if isinstance(chain.coder, Ans) else BLOCK_NBYTES
+    blocks, outs = (one.view(torch.uint8).reshape(-1).split(block_nbytes) for one in (tensor, out))
+    count = max(1, batch_nbytes // block_nbytes)
+    for start in range(0, len(blocks), count):
+        yield _Batch(chain, blocks[start : start + count], outs[start : start + count])
+
+
+class _Work:
+    """One state under one codec: encoded into an arena of pinned memory, and decoded from there."""
+
+    def __init__(self, state: State, codec: str, device: Device, batch_nbytes: int, arena: torch.Tensor) -> None:
+        self.state = state
+        self.meter = Meter(device)
+        self._codec = codec
+        self._nvcomp_version = str(device.nvcomp.__version__)
+        self._arena = arena
+        self._engine = CudaEngine(device.torch_device, device_memory_budget=BUDGET, backend=device)
+        self._metered = CudaEngine(device.torch_device, device_memory_budget=BUDGET, backend=self.meter)
+        self._out = {name: torch.empty_like(tensor).fill_(0) for name, tensor in state.items()}
+        self._batches = [
+            batch
+            for name, tensor in state.items()
+            for batch in _batches(tensor, self._out[name], self._chain_for(tensor), batch_nbytes)
+        ]
+        self._encoded: list[list[EncodedBlock]] = []
+
+    def _chain_for(self, tensor: torch.Tensor) -> CodecChain:
+        element = element_type(tensor.dtype)
+        assert element is not None
+        sample = spread_sample(tensor, sample_nbytes(tensor.nbytes))
+        chain = parse_codec(self._codec).choose(element, sample, tensor.nbytes)
+        if isinstance(chain.coder, Ans):
+            return CodecChain(chain.array_to_bytes, replace(chain.coder, nvcomp_version=self._nvcomp_version))
+        return chain
+
+    def encode(self, *, metered: bool = False) -> int:
+        """Encode everything; returns the encoded size."""
+        engine = self._metered if metered else self._engine
+        memory, position, encoded = self._arena.numpy().data, 0, []
+        for batch in self._batches:
+            done = engine.encode(batch.blocks, batch.chain, memory[position : position + batch.max_encoded_nbytes])
+            position += sum(block.data.nbytes for block in done)
+            encoded.append(done)
+        if not metered:  # else nothing arrived on the host
+            self._encoded = encoded
+        return position
+
+    def decode(self, *, metered: bool = False) -> None:
+        """Decode what was encoded last."""
+        engine = self._metered if metered else self._engine
+        for batch, encoded in zip(self._batches, self._encoded, strict=True):
+            pairs = zip(encoded, batch.outs, strict=True)
+            engine.decode([DecodeJob(one.data, one.row, batch.chain, out) for one, out in pairs], verify="stored")
+
+    def show_arena(self) -> None:
+        """Before decoding on the device alone."""
+        self.meter.show(self._arena)
+
+    def assert_decoded(self) -> None:
+        for name, tensor in self.state.items():
+            assert torch.equal(self._out[name].view(torch.uint8), tensor.view(torch.uint8)), (self._codec, name)
+
+
+def _timed(work: _Work, repeats: int) -> Mapping[str, Spread]:
+    """Seconds of encode and decode, by the engine and on the device alone."""
+    device = work.meter.torch_device
+    found: dict[str, list[float]] = {name: [] for name in ("encode", "decode", "device encode", "device decode")}
+    for repeat in range(-1, repeats):
+        for name, action in (("encode", work.encode), ("decode", work.decode)):
+            synchronize(device)
+            start = time.perf_counter()
+            action()
+            synchronize(device)
+            spent = time.perf_counter() - start
+            if name == "decode":
+                work.show_arena()
+            work.meter.seconds()
+            action(metered=True)
+            alone = work.meter.seconds()
+            if repeat >= 0:
+                found[name].append(spent)
+                found[f"device {name}"].append(alone)
+        if repeat < 0:
+            work.assert_decoded()
+    return {name: Spread(tuple(values)) for name, values in found.items()}
+
+
+def codecs(report: Report, device: Device, names: Sequence[str] = CODECS) -> None:
+    """Encode and decode rates."""
+    settings = report.settings
+    repeats = settings.repeats_or(7)
+    state = build_state(settings.nbytes_or(1 << 30), settings.state, device=device.torch_device, tensor_nbytes=64 * MIB)
+    kinds = {
+        "bf16": {name: tensor for name, tensor in state.items() if component(name) in ("model", "grad")},
+        "fp32": {name: tensor for name, tensor in state.items() if component(name) in ("exp_avg", "exp_avg_sq")},
+        "all": state,
+    }
+    table = report.table(
+        "codecs",
+        f"{nbytes_of(state) / 1e6:.0f} MB of real state on the GPU, GB/s of it: median (lowest-highest) of {repeats}",
+        codec=("codec", ""),
+        state=("state", ""),
+        batch_mib=("batch, MiB", "d"),
+        ratio=("ratio", ".3f"),
+        encode_rate=("encode, engine", ".1f"),
+        decode_rate=("decode, engine", ".1f"),
+        device_encode_rate=("encode, device", ".1f"),
+        device_decode_rate=("decode, device", ".1f"),
+    )
+    arena = host_memory(nbytes_of(state) * 5 // 4 + 64 * MIB, device.torch_device)
+    for codec in names:
+        for batch_nbytes in BATCHES:
+            for kind, part in kinds.items():
+                settings.say(f"{codec}, {kind}, batches of {batch_nbytes >> 20} MiB")
+                work = _Work(part, codec, device, batch_nbytes, arena)
+                seconds = _timed(work, repeats)
+                nbytes = nbytes_of(part)
+                table.add(
+                    codec=codec,
+                    state=kind,
+                    batch_mib=batch_nbytes >> 20,
+                    ratio=nbytes / work.encode(),
+                    encode_rate=seconds["encode"].rate(nbytes / 1e9),
+                    decode_rate=seconds["decode"].rate(nbytes / 1e9),
+                    device_encode_rate=seconds["device encode"].rate(nbytes / 1e9),
+                    device_decode_rate=seconds["device decode"].rate(nbytes / 1e9),
+                )
+    _check_codecs(report, table.rows, _ceilings(report, device, state, repeats))
+    for action in ("encode", "decode"):
+        series = {
+            where: [
+                (row["codec"], row[f"{prefix}{action}_rate"])
+                for row in table.rows
+                if row["state"] == "all" and row["batch_mib"] == BATCHES[-1] >> 20
+            ]
+            for where, prefix in (("engine", ""), ("device", "device_"))
+        }
+        report.plots.append(Plot(f"{action}, real composition", "", "GB/s", series))
+
+
+def _ceilings(report: Report, device: Device, state: State, repeats: int) -> dict[str, float]:
+    """Rates of the best open coder alone, in bytes of whole floats, on the composition of the state."""
+    table = report.table(
+        "ceilings",
+        f"The open coders alone on the exponent planes of that state, slices of {DEFAULT_SLICE_NBYTES >> 10} KiB",
+        coder=("coder", ""),
+        encode_rate=("encode, GB/s of state", ".1f"),
+        decode_rate=("decode, GB/s of state", ".1f"),
+    )
+    for coder in ("Zstd", "Deflate 0"):
+        encode = decode = Spread((0.0,) * repeats)
+        for dtype in (torch.bfloat16, torch.float32):
+            raw = RawCoder(device, DEFAULT_SLICE_NBYTES, **EXPONENT_CODERS[coder])
+            _, encode_seconds, decode_seconds = raw.measure(exponents(state, dtype), repeats)
+            encode, decode = encode + Spread(tuple(encode_seconds)), decode + Spread(tuple(decode_seconds))
+        gigabytes = nbytes_of(state) / 1e9
+        table.add(coder=coder, encode_rate=encode.rate(gigabytes), decode_rate=decode.rate(gigabytes))
+    return {cell: max(row[cell].median for row in table.rows) for cell in ("encode_rate", "decode_rate")}
+
+
+def _check_codecs(report: Report, found: list[dict[str, Any]], ceilings: Mapping[str, float]) -> None:
+    whole = [row for row in found if row["state"] == "all"]
+    for action, target in (("encode", ENCODE_TARGET), ("decode", DECODE_TARGET)):
+        best = max(row[f"device_{action}_rate"].median for row in whole if row["codec"] in OPEN_CODECS)
+        bound = min(target, 0.9 * ceilings[f"{action}_rate"])
+        report.at_least(f"open codec, {action} on the device, GB/s (or 90 % of the coder's ceiling)", best, bound)
+    ans = [row["device_encode_rate"].median for row in whole if row["codec"] == "ans"]
+    if ans:
+        report.at_least("ANS, encode on the device, GB/s", max(ans), ANS_TARGET)
+
+
+def staging(report: Report, device: Device, names: Sequence[str] = ("auto", "ans")) -> None:
+    """Off the GPU into pinned memory: encoded, and as it is."""
+    settings = report.settings
+    repeats = settings.repeats_or(7)
+    state = build_state(settings.nbytes_or(4 << 30), settings.state, device=device.torch_device, tensor_nbytes=64 * MIB)
+    nbytes = nbytes_of(state)
+    arena = host_memory(nbytes * 5 // 4 + 64 * MIB, device.torch_device)
+    pinned = {name: host_memory(t.nbytes, device.torch_device) for name, t in state.items()}
+
+    def copy() -> None:
+        for name, tensor in state.items():
+            pinned[name].copy_(tensor.view(torch.uint8).reshape(-1), non_blocking=True)
+        synchronize(device.torch_device)
+
+    settings.say(f"staging {nbytes / 1e9:.1f} GB, {repeats} times each")
+    cases = {"plain pinned copy": Case(copy)}
+    for label, work in _staging_work(state, names, device, arena):
+        cases[label] = Case(work.encode)
+    seconds = alternate(cases, repeats=repeats)
+    table = report.table(
+        "staging",
+        f"{nbytes / 1e9:.1f} GB of state from the GPU to pinned memory: median (lowest-highest) of {repeats}",
+        how=("how", ""),
+        seconds=("s", ".4f"),
+        rate=("GB/s of state", ".1f"),
+        speedup=("x plain copy", ".2f"),
+    )
+    plain = seconds["plain pinned copy"]
+    for label, spent in seconds.items():
+        table.add(how=label, seconds=spent, rate=spent.rate(nbytes / 1e9), speedup=paired(plain, spent))
+    best = max(row["speedup"].median for row in table.rows if row["how"].startswith("auto"))
+    report.at_least("staging, encoded by auto, speed over a plain pinned copy (aim: 1.15)", best, 1.0)
+    report.plots.append(Plot("Staging", "", "GB/s", {"": [(row["how"], row["rate"]) for row in table.rows]}))
+
+
+def _staging_work(
+    state: State, names: Sequence[str], device: Device, arena: torch.Tensor
+) -> Iterator[tuple[str, _Work]]:
+    for codec in names:
+        for batch_nbytes in BATCHES:
+            yield f"{codec}, batches of {batch_nbytes >> 20} MiB", _Work(state, codec, device, batch_nbytes, arena)
