@@ -53,7 +53,7 @@ def tensors(report: Report) -> None:
     peers = [ours(core_count()), stock(core_count())]
     table = report.table(
         "tensors",
-        "Tensors of 1 KB each: median (lowest-highest) of 5, of 3 where there are 100,000",
+        "Tensors of 1 KB each: median (lowest-highest)",
         tensors=("tensors", ",d"),
         save_seconds=("save, s", ".3f"),
         stock_save_seconds=("DCP's, s", ".3f"),

@@ -23,7 +23,7 @@ from dcp_nvcomp.engines.base import EncodedBlock
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.placement import element_type, spread_sample
 
-__all__ = ["EngineCoder", "ZipNNCoder", "blocks_of", "chain_for", "have_zipnn", "zstd_nbytes"]
+__all__ = ["EngineCoder", "ZipNNCoder", "as_bytes", "have_zipnn", "zstd_nbytes"]
 
 U8 = npt.NDArray[np.uint8]
 

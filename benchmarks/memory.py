@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 
+from benchmarks.in_memory import as_bytes
 from benchmarks.measuring import available_nbytes, core_count
 from benchmarks.peers import Peer, load, ours, save, stock
 from benchmarks.processes import watch
 from benchmarks.results import Plot, Report
-from benchmarks.states import State, assert_same, build_state
+from benchmarks.states import State, build_state
+from dcp_nvcomp.engines.cpu import checksum
 
 MIB = 1 << 20
 BUDGETS = {256 * MIB: (0.5, 1.0, 2.0, 4.0, 8.0), 512 * MIB: (0.5, 2.0, 8.0), 1024 * MIB: (0.5, 1.0, 4.0, 8.0)}
@@ -70,7 +72,7 @@ def memory(report: Report) -> None:
             for budget, factors in budgets.items():
                 for factor in factors:
                     nbytes = int(budget * factor)
-                    if nbytes * 3 > available_nbytes():
+                    if nbytes * 2.2 > available_nbytes():  # the state or what it is loaded into, and the checkpoint
                         report.notes.append(f"a state of {nbytes / 1e9:.1f} GB is left out: memory does not hold it")
                         continue
                     settings.say(f"{storage}: budget {budget >> 20} MiB, state {nbytes >> 20} MiB")
@@ -114,13 +116,17 @@ def memory(report: Report) -> None:
 
 def _state(job: Job) -> State:
     state = build_state(job.nbytes * 3 // 4, job.state)
+    values = next(tensor for tensor in state.values() if tensor.dtype == torch.float32 and tensor.dim() == 2)
     columns = 4096
-    values = torch.cat([tensor.reshape(-1) for tensor in state.values() if tensor.dtype == torch.float32])
-    lines = max(1, job.nbytes // 4 // 4 // columns)
-    values = values.repeat(-(-lines * columns // values.numel()))[: lines * columns]
+    lines = job.nbytes // 4 // 4 // columns
+    values = values.reshape(-1).repeat(-(-lines * columns // values.numel()))[: lines * columns]
     state["not.contiguous"] = values.reshape(columns, lines).t()
-    assert not state["not.contiguous"].is_contiguous() or lines == 1
+    assert not state["not.contiguous"].is_contiguous()
     return state
+
+
+def _checksums(state: State) -> dict[str, int]:
+    return {name: checksum(as_bytes(tensor.contiguous())) for name, tensor in state.items()}
 
 
 def save_and_load(job: Job) -> Generator[str, None, None]:
@@ -134,12 +140,13 @@ def save_and_load(job: Job) -> Generator[str, None, None]:
     yield "save"
     save(peer, job.url, state)
     yield ""
-    saved = state
-    into = {name: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype).fill_(0) for name, t in saved.items()}
+    expected = _checksums(state)
+    for tensor in state.values():
+        tensor.zero_()  # and loaded into: a second state of this size might not fit
     yield "load"
-    load(peer, job.url, into)
+    load(peer, job.url, state)
     yield ""
-    assert_same(into, saved, job.writer)
+    assert _checksums(state) == expected, f"{job.writer} did not load what was saved"
     if "://" not in job.url:
         shutil.rmtree(job.url)
         shutil.rmtree(warm_url)
