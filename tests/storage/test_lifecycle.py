@@ -9,7 +9,7 @@ import random
 import shutil
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -309,7 +309,16 @@ def test_own_chooser(tmp_path: Path) -> None:
     assert writer.last_save is not None and list(writer.last_save.by_codec) == ["planes-zstd"]
 
 
+@pytest.fixture
+def keyboard_interrupts() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, also where tests run in the background of a script and inherit it ignored."""
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, inherited)
+
+
 @pytest.mark.parametrize("direction", ["save", "load"])
+@pytest.mark.usefixtures("keyboard_interrupts")
 def test_interrupt_while_waiting_leaves_no_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direction: str
 ) -> None:
