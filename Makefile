@@ -17,6 +17,9 @@ else
 TORCH ?= torch>=2.9
 endif
 
+# what has to be installed anew after a change: editable installs see all other changes at once
+PACKAGING := setup.cfg setup.py dcp_nvcomp/codecs/_planes.c
+
 .PHONY: demo figures test test-slow test-gpu bench lint format clean help
 
 help:
@@ -59,7 +62,7 @@ format: $(VENV)/dev.stamp
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info demo-out .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info dcp_nvcomp/codecs/*.so demo-out .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/torch.stamp: Makefile
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
@@ -70,14 +73,14 @@ $(VENV)/torch.stamp: Makefile
 # cu12 or cu13, as torch was built for, where there is a GPU; nothing elsewhere
 gpu_extra = $(if $(filter-out 0,$(HAS_GPU)),$(shell $(BIN)/python -c 'import torch; print(",cu" + torch.version.cuda.split(".")[0])'))
 
-$(VENV)/demo.stamp: $(VENV)/torch.stamp setup.cfg setup.py
+$(VENV)/demo.stamp: $(VENV)/torch.stamp $(PACKAGING)
 	$(BIN)/python -m pip install --quiet --use-pep517 --editable '.[plot$(gpu_extra)]'
 	touch $@
 
-$(VENV)/bench.stamp: $(VENV)/torch.stamp setup.cfg setup.py
+$(VENV)/bench.stamp: $(VENV)/torch.stamp $(PACKAGING)
 	$(BIN)/python -m pip install --quiet --use-pep517 --editable '.[bench$(gpu_extra)]'
 	touch $@
 
-$(VENV)/dev.stamp: $(VENV)/torch.stamp setup.cfg setup.py
+$(VENV)/dev.stamp: $(VENV)/torch.stamp $(PACKAGING)
 	$(BIN)/python -m pip install --quiet --use-pep517 --editable '.[dev$(gpu_extra)]'
 	touch $@

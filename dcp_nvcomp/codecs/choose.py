@@ -16,7 +16,7 @@ from dcp_nvcomp.codecs.ans import ANS_DATA_TYPES, Ans
 from dcp_nvcomp.codecs.base import CodecChain, Coder
 from dcp_nvcomp.codecs.deflate import Deflate
 from dcp_nvcomp.codecs.dtypes import ElementType
-from dcp_nvcomp.codecs.planes import PLANE_NAMES, Planes, SplitScratch, split
+from dcp_nvcomp.codecs.planes import PLANE_NAMES, Planes, split
 from dcp_nvcomp.codecs.registry import check_chain_fits
 from dcp_nvcomp.codecs.stored import Bytes
 from dcp_nvcomp.codecs.zstd import Zstd
@@ -119,7 +119,7 @@ def _auto_floats(sample: U8, float_nbytes: int) -> CodecChain:
     count = sample.size // float_nbytes
     codec = Planes(float_nbytes, PLANE_NAMES)
     planes = {p.name: np.empty(p.nbytes, np.uint8) for p in codec.layout(sample.size, 0, True)}
-    split(sample[: count * float_nbytes], codec, planes, SplitScratch(), pack=False)
+    split(sample[: count * float_nbytes], codec, planes, pack=False)
     matching, literal = Zstd(level=1), Zstd(literals_only=True)
     stored_nbytes = {name: plane.size for name, plane in planes.items()}
     if _same_sign(planes["rest"]):

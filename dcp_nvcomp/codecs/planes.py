@@ -1,8 +1,9 @@
 """`planes`: floats split into an exponent plane, which packs well, and the rest, which is random and stored.
 
 Trained floats are random in the mantissa and skewed in the exponent, so only the exponent's 8 bits are worth an entropy
-coder (ZipNN, arXiv:2411.05239, makes the same observation). This module says where the bits go; the CPU engine does it
-with numpy (`split`, `merge` below), the CUDA engine with kernels.
+coder (ZipNN, arXiv:2411.05239, makes the same observation). This module says where the bits go, and takes blocks apart
+and together for the CPU engine: with the compiled kernels of `_planes.c`, or, where no C compiler was there when the
+package was installed, those of planes_numpy.py. The CUDA engine has kernels of its own.
 """
 
 from __future__ import annotations
@@ -16,12 +17,19 @@ import numpy.typing as npt
 from dcp_nvcomp.codecs.base import FLAG_NEGATIVE, FLAG_PACKED_REST, ArrayToBytes, Plane
 from dcp_nvcomp.errors import ConfigurationError
 
-__all__ = ["PLANE_NAMES", "Planes", "SplitScratch", "merge", "pack_rest", "split", "unpack_rest"]
+try:
+    from dcp_nvcomp.codecs import _planes as kernels
+except ImportError:
+    from dcp_nvcomp.codecs import planes_numpy as kernels  # type: ignore[no-redef]
+
+__all__ = ["PLANE_NAMES", "Planes", "SplitScratch", "merge", "split"]
 
 PLANE_NAMES = ("low", "rest", "exponent")
 
 U8 = npt.NDArray[np.uint8]
-U16 = npt.NDArray[np.uint16]
+
+# What the kernels say of the signs that they saw, where all are equal.
+_FLAGS_OF_SIGNS = {1: FLAG_PACKED_REST, 2: FLAG_PACKED_REST | FLAG_NEGATIVE}
 
 
 @dataclass(frozen=True)
@@ -65,7 +73,7 @@ class Planes(ArrayToBytes):
 
 
 class SplitScratch:
-    """Arrays that `split` and `merge` reuse from block to block; one per thread, grown as needed."""
+    """Arrays that are reused from block to block; one of these per thread, grown as needed."""
 
     def __init__(self) -> None:
         self._arrays: dict[str, npt.NDArray[Any]] = {}
@@ -78,90 +86,24 @@ class SplitScratch:
         return held[:count]
 
 
-def _high_halves(block: U8, float_nbytes: int, scratch: SplitScratch) -> U16:
-    """The top 16 bits of each float. For two-byte floats that is the block itself, not a copy."""
-    if float_nbytes == 2:
-        return block.view(np.uint16)
-    high = scratch.array("high", block.size // float_nbytes, np.uint16)
-    np.copyto(high, block.view(np.uint16)[float_nbytes // 2 - 1 :: float_nbytes // 2])
-    return high
-
-
-def split(block: U8, codec: Planes, outputs: dict[str, U8], scratch: SplitScratch, *, pack: bool) -> tuple[int, U8]:
+def split(block: U8, codec: Planes, outputs: dict[str, U8], *, pack: bool) -> tuple[int, U8]:
     """Split one block into its planes.
 
     Args:
         block: the block's bytes, contiguous, a whole number of floats.
         codec: the planes.
         outputs: where each of `low`, `rest` and `exponent` goes, uint8 arrays of the sizes of an unpacked layout.
-        scratch: reused between calls.
         pack: whether `rest` may be packed to seven bits where all signs are equal.
 
     Returns:
         The block's flags, and the part of `outputs["rest"]` that was filled (shorter than it where packed).
     """
-    width = codec.float_nbytes
-    high = _high_halves(block, width, scratch)
-    count = high.size
-    if width == 4:
-        np.copyto(outputs["low"].view(np.uint16), block.view(np.uint32), casting="unsafe")  # truncates: the low halves
-    elif width == 8:
-        np.copyto(outputs["low"].view(np.uint16).reshape(count, 3), block.view(np.uint16).reshape(count, 4)[:, :3])
-    shifted = scratch.array("shifted", count, np.uint16)
-    np.right_shift(high, 7, out=shifted)
-    np.copyto(outputs["exponent"], shifted, casting="unsafe")
-    if pack and count >= 8:
-        # one reduction decides both ways for almost every block, as signs are mixed or all positive
-        flags = 0
-        if int(high.max()) < 0x8000:
-            flags = FLAG_PACKED_REST
-        elif int(high.min()) >= 0x8000:
-            flags = FLAG_PACKED_REST | FLAG_NEGATIVE
-        if flags:
-            seven = scratch.array("seven", count, np.uint8)
-            np.copyto(seven, high, casting="unsafe")
-            np.bitwise_and(seven, 0x7F, out=seven)
-            packed = outputs["rest"][: count - count // 8]
-            pack_rest(seven, packed, scratch)
-            return flags, packed
     rest = outputs["rest"]
-    np.right_shift(high, 8, out=shifted)
-    np.bitwise_and(shifted, 0x80, out=shifted)
-    low_seven = scratch.array("low_seven", count, np.uint16)
-    np.bitwise_and(high, 0x7F, out=low_seven)
-    np.bitwise_or(shifted, low_seven, out=shifted)
-    np.copyto(rest, shifted, casting="unsafe")
-    return 0, rest
-
-
-def pack_rest(seven: U8, packed: U8, scratch: SplitScratch) -> None:
-    """Pack bytes of seven bits: the last eighth's bits ride on the free top bits of the first seven eighths.
-
-    Whole eighths instead of neighbouring bytes, so that every step is one pass over contiguous bytes.
-    """
-    eighth = seven.size // 8
-    last = seven[7 * eighth : 8 * eighth]
-    bit = scratch.array("bit", eighth, np.uint8)
-    for k in range(7):
-        np.right_shift(last, k, out=bit)
-        np.left_shift(bit, 7, out=bit)
-        np.bitwise_or(seven[k * eighth : (k + 1) * eighth], bit, out=packed[k * eighth : (k + 1) * eighth])
-    packed[7 * eighth :] = seven[8 * eighth :]
-
-
-def unpack_rest(packed: U8, seven: U8, scratch: SplitScratch) -> None:
-    """The inverse of `pack_rest`; `seven` receives bytes below 128."""
-    eighth = seven.size // 8
-    last = seven[7 * eighth : 8 * eighth]
-    last[:] = 0
-    bit = scratch.array("bit", eighth, np.uint8)
-    for k in range(7):
-        part = packed[k * eighth : (k + 1) * eighth]
-        np.right_shift(part, 7, out=bit)
-        np.left_shift(bit, k, out=bit)
-        np.bitwise_or(last, bit, out=last)
-        np.bitwise_and(part, 0x7F, out=seven[k * eighth : (k + 1) * eighth])
-    np.bitwise_and(packed[7 * eighth :], 0x7F, out=seven[8 * eighth :])
+    signs = kernels.split_floats(block, codec.float_nbytes, outputs.get("low"), rest, outputs["exponent"])
+    if not pack or rest.size < 8 or signs not in _FLAGS_OF_SIGNS:
+        return 0, rest
+    kernels.pack_rest(rest)
+    return _FLAGS_OF_SIGNS[signs], rest[: rest.size - rest.size // 8]
 
 
 def merge(planes: dict[str, U8], flags: int, codec: Planes, block: U8, scratch: SplitScratch) -> None:
@@ -174,34 +116,9 @@ def merge(planes: dict[str, U8], flags: int, codec: Planes, block: U8, scratch: 
         block: receives the block's bytes, contiguous.
         scratch: reused between calls.
     """
-    width = codec.float_nbytes
-    count = block.size // width
     rest = planes["rest"]
-    sign = 0
     if flags & FLAG_PACKED_REST:
-        seven = scratch.array("seven", count, np.uint8)
-        unpack_rest(rest, seven, scratch)
-        rest, sign = seven, 0x8000 if flags & FLAG_NEGATIVE else 0
-    high: U16 = block.view(np.uint16) if width == 2 else scratch.array("high", count, np.uint16)
-    shifted = scratch.array("shifted", count, np.uint16)
-    np.copyto(shifted, rest)
-    np.copyto(high, planes["exponent"])
-    np.left_shift(high, 7, out=high)
-    if not flags & FLAG_PACKED_REST:
-        sign_bits = scratch.array("low_seven", count, np.uint16)
-        np.bitwise_and(shifted, 0x80, out=sign_bits)
-        np.left_shift(sign_bits, 8, out=sign_bits)
-        np.bitwise_or(high, sign_bits, out=high)
-        np.bitwise_and(shifted, 0x7F, out=shifted)
-    elif sign:
-        np.bitwise_or(high, sign, out=high)
-    np.bitwise_or(high, shifted, out=high)
-    if width == 4:
-        wide = block.view(np.uint32)
-        np.copyto(wide, high)
-        np.left_shift(wide, 16, out=wide)
-        np.bitwise_or(wide, planes["low"].view(np.uint16), out=wide)
-    elif width == 8:
-        quarters = block.view(np.uint16).reshape(count, 4)
-        quarters[:, :3] = planes["low"].view(np.uint16).reshape(count, 3)
-        quarters[:, 3] = high
+        unpacked = scratch.array("rest", block.size // codec.float_nbytes, np.uint8)
+        kernels.unpack_rest(rest, unpacked, bool(flags & FLAG_NEGATIVE))
+        rest = unpacked
+    kernels.merge_floats(block, codec.float_nbytes, planes.get("low"), rest, planes["exponent"])

@@ -93,7 +93,7 @@ class CpuEngine:
                 position += padded(plane.nbytes)
             else:
                 outputs[plane.name] = self._scratch.array("plane_" + plane.name, plane.nbytes, np.uint8)
-        flags, rest = split(block, codec, outputs, self._scratch, pack="rest" not in codec.coded)
+        flags, rest = split(block, codec, outputs, pack="rest" not in codec.coded)
         return flags, [rest if name == "rest" else outputs[name] for name in codec.plane_names]
 
     def _encode_slices(self, plane: U8, chain: CodecChain, target: U8, position: int, sizes: list[int]) -> int:

@@ -25,7 +25,7 @@ from .cases import SIGNS, floats
 def test_same_planes_and_back(width: int, count: int, signs: str, pack: bool, seed: int) -> None:
     block, codec = floats(width, count, signs, seed), Planes(width)
     outputs = {plane.name: np.empty(plane.nbytes, np.uint8) for plane in codec.layout(block.size, 0, True)}
-    flags, rest = split(block, codec, outputs, SplitScratch(), pack=pack)
+    flags, rest = split(block, codec, outputs, pack=pack)
     expected = {**outputs, "rest": rest}
 
     found_flags, found = planes_reference.split(torch.from_numpy(block), codec, pack=pack)

@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from types import ModuleType
+
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dcp_nvcomp.codecs.planes import Planes, SplitScratch, merge, pack_rest, split, unpack_rest
+from dcp_nvcomp.codecs import _planes, planes, planes_numpy
+from dcp_nvcomp.codecs.planes import Planes, SplitScratch, merge, split
 
-DRAWN = settings(max_examples=100, deadline=None)
+DRAWN = settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+
+
+@pytest.fixture(autouse=True, params=[_planes, planes_numpy], ids=["compiled", "numpy"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Every test here runs with the compiled kernels and with those in numpy."""
+    module: ModuleType = request.param
+    monkeypatch.setattr(planes, "kernels", module)
+    return module
+
+
+def test_the_compiled_kernels_are_used_where_they_are_there() -> None:
+    code = "from dcp_nvcomp.codecs import planes; print(planes.kernels.__name__)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "dcp_nvcomp.codecs._planes"
+
+
+def test_numpy_does_where_there_are_none() -> None:
+    code = "import sys; sys.modules['dcp_nvcomp.codecs._planes'] = None; from dcp_nvcomp.codecs import planes"
+    code += "; print(planes.kernels.__name__)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "dcp_nvcomp.codecs.planes_numpy"
 
 
 def model_planes(block: bytes, width: int) -> dict[str, bytes]:
@@ -47,7 +73,7 @@ def test_split_and_merge(width: int, count: int, signs: int, pack: bool, data: s
             raw[top] = raw[top] & 0x7F | (signs >> 1 << 7)
     codec, scratch = Planes(width), SplitScratch()
     outputs = outputs_for(codec, len(raw))
-    flags, rest = split(np.frombuffer(raw, np.uint8), codec, outputs, scratch, pack=pack)
+    flags, rest = split(np.frombuffer(raw, np.uint8), codec, outputs, pack=pack)
     expected = model_planes(bytes(raw), width)
     constant = len({byte >> 7 for byte in expected["rest"]}) == 1
     assert flags in ((0, 1 | expected["rest"][0] >> 7 << 1) if pack and constant else (0,))
@@ -64,21 +90,56 @@ def test_split_and_merge(width: int, count: int, signs: int, pack: bool, data: s
 
 
 @DRAWN
-@given(st.lists(st.integers(0, 127), max_size=80).map(bytes))
-def test_pack_and_unpack(seven: bytes) -> None:
-    scratch = SplitScratch()
-    packed = np.full(len(seven) - len(seven) // 8, 0xAA, np.uint8)
-    pack_rest(np.frombuffer(seven, np.uint8), packed, scratch)
+@given(st.binary(max_size=80), st.booleans())
+def test_pack_and_unpack(kernels: ModuleType, rest: bytes, is_negative: bool) -> None:
+    packed = np.frombuffer(rest, np.uint8).copy()
+    kernels.pack_rest(packed)
+    packed = packed[: len(rest) - len(rest) // 8]
+    seven = bytes(byte & 0x7F for byte in rest)
     assert packed.tobytes() == model_packed(seven)
-    out = np.full(len(seven), 0x55, np.uint8)
-    unpack_rest(packed, out, scratch)
-    assert out.tobytes() == seven
+    out = np.full(len(rest), 0x55, np.uint8)
+    kernels.unpack_rest(packed, out, is_negative)
+    assert out.tobytes() == bytes(byte | is_negative << 7 for byte in seven)
 
 
-def test_unpack_ignores_the_free_bit_of_the_last_floats() -> None:
+def test_unpack_ignores_the_free_bit_of_the_last_floats(kernels: ModuleType) -> None:
     out = np.zeros(3, np.uint8)
-    unpack_rest(np.array([0xFF, 0x80, 1], np.uint8), out, SplitScratch())
+    kernels.unpack_rest(np.array([0xFF, 0x80, 1], np.uint8), out, False)
     assert out.tolist() == [0x7F, 0, 1]
+
+
+@pytest.mark.parametrize("width", [2, 4, 8])
+@pytest.mark.parametrize("count", [1, 65_536, 65_537, 150_001])
+def test_long_blocks_at_odd_addresses(kernels: ModuleType, width: int, count: int) -> None:
+    """Longer than a tile or a vector, and where neither numpy nor a compiler may assume alignment."""
+    raw = np.frombuffer(np.random.default_rng(count).bytes(count * width + 1), np.uint8)[1:]
+    expected = np.frombuffer(raw.tobytes(), np.uint8).reshape(count, width)
+    low = np.zeros(count * (width - 2) + 1, np.uint8)[1:] if width > 2 else None
+    rest, exponent = np.zeros(count + 1, np.uint8)[1:], np.zeros(count + 1, np.uint8)[1:]
+    kernels.split_floats(raw, width, low, rest, exponent)
+    assert low is None or low.tobytes() == expected[:, :-2].tobytes()
+    assert np.array_equal(exponent, expected[:, -1] << 1 | expected[:, -2] >> 7)
+    assert np.array_equal(rest, expected[:, -1] & 0x80 | expected[:, -2] & 0x7F)
+    out = np.zeros(raw.size + 1, np.uint8)[1:]
+    kernels.merge_floats(out, width, low, rest, exponent)
+    assert out.tobytes() == raw.tobytes()
+
+
+@pytest.mark.parametrize("wrong", ["width", "block", "low", "no low", "rest", "exponent"])
+def test_kernels_refuse_sizes_that_do_not_fit(kernels: ModuleType, wrong: str) -> None:
+    """Or the compiled ones would write where nothing of theirs is."""
+    planes = {"block": np.zeros(64, np.uint8), "width": 4, "low": np.zeros(32, np.uint8)}
+    planes |= {"rest": np.zeros(16, np.uint8), "exponent": np.zeros(16, np.uint8)}
+    planes |= {"no low": {"low": None}, "width": {"width": 3}}.get(wrong, {wrong: np.zeros(15, np.uint8)})
+    arguments = [planes[name] for name in ("block", "width", "low", "rest", "exponent")]
+    for kernel in (kernels.split_floats, kernels.merge_floats):
+        with pytest.raises(ValueError, match="not those of this block"):
+            kernel(*arguments)
+
+
+def test_unpack_refuses_sizes_that_do_not_fit(kernels: ModuleType) -> None:
+    with pytest.raises(ValueError, match="not that of this block"):
+        kernels.unpack_rest(np.zeros(13, np.uint8), np.zeros(16, np.uint8), False)
 
 
 @pytest.mark.parametrize("width", [2, 4, 8])
@@ -87,7 +148,7 @@ def test_the_same_scratch_serves_blocks_of_all_sizes(width: int) -> None:
     for count in (100, 3, 64, 1, 1000, 8):
         raw = np.frombuffer(random.bytes(count * width), np.uint8)
         outputs = outputs_for(codec, raw.size)
-        flags, rest = split(raw, codec, outputs, scratch, pack=True)
+        flags, rest = split(raw, codec, outputs, pack=True)
         out = np.empty_like(raw)
         merge({**outputs, "rest": rest}, flags, codec, out, scratch)
         assert out.tobytes() == raw.tobytes()
