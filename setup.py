@@ -2,11 +2,10 @@
 
 from setuptools import Extension, setup
 
-setup(
-    ext_modules=[
-        # optional: without a C compiler the package is installed all the same and uses numpy, more slowly
-        Extension(
-            "dcp_nvcomp.codecs._planes", ["dcp_nvcomp/codecs/_planes.c"], extra_compile_args=["-O3"], optional=True
-        )
-    ]
-)
+# optional: without a C compiler the package is installed all the same, and is slower
+KERNELS = [
+    Extension(f"dcp_nvcomp.codecs.{name}", [f"dcp_nvcomp/codecs/{name}.c"], extra_compile_args=["-O3"], optional=True)
+    for name in ("_planes", "_literals")
+]
+
+setup(ext_modules=KERNELS)

@@ -38,8 +38,8 @@ MAX_SLICE_NBYTES = 16 << 20
 FLAG_PACKED_REST = 1
 FLAG_NEGATIVE = 2
 
-# Encodes one slice: its bytes in, a frame out (any bytes-like).
-SliceEncoder = Callable[[memoryview], bytes]
+# Encodes one slice: its bytes in, a frame out, which may be memory that the next call uses again.
+SliceEncoder = Callable[[memoryview], bytes | memoryview]
 # Decodes one frame into a buffer that it must fill exactly; raises CorruptDataError otherwise.
 SliceDecoder = Callable[[memoryview, memoryview], None]
 
