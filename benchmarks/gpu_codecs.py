@@ -24,7 +24,7 @@ from dcp_nvcomp.codecs import Ans, CodecChain
 from dcp_nvcomp.codecs.choose import parse_codec, sample_nbytes
 from dcp_nvcomp.codecs.zstd import DEFAULT_SLICE_NBYTES
 from dcp_nvcomp.engines.base import EncodedBlock
-from dcp_nvcomp.engines.cuda import CudaEngine, DecodeJob
+from dcp_nvcomp.engines.cuda import CudaEngine, DecodeJob, EncodeJob
 from dcp_nvcomp.engines.cuda_device import Device
 from dcp_nvcomp.placement import element_type, spread_sample
 from dcp_nvcomp.records import ANS_BLOCK_NBYTES
@@ -93,7 +93,8 @@ class _Work:
         engine = self._metered if metered else self._engine
         memory, position, encoded = self._arena.numpy().data, 0, []
         for batch in self._batches:
-            done = engine.encode(batch.blocks, batch.chain, memory[position : position + batch.max_encoded_nbytes])
+            jobs = [EncodeJob((block,), batch.chain) for block in batch.blocks]
+            done = engine.encode(jobs, memory[position : position + batch.max_encoded_nbytes])
             position += sum(block.data.nbytes for block in done)
             encoded.append(done)
         if not metered:  # else nothing arrived on the host

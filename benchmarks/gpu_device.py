@@ -96,12 +96,14 @@ class Meter:
         self._image = host.to(self._inner.torch_device)
         self._address = host.data_ptr()
 
-    def session(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
-        return self._timed_session(tensors)
+    def session(
+        self, tensors: Sequence[torch.Tensor], after: Sequence[torch.cuda.Event] = ()
+    ) -> AbstractContextManager[None]:
+        return self._timed_session(tensors, after)
 
     @contextmanager
-    def _timed_session(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        with self._inner.session(tensors), self._clock.running():
+    def _timed_session(self, tensors: Sequence[torch.Tensor], after: Sequence[torch.cuda.Event]) -> Iterator[None]:
+        with self._inner.session(tensors, after), self._clock.running():
             yield
 
     def copy_in(self, host: memoryview, target: torch.Tensor) -> None:
@@ -153,6 +155,8 @@ class RawCoder:
         slots = device.empty(room * len(starts))
         at = [room * index for index in range(len(starts))]
         out = device.empty(data.numel())
+        # as the engine does: without it nvCOMP reads the frames' headers, and waits, before it begins
+        config = self._codec.decompression_config(self._codec.compression_config(lengths))
         encode_seconds, decode_seconds = [], []
         for repeat in range(-1, repeats):
             with device.session([data]):
@@ -164,7 +168,7 @@ class RawCoder:
             with device.session([data]):
                 source, target = self._batch(slots, at, nbytes), self._batch(out, starts, lengths)
                 with clock.running():
-                    slices = self._codec.decode(source, out=target)
+                    slices = self._codec.decode(source, out=target, decompression_config=config)
                 assert [int(size) for size in slices.buffer_sizes] == lengths
             spent_decoding = clock.take()
             if repeat >= 0:

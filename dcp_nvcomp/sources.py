@@ -19,7 +19,7 @@ from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.planes import SplitScratch
 from dcp_nvcomp.engines.base import EncodedBlock
 from dcp_nvcomp.engines.cpu import CpuEngine
-from dcp_nvcomp.engines.cuda import CudaEngine
+from dcp_nvcomp.engines.cuda import CudaEngine, EncodeJob
 from dcp_nvcomp.placement import HostArray, block_bytes, device_block
 
 __all__ = ["AcceleratorSource", "CudaSource", "HostSource", "Source", "Workbench"]
@@ -120,4 +120,5 @@ class CudaSource(_DeviceSource):
     def encode(self, boxes: Sequence[Box], chain: CodecChain, out: memoryview, bench: Workbench) -> list[EncodedBlock]:
         with torch.cuda.device(self.tensor.device):
             self._wait()
-            return bench.cuda(self.tensor.device).encode([device_block(self.tensor, box) for box in boxes], chain, out)
+            jobs = [EncodeJob((device_block(self.tensor, box),), chain) for box in boxes]
+            return bench.cuda(self.tensor.device).encode(jobs, out)

@@ -14,7 +14,7 @@ from dcp_nvcomp.codecs import Ans, Bytes, CodecChain, Deflate, Planes, Zstd, pla
 from dcp_nvcomp.codecs.planes import PLANE_NAMES
 from dcp_nvcomp.engines.base import EncodedBlock
 from dcp_nvcomp.engines.cpu import CpuEngine, checksum
-from dcp_nvcomp.engines.cuda import CudaEngine, DecodeJob, cuda_unavailable_reason, nvcomp_version
+from dcp_nvcomp.engines.cuda import CudaEngine, DecodeJob, EncodeJob, cuda_unavailable_reason, nvcomp_version
 from dcp_nvcomp.engines.cuda_batches import block_table, copy_table
 from dcp_nvcomp.engines.cuda_device import CudaDevice
 from dcp_nvcomp.errors import CorruptDataError
@@ -56,7 +56,7 @@ def on_gpu(block: np.ndarray, misaligned: int = 0) -> torch.Tensor:
 def encode(engine: CudaEngine, blocks: Sequence[torch.Tensor], chain: CodecChain) -> list[EncodedBlock]:
     nbytes = sum(chain.max_encoded_nbytes(block.numel()) for block in blocks)
     out = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy().data
-    return engine.encode(blocks, chain, out)
+    return engine.encode([EncodeJob((block,), chain) for block in blocks], out)
 
 
 def job(encoded: EncodedBlock, chain: CodecChain, misaligned: int = 0) -> DecodeJob:
@@ -263,7 +263,7 @@ def test_without_memory_the_cpu_engine_takes_over(device: CudaDevice) -> None:
 def test_ordinary_host_memory_and_read_only_bytes(engine: CudaEngine) -> None:
     chain, block = CodecChain(Planes(2), Zstd()), weights(2, 1 << 19)
     out = memoryview(bytearray(chain.max_encoded_nbytes(block.size)))
-    (encoded,) = engine.encode([on_gpu(block)], chain, out)
+    (encoded,) = engine.encode([EncodeJob((on_gpu(block),), chain)], out)
     done = DecodeJob(memoryview(bytes(encoded.data)), encoded.row, chain, on_gpu(np.zeros_like(block)))
     engine.decode([done], verify="full")
     assert same(done.out, block)
