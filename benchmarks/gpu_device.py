@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from dcp_nvcomp.codecs.base import padded
-from dcp_nvcomp.engines.cuda_device import Device
+from dcp_nvcomp.engines.cuda_device import CudaDevice, Device
 
-__all__ = ["DeviceClock", "Meter", "RawCoder", "address_of", "host_memory", "synchronize"]
+__all__ = ["DeviceClock", "Meter", "RawCoder", "address_of", "host_memory", "synchronize", "with_siblings"]
 
 
 def synchronize(device: torch.device) -> None:
@@ -28,6 +28,13 @@ def synchronize(device: torch.device) -> None:
 def host_memory(nbytes: int, device: torch.device) -> torch.Tensor:
     """Host memory that the device copies to at full speed, every page of it touched."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda").fill_(0)
+
+
+def with_siblings(device: Device, count: int) -> list[Device]:
+    """The same GPU so many times, with streams of their own; a stand-in, which has none, is alone."""
+    if not isinstance(device, CudaDevice):
+        return [device]
+    return [device, *(CudaDevice(device.torch_device) for _ in range(count - 1))]
 
 
 def address_of(memory: memoryview) -> int:

@@ -23,11 +23,11 @@ from dcp_nvcomp.engines.cuda_batches import fitting
 from dcp_nvcomp.engines.cuda_decode import BatchDecoder, DecodeJob
 from dcp_nvcomp.engines.cuda_device import CudaDevice, Device
 from dcp_nvcomp.engines.cuda_encode import BatchEncoder, EncodeJob
-from dcp_nvcomp.engines.cuda_support import cuda_unavailable_reason, nvcomp_version
+from dcp_nvcomp.engines.cuda_support import cuda_unavailable_reason, has_cuda_device, nvcomp_version
 from dcp_nvcomp.engines.nvcomp_coders import NvcompCoders
 from dcp_nvcomp.errors import CheckpointError, CodecUnavailableError, CorruptDataError
 
-__all__ = ["CudaEngine", "DecodeJob", "EncodeJob", "cuda_unavailable_reason", "nvcomp_version"]
+__all__ = ["CudaEngine", "DecodeJob", "EncodeJob", "cuda_unavailable_reason", "has_cuda_device", "nvcomp_version"]
 
 # What nvCOMP, torch and CuPy raise where the GPU runs out of memory or a call fails.
 _GPU_ERRORS = (RuntimeError, ValueError, MemoryError)
