@@ -6,6 +6,7 @@ WriteItem + resolved data  --RecordMaker.add-->  records ready to encode; small 
 from __future__ import annotations
 
 import io
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -111,6 +112,13 @@ class EngineChoice:
 
     option: str
     _warned: bool = False
+    _known: tuple[int, str | None] = (0, None)
+
+    def _unavailable_reason(self) -> str | None:
+        """`cuda_unavailable_reason`, asked once in each process: blocks ask by the thousand."""
+        if self._known[0] != os.getpid():
+            self._known = (os.getpid(), cuda_unavailable_reason())
+        return self._known[1]
 
     def check_codec(self, chooser: CodecChooser) -> None:
         """Make sure, before anything is written, that the codec can run here.
@@ -139,7 +147,7 @@ class EngineChoice:
         """
         if self.option == "cpu" or device.type != "cuda":
             return False
-        reason = cuda_unavailable_reason()
+        reason = self._unavailable_reason()
         if reason is None:
             return True
         if self.option == "cuda":

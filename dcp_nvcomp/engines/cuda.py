@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
@@ -105,7 +106,20 @@ class CudaEngine:
             CodecUnavailableError: the GPU can't decode a block of ANS, which only it can.
         """
         for job in jobs:
-            self._decoder.check(job, verify=verify)
+            self.check(job, verify=verify)
+        self.decode_checked(jobs, verify=verify)
+
+    def check(self, job: DecodeJob, *, verify: str) -> None:
+        """Check all that the host can see of a block, which needs no GPU; of `job.out` only the length matters.
+
+        Raises:
+            CorruptDataError: its CRC fails, or its lengths or flags make no sense.
+            UnsupportedVersionError: its ANS is of another version of nvCOMP.
+        """
+        self._decoder.check(job, verify=verify)
+
+    def decode_checked(self, jobs: Sequence[DecodeJob], *, verify: str) -> None:
+        """`decode`, of blocks that passed `check`."""
         costs = self._costs(lambda: [self._decoder.cost_nbytes(job) for job in jobs], len(jobs))
         position, most = 0, len(jobs)
         while position < len(jobs):
@@ -117,6 +131,10 @@ class CudaEngine:
                     continue
                 self._decode_on_cpu(batch[0], verify)
             position += count
+
+    def session(self, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """Copies between these tensors on the engine's own stream, complete at the end."""
+        return self._device.session(tensors)
 
     def _costs(self, work: Callable[[], list[int]], count: int) -> list[int]:
         """What each block takes; where nvCOMP can't even say that, every block is a batch of its own."""
