@@ -225,7 +225,7 @@ def test_engines_of_several_threads(device: CudaDevice) -> None:
 @pytest.mark.parametrize("coder", [Zstd(64 << 10), Deflate(64 << 10)], ids=["Zstd", "Deflate"])
 @pytest.mark.parametrize("length", [1, 1000, (64 << 10) - 1])
 def test_a_slice_that_decodes_to_something_else(engine: CudaEngine, coder: Zstd | Deflate, length: int) -> None:
-    """It is told to nvCOMP beforehand how long slices become. Where one does not, with a CRC that is right, it must show."""
+    """Its length is told to nvCOMP beforehand. A slice of another one, with a CRC that is right, must show."""
     chain, block = CodecChain(Bytes(), coder), np.zeros(4 * (64 << 10), np.uint8)
     good = cpu_encode(block, chain)
     frame = bytes(coder.encoder()(memoryview(bytes(length))))

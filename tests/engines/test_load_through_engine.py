@@ -215,6 +215,33 @@ def test_a_turn_is_larger_than_a_threads_share(tmp_path: Path, on_the_engine: On
     assert all(share == 24 << 20 for share in on_the_engine.budgets), "and a quarter is for scratch memory"
 
 
+def test_others_fetch_while_one_decodes(
+    tmp_path: Path, on_the_engine: OnTheEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {f"{number:03}": torch.randn(500_000) for number in range(70)}
+    save(tmp_path, state)
+    fetched = threading.Semaphore(0)
+    read_into = PosixFilesystem.read_into
+
+    def counted(self: Filesystem, name: str, start: int, target: memoryview) -> None:
+        read_into(self, name, start, target)
+        fetched.release()
+
+    met = threading.Event()
+
+    def wait_for_two_more(name: str, slices: int) -> None:
+        if not met.is_set():
+            assert all(fetched.acquire(timeout=20) for _ in range(3)), "nobody fetches the next reads"
+            met.set()
+
+    monkeypatch.setattr(PosixFilesystem, "read_into", counted)
+    on_the_engine.nvcomp = lambda: NvcompStandIn(wait_for_two_more)
+    into = destination(state)
+    load(tmp_path, into, thread_count=1)
+    assert met.is_set()
+    assert_equal(into, state)
+
+
 # ---- damage ----------------------------------------------------------------------------------------------------------
 
 

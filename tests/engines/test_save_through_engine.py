@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 import weakref
@@ -22,7 +23,8 @@ from dcp_nvcomp import NvcompReader, NvcompWriter, saving, sources, staging, wri
 from dcp_nvcomp.engines.base import EncodedBlock
 from dcp_nvcomp.engines.cuda import CudaEngine
 from dcp_nvcomp.engines.cuda_device import Kernels
-from dcp_nvcomp.file_plan import plan_files
+from dcp_nvcomp.file_plan import PlannedFile
+from dcp_nvcomp.format import data_file_name
 from dcp_nvcomp.open_file import OpenFile
 from dcp_nvcomp.records import EngineChoice, PendingRecord
 from dcp_nvcomp.saving import SaveJob, SaveOptions
@@ -61,7 +63,7 @@ def on_the_engine(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> OnTheEng
         return made.engines[-1]
 
     monkeypatch.setattr(sources, "CudaEngine", engine)
-    monkeypatch.setattr(EngineChoice, "on_cuda", lambda self, device: True)
+    monkeypatch.setattr(EngineChoice, "on_cuda", lambda self, device: self.option != "cpu")
     monkeypatch.setattr(EngineChoice, "may_use_cuda", lambda self: True)
     monkeypatch.setattr(saving, "pinned_allocate", plain_allocate)
     return made
@@ -127,40 +129,60 @@ def test_thousands_of_small_shards(tmp_path: Path, on_the_engine: OnTheEngine) -
     assert_loads(tmp_path, state)
 
 
+def three_lanes(items: Sequence[WriteItem], rank: int, file_id: str, **options: Any) -> list[list[PlannedFile]]:
+    """Two files in each, of items of all kinds."""
+    names = [data_file_name(rank, number, file_id) for number in range(6)]
+    files = [PlannedFile(name, tuple(items[number::6])) for number, name in enumerate(names)]
+    return [files[:2], files[2:4], files[4:]]
+
+
+@pytest.mark.parametrize("slow_file", [0, 1, 5])
 def test_lanes_and_a_sink_that_is_slow(
-    tmp_path: Path, on_the_engine: OnTheEngine, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, on_the_engine: OnTheEngine, monkeypatch: pytest.MonkeyPatch, slow_file: int
 ) -> None:
-    """More data than all buffers hold, to several files at once, one of them slow: nobody waits for ever."""
+    """More lanes than buffers, one of them slow, both engines: nobody waits for ever."""
     monkeypatch.setattr(staging, "_MIN_CUDA_BUFFER_NBYTES", 1 << 20)
-    monkeypatch.setattr(writer, "plan_files", lambda *args, **kwargs: plan_files(*args, **slow_lanes(kwargs)))
-    append = OpenFile.append
+    monkeypatch.setattr(writer, "plan_files", three_lanes)
+    monkeypatch.setattr(EngineChoice, "on_cuda", lambda self, device: self.option != "cpu" and next(turn) % 5 != 0)
+    turn, append = itertools.count(), OpenFile.append
 
     def slow(self: OpenFile, blocks: Sequence[EncodedBlock]) -> None:
-        if blocks and "_0_" in self._name:
-            time.sleep(0.02)
+        if blocks and self._name.startswith(f"__0_{slow_file}_"):
+            time.sleep(0.01)
         append(self, blocks)
 
     monkeypatch.setattr(OpenFile, "append", slow)
     state = many(160, 200_000)
-    budget = 8 << 20
-    saving_thread = threading.Thread(
-        target=lambda: dcp.save(
-            state,
-            storage_writer=NvcompWriter(
-                tmp_path, codec="planes-zstd", single_file_per_rank=False, host_memory_budget=budget, thread_count=3
-            ),
-            no_dist=True,
-        ),
-        daemon=True,
-    )
-    saving_thread.start()
-    saving_thread.join(120)
-    assert not saving_thread.is_alive(), "the save waits for ever"
+    options: dict[str, Any] = {"codec": "planes-zstd", "host_memory_budget": 1, "thread_count": 3}
+    errors: list[BaseException] = []
+
+    def save() -> None:
+        try:
+            dcp.save(state, storage_writer=NvcompWriter(tmp_path, **options), no_dist=True)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=save, daemon=True)
+    thread.start()
+    thread.join(120)
+    assert not thread.is_alive(), "the save waits for ever"
+    assert not errors
     assert_loads(tmp_path, state)
 
 
-def slow_lanes(options: dict[str, Any]) -> dict[str, Any]:
-    return {**options, "parallel_writes": 3}
+def test_one_batch_is_encoded_while_another_is_copied(tmp_path: Path, on_the_engine: OnTheEngine) -> None:
+    """Two threads are inside their engines at the same time; were it one, the barrier would break."""
+    both, met = threading.Barrier(2, timeout=20), threading.local()
+
+    def meet(name: str, slices: int) -> None:
+        if not getattr(met, "once", False):
+            met.once = True
+            both.wait()
+
+    on_the_engine.nvcomp = lambda: NvcompStandIn(meet)
+    state = many(200, 100_000)
+    dcp.save(state, storage_writer=NvcompWriter(tmp_path, codec="planes-zstd"), no_dist=True)
+    assert_loads(tmp_path, state)
 
 
 def test_engines_share_the_device_memory_budget(tmp_path: Path, on_the_engine: OnTheEngine) -> None:
