@@ -30,10 +30,18 @@ __all__ = ["Decoding", "Frames", "NvcompCoders"]
 
 @dataclass(frozen=True)
 class _EncodedGroup:
-    """Slices of one size class while they are encoded: their numbers, nvCOMP's batch, and the room of each frame."""
+    """Slices of one size class while they are encoded.
+
+    Attributes:
+        members: their numbers.
+        batch: nvCOMP's, of the frames.
+        source: nvCOMP's, of the slices: its tables must live until the work is done.
+        room_nbytes: the room of each frame.
+    """
 
     members: I64
     batch: Any
+    source: Any
     room_nbytes: int
 
 
@@ -50,11 +58,12 @@ class Frames:
         self._groups: list[_EncodedGroup] = []
         self._memory: list[Tensor] = []
 
-    def add(self, members: I64, batch: Any, slots: Tensor, room_nbytes: int) -> None:
+    def add(self, group: _EncodedGroup, slots: Tensor) -> None:
         """Slices that are being encoded, each to a slot of its own."""
-        self._groups.append(_EncodedGroup(members, batch, room_nbytes))
+        self._groups.append(group)
         self._memory.append(slots)
-        self.addresses[members] = slots.data_ptr() + np.arange(members.size, dtype=np.int64) * room_nbytes
+        at = np.arange(group.members.size, dtype=np.int64) * group.room_nbytes
+        self.addresses[group.members] = slots.data_ptr() + at
 
     def nbytes(self) -> I64:
         """How long each frame is, the slice's own length for one that nvCOMP was not given. Waits."""
@@ -68,10 +77,17 @@ class Frames:
 
 
 class Decoding:
-    """Slices while they are decoded."""
+    """Slices while they are decoded.
 
-    def __init__(self, batch: Any, lengths: I64) -> None:
+    Args:
+        batch: nvCOMP's, of the slices.
+        source: nvCOMP's, of the frames: its tables must live until the work is done.
+        lengths: how long the slices must become.
+    """
+
+    def __init__(self, batch: Any, source: Any, lengths: I64) -> None:
         self._batch = batch
+        self._source = source
         self._lengths = lengths
 
     def good(self) -> npt.NDArray[np.bool_]:
@@ -193,7 +209,7 @@ class NvcompCoders:
             source, target = self._batch(scratch, places[members], lengths[members]), self._batch(slots, at, room)
             with self._learning(self._encode_workspace, _kind(coder), lengths[members]):
                 batch = self._codec(coder).encode(source, out=target)
-            frames.add(members, batch, slots, slot_nbytes)
+            frames.add(_EncodedGroup(members, batch, source, slot_nbytes), slots)
         return frames
 
     def decode(
@@ -217,7 +233,7 @@ class NvcompCoders:
         source, target = self._batch(encoded, at, nbytes), self._batch(scratch, places, lengths)
         with self._learning(self._decode_workspace, _kind(coder), lengths):
             batch = codec.decode(source, out=target, decompression_config=config)
-        return Decoding(batch, lengths)
+        return Decoding(batch, source, lengths)
 
     def _decompress_config(self, coder: Coder, lengths: I64) -> Any:
         """What nvCOMP wants to know beforehand. Made from the lengths, so that it neither waits nor reads the frames.

@@ -161,7 +161,10 @@ class Codec:
                 raise RuntimeError("Buffer size not aligned with size of data type")
         scratch = self._module.allocate(3 * sum(source.size for source in sources) if self._algorithm == "Zstd" else 0)
 
+        given = weakref.ref(srcs)
+
         def work() -> list[U8]:
+            assert given() is not None, "the batch's tables are gone, and the work is not done"
             filled = []
             for source, room in zip(sources, rooms, strict=True):
                 frame = np.frombuffer(self._encode_slice(source), np.uint8)
@@ -209,7 +212,13 @@ class Codec:
             room[: decoded.size] = decoded
             filled.append(room[: decoded.size])
         del scratch[:]
-        out.pending = lambda: filled
+        given = weakref.ref(srcs)
+
+        def finish() -> list[U8]:
+            assert given() is not None, "the batch's tables are gone, and the work is not done"
+            return filled
+
+        out.pending = finish
         return out
 
     def _check_alignment(self, arrays: list[U8], alignment: int) -> None:
