@@ -1,20 +1,23 @@
 """Parts of `gpu`: the CUDA engine by itself, without files.
 
-"engine" is what a save and a load get: kernels, nvCOMP, checksums, copies between GPU and host. "device" is the GPU's
-own time for it, without those copies and without what the host does before and after: by how much the engine could
-still gain from better overlap. The ceiling is nvCOMP's open coder alone on the planes that it codes.
+"engine" is what a save and a load get: kernels, nvCOMP, checksums, copies between GPU and host. Staging is done as by a
+save, with two engines: one encodes while what the other has encoded is copied. "device" is the GPU's own time for it,
+without those copies and without what the host does before and after: by how much the engine could still gain from
+better overlap. The ceiling is nvCOMP's open coder alone on the planes that it codes.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 
-from benchmarks.gpu_device import Meter, RawCoder, host_memory, synchronize
+from benchmarks.gpu_device import Meter, RawCoder, host_memory, synchronize, with_siblings
 from benchmarks.measuring import Case, Spread, alternate, paired
 from benchmarks.results import Plot, Report
 from benchmarks.slices import EXPONENT_CODERS, exponents
@@ -24,40 +27,50 @@ from dcp_nvcomp.codecs import Ans, CodecChain
 from dcp_nvcomp.codecs.choose import parse_codec, sample_nbytes
 from dcp_nvcomp.codecs.zstd import DEFAULT_SLICE_NBYTES
 from dcp_nvcomp.engines.base import EncodedBlock
-from dcp_nvcomp.engines.cuda import CudaEngine, DecodeJob
+from dcp_nvcomp.engines.cuda import CudaEngine, DecodeJob, EncodeJob
 from dcp_nvcomp.engines.cuda_device import Device
 from dcp_nvcomp.placement import element_type, spread_sample
 from dcp_nvcomp.records import ANS_BLOCK_NBYTES
-from dcp_nvcomp.saving import CUDA_BUFFER_NBYTES
+from dcp_nvcomp.saving import CUDA_THREADS
 
 MIB = 1 << 20
 CODECS = ("auto", "planes-zstd", "planes-deflate", "zstd", "ans")
 OPEN_CODECS = CODECS[:4]
 BUDGET = 1 << 30
-# How many bytes of blocks the engine is handed at once: as a save does, and more, to see what it loses by that.
-BATCHES = (CUDA_BUFFER_NBYTES, 8 * CUDA_BUFFER_NBYTES)
+# How many bytes of blocks the engine is handed at once: as a save of a small and of a large state does.
+BATCHES = (32 * MIB, 128 * MIB)
 ENCODE_TARGET, DECODE_TARGET, ANS_TARGET = 60.0, 80.0, 150.0
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """Blocks of one tensor that are handed to the engine together, and where they are decoded to."""
+    """Blocks that are handed to an engine together, neighbours in the state, and where they are decoded to."""
 
-    chain: CodecChain
-    blocks: Sequence[torch.Tensor]
+    jobs: Sequence[EncodeJob]
     outs: Sequence[torch.Tensor]
 
     @property
     def max_encoded_nbytes(self) -> int:
-        return sum(self.chain.max_encoded_nbytes(block.numel()) for block in self.blocks)
+        return sum(job.chain.max_encoded_nbytes(job.nbytes) for job in self.jobs)
 
 
-def _batches(tensor: torch.Tensor, out: torch.Tensor, chain: CodecChain, batch_nbytes: int) -> Iterator[_Batch]:
+def _blocks(tensor: torch.Tensor, out: torch.Tensor, chain: CodecChain) -> Iterator[tuple[EncodeJob, torch.Tensor]]:
     block_nbytes = ANS_BLOCK_NBYTES if isinstance(chain.coder, Ans) else BLOCK_NBYTES
     blocks, outs = (one.view(torch.uint8).reshape(-1).split(block_nbytes) for one in (tensor, out))
-    count = max(1, batch_nbytes // block_nbytes)
-    for start in range(0, len(blocks), count):
-        yield _Batch(chain, blocks[start : start + count], outs[start : start + count])
+    for block, to in zip(blocks, outs, strict=True):
+        yield EncodeJob((block,), chain), to
+
+
+def _batches(blocks: Iterable[tuple[EncodeJob, torch.Tensor]], batch_nbytes: int) -> Iterator[_Batch]:
+    jobs: list[EncodeJob] = []
+    outs: list[torch.Tensor] = []
+    for job, out in blocks:
+        if jobs and sum(one.nbytes for one in jobs) + job.nbytes > batch_nbytes:
+            yield _Batch(jobs, outs)
+            jobs, outs = [], []
+        jobs.append(job)
+        outs.append(out)
+    yield _Batch(jobs, outs)
 
 
 class _Work:
@@ -69,14 +82,20 @@ class _Work:
         self._codec = codec
         self._nvcomp_version = str(device.nvcomp.__version__)
         self._arena = arena
+        # as a save: engines with a stream and a thread each, which share the budget
+        self._engines = [
+            CudaEngine(device.torch_device, device_memory_budget=BUDGET // CUDA_THREADS, backend=backend)
+            for backend in with_siblings(device, CUDA_THREADS)
+        ]
         self._engine = CudaEngine(device.torch_device, device_memory_budget=BUDGET, backend=device)
         self._metered = CudaEngine(device.torch_device, device_memory_budget=BUDGET, backend=self.meter)
         self._out = {name: torch.empty_like(tensor).fill_(0) for name, tensor in state.items()}
-        self._batches = [
-            batch
+        blocks = (
+            block
             for name, tensor in state.items()
-            for batch in _batches(tensor, self._out[name], self._chain_for(tensor), batch_nbytes)
-        ]
+            for block in _blocks(tensor, self._out[name], self._chain_for(tensor))
+        )
+        self._batches = list(_batches(blocks, batch_nbytes))
         self._encoded: list[list[EncodedBlock]] = []
 
     def _chain_for(self, tensor: torch.Tensor) -> CodecChain:
@@ -93,19 +112,37 @@ class _Work:
         engine = self._metered if metered else self._engine
         memory, position, encoded = self._arena.numpy().data, 0, []
         for batch in self._batches:
-            done = engine.encode(batch.blocks, batch.chain, memory[position : position + batch.max_encoded_nbytes])
+            done = engine.encode(batch.jobs, memory[position : position + batch.max_encoded_nbytes])
             position += sum(block.data.nbytes for block in done)
             encoded.append(done)
         if not metered:  # else nothing arrived on the host
             self._encoded = encoded
         return position
 
+    def encode_overlapped(self) -> None:
+        """Encode everything, each batch to a place of its own, with several engines at once."""
+        memory, position = self._arena.numpy().data, 0
+        waiting: SimpleQueue[tuple[_Batch, memoryview] | None] = SimpleQueue()
+        for batch in self._batches:
+            waiting.put((batch, memory[position : position + batch.max_encoded_nbytes]))
+            position += batch.max_encoded_nbytes
+
+        def work(engine: CudaEngine) -> None:
+            while (taken := waiting.get()) is not None:
+                engine.encode(taken[0].jobs, taken[1])
+
+        for _ in self._engines:
+            waiting.put(None)
+        with ThreadPoolExecutor(len(self._engines)) as pool:
+            for done in [pool.submit(work, engine) for engine in self._engines]:
+                done.result()
+
     def decode(self, *, metered: bool = False) -> None:
         """Decode what was encoded last."""
         engine = self._metered if metered else self._engine
         for batch, encoded in zip(self._batches, self._encoded, strict=True):
-            pairs = zip(encoded, batch.outs, strict=True)
-            engine.decode([DecodeJob(one.data, one.row, batch.chain, out) for one, out in pairs], verify="stored")
+            rows = zip(encoded, batch.jobs, batch.outs, strict=True)
+            engine.decode([DecodeJob(one.data, one.row, job.chain, out) for one, job, out in rows], verify="stored")
 
     def show_arena(self) -> None:
         """Before decoding on the device alone."""
@@ -241,7 +278,7 @@ def staging(report: Report, device: Device, names: Sequence[str] = ("auto", "ans
     settings.say(f"staging {nbytes / 1e9:.1f} GB, {repeats} times each")
     cases = {"plain pinned copy": Case(copy)}
     for label, work in _staging_work(state, names, device, arena):
-        cases[label] = Case(work.encode)
+        cases[label] = Case(work.encode_overlapped)
     seconds = alternate(cases, repeats=repeats)
     table = report.table(
         "staging",

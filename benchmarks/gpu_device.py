@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from dcp_nvcomp.codecs.base import padded
-from dcp_nvcomp.engines.cuda_device import Device
+from dcp_nvcomp.engines.cuda_device import CudaDevice, Device
 
-__all__ = ["DeviceClock", "Meter", "RawCoder", "address_of", "host_memory", "synchronize"]
+__all__ = ["DeviceClock", "Meter", "RawCoder", "address_of", "host_memory", "synchronize", "with_siblings"]
 
 
 def synchronize(device: torch.device) -> None:
@@ -28,6 +28,13 @@ def synchronize(device: torch.device) -> None:
 def host_memory(nbytes: int, device: torch.device) -> torch.Tensor:
     """Host memory that the device copies to at full speed, every page of it touched."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda").fill_(0)
+
+
+def with_siblings(device: Device, count: int) -> list[Device]:
+    """The same GPU so many times, with streams of their own; a stand-in, which has none, is alone."""
+    if not isinstance(device, CudaDevice):
+        return [device]
+    return [device, *(CudaDevice(device.torch_device) for _ in range(count - 1))]
 
 
 def address_of(memory: memoryview) -> int:
@@ -96,12 +103,14 @@ class Meter:
         self._image = host.to(self._inner.torch_device)
         self._address = host.data_ptr()
 
-    def session(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
-        return self._timed_session(tensors)
+    def session(
+        self, tensors: Sequence[torch.Tensor], after: Sequence[torch.cuda.Event] = ()
+    ) -> AbstractContextManager[None]:
+        return self._timed_session(tensors, after)
 
     @contextmanager
-    def _timed_session(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        with self._inner.session(tensors), self._clock.running():
+    def _timed_session(self, tensors: Sequence[torch.Tensor], after: Sequence[torch.cuda.Event]) -> Iterator[None]:
+        with self._inner.session(tensors, after), self._clock.running():
             yield
 
     def copy_in(self, host: memoryview, target: torch.Tensor) -> None:
@@ -153,6 +162,8 @@ class RawCoder:
         slots = device.empty(room * len(starts))
         at = [room * index for index in range(len(starts))]
         out = device.empty(data.numel())
+        # as the engine does: without it nvCOMP reads the frames' headers, and waits, before it begins
+        config = self._codec.decompression_config(self._codec.compression_config(lengths))
         encode_seconds, decode_seconds = [], []
         for repeat in range(-1, repeats):
             with device.session([data]):
@@ -164,7 +175,7 @@ class RawCoder:
             with device.session([data]):
                 source, target = self._batch(slots, at, nbytes), self._batch(out, starts, lengths)
                 with clock.running():
-                    slices = self._codec.decode(source, out=target)
+                    slices = self._codec.decode(source, out=target, decompression_config=config)
                 assert [int(size) for size in slices.buffer_sizes] == lengths
             spent_decoding = clock.take()
             if repeat >= 0:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -14,17 +16,33 @@ from dcp_nvcomp.codecs.planes import SplitScratch
 from dcp_nvcomp.datafile import block_row
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda import CudaEngine, DecodeJob
+from dcp_nvcomp.engines.cuda_batches import fitting, padded_nbytes, starts_of
 from dcp_nvcomp.errors import CheckpointError, CorruptDataError
 from dcp_nvcomp.fetching import BlockRead, Read
 from dcp_nvcomp.filesystem import Filesystem
 from dcp_nvcomp.format import check_header
 from dcp_nvcomp.placement import Destination
 from dcp_nvcomp.records import EngineChoice
-from dcp_nvcomp.staging import plain_allocate
+from dcp_nvcomp.staging import pinned_allocate, plain_allocate
 
-__all__ = ["Decoder"]
+__all__ = ["Decoder", "GpuShare"]
 
 U8 = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class GpuShare:
+    """What the threads of a load share of a GPU.
+
+    Attributes:
+        turns: taken by a thread while it decodes there. Fetching, and checking what was fetched, needs none.
+        memory_budget: bytes of device memory for each turn.
+        read_nbytes: how long reads are, so that a buffer of page-locked memory is made but once.
+    """
+
+    turns: threading.BoundedSemaphore
+    memory_budget: int
+    read_nbytes: int
 
 
 class Decoder:
@@ -34,15 +52,17 @@ class Decoder:
         filesystem: the checkpoint.
         verify: `"stored"`, `"full"` or `"off"`.
         engine: the `engine` option; shared, so that it warns once.
-        device_memory_budget: bytes that CUDA engines may take on a device.
+        gpu: see `GpuShare`.
     """
 
-    def __init__(self, filesystem: Filesystem, verify: str, engine: EngineChoice, device_memory_budget: int) -> None:
+    def __init__(self, filesystem: Filesystem, verify: str, engine: EngineChoice, gpu: GpuShare) -> None:
         self._filesystem = filesystem
         self._verify = verify
         self._choice = engine
-        self._device_memory_budget = device_memory_budget
+        self._gpu = gpu
         self._buffer = memoryview(b"")
+        self._pinned = False
+        self._devices: list[torch.device | None] = []
         self._scratch = SplitScratch()
         self._cpu = CpuEngine()
         self._cuda: dict[torch.device, CudaEngine] = {}
@@ -50,8 +70,12 @@ class Decoder:
     def fetch(self, read: Read) -> None:
         """Read the range into this thread's buffer."""
         nbytes = read.stop - read.start
-        if len(self._buffer) < nbytes:
-            self._buffer = plain_allocate(nbytes)
+        self._devices = [self._gpu_of(block) for block in read.blocks]
+        pinned = self._pinned or any(self._devices)
+        if len(self._buffer) < nbytes or pinned != self._pinned:
+            self._buffer = memoryview(b"")
+            self._buffer = pinned_allocate(max(nbytes, self._gpu.read_nbytes)) if pinned else plain_allocate(nbytes)
+            self._pinned = pinned
         self._filesystem.read_into(read.name, read.start, self._buffer[:nbytes])
 
     def decode(self, read: Read) -> None:
@@ -64,8 +88,7 @@ class Decoder:
             data_offset = int(read.footer.block_offsets[0])
             check_header(self._buffer[:data_offset], path=read.footer.path)
         on_gpu: dict[torch.device, list[BlockRead]] = {}
-        for block in read.blocks:
-            device = self._gpu_of(block)
+        for block, device in zip(read.blocks, self._devices, strict=True):
             if device is not None:
                 on_gpu.setdefault(device, []).append(block)
                 continue
@@ -96,39 +119,110 @@ class Decoder:
         """The device whose engine decodes this block; None for the CPU engine."""
         assert block.record.chain is not None
         devices = {_destination(target.destination).device for target in block.targets}
-        if len(devices) == 1 and next(iter(devices)).type == "cuda":
-            device = next(iter(devices))
-            return device if self._choice.on_cuda(device) else None
+        device = next(iter(devices))
+        if len(devices) == 1 and self._choice.on_cuda(device):
+            return device
         if isinstance(block.record.chain.coder, Ans) and torch.cuda.is_available():
             # only a GPU can decode it, wherever it goes then
             device = torch.device("cuda", torch.cuda.current_device())
             return device if self._choice.on_cuda(device) else None
         return None
 
-    def _decode_on_gpu(self, device: torch.device, blocks: list[BlockRead], read: Read) -> None:
+    def _engine_of(self, device: torch.device) -> CudaEngine:
         engine = self._cuda.get(device)
         if engine is None:
-            engine = self._cuda[device] = CudaEngine(device, device_memory_budget=self._device_memory_budget)
-        with torch.cuda.device(device):
-            jobs = [self._gpu_job(block, read, device) for block in blocks]
-            engine.decode(jobs, verify=self._verify)
-            for block, job in zip(blocks, jobs, strict=True):
-                for target in block.targets:
-                    destination = _destination(target.destination)
-                    destination.place(block.box, job.out if destination.device.type == "cuda" else job.out.cpu())
-            torch.cuda.current_stream(device).synchronize()
+            budget_nbytes = max(1, self._gpu.memory_budget - self._scratch_nbytes)
+            engine = self._cuda[device] = CudaEngine(device, device_memory_budget=budget_nbytes)
+        return engine
+
+    @property
+    def _scratch_nbytes(self) -> int:
+        """How much of a turn's device memory is for decoded blocks that can't be decoded where they belong."""
+        return self._gpu.memory_budget // 4
+
+    def _decode_on_gpu(self, device: torch.device, blocks: list[BlockRead], read: Read) -> None:
+        engine = self._engine_of(device)
+        pairs = [(block, self._checked(engine, block, read, device)) for block in blocks]
+        with self._gpu.turns:
+            direct = [job for _, job in pairs if not job.out.is_meta]
+            self._run(engine, direct, read)
+            others = [(block, job) for block, job in pairs if job.out.is_meta]
+            sizes, start = [job.out.numel() for _, job in others], 0
+            while start < len(others):
+                count = fitting(sizes, start, len(others), self._scratch_nbytes)
+                self._through_scratch(engine, others[start : start + count], read, device)
+                start += count
+
+    def _checked(self, engine: CudaEngine, block: BlockRead, read: Read, device: torch.device) -> DecodeJob:
+        """What the engine is to do for a block whose stored bytes are good."""
+        job = self._gpu_job(block, read, device)
+        with located(block, read):
+            try:
+                engine.check(job, verify=self._verify)
+            except CorruptDataError:
+                job = self._read_again(job, read)
+                engine.check(job, verify=self._verify)
+        return job
 
     def _gpu_job(self, block: BlockRead, read: Read, device: torch.device) -> DecodeJob:
         assert block.record.chain is not None
+        destinations = [_destination(target.destination) for target in block.targets]
+        out = None
+        if len(destinations) == 1 and destinations[0].device == device:
+            out = destinations[0].direct_on_device(block.box)
+        if out is None:  # memory follows when it is this block's turn
+            out = torch.empty(int(read.footer.block_nbytes[block.number]), dtype=torch.uint8, device="meta")
         return DecodeJob(
             self._buffer[block.start - read.start : block.stop - read.start],
             block_row(read.footer, block.number),
             block.record.chain,
-            torch.empty(int(read.footer.block_nbytes[block.number]), dtype=torch.uint8, device=device),
+            out,
             path=read.footer.path,
             fqn=block.record.fqn or block.targets[0].record.fqn,
             byte_range=(block.start, block.stop),
         )
+
+    def _read_again(self, job: DecodeJob, read: Read) -> DecodeJob:
+        # bits flip on the way too: what is damaged in the file is damaged the second time as well
+        assert job.byte_range is not None
+        return replace(job, data=memoryview(self._filesystem.read(read.name, *job.byte_range)))
+
+    def _run(self, engine: CudaEngine, jobs: Sequence[DecodeJob], read: Read) -> None:
+        """Decode checked blocks; one that turns out to be damaged is read once more."""
+        jobs, again = list(jobs), set[int]()
+        while True:
+            try:
+                engine.decode_checked(jobs, verify=self._verify)
+            except CorruptDataError as error:
+                at = next((at for at, job in enumerate(jobs) if job.byte_range == error.byte_range), None)
+                if at is None or at in again:
+                    raise
+                again.add(at)
+                jobs[at] = self._read_again(jobs[at], read)
+                engine.check(jobs[at], verify=self._verify)
+            else:
+                return
+
+    def _through_scratch(
+        self, engine: CudaEngine, pairs: Sequence[tuple[BlockRead, DecodeJob]], read: Read, device: torch.device
+    ) -> None:
+        starts = starts_of(padded_nbytes(np.array([job.out.numel() for _, job in pairs], np.int64))).tolist()
+        scratch = torch.empty(starts[-1], dtype=torch.uint8, device=device)
+        jobs = [
+            replace(job, out=scratch[start : start + job.out.numel()])
+            for (_, job), start in zip(pairs, starts[:-1], strict=True)
+        ]
+        self._run(engine, jobs, read)
+        with engine.session([scratch]):
+            for (block, _), job in zip(pairs, jobs, strict=True):
+                host: torch.Tensor | None = None
+                for target in block.targets:
+                    destination = _destination(target.destination)
+                    if destination.device == device:
+                        destination.place(block.box, job.out)
+                        continue
+                    host = job.out.cpu() if host is None else host
+                    destination.place(block.box, host)
 
 
 @contextmanager

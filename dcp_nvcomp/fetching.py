@@ -6,6 +6,7 @@ targets of a file  --plan_reads-->  reads: a byte range, and the blocks in it wi
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -88,6 +89,11 @@ class Target:
     missing: int
     destination: Destination | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def nbytes(self) -> int:
+        """How much it wants, decoded."""
+        return math.prod(self.region.sizes) * self.record.element.nbytes
 
     def block_placed(self) -> bool:
         """Count one block as placed; whether it was the last."""

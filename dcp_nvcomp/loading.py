@@ -6,6 +6,10 @@
 Each load thread has one buffer for encoded bytes and one for a decoded block, so memory is bounded by their number.
 Where storage answers slowly but takes many requests at once there are more threads than cores: those that wait cost
 nothing, and only `thread_count` of them decode at a time.
+
+On a GPU two of them decode at a time, each with an engine, hence a stream, of its own: what one has read is copied
+to it while the other's is decoded. The rest fetch and check meanwhile. A read is decoded at once, so reads are longer
+where a GPU may take part.
 """
 
 from __future__ import annotations
@@ -24,12 +28,12 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from dcp_nvcomp.blocks import Box
 from dcp_nvcomp.datafile import FileTuple, read_footer
-from dcp_nvcomp.decoding import Decoder
+from dcp_nvcomp.decoding import Decoder, GpuShare
 from dcp_nvcomp.errors import ShapeMismatchError
 from dcp_nvcomp.fetching import Read, Target, Wanted, locate, plan_reads
 from dcp_nvcomp.filesystem import Filesystem
 from dcp_nvcomp.footer import KIND_BYTES, KIND_TENSOR, KIND_TORCH_SAVE, Footer
-from dcp_nvcomp.placement import Conversions, Region, Run, torch_dtype
+from dcp_nvcomp.placement import Conversions, PackMember, Region, Run, torch_dtype
 from dcp_nvcomp.records import EngineChoice
 from dcp_nvcomp.safe_objects import SafeLoader
 from dcp_nvcomp.threads import join_all
@@ -37,7 +41,11 @@ from dcp_nvcomp.threads import join_all
 __all__ = ["LoadJob", "LoadOptions"]
 
 READ_NBYTES = 8 << 20
+CUDA_READ_NBYTES = 64 << 20
 READS_AHEAD = 2
+CUDA_TURNS = 2
+# Threads beyond those that decode, so that a GPU need not wait for the next read.
+CUDA_FETCHERS = 2
 
 
 @dataclass(frozen=True)
@@ -76,14 +84,18 @@ class LoadJob:
         self._filesystem = filesystem
         self._planner = planner
         self._options = options
-        self._threads = max(options.thread_count, filesystem.parallel_reads)
+        self._engine = EngineChoice(options.engine)
+        self._may_use_cuda = self._engine.may_use_cuda()
+        fetchers = CUDA_FETCHERS if self._may_use_cuda else 0
+        self._threads = max(options.thread_count + fetchers, filesystem.parallel_reads)
         self._reads: SimpleQueue[Read | None] = SimpleQueue()
         self._finished: SimpleQueue[Target | None] = SimpleQueue()
         self._decode_slots = threading.BoundedSemaphore(options.thread_count)
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._payloads: dict[int, Any] = {}
-        self._engine = EngineChoice(options.engine)
+        self._turns = threading.BoundedSemaphore(min(CUDA_TURNS, options.thread_count))
+        self._read_nbytes = 0
 
     def run(self, items: Sequence[Wanted]) -> None:
         """Load some items.
@@ -98,18 +110,27 @@ class LoadJob:
         for item in items:
             by_file.setdefault(item.stored[0], []).append(item)
         footers = self._read_footers(list(by_file))
+        targets = [
+            [locate(item, footer) for item in wanted] for wanted, footer in zip(by_file.values(), footers, strict=True)
+        ]
+        self._read_nbytes = self._longest_read(sum(target.nbytes for of_file in targets for target in of_file))
         reads: list[Read] = []
-        for (file, wanted), footer in zip(by_file.items(), footers, strict=True):
-            targets = [locate(item, footer) for item in wanted]
-            for target in targets:
+        for file, footer, of_file in zip(by_file, footers, targets, strict=True):
+            for target in of_file:
                 if not target.blocks:
                     self._finish_empty(target)
-            reads += plan_reads(file, footer, targets, self._read_nbytes())
+            reads += plan_reads(file, footer, of_file, self._read_nbytes)
         self._run_reads(reads)
 
-    def _read_nbytes(self) -> int:
+    def _longest_read(self, wanted_nbytes: int) -> int:
         """How long a read may be: all threads' buffers together stay within the budget."""
-        return max(1 << 20, min(READ_NBYTES, self._options.host_memory_budget // (2 * self._threads)))
+        budget_nbytes = self._options.host_memory_budget // self._threads
+        if not self._may_use_cuda:
+            return max(1 << 20, min(READ_NBYTES, budget_nbytes // 2))
+        # longer only where there is enough to read for all threads, as nobody knows yet what is for the GPU
+        fair_nbytes = max(READ_NBYTES, wanted_nbytes // (2 * self._threads))
+        longest = max(1 << 20, min(CUDA_READ_NBYTES, budget_nbytes * 3 // 4, fair_nbytes))
+        return 1 << (longest.bit_length() - 1)  # as torch rounds page-locked memory up to a power of two
 
     def _read_footers(self, files: Sequence[FileTuple]) -> list[Footer]:
         if len(files) == 1:
@@ -165,7 +186,13 @@ class LoadJob:
         self._options.conversions.check(item.dest_index.fqn, dtype, tensor.dtype)
         region = Region(target.region, tensor, dtype)
         target.destination = region
-        if record.pack is not None:
+        if record.pack is None:
+            return
+        assert target.holder.grid is not None
+        if target.holder.grid.block_count == 1 and self._engine.on_cuda(tensor.device):
+            start = record.pack[1] * record.element.nbytes
+            target.destination = PackMember(start, record.shape, record.uncompressed_nbytes, region)
+        else:
             whole = Box((0,) * len(record.shape), record.shape)
             target.destination = Run(
                 record.pack[1],
@@ -182,6 +209,7 @@ class LoadJob:
                 fqn=item.dest_index.fqn,
             )
         if tensor.device.type == "cuda":
+            self._engine.on_cuda(tensor.device)  # what it has to say, it says on this thread
             # load threads write on streams of their own; what the caller has queued for this tensor comes first
             torch.cuda.current_stream(tensor.device).synchronize()
         with self._lock:
@@ -234,7 +262,11 @@ class LoadJob:
             self._filesystem,
             self._options.verify,
             self._engine,
-            max(1, self._options.device_memory_budget // self._threads),
+            GpuShare(
+                self._turns,
+                max(1, self._options.device_memory_budget // min(CUDA_TURNS, self._options.thread_count)),
+                self._read_nbytes,
+            ),
         )
         while (read := self._reads.get()) is not None:
             try:

@@ -11,7 +11,7 @@ import math
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ __all__ = [
     "Conversions",
     "Destination",
     "HostArray",
+    "PackMember",
     "Region",
     "Run",
     "block_bytes",
@@ -172,6 +173,10 @@ class Destination(ABC):
         """Host memory where this whole block belongs as one run of bytes, to decode it there; None if there is none."""
         return None
 
+    def direct_on_device(self, block: Box) -> torch.Tensor | None:
+        """The same as a uint8 tensor on the destination's device."""
+        return None
+
     @abstractmethod
     def place(self, block: Box, data: torch.Tensor) -> None:
         """Copy what belongs here out of a decoded block.
@@ -201,6 +206,7 @@ class Region(Destination):
         visible = visible and 0 not in [
             step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1
         ]
+        self._visible = visible
         if visible and tensor.device.type == "cpu":
             self._array = host_array(self._tensor)
 
@@ -217,6 +223,12 @@ class Region(Destination):
         flat: U8 = part.reshape(-1).view(np.uint8)
         return flat
 
+    def direct_on_device(self, block: Box) -> torch.Tensor | None:
+        if not self._visible or self._box.intersect(block) != block:
+            return None
+        part = self._tensor[block.relative_to(self._box.offsets).index]
+        return part.reshape(-1).view(torch.uint8) if part.is_contiguous() else None
+
     def place(self, block: Box, data: torch.Tensor) -> None:
         wanted = self._box.intersect(block)
         if wanted is None:
@@ -227,6 +239,30 @@ class Region(Destination):
             np.copyto(self._array[into], data.numpy().view(self._array.dtype).reshape(block.sizes)[out_of])
         else:
             self._tensor[into].copy_(data.view(self._dtype).reshape(block.sizes)[out_of])
+
+
+class PackMember(Destination):
+    """A shard that lies with others in one block, and is copied from there on the device where it was decoded.
+
+    Args:
+        start: its first byte in the block.
+        shape: its shape.
+        nbytes: its size.
+        region: where it goes.
+    """
+
+    def __init__(self, start: int, shape: Sequence[int], nbytes: int, region: Region) -> None:
+        self._start = start
+        self._stop = start + nbytes
+        self._whole = Box((0,) * len(shape), tuple(shape))
+        self._region = region
+
+    @property
+    def device(self) -> torch.device:
+        return self._region.device
+
+    def place(self, block: Box, data: torch.Tensor) -> None:
+        self._region.place(self._whole, data[self._start : self._stop])
 
 
 class Run(Destination):

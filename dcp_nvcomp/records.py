@@ -6,6 +6,7 @@ WriteItem + resolved data  --RecordMaker.add-->  records ready to encode; small 
 from __future__ import annotations
 
 import io
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.choose import CodecChooser, needs_gpu, parse_codec, sample_nbytes
 from dcp_nvcomp.codecs.dtypes import ELEMENT_TYPES, ElementType
 from dcp_nvcomp.codecs.registry import check_chain
-from dcp_nvcomp.engines.cuda import cuda_unavailable_reason, nvcomp_version
+from dcp_nvcomp.engines.cuda import cuda_unavailable_reason, has_cuda_device, nvcomp_version
 from dcp_nvcomp.errors import CheckpointError, CodecUnavailableError, ShapeMismatchError
 from dcp_nvcomp.footer import KIND_BYTES, KIND_PACK, KIND_TENSOR, KIND_TORCH_SAVE
 from dcp_nvcomp.placement import (
@@ -35,7 +36,7 @@ from dcp_nvcomp.placement import (
     torch_dtype,
     without_lazy_bits,
 )
-from dcp_nvcomp.sources import AcceleratorSource, CudaSource, HostSource, Source
+from dcp_nvcomp.sources import AcceleratorSource, CudaPackSource, CudaSource, HostSource, Source
 
 __all__ = ["LARGE_NBYTES", "SMALL_NBYTES", "EngineChoice", "Member", "PendingRecord", "RecordMaker"]
 
@@ -72,7 +73,7 @@ class Member:
 
 @dataclass(frozen=True)
 class PendingRecord:
-    """A record ready to be encoded.
+    """A record ready to be encoded, but for its elements: those are in a `Source`, which may be dropped earlier.
 
     Attributes:
         row: its footer row, without the codec.
@@ -80,7 +81,6 @@ class PendingRecord:
         dtype: dtype name for stats (`bytes` for Python objects).
         grid: its blocks.
         chain: its codec chain.
-        source: where its elements are.
         members: the items in it: one, or those of a pack.
         nbytes: its size.
     """
@@ -90,7 +90,6 @@ class PendingRecord:
     dtype: str
     grid: BlockGrid
     chain: CodecChain
-    source: Source
     members: tuple[Member, ...]
     nbytes: int
 
@@ -98,6 +97,9 @@ class PendingRecord:
     def is_pack(self) -> bool:
         """Whether the members have footer rows of their own."""
         return self.row.get("kind") == KIND_PACK
+
+
+Ready = tuple[PendingRecord, Source]
 
 
 @dataclass
@@ -110,6 +112,13 @@ class EngineChoice:
 
     option: str
     _warned: bool = False
+    _known: tuple[int, str | None] = (0, None)
+
+    def _unavailable_reason(self) -> str | None:
+        """`cuda_unavailable_reason`, asked once in each process: blocks ask by the thousand."""
+        if self._known[0] != os.getpid():
+            self._known = (os.getpid(), cuda_unavailable_reason())
+        return self._known[1]
 
     def check_codec(self, chooser: CodecChooser) -> None:
         """Make sure, before anything is written, that the codec can run here.
@@ -126,6 +135,10 @@ class EngineChoice:
                 "dcp-nvcomp[cu12] or dcp-nvcomp[cu13]. Use codec='auto', which every machine can write and read."
             )
 
+    def may_use_cuda(self) -> bool:
+        """Whether tensors may come that the CUDA engine handles. Imports nothing: perhaps none will."""
+        return self.option != "cpu" and has_cuda_device()
+
     def on_cuda(self, device: torch.device) -> bool:
         """Whether the CUDA engine handles what is on this device.
 
@@ -134,7 +147,7 @@ class EngineChoice:
         """
         if self.option == "cpu" or device.type != "cuda":
             return False
-        reason = cuda_unavailable_reason()
+        reason = self._unavailable_reason()
         if reason is None:
             return True
         if self.option == "cuda":
@@ -175,7 +188,7 @@ class RecordMaker:
         self._checked: set[tuple[str, str]] = set()
         self._open: dict[tuple[str, str, str], _OpenPack] = {}
 
-    def add(self, item: WriteItem, data: torch.Tensor | io.BytesIO) -> list[PendingRecord]:
+    def add(self, item: WriteItem, data: torch.Tensor | io.BytesIO) -> list[Ready]:
         """Take an item.
 
         Args:
@@ -204,34 +217,34 @@ class RecordMaker:
             return self._add_host(item, row, payload, str(data.dtype).removeprefix("torch."))
         return self._add_tensor(item, row, without_lazy_bits(data))
 
-    def flush(self) -> list[PendingRecord]:
+    def flush(self) -> list[Ready]:
         """The packs that are still open."""
         packs = [self._close(pack) for pack in self._open.values() if pack.members]
         self._open.clear()
         return packs
 
-    def _add_host(self, item: WriteItem, row: dict[str, Any], payload: U8, dtype: str) -> list[PendingRecord]:
+    def _add_host(self, item: WriteItem, row: dict[str, Any], payload: U8, dtype: str) -> list[Ready]:
         member = Member(item.index, row, payload.size, payload.size)
         if self._pack and 0 < payload.size < SMALL_NBYTES:
             return self._add_small((row["kind"], "uint8", "cpu"), _UINT8, "bytes", member, payload)
         chain = self._host_chooser.choose(_UINT8, _sample_bytes(payload), payload.size)
-        return [_record(row, _UINT8, dtype, chain, HostSource(payload), member)]
+        return [(_record(row, _UINT8, dtype, chain, member), HostSource(payload))]
 
-    def _add_tensor(self, item: WriteItem, row: dict[str, Any], tensor: torch.Tensor) -> list[PendingRecord]:
+    def _add_tensor(self, item: WriteItem, row: dict[str, Any], tensor: torch.Tensor) -> list[Ready]:
         element = element_type(tensor.dtype)
         assert element is not None
         nbytes = tensor.numel() * element.nbytes
         member = Member(item.index, row, tensor.numel(), nbytes)
         if self._pack and 0 < nbytes < SMALL_NBYTES:
-            flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-            part = host_array(flat) if tensor.device.type == "cpu" else flat
+            in_place = tensor.device.type != "cpu" or self._engine.on_cuda(tensor.device)
+            part = tensor if in_place else host_array(_flat(tensor))
             return self._add_small((KIND_TENSOR, element.name, str(tensor.device)), element, element.name, member, part)
         chain, source = self._encoded_where(tensor, element)
-        return [_record(row, element, element.name, chain, source, member)]
+        return [(_record(row, element, element.name, chain, member), source)]
 
     def _add_small(
         self, key: tuple[str, str, str], element: ElementType, dtype: str, member: Member, part: U8 | torch.Tensor
-    ) -> list[PendingRecord]:
+    ) -> list[Ready]:
         pack = self._open.get(key)
         ready = []
         if pack is not None and pack.nbytes + member.nbytes > BLOCK_NBYTES:
@@ -244,29 +257,41 @@ class RecordMaker:
         pack.nbytes += member.nbytes
         return ready
 
-    def _close(self, pack: _OpenPack) -> PendingRecord:
+    def _close(self, pack: _OpenPack) -> Ready:
         """One record of all the parts, in one block."""
         elements = pack.nbytes // pack.element.nbytes
         row = {"kind": KIND_PACK, "shape": [elements]}
-        if isinstance(pack.parts[0], torch.Tensor):
-            joined = torch.cat(pack.parts).view(torch_dtype(pack.element))  # type: ignore[arg-type]
+        tensors = [part for part in pack.parts if isinstance(part, torch.Tensor)]
+        source: Source
+        if tensors and self._engine.on_cuda(tensors[0].device):
+            # every so many of them, as much as a sample takes
+            some = torch.cat(
+                [_flat(tensor) for tensor in tensors[:: max(1, pack.nbytes // sample_nbytes(pack.nbytes))]]
+            )
+            sample = spread_sample(some.view(torch_dtype(pack.element)), sample_nbytes(pack.nbytes))
+            chain, source = self._cuda_chain(pack.element, sample, pack.nbytes), CudaPackSource(tensors)
+        elif tensors:
+            joined = torch.cat([_flat(tensor) for tensor in tensors]).view(torch_dtype(pack.element))
             chain, source = self._encoded_where(joined, pack.element)
         else:
             array = np.concatenate(pack.parts)
             chain = self._host_chain(pack.element, array[: sample_nbytes(pack.nbytes)], pack.nbytes)
             source = HostSource(array.view(_WORDS[pack.element.nbytes]))
-        return _pack_record(row, pack, chain, source, elements)
+        return _pack_record(row, pack, chain, elements), source
 
     def _encoded_where(self, tensor: torch.Tensor, element: ElementType) -> tuple[CodecChain, Source]:
         nbytes = tensor.numel() * tensor.element_size()
         sample = spread_sample(tensor, sample_nbytes(nbytes)) if nbytes else np.zeros(0, np.uint8)
         if self._engine.on_cuda(tensor.device):
-            chain = self._choose(element, sample, nbytes)
-            if isinstance(chain.coder, Ans):
-                chain = CodecChain(chain.array_to_bytes, _of_this_nvcomp(chain.coder))
-            return chain, CudaSource(tensor)
+            return self._cuda_chain(element, sample, nbytes), CudaSource((tensor,))
         chain = self._host_chain(element, sample, nbytes)
         return chain, AcceleratorSource(tensor) if tensor.device.type != "cpu" else HostSource(host_array(tensor))
+
+    def _cuda_chain(self, element: ElementType, sample: U8, nbytes: int) -> CodecChain:
+        chain = self._choose(element, sample, nbytes)
+        if isinstance(chain.coder, Ans):
+            return CodecChain(chain.array_to_bytes, _of_this_nvcomp(chain.coder))
+        return chain
 
     def _choose(self, element: ElementType, sample: U8, nbytes: int) -> CodecChain:
         """The chooser's chain; one that could not be read again is refused before anything depends on it."""
@@ -281,6 +306,10 @@ class RecordMaker:
         """ANS runs on the GPU alone; what of such a save lies in host memory gets `auto`'s codec."""
         chain = self._choose(element, sample, nbytes)
         return self._host_chooser.choose(element, sample, nbytes) if isinstance(chain.coder, Ans) else chain
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _of_this_nvcomp(coder: Ans) -> Ans:
@@ -316,17 +345,13 @@ def _grid(shape: Sequence[int], element: ElementType, chain: CodecChain) -> Bloc
     return BlockGrid(tuple(shape), default_block_shape(shape, element.nbytes, target))
 
 
-def _record(
-    row: dict[str, Any], element: ElementType, dtype: str, chain: CodecChain, source: Source, member: Member
-) -> PendingRecord:
+def _record(row: dict[str, Any], element: ElementType, dtype: str, chain: CodecChain, member: Member) -> PendingRecord:
     grid = _grid(row["shape"], element, chain)
     row = {**row, "dtype": element.name, "block_shape": list(grid.block_shape)}
-    return PendingRecord(row, element, dtype, grid, chain, source, (member,), member.nbytes)
+    return PendingRecord(row, element, dtype, grid, chain, (member,), member.nbytes)
 
 
-def _pack_record(
-    row: dict[str, Any], pack: _OpenPack, chain: CodecChain, source: Source, elements: int
-) -> PendingRecord:
+def _pack_record(row: dict[str, Any], pack: _OpenPack, chain: CodecChain, elements: int) -> PendingRecord:
     grid = BlockGrid((elements,), (elements,))
     row = {**row, "dtype": pack.element.name, "block_shape": [elements]}
-    return PendingRecord(row, pack.element, pack.dtype, grid, chain, source, tuple(pack.members), pack.nbytes)
+    return PendingRecord(row, pack.element, pack.dtype, grid, chain, tuple(pack.members), pack.nbytes)

@@ -1,12 +1,16 @@
 """The save of one rank's data files: encode, stage, write, all at once.
 
-    calling thread   resolves items, makes records, takes a buffer per task, hands out tasks in order
-    encode threads   fill the buffers, in any order
+    calling thread   resolves items, makes records, gathers them in tasks, hands these out in order, a buffer with each
+    encode threads   fill the buffers, in any order: `thread_count` with the CPU engine, two with CUDA engines
     write threads    one per lane: append the blocks of the lane's files in order, give the buffers back
 
-A lane is a list of files written one after the other; lanes are written at the same time. Buffers are taken in the
-order in which tasks are handed out, and a lane's tasks in the order of its files. So the oldest task that holds a
-buffer is always one that its lane is waiting for, and nothing can wait for a buffer for ever.
+A lane is a list of files written one after the other; lanes are written at the same time. A task takes its buffer when
+it is complete and is handed out at once, so whoever waits for a buffer holds none, and a lane's tasks are handed out in
+the order of its files. So the oldest task that holds a buffer is always one that its lane is waiting for, and nothing
+can wait for a buffer for ever.
+
+Two threads encode on a GPU, each with an engine, hence a stream, of its own: while one batch is encoded, the one before
+it is copied to the host, and the one before that is written.
 
 The first error stops everything: tasks are no longer encoded, blocks no longer written, streams are aborted.
 """
@@ -24,18 +28,15 @@ from typing import Any
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp_nvcomp.blocks import Box
-from dcp_nvcomp.codecs.ans import Ans
-from dcp_nvcomp.codecs.base import CodecChain
-from dcp_nvcomp.engines.base import EncodedBlock
 from dcp_nvcomp.errors import StorageError
 from dcp_nvcomp.file_plan import PlannedFile
 from dcp_nvcomp.filesystem import Filesystem
 from dcp_nvcomp.open_file import OpenFile
-from dcp_nvcomp.records import PendingRecord, RecordMaker
-from dcp_nvcomp.sources import Source, Workbench
-from dcp_nvcomp.staging import BufferPool, Cancelled, pinned_allocate
+from dcp_nvcomp.records import RecordMaker
+from dcp_nvcomp.sources import Source, Workbench, encode_parts
+from dcp_nvcomp.staging import BufferPool, Cancelled, cuda_buffer_nbytes, pinned_allocate
 from dcp_nvcomp.stats import RankTotals
+from dcp_nvcomp.tasks import Task, Tasks
 from dcp_nvcomp.threads import join_all
 
 __all__ = ["SaveJob", "SaveOptions"]
@@ -43,8 +44,9 @@ __all__ = ["SaveJob", "SaveOptions"]
 logger = logging.getLogger(__name__)
 
 HOST_BUFFER_NBYTES = (1 << 20) + (64 << 10)  # a block of 1 MiB with the padding of its slices
-CUDA_BUFFER_NBYTES = 32 << 20
 BUFFERS_PER_THREAD = 8
+CUDA_BUFFERS = 8
+CUDA_THREADS = 2
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ class SaveOptions:
         device_memory_budget: bytes that CUDA engines may take on a device.
         identity: what the footers say of the save: save_id, rank, writer.
         progress: called with the uncompressed size of what was written, from any thread.
+        state_nbytes: about how much is saved.
+        may_use_cuda: whether some of it may be on a GPU.
     """
 
     thread_count: int
@@ -64,25 +68,8 @@ class SaveOptions:
     device_memory_budget: int
     identity: dict[str, Any]
     progress: Callable[[int], None]
-
-
-class _Task:
-    """Some blocks of one record: to be encoded by any thread, then written by one. `done` is held until encoded."""
-
-    __slots__ = ("blocks", "boxes", "buffer", "chain", "done", "error", "pool", "source")
-
-    def __init__(
-        self, source: Source, boxes: Sequence[Box], chain: CodecChain, pool: BufferPool, buffer: memoryview
-    ) -> None:
-        self.source: Source | None = source
-        self.boxes = boxes
-        self.chain = chain
-        self.pool = pool
-        self.buffer = buffer
-        self.blocks: list[EncodedBlock] = []
-        self.error: BaseException | None = None
-        self.done = threading.Lock()
-        self.done.acquire()
+    state_nbytes: int = 0
+    may_use_cuda: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,7 +77,7 @@ class _EndOfFile:
     """The last message of a file."""
 
 
-_Message = PlannedFile | PendingRecord | _Task | _EndOfFile | None
+_Message = PlannedFile | Task | _EndOfFile | None
 
 
 @dataclass
@@ -125,10 +112,15 @@ class SaveJob:
         self._resolve = resolve
         self._options = options
         most = BUFFERS_PER_THREAD * (options.thread_count + len(lanes))
-        self._host_pool = BufferPool(HOST_BUFFER_NBYTES, options.host_memory_budget, most)
-        self._cuda_pool: BufferPool | None = None
-        self._host_tasks: SimpleQueue[_Task | None] = SimpleQueue()
-        self._cuda_tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        # where a GPU may take part, most of the budget is for its larger batches
+        host_budget = options.host_memory_budget // (4 if options.may_use_cuda else 1)
+        self._host_pool = BufferPool(HOST_BUFFER_NBYTES, host_budget, most)
+        cuda_budget = options.host_memory_budget - self._host_pool.limit_nbytes
+        self._cuda_pool = BufferPool(
+            cuda_buffer_nbytes(cuda_budget, options.state_nbytes), cuda_budget, CUDA_BUFFERS, pinned_allocate
+        )
+        self._host_tasks: SimpleQueue[Task | None] = SimpleQueue()
+        self._cuda_tasks: SimpleQueue[Task | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._opened: list[str] = []
@@ -163,7 +155,8 @@ class SaveJob:
         for thread in started:
             if thread.name == "dcp-encode":
                 self._host_tasks.put(None)
-        self._cuda_tasks.put(None)
+            elif thread.name == "dcp-cuda":
+                self._cuda_tasks.put(None)
         join_all(started, self._fail)
         self.totals.seconds.update({stage: max(spent, default=0.0) for stage, spent in self._busy.items()})
         if self._error is not None:
@@ -182,8 +175,7 @@ class SaveJob:
             if self._error is None:
                 self._error = error
         self._host_pool.close()
-        if self._cuda_pool is not None:
-            self._cuda_pool.close()
+        self._cuda_pool.close()
 
     # --- calling thread ---------------------------------------------------------------------------------------------
 
@@ -198,64 +190,48 @@ class SaveJob:
                 continue
             if self._error is not None:
                 raise Cancelled
-            assert task.source is not None
-            on_cuda = task.source.on_cuda_engine
-            if on_cuda and not any(thread.name == "dcp-cuda" for thread in started):
-                thread = threading.Thread(target=self._encode, args=(self._cuda_tasks,), name="dcp-cuda")
-                thread.start()
-                started.append(thread)
             lane.messages.put(task)
-            (self._cuda_tasks if on_cuda else self._host_tasks).put(task)
+            if not task.parts:
+                task.done.release()
+            elif task.cuda_device is None:
+                self._host_tasks.put(task)
+            else:
+                if sum(thread.name == "dcp-cuda" for thread in started) < CUDA_THREADS:
+                    thread = threading.Thread(target=self._encode, args=(self._cuda_tasks,), name="dcp-cuda")
+                    thread.start()
+                    started.append(thread)
+                self._cuda_tasks.put(task)
 
-    def _feed_lane(self, lane: _Lane) -> Iterator[_Task]:
+    def _feed_lane(self, lane: _Lane) -> Iterator[Task]:
+        tasks = Tasks(self._pool_for)
         for file in lane.files:
             lane.messages.put(file)
             maker = self._new_record_maker()
             for item in file.items:
-                for record in maker.add(item, self._resolve(item)):
-                    yield from self._feed_record(lane, record)
-            for record in maker.flush():
-                yield from self._feed_record(lane, record)
+                for record, source in maker.add(item, self._resolve(item)):
+                    lane.fed_nbytes += record.nbytes
+                    yield from tasks.add(record, source)
+            for record, source in maker.flush():
+                lane.fed_nbytes += record.nbytes
+                yield from tasks.add(record, source)
+            yield from tasks.flush()
             lane.messages.put(_EndOfFile())
 
-    def _feed_record(self, lane: _Lane, record: PendingRecord) -> Iterator[_Task]:
-        lane.messages.put(record)
-        lane.fed_nbytes += record.nbytes
-        pool = self._pool_for(record)
-        boxes: list[Box] = []
-        room = pool.buffer_nbytes
-        for number in range(record.grid.block_count):
-            box = record.grid.box(number)
-            needs = record.chain.max_encoded_nbytes(box.elements * record.element.nbytes)
-            if boxes and (needs > room or not record.source.on_cuda_engine):
-                yield _Task(record.source, boxes, record.chain, pool, pool.take())
-                boxes, room = [], pool.buffer_nbytes
-            boxes.append(box)
-            room -= needs
-        if boxes:
-            yield _Task(record.source, boxes, record.chain, pool, pool.take())
-
-    def _pool_for(self, record: PendingRecord) -> BufferPool:
-        if not record.source.on_cuda_engine:
-            assert not isinstance(record.chain.coder, Ans)
-            return self._host_pool
-        if self._cuda_pool is None:
-            self._cuda_pool = BufferPool(CUDA_BUFFER_NBYTES, self._options.host_memory_budget, 8, pinned_allocate)
-        return self._cuda_pool
+    def _pool_for(self, source: Source) -> BufferPool:
+        return self._host_pool if source.cuda_device is None else self._cuda_pool
 
     # --- encode threads ---------------------------------------------------------------------------------------------
 
-    def _encode(self, tasks: SimpleQueue[_Task | None]) -> None:
-        bench, busy = Workbench(self._options.device_memory_budget), 0.0
+    def _encode(self, tasks: SimpleQueue[Task | None]) -> None:
+        bench, busy = Workbench(max(1, self._options.device_memory_budget // CUDA_THREADS)), 0.0
         while (task := tasks.get()) is not None:
             start = time.perf_counter()
             try:
                 if self._error is None:
-                    assert task.source is not None
-                    task.blocks = task.source.encode(task.boxes, task.chain, task.buffer, bench)
+                    task.blocks = encode_parts(task.parts, task.buffer, bench)
             except BaseException as error:
                 task.error = error
-            task.source = None  # the tensor may be freed while the block waits to be written
+            task.parts = []
             task.done.release()
             busy += time.perf_counter() - start
         self._busy["encode"].append(busy)
@@ -266,7 +242,7 @@ class SaveJob:
         output: OpenFile | None = None
         busy = 0.0
         while (message := lane.messages.get()) is not None:
-            if isinstance(message, _Task):
+            if isinstance(message, Task):
                 message.done.acquire()
             start = time.perf_counter()
             try:
@@ -274,16 +250,14 @@ class SaveJob:
                     output = self._handle(message, output)
             except BaseException as error:
                 self._fail(error)
-            if isinstance(message, _Task):
+            if isinstance(message, Task) and message.pool is not None:
                 message.pool.give_back(message.buffer)
             busy += time.perf_counter() - start
         if output is not None:
             output.stream.abort()
         self._busy["write"].append(busy)
 
-    def _handle(
-        self, message: PlannedFile | PendingRecord | _Task | _EndOfFile, output: OpenFile | None
-    ) -> OpenFile | None:
+    def _handle(self, message: PlannedFile | Task | _EndOfFile, output: OpenFile | None) -> OpenFile | None:
         if isinstance(message, PlannedFile):
             opened = OpenFile(
                 self._filesystem.open_output(message.name), message.name, self._options.identity, self._options.progress
@@ -291,12 +265,15 @@ class SaveJob:
             self._opened.append(message.name)  # only now: a file that could not be made is not ours to remove
             return opened
         assert output is not None
-        if isinstance(message, PendingRecord):
-            output.begin(message)
-        elif isinstance(message, _Task):
+        if isinstance(message, Task):
             if message.error is not None:
                 raise message.error
-            output.append(message.blocks)
+            position = 0
+            for record, count, begins in message.records:
+                if begins:
+                    output.begin(record)
+                output.append(message.blocks[position : position + count])
+                position += count
         else:
             file = output.finish()
             with self._lock:

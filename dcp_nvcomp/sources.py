@@ -2,7 +2,7 @@
 
 HostSource          host memory, CPU engine
 AcceleratorSource   memory of a device, CPU engine: each block is copied to the host
-CudaSource          memory of a CUDA device, CUDA engine, many blocks at once
+CudaSource          memory of a CUDA device, CUDA engine, many blocks at once; CudaPackSource: many small shards in one
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from dcp_nvcomp.blocks import Box
@@ -19,10 +20,21 @@ from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.planes import SplitScratch
 from dcp_nvcomp.engines.base import EncodedBlock
 from dcp_nvcomp.engines.cpu import CpuEngine
-from dcp_nvcomp.engines.cuda import CudaEngine
+from dcp_nvcomp.engines.cuda import CudaEngine, EncodeJob
 from dcp_nvcomp.placement import HostArray, block_bytes, device_block
 
-__all__ = ["AcceleratorSource", "CudaSource", "HostSource", "Source", "Workbench"]
+__all__ = [
+    "AcceleratorSource",
+    "CudaPackSource",
+    "CudaSource",
+    "HostSource",
+    "Part",
+    "Source",
+    "Workbench",
+    "encode_parts",
+]
+
+U8 = npt.NDArray[np.uint8]
 
 
 class Workbench:
@@ -49,75 +61,136 @@ class Workbench:
 class Source(ABC):
     """A shard's elements."""
 
-    on_cuda_engine = False
-
+    @property
     @abstractmethod
-    def encode(self, boxes: Sequence[Box], chain: CodecChain, out: memoryview, bench: Workbench) -> list[EncodedBlock]:
-        """Encode some blocks of the shard into `out`, one after the other."""
+    def cuda_device(self) -> torch.device | None:
+        """The device whose CUDA engine encodes them; None for the CPU engine."""
 
 
 @dataclass(frozen=True)
-class HostSource(Source):
+class Part:
+    """Some blocks of one shard."""
+
+    source: Source
+    chain: CodecChain
+    boxes: Sequence[Box]
+
+
+def encode_parts(parts: Sequence[Part], out: memoryview, bench: Workbench) -> list[EncodedBlock]:
+    """Encode parts, of which one engine encodes all.
+
+    Args:
+        parts: the parts.
+        out: where the blocks go, at least the sum of their `max_encoded_nbytes`.
+        bench: of this thread.
+
+    Returns:
+        Their blocks, in order.
+    """
+    device = parts[0].source.cuda_device
+    if device is not None:
+        jobs: list[EncodeJob] = []
+        for part in parts:
+            assert isinstance(part.source, _CudaEncoded)
+            jobs += part.source.jobs(part.boxes, part.chain)
+        return bench.cuda(device).encode(jobs, out)
+    blocks: list[EncodedBlock] = []
+    position = 0
+    for part in parts:
+        assert isinstance(part.source, _HostEncoded)
+        for box in part.boxes:
+            block = bench.cpu.encode(part.source.block(box, bench), part.chain, out[position:])
+            position += len(block.data)
+            blocks.append(block)
+    return blocks
+
+
+class _HostEncoded(Source):
+    """A shard that the CPU engine encodes."""
+
+    @property
+    def cuda_device(self) -> None:
+        return None
+
+    @abstractmethod
+    def block(self, box: Box, bench: Workbench) -> U8:
+        """The bytes of a block in host memory, valid until the next call."""
+
+
+@dataclass(frozen=True)
+class HostSource(_HostEncoded):
     """A shard in host memory."""
 
     array: HostArray
 
-    def encode(self, boxes: Sequence[Box], chain: CodecChain, out: memoryview, bench: Workbench) -> list[EncodedBlock]:
-        blocks, position = [], 0
-        for box in boxes:
-            block = bench.cpu.encode(block_bytes(self.array, box, bench.scratch), chain, out[position:])
-            position += len(block.data)
-            blocks.append(block)
-        return blocks
+    def block(self, box: Box, bench: Workbench) -> U8:
+        return block_bytes(self.array, box, bench.scratch)
 
 
-def _ready_event(tensor: torch.Tensor) -> torch.cuda.Event | None:
-    if tensor.device.type != "cuda":
+def _ready_event(device: torch.device) -> torch.cuda.Event | None:
+    if device.type != "cuda":
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(tensor.device))
+    event.record(torch.cuda.current_stream(device))
     return event
 
 
 @dataclass(frozen=True)
-class _DeviceSource(Source):
-    """A shard on a device. Must be made on the caller's thread: work that the caller has queued there comes first."""
+class AcceleratorSource(_HostEncoded):
+    """A shard on any device, encoded on the CPU.
+
+    Must be made on the caller's thread: work that the caller has queued there comes first.
+    """
 
     tensor: torch.Tensor
     ready: torch.cuda.Event | None = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ready", _ready_event(self.tensor))
+        object.__setattr__(self, "ready", _ready_event(self.tensor.device))
 
-    def _wait(self) -> None:
+    def block(self, box: Box, bench: Workbench) -> U8:
         # other threads have a current stream of their own, which knows nothing of the caller's
         if self.ready is not None:
             torch.cuda.current_stream(self.tensor.device).wait_event(self.ready)
+        data: U8 = device_block(self.tensor, box).cpu().numpy()
+        assert data.dtype == np.uint8
+        return data
 
 
 @dataclass(frozen=True)
-class AcceleratorSource(_DeviceSource):
-    """A shard on any device, encoded on the CPU."""
+class _CudaEncoded(Source):
+    """Elements on a CUDA device, encoded there, many blocks at once.
 
-    def encode(self, boxes: Sequence[Box], chain: CodecChain, out: memoryview, bench: Workbench) -> list[EncodedBlock]:
-        self._wait()
-        blocks, position = [], 0
-        for box in boxes:
-            data = device_block(self.tensor, box).cpu().numpy()
-            assert data.dtype == np.uint8
-            block = bench.cpu.encode(data, chain, out[position:])
-            position += len(block.data)
-            blocks.append(block)
-        return blocks
+    Must be made on the caller's thread. The engine's stream waits for what the caller has queued until then, and for
+    nothing that it queues later.
+    """
+
+    tensors: Sequence[torch.Tensor]
+    ready: torch.cuda.Event | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ready", _ready_event(self.cuda_device))
+
+    @property
+    def cuda_device(self) -> torch.device:
+        return self.tensors[0].device
+
+    @abstractmethod
+    def jobs(self, boxes: Sequence[Box], chain: CodecChain) -> list[EncodeJob]:
+        """What the engine is to do for some of the blocks."""
 
 
-@dataclass(frozen=True)
-class CudaSource(_DeviceSource):
-    """A shard on a CUDA device, encoded there."""
+class CudaSource(_CudaEncoded):
+    """A shard: one tensor."""
 
-    on_cuda_engine = True
+    def jobs(self, boxes: Sequence[Box], chain: CodecChain) -> list[EncodeJob]:
+        (tensor,) = self.tensors
+        return [EncodeJob((tensor[box.index],), chain, self.ready) for box in boxes]
 
-    def encode(self, boxes: Sequence[Box], chain: CodecChain, out: memoryview, bench: Workbench) -> list[EncodedBlock]:
-        with torch.cuda.device(self.tensor.device):
-            self._wait()
-            return bench.cuda(self.tensor.device).encode([device_block(self.tensor, box) for box in boxes], chain, out)
+
+class CudaPackSource(_CudaEncoded):
+    """Small shards, one after the other in one block. The engine joins them, so that no copy of them waits for it."""
+
+    def jobs(self, boxes: Sequence[Box], chain: CodecChain) -> list[EncodeJob]:
+        assert len(boxes) == 1
+        return [EncodeJob(tuple(self.tensors), chain, self.ready)]

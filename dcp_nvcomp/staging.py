@@ -11,9 +11,29 @@ from queue import SimpleQueue
 
 import numpy as np
 
-__all__ = ["BufferPool", "Cancelled", "pinned_allocate", "plain_allocate"]
+__all__ = ["BufferPool", "Cancelled", "cuda_buffer_nbytes", "pinned_allocate", "plain_allocate"]
 
 _ALIGNMENT_NBYTES = 4096
+
+
+# A block of 4 MiB, as ANS has them, with the padding of its slices, must fit.
+_MIN_CUDA_BUFFER_NBYTES = 8 << 20
+# Thousands of slices, which is what a large GPU needs to be busy.
+_MAX_CUDA_BUFFER_NBYTES = 128 << 20
+
+
+def cuda_buffer_nbytes(budget_nbytes: int, state_nbytes: int) -> int:
+    """How large a buffer is whose content one batch of the CUDA engine makes.
+
+    Args:
+        budget_nbytes: what all buffers may take together.
+        state_nbytes: how much there is to save: a small state too is encoded, copied and written at the same time.
+
+    Returns:
+        A power of two, as torch rounds page-locked memory up to one.
+    """
+    wanted = min(budget_nbytes // 8, state_nbytes // 4, _MAX_CUDA_BUFFER_NBYTES)
+    return 1 << (max(wanted, _MIN_CUDA_BUFFER_NBYTES).bit_length() - 1)
 
 
 class Cancelled(Exception):
@@ -44,6 +64,10 @@ class BufferPool:
             would make encoding and writing take turns.
         most: never more than this many: beyond what keeps all threads busy, buffers only make page faults.
         allocate: where the memory comes from.
+
+    Attributes:
+        buffer_nbytes: size of each buffer.
+        limit_nbytes: what all of them can take.
     """
 
     def __init__(
@@ -55,6 +79,7 @@ class BufferPool:
     ) -> None:
         self.buffer_nbytes = buffer_nbytes
         self._unallocated = max(2, min(most, budget_nbytes // buffer_nbytes))
+        self.limit_nbytes = self._unallocated * buffer_nbytes
         self._allocate = allocate
         self._free: SimpleQueue[memoryview | None] = SimpleQueue()
 

@@ -233,7 +233,13 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         planned_seconds = time.perf_counter() - save.started_seconds
         bar = ProgressBar(total_nbytes, enabled=self.progress and save.rank == 0)
         options = SaveOptions(
-            self.thread_count, self.host_memory_budget, self.device_memory_budget, self._identity(), bar.update
+            self.thread_count,
+            self.host_memory_budget,
+            self.device_memory_budget,
+            self._identity(),
+            bar.update,
+            state_nbytes=total_nbytes,
+            may_use_cuda=self._engine_choice.may_use_cuda(),
         )
         job = SaveJob(
             filesystem,

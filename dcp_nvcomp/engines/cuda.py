@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
@@ -22,12 +23,12 @@ from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda_batches import fitting
 from dcp_nvcomp.engines.cuda_decode import BatchDecoder, DecodeJob
 from dcp_nvcomp.engines.cuda_device import CudaDevice, Device
-from dcp_nvcomp.engines.cuda_encode import BatchEncoder
-from dcp_nvcomp.engines.cuda_support import cuda_unavailable_reason, nvcomp_version
+from dcp_nvcomp.engines.cuda_encode import BatchEncoder, EncodeJob
+from dcp_nvcomp.engines.cuda_support import cuda_unavailable_reason, has_cuda_device, nvcomp_version
 from dcp_nvcomp.engines.nvcomp_coders import NvcompCoders
 from dcp_nvcomp.errors import CheckpointError, CodecUnavailableError, CorruptDataError
 
-__all__ = ["CudaEngine", "DecodeJob", "cuda_unavailable_reason", "nvcomp_version"]
+__all__ = ["CudaEngine", "DecodeJob", "EncodeJob", "cuda_unavailable_reason", "has_cuda_device", "nvcomp_version"]
 
 # What nvCOMP, torch and CuPy raise where the GPU runs out of memory or a call fails.
 _GPU_ERRORS = (RuntimeError, ValueError, MemoryError)
@@ -61,33 +62,33 @@ class CudaEngine:
         self._failure = ""
         self._warned = False
 
-    def encode(self, blocks: Sequence[Tensor], chain: CodecChain, out: memoryview) -> list[EncodedBlock]:
+    def encode(self, jobs: Sequence[EncodeJob], out: memoryview) -> list[EncodedBlock]:
         """Encode blocks.
 
         Args:
-            blocks: 1-D contiguous uint8 tensors on the device, of any alignment.
-            chain: their codec chain; ANS names the version of nvCOMP that is here.
+            jobs: the blocks, of any chains.
             out: host memory, pinned if it is to be fast; at least the sum of `chain.max_encoded_nbytes` of the blocks.
 
         Returns:
-            The encoded blocks, one after the other in `out`, all there.
+            The encoded blocks, all there; they fill `out` from its start without gaps, in any order.
 
         Raises:
             CodecUnavailableError: the GPU can't encode a block with ANS, which only it can.
         """
-        assert not isinstance(chain.coder, Ans) or chain.coder.nvcomp_version == self._coders.version
-        costs = self._costs(lambda: [self._encoder.cost_nbytes(chain, block.numel()) for block in blocks], len(blocks))
+        for coder in {job.chain.coder for job in jobs}:
+            assert not isinstance(coder, Ans) or coder.nvcomp_version == self._coders.version
+        costs = self._costs(lambda: [self._encoder.cost_nbytes(job) for job in jobs], len(jobs))
         encoded: list[EncodedBlock] = []
-        position, most = 0, len(blocks)
-        while len(encoded) < len(blocks):
+        position, most = 0, len(jobs)
+        while len(encoded) < len(jobs):
             count = fitting(costs, len(encoded), most, self._budget_nbytes)
-            batch, room = blocks[len(encoded) : len(encoded) + count], out[position:]
+            batch, room = jobs[len(encoded) : len(encoded) + count], out[position:]
             done: list[EncodedBlock] = []
-            if not self._attempt(lambda: done.extend(self._encoder.encode(batch, chain, room))):  # noqa: B023
+            if not self._attempt(lambda: done.extend(self._encoder.encode(batch, room))):  # noqa: B023
                 if count > 1:
                     most = count // 2
                     continue
-                done = [self._encode_on_cpu(batch[0], chain, room)]
+                done = [self._encode_on_cpu(batch[0], room)]
             encoded += done
             position += sum(block.data.nbytes for block in done)
         return encoded
@@ -105,7 +106,20 @@ class CudaEngine:
             CodecUnavailableError: the GPU can't decode a block of ANS, which only it can.
         """
         for job in jobs:
-            self._decoder.check(job, verify=verify)
+            self.check(job, verify=verify)
+        self.decode_checked(jobs, verify=verify)
+
+    def check(self, job: DecodeJob, *, verify: str) -> None:
+        """Check all that the host can see of a block, which needs no GPU; of `job.out` only the length matters.
+
+        Raises:
+            CorruptDataError: its CRC fails, or its lengths or flags make no sense.
+            UnsupportedVersionError: its ANS is of another version of nvCOMP.
+        """
+        self._decoder.check(job, verify=verify)
+
+    def decode_checked(self, jobs: Sequence[DecodeJob], *, verify: str) -> None:
+        """`decode`, of blocks that passed `check`."""
         costs = self._costs(lambda: [self._decoder.cost_nbytes(job) for job in jobs], len(jobs))
         position, most = 0, len(jobs)
         while position < len(jobs):
@@ -117,6 +131,10 @@ class CudaEngine:
                     continue
                 self._decode_on_cpu(batch[0], verify)
             position += count
+
+    def session(self, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """Copies between these tensors on the engine's own stream, complete at the end."""
+        return self._device.session(tensors)
 
     def _costs(self, work: Callable[[], list[int]], count: int) -> list[int]:
         """What each block takes; where nvCOMP can't even say that, every block is a batch of its own."""
@@ -152,11 +170,19 @@ class CudaEngine:
                 stacklevel=4,
             )
 
-    def _encode_on_cpu(self, block: Tensor, chain: CodecChain, out: memoryview) -> EncodedBlock:
-        self._fall_back(chain)
-        host = np.empty(block.numel(), np.uint8)
-        self._copy([block], lambda: self._device.copy_out(block, host.data))
-        return self._cpu.encode(host, chain, out)
+    def _encode_on_cpu(self, job: EncodeJob, out: memoryview) -> EncodedBlock:
+        self._fall_back(job.chain)
+        host = np.empty(job.nbytes, np.uint8)
+
+        def copy() -> None:
+            position = 0
+            for tensor in job.tensors:
+                run = tensor.contiguous().reshape(-1).view(torch.uint8)
+                self._device.copy_out(run, host[position : position + run.numel()].data)
+                position += run.numel()
+
+        self._copy(job.tensors, copy, () if job.ready is None else (job.ready,))
+        return self._cpu.encode(host, job.chain, out)
 
     def _decode_on_cpu(self, job: DecodeJob, verify: str) -> None:
         self._fall_back(job.chain)
@@ -167,9 +193,11 @@ class CudaEngine:
             raise CorruptDataError(error.message, path=job.path, fqn=job.fqn, byte_range=job.byte_range) from error
         self._copy([job.out], lambda: self._device.copy_in(host.data, job.out))
 
-    def _copy(self, tensors: Sequence[Tensor], copy: Callable[[], None]) -> None:
+    def _copy(
+        self, tensors: Sequence[Tensor], copy: Callable[[], None], after: Sequence[torch.cuda.Event] = ()
+    ) -> None:
         try:
-            with self._device.session(tensors):
+            with self._device.session(tensors, after):
                 copy()
         except _GPU_ERRORS as error:
             raise CodecUnavailableError(f"The GPU fails altogether ({error}, after {self._failure}).") from error

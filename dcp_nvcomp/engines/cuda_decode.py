@@ -33,7 +33,7 @@ from dcp_nvcomp.engines.cuda_batches import (
     starts_of,
 )
 from dcp_nvcomp.engines.cuda_device import Device
-from dcp_nvcomp.engines.nvcomp_coders import NvcompCoders
+from dcp_nvcomp.engines.nvcomp_coders import Decoding, NvcompCoders
 from dcp_nvcomp.errors import CorruptDataError
 
 __all__ = ["BatchDecoder", "DecodeJob"]
@@ -159,10 +159,15 @@ class BatchDecoder:
             framed = pieces.coded & (batch.stored_nbytes < pieces.lengths)
             # slices stored as they are, and planes of blocks that are not split; merge reads other planes in place
             self._copy(batch.frames, batch.places, pieces.lengths, (pieces.coded | batch.plain) & ~framed)
-            self._decode_slices(jobs, pieces, batch, framed, encoded, scratch)
+            decodings = self._decode_slices(jobs, pieces, batch, framed, encoded, scratch)
             self._copy(batch.scratch[pieces.block] + pieces.places, batch.places, pieces.lengths, framed & batch.plain)
             self._merge(jobs, layouts, pieces, batch)
             crc = self._inspect(jobs, batch) if verify == "full" else None
+            for name, which, decoding in decodings:
+                good = decoding.good()
+                if not good.all():
+                    bad = jobs[int(pieces.block[which[int(np.argmin(good))]])]
+                    _refuse(bad, f"A {name} slice does not decode to its length.")
         if crc is not None:
             for job, found in zip(jobs, crc.tolist(), strict=True):
                 if found != job.row.uncompressed_crc:
@@ -183,7 +188,8 @@ class BatchDecoder:
 
     def _decode_slices(
         self, jobs: Sequence[DecodeJob], pieces: Pieces, batch: _Batch, framed: Bools, encoded: Tensor, scratch: Tensor
-    ) -> None:
+    ) -> list[tuple[str, I64, Decoding]]:
+        """Start to decode all slices; returns for each coder its name, the numbers of its pieces, and how it goes."""
         coders: dict[Coder, int] = {}
         coder_of_job = np.full(len(jobs), -1, np.int64)
         for index, job in enumerate(jobs):
@@ -191,11 +197,12 @@ class BatchDecoder:
                 coder_of_job[index] = coders.setdefault(job.chain.coder, len(coders))
         coder_of_piece = coder_of_job[pieces.block]
         places = batch.scratch[pieces.block] + pieces.places - scratch.data_ptr()
+        decodings = []
         for coder, number in coders.items():
             which = np.flatnonzero(framed & (coder_of_piece == number))
             if which.size == 0:
                 continue
-            good = self._coders.decode(
+            decoding = self._coders.decode(
                 coder,
                 encoded,
                 batch.frames[which] - encoded.data_ptr(),
@@ -204,9 +211,8 @@ class BatchDecoder:
                 places[which],
                 pieces.lengths[which],
             )
-            if not good.all():
-                bad = jobs[int(pieces.block[which[int(np.argmin(good))]])]
-                _refuse(bad, f"A {coder.name} slice does not decode to its length.")
+            decodings.append((coder.name, which, decoding))
+        return decodings
 
     def _merge(self, jobs: Sequence[DecodeJob], layouts: Sequence[BlockLayout], pieces: Pieces, batch: _Batch) -> None:
         split = [index for index, job in enumerate(jobs) if isinstance(job.chain.array_to_bytes, Planes)]

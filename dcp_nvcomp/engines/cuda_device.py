@@ -10,6 +10,8 @@ import ctypes
 import functools
 import importlib.resources
 import sys
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
@@ -74,7 +76,9 @@ class Kernels(Protocol):
 class NvcompMemory:
     """nvCOMP's device memory, from torch's caching allocator: plain cudaMalloc and cudaFree synchronise the device.
 
-    Knows how much nvCOMP holds for each stream, as nothing else tells how much scratch memory a coder takes.
+    Knows how much nvCOMP holds for each stream, as nothing else tells how much scratch memory a coder takes. Any thread
+    may allocate. Memory is given back wherever the garbage collector happens to run, perhaps on a thread that is inside
+    one of these methods: so `release` takes no lock, it leaves a note that the next of them reads.
 
     Args:
         allocate: (bytes, nvCOMP's stream object) to an address.
@@ -84,28 +88,42 @@ class NvcompMemory:
     def __init__(self, allocate: Callable[[int, Any], int], free: Callable[[int], None]) -> None:
         self._allocate = allocate
         self._free = free
+        self._lock = threading.Lock()
         self._held_nbytes: dict[int, int] = {}
         self._peak_nbytes: dict[int, int] = {}
+        self._released: deque[tuple[int, int]] = deque()
 
     def __call__(self, nbytes: int, stream: Any) -> _Allocation:
         """Allocate, as nvCOMP asks for it."""
-        allocation = _Allocation(self, self._allocate(max(nbytes, 1), stream), nbytes, int(stream.ptr))
-        held_nbytes = self._held_nbytes.get(allocation.stream, 0) + nbytes
-        self._held_nbytes[allocation.stream] = held_nbytes
-        self._peak_nbytes[allocation.stream] = max(self.peak_nbytes(allocation.stream), held_nbytes)
+        handle = int(stream.ptr)
+        allocation = _Allocation(self, self._allocate(max(nbytes, 1), stream), nbytes, handle)
+        with self._lock:
+            held_nbytes = self._settled(handle) + nbytes
+            self._held_nbytes[handle] = held_nbytes
+            self._peak_nbytes[handle] = max(self._peak_nbytes.get(handle, 0), held_nbytes)
         return allocation
+
+    def _settled(self, stream_handle: int) -> int:
+        """What is held for a stream, all notes read."""
+        while self._released:
+            stream, nbytes = self._released.popleft()
+            self._held_nbytes[stream] -= nbytes
+        return self._held_nbytes.get(stream_handle, 0)
 
     def peak_nbytes(self, stream_handle: int) -> int:
         """The most that was held for a stream since `reset_peak`."""
-        return self._peak_nbytes.get(stream_handle, 0)
+        with self._lock:
+            return self._peak_nbytes.get(stream_handle, 0)
 
-    def reset_peak(self, stream_handle: int) -> None:
-        """Let `peak_nbytes` begin anew from what is held now."""
-        self._peak_nbytes[stream_handle] = self._held_nbytes.get(stream_handle, 0)
+    def reset_peak(self, stream_handle: int) -> int:
+        """Let `peak_nbytes` begin anew from what is held now; returns that."""
+        with self._lock:
+            held_nbytes = self._peak_nbytes[stream_handle] = self._settled(stream_handle)
+            return held_nbytes
 
     def release(self, allocation: _Allocation) -> None:
         """What an allocation calls when nvCOMP drops it."""
-        self._held_nbytes[allocation.stream] -= allocation.nbytes
+        self._released.append((allocation.stream, allocation.nbytes))
         self._free(allocation.ptr)
 
 
@@ -123,9 +141,17 @@ class _Allocation:
             self._memory.release(self)
 
 
-@functools.cache
+_INSTALLING = threading.Lock()
+
+
 def _installed_memory() -> NvcompMemory:
-    """The one that nvCOMP has for the whole process."""
+    """The one that nvCOMP has for the whole process, though several threads make engines at the same time."""
+    with _INSTALLING:
+        return _install_memory()
+
+
+@functools.cache
+def _install_memory() -> NvcompMemory:
 
     def allocate(nbytes: int, stream: Any) -> int:
         return int(torch.cuda.caching_allocator_alloc(nbytes, device=stream.device, stream=stream.ptr))
@@ -152,14 +178,17 @@ class Device(Protocol):
     nvcomp: Any
     nvcomp_memory: NvcompMemory
 
-    def session(self, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """Work on the device's own stream, begun after what the caller's current stream has under way.
+    def session(
+        self, tensors: Sequence[Tensor], after: Sequence[torch.cuda.Event] = ()
+    ) -> AbstractContextManager[None]:
+        """Work on the device's own stream.
 
         At its end, also by an exception, all work is complete: results are in host memory, and nobody reads the
         caller's memory any more.
 
         Args:
             tensors: the caller's device memory that the work uses.
+            after: the events that it waits for; without any it waits for what the current stream has under way.
         """
 
     def current(self) -> AbstractContextManager[object]:
@@ -258,9 +287,12 @@ class CudaDevice:
         return streams.ExternalStream(self.stream_handle, self.torch_device.index)
 
     @contextmanager
-    def session(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+    def session(self, tensors: Sequence[Tensor], after: Sequence[torch.cuda.Event] = ()) -> Iterator[None]:
         with torch.cuda.device(self.torch_device):
-            self._stream.wait_stream(torch.cuda.current_stream(self.torch_device))
+            for event in after:
+                self._stream.wait_event(event)
+            if not after:
+                self._stream.wait_stream(torch.cuda.current_stream(self.torch_device))
             with torch.cuda.stream(self._stream), self._cupy_stream():
                 for tensor in tensors:
                     tensor.record_stream(self._stream)

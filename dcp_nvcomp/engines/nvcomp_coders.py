@@ -2,10 +2,14 @@
 
 encode   scratch memory, where its slices lie  -->  where their frames lie, how long they are
 decode   encoded memory, where its frames lie  -->  scratch memory, how much came out of each
+
+Both only start the work, so that several coders of a batch, and what follows them, are queued before anybody waits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,22 +25,75 @@ from dcp_nvcomp.engines.cuda_batches import I64, size_classes
 from dcp_nvcomp.engines.cuda_device import Device
 from dcp_nvcomp.errors import CodecUnavailableError, UnsupportedVersionError
 
-__all__ = ["Frames", "NvcompCoders"]
+__all__ = ["Decoding", "Frames", "NvcompCoders"]
 
 
 @dataclass(frozen=True)
-class Frames:
-    """What a batch of slices was encoded to.
+class _EncodedGroup:
+    """Slices of one size class while they are encoded.
 
     Attributes:
-        addresses: where each slice's frame lies.
-        nbytes: how long it is; the slice's own length for one that nvCOMP was not given.
-        memory: what holds them.
+        members: their numbers.
+        batch: nvCOMP's, of the frames.
+        source: nvCOMP's, of the slices: its tables must live until the work is done.
+        room_nbytes: the room of each frame.
     """
 
-    addresses: I64
-    nbytes: I64
-    memory: tuple[Tensor, ...]
+    members: I64
+    batch: Any
+    source: Any
+    room_nbytes: int
+
+
+class Frames:
+    """What slices are encoded to.
+
+    Attributes:
+        addresses: where each slice's frame lies; 0 for one that nvCOMP was not given.
+    """
+
+    def __init__(self, lengths: I64) -> None:
+        self.addresses = np.zeros_like(lengths)
+        self._nbytes = lengths.copy()
+        self._groups: list[_EncodedGroup] = []
+        self._memory: list[Tensor] = []
+
+    def add(self, group: _EncodedGroup, slots: Tensor) -> None:
+        """Slices that are being encoded, each to a slot of its own."""
+        self._groups.append(group)
+        self._memory.append(slots)
+        at = np.arange(group.members.size, dtype=np.int64) * group.room_nbytes
+        self.addresses[group.members] = slots.data_ptr() + at
+
+    def nbytes(self) -> I64:
+        """How long each frame is, the slice's own length for one that nvCOMP was not given. Waits."""
+        groups, self._groups = self._groups, []
+        for group in groups:
+            found = np.asarray(group.batch.buffer_sizes, np.int64)
+            if found.shape != group.members.shape or (found <= 0).any() or (found > group.room_nbytes).any():
+                raise RuntimeError(f"nvCOMP reports impossible sizes for {group.members.size} slices.")
+            self._nbytes[group.members] = found
+        return self._nbytes
+
+
+class Decoding:
+    """Slices while they are decoded.
+
+    Args:
+        batch: nvCOMP's, of the slices.
+        source: nvCOMP's, of the frames: its tables must live until the work is done.
+        lengths: how long the slices must become.
+    """
+
+    def __init__(self, batch: Any, source: Any, lengths: I64) -> None:
+        self._batch = batch
+        self._source = source
+        self._lengths = lengths
+
+    def good(self) -> npt.NDArray[np.bool_]:
+        """For each slice whether nvCOMP decoded it to its length. Waits."""
+        found = np.asarray(self._batch.buffer_sizes, np.int64)
+        return found == self._lengths if found.shape == self._lengths.shape else np.zeros(self._lengths.shape, np.bool_)
 
 
 @dataclass(frozen=True)
@@ -68,6 +125,9 @@ _DECODE_WORKSPACE = {
 # nvCOMP's `algorithm_type` of Deflate: 0 codes literals only, 1 searches for matches.
 _DEFLATE_LITERALS, _DEFLATE_MATCHES = 0, 1
 
+# Batches of one state have few shapes; a load whose batches all differ must not keep them all.
+_KEPT_CONFIGS = 64
+
 _ANS_ITEM_NBYTES = {"<f2": 2, "<f4": 4}
 
 
@@ -82,6 +142,7 @@ class NvcompCoders:
         self._device = device
         self._codecs: dict[Coder, Any] = {}
         self._bounds: dict[tuple[Coder, int], int] = {}
+        self._decompress_configs: dict[tuple[Coder, bytes], Any] = {}
         self._encode_workspace = dict(_ENCODE_WORKSPACE)
         self._decode_workspace = dict(_DECODE_WORKSPACE)
 
@@ -125,7 +186,7 @@ class NvcompCoders:
         return self._decode_workspace[_kind(coder)].nbytes(int(lengths.sum()), lengths.size)
 
     def encode(self, coder: Coder, scratch: Tensor, places: I64, lengths: I64) -> Frames:
-        """Encode slices, and wait for it.
+        """Start to encode slices.
 
         Args:
             coder: the coder.
@@ -136,8 +197,7 @@ class NvcompCoders:
         Returns:
             Their frames. One that is not shorter than its slice means: store the slice.
         """
-        addresses, nbytes = np.zeros_like(lengths), lengths.copy()
-        memory: list[Tensor] = []
+        frames = Frames(lengths)
         item_nbytes = _ANS_ITEM_NBYTES.get(coder.data_type, 1) if isinstance(coder, Ans) else 1
         for ceiling, members in size_classes(lengths, coder.slice_nbytes):
             members = members[lengths[members] % item_nbytes == 0]
@@ -145,29 +205,17 @@ class NvcompCoders:
                 continue
             slot_nbytes = self.slot_nbytes(coder, ceiling)
             slots = self._device.empty(slot_nbytes * members.size)
-            at = np.arange(members.size, dtype=np.int64) * slot_nbytes
-            nbytes[members] = self._encode_group(
-                coder, scratch, places[members], lengths[members], slots, at, np.full(members.size, slot_nbytes)
-            )
-            addresses[members] = slots.data_ptr() + at
-            memory.append(slots)
-        return Frames(addresses, nbytes, tuple(memory))
-
-    def _encode_group(
-        self, coder: Coder, scratch: Tensor, places: I64, lengths: I64, slots: Tensor, at: I64, room: I64
-    ) -> I64:
-        self._device.nvcomp_memory.reset_peak(self._device.stream_handle)
-        frames = self._codec(coder).encode(self._batch(scratch, places, lengths), out=self._batch(slots, at, room))
-        nbytes = np.asarray(frames.buffer_sizes, np.int64)  # waits
-        if nbytes.shape != lengths.shape or (nbytes <= 0).any() or (nbytes > room).any():
-            raise RuntimeError(f"nvCOMP reports impossible sizes for {lengths.size} slices.")
-        self._learn(self._encode_workspace, _kind(coder), lengths)
-        return nbytes
+            at, room = np.arange(members.size, dtype=np.int64) * slot_nbytes, np.full(members.size, slot_nbytes)
+            source, target = self._batch(scratch, places[members], lengths[members]), self._batch(slots, at, room)
+            with self._learning(self._encode_workspace, _kind(coder), lengths[members]):
+                batch = self._codec(coder).encode(source, out=target)
+            frames.add(_EncodedGroup(members, batch, source, slot_nbytes), slots)
+        return frames
 
     def decode(
         self, coder: Coder, encoded: Tensor, at: I64, nbytes: I64, scratch: Tensor, places: I64, lengths: I64
-    ) -> npt.NDArray[np.bool_]:
-        """Decode slices.
+    ) -> Decoding:
+        """Start to decode slices.
 
         Args:
             coder: the coder.
@@ -179,24 +227,42 @@ class NvcompCoders:
             lengths: how long each must become.
 
         Returns:
-            For each slice whether nvCOMP decoded it to its length.
+            What tells how it went.
         """
-        self._device.nvcomp_memory.reset_peak(self._device.stream_handle)
-        slices = self._codec(coder).decode(self._batch(encoded, at, nbytes), out=self._batch(scratch, places, lengths))
-        decoded = np.asarray(slices.buffer_sizes, np.int64)  # waits
-        self._learn(self._decode_workspace, _kind(coder), lengths)
-        return decoded == lengths if decoded.shape == lengths.shape else np.zeros(lengths.shape, np.bool_)
+        codec, config = self._codec(coder), self._decompress_config(coder, lengths)
+        source, target = self._batch(encoded, at, nbytes), self._batch(scratch, places, lengths)
+        with self._learning(self._decode_workspace, _kind(coder), lengths):
+            batch = codec.decode(source, out=target, decompression_config=config)
+        return Decoding(batch, source, lengths)
+
+    def _decompress_config(self, coder: Coder, lengths: I64) -> Any:
+        """What nvCOMP wants to know beforehand. Made from the lengths, so that it neither waits nor reads the frames.
+
+        Without it `decode` stops the stream to parse all of them, which for Deflate means to decode them twice.
+        """
+        key = (coder, lengths.tobytes())
+        config = self._decompress_configs.get(key)
+        if config is None:
+            if len(self._decompress_configs) >= _KEPT_CONFIGS:
+                self._decompress_configs.clear()
+            codec = self._codec(coder)
+            config = codec.decompression_config(codec.compression_config(lengths.tolist()))
+            self._decompress_configs[key] = config
+        return config
 
     def _batch(self, memory: Tensor, at: I64, nbytes: I64) -> Any:
         return self._device.nvcomp.as_arrays(
             memory, at.tolist(), nbytes.tolist(), cuda_stream=self._device.stream_handle
         )
 
-    def _learn(self, workspaces: dict[str, _Workspace], kind: str, lengths: I64) -> None:
+    @contextmanager
+    def _learning(self, workspaces: dict[str, _Workspace], kind: str, lengths: I64) -> Iterator[None]:
         """Correct the guess of nvCOMP's scratch memory upwards, so that the next batch keeps to the budget."""
+        memory, stream = self._device.nvcomp_memory, self._device.stream_handle
+        before_nbytes = memory.reset_peak(stream)
+        yield
         known = workspaces[kind]
-        peak_nbytes = self._device.nvcomp_memory.peak_nbytes(self._device.stream_handle)
-        excess = peak_nbytes - known.nbytes(int(lengths.sum()), lengths.size)
+        excess = memory.peak_nbytes(stream) - before_nbytes - known.nbytes(int(lengths.sum()), lengths.size)
         if excess > 0:
             workspaces[kind] = replace(known, per_byte=known.per_byte + excess / int(lengths.sum()))
 

@@ -10,7 +10,7 @@ import torch
 from dcp_nvcomp.codecs import CodecChain, Planes, Zstd
 from dcp_nvcomp.engines.base import EncodedBlock
 from dcp_nvcomp.engines.cpu import CpuEngine
-from dcp_nvcomp.engines.cuda import CudaEngine, DecodeJob
+from dcp_nvcomp.engines.cuda import CudaEngine, DecodeJob, EncodeJob
 
 from .nvcomp_stand_in import StandInDevice
 
@@ -57,7 +57,7 @@ def tensor(block: U8, misaligned: int = 0) -> torch.Tensor:
 
 def encode(engine: CudaEngine, blocks: Sequence[torch.Tensor], chain: CodecChain) -> list[EncodedBlock]:
     out = memoryview(bytearray(sum(chain.max_encoded_nbytes(block.numel()) for block in blocks)))
-    encoded = engine.encode(blocks, chain, out)
+    encoded = engine.encode([EncodeJob((block,), chain) for block in blocks], out)
     assert b"".join(block.data for block in encoded) == out[: sum(block.data.nbytes for block in encoded)]
     return encoded
 

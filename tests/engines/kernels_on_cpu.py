@@ -6,6 +6,7 @@ import ctypes
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,9 @@ from dcp_nvcomp.codecs import planes_reference
 from dcp_nvcomp.codecs.planes import PLANE_NAMES, Planes
 from dcp_nvcomp.engines.cuda_batches import THREADS, TILE_NBYTES, RowTable
 from dcp_nvcomp.engines.cuda_device import LaunchedKernels
+
+# What stands for blockIdx and threadIdx is global, and engines of several threads share the library.
+_ONE_AT_A_TIME = threading.Lock()
 
 _CPU_SOURCE = Path(__file__).with_name("cuda_on_cpu.cpp")
 
@@ -46,7 +50,8 @@ def compiled_kernels(library: ctypes.CDLL) -> LaunchedKernels:
     """The engine's own launching code, with the CPU in place of CuPy."""
 
     def launch(name: str, tiles: int, addresses: tuple[int, ...]) -> None:
-        failed = library[f"cpu_{name}"](ctypes.c_uint(tiles), *map(ctypes.c_uint64, addresses))
+        with _ONE_AT_A_TIME:
+            failed = library[f"cpu_{name}"](ctypes.c_uint(tiles), *map(ctypes.c_uint64, addresses))
         assert not failed, f"{name}: only some threads of a thread block came to a barrier"
 
     return LaunchedKernels(torch.device("cpu"), launch)

@@ -14,6 +14,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -106,6 +107,22 @@ class BatchArray:
         return [array.size for array in self.arrays()]
 
 
+@dataclass(frozen=True)
+class CompressConfig:
+    """The uncompressed sizes of a batch."""
+
+    codec: Codec
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class DecompressConfig:
+    """The same, for decoding."""
+
+    codec: Codec
+    sizes: tuple[int, ...]
+
+
 class Codec:
     """A codec. Only what a RAW codec with an algorithm does."""
 
@@ -144,7 +161,10 @@ class Codec:
                 raise RuntimeError("Buffer size not aligned with size of data type")
         scratch = self._module.allocate(3 * sum(source.size for source in sources) if self._algorithm == "Zstd" else 0)
 
+        given = weakref.ref(srcs)
+
         def work() -> list[U8]:
+            assert given() is not None, "the batch's tables are gone, and the work is not done"
             filled = []
             for source, room in zip(sources, rooms, strict=True):
                 frame = np.frombuffer(self._encode_slice(source), np.uint8)
@@ -156,10 +176,32 @@ class Codec:
         out.pending = work
         return out
 
-    def decode(self, srcs: BatchArray, data_type: str = "", out: BatchArray | None = None) -> BatchArray:
+    def compression_config(self, uncompressed_sizes: list[int]) -> CompressConfig:
+        if not uncompressed_sizes or min(uncompressed_sizes) < 1:
+            raise ValueError("Uncompressed sizes must be greater than zero")
+        assert all(isinstance(size, int) for size in uncompressed_sizes)
+        return CompressConfig(self, tuple(uncompressed_sizes))
+
+    def decompression_config(self, source: CompressConfig) -> DecompressConfig:
+        assert isinstance(source, CompressConfig), "made from a batch it would synchronise"
+        assert source.codec is self, "of another Codec object"
+        self._module.configurations += 1
+        return DecompressConfig(self, source.sizes)
+
+    def decode(
+        self,
+        srcs: BatchArray,
+        data_type: str = "",
+        out: BatchArray | None = None,
+        decompression_config: DecompressConfig | None = None,
+    ) -> BatchArray:
         assert out is not None
+        assert decompression_config is not None, "decode would synchronise"
+        assert decompression_config.codec is self
         self._module.called("decode", len(srcs))
         sources, rooms = srcs.arrays(), out.capacities()
+        if decompression_config.sizes != tuple(room.size for room in rooms):
+            raise ValueError("The configuration is of another uncompressed shape")
         self._check_alignment(sources + rooms, _DECOMPRESSION_ALIGNMENT[self._algorithm])
         scratch = self._module.allocate(3 * sum(room.size for room in rooms) if self._algorithm == "Zstd" else 0)
         filled = []
@@ -170,7 +212,13 @@ class Codec:
             room[: decoded.size] = decoded
             filled.append(room[: decoded.size])
         del scratch[:]
-        out.pending = lambda: filled
+        given = weakref.ref(srcs)
+
+        def finish() -> list[U8]:
+            assert given() is not None, "the batch's tables are gone, and the work is not done"
+            return filled
+
+        out.pending = finish
         return out
 
     def _check_alignment(self, arrays: list[U8], alignment: int) -> None:
@@ -206,6 +254,7 @@ class NvcompStandIn:
     Attributes:
         on_call: told of each `encode` and `decode` with the number of slices; may raise.
         calls: what was called.
+        configurations: how many configurations for decoding were made.
     """
 
     __version__ = "6.0.0"
@@ -215,6 +264,7 @@ class NvcompStandIn:
         self._on_call = on_call
         self._allocator: Callable[[int, Any], Any] | None = None
         self.calls: list[tuple[str, int]] = []
+        self.configurations = 0
 
     def called(self, name: str, slices: int) -> None:
         self.calls.append((name, slices))
@@ -288,9 +338,9 @@ class StandInDevice:
         self._drop(self._taken[address])
 
     @contextmanager
-    def session(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+    def session(self, tensors: Sequence[Tensor], after: Sequence[Any] = ()) -> Iterator[None]:
         assert not self._in_session
-        assert all(tensor.dtype == torch.uint8 and tensor.is_contiguous() and tensor.dim() == 1 for tensor in tensors)
+        assert not after, "a CPU has no events"
         self._in_session = True
         try:
             yield

@@ -11,11 +11,11 @@ import pytest
 import torch
 import zstandard
 
-from dcp_nvcomp.codecs import Ans, Bytes, CodecChain, Planes, Zstd
+from dcp_nvcomp.codecs import Ans, Bytes, CodecChain, Deflate, Planes, Zstd
 from dcp_nvcomp.codecs.planes import PLANE_NAMES
 from dcp_nvcomp.engines.base import BlockRow, EncodedBlock
 from dcp_nvcomp.engines.cpu import CpuEngine, checksum
-from dcp_nvcomp.engines.cuda import CudaEngine, DecodeJob
+from dcp_nvcomp.engines.cuda import CudaEngine, DecodeJob, EncodeJob
 from dcp_nvcomp.engines.cuda_device import Kernels
 from dcp_nvcomp.errors import CodecUnavailableError, CorruptDataError, UnsupportedVersionError
 
@@ -90,6 +90,41 @@ def test_nvcomp_errors_leave_the_block_to_the_cpu_engine(error: Exception) -> No
     engine.decode(jobs, verify="stored")
     assert_reads(blocks, encoded)
     assert all(done.out.numpy().tobytes() == block.tobytes() for done, block in zip(jobs, blocks, strict=True))
+
+
+def mixed_jobs(*coders: Ans) -> tuple[list[U8], list[EncodeJob]]:
+    chains = [CHAIN, CodecChain(Bytes()), CodecChain(Bytes(), Zstd(SLICE)), CodecChain(Planes(4), Deflate(SLICE))]
+    chains += [CodecChain(Bytes(), coder) for coder in coders]
+    blocks, tensors = some_blocks(4 * len(chains))
+    return blocks, [EncodeJob((one,), chain) for one, chain in zip(tensors, chains * 4, strict=True)]
+
+
+def encode_jobs(engine: CudaEngine, jobs: Sequence[EncodeJob]) -> list[EncodedBlock]:
+    return engine.encode(jobs, memoryview(bytearray(sum(job.chain.max_encoded_nbytes(job.nbytes) for job in jobs))))
+
+
+@pytest.mark.parametrize(("capacity", "falls_back"), [(200_000, False), (30_000, True)])
+def test_mixed_chains_without_memory(capacity: int, falls_back: bool) -> None:
+    blocks, jobs = mixed_jobs()
+    device = StandInDevice(ReferenceKernels(), capacity_nbytes=capacity)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        encoded = encode_jobs(engine_on(device), jobs)
+    assert len(caught) == falls_back
+    assert device.nvcomp.calls, "some of it on the GPU"
+    for block, one, given in zip(blocks, encoded, jobs, strict=True):
+        assert_reads([block], [one], given.chain)
+    assert device.held_nbytes == 0
+
+
+def test_ans_among_others_has_nothing_to_fall_back_on() -> None:
+    def fail(name: str, slices: int) -> None:
+        raise RuntimeError("nvCOMP error: internal")
+
+    _, jobs = mixed_jobs(Ans(SLICE, "<f4", "6.0.0"))
+    engine = engine_on(StandInDevice(ReferenceKernels(), NvcompStandIn(fail)))
+    with pytest.warns(RuntimeWarning), pytest.raises(CodecUnavailableError, match="device_memory_budget"):
+        encode_jobs(engine, jobs)
 
 
 def test_ans_has_nothing_to_fall_back_on() -> None:

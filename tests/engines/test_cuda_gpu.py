@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from dcp_nvcomp.codecs import Ans, Bytes, CodecChain, Deflate, Planes, Zstd, pla
 from dcp_nvcomp.codecs.planes import PLANE_NAMES
 from dcp_nvcomp.engines.base import EncodedBlock
 from dcp_nvcomp.engines.cpu import CpuEngine, checksum
-from dcp_nvcomp.engines.cuda import CudaEngine, DecodeJob, cuda_unavailable_reason, nvcomp_version
+from dcp_nvcomp.engines.cuda import CudaEngine, DecodeJob, EncodeJob, cuda_unavailable_reason, nvcomp_version
 from dcp_nvcomp.engines.cuda_batches import block_table, copy_table
 from dcp_nvcomp.engines.cuda_device import CudaDevice
 from dcp_nvcomp.errors import CorruptDataError
@@ -56,7 +58,7 @@ def on_gpu(block: np.ndarray, misaligned: int = 0) -> torch.Tensor:
 def encode(engine: CudaEngine, blocks: Sequence[torch.Tensor], chain: CodecChain) -> list[EncodedBlock]:
     nbytes = sum(chain.max_encoded_nbytes(block.numel()) for block in blocks)
     out = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy().data
-    return engine.encode(blocks, chain, out)
+    return engine.encode([EncodeJob((block,), chain) for block in blocks], out)
 
 
 def job(encoded: EncodedBlock, chain: CodecChain, misaligned: int = 0) -> DecodeJob:
@@ -176,6 +178,67 @@ def test_thousands_of_small_blocks(engine: CudaEngine) -> None:
     assert all(same(done.out, block) for done, block in zip(jobs, blocks, strict=True))
 
 
+def test_blocks_of_different_chains_go_together(engine: CudaEngine) -> None:
+    made = [(chain, block) for chain in CHAINS for block in blocks_for(chain)]
+    jobs = [EncodeJob((on_gpu(block),), chain) for chain, block in made]
+    nbytes = sum(job.chain.max_encoded_nbytes(job.nbytes) for job in jobs)
+    encoded = engine.encode(jobs, torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy().data)
+    for (chain, block), one in zip(made, encoded, strict=True):
+        out = np.empty_like(block)
+        CpuEngine().decode(one.data, one.row, chain, out, verify="full")
+        assert out.tobytes() == block.tobytes()
+    back = [job(one, chain) for (chain, _), one in zip(made, encoded, strict=True)]
+    engine.decode(back, verify="full")
+    assert all(same(done.out, block) for (_, block), done in zip(made, back, strict=True))
+
+
+def test_blocks_that_are_no_run_of_memory(engine: CudaEngine) -> None:
+    chain = CodecChain(Planes(4), Zstd())
+    wide = torch.randn(700, 300, device="cuda")
+    parts = (torch.randn(70_000, device="cuda"), wide[:3].t(), torch.randn((), device="cuda"))
+    jobs = [EncodeJob((wide.t(),), chain), EncodeJob(parts, chain)]
+    encoded = engine.encode(jobs, memoryview(bytearray(sum(chain.max_encoded_nbytes(one.nbytes) for one in jobs))))
+    expected = [wide.t().contiguous().reshape(-1), torch.cat([part.contiguous().reshape(-1) for part in parts])]
+    for one, whole in zip(encoded, expected, strict=True):
+        out = np.empty(whole.nbytes, np.uint8)
+        CpuEngine().decode(one.data, one.row, chain, out, verify="full")
+        assert out.tobytes() == whole.cpu().numpy().tobytes()
+
+
+def test_engines_of_several_threads(device: CudaDevice) -> None:
+    """Their streams are their own, and nvCOMP's memory is counted for each."""
+    chain, blocks = CodecChain(Planes(2), Zstd()), [weights(2, 1 << 19, seed=seed) for seed in range(40)]
+    tensors = [on_gpu(block) for block in blocks]
+
+    def work(_: int) -> None:
+        engine = CudaEngine(device.torch_device, device_memory_budget=32 << 20)
+        for _ in range(4):
+            encoded = encode(engine, tensors, chain)
+            jobs = [job(one, chain) for one in encoded]
+            engine.decode(jobs, verify="full")
+            assert all(same(done.out, block) for done, block in zip(jobs, blocks, strict=True))
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(work, range(3)))
+
+
+@pytest.mark.parametrize("coder", [Zstd(64 << 10), Deflate(64 << 10)], ids=["Zstd", "Deflate"])
+@pytest.mark.parametrize("length", [1, 1000, (64 << 10) - 1])
+def test_a_slice_that_decodes_to_something_else(engine: CudaEngine, coder: Zstd | Deflate, length: int) -> None:
+    """Its length is told to nvCOMP beforehand. A slice of another one, with a CRC that is right, must show."""
+    chain, block = CodecChain(Bytes(), coder), np.zeros(4 * (64 << 10), np.uint8)
+    good = cpu_encode(block, chain)
+    frame = bytes(coder.encoder()(memoryview(bytes(length))))
+    first = -(-good.row.slice_nbytes[0] // 16) * 16
+    data = memoryview(frame.ljust(-(-len(frame) // 16) * 16, b"\0") + bytes(good.data[first:]))
+    row = replace(good.row, slice_nbytes=(len(frame), *good.row.slice_nbytes[1:]), encoded_crc=checksum(data))
+    bad = DecodeJob(data, row, chain, on_gpu(np.zeros_like(block)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # nvCOMP may fail, and the CPU engine say what is wrong
+        with pytest.raises(CorruptDataError):
+            engine.decode([bad], verify="stored")
+
+
 def test_a_flipped_byte(engine: CudaEngine) -> None:
     chain = CodecChain(Planes(4), Zstd())
     (encoded,) = encode(engine, [on_gpu(weights(4, 1 << 18))], chain)
@@ -263,7 +326,7 @@ def test_without_memory_the_cpu_engine_takes_over(device: CudaDevice) -> None:
 def test_ordinary_host_memory_and_read_only_bytes(engine: CudaEngine) -> None:
     chain, block = CodecChain(Planes(2), Zstd()), weights(2, 1 << 19)
     out = memoryview(bytearray(chain.max_encoded_nbytes(block.size)))
-    (encoded,) = engine.encode([on_gpu(block)], chain, out)
+    (encoded,) = engine.encode([EncodeJob((on_gpu(block),), chain)], out)
     done = DecodeJob(memoryview(bytes(encoded.data)), encoded.row, chain, on_gpu(np.zeros_like(block)))
     engine.decode([done], verify="full")
     assert same(done.out, block)

@@ -5,17 +5,27 @@ What it encodes the CPU engine must decode bit for bit, and the reverse.
 
 from __future__ import annotations
 
+import sys
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from queue import SimpleQueue
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dcp_nvcomp.codecs import Ans, Bytes, CodecChain, Deflate, Planes, Zstd
 from dcp_nvcomp.engines.base import EncodedBlock
 from dcp_nvcomp.engines.cpu import CpuEngine
-from dcp_nvcomp.engines.cuda import CudaEngine
-from dcp_nvcomp.engines.cuda_batches import fitting, size_classes
-from dcp_nvcomp.engines.cuda_device import Kernels
+from dcp_nvcomp.engines.cuda import CudaEngine, EncodeJob
+from dcp_nvcomp.engines.cuda_batches import RowTable, fitting, size_classes
+from dcp_nvcomp.engines.cuda_device import Kernels, NvcompMemory
+from dcp_nvcomp.engines.cuda_encode import BatchEncoder
+from dcp_nvcomp.engines.nvcomp_coders import NvcompCoders
 
 from .cases import BUDGET, SLICE, U8, cpu_encode, encode, engine_on, job, tensor, weights
 from .kernels_on_cpu import ReferenceKernels
@@ -100,24 +110,109 @@ def test_it_reads_the_cpu_engine(
         assert done.out.numpy().tobytes() == block.tobytes()
 
 
-def test_blocks_of_different_chains_decode_together(engine: CudaEngine) -> None:
-    made = [
+def mixed() -> list[tuple[CodecChain, U8]]:
+    return [
         (CodecChain(Planes(2), Zstd(SLICE)), weights(2, 3000)),
         (CodecChain(Bytes()), np.arange(77, dtype=np.uint8)),
         (CodecChain(Planes(4, ("rest", "exponent")), Deflate(SLICE)), weights(4, 999)),
         (CodecChain(Bytes(), Zstd(2 * SLICE)), np.zeros(5000, np.uint8)),
         (CodecChain(Planes(8, ()), None), weights(8, 500, signs="negative")),
         (CodecChain(Bytes(), Ans(SLICE, "|u1", "6.0.0")), np.zeros(4000, np.uint8)),
+        (CodecChain(Planes(2), Zstd(SLICE)), weights(2, 2000, signs="positive")),
     ]
-    encoded = [encode(engine, [tensor(block)], chain)[0] for chain, block in made]
-    jobs = [job(one, chain) for one, (chain, _) in zip(encoded, made, strict=True)]
-    engine.decode(jobs, verify="full")
-    for done, (_, block) in zip(jobs, made, strict=True):
+
+
+class CountingKernels(ReferenceKernels):
+    """Knows how often each kernel is launched."""
+
+    def __init__(self) -> None:
+        self.launched: Counter[str] = Counter()
+
+    def inspect(self, blocks: RowTable, crc: torch.Tensor, seen: torch.Tensor) -> None:
+        self.launched["inspect"] += 1
+        super().inspect(blocks, crc, seen)
+
+    def split(self, blocks: RowTable, seen: torch.Tensor, flags: torch.Tensor) -> None:
+        self.launched["split"] += 1
+        super().split(blocks, seen, flags)
+
+    def copy(self, pieces: RowTable) -> None:
+        self.launched["copy"] += 1
+        super().copy(pieces)
+
+
+class CountingDevice(StandInDevice):
+    copies_out = 0
+
+    def copy_out(self, source: torch.Tensor, host: memoryview) -> None:
+        self.copies_out += 1
+        super().copy_out(source, host)
+
+
+def out_for(jobs: Sequence[EncodeJob]) -> memoryview:
+    return memoryview(bytearray(sum(job.chain.max_encoded_nbytes(job.nbytes) for job in jobs)))
+
+
+def assert_mixed(encoded: Sequence[EncodedBlock], made: Sequence[tuple[CodecChain, U8]]) -> None:
+    for one, (chain, block) in zip(encoded, made, strict=True):
+        if isinstance(chain.coder, Ans):  # only a GPU decodes it
+            continue
+        out = np.empty_like(block)
+        CpuEngine().decode(one.data, one.row, chain, out, verify="full")
+        assert out.tobytes() == block.tobytes()
+
+
+def test_blocks_of_different_chains_go_together(kernels: Kernels) -> None:
+    made = mixed()
+    engine = engine_on(StandInDevice(kernels))
+    jobs = [EncodeJob((tensor(block),), chain) for chain, block in made]
+    encoded = engine.encode(jobs, out_for(jobs))
+    assert_mixed(encoded, made)
+    back = [job(one, chain) for one, (chain, _) in zip(encoded, made, strict=True)]
+    engine.decode(back, verify="full")
+    for done, (_, block) in zip(back, made, strict=True):
         assert done.out.numpy().tobytes() == block.tobytes()
 
 
+def test_a_mixed_batch_is_one_launch_of_each_kernel_and_one_copy() -> None:
+    kernels, nvcomp = CountingKernels(), NvcompStandIn()
+    device = CountingDevice(kernels, nvcomp)
+    made = mixed() * 20
+    jobs = [EncodeJob((tensor(block),), chain) for chain, block in made]
+    out = out_for(jobs)
+    encoded = engine_on(device).encode(jobs, out)
+    assert kernels.launched == {"inspect": 1, "split": 1, "copy": 2}, "into scratch memory, and out of it"
+    assert device.copies_out == 1
+    # one for each coder: Zstd in slices of two lengths, Deflate, ANS; short last slices have calls of their own
+    assert len(nvcomp.calls) <= 8
+    # no gaps, so that one copy brings all of it
+    assert sum(one.data.nbytes for one in encoded) <= len(out)
+    starts = sorted(np.frombuffer(one.data, np.uint8).ctypes.data for one in encoded)
+    assert starts[-1] - starts[0] < sum(one.data.nbytes for one in encoded)
+
+
+@pytest.mark.parametrize("budget", [1, BUDGET])
+def test_blocks_that_are_no_run_of_memory(kernels: Kernels, budget: int) -> None:
+    """A strided tensor, and several tensors one after the other: copied on the device, within the budget."""
+    chain = CodecChain(Planes(4), Zstd(SLICE))
+    wide = torch.randn(60, 50)
+    parts = (torch.randn(700), torch.randn(3, 5).t(), torch.randn(()))
+    jobs = [EncodeJob((wide.t(),), chain), EncodeJob(parts, chain)]
+    encoded = engine_on(StandInDevice(kernels), budget).encode(jobs, out_for(jobs))
+    expected = [wide.t().contiguous(), torch.cat([part.contiguous().reshape(-1) for part in parts])]
+    assert_mixed(encoded, [(chain, one.reshape(-1).view(torch.uint8).numpy()) for one in expected])
+
+
+def test_the_copy_of_a_strided_block_counts() -> None:
+    engine = BatchEncoder(device := StandInDevice(ReferenceKernels()), NvcompCoders(device))
+    plain, chain = torch.randn(64, 64), CodecChain(Bytes())
+    cost = engine.cost_nbytes(EncodeJob((plain,), chain))
+    assert engine.cost_nbytes(EncodeJob((plain.t(),), chain)) == cost + plain.nbytes
+    assert engine.cost_nbytes(EncodeJob((plain[:32], plain[32:]), chain)) == cost + plain.nbytes
+
+
 def test_nothing_to_do(engine: CudaEngine) -> None:
-    assert engine.encode([], CodecChain(Bytes()), memoryview(b"")) == []
+    assert engine.encode([], memoryview(b"")) == []
     engine.decode([], verify="full")
 
 
@@ -141,6 +236,61 @@ def test_many_small_blocks_are_few_calls() -> None:
     assert nvcomp.calls == [("encode", 300)]
     engine.decode([job(one, chain) for one in encoded], verify="full")
     assert nvcomp.calls == [("encode", 300), ("decode", 300)]
+
+
+def test_what_nvcomp_wants_to_know_beforehand_is_made_once_for_a_shape() -> None:
+    nvcomp, chain = NvcompStandIn(), CodecChain(Planes(2), Zstd(SLICE))
+    engine = engine_on(StandInDevice(ReferenceKernels(), nvcomp))
+    for nbytes, made in ((5000, 1), (5000, 1), (7000, 2), (5000, 2)):
+        encoded = encode(engine, [tensor(weights(2, nbytes, seed=made))], chain)
+        engine.decode([job(encoded[0], chain)], verify="full")
+        assert nvcomp.configurations == made
+
+
+def test_nvcomps_memory_is_counted_whoever_gives_it_back() -> None:
+    """Threads allocate for streams of their own; another thread, or the garbage collector, drops what they got."""
+    freed: list[int] = []
+    memory = NvcompMemory(lambda nbytes, stream: nbytes, freed.append)
+    dropped: SimpleQueue[object] = SimpleQueue()
+
+    def drop() -> None:
+        while dropped.get() is not None:
+            pass
+
+    def allocate(stream: int) -> None:
+        for nbytes in range(1, 3001):
+            dropped.put(memory(nbytes, SimpleNamespace(ptr=stream)))
+
+    droppers = [threading.Thread(target=drop) for _ in range(2)]
+    allocators = [threading.Thread(target=allocate, args=(stream,)) for stream in (1, 2, 3)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in (*droppers, *allocators):
+            thread.start()
+        for thread in allocators:
+            thread.join()
+        for _ in droppers:
+            dropped.put(None)
+        for thread in droppers:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(freed) == 9000
+    assert [memory.reset_peak(stream) for stream in (1, 2, 3)] == [0, 0, 0]
+
+
+def test_memory_may_be_given_back_inside_any_method() -> None:
+    """The garbage collector runs wherever it likes, also while this thread holds the lock."""
+    memory = NvcompMemory(lambda nbytes, stream: 1, lambda address: None)
+    stream = SimpleNamespace(ptr=7)
+    held = memory(100, stream)
+    with memory._lock:
+        del held
+    assert memory.reset_peak(7) == 0
+    kept = memory(30, stream)
+    assert memory.peak_nbytes(7) == 30
+    del kept
 
 
 # ---- budget ----------------------------------------------------------------------------------------------------------

@@ -2,44 +2,85 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import WriteItem
 
-from dcp_nvcomp import NvcompReader, NvcompWriter, saving, sources
+from dcp_nvcomp import NvcompReader, NvcompWriter, saving, sources, staging, writer
+from dcp_nvcomp.engines.base import EncodedBlock
 from dcp_nvcomp.engines.cuda import CudaEngine
 from dcp_nvcomp.engines.cuda_device import Kernels
-from dcp_nvcomp.records import EngineChoice
-from dcp_nvcomp.staging import plain_allocate
+from dcp_nvcomp.file_plan import PlannedFile
+from dcp_nvcomp.format import data_file_name
+from dcp_nvcomp.open_file import OpenFile
+from dcp_nvcomp.records import EngineChoice, PendingRecord
+from dcp_nvcomp.saving import SaveJob, SaveOptions
+from dcp_nvcomp.staging import cuda_buffer_nbytes, plain_allocate
 
 from .cases import engine_on
-from .nvcomp_stand_in import StandInDevice
+from .nvcomp_stand_in import NvcompStandIn, StandInDevice
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
+@dataclass
+class OnTheEngine:
+    """The engines that a save made, and the devices below them."""
+
+    engines: list[CudaEngine] = field(default_factory=list)
+    devices: list[StandInDevice] = field(default_factory=list)
+    budgets: list[int] = field(default_factory=list)
+    threads: set[int] = field(default_factory=set)
+    nvcomp: Callable[[], NvcompStandIn] = NvcompStandIn
+
+    def calls(self) -> list[tuple[str, int]]:
+        return [call for device in self.devices for call in device.nvcomp.calls]
+
+
 @pytest.fixture
-def on_the_engine(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> list[CudaEngine]:
-    """Host tensors take the way of CUDA tensors, to an engine on the stand-in."""
-    made: list[CudaEngine] = []
+def on_the_engine(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> OnTheEngine:
+    """Host tensors take the way of CUDA tensors, to engines on the stand-in."""
+    made = OnTheEngine()
 
     def engine(device: torch.device, *, device_memory_budget: int) -> CudaEngine:
-        made.append(engine_on(StandInDevice(kernels), device_memory_budget))
-        return made[-1]
+        made.devices.append(StandInDevice(kernels, made.nvcomp()))
+        made.engines.append(engine_on(made.devices[-1], device_memory_budget))
+        made.budgets.append(device_memory_budget)
+        made.threads.add(threading.get_ident())
+        return made.engines[-1]
 
     monkeypatch.setattr(sources, "CudaEngine", engine)
-    monkeypatch.setattr(EngineChoice, "on_cuda", lambda self, device: True)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(EngineChoice, "on_cuda", lambda self, device: self.option != "cpu")
+    monkeypatch.setattr(EngineChoice, "may_use_cuda", lambda self: True)
     monkeypatch.setattr(saving, "pinned_allocate", plain_allocate)
     return made
 
 
+def assert_loads(path: Path, state: dict[str, Any]) -> None:
+    into = {k: torch.full_like(v, 7) if isinstance(v, torch.Tensor) else {"a": 0} for k, v in state.items()}
+    dcp.load(into, storage_reader=NvcompReader(path, engine="cpu", verify="full"), no_dist=True)
+    for key, value in state.items():
+        assert torch.equal(into[key], value) if isinstance(value, torch.Tensor) else into[key] == value
+
+
 @pytest.mark.parametrize("codec", ["auto", "planes-zstd", "planes-deflate", "zstd", "none"])
-def test_save_through_the_engine(tmp_path: Path, on_the_engine: list[CudaEngine], codec: str) -> None:
+@pytest.mark.parametrize("single_file_per_rank", [True, False])
+def test_save_through_the_engine(
+    tmp_path: Path, on_the_engine: OnTheEngine, codec: str, single_file_per_rank: bool
+) -> None:
     generator = torch.Generator().manual_seed(3)
     state: dict[str, Any] = {
         "w": torch.randn(300, 999, generator=generator),
@@ -48,11 +89,170 @@ def test_save_through_the_engine(tmp_path: Path, on_the_engine: list[CudaEngine]
         "i": torch.arange(40_000),
         "z": torch.zeros(50_000, dtype=torch.complex64),
         "small": torch.ones(5),
+        "small and strided": torch.randn(9, 4, generator=generator).t(),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.zeros(0, 3),
         "object": {"a": 1},
     }
-    dcp.save(state, storage_writer=NvcompWriter(tmp_path, codec=codec), no_dist=True)
-    assert len(on_the_engine) == 1, "one engine, on the thread of its own"
-    into = {k: torch.full_like(v, 7) if isinstance(v, torch.Tensor) else {"a": 0} for k, v in state.items()}
-    dcp.load(into, storage_reader=NvcompReader(tmp_path, engine="cpu", verify="full"), no_dist=True)
-    for key, value in state.items():
-        assert torch.equal(into[key], value) if isinstance(value, torch.Tensor) else into[key] == value
+    writer = NvcompWriter(tmp_path, codec=codec, single_file_per_rank=single_file_per_rank)
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    assert len(on_the_engine.threads) == len(on_the_engine.engines) <= 2, "a thread and an engine each"
+    assert_loads(tmp_path, state)
+
+
+def many(count: int, nbytes: int) -> dict[str, torch.Tensor]:
+    """Shards of several kinds, so that neighbours have other chains, and empty ones among them."""
+    generator = torch.Generator().manual_seed(4)
+    state: dict[str, torch.Tensor] = {}
+    for number in range(count):
+        floats = torch.randn(nbytes // 4, generator=generator) / 50
+        kinds = (floats, floats.repeat(2).bfloat16(), torch.randint(0, 9, (nbytes // 8,), generator=generator))
+        state[f"{number:05}"] = kinds[number % 3]
+    state["none"] = torch.zeros(0, 7)
+    return state
+
+
+def test_many_shards_are_few_batches(tmp_path: Path, on_the_engine: OnTheEngine) -> None:
+    """A shard of 100 KB is too little to fill a GPU: what lies next to each other goes together."""
+    state = many(120, 100_000)
+    dcp.save(state, storage_writer=NvcompWriter(tmp_path, codec="planes-zstd"), no_dist=True)
+    # buffers of 8 MiB hold 80 of them; two chains with coders, and slices in a few classes of length
+    assert len(on_the_engine.calls()) <= 16
+    assert sum(slices for _, slices in on_the_engine.calls()) >= 120
+    assert_loads(tmp_path, state)
+
+
+def test_thousands_of_small_shards(tmp_path: Path, on_the_engine: OnTheEngine) -> None:
+    state = many(1500, 96)
+    dcp.save(state, storage_writer=NvcompWriter(tmp_path, codec="planes-zstd"), no_dist=True)
+    assert len(on_the_engine.calls()) <= 4
+    assert_loads(tmp_path, state)
+
+
+def three_lanes(items: Sequence[WriteItem], rank: int, file_id: str, **options: Any) -> list[list[PlannedFile]]:
+    """Two files in each, of items of all kinds."""
+    names = [data_file_name(rank, number, file_id) for number in range(6)]
+    files = [PlannedFile(name, tuple(items[number::6])) for number, name in enumerate(names)]
+    return [files[:2], files[2:4], files[4:]]
+
+
+@pytest.mark.parametrize("slow_file", [0, 1, 5])
+def test_lanes_and_a_sink_that_is_slow(
+    tmp_path: Path, on_the_engine: OnTheEngine, monkeypatch: pytest.MonkeyPatch, slow_file: int
+) -> None:
+    """More lanes than buffers, one of them slow, both engines: nobody waits for ever."""
+    monkeypatch.setattr(staging, "_MIN_CUDA_BUFFER_NBYTES", 1 << 20)
+    monkeypatch.setattr(writer, "plan_files", three_lanes)
+    monkeypatch.setattr(EngineChoice, "on_cuda", lambda self, device: self.option != "cpu" and next(turn) % 5 != 0)
+    turn, append = itertools.count(), OpenFile.append
+
+    def slow(self: OpenFile, blocks: Sequence[EncodedBlock]) -> None:
+        if blocks and self._name.startswith(f"__0_{slow_file}_"):
+            time.sleep(0.01)
+        append(self, blocks)
+
+    monkeypatch.setattr(OpenFile, "append", slow)
+    state = many(160, 200_000)
+    options: dict[str, Any] = {"codec": "planes-zstd", "host_memory_budget": 1, "thread_count": 3}
+    errors: list[BaseException] = []
+
+    def save() -> None:
+        try:
+            dcp.save(state, storage_writer=NvcompWriter(tmp_path, **options), no_dist=True)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=save, daemon=True)
+    thread.start()
+    thread.join(120)
+    assert not thread.is_alive(), "the save waits for ever"
+    assert not errors
+    assert_loads(tmp_path, state)
+
+
+def test_one_batch_is_encoded_while_another_is_copied(tmp_path: Path, on_the_engine: OnTheEngine) -> None:
+    """Two threads are inside their engines at the same time; were it one, the barrier would break."""
+    both, met = threading.Barrier(2), threading.local()
+
+    def meet(name: str, slices: int) -> None:
+        if getattr(met, "once", False):
+            return
+        met.once = True
+        try:
+            both.wait(timeout=10)
+        except threading.BrokenBarrierError as error:  # a RuntimeError, which the engine takes for the GPU's
+            raise AssertionError("one at a time") from error
+
+    on_the_engine.nvcomp = lambda: NvcompStandIn(meet)
+    state = many(200, 100_000)
+    dcp.save(state, storage_writer=NvcompWriter(tmp_path, codec="planes-zstd"), no_dist=True)
+    assert_loads(tmp_path, state)
+
+
+def test_engines_share_the_device_memory_budget(tmp_path: Path, on_the_engine: OnTheEngine) -> None:
+    state = many(400, 100_000)
+    budget = 8 << 20
+    dcp.save(state, storage_writer=NvcompWriter(tmp_path, device_memory_budget=budget), no_dist=True)
+    assert len(on_the_engine.engines) == 2
+    assert sum(on_the_engine.budgets) <= budget
+    assert sum(device.peak_nbytes for device in on_the_engine.devices) <= budget
+
+
+@pytest.mark.parametrize("budget", [32 << 20, 64 << 20, 256 << 20, 1 << 30])
+def test_all_buffers_together_keep_to_the_host_memory_budget(budget: int) -> None:
+    for state_nbytes in (0, 100 << 20, 1 << 40):
+        for threads in (1, 8, 64):
+            options = SaveOptions(threads, budget, budget, {}, lambda nbytes: None, state_nbytes, may_use_cuda=True)
+            job = SaveJob(None, [[]] * 4, None, None, options)  # type: ignore[arg-type]
+            assert job._host_pool.limit_nbytes + job._cuda_pool.limit_nbytes <= budget
+            assert job._cuda_pool.buffer_nbytes.bit_count() == 1, "torch would round it up"
+            assert job._cuda_pool.limit_nbytes >= 2 * job._cuda_pool.buffer_nbytes
+
+
+def test_large_states_get_batches_that_fill_a_gpu() -> None:
+    assert cuda_buffer_nbytes(900 << 20, 16 << 30) == 64 << 20
+    assert cuda_buffer_nbytes(1 << 30, 16 << 30) == 128 << 20
+    assert cuda_buffer_nbytes(1 << 40, 100 << 20) == 16 << 20, "a small state is encoded, copied and written at once"
+
+
+def test_what_is_encoded_is_let_go(tmp_path: Path, on_the_engine: OnTheEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor that only the save knows, as planners make them, is gone before its blocks are written."""
+    alive: list[weakref.ref[np.ndarray]] = []
+    left: list[int] = []
+
+    class Planner(DefaultSavePlanner):
+        def resolve_data(self, write_item: WriteItem) -> Any:
+            data = super().resolve_data(write_item)
+            if isinstance(data, torch.Tensor) and data.numel():
+                memory = data.reshape(-1).view(torch.uint8).numpy().copy()
+                alive.append(weakref.ref(memory))  # which lives as long as the storage made of it
+                data = torch.from_numpy(memory).view(data.dtype).reshape(data.shape)
+            return data
+
+    begin = OpenFile.begin
+
+    def slow_begin(self: OpenFile, record: PendingRecord) -> None:
+        begin(self, record)
+        if record.row.get("fqn") == "00000":
+            time.sleep(0.3)
+            left.append(sum(memory() is not None for memory in alive))
+
+    monkeypatch.setattr(OpenFile, "begin", slow_begin)
+    monkeypatch.setattr(staging, "_MIN_CUDA_BUFFER_NBYTES", 1 << 20)
+    state = many(60, 400_000)
+    planner = Planner()
+    dcp.save(state, storage_writer=NvcompWriter(tmp_path, host_memory_budget=8 << 20), planner=planner, no_dist=True)
+    # all buffers are full by then, of blocks whose tensors are gone; some are gathered for the next task
+    assert len(left) == 1 and left[0] <= 6, left
+    assert_loads(tmp_path, state)
+
+
+def test_a_failing_engine_fails_the_save_and_leaves_nothing(tmp_path: Path, on_the_engine: OnTheEngine) -> None:
+    def fail(name: str, slices: int) -> None:
+        raise KeyError("broken")
+
+    on_the_engine.nvcomp = lambda: NvcompStandIn(fail)
+    with pytest.raises(CheckpointException, match="broken"):
+        dcp.save(many(200, 100_000), storage_writer=NvcompWriter(tmp_path, codec="zstd"), no_dist=True)
+    assert list(tmp_path.iterdir()) == []
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("dcp-")]

@@ -1,0 +1,335 @@
+"""A whole load through the CUDA engine's batches, on the stand-in: what the CPU engine wrote."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+
+from dcp_nvcomp import NvcompReader, NvcompWriter, decoding, loading
+from dcp_nvcomp.engines.cuda import CudaEngine
+from dcp_nvcomp.filesystem import Filesystem
+from dcp_nvcomp.loading import LoadJob, LoadOptions
+from dcp_nvcomp.posix import PosixFilesystem
+from dcp_nvcomp.records import EngineChoice
+from dcp_nvcomp.staging import plain_allocate
+
+from .cases import engine_on
+from .kernels_on_cpu import ReferenceKernels
+from .nvcomp_stand_in import NvcompStandIn, StandInDevice
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@dataclass
+class OnTheEngine:
+    """The devices below a load's engines, and the buffers that its threads fetch into."""
+
+    devices: list[StandInDevice] = field(default_factory=list)
+    budgets: list[int] = field(default_factory=list)
+    pinned_nbytes: list[int] = field(default_factory=list)
+    nvcomp: Callable[[], NvcompStandIn] = NvcompStandIn
+
+    def calls(self) -> list[tuple[str, int]]:
+        return [call for device in self.devices for call in device.nvcomp.calls]
+
+
+@pytest.fixture
+def on_the_engine(monkeypatch: pytest.MonkeyPatch) -> OnTheEngine:
+    """Host tensors take the way of CUDA tensors, to engines on the stand-in."""
+    made = OnTheEngine()
+
+    def engine(device: torch.device, *, device_memory_budget: int) -> CudaEngine:
+        made.devices.append(StandInDevice(ReferenceKernels(), made.nvcomp()))
+        made.budgets.append(device_memory_budget)
+        return engine_on(made.devices[-1], device_memory_budget)
+
+    def pinned(nbytes: int) -> memoryview:
+        made.pinned_nbytes.append(nbytes)
+        return plain_allocate(nbytes)
+
+    monkeypatch.setattr(decoding, "CudaEngine", engine)
+    monkeypatch.setattr(EngineChoice, "on_cuda", lambda self, device: self.option != "cpu")
+    monkeypatch.setattr(EngineChoice, "may_use_cuda", lambda self: self.option != "cpu")
+    monkeypatch.setattr(decoding, "pinned_allocate", pinned)
+    return made
+
+
+def a_state() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(3)
+    state: dict[str, Any] = {
+        "w": torch.randn(900, 999, generator=generator),
+        "h": torch.randn(1_000_001, generator=generator).bfloat16(),
+        "v": torch.rand(200, 500, generator=generator).t(),
+        "i": torch.arange(40_000),
+        "z": torch.zeros(50_000, dtype=torch.complex64),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.zeros(0, 3),
+        "object": {"a": 1},
+    }
+    return state | {f"small.{number}": torch.randn(5, number, generator=generator) for number in range(1, 40)}
+
+
+def destination(state: dict[str, Any]) -> dict[str, Any]:
+    return {k: torch.full_like(v, 7) if isinstance(v, torch.Tensor) else {"a": 0} for k, v in state.items()}
+
+
+def assert_equal(found: dict[str, Any], state: dict[str, Any]) -> None:
+    for key, value in state.items():
+        assert torch.equal(found[key], value) if isinstance(value, torch.Tensor) else found[key] == value, key
+
+
+def save(path: Path, state: dict[str, Any], codec: str = "planes-zstd") -> None:
+    dcp.save(state, storage_writer=NvcompWriter(path, codec=codec, engine="cpu"), no_dist=True)
+
+
+def load(path: Path, into: dict[str, Any], **options: Any) -> None:
+    dcp.load(into, storage_reader=NvcompReader(path, **options), no_dist=True)
+
+
+@pytest.mark.parametrize("codec", ["auto", "planes-zstd", "planes-deflate", "zstd", "none"])
+@pytest.mark.parametrize("verify", ["stored", "full"])
+def test_load_through_the_engine(tmp_path: Path, on_the_engine: OnTheEngine, codec: str, verify: str) -> None:
+    state = a_state()
+    save(tmp_path, state, codec)
+    into = destination(state)
+    load(tmp_path, into, verify=verify)
+    assert on_the_engine.devices
+    assert_equal(into, state)
+
+
+def test_into_tensors_of_another_shape_in_memory(tmp_path: Path, on_the_engine: OnTheEngine) -> None:
+    """Strided, of another dtype, conjugate: through scratch memory."""
+    state = a_state()
+    save(tmp_path, state)
+    into: dict[str, Any] = {
+        "w": torch.zeros(999, 900).t(),
+        "h": torch.zeros(1_000_001),
+        "v": torch.zeros(500, 200),
+        "z": torch.zeros(50_000, dtype=torch.complex64).conj(),
+        "small.7": torch.zeros(7, 5).t(),
+        "small.9": torch.zeros(5, 9, dtype=torch.float64),
+    }
+    with pytest.warns(UserWarning, match="converted"):
+        load(tmp_path, into)
+    for key, value in into.items():
+        assert torch.equal(value, state[key].to(value.dtype)), key
+
+
+def test_blocks_are_decoded_where_they_belong(
+    tmp_path: Path, on_the_engine: OnTheEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"w": torch.randn(3000, 999), "t": torch.randn(999, 1000).t()}
+    save(tmp_path, state)
+    into = destination(state)
+    first, last = into["w"].data_ptr(), into["w"].data_ptr() + into["w"].nbytes
+    places: list[int] = []
+    decode = CudaEngine.decode_checked
+
+    def watched(self: CudaEngine, jobs: Any, *, verify: str) -> None:
+        places.extend(job.out.data_ptr() for job in jobs if job.out.numel())
+        decode(self, jobs, verify=verify)
+
+    monkeypatch.setattr(CudaEngine, "decode_checked", watched)
+    load(tmp_path, into)
+    assert_equal(into, state)
+    inside = [first <= place < last for place in places]
+    assert inside.count(True) == 12 and inside.count(False) == 4
+
+
+def test_reads_are_longer_and_page_locked(tmp_path: Path, on_the_engine: OnTheEngine) -> None:
+    state = {f"{number:03}": torch.randn(500_000) for number in range(70)}
+    save(tmp_path, state, "none")
+    into = destination(state)
+    load(tmp_path, into, thread_count=1)
+    assert_equal(into, state)
+    # 140 MB for three threads: 16 MiB each, in buffers made once
+    assert set(on_the_engine.pinned_nbytes) == {16 << 20}
+    assert len(on_the_engine.pinned_nbytes) <= 3
+    on_the_engine.pinned_nbytes.clear()
+    load(tmp_path, into, thread_count=1, engine="cpu")
+    assert on_the_engine.pinned_nbytes == []
+
+
+class Storage:
+    def __init__(self, parallel_reads: int) -> None:
+        self.parallel_reads = parallel_reads
+
+
+@pytest.mark.parametrize("budget", [8 << 20, 64 << 20, 1 << 30, 8 << 30])
+@pytest.mark.parametrize("threads", [1, 2, 8])
+def test_what_is_fetched_keeps_to_the_host_memory_budget(on_the_engine: OnTheEngine, budget: int, threads: int) -> None:
+    for parallel_reads in (1, 4):
+        options = LoadOptions(threads, budget, budget, "stored", "auto", None, None)  # type: ignore[arg-type]
+        job = LoadJob(Storage(parallel_reads), None, options)  # type: ignore[arg-type]
+        assert job._threads >= threads + 2, "some fetch while others decode"
+        for wanted_nbytes in (0, 1 << 30, 1 << 40):
+            read_nbytes = job._longest_read(wanted_nbytes)
+            assert read_nbytes.bit_count() == 1, "torch would round it up"
+            assert read_nbytes * job._threads <= max(budget, job._threads << 20)
+    if budget >= 1 << 30:
+        assert job._longest_read(1 << 40) == 64 << 20
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_threads_share_the_device_memory_budget(tmp_path: Path, on_the_engine: OnTheEngine, threads: int) -> None:
+    state = {f"{number:03}": torch.randn(200_000) for number in range(60)}
+    save(tmp_path, state)
+    budget = 8 << 20
+    active, most, lock = 0, 0, threading.Lock()
+
+    class Watched(NvcompStandIn):
+        def called(self, name: str, slices: int) -> None:
+            nonlocal active, most
+            with lock:
+                active += 1
+                most = max(most, active)
+            time.sleep(0.002)
+            with lock:
+                active -= 1
+            super().called(name, slices)
+
+    on_the_engine.nvcomp = Watched
+    into = destination(state)
+    load(tmp_path, into, thread_count=threads, device_memory_budget=budget)
+    assert_equal(into, state)
+    turns = min(2, threads)
+    assert most <= turns
+    assert all(turns * share <= budget for share in on_the_engine.budgets)
+    assert all(device.peak_nbytes <= budget // turns for device in on_the_engine.devices)
+
+
+def test_a_turn_is_larger_than_a_threads_share(tmp_path: Path, on_the_engine: OnTheEngine) -> None:
+    """Two decode at once, however many fetch: the budget is theirs alone."""
+    state = {f"{number:03}": torch.randn(200_000) for number in range(60)}
+    save(tmp_path, state)
+    load(tmp_path, destination(state), thread_count=8, device_memory_budget=64 << 20)
+    assert all(share == 24 << 20 for share in on_the_engine.budgets), "and a quarter is for scratch memory"
+
+
+def test_others_fetch_while_one_decodes(
+    tmp_path: Path, on_the_engine: OnTheEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {f"{number:03}": torch.randn(500_000) for number in range(70)}
+    save(tmp_path, state)
+    fetched = threading.Semaphore(0)
+    read_into = PosixFilesystem.read_into
+
+    def counted(self: Filesystem, name: str, start: int, target: memoryview) -> None:
+        read_into(self, name, start, target)
+        fetched.release()
+
+    met = threading.Event()
+
+    def wait_for_two_more(name: str, slices: int) -> None:
+        if not met.is_set():
+            assert all(fetched.acquire(timeout=20) for _ in range(3)), "nobody fetches the next reads"
+            met.set()
+
+    monkeypatch.setattr(PosixFilesystem, "read_into", counted)
+    on_the_engine.nvcomp = lambda: NvcompStandIn(wait_for_two_more)
+    into = destination(state)
+    load(tmp_path, into, thread_count=1)
+    assert met.is_set()
+    assert_equal(into, state)
+
+
+# ---- damage ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def flips(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Flips a bit of what is fetched, in the middle of each of these reads, counted from 0."""
+    numbers: list[int] = []
+    counted = 0
+    read_into = PosixFilesystem.read_into
+
+    def flipping(self: Filesystem, name: str, start: int, target: memoryview) -> None:
+        nonlocal counted
+        read_into(self, name, start, target)
+        if counted in numbers:
+            target[len(target) // 2] ^= 4
+        counted += 1
+
+    monkeypatch.setattr(PosixFilesystem, "read_into", flipping)
+    return numbers
+
+
+def reads_of_blocks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    again: list[tuple[int, int]] = []
+    read = PosixFilesystem.read
+
+    def watched(self: Filesystem, name: str, start: int, stop: int) -> bytes:
+        again.append((start, stop))
+        return read(self, name, start, stop)
+
+    monkeypatch.setattr(PosixFilesystem, "read", watched)
+    return again
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_a_block_that_was_damaged_on_the_way_is_read_again(
+    tmp_path: Path, on_the_engine: OnTheEngine, monkeypatch: pytest.MonkeyPatch, flips: list[int], strided: bool
+) -> None:
+    state = {"w": torch.randn(2500, 1000)}
+    save(tmp_path, state)
+    flips.append(0)
+    again = reads_of_blocks(monkeypatch)
+    into = {"w": torch.zeros(1000, 2500).t() if strided else torch.zeros(2500, 1000)}
+    load(tmp_path, into)
+    assert_equal(into, state)
+    blocks = [span for span in again if span[0] > 0 and span[1] - span[0] > 500_000]
+    assert len(blocks) == 1 and blocks[0][1] - blocks[0][0] < 1 << 20, "that block alone"
+
+
+@pytest.mark.parametrize("wrong", ["the CRC of the stored bytes", "the CRC of the decoded bytes"])
+def test_a_block_that_is_damaged_in_the_file_is_named(
+    tmp_path: Path, on_the_engine: OnTheEngine, monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    state = {"a": torch.randn(300, 1000), "w": torch.randn(600, 1000)}
+    save(tmp_path, state)
+    (path,) = tmp_path.glob("*.distcp")
+    if wrong == "the CRC of the stored bytes":
+        content = bytearray(path.read_bytes())
+        content[1_000_000] ^= 1
+        path.write_bytes(content)
+    else:
+        row = decoding.block_row
+
+        def damaged(footer: Any, number: int) -> Any:
+            found = row(footer, number)
+            return type(found)(found.flags, found.slice_nbytes, found.encoded_crc, found.uncompressed_crc ^ 1)
+
+        monkeypatch.setattr(decoding, "block_row", damaged)
+    again = reads_of_blocks(monkeypatch)
+    with pytest.raises(CheckpointException, match=r"CRC.*distcp.*'[aw]'"):
+        load(tmp_path, destination(state), verify="full")
+    assert len([span for span in again if span[1] - span[0] > 500_000]) == 1, "once more, and no more"
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("dcp-")]
+
+
+def test_without_a_gpu_nothing_changes(on_the_engine: OnTheEngine) -> None:
+    options = LoadOptions(4, 1 << 30, 1 << 30, "stored", "cpu", None, None)  # type: ignore[arg-type]
+    job = LoadJob(Storage(1), None, options)  # type: ignore[arg-type]
+    assert job._threads == 4
+    assert job._longest_read(1 << 40) == loading.READ_NBYTES
+
+
+def test_small_shards_never_go_through_the_host(
+    tmp_path: Path, on_the_engine: OnTheEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {f"{number:04}": torch.full((30,), float(number)) for number in range(500)}
+    save(tmp_path, state)
+    into = destination(state)
+    monkeypatch.setattr(loading, "Run", None)
+    load(tmp_path, into)
+    assert_equal(into, state)
+    assert len(on_the_engine.calls()) <= 1
