@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from dcp_nvcomp.codecs.base import CodecChain
+from dcp_nvcomp.collector import collector_paused
 from dcp_nvcomp.engines.base import BlockRow, EncodedBlock
 from dcp_nvcomp.engines.cpu import checksum
 from dcp_nvcomp.errors import FileMismatchError, TruncatedFileError
@@ -198,5 +199,7 @@ def _read_tail(filesystem: Filesystem, name: str, file_nbytes: int, footer_nbyte
         text = tail[:footer_nbytes]
     else:
         text = memoryview(filesystem.read(name, trailer.footer_offset, file_nbytes - TRAILER_NBYTES))
-    description, tables = decode_footer(text, trailer_bytes, trailer, path=path)
-    return parse_footer(description, tables, trailer, path=path), trailer.footer_crc, trailer.footer_nbytes
+    with collector_paused():
+        description, tables = decode_footer(text, trailer_bytes, trailer, path=path)
+        footer = parse_footer(description, tables, trailer, path=path)
+    return footer, trailer.footer_crc, trailer.footer_nbytes

@@ -27,6 +27,7 @@ import torch
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from dcp_nvcomp.blocks import Box
+from dcp_nvcomp.collector import collector_paused
 from dcp_nvcomp.datafile import FileTuple, read_footer
 from dcp_nvcomp.decoding import Decoder, GpuShare
 from dcp_nvcomp.errors import ShapeMismatchError
@@ -110,16 +111,19 @@ class LoadJob:
         for item in items:
             by_file.setdefault(item.stored[0], []).append(item)
         footers = self._read_footers(list(by_file))
-        targets = [
-            [locate(item, footer) for item in wanted] for wanted, footer in zip(by_file.values(), footers, strict=True)
-        ]
-        self._read_nbytes = self._longest_read(sum(target.nbytes for of_file in targets for target in of_file))
-        reads: list[Read] = []
-        for file, footer, of_file in zip(by_file, footers, targets, strict=True):
+        with collector_paused():
+            targets = [
+                [locate(item, footer) for item in wanted]
+                for wanted, footer in zip(by_file.values(), footers, strict=True)
+            ]
+            self._read_nbytes = self._longest_read(sum(target.nbytes for of_file in targets for target in of_file))
+            reads: list[Read] = []
+            for file, footer, of_file in zip(by_file, footers, targets, strict=True):
+                reads += plan_reads(file, footer, of_file, self._read_nbytes)
+        for of_file in targets:
             for target in of_file:
                 if not target.blocks:
                     self._finish_empty(target)
-            reads += plan_reads(file, footer, of_file, self._read_nbytes)
         self._run_reads(reads)
 
     def _longest_read(self, wanted_nbytes: int) -> int:
@@ -145,10 +149,11 @@ class LoadJob:
         ahead = threading.Semaphore(READS_AHEAD * self._threads)
         try:
             for read in reads:
-                for block in read.blocks:
-                    for target in block.targets:
-                        if target.destination is None:
-                            self._resolve(target)
+                with collector_paused():
+                    for block in read.blocks:
+                        for target in block.targets:
+                            if target.destination is None:
+                                self._resolve(target)
                 while not ahead.acquire(timeout=0.05):
                     self._commit_finished()
                 if self._error is not None:

@@ -17,6 +17,7 @@ from typing import Final
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from .collector import collector_paused
 from .errors import CheckpointError
 from .metadata_globals import ALLOWED
 from .metadata_reader import MetadataReader
@@ -81,7 +82,8 @@ def parse_metadata(data: bytes, *, path: str, trusted_globals: Sequence[str] = (
     """
     trusted = resolve_trusted_globals(trusted_globals)
     try:
-        return MetadataReader(path, len(data)).metadata(run_pickle(data, ALLOWED, trusted))
+        with collector_paused():
+            return MetadataReader(path, len(data)).metadata(run_pickle(data, ALLOWED, trusted))
     except CheckpointError as error:
         error.path = error.path or path
         raise

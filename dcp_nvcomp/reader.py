@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from dcp_nvcomp.collector import collector_paused
 from dcp_nvcomp.engines.base import VERIFY_MODES
 from dcp_nvcomp.errors import (
     CheckpointError,
@@ -224,9 +225,10 @@ class NvcompReader(StorageReader):
         filesystem = self._open()
         ours: list[Wanted] = []
         stock: list[Wanted] = []
-        for item in plan.items:
-            wanted = Wanted(item, self._find(item), shard_of(item, self._state_dict_metadata))
-            (ours if isinstance(wanted.stored, tuple) else stock).append(wanted)
+        with collector_paused():
+            for item in plan.items:
+                wanted = Wanted(item, self._find(item), shard_of(item, self._state_dict_metadata))
+                (ours if isinstance(wanted.stored, tuple) else stock).append(wanted)
         try:
             options = dataclasses.replace(self._options, conversions=Conversions())
             LoadJob(filesystem, planner, options).run(ours)

@@ -1,0 +1,41 @@
+"""Python's cyclic garbage collector, held back while many objects are made that will all be kept.
+
+Each time a quarter more objects are alive, the collector visits all of them. Metadata of 10,000 tensors makes a quarter
+of a million objects, none of them garbage: more than half of the time of reading it went into such visits.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["collector_paused"]
+
+# The collector is one for the whole process, and so is how many threads want it to wait.
+_lock = threading.Lock()
+_waiting_for = 0
+_was_enabled = False
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """No collection while this lasts, on any thread.
+
+    Only around work that neither waits for anything nor leaves reference cycles. Where the collector was disabled
+    before, it stays so.
+    """
+    global _waiting_for, _was_enabled
+    with _lock:
+        if _waiting_for == 0:
+            _was_enabled = gc.isenabled()
+            gc.disable()
+        _waiting_for += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _waiting_for -= 1
+            if _waiting_for == 0 and _was_enabled:
+                gc.enable()
