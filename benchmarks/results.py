@@ -139,8 +139,14 @@ class Report:
             "suite": self.suite,
             "quick": self.settings.quick,
             **self.facts,
-            "tables": {table.name: {"title": table.title, "rows": table.rows} for table in self.tables},
-            "checks": [{"what": c.what, "value": c.value, "bound": c.bound, "met": c.met} for c in self.checks],
+            "tables": {
+                table.name: {"title": table.title, "columns": table.columns, "rows": table.rows}
+                for table in self.tables
+            },
+            "checks": [
+                {"what": c.what, "value": c.value, "at_least": c.at_least, "bound": c.bound, "met": c.met}
+                for c in self.checks
+            ],
             "notes": self.notes,
         }
 

@@ -1,0 +1,98 @@
+"""Puts measured tables into the documents, so that what they say is what was measured.
+
+    python -m benchmarks.pages            after results in benchmarks/results/ changed
+
+A document says where: a line `<!-- results SUITE/TABLE [COLUMN ...] -->` begins what is replaced, up to `<!-- end -->`.
+`<!-- measured SUITE -->` stands for a sentence on machine, date and command, and `<!-- targets SUITE -->` for the list
+of the suite's targets. tests/benchmarks/test_pages.py checks that the documents are up to date.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measuring import Spread
+from benchmarks.results import Table
+
+__all__ = ["DOCUMENTS", "filled", "main"]
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+_PLACE = re.compile(r"<!-- (results|measured|targets) (\S+)([^\n]*?) -->\n.*?<!-- end -->", re.DOTALL)
+
+
+def filled(text: str) -> str:
+    """A document's text with all its places filled from the results.
+
+    Raises:
+        FileNotFoundError: a suite that it names has no results.
+        KeyError: nor has one of its tables.
+    """
+    fillers: dict[str, Callable[[str, Sequence[str]], str]] = {
+        "results": _table,
+        "measured": lambda suite, _: _sentence(_result(suite)),
+        "targets": lambda suite, _: _targets(_result(suite)),
+    }
+
+    def fill(place: re.Match[str]) -> str:
+        kind, what, more = place.groups()
+        return f"<!-- {kind} {what}{more} -->\n{fillers[kind](what, more.split())}\n<!-- end -->"
+
+    return _PLACE.sub(fill, text)
+
+
+def _result(suite: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / f"{suite}.json").read_text())
+    return found
+
+
+def _table(what: str, columns: Sequence[str]) -> str:
+    suite, _, name = what.partition("/")
+    stored = _result(suite)["tables"][name]
+    headers: Mapping[str, tuple[str, str]] = {column: tuple(header) for column, header in stored["columns"].items()}
+    if columns:
+        headers = {column: headers[column] for column in columns}
+    rows = [{column: _value(cell) for column, cell in row.items()} for row in stored["rows"]]
+    lines = [[header.replace("\n", " ") for header, _ in headers.values()]]
+    lines.append(["---:" if style else "---" for _, style in headers.values()])
+    lines += Table(name, stored["title"], headers, rows).texts()
+    return f"{stored['title']}.\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _value(cell: Any) -> Any:
+    return Spread(tuple(cell["values"])) if isinstance(cell, dict) else cell
+
+
+def _sentence(result: Mapping[str, Any]) -> str:
+    machine, versions = result["machine"], result["versions"]
+    where = f"{machine['cores']} cores of an {machine['cpu']}, {machine['memory_nbytes'] / 2**30:.0f} GiB of memory"
+    packages = ", ".join(
+        f"{name} {versions[name]}" for name in ("torch", "zstandard", "zipnn", "s3fs") if name in versions
+    )
+    text = f"Measured on {result['date'][:10]} with `{result['command']}` on {where}, {packages}."
+    return "\n".join([text, *(f"\n{note[0].upper()}{note[1:]}." for note in result["notes"])])
+
+
+def _targets(result: Mapping[str, Any]) -> str:
+    lines = ["| target | measured | asked for | |", "| --- | ---: | ---: | --- |"]
+    for check in result["checks"]:
+        bound = f"{'>=' if check['at_least'] else '<='} {check['bound']:.3g}"
+        lines.append(
+            f"| {check['what']} | {check['value']:.3f} | {bound} | {'met' if check['met'] else '**not met**'} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Fill all documents."""
+    for path in DOCUMENTS:
+        path.write_text(filled(path.read_text()))
+
+
+if __name__ == "__main__":
+    main()
