@@ -18,7 +18,7 @@ TORCH ?= torch>=2.9
 endif
 
 # what has to be installed anew after a change: editable installs see all other changes at once
-PACKAGING := setup.cfg setup.py dcp_nvcomp/codecs/_planes.c
+PACKAGING := setup.cfg setup.py $(wildcard dcp_nvcomp/codecs/*.c)
 
 .PHONY: demo figures test test-slow test-gpu bench lint format clean help
 

@@ -5,6 +5,9 @@
  *
  * Two of a block's four streams are coded at the same time, as their instructions do not depend on each other. Codes are
  * made from a sample of the block where that is safe: counting every byte would take as long as coding it.
+ *
+ * A block is read several times. If somebody writes into it meanwhile, what comes out is of no use, but nothing is
+ * written where it does not belong: a byte that was not there before has a code of no bits.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -81,7 +84,8 @@ static void count_symbols(Table *table, const uint8_t *data, size_t nbytes, size
             counts[0][data[i]]++;
     }
     table->symbols = 0;
-    for (int symbol = 0; symbol < 256; symbol++) {
+    memset(table->counts, 0, sizeof table->counts);
+    for (int symbol = table->first; symbol <= table->last; symbol++) {
         table->counts[symbol] = counts[0][symbol] + counts[1][symbol] + counts[2][symbol] + counts[3][symbol];
         table->symbols += table->counts[symbol] != 0;
     }
@@ -155,6 +159,7 @@ static void limit_lengths(Table *table, const uint8_t *rarest_first) {
 /* Canonical codes: the longest first, and symbols in their order among codes of equal length. */
 static void assign_codes(Table *table) {
     uint32_t of_length[MAX_BITS + 1] = {0}, next[MAX_BITS + 1], code = 0;
+    memset(table->codes, 0, sizeof table->codes);
     table->max_length = 0;
     for (int symbol = 0; symbol <= table->last; symbol++) {
         int length = table->lengths[symbol];
@@ -288,8 +293,11 @@ static uint8_t *write_block(uint8_t *out, const uint8_t *data, size_t nbytes, in
     }
     if (table->last > MAX_LISTED_SYMBOL)
         return NULL;
-    if (!count_sample(table, data, nbytes))
+    if (!count_sample(table, data, nbytes)) {
         count_symbols(table, data, nbytes, nbytes, nbytes);
+        if (table->symbols < 2) /* not what was there a moment ago */
+            return NULL;
+    }
     build_codes(table);
     uint8_t *block = out + BLOCK_HEADER_NBYTES, *weights = block + LITERALS_HEADER_NBYTES;
     uint8_t *jumps = write_weights(weights, table);
@@ -356,8 +364,15 @@ static PyMethodDef functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "_literals", "Zstandard frames of literals alone.", 0, functions, NULL, NULL, NULL, NULL,
+static PyModuleDef_Slot slots[] = {
+#ifdef Py_mod_gil
+    {Py_mod_gil, Py_MOD_GIL_NOT_USED},
+#endif
+    {0, NULL},
 };
 
-PyMODINIT_FUNC PyInit__literals(void) { return PyModule_Create(&definition); }
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_literals", "Zstandard frames of literals alone.", 0, functions, slots, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__literals(void) { return PyModuleDef_Init(&definition); }

@@ -244,8 +244,15 @@ static PyMethodDef functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "_planes", "The kernels of planes.py, compiled.", 0, functions, NULL, NULL, NULL, NULL,
+static PyModuleDef_Slot slots[] = {
+#ifdef Py_mod_gil
+    {Py_mod_gil, Py_MOD_GIL_NOT_USED},
+#endif
+    {0, NULL},
 };
 
-PyMODINIT_FUNC PyInit__planes(void) { return PyModule_Create(&definition); }
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_planes", "The kernels of planes.py, compiled.", 0, functions, slots, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__planes(void) { return PyModuleDef_Init(&definition); }

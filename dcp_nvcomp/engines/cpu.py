@@ -77,13 +77,18 @@ class CpuEngine:
                     target[position : position + plane.size] = plane
                 position = _pad(target, position + plane.size)
         data = out[:position]
-        row = BlockRow(flags, tuple(sizes), checksum(data), checksum(block))
+        encoded_from = block if isinstance(chain.array_to_bytes, Planes) else planes[0]
+        row = BlockRow(flags, tuple(sizes), checksum(data), checksum(encoded_from))
         return EncodedBlock(data, row, block.nbytes)
 
     def _split(self, block: U8, chain: CodecChain, target: U8) -> tuple[int, list[U8]]:
         codec = chain.array_to_bytes
         if not isinstance(codec, Planes):
-            return 0, [block]
+            # a copy: whoever writes into the tensor meanwhile (another process, perhaps) must not confuse a coder
+            stored = chain.coder is None
+            copy = target[: block.nbytes] if stored else self._scratch.array("block", block.nbytes, np.uint8)
+            np.copyto(copy, block)
+            return 0, [copy]
         outputs: dict[str, U8] = {}
         position, in_place = 0, True
         for plane in codec.layout(block.nbytes, 0, chain.coder is not None):

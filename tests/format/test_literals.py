@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import zstandard
@@ -9,7 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dcp_nvcomp.codecs import Zstd, zstd
-from dcp_nvcomp.codecs._literals import encode_literals
+
+# compiled where there is a C compiler
+encode_literals = pytest.importorskip("dcp_nvcomp.codecs._literals").encode_literals
 
 KIB = 1 << 10
 GUARD = b"\xa5" * 64
@@ -26,6 +31,13 @@ def encoded(data: bytes, room: int | None = None) -> bytes:
 
 def decoded(frame: bytes) -> bytes:
     return zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False)
+
+
+def nearly_random(data: bytes) -> bool:
+    """Whether Huffman codes and their table may take as much as the bytes themselves, in the last block at least."""
+    shares = np.bincount(np.frombuffer(data, np.uint8)) / len(data)
+    entropy = -(shares[shares > 0] * np.log2(shares[shares > 0])).sum()
+    return bool(entropy / 8 > 0.8)
 
 
 def skewed(count: int, symbols: int, first: int, skew: float, seed: int) -> bytes:
@@ -61,7 +73,7 @@ def test_zstd_decodes_it(count: int, symbols: int, first: int, skew: float, seed
         assert decoded(frame) == data
         assert zstandard.get_frame_parameters(frame).content_size == count
     else:
-        assert count % (128 * KIB) < 1024 or symbols > 100
+        assert count % (128 * KIB) in range(1, 1024) or nearly_random(data)
 
 
 @settings(max_examples=100, deadline=None)
@@ -71,9 +83,12 @@ def test_zstd_decodes_it(count: int, symbols: int, first: int, skew: float, seed
     repeats=st.integers(1, 40),
 )
 def test_symbols_that_a_sample_does_not_see(runs: list[tuple[int, int]], repeats: int) -> None:
-    data = b"".join(bytes([symbol]) * length for symbol, length in runs) * repeats
-    frame = encoded(data[: 300 * KIB])
-    assert not frame or decoded(frame) == data[: 300 * KIB]
+    data = (b"".join(bytes([symbol]) * length for symbol, length in runs) * repeats)[: 300 * KIB]
+    frame = encoded(data)
+    if frame:
+        assert decoded(frame) == data
+    else:
+        assert len(data) % (128 * KIB) in range(1, 1024) or len(runs) > 12
 
 
 @pytest.mark.parametrize("at", [0, 63, 64, 247, 248, 70_000, 131_071])
@@ -142,3 +157,25 @@ def test_without_a_compiler_libzstd_does_it(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(zstd, "_literals", None)
     frame = bytes(Zstd(literals_only=True).encoder()(memoryview(data)))
     assert frame != compiled and decoded(frame) == data
+
+
+def test_bytes_that_change_meanwhile() -> None:
+    """Another process may write into a tensor: the frame is of no use then, but memory stays whole."""
+    code = """
+import random, threading
+from dcp_nvcomp.codecs._literals import encode_literals
+narrow = bytes(random.Random(1).choices(range(90, 100), k=1 << 17))
+wide = bytes(random.Random(2).randbytes(1 << 17))
+data, out, stop = bytearray(narrow), bytearray(1 << 18), threading.Event()
+def write():
+    while not stop.is_set():
+        data[64:] = wide[64:]
+        data[64:] = narrow[64:]
+writer = threading.Thread(target=write)
+writer.start()
+made = [encode_literals(memoryview(data), memoryview(out)) for _ in range(4000)]
+stop.set()
+writer.join()
+assert 0 in made and any(made)  # it was seen changing
+"""
+    subprocess.run([sys.executable, "-X", "faulthandler", "-c", code], check=True, timeout=120)
