@@ -7,6 +7,7 @@ of a million objects, none of them garbage: more than half of the time of readin
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,8 +24,8 @@ _was_enabled = False
 def collector_paused() -> Iterator[None]:
     """No collection while this lasts, on any thread.
 
-    Only around work that neither waits for anything nor leaves reference cycles. Where the collector was disabled
-    before, it stays so.
+    Only around work of our own that neither waits for anything nor leaves reference cycles. Where the collector was
+    disabled before, it stays so; another thread must not disable it for good meanwhile, as that would be undone.
     """
     global _waiting_for, _was_enabled
     with _lock:
@@ -39,3 +40,15 @@ def collector_paused() -> Iterator[None]:
             _waiting_for -= 1
             if _waiting_for == 0 and _was_enabled:
                 gc.enable()
+
+
+def _begin_again() -> None:
+    """In a forked child: the threads that wanted a pause are not there, and nobody would end it."""
+    global _lock, _waiting_for
+    _lock = threading.Lock()
+    if _waiting_for and _was_enabled:
+        gc.enable()
+    _waiting_for = 0
+
+
+os.register_at_fork(after_in_child=_begin_again)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from queue import SimpleQueue
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ from dcp_nvcomp.codecs.ans import Ans
 from dcp_nvcomp.codecs.planes import SplitScratch
 from dcp_nvcomp.datafile import block_row
 from dcp_nvcomp.engines.cpu import CpuEngine
-from dcp_nvcomp.engines.cuda import CudaEngine, DecodeJob
+from dcp_nvcomp.engines.cuda import CudaEngine, DecodeJob, JobChecks
 from dcp_nvcomp.engines.cuda_batches import fitting, padded_nbytes, starts_of
 from dcp_nvcomp.errors import CheckpointError, CorruptDataError
 from dcp_nvcomp.fetching import BlockRead, Read
@@ -30,19 +30,40 @@ __all__ = ["Decoder", "GpuShare"]
 U8 = npt.NDArray[np.uint8]
 
 
-@dataclass(frozen=True)
 class GpuShare:
-    """What the threads of a load share of a GPU.
+    """What the threads of a load share of its GPUs: engines, so many of them that they stay within the budget together.
 
-    Attributes:
-        turns: taken by a thread while it decodes there. Fetching, and checking what was fetched, needs none.
-        memory_budget: bytes of device memory for each turn.
+    Each engine has a stream of its own, and torch keeps what is freed for the stream that had it; so an engine for each
+    thread would hold a budget for each thread.
+
+    Args:
+        count: how many threads may decode at the same time.
+        memory_budget: bytes that all may take on a device.
         read_nbytes: how long reads are, so that a buffer of page-locked memory is made but once.
+        device: the caller's current device; None where it has not used any.
     """
 
-    turns: threading.BoundedSemaphore
-    memory_budget: int
-    read_nbytes: int
+    def __init__(self, count: int, memory_budget: int, read_nbytes: int, device: torch.device | None) -> None:
+        self.read_nbytes = read_nbytes
+        self.device = device
+        share_nbytes = max(1, memory_budget // count)
+        # of a share, how much is for decoded blocks that can't be decoded where they belong
+        self.scratch_nbytes = share_nbytes // 4
+        self._engine_nbytes = max(1, share_nbytes - self.scratch_nbytes)
+        self._free: SimpleQueue[dict[torch.device, CudaEngine]] = SimpleQueue()
+        for _ in range(count):
+            self._free.put({})
+
+    @contextmanager
+    def engine(self, device: torch.device) -> Iterator[CudaEngine]:
+        """An engine for a while; waits until one is free."""
+        engines = self._free.get()
+        try:
+            if device not in engines:
+                engines[device] = CudaEngine(device, device_memory_budget=self._engine_nbytes)
+            yield engines[device]
+        finally:
+            self._free.put(engines)
 
 
 class Decoder:
@@ -65,7 +86,7 @@ class Decoder:
         self._devices: list[torch.device | None] = []
         self._scratch = SplitScratch()
         self._cpu = CpuEngine()
-        self._cuda: dict[torch.device, CudaEngine] = {}
+        self._checks = JobChecks()
 
     def fetch(self, read: Read) -> None:
         """Read the range into this thread's buffer."""
@@ -124,44 +145,31 @@ class Decoder:
             return device
         if isinstance(block.record.chain.coder, Ans) and torch.cuda.is_available():
             # only a GPU can decode it, wherever it goes then
-            device = torch.device("cuda", torch.cuda.current_device())
+            device = self._gpu.device or torch.device("cuda", torch.cuda.current_device())
             return device if self._choice.on_cuda(device) else None
         return None
 
-    def _engine_of(self, device: torch.device) -> CudaEngine:
-        engine = self._cuda.get(device)
-        if engine is None:
-            budget_nbytes = max(1, self._gpu.memory_budget - self._scratch_nbytes)
-            engine = self._cuda[device] = CudaEngine(device, device_memory_budget=budget_nbytes)
-        return engine
-
-    @property
-    def _scratch_nbytes(self) -> int:
-        """How much of a turn's device memory is for decoded blocks that can't be decoded where they belong."""
-        return self._gpu.memory_budget // 4
-
     def _decode_on_gpu(self, device: torch.device, blocks: list[BlockRead], read: Read) -> None:
-        engine = self._engine_of(device)
-        pairs = [(block, self._checked(engine, block, read, device)) for block in blocks]
-        with self._gpu.turns:
+        pairs = [(block, self._checked(block, read, device)) for block in blocks]
+        with self._gpu.engine(device) as engine:
             direct = [job for _, job in pairs if not job.out.is_meta]
             self._run(engine, direct, read)
             others = [(block, job) for block, job in pairs if job.out.is_meta]
             sizes, start = [job.out.numel() for _, job in others], 0
             while start < len(others):
-                count = fitting(sizes, start, len(others), self._scratch_nbytes)
+                count = fitting(sizes, start, len(others), self._gpu.scratch_nbytes)
                 self._through_scratch(engine, others[start : start + count], read, device)
                 start += count
 
-    def _checked(self, engine: CudaEngine, block: BlockRead, read: Read, device: torch.device) -> DecodeJob:
+    def _checked(self, block: BlockRead, read: Read, device: torch.device) -> DecodeJob:
         """What the engine is to do for a block whose stored bytes are good."""
         job = self._gpu_job(block, read, device)
         with located(block, read):
             try:
-                engine.check(job, verify=self._verify)
+                self._checks.check(job, verify=self._verify)
             except CorruptDataError:
                 job = self._read_again(job, read)
-                engine.check(job, verify=self._verify)
+                self._checks.check(job, verify=self._verify)
         return job
 
     def _gpu_job(self, block: BlockRead, read: Read, device: torch.device) -> DecodeJob:
@@ -199,7 +207,7 @@ class Decoder:
                     raise
                 again.add(at)
                 jobs[at] = self._read_again(jobs[at], read)
-                engine.check(jobs[at], verify=self._verify)
+                self._checks.check(jobs[at], verify=self._verify)
             else:
                 return
 

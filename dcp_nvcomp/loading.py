@@ -18,6 +18,7 @@ import io
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -44,7 +45,8 @@ __all__ = ["LoadJob", "LoadOptions"]
 READ_NBYTES = 8 << 20
 CUDA_READ_NBYTES = 64 << 20
 READS_AHEAD = 2
-CUDA_TURNS = 2
+# Engines that decode on a GPU at the same time: one copies in while the other decodes.
+CUDA_DECODERS = 2
 # Threads beyond those that decode, so that a GPU need not wait for the next read.
 CUDA_FETCHERS = 2
 
@@ -95,8 +97,7 @@ class LoadJob:
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._payloads: dict[int, Any] = {}
-        self._turns = threading.BoundedSemaphore(min(CUDA_TURNS, options.thread_count))
-        self._read_nbytes = 0
+        self._device = _current_device()
 
     def run(self, items: Sequence[Wanted]) -> None:
         """Load some items.
@@ -116,15 +117,15 @@ class LoadJob:
                 [locate(item, footer) for item in wanted]
                 for wanted, footer in zip(by_file.values(), footers, strict=True)
             ]
-            self._read_nbytes = self._longest_read(sum(target.nbytes for of_file in targets for target in of_file))
+            read_nbytes = self._longest_read(sum(target.nbytes for of_file in targets for target in of_file))
             reads: list[Read] = []
             for file, footer, of_file in zip(by_file, footers, targets, strict=True):
-                reads += plan_reads(file, footer, of_file, self._read_nbytes)
+                reads += plan_reads(file, footer, of_file, read_nbytes)
         for of_file in targets:
             for target in of_file:
                 if not target.blocks:
                     self._finish_empty(target)
-        self._run_reads(reads)
+        self._run_reads(reads, read_nbytes)
 
     def _longest_read(self, wanted_nbytes: int) -> int:
         """How long a read may be: all threads' buffers together stay within the budget."""
@@ -144,22 +145,20 @@ class LoadJob:
 
     # --- calling thread ---------------------------------------------------------------------------------------------
 
-    def _run_reads(self, reads: Iterable[Read]) -> None:
+    def _run_reads(self, reads: Iterable[Read], read_nbytes: int) -> None:
+        decoders = min(CUDA_DECODERS, self._options.thread_count)
+        gpu = GpuShare(decoders, self._options.device_memory_budget, read_nbytes, self._device)
         threads: list[threading.Thread] = []
         ahead = threading.Semaphore(READS_AHEAD * self._threads)
         try:
             for read in reads:
-                with collector_paused():
-                    for block in read.blocks:
-                        for target in block.targets:
-                            if target.destination is None:
-                                self._resolve(target)
+                self._resolve_targets(read)
                 while not ahead.acquire(timeout=0.05):
                     self._commit_finished()
                 if self._error is not None:
                     break
                 if len(threads) < self._threads:
-                    thread = threading.Thread(target=self._load, args=(ahead,), name="dcp-load")
+                    thread = threading.Thread(target=self._load, args=(ahead, gpu), name="dcp-load")
                     thread.start()
                     threads.append(thread)
                 self._reads.put(read)
@@ -178,6 +177,14 @@ class LoadJob:
         with self._lock:
             if self._error is None:
                 self._error = error
+
+    def _resolve_targets(self, read: Read) -> None:
+        # a GPU's stream may have to be waited for, and nothing should wait while the collector is paused
+        with nullcontext() if self._may_use_cuda else collector_paused():
+            for block in read.blocks:
+                for target in block.targets:
+                    if target.destination is None:
+                        self._resolve(target)
 
     def _resolve(self, target: Target) -> None:
         """Ask the planner where an item goes."""
@@ -262,17 +269,8 @@ class LoadJob:
 
     # --- load threads -----------------------------------------------------------------------------------------------
 
-    def _load(self, ahead: threading.Semaphore) -> None:
-        decoder = Decoder(
-            self._filesystem,
-            self._options.verify,
-            self._engine,
-            GpuShare(
-                self._turns,
-                max(1, self._options.device_memory_budget // min(CUDA_TURNS, self._options.thread_count)),
-                self._read_nbytes,
-            ),
-        )
+    def _load(self, ahead: threading.Semaphore, gpu: GpuShare) -> None:
+        decoder = Decoder(self._filesystem, self._options.verify, self._engine, gpu)
         while (read := self._reads.get()) is not None:
             try:
                 if self._error is None:
@@ -286,6 +284,13 @@ class LoadJob:
             except BaseException as error:
                 self._fail(error)
             ahead.release()
+
+
+def _current_device() -> torch.device | None:
+    """The calling thread's CUDA device, which other threads do not share; None where CUDA was not used yet."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _copy_payload(saved: torch.Tensor, target: Target, destination: torch.Tensor) -> None:

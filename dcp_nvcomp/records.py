@@ -24,7 +24,7 @@ from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.choose import CodecChooser, needs_gpu, parse_codec, sample_nbytes
 from dcp_nvcomp.codecs.dtypes import ELEMENT_TYPES, ElementType
 from dcp_nvcomp.codecs.registry import check_chain
-from dcp_nvcomp.engines.cuda import cuda_unavailable_reason, has_cuda_device, nvcomp_version
+from dcp_nvcomp.engines.cuda import cuda_unavailable_reason, nvcomp_version
 from dcp_nvcomp.errors import CheckpointError, CodecUnavailableError, ShapeMismatchError
 from dcp_nvcomp.footer import KIND_BYTES, KIND_PACK, KIND_TENSOR, KIND_TORCH_SAVE
 from dcp_nvcomp.placement import (
@@ -137,7 +137,7 @@ class EngineChoice:
 
     def may_use_cuda(self) -> bool:
         """Whether tensors may come that the CUDA engine handles. Imports nothing: perhaps none will."""
-        return self.option != "cpu" and has_cuda_device()
+        return self.option != "cpu" and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
 
     def on_cuda(self, device: torch.device) -> bool:
         """Whether the CUDA engine handles what is on this device.
@@ -236,8 +236,8 @@ class RecordMaker:
         nbytes = tensor.numel() * element.nbytes
         member = Member(item.index, row, tensor.numel(), nbytes)
         if self._pack and 0 < nbytes < SMALL_NBYTES:
-            in_place = tensor.device.type != "cpu" or self._engine.on_cuda(tensor.device)
-            part = tensor if in_place else host_array(_flat(tensor))
+            on_host = tensor.device.type == "cpu" and not self._engine.on_cuda(tensor.device)
+            part = host_array(_flat(tensor)) if on_host else tensor
             return self._add_small((KIND_TENSOR, element.name, str(tensor.device)), element, element.name, member, part)
         chain, source = self._encoded_where(tensor, element)
         return [(_record(row, element, element.name, chain, member), source)]
@@ -264,11 +264,8 @@ class RecordMaker:
         tensors = [part for part in pack.parts if isinstance(part, torch.Tensor)]
         source: Source
         if tensors and self._engine.on_cuda(tensors[0].device):
-            # every so many of them, as much as a sample takes
-            some = torch.cat(
-                [_flat(tensor) for tensor in tensors[:: max(1, pack.nbytes // sample_nbytes(pack.nbytes))]]
-            )
-            sample = spread_sample(some.view(torch_dtype(pack.element)), sample_nbytes(pack.nbytes))
+            some = torch.cat(_some_of(tensors, sample_nbytes(pack.nbytes))).view(torch_dtype(pack.element))
+            sample = spread_sample(some, sample_nbytes(pack.nbytes))
             chain, source = self._cuda_chain(pack.element, sample, pack.nbytes), CudaPackSource(tensors)
         elif tensors:
             joined = torch.cat([_flat(tensor) for tensor in tensors]).view(torch_dtype(pack.element))
@@ -310,6 +307,22 @@ class RecordMaker:
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _some_of(tensors: Sequence[torch.Tensor], nbytes: int) -> list[torch.Tensor]:
+    """Whole tensors as bytes, about `nbytes` of them or more: those in which a multiple of a step lies.
+
+    By bytes and not by number, so that one scalar among large tensors does not speak for all of them.
+    """
+    total = sum(tensor.nbytes for tensor in tensors)
+    step = max(1, min(total // 4, total * total // (len(tensors) * nbytes)))
+    some, start = [], 0
+    for tensor in tensors:
+        stop = start + tensor.nbytes
+        if -(-start // step) * step < stop:
+            some.append(_flat(tensor))
+        start = stop
+    return some
 
 
 def _of_this_nvcomp(coder: Ans) -> Ans:

@@ -230,7 +230,7 @@ class SaveJob:
                 if self._error is None:
                     task.blocks = encode_parts(task.parts, task.buffer, bench)
             except BaseException as error:
-                task.error = error
+                self._fail(error)
             task.parts = []
             task.done.release()
             busy += time.perf_counter() - start
@@ -266,8 +266,6 @@ class SaveJob:
             return opened
         assert output is not None
         if isinstance(message, Task):
-            if message.error is not None:
-                raise message.error
             position = 0
             for record, count, begins in message.records:
                 if begins:

@@ -30,11 +30,10 @@ class Task:
         pool: where `buffer` is from; None where there is nothing to encode.
         buffer: where the encoded blocks go.
         blocks: the encoded blocks.
-        error: why there are none.
         done: held until encoded.
     """
 
-    __slots__ = ("blocks", "buffer", "done", "error", "parts", "pool", "records")
+    __slots__ = ("blocks", "buffer", "done", "parts", "pool", "records")
 
     def __init__(self) -> None:
         self.parts: list[Part] = []
@@ -42,7 +41,6 @@ class Task:
         self.pool: BufferPool | None = None
         self.buffer = memoryview(b"")
         self.blocks: list[EncodedBlock] = []
-        self.error: BaseException | None = None
         self.done = threading.Lock()
         self.done.acquire()
 

@@ -29,7 +29,8 @@ class Zstd(Coder):
         level: zstd's compression level where matches are searched. Not needed to decode, so not stored.
         literals_only: code literals without searching for matches. On exponent planes the matches that zstd finds by
             chance cost 3-4 % of the ratio and half of the speed. With the compiled `_literals.c`, which writes such
-            frames itself; zstd's own library can be kept from nearly all matches, but not from searching.
+            frames itself where no byte is above 128 (floats of a magnitude below 4, for one); zstd's own library, which
+            codes the others, can be kept from nearly all matches, but not from searching.
     """
 
     name: ClassVar[str] = "zstd"

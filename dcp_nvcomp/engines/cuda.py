@@ -21,14 +21,14 @@ from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.engines.base import EncodedBlock
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda_batches import fitting
-from dcp_nvcomp.engines.cuda_decode import BatchDecoder, DecodeJob
+from dcp_nvcomp.engines.cuda_decode import BatchDecoder, DecodeJob, JobChecks
 from dcp_nvcomp.engines.cuda_device import CudaDevice, Device
 from dcp_nvcomp.engines.cuda_encode import BatchEncoder, EncodeJob
-from dcp_nvcomp.engines.cuda_support import cuda_unavailable_reason, has_cuda_device, nvcomp_version
+from dcp_nvcomp.engines.cuda_support import cuda_unavailable_reason, nvcomp_version
 from dcp_nvcomp.engines.nvcomp_coders import NvcompCoders
 from dcp_nvcomp.errors import CheckpointError, CodecUnavailableError, CorruptDataError
 
-__all__ = ["CudaEngine", "DecodeJob", "EncodeJob", "cuda_unavailable_reason", "has_cuda_device", "nvcomp_version"]
+__all__ = ["CudaEngine", "DecodeJob", "EncodeJob", "JobChecks", "cuda_unavailable_reason", "nvcomp_version"]
 
 # What nvCOMP, torch and CuPy raise where the GPU runs out of memory or a call fails.
 _GPU_ERRORS = (RuntimeError, ValueError, MemoryError)
@@ -58,6 +58,7 @@ class CudaEngine:
         self._coders = coders
         self._encoder = BatchEncoder(self._device, coders)
         self._decoder = BatchDecoder(self._device, coders)
+        self._checks = JobChecks()
         self._cpu = CpuEngine()
         self._failure = ""
         self._warned = False
@@ -106,20 +107,17 @@ class CudaEngine:
             CodecUnavailableError: the GPU can't decode a block of ANS, which only it can.
         """
         for job in jobs:
-            self.check(job, verify=verify)
+            self._checks.check(job, verify=verify)
         self.decode_checked(jobs, verify=verify)
 
-    def check(self, job: DecodeJob, *, verify: str) -> None:
-        """Check all that the host can see of a block, which needs no GPU; of `job.out` only the length matters.
-
-        Raises:
-            CorruptDataError: its CRC fails, or its lengths or flags make no sense.
-            UnsupportedVersionError: its ANS is of another version of nvCOMP.
-        """
-        self._decoder.check(job, verify=verify)
-
     def decode_checked(self, jobs: Sequence[DecodeJob], *, verify: str) -> None:
-        """`decode`, of blocks that passed `check`."""
+        """`decode`, of blocks that passed `JobChecks`."""
+        for job in jobs:
+            try:
+                self._coders.check_decodable(job.chain.coder)
+            except CheckpointError as error:
+                error.path, error.fqn = job.path, job.fqn
+                raise
         costs = self._costs(lambda: [self._decoder.cost_nbytes(job) for job in jobs], len(jobs))
         position, most = 0, len(jobs)
         while position < len(jobs):

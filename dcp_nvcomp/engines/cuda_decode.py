@@ -8,6 +8,7 @@ merge     planes --> blocks, in the caller's memory
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -36,7 +37,7 @@ from dcp_nvcomp.engines.cuda_device import Device
 from dcp_nvcomp.engines.nvcomp_coders import Decoding, NvcompCoders
 from dcp_nvcomp.errors import CorruptDataError
 
-__all__ = ["BatchDecoder", "DecodeJob"]
+__all__ = ["BatchDecoder", "DecodeJob", "JobChecks"]
 
 Bools = npt.NDArray[np.bool_]
 
@@ -91,6 +92,37 @@ class _Batch:
     plain: Bools
 
 
+class JobChecks:
+    """All that the host can see of a block before a GPU does. Not for several threads at once."""
+
+    def __init__(self) -> None:
+        self._layouts = Layouts(every_plane=False)
+
+    def check(self, job: DecodeJob, *, verify: str) -> None:
+        """Check a block; of `job.out` only the length matters.
+
+        Raises:
+            CorruptDataError: its CRC fails, or its lengths or flags make no sense.
+        """
+        if verify != "off" and checksum(job.data) != job.row.encoded_crc:
+            _refuse(job, "The stored bytes fail their CRC: the file is damaged.")
+        codec = job.chain.array_to_bytes
+        if not codec.check_flags(job.row.flags):
+            _refuse(job, f"The block has flags {job.row.flags}, which its codec never writes.")
+        if isinstance(codec, Planes) and job.out.numel() % codec.float_nbytes:
+            _refuse(job, "The block is not a whole number of floats long.")
+        layout = self._layouts.get(job.chain, job.out.numel(), job.row.flags)
+        stored_nbytes = layout.lengths.copy()
+        if len(job.row.slice_nbytes) != layout.slice_count:
+            _refuse(job, "The block has not the slices that its codec makes.")
+        stored_nbytes[layout.coded] = job.row.slice_nbytes
+        too_large = stored_nbytes > layout.lengths
+        if too_large.any() or (stored_nbytes[layout.coded] < 1).any():
+            _refuse(job, "A slice has not the size that its block has room for.")
+        if int(padded_nbytes(stored_nbytes).sum()) > job.data.nbytes:
+            _refuse(job, "The block is shorter than its slices.")
+
+
 class BatchDecoder:
     """Decodes batches on a device.
 
@@ -106,32 +138,6 @@ class BatchDecoder:
 
     def _layout(self, job: DecodeJob) -> BlockLayout:
         return self._layouts.get(job.chain, job.out.numel(), job.row.flags)
-
-    def check(self, job: DecodeJob, *, verify: str) -> None:
-        """Check all that the host can see of a block.
-
-        Raises:
-            CorruptDataError: its CRC fails, or its lengths or flags make no sense.
-            UnsupportedVersionError: its ANS is of another version of nvCOMP.
-        """
-        if verify != "off" and checksum(job.data) != job.row.encoded_crc:
-            _refuse(job, "The stored bytes fail their CRC: the file is damaged.")
-        codec = job.chain.array_to_bytes
-        if not codec.check_flags(job.row.flags):
-            _refuse(job, f"The block has flags {job.row.flags}, which its codec never writes.")
-        if isinstance(codec, Planes) and job.out.numel() % codec.float_nbytes:
-            _refuse(job, "The block is not a whole number of floats long.")
-        self._coders.check_decodable(job.chain.coder)
-        layout = self._layout(job)
-        stored_nbytes = layout.lengths.copy()
-        if len(job.row.slice_nbytes) != layout.slice_count:
-            _refuse(job, "The block has not the slices that its codec makes.")
-        stored_nbytes[layout.coded] = job.row.slice_nbytes
-        too_large = stored_nbytes > layout.lengths
-        if too_large.any() or (stored_nbytes[layout.coded] < 1).any():
-            _refuse(job, "A slice has not the size that its block has room for.")
-        if int(padded_nbytes(stored_nbytes).sum()) > job.data.nbytes:
-            _refuse(job, "The block is shorter than its slices.")
 
     def cost_nbytes(self, job: DecodeJob) -> int:
         """How much device memory a block takes while it is decoded, beside itself."""
@@ -177,8 +183,8 @@ class BatchDecoder:
         nbytes = np.array([job.data.nbytes for job in jobs], np.int64)
         starts = starts_of(padded_nbytes(nbytes))
         encoded = self._device.empty(int(starts[-1]))
-        for job, start in zip(jobs, starts.tolist(), strict=False):
-            self._device.copy_in(job.data, encoded[start : start + job.data.nbytes])
+        for run, start in zip(*_host_runs(jobs, nbytes, starts[:-1]), strict=True):
+            self._device.copy_in(run, encoded[start : start + run.nbytes])
         return encoded, starts
 
     def _copy(self, source: I64, target: I64, nbytes: I64, which: Bools) -> None:
@@ -240,6 +246,20 @@ class BatchDecoder:
         table = block_table(batch.out, nbytes, ones, zeros, np.zeros((len(jobs), 3), np.int64))
         self._device.kernels.inspect(table, results[0], results[1])
         return results[0].cpu().numpy().view(np.uint32)
+
+
+def _host_runs(jobs: Sequence[DecodeJob], nbytes: I64, starts: I64) -> tuple[list[memoryview], list[int]]:
+    """The blocks' host memory, joined where it lies one after the other, as that of one read does; and the starts."""
+    addresses = np.array([np.frombuffer(job.data, np.uint8).ctypes.data for job in jobs], np.int64)
+    joined = (addresses[:-1] + nbytes[:-1] == addresses[1:]) & (starts[:-1] + nbytes[:-1] == starts[1:])
+    first = np.flatnonzero(np.concatenate([[True], ~joined]))
+    last = np.concatenate([first[1:], [len(jobs)]]) - 1
+    lengths = addresses[last] + nbytes[last] - addresses[first]
+    runs = [
+        memoryview((ctypes.c_uint8 * length).from_address(address)).cast("B")
+        for address, length in zip(addresses[first].tolist(), lengths.tolist(), strict=True)
+    ]
+    return runs, starts[first].tolist()
 
 
 def _width(job: DecodeJob) -> int:

@@ -107,7 +107,7 @@ class NvcompMemory:
         """What is held for a stream, all notes read."""
         while self._released:
             stream, nbytes = self._released.popleft()
-            self._held_nbytes[stream] -= nbytes
+            self._held_nbytes[stream] = self._held_nbytes.get(stream, 0) - nbytes
         return self._held_nbytes.get(stream_handle, 0)
 
     def peak_nbytes(self, stream_handle: int) -> int:

@@ -14,7 +14,7 @@ import torch
 
 from dcp_nvcomp.errors import CodecUnavailableError
 
-__all__ = ["cuda_unavailable_reason", "find_reason", "has_cuda_device", "load_cupy", "load_nvcomp", "nvcomp_version"]
+__all__ = ["cuda_unavailable_reason", "find_reason", "load_cupy", "load_nvcomp", "nvcomp_version"]
 
 # nvCOMP 6 brought batches made of one buffer, and another ANS bitstream; the next major version may change either.
 NVCOMP_MAJOR = "6"
@@ -40,11 +40,6 @@ def cuda_unavailable_reason() -> str | None:
     """
     built_for = getattr(torch.version, "cuda", None)
     return find_reason(built_for, _device_count() if built_for else 0, load_nvcomp, load_cupy)
-
-
-def has_cuda_device() -> bool:
-    """Whether there is a CUDA device, whatever else may be missing. Imports neither nvCOMP nor CuPy."""
-    return getattr(torch.version, "cuda", None) is not None and _device_count() > 0
 
 
 def _device_count() -> int:

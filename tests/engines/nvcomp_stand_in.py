@@ -315,6 +315,7 @@ class StandInDevice:
         self.capacity_nbytes = capacity_nbytes
         self.held_nbytes = 0
         self.peak_nbytes = 0
+        self.copies_in = 0
         self._taken: dict[int, int] = {}
         self._copies: list[tuple[Tensor, memoryview]] = []
         self._in_session = False
@@ -363,6 +364,7 @@ class StandInDevice:
 
     def copy_in(self, host: memoryview, target: Tensor) -> None:
         assert self._in_session
+        self.copies_in += 1
         target.copy_(host_tensor(host))
 
     def copy_out(self, source: Tensor, host: memoryview) -> None:

@@ -247,6 +247,38 @@ def test_a_flipped_byte(engine: CudaEngine) -> None:
         engine.decode([job(encoded, chain)], verify="stored")
 
 
+def exponents(count: int, symbols: int, first: int, seed: int) -> np.ndarray:
+    """Bytes such as the CPU engine's own encoder of literals takes: few values, some of them frequent."""
+    shares = 1.3 ** -np.arange(symbols, dtype=np.float64)
+    random = np.random.default_rng(seed)
+    return (first + random.choice(symbols, count, p=shares / shares.sum())).astype(np.uint8)
+
+
+LITERALS = {
+    "one block": exponents(128 << 10, 30, 95, 1),
+    "all listed symbols": exponents(128 << 10, 129, 0, 2),
+    "two symbols": exponents(128 << 10, 2, 127, 3),
+    "several blocks": exponents(1 << 20, 30, 95, 4),
+    "runs first and last": np.concatenate(
+        [np.full(128 << 10, 7, np.uint8), exponents(128 << 10, 20, 90, 5), np.full(128 << 10, 0, np.uint8)]
+    ),
+    "a run alone": np.full(128 << 10, 200, np.uint8),
+    **{f"last stream shorter by {gap}": exponents(100_000 - gap, 20, 100, 6) for gap in (1, 2, 3)},
+}
+
+
+@pytest.mark.parametrize("slice_nbytes", [128 << 10, 256 << 10, 1 << 20])
+@pytest.mark.parametrize("name", LITERALS)
+def test_frames_of_the_cpu_engines_own_encoder(engine: CudaEngine, name: str, slice_nbytes: int) -> None:
+    """Each form that `_literals.c` writes: nvCOMP's decoder is not libzstd's."""
+    chain, block = CodecChain(Bytes(), Zstd(slice_nbytes, literals_only=True)), LITERALS[name]
+    encoded = cpu_encode(block, chain)
+    assert len(encoded.data) < block.nbytes
+    decode = job(encoded, chain)
+    engine.decode([decode], verify="full")
+    assert same(decode.out, block)
+
+
 # ---- streams and memory ----------------------------------------------------------------------------------------------
 
 LONG = 400_000_000  # clock cycles, some tenths of a second

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
 import pytest
 
+from dcp_nvcomp import collector
 from dcp_nvcomp.collector import collector_paused
 
 
 @pytest.fixture(autouse=True)
 def collector_restored() -> Iterator[None]:
     yield
+    assert collector._waiting_for == 0
     gc.enable()
 
 
@@ -55,3 +59,22 @@ def test_the_last_of_several_threads_lets_it_go_on() -> None:
     leave.set()
     thread.join()
     assert gc.isenabled()
+
+
+def test_a_forked_child_has_its_collector() -> None:
+    """A child that is forked during a load has none of the threads that would end the pause."""
+    code = """
+import gc, os
+from dcp_nvcomp.collector import collector_paused
+with collector_paused():
+    child = os.fork()
+    if child == 0:
+        assert gc.isenabled()
+        with collector_paused():
+            assert not gc.isenabled()
+        os._exit(0 if gc.isenabled() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert not gc.isenabled()
+assert gc.isenabled()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

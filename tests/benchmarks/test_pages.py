@@ -1,0 +1,47 @@
+"""The documents say what was measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import pages
+from benchmarks.measuring import Settings, Spread
+from benchmarks.results import Report
+
+
+@pytest.mark.parametrize("path", pages.DOCUMENTS, ids=lambda path: path.name)
+def test_documents_are_up_to_date(path: Path) -> None:
+    text = path.read_text()
+    assert "<!-- results " in text
+    assert pages.filled(text) == text, "run python -m benchmarks.pages"
+
+
+def test_results_are_of_real_runs() -> None:
+    found = sorted(pages.RESULTS.glob("*.json"))
+    assert found
+    for path in found:
+        result = json.loads(path.read_text())
+        assert not result["quick"], path
+        assert result["machine"]["cpu"] and result["date"] and result["versions"]["torch"]
+
+
+def test_what_goes_into_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = Report("cpu", Settings())
+    table = report.table("speed", "Speed of all", writer=("writer", ""), rate=("rate, MB/s", ".0f"), more=("more", "d"))
+    table.add(writer="a", rate=Spread((3.0, 1.0, 2.0)), more=7)
+    report.at_least("speed", 2.0, 1.5)
+    report.at_most("size", 2.0, 1.5)
+    report.notes.append("one is left out")
+    report.write_json(tmp_path / "cpu.json")
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    places = ("results cpu/speed writer rate", "targets cpu", "measured cpu")
+    text = "".join(f"before\n<!-- {place} -->\nold\n<!-- end -->\nafter\n" for place in places)
+    filled = pages.filled(text)
+    assert "old" not in filled and filled.count("before\n") == filled.count("after\n") == 3
+    assert "Speed of all.\n\n| writer | rate, MB/s |\n| --- | ---: |\n| a | 2 (1-3) |\n" in filled
+    assert "| speed | 2.000 | >= 1.5 | met |\n| size | 2.000 | <= 1.5 | **not met** |" in filled
+    assert "One is left out." in filled
+    assert pages.filled(filled) == filled
