@@ -136,6 +136,7 @@ class FsspecFilesystem(Filesystem):
     """
 
     parallel_reads = _PARALLEL_READS
+    read_copies = 3  # as the client received it, joined, and where it is wanted
     parallel_writes = 4  # each holds up to about three parts in memory
 
     def __init__(self, path: str, protocol: str, options: Mapping[str, Any]) -> None:

@@ -43,6 +43,7 @@ class Filesystem(ABC):
     path: str  # as the user gave it, for messages
     parallel_reads: int  # how many range reads at once pay off here
     parallel_writes: int  # how many output streams at once pay off here
+    read_copies: int  # how often what is read is in memory, for a moment, while `read_into` runs
 
     def location(self, name: str) -> str:
         """The full path of a file of the checkpoint, for messages."""

@@ -129,12 +129,13 @@ class LoadJob:
 
     def _longest_read(self, wanted_nbytes: int) -> int:
         """How long a read may be: all threads' buffers together stay within the budget."""
-        budget_nbytes = self._options.host_memory_budget // self._threads
+        # an eighth is for what else a load needs
+        budget_nbytes = self._options.host_memory_budget // self._threads // self._filesystem.read_copies * 7 // 8
         if not self._may_use_cuda:
-            return max(1 << 20, min(READ_NBYTES, budget_nbytes // 2))
+            return max(1 << 20, min(READ_NBYTES, budget_nbytes))
         # longer only where there is enough to read for all threads, as nobody knows yet what is for the GPU
         fair_nbytes = max(READ_NBYTES, wanted_nbytes // (2 * self._threads))
-        longest = max(1 << 20, min(CUDA_READ_NBYTES, budget_nbytes * 3 // 4, fair_nbytes))
+        longest = max(1 << 20, min(CUDA_READ_NBYTES, budget_nbytes, fair_nbytes))
         return 1 << (longest.bit_length() - 1)  # as torch rounds page-locked memory up to a power of two
 
     def _read_footers(self, files: Sequence[FileTuple]) -> list[Footer]:

@@ -79,6 +79,7 @@ class PosixFilesystem(Filesystem):
     """
 
     parallel_reads = 2
+    read_copies = 1
     parallel_writes = 2
 
     def __init__(self, path: str, root: str, *, sync_files: bool = True) -> None:

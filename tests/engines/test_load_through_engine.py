@@ -160,21 +160,22 @@ def test_reads_are_longer_and_page_locked(tmp_path: Path, on_the_engine: OnTheEn
 
 
 class Storage:
-    def __init__(self, parallel_reads: int) -> None:
+    def __init__(self, parallel_reads: int, read_copies: int) -> None:
         self.parallel_reads = parallel_reads
+        self.read_copies = read_copies
 
 
 @pytest.mark.parametrize("budget", [8 << 20, 64 << 20, 1 << 30, 8 << 30])
 @pytest.mark.parametrize("threads", [1, 2, 8])
 def test_what_is_fetched_keeps_to_the_host_memory_budget(on_the_engine: OnTheEngine, budget: int, threads: int) -> None:
-    for parallel_reads in (1, 4):
+    for parallel_reads, copies in ((4, 3), (1, 1)):
         options = LoadOptions(threads, budget, budget, "stored", "auto", None, None)  # type: ignore[arg-type]
-        job = LoadJob(Storage(parallel_reads), None, options)  # type: ignore[arg-type]
+        job = LoadJob(Storage(parallel_reads, copies), None, options)  # type: ignore[arg-type]
         assert job._threads >= threads + 2, "some fetch while others decode"
         for wanted_nbytes in (0, 1 << 30, 1 << 40):
             read_nbytes = job._longest_read(wanted_nbytes)
             assert read_nbytes.bit_count() == 1, "torch would round it up"
-            assert read_nbytes * job._threads <= max(budget, job._threads << 20)
+            assert read_nbytes * copies * job._threads <= max(budget, copies * job._threads << 20)
     if budget >= 1 << 30:
         assert job._longest_read(1 << 40) == 64 << 20
 
