@@ -328,7 +328,7 @@ def test_a_block_that_is_damaged_in_the_file_is_named(
 
 def test_without_a_gpu_nothing_changes(on_the_engine: OnTheEngine) -> None:
     options = LoadOptions(4, 1 << 30, 1 << 30, "stored", "cpu", None, None)  # type: ignore[arg-type]
-    job = LoadJob(Storage(1), None, options)  # type: ignore[arg-type]
+    job = LoadJob(Storage(1, 1), None, options)  # type: ignore[arg-type]
     assert job._threads == 4
     assert job._longest_read(1 << 40) == loading.READ_NBYTES
 
