@@ -35,8 +35,8 @@ def plan_files(
     file_id: str,
     *,
     single_file_per_rank: bool,
-    parallel_writes: int,
-    thread_count: int,
+    streams: int,
+    file_nbytes: int,
 ) -> list[list[PlannedFile]]:
     """The data files of one rank.
 
@@ -45,8 +45,8 @@ def plan_files(
         rank: the rank, for the names.
         file_id: the id in the names.
         single_file_per_rank: whether items share files; otherwise each gets its own.
-        parallel_writes: how many output streams at once pay on this storage.
-        thread_count: threads that encode.
+        streams: how many output streams it may write at once.
+        file_nbytes: from what size on a file is worth the opening and the syncing.
 
     Returns:
         Lanes, which are written at the same time: the files of each are written one after the other.
@@ -55,11 +55,11 @@ def plan_files(
         return []
     sizes = [planned_nbytes(item) for item in items]
     if single_file_per_rank:
-        count = file_count(sum(sizes), parallel_writes, thread_count)
+        count = file_count(sum(sizes), streams, file_nbytes)
         bins = distribute(sizes, count)
         return [
             [PlannedFile(data_file_name(rank, number, file_id), tuple(items[i] for i in chosen))]
             for number, chosen in enumerate(bins)
         ]
-    lanes = distribute(sizes, min(parallel_writes, thread_count, len(items)))
+    lanes = distribute(sizes, min(streams, len(items)))
     return [[PlannedFile(data_file_name(rank, i, file_id), (items[i],)) for i in lane] for lane in lanes]

@@ -125,6 +125,7 @@ _OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci",
 _PARALLEL_READS = 16
 _MIN_PART_NBYTES = 5 << 20  # S3's own limit
 _PART_NBYTES = 16 << 20
+_PARALLEL_WRITES = 4
 _PARTS_BEFORE_GROWTH = 2000  # S3 takes 10,000 parts: with this growth nearly 1 TiB
 
 
@@ -137,7 +138,7 @@ class FsspecFilesystem(Filesystem):
 
     parallel_reads = _PARALLEL_READS
     read_copies = 3  # as the client received it, joined, and where it is wanted
-    parallel_writes = 4  # each holds up to about three parts in memory
+    file_nbytes_worthwhile = 64 << 20
 
     def __init__(self, path: str, protocol: str, options: Mapping[str, Any]) -> None:
         self.path = path
@@ -161,6 +162,10 @@ class FsspecFilesystem(Filesystem):
         except Exception as error:
             raise ConfigurationError(f"These storage options do not work: {error}.", path=path) from error
         self._root = root.rstrip("/")
+
+    def output_streams(self, thread_count: int, memory_budget: int) -> int:
+        # a stream waits for one part at a time, however many threads made it, and holds it up to five times meanwhile
+        return max(1, min(_PARALLEL_WRITES, memory_budget // (5 * self._part_nbytes)))
 
     def _key(self, name: str) -> str:
         return f"{self._root}/{check_relative_path(name, path=self.path)}"

@@ -42,8 +42,17 @@ class Filesystem(ABC):
 
     path: str  # as the user gave it, for messages
     parallel_reads: int  # how many range reads at once pay off here
-    parallel_writes: int  # how many output streams at once pay off here
+    file_nbytes_worthwhile: int  # from what size on a file is worth the opening and the syncing
     read_copies: int  # how often what is read is in memory, for a moment, while `read_into` runs
+
+    @abstractmethod
+    def output_streams(self, thread_count: int, memory_budget: int) -> int:
+        """How many output streams at once pay off here.
+
+        Args:
+            thread_count: threads that make what is written.
+            memory_budget: bytes of host memory that they and the streams have.
+        """
 
     def location(self, name: str) -> str:
         """The full path of a file of the checkpoint, for messages."""

@@ -8,22 +8,19 @@ from dataclasses import dataclass
 
 __all__ = ["ByteRange", "coalesce", "distribute", "file_count"]
 
-# A file of its own has to be worth the opening and the syncing.
-FILE_NBYTES = 256 << 20
 
-
-def file_count(total_nbytes: int, parallel_writes: int, thread_count: int) -> int:
-    """How many data files a rank writes: as many at once as the storage and the threads can use, none of them tiny.
+def file_count(total_nbytes: int, streams: int, file_nbytes: int) -> int:
+    """How many data files a rank writes: one for each stream, none of them tiny.
 
     Args:
         total_nbytes: bytes that the rank saves.
-        parallel_writes: how many output streams at once pay on this storage.
-        thread_count: threads that encode.
+        streams: how many output streams it may write at once.
+        file_nbytes: from what size on a file is worth the opening and the syncing.
 
     Returns:
         At least 1.
     """
-    return max(1, min(parallel_writes, thread_count, total_nbytes // FILE_NBYTES))
+    return max(1, min(streams, total_nbytes // file_nbytes))
 
 
 def distribute(sizes: Sequence[int], bins: int) -> list[list[int]]:

@@ -80,7 +80,7 @@ class PosixFilesystem(Filesystem):
 
     parallel_reads = 2
     read_copies = 1
-    parallel_writes = 2
+    file_nbytes_worthwhile = 256 << 20
 
     def __init__(self, path: str, root: str, *, sync_files: bool = True) -> None:
         self.path = path
@@ -88,6 +88,9 @@ class PosixFilesystem(Filesystem):
         self._sync_files = sync_files
         self._lock = threading.Lock()
         self._descriptors: OrderedDict[str, _Descriptor] = OrderedDict()
+
+    def output_streams(self, thread_count: int, memory_budget: int) -> int:
+        return min(2, thread_count)
 
     def _full(self, name: str) -> str:
         return os.path.join(self._root, check_relative_path(name, path=self.path))

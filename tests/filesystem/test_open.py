@@ -122,3 +122,16 @@ def test_options_that_are_right() -> None:
 def test_importing_needs_no_s3fs() -> None:
     code = "import sys, dcp_nvcomp.filesystem; assert not {'s3fs', 'botocore'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_streams_to_an_object_store_keep_to_the_memory_budget() -> None:
+    """Each holds a part several times; how many threads encode does not matter, as streams wait for the network."""
+    store = open_filesystem("memory://x")
+    streams = [store.output_streams(1, mebibytes << 20) for mebibytes in (1, 80, 160, 256, 1024, 1 << 20)]
+    assert streams == [1, 1, 2, 3, 4, 4]
+    small_parts = open_filesystem("s3://b/x", storage_options={"default_block_size": 5 << 20})
+    assert small_parts.output_streams(1, 64 << 20) == 2
+
+
+def test_streams_to_a_disk_are_few(tmp_path: Path) -> None:
+    assert [open_filesystem(tmp_path).output_streams(threads, 1) for threads in (1, 2, 16)] == [1, 2, 2]

@@ -14,9 +14,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.planner import WriteItem
 
-import dcp_nvcomp.planning
 from dcp_nvcomp import CheckpointReplacedError, NvcompReader, NvcompWriter
-from dcp_nvcomp.filesystem import open_filesystem
+from dcp_nvcomp.posix import PosixFilesystem
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -63,11 +62,10 @@ def test_one_file_per_item(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("thread_count", [1, 2, 5])
 def test_several_large_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, thread_count: int) -> None:
-    monkeypatch.setattr(dcp_nvcomp.planning, "FILE_NBYTES", 1 << 20)
+    monkeypatch.setattr(PosixFilesystem, "file_nbytes_worthwhile", 1 << 20)
     content = state(tensors=60)
     save(tmp_path, content, thread_count=thread_count)
-    parallel = open_filesystem(tmp_path).parallel_writes
-    assert len(data_files(tmp_path)) == min(parallel, thread_count)
+    assert len(data_files(tmp_path)) == min(2, thread_count)
     sizes = [os.path.getsize(tmp_path / name) for name in data_files(tmp_path)]
     assert max(sizes) < 2 * min(sizes)
     check_loads(tmp_path, content)
