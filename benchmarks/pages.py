@@ -3,7 +3,7 @@
     python -m benchmarks.pages            after results in benchmarks/results/ changed
 
 A document says where: a line `<!-- results SUITE/TABLE [COLUMN ...] -->` begins what is replaced, up to `<!-- end -->`.
-`<!-- measured SUITE -->` stands for a sentence on machine, date and command, and `<!-- targets SUITE -->` for the list
+`<!-- machine SUITE -->` stands for a sentence on machine, date and command, and `<!-- targets SUITE -->` for the list
 of the suite's targets. tests/benchmarks/test_pages.py checks that the documents are up to date.
 """
 
@@ -23,7 +23,7 @@ __all__ = ["DOCUMENTS", "filled", "main"]
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md")
-_PLACE = re.compile(r"<!-- (results|measured|targets) (\S+)([^\n]*?) -->\n.*?<!-- end -->", re.DOTALL)
+_PLACE = re.compile(r"<!-- (results|machine|targets) (\S+)([^\n]*?) -->\n.*?<!-- end -->", re.DOTALL)
 
 
 def filled(text: str) -> str:
@@ -35,7 +35,7 @@ def filled(text: str) -> str:
     """
     fillers: dict[str, Callable[[str, Sequence[str]], str]] = {
         "results": _table,
-        "measured": lambda suite, _: _sentence(_result(suite)),
+        "machine": lambda suite, _: _sentence(_result(suite)),
         "targets": lambda suite, _: _targets(_result(suite)),
     }
 
@@ -74,7 +74,7 @@ def _sentence(result: Mapping[str, Any]) -> str:
     packages = ", ".join(
         f"{name} {versions[name]}" for name in ("torch", "zstandard", "zipnn", "s3fs") if name in versions
     )
-    text = f"Measured on {result['date'][:10]} with `{result['command']}` on {where}, {packages}."
+    text = f"Measured on {result['date'][:10]} with `{result['command']}` on {where}; {packages}."
     return "\n".join([text, *(f"\n{note[0].upper()}{note[1:]}." for note in result["notes"])])
 
 

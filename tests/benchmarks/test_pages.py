@@ -37,7 +37,7 @@ def test_what_goes_into_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     report.notes.append("one is left out")
     report.write_json(tmp_path / "cpu.json")
     monkeypatch.setattr(pages, "RESULTS", tmp_path)
-    places = ("results cpu/speed writer rate", "targets cpu", "measured cpu")
+    places = ("results cpu/speed writer rate", "targets cpu", "machine cpu")
     text = "".join(f"before\n<!-- {place} -->\nold\n<!-- end -->\nafter\n" for place in places)
     filled = pages.filled(text)
     assert "old" not in filled and filled.count("before\n") == filled.count("after\n") == 3
