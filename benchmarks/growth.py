@@ -135,7 +135,8 @@ def size(report: Report) -> None:
     per_byte = [row["stock_save_seconds"].median / row["nbytes"] for row in (table.rows[-1], base)]
     own = table.rows[-1]["save_per_gb"].median / base["save_per_gb"].median
     report.notes.append(
-        f"at the largest size a save takes {own:.2f} x as long per byte as at 1 x, DCP's {per_byte[0] / per_byte[1]:.2f} x"
+        f"at the largest size a save takes {own:.2f} x as long per byte as at 1 x, "
+        f"DCP's {per_byte[0] / per_byte[1]:.2f} x"
     )
     _plot(report, table.rows, "nbytes", "Growing state", "bytes", log=True)
 
