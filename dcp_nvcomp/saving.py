@@ -111,7 +111,12 @@ class SaveJob:
         self._new_record_maker = new_record_maker
         self._resolve = resolve
         self._options = options
-        most = BUFFERS_PER_THREAD * (options.thread_count + len(lanes))
+        # enough to keep all busy, and more where the budget allows: some tensors are encoded faster than they are
+        # written and others slower, and only what was encoded ahead evens that out
+        most = max(
+            BUFFERS_PER_THREAD * (options.thread_count + len(lanes)),
+            options.host_memory_budget // 8 // HOST_BUFFER_NBYTES,
+        )
         # where a GPU may take part, most of the budget is for its larger batches
         host_budget = options.host_memory_budget // (4 if options.may_use_cuda else 1)
         self._host_pool = BufferPool(HOST_BUFFER_NBYTES, host_budget, most)
