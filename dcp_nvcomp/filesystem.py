@@ -13,18 +13,31 @@ import inspect
 import logging
 import os
 import re
+import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timezone
 from typing import Any
 
 import fsspec
 from fsspec.spec import AbstractBufferedFile
 
+from . import s3
 from .errors import ConcurrentSaveError, ConfigurationError, StorageError, TruncatedFileError
-from .filesystem_base import Filesystem, OutputStream, check_relative_path, storage_errors, too_large, too_short
+from .filesystem_base import (
+    FileInfo,
+    Filesystem,
+    OutputStream,
+    UnfinishedUpload,
+    check_relative_path,
+    storage_errors,
+    too_large,
+    too_short,
+)
+from .options import unknown_option
 from .posix import PosixFilesystem
 
-__all__ = ["Filesystem", "OutputStream", "check_relative_path", "open_filesystem"]
+__all__ = ["FileInfo", "Filesystem", "OutputStream", "UnfinishedUpload", "check_relative_path", "open_filesystem"]
 
 logger = logging.getLogger(__name__)
 
@@ -94,29 +107,7 @@ def _check_options(
     for option in options.keys() - names:
         close = difflib.get_close_matches(option, [*known_options, *sorted(names)], n=1, cutoff=0.75)
         if close or (protocol in _CLOSED and not may_pass):
-            raise _unknown_option(option, close, f"{protocol}:// takes {', '.join(sorted(names))}")
-
-
-def _check_s3_additional_kwargs(fs: Any) -> None:
-    """s3fs drops silently what no S3 operation takes: a mistyped ServerSideEncryption would store plain data."""
-    model = fs.s3.meta.service_model
-    operations = ("PutObject", "CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload", "GetObject")
-    names = {"acl"}.union(*(model.operation_model(operation).input_shape.members for operation in operations))
-    for option in fs.s3_additional_kwargs.keys() - names:
-        close = difflib.get_close_matches(option, sorted(names), n=1, cutoff=0.6)
-        raise _unknown_option(option, close, "s3_additional_kwargs takes the parameters of S3's PutObject and the like")
-
-
-def _drop_expect_header(fs: Any) -> None:
-    """Let uploads time out: while aiohttp waits for "100 Continue", botocore's read_timeout does not run."""
-    from botocore.handlers import add_expect_header  # type: ignore[import-untyped]
-
-    fs.s3.meta.events.unregister("before-call.s3", add_expect_header)
-
-
-def _unknown_option(option: str, close: Sequence[str], otherwise: str) -> ConfigurationError:
-    hint = f"did you mean {close[0]!r}?" if close else f"{otherwise}."
-    return ConfigurationError(f"Unknown option {option!r}: {hint}")
+            raise unknown_option(option, close, f"{protocol}:// takes {', '.join(sorted(names))}")
 
 
 # A PUT is atomic and directories do not exist. Elsewhere directories are made, as on a disk.
@@ -127,6 +118,24 @@ _MIN_PART_NBYTES = 5 << 20  # S3's own limit
 _PART_NBYTES = 16 << 20
 _PARALLEL_WRITES = 4
 _PARTS_BEFORE_GROWTH = 2000  # S3 takes 10,000 parts: with this growth nearly 1 TiB
+
+
+# What fsspec's filesystems call the time of the last write, in `info` and `ls`.
+_MODIFIED = ("LastModified", "mtime", "modified", "updated", "last_modified", "created")
+
+
+def _modified_seconds(info: Mapping[str, Any]) -> float | None:
+    for name in _MODIFIED:
+        value = info.get(name)
+        if isinstance(value, datetime):
+            return value.replace(tzinfo=value.tzinfo or timezone.utc).timestamp()
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        if isinstance(value, str):
+            with contextlib.suppress(ValueError):
+                parsed = datetime.fromisoformat(value.replace("Z", "+00:00"))
+                return parsed.replace(tzinfo=parsed.tzinfo or timezone.utc).timestamp()
+    return None
 
 
 class FsspecFilesystem(Filesystem):
@@ -143,6 +152,7 @@ class FsspecFilesystem(Filesystem):
     def __init__(self, path: str, protocol: str, options: Mapping[str, Any]) -> None:
         self.path = path
         self._makes_directories = protocol not in _OBJECT_STORES
+        self._is_s3 = protocol in ("s3", "s3a")
         options = {"use_listings_cache": False, **options}  # a stale listing hides new files and shows removed ones
         if protocol in ("s3", "s3a"):
             pool = {"max_pool_connections": 2 * _PARALLEL_READS}  # botocore's 10 would queue our parallel reads
@@ -155,8 +165,8 @@ class FsspecFilesystem(Filesystem):
             self._fs, root = fsspec.url_to_fs(path, **options)
             if protocol in ("s3", "s3a") and not options.get("asynchronous"):
                 self._fs.connect()  # no request yet, but wrong client options show here
-                _check_s3_additional_kwargs(self._fs)
-                _drop_expect_header(self._fs)
+                s3.check_additional_kwargs(self._fs)
+                s3.drop_expect_header(self._fs)
         except ConfigurationError:
             raise
         except Exception as error:
@@ -242,15 +252,44 @@ class FsspecFilesystem(Filesystem):
                 return None
             return int(info["size"]) if info["type"] == "file" else None
 
-    def list_names(self) -> list[str]:
+    def list_files(self) -> list[FileInfo]:
         with storage_errors("list", self.path):
             self._fs.invalidate_cache()
             try:
                 found = self._fs.ls(self._root, detail=True)
             except (FileNotFoundError, NotADirectoryError):
                 return []
-        inside = [item["name"].removeprefix(f"{self._root}/") for item in found if item["type"] == "file"]
-        return sorted(name for name in inside if name and "/" not in name)
+        inside = [
+            FileInfo(item["name"].removeprefix(f"{self._root}/"), int(item["size"]), _modified_seconds(item))
+            for item in found
+            if item["type"] == "file"
+        ]
+        return sorted((file for file in inside if file.name and "/" not in file.name), key=lambda file: file.name)
+
+    def list_uploads(self) -> list[UnfinishedUpload]:
+        if not self._is_s3:
+            return []
+        with storage_errors("list unfinished uploads of", self.path):
+            return s3.list_uploads(self._fs, self._root)
+
+    def abort_uploads(self, uploads: Iterable[UnfinishedUpload]) -> None:
+        for upload in uploads:
+            with storage_errors("abort an unfinished upload of", self.location(upload.name)):
+                s3.abort_upload(self._fs, self._key(upload.name), upload.upload_id)
+
+    def now_seconds(self) -> float:
+        with storage_errors("ask for the time", self.path):
+            if self._is_s3:
+                return s3.now_seconds(self._fs, self._root)
+            key = f"{self._root}/.clock-{uuid.uuid4().hex}"
+            self._fs.pipe_file(key, b"")
+            try:
+                seconds = _modified_seconds(self._fs.info(key))
+            finally:
+                self._fs.rm_file(key)
+        if seconds is None:
+            raise StorageError("The storage does not tell when files were written.", path=self.path)
+        return seconds
 
     def remove(self, names: Iterable[str]) -> None:
         keys = {self.location(name): self._key(name) for name in names}

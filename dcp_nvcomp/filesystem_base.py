@@ -3,6 +3,7 @@
     data files    open_output -> write ... -> close      or abort, which leaves nothing
     commit        publish: readers see all of the bytes or none of them
     load          read_all for small files, read and read_into for ranges
+    clean         list_files, list_uploads and the storage's own clock; remove, abort_uploads
 
 What a storage client raises never leaves these classes: it becomes a `StorageError`, a `TruncatedFileError` or a
 `ConfigurationError`. Use it through filesystem.py, which knows the implementations.
@@ -15,10 +16,51 @@ import errno
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from .errors import CheckpointError, FormatError, StorageError, TruncatedFileError, UnsafePathError
 
-__all__ = ["Filesystem", "OutputStream", "check_relative_path", "storage_errors", "too_large", "too_short"]
+__all__ = [
+    "FileInfo",
+    "Filesystem",
+    "OutputStream",
+    "UnfinishedUpload",
+    "check_relative_path",
+    "storage_errors",
+    "too_large",
+    "too_short",
+]
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """A plain file directly in the directory.
+
+    Attributes:
+        name: its name.
+        nbytes: its size.
+        modified_seconds: when it was last written, in seconds since 1970 by the storage's clock; None where the storage
+            does not tell.
+    """
+
+    name: str
+    nbytes: int
+    modified_seconds: float | None
+
+
+@dataclass(frozen=True)
+class UnfinishedUpload:
+    """A multipart upload that was begun and neither completed nor aborted: an object store keeps its parts for ever.
+
+    Attributes:
+        name: the file it was to become.
+        upload_id: what the store calls it.
+        begun_seconds: when it was begun, in seconds since 1970 by the storage's clock.
+    """
+
+    name: str
+    upload_id: str
+    begun_seconds: float
 
 
 class OutputStream(ABC):
@@ -91,8 +133,24 @@ class Filesystem(ABC):
         """The size of a file as the storage sees it now, or None where there is no such file."""
 
     @abstractmethod
+    def list_files(self) -> list[FileInfo]:
+        """The plain files directly in the directory, by name; empty where there is none."""
+
     def list_names(self) -> list[str]:
         """Sorted names of the plain files directly in the directory; empty where there is none."""
+        return [file.name for file in self.list_files()]
+
+    def list_uploads(self) -> list[UnfinishedUpload]:
+        """Unfinished multipart uploads of files directly in the directory. Only object stores have any."""
+        return []
+
+    def abort_uploads(self, uploads: Iterable[UnfinishedUpload]) -> None:
+        """Throw away the parts of unfinished uploads; those that are gone already are fine."""
+        assert not list(uploads)
+
+    @abstractmethod
+    def now_seconds(self) -> float:
+        """Seconds since 1970 by the clock that `FileInfo.modified_seconds` was taken from."""
 
     @abstractmethod
     def remove(self, names: Iterable[str]) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from dcp_nvcomp.errors import ConfigurationError
 
-__all__ = ["ENGINES", "check_budget", "check_choice", "check_thread_count", "option_names"]
+__all__ = ["ENGINES", "check_budget", "check_choice", "check_thread_count", "option_names", "unknown_option"]
 
 ENGINES = ("auto", "cpu", "cuda")
 MAX_DEFAULT_THREADS = 8
@@ -42,3 +43,15 @@ def option_names(cls: type) -> list[str]:
     """Names of the options of a constructor, to tell a mistyped one from a storage option."""
     parameters = inspect.signature(cls).parameters.values()
     return [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+
+
+def unknown_option(option: str, close: Sequence[str], otherwise: str) -> ConfigurationError:
+    """The error for an option that nobody takes.
+
+    Args:
+        option: its name.
+        close: names that were perhaps meant.
+        otherwise: what to say where there is none.
+    """
+    hint = f"did you mean {close[0]!r}?" if close else f"{otherwise}."
+    return ConfigurationError(f"Unknown option {option!r}: {hint}")

@@ -11,13 +11,22 @@ import contextlib
 import errno
 import os
 import stat
+import tempfile
 import threading
 import uuid
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
 from .errors import ConcurrentSaveError, StorageError, UnsafePathError
-from .filesystem_base import Filesystem, OutputStream, check_relative_path, storage_errors, too_large, too_short
+from .filesystem_base import (
+    FileInfo,
+    Filesystem,
+    OutputStream,
+    check_relative_path,
+    storage_errors,
+    too_large,
+    too_short,
+)
 
 __all__ = ["PosixFilesystem"]
 
@@ -69,6 +78,14 @@ def _sync_directory(path: str) -> None:
 
 def _create(path: str) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
+def _info(item: os.DirEntry[str]) -> FileInfo | None:
+    try:
+        found = item.stat(follow_symlinks=False)
+    except FileNotFoundError:  # removed since it was listed
+        return None
+    return FileInfo(item.name, found.st_size, found.st_mtime) if stat.S_ISREG(found.st_mode) else None
 
 
 class PosixFilesystem(Filesystem):
@@ -227,13 +244,19 @@ class PosixFilesystem(Filesystem):
                 return None
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
-    def list_names(self) -> list[str]:
+    def list_files(self) -> list[FileInfo]:
         with storage_errors("list", self.path):
             try:
                 with os.scandir(self._root) as items:
-                    return sorted(item.name for item in items if item.is_file(follow_symlinks=False))
+                    found = [_info(item) for item in items]
             except (FileNotFoundError, NotADirectoryError):
                 return []
+        return sorted((file for file in found if file is not None), key=lambda file: file.name)
+
+    def now_seconds(self) -> float:
+        # a network file system stamps files by the server's clock: so ask it for a stamp
+        with storage_errors("write", self.path), tempfile.TemporaryFile(dir=self._root) as file:
+            return os.fstat(file.fileno()).st_mtime
 
     def remove(self, names: Iterable[str]) -> None:
         for name in names:

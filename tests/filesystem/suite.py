@@ -110,6 +110,19 @@ class FilesystemSuite:
             with pytest.raises(TruncatedFileError):
                 filesystem.read_into("short", start, memoryview(bytearray(stop - start)))
 
+    def test_files_tell_their_size_and_age(self, filesystem: Filesystem) -> None:
+        before = filesystem.now_seconds()
+        write_file(filesystem, "a", b"123")
+        write_file(filesystem, "b", b"")
+        after = filesystem.now_seconds()
+        files = filesystem.list_files()
+        assert [(file.name, file.nbytes) for file in files] == [("a", 3), ("b", 0)]
+        for file in files:  # whole seconds are all that some stores tell
+            assert file.modified_seconds is not None
+            assert before - 1.1 <= file.modified_seconds <= after + 1.1
+        assert filesystem.list_uploads() == []
+        filesystem.abort_uploads([])
+
     def test_missing_file(self, filesystem: Filesystem, another: Callable[[str], Filesystem]) -> None:
         for lonely in (filesystem, another("step-that-never-was")):
             assert lonely.file_nbytes("missing") is None

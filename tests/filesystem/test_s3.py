@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import os
 import socket
 import time
 import tracemalloc
@@ -221,3 +222,22 @@ def test_no_server(s3_store: Place, listening: bool) -> None:
         with pytest.raises(StorageError, match=endpoint):
             filesystem.publish("a", b"x")
         assert time.monotonic() - began < 20
+
+
+def test_unfinished_uploads(any_s3_store: Place) -> None:
+    """As a killed client leaves them: only those directly in the directory are listed, and aborted."""
+    url, options = any_s3_store
+    client, bucket = client_of(any_s3_store)
+    filesystem = open_filesystem(f"{url}/step", storage_options=options)
+    before = filesystem.now_seconds()
+    keys = ["run/step/a", "run/step/a", "run/step/b", "run/step/inner/c", "run/step-2/a", "run/a"]
+    for key in keys:
+        client.call_s3("create_multipart_upload", Bucket=bucket, Key=key)
+    found = filesystem.list_uploads()
+    assert sorted(upload.name for upload in found) == ["a", "a", "b"]
+    if "DCP_NVCOMP_TEST_S3" in os.environ and options["endpoint_url"] == os.environ["DCP_NVCOMP_TEST_S3"]:
+        # moto says 2010 of every upload
+        assert all(before - 60 <= upload.begun_seconds <= before + 60 for upload in found)
+    filesystem.abort_uploads(found)
+    filesystem.abort_uploads(found)  # gone already
+    assert sorted(upload["Key"] for upload in unfinished_uploads(any_s3_store)) == sorted(keys[3:])

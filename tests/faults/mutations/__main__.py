@@ -1,0 +1,71 @@
+"""Runs the mutations; see the package. Exit status 1 where one was not caught."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import tests.faults.mutations as package
+from tests.faults.mutations import Mutation
+
+ROOT = Path(__file__).resolve().parents[3]
+COPIED = ("dcp_nvcomp", "tests", "benchmarks", "docs", "examples", "setup.cfg", "README.md", "Makefile")
+
+
+def mutations() -> Iterator[Mutation]:
+    """Those of all modules of the package."""
+    for module in pkgutil.iter_modules(package.__path__):
+        if module.name != "__main__":
+            yield from importlib.import_module(f"{package.__name__}.{module.name}").MUTATIONS
+
+
+def failures(mutation: Mutation, directory: Path) -> list[str]:
+    """Names of the tests that fail without the protection."""
+    copy = directory / "copy"
+    shutil.rmtree(copy, ignore_errors=True)
+    copy.mkdir()
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, copy / name)
+    path = copy / mutation.file
+    text = path.read_text()
+    assert text.count(mutation.old) == 1, f"{mutation.file} has {text.count(mutation.old)} times: {mutation.old!r}"
+    path.write_text(text.replace(mutation.old, mutation.new))
+    options = "-q -x --show-capture=no --tb=no"
+    command = [sys.executable, "-m", "pytest", *options.split(), "-m", "", *mutation.tests.split()]
+    environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    run = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
+    if run.returncode not in (0, 1):
+        raise SystemExit(f"pytest could not run:\n{run.stdout}\n{run.stderr}")
+    return re.findall(r"^(?:FAILED|ERROR) (\S+)", run.stdout, re.MULTILINE) if run.returncode else []
+
+
+def main() -> None:
+    """Run all, or those that a word on the command line selects."""
+    words, missed, count = sys.argv[1:], 0, 0
+    with tempfile.TemporaryDirectory() as directory:
+        for mutation in mutations():
+            if words and not any(word in f"{mutation.row} {mutation.file}" for word in words):
+                continue
+            caught = failures(mutation, Path(directory))
+            count, missed = count + 1, missed + (not caught)
+            line = " ".join(mutation.old.split())[:80]
+            verdict = "caught" if caught else "MISSED"
+            print(" | ".join([verdict, mutation.row, mutation.file, line, ", ".join(caught)]), flush=True)
+    print(f"{count} mutations, {missed} missed")
+    sys.exit(1 if missed else 0)
+
+
+if __name__ == "__main__":
+    main()
