@@ -2,12 +2,17 @@
 
 1  read which files the checkpoint that is there now names
 2  publish __<save_id>.metadata: the same bytes under a name of its own, for recovery
-3  publish .metadata: from here on the new checkpoint exists, and the old one does not
-4  remove the old one's files; a crash in between leaves orphans, which do no harm
+3  look whether every data file is there, whole: ranks may have written elsewhere, or somebody removed some
+4  publish .metadata: from here on the new checkpoint exists, and the old one does not
+5  remove the old one's files, its __<save_id>.metadata first, so that this never names files that are gone;
+   a crash in between leaves orphans, which do no harm
+
+docs/reliability.md has the reason for each step.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
 import threading
@@ -15,7 +20,7 @@ from collections.abc import Callable, Iterable
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp_nvcomp.errors import CheckpointError, CheckpointExistsError, MetadataError
+from dcp_nvcomp.errors import CheckpointError, CheckpointExistsError, MetadataError, StorageError
 from dcp_nvcomp.filesystem import Filesystem
 from dcp_nvcomp.format import DATA_FILE_SUFFIX, MAX_METADATA_NBYTES
 from dcp_nvcomp.metadata import (
@@ -95,6 +100,28 @@ def _check_readable(metadata: Metadata, path: str) -> None:
         ) from error
 
 
+def _check_present(filesystem: Filesystem, metadata: Metadata) -> None:
+    """Make sure that all data files are where readers will look for them, with the sizes that were written.
+
+    Raises:
+        StorageError: one is missing or has another size.
+    """
+    files = {name: nbytes for name, nbytes, *_ in {value[0] for value in metadata.storage_data.values()}}
+    listed = {file.name: file.nbytes for file in filesystem.list_files()}
+    unseen = sorted(name for name, nbytes in files.items() if listed.get(name) != nbytes)
+    for name in unseen:
+        nbytes = filesystem.file_nbytes(name)  # the listing of a network filesystem may be a minute old
+        if nbytes != files[name]:
+            state = "is not there" if nbytes is None else f"has {nbytes} bytes instead of {files[name]}"
+            raise StorageError(
+                f"A data file of this save {state}, as one of {len(unseen)} of {len(files)} that the coordinator does "
+                "not see as they were written. All ranks must save to the same storage, and nothing may remove files "
+                "from it during a save.",
+                path=filesystem.location(name),
+                errno=errno.ENOENT,
+            )
+
+
 def commit_checkpoint(
     filesystem: Filesystem, metadata: Metadata, save_id: str, own_files: Iterable[str], *, overwrite: bool
 ) -> None:
@@ -110,7 +137,7 @@ def commit_checkpoint(
     Raises:
         ConcurrentSaveError: it may not, and another save was published in the meantime.
         MetadataError: what the planner wants stored could not be read again.
-        StorageError: it could not be published, or it is unknown whether it was.
+        StorageError: a data file is missing; or it could not be published, or it is unknown whether it was.
     """
     copy = save_metadata_name(save_id)
     try:
@@ -118,6 +145,7 @@ def commit_checkpoint(
         replaced = _files_of_current(filesystem) or set()
         data = serialize_metadata(metadata)
         filesystem.publish(copy, data)
+        _check_present(filesystem, metadata)
     except CheckpointError:
         _remove(filesystem, {copy, *own_files}, "a save that was not published")
         raise
@@ -136,9 +164,15 @@ def commit_checkpoint(
 
 
 def _remove(filesystem: Filesystem, names: Iterable[str], whose: str) -> None:
-    """Remove files whose fate changes nothing: a failure is no reason to fail the save, or to hide why it failed."""
+    """Remove files whose fate changes nothing: a failure is no reason to fail the save, or to hide why it failed.
+
+    Metadata goes first: what is left of it when this is cut short never names files that are gone.
+    """
+    names = set(names)
+    data_files = {name for name in names if name.endswith(DATA_FILE_SUFFIX)}
     try:
-        filesystem.remove(names)
+        filesystem.remove(sorted(names - data_files))
+        filesystem.remove(sorted(data_files))
     except CheckpointError as error:
         logger.warning("Files of %s could not be removed: %s", whose, error)
 

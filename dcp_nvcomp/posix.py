@@ -1,8 +1,9 @@
 """Local paths, by system calls: what the durability promises of POSIX need, and fsspec's local files do not do.
 
-A file is durable once it was fsynced, a name once its directory was. Data files are created exclusively, so no save
-ever writes into another one's. A small file is published as a temporary in the same directory, fsynced, and then
-renamed (or linked, where it must not replace another), so that a reader sees the old bytes or the new ones.
+A file is durable once it was fsynced, a name once its directory was, and that one's name once the directory above it
+was. Data files are created exclusively, so no save ever writes into another one's. A small file is published as a
+temporary in the same directory, fsynced, and then renamed (or linked, where it must not replace another), so that a
+reader sees the old bytes or the new ones.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import stat
 import tempfile
 import threading
 import uuid
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
@@ -31,6 +33,7 @@ from .filesystem_base import (
 __all__ = ["PosixFilesystem"]
 
 _MAX_OPEN_FILES = 64
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _MAX_READ_NBYTES = 1 << 30  # Linux gives at most 2 GiB a call
 
 
@@ -76,6 +79,13 @@ def _sync_directory(path: str) -> None:
         os.close(descriptor)
 
 
+def _same_file(one: str, other: str) -> bool:
+    try:
+        return os.path.samestat(os.lstat(one), os.lstat(other))
+    except FileNotFoundError:
+        return False
+
+
 def _create(path: str) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
@@ -103,6 +113,7 @@ class PosixFilesystem(Filesystem):
         self.path = path
         self._root = root
         self._sync_files = sync_files
+        self._parents_synced = False
         self._lock = threading.Lock()
         self._descriptors: OrderedDict[str, _Descriptor] = OrderedDict()
 
@@ -114,19 +125,18 @@ class PosixFilesystem(Filesystem):
 
     def create_directory(self) -> None:
         with storage_errors("create the directory", self.path):
-            self._create_directory(self._root)
+            os.makedirs(self._root, exist_ok=True)
 
-    def _create_directory(self, path: str) -> None:
-        if os.path.isdir(path):
+    def _sync_parents(self) -> None:
+        """Make the directory's own name durable, and those above it: they may be new, whoever made them."""
+        if self._parents_synced or not self._sync_files:
             return
-        parent = os.path.dirname(path)
-        self._create_directory(parent)
-        try:
-            os.mkdir(path)
-        except FileExistsError:  # another rank was faster
-            if not os.path.isdir(path):
-                raise
-        _sync_directory(parent)
+        device, path = os.stat(self._root).st_dev, self._root
+        while (parent := os.path.dirname(path)) != path and os.stat(parent).st_dev == device:
+            with contextlib.suppress(PermissionError):  # then somebody else made what is in it
+                _sync_directory(parent)
+            path = parent
+        self._parents_synced = True
 
     def open_output(self, name: str) -> OutputStream:
         return _PosixOutput(self._full(name), self.location(name), sync_files=self._sync_files)
@@ -142,6 +152,7 @@ class PosixFilesystem(Filesystem):
                     os.fsync(descriptor)
                 finally:
                     os.close(descriptor)
+                self._sync_parents()
                 if overwrite:
                     os.rename(temporary, final)
                 else:
@@ -155,8 +166,25 @@ class PosixFilesystem(Filesystem):
         try:
             os.link(temporary, final)
         except FileExistsError as error:
+            if _same_file(temporary, final):  # a network filesystem asked twice, as the first reply was lost
+                return
             message = "Another save has published here already."
             raise ConcurrentSaveError(message, path=self.location(name)) from error
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            self._rename_new(temporary, final, name)
+
+    def _rename_new(self, temporary: str, final: str, name: str) -> None:
+        """As near as it gets on a filesystem without hard links (FAT, some FUSE)."""
+        message = (
+            f"{self.path} is on a filesystem without hard links, so overwrite=False is only a check there: of two "
+            "saves that publish at the very same time, the later one stays."
+        )
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+        if os.path.lexists(final):
+            raise ConcurrentSaveError("Another save has published here already.", path=self.location(name))
+        os.rename(temporary, final)
 
     def read(self, name: str, start: int, stop: int) -> bytes:
         assert 0 <= start <= stop

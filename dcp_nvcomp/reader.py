@@ -235,7 +235,8 @@ class NvcompReader(StorageReader):
             load_stock_items(filesystem, stock, planner, options.safe, options.conversions)
         except CheckpointError as error:
             error.message += " What was being loaded into is undefined now: load again before using it."
-            if isinstance(error, StorageError) and error.errno == errno.ENOENT:
+            # ESTALE is what NFS makes of a file that another machine removed
+            if isinstance(error, StorageError) and error.errno in (errno.ENOENT, errno.ESTALE):
                 self._raise_if_replaced(filesystem, error)
             raise
         finally:
@@ -284,7 +285,8 @@ class NvcompReader(StorageReader):
 def _nothing_there(filesystem: Filesystem, names: Sequence[str]) -> CheckpointNotFoundError:
     if any(name.endswith(DATA_FILE_SUFFIX) for name in names):
         return IncompleteCheckpointError(
-            "There are data files but no `.metadata`: the save never finished. Load an earlier checkpoint.",
+            "There are data files but no `.metadata`: the save never finished, so load an earlier checkpoint. If "
+            "`.metadata` was lost, `dcp-nvcomp recover` brings it back.",
             path=filesystem.path,
         )
     return CheckpointNotFoundError("There is no checkpoint here: no `.metadata` was found.", path=filesystem.path)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dcp_nvcomp.errors import StorageError, TruncatedFileError, UnsafePathError
+from dcp_nvcomp.errors import ConcurrentSaveError, StorageError, TruncatedFileError, UnsafePathError
 from dcp_nvcomp.filesystem import open_filesystem
 
 from .suite import FilesystemSuite, Place, write_file
@@ -126,7 +126,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
     def recording(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def recorded(first: Any, *rest: Any) -> Any:
-            path = os.readlink(f"/proc/self/fd/{first}") if name == "fsync" else (rest or (first,))[0]
+            path = rest[0] if name in ("rename", "link") else first
+            path = os.readlink(f"/proc/self/fd/{first}") if name == "fsync" else path
             result = call(first, *rest)
             record.append((name, ".tmp" if str(path).endswith(".tmp") else os.path.basename(path)))
             return result
@@ -155,10 +156,65 @@ def test_order_of_data_files(tmp_path: Path, calls: list[tuple[str, str]]) -> No
     assert calls == []
 
 
-def test_new_directories_are_durable(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
-    filesystem = open_filesystem(tmp_path / "a" / "b")
+def test_directories_are_durable_before_a_name_is_published(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
+    """Whoever made them: scripts make a run's directory themselves, and do not fsync what that is in."""
+    (tmp_path / "a").mkdir()
+    filesystem = open_filesystem(tmp_path / "a" / "b" / "c")
     filesystem.create_directory()
-    assert calls == [("mkdir", "a"), ("fsync", tmp_path.name), ("mkdir", "b"), ("fsync", "a")]
+    calls.clear()
+    filesystem.publish("x", b"x")
+    assert calls[:4] == [("fsync", ".tmp"), ("fsync", "b"), ("fsync", "a"), ("fsync", tmp_path.name)]
+    assert calls[-2:] == [("rename", "x"), ("fsync", "c")]
+    assert {name for name, _ in calls[:-2]} == {"fsync"}
+    calls.clear()
+    filesystem.publish("y", b"y", overwrite=False)  # once is enough
+    assert calls == [("fsync", ".tmp"), ("link", "y"), ("unlink", ".tmp"), ("fsync", "c")]
+
+
+def test_a_parent_that_may_not_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def refuse(path: Any, flags: int, *rest: Any, **options: Any) -> int:
+        if path == str(tmp_path):
+            raise PermissionError(errno.EACCES, "may only be searched")
+        return real(path, flags, *rest, **options)
+
+    filesystem = open_filesystem(tmp_path / "a")
+    filesystem.create_directory()
+    monkeypatch.setattr(os, "open", refuse)
+    filesystem.publish("x", b"x")
+    assert filesystem.read_all("x", limit_nbytes=1) == b"x"
+
+
+def test_a_link_that_was_made_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS repeats a call whose reply was lost; the second one finds the link that the first one made."""
+    real = os.link
+
+    def twice(*arguments: Any) -> None:
+        real(*arguments)
+        real(*arguments)
+
+    monkeypatch.setattr(os, "link", twice)
+    filesystem = open_filesystem(tmp_path)
+    filesystem.publish("x", b"x", overwrite=False)
+    with pytest.raises(ConcurrentSaveError):
+        filesystem.publish("x", b"y", overwrite=False)
+    assert filesystem.read_all("x", limit_nbytes=1) == b"x"
+    assert filesystem.list_names() == ["x"]
+
+
+def test_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise OSError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    filesystem = open_filesystem(tmp_path)
+    with pytest.warns(RuntimeWarning, match="only a check"):
+        filesystem.publish("x", b"x", overwrite=False)
+    with pytest.warns(RuntimeWarning, match="only a check"), pytest.raises(ConcurrentSaveError):
+        filesystem.publish("x", b"y", overwrite=False)
+    assert filesystem.read_all("x", limit_nbytes=1) == b"x"
+    assert filesystem.list_names() == ["x"]
 
 
 @pytest.mark.parametrize("overwrite", [True, False])

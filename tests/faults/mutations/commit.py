@@ -4,12 +4,63 @@ from __future__ import annotations
 
 from tests.faults.mutations import Mutation
 
+COMMIT = "dcp_nvcomp/commit.py"
+
 MUTATIONS = (
     Mutation(
         row="commit: published once it is unknown whether it was",
-        file="dcp_nvcomp/commit.py",
+        file=COMMIT,
         old="        if published is not True:\n            raise\n",
         new="        raise\n",
         tests="tests/storage/test_lifecycle.py -k published_but_not_confirmed",
+    ),
+    Mutation(
+        row="commit: all data files are there",
+        file=COMMIT,
+        old="        _check_present(filesystem, metadata)\n",
+        new="",
+        tests="tests/faults/test_commit.py -k gone_before",
+    ),
+    Mutation(
+        row="commit: a listing may be old",
+        file=COMMIT,
+        old="        nbytes = filesystem.file_nbytes(name)  # the listing",
+        new="        nbytes = listed.get(name)  # the listing",
+        tests="tests/faults/test_commit.py -k stale_listing",
+    ),
+    Mutation(
+        row="commit: metadata is removed before data files",
+        file=COMMIT,
+        old="        filesystem.remove(sorted(names - data_files))\n        filesystem.remove(sorted(data_files))\n",
+        new="        filesystem.remove(sorted(data_files))\n        filesystem.remove(sorted(names - data_files))\n",
+        tests="tests/faults/test_commit.py -k metadata_first",
+    ),
+    Mutation(
+        row="commit: a file that both checkpoints name stays",
+        file=COMMIT,
+        old="        names.add(value[0][0] if isinstance(value, tuple) else value.relative_path)\n",
+        new="        names.add(value[0][0] if isinstance(value, tuple) else value.relative_path)\n        break\n",
+        tests="tests/faults/test_commit.py tests/storage/test_lifecycle.py",
+    ),
+    Mutation(
+        row="two writers, one path: overwrite=False",
+        file="dcp_nvcomp/posix.py",
+        old="            os.link(temporary, final)\n",
+        new="            os.rename(temporary, final)\n",
+        tests="tests/filesystem/test_local.py",
+    ),
+    Mutation(
+        row="two writers, one path: a link whose reply was lost",
+        file="dcp_nvcomp/posix.py",
+        old="            if _same_file(temporary, final):",
+        new="            if False:",
+        tests="tests/filesystem/test_local.py -k link",
+    ),
+    Mutation(
+        row="power loss: directories above the checkpoint",
+        file="dcp_nvcomp/posix.py",
+        old="                self._sync_parents()\n",
+        new="",
+        tests="tests/filesystem/test_local.py -k durable",
     ),
 )

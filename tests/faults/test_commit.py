@@ -1,0 +1,113 @@
+"""The commit protocol, step by step: what is published is whole, and what it replaced goes in the right order."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+
+from dcp_nvcomp import NvcompReader, NvcompWriter, errors
+from dcp_nvcomp.posix import PosixFilesystem
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def state(seed: int) -> dict[str, Any]:
+    return {f"k{i}": torch.full((1000,), seed * 100.0 + i) for i in range(3)}
+
+
+def save(path: Path, seed: int, **options: Any) -> NvcompWriter:
+    writer = NvcompWriter(path, **options)
+    dcp.save(state(seed), storage_writer=writer, no_dist=True)
+    return writer
+
+
+def check_loads(path: Path, seed: int) -> None:
+    into = {key: torch.zeros_like(value) for key, value in state(seed).items()}
+    dcp.load(into, storage_reader=NvcompReader(path), no_dist=True)
+    assert all(torch.equal(into[key], value) for key, value in state(seed).items())
+
+
+def failure_of(run: Callable[[], Any]) -> BaseException:
+    with pytest.raises(CheckpointException) as caught:
+        run()
+    return caught.value.failures[0][0]
+
+
+def _remove(path: Path) -> None:
+    path.unlink()
+
+
+def _truncate(path: Path) -> None:
+    os.truncate(path, 100)
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+@pytest.mark.parametrize(("harm", "told"), [(_remove, "is not there"), (_truncate, "has 100 bytes instead of")])
+def test_a_data_file_that_is_gone_before_the_commit(
+    tmp_path: Path, harm: Callable[[Path], None], told: str, overwrite: bool
+) -> None:
+    """As after a clean-up script, or where a rank wrote to a disk of its own: nothing is published."""
+
+    class Harmed(NvcompWriter):
+        def finish(self, metadata: Any, results: Any) -> None:
+            (file,) = (one for one in self._save.own_files if "__0_1_" in one)
+            harm(tmp_path / file)
+            super().finish(metadata, results)
+
+    if overwrite:
+        save(tmp_path, 1)
+    before = sorted(os.listdir(tmp_path))
+    writer = Harmed(tmp_path, single_file_per_rank=False, overwrite=overwrite)
+    error = failure_of(lambda: dcp.save(state(2), storage_writer=writer, no_dist=True))
+    assert isinstance(error, errors.StorageError) and error.errno == errno.ENOENT
+    assert told in str(error) and "one of 1 of 3" in str(error) and "__0_1_" in str(error.path)
+    assert sorted(os.listdir(tmp_path)) == before
+    if overwrite:
+        check_loads(tmp_path, 1)
+    save(tmp_path, 3)
+    check_loads(tmp_path, 3)
+
+
+def test_a_stale_listing_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS may show a directory as it was a minute ago; a file that is looked up by its name is seen."""
+    monkeypatch.setattr(PosixFilesystem, "list_files", lambda self: [])
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    check_loads(tmp_path, 2)
+
+
+def test_what_was_replaced_goes_metadata_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crash in between must not leave metadata that names files which are gone."""
+    order: list[str] = []
+    real = PosixFilesystem.remove
+
+    def remove(self: PosixFilesystem, names: Iterable[str]) -> None:
+        names = list(names)
+        order.extend(names)
+        real(self, names)
+
+    save(tmp_path, 1, single_file_per_rank=False)
+    old = {name for name in os.listdir(tmp_path) if name != ".metadata"}
+    monkeypatch.setattr(PosixFilesystem, "remove", remove)
+    save(tmp_path, 2)
+    assert set(order) == old and len(order) == len(old) == 4
+    assert order[0].endswith(".metadata")
+    assert all(name.endswith(".distcp") for name in order[1:])
+
+
+def test_files_that_no_metadata_names_stay(tmp_path: Path) -> None:
+    """What an unreadable `.metadata` names is unknown, so nothing is removed: orphans do no harm."""
+    save(tmp_path, 1)
+    old = set(os.listdir(tmp_path))
+    (tmp_path / ".metadata").write_bytes(b"not a pickle")
+    save(tmp_path, 2)
+    assert old <= set(os.listdir(tmp_path))
+    check_loads(tmp_path, 2)
