@@ -1,7 +1,7 @@
 """`.metadata`: what is in a checkpoint, read without trusting it, and written so that stock torch can read it.
 
     read    bytes -> pickle_machine (an inert tree) -> metadata_reader (checks; torch's own classes)
-    write   torch's Metadata, with tuples of plain values as `storage_data` -> pickle, protocol 4
+    write   torch's Metadata, with tuples of plain values as `storage_data` -> pickle, protocol 4 -> its CRC behind it
 
 Each value of `storage_data` is `(file, record)`: `file` = `(relative_path, file_nbytes, footer_nbytes, footer_crc)` is
 one tuple per data file, shared by identity so that pickle writes it once, and `record` is the record's index in that
@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import pickle
 import re
+import struct
 from collections.abc import Sequence
 from typing import Final
 
+from crc32c import crc32c
 from torch.distributed.checkpoint.metadata import Metadata
 
 from .collector import collector_paused
-from .errors import CheckpointError
+from .errors import CheckpointError, MetadataError
 from .metadata_globals import ALLOWED
 from .metadata_reader import MetadataReader
 from .pickle_machine import resolve_trusted_globals, run_pickle
@@ -36,6 +38,9 @@ __all__ = [
 ]
 
 METADATA_NAME: Final = ".metadata"
+# Pickles end with their STOP opcode, and whoever unpickles reads no further: so stock tools never see what follows.
+_TRAILER: Final = struct.Struct("<I8s")
+_TRAILER_MAGIC: Final = b"DCPNVcrc"
 # At most 9 digits: a save_id may happen to have no letter in it.
 _RANK_NAME: Final = re.compile(r"__(0|[1-9][0-9]{0,8})\.metadata")
 
@@ -57,9 +62,21 @@ def save_metadata_name(save_id: str) -> str:
 
 
 def serialize_metadata(metadata: Metadata) -> bytes:
-    """The bytes of `.metadata`: a pickle that needs torch only, and that stock DCP reads."""
+    """The bytes of `.metadata`: a pickle that needs torch only and that stock DCP reads, and its CRC behind it."""
     assert all(type(value) is tuple for value in metadata.storage_data.values())
-    return pickle.dumps(metadata, protocol=4)
+    data = pickle.dumps(metadata, protocol=4)
+    return b"".join([data, _TRAILER.pack(crc32c(data), _TRAILER_MAGIC)])
+
+
+def _checked_pickle(data: bytes) -> bytes:
+    """The pickle without its trailer, which must fit it. Stock DCP writes none, and pickles never end like one."""
+    if not data.endswith(_TRAILER_MAGIC):
+        return data
+    crc, _ = _TRAILER.unpack(data[-_TRAILER.size :].rjust(_TRAILER.size))
+    data = data[: -_TRAILER.size]
+    if crc32c(data) != crc:
+        raise MetadataError("`.metadata` fails its CRC: it is damaged. `dcp-nvcomp recover` may bring it back.")
+    return data
 
 
 def parse_metadata(data: bytes, *, path: str, trusted_globals: Sequence[str] = ()) -> Metadata:
@@ -77,11 +94,12 @@ def parse_metadata(data: bytes, *, path: str, trusted_globals: Sequence[str] = (
     Raises:
         UnsafeMetadataError: it asks for a global that is not listed, for a call, or for more than its size allows.
         UnsafePathError: it names a file outside of the checkpoint.
-        MetadataError: it can't be read, or contradicts itself.
+        MetadataError: it can't be read, fails its CRC, or contradicts itself.
         ConfigurationError: one of `trusted_globals` can't be imported.
     """
     trusted = resolve_trusted_globals(trusted_globals)
     try:
+        data = _checked_pickle(data)
         with collector_paused():
             return MetadataReader(path, len(data)).metadata(run_pickle(data, ALLOWED, trusted))
     except CheckpointError as error:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from crc32c import crc32c
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -18,8 +21,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from dcp_nvcomp.errors import MetadataError
 from dcp_nvcomp.metadata import (
     METADATA_NAME,
+    parse_metadata,
     rank_metadata_name,
     rank_of_metadata_name,
     save_metadata_name,
@@ -67,6 +72,29 @@ def test_stock_torch_reads_it_without_this_package(tmp_path: Path) -> None:
 
 def test_size_of_many_small_tensors() -> None:
     assert len(serialize_metadata(many(10_000))) <= 260 * 10_000
+
+
+def test_every_flipped_bit_is_noticed() -> None:
+    data = bytearray(serialize_metadata(many(1)))
+    for position in range(len(data)):
+        for bit in range(8):
+            data[position] ^= 1 << bit
+            with pytest.raises(MetadataError):
+                parse_metadata(bytes(data), path="x")
+            data[position] ^= 1 << bit
+    assert parse_metadata(bytes(data), path="x").version == many(1).version
+
+
+def test_trailer() -> None:
+    data = serialize_metadata(many(1))
+    pickled = data[:-12]
+    assert data[-12:] == crc32c(pickled).to_bytes(4, "little") + b"DCPNVcrc"
+    assert pickle.dumps(pickle.loads(data), protocol=4) == pickled, "unpicklers do not mind what follows"
+    assert pickle.load(io.BytesIO(data)).version == many(1).version
+    assert list(parse_metadata(pickled, path="x").state_dict_metadata) == ["model.layers.00000.attention.weight"]
+    for damaged in (data[:-1], data[:-8], data + b"x", data + data[-12:], data[-12:], data[-8:], pickled + data[-8:]):
+        with pytest.raises(MetadataError):
+            parse_metadata(damaged, path="x")
 
 
 def test_nothing_but_tuples_is_written() -> None:
