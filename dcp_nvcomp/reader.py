@@ -179,7 +179,15 @@ class NvcompReader(StorageReader):
 
     def _parse(self, filesystem: Filesystem, name: str) -> Metadata:
         data = filesystem.read_all(name, limit_nbytes=MAX_METADATA_NBYTES)
-        return parse_metadata(data, path=filesystem.location(name), trusted_globals=self.trusted_globals)
+        path, trusted = filesystem.location(name), self.trusted_globals
+        try:
+            return parse_metadata(data, path=path, trusted_globals=trusted)
+        except MetadataError:
+            # bits flip on the way too: what is damaged in the file is damaged the second time as well
+            again = filesystem.read_all(name, limit_nbytes=MAX_METADATA_NBYTES)
+            if again == data:
+                raise
+            return parse_metadata(again, path=path, trusted_globals=trusted)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """DCP: what will be loaded, and as which rank.
