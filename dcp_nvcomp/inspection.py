@@ -29,7 +29,7 @@ from dcp_nvcomp.reader import NvcompReader
 from dcp_nvcomp.stats import Totals
 from dcp_nvcomp.stock import StockItem
 
-__all__ = ["DataFile", "Inspection", "Item", "inspect_checkpoint"]
+__all__ = ["DataFile", "Inspection", "Item", "checked_storage_options", "inspect_checkpoint"]
 
 LAYOUT_OURS = "dcp_nvcomp"
 LAYOUT_STOCK = "stock"
@@ -169,15 +169,25 @@ def inspect_checkpoint(path: str | os.PathLike[str], *, storage_options: Mapping
         CheckpointNotFoundError: there is no checkpoint.
         CheckpointError: it can't be read, or contradicts itself.
     """
-    options = dict(storage_options or {})
-    for name in inspect.signature(NvcompReader).parameters.keys() & options.keys():
-        raise ConfigurationError(f"{name!r} is not an option of the storage.")
+    options = checked_storage_options(storage_options)
     metadata = NvcompReader(path, **options).read_metadata()
     filesystem = open_filesystem(path, storage_options=options)
     try:
         return _inspect(filesystem, metadata)
     finally:
         filesystem.close()
+
+
+def checked_storage_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Options for the storage alone.
+
+    Raises:
+        ConfigurationError: one of them is `NvcompReader`'s own.
+    """
+    options = dict(given or {})
+    for name in inspect.signature(NvcompReader).parameters.keys() & options.keys():
+        raise ConfigurationError(f"{name!r} is not an option of the storage.")
+    return options
 
 
 @dataclass(frozen=True)

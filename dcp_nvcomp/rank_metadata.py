@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from .errors import CheckpointError, IncompleteCheckpointError, MetadataError
 
-__all__ = ["merge_rank_metadata", "prefer_rank"]
+__all__ = ["check_cover", "merge_rank_metadata", "prefer_rank"]
 
 _Shards = dict[torch.Size, tuple[torch.Size, int]]  # offsets -> (sizes, the rank that has it)
 
@@ -100,7 +100,7 @@ def _merge_item(fqn: str, parts: dict[int, Metadata], storage: dict[MetadataInde
         index = MetadataIndex(fqn, offsets, position)
         storage[index] = _stored(parts[owner], index, owner)
     boxes = [(offsets, sizes) for offsets, (sizes, _) in shards.items()]
-    _check_cover(first.size, boxes)
+    check_cover(first.size, boxes)
     return TensorStorageMetadata(first.properties, first.size, [ChunkStorageMetadata(*box) for box in boxes])
 
 
@@ -147,14 +147,14 @@ def _merge_shards(items: dict[int, TensorStorageMetadata]) -> _Shards:
     return shards
 
 
-def _check_cover(size: torch.Size, shards: Sequence[tuple[torch.Size, torch.Size]]) -> None:
+def check_cover(size: torch.Size, shards: Sequence[tuple[torch.Size, torch.Size]]) -> None:
     """Raise unless the shards, whose offsets differ, are disjoint and together the whole tensor."""
     boxes = [(offsets, sizes) for offsets, sizes in shards if 0 not in sizes]
     if 0 in size or _is_grid(size, boxes):
         return
     _check_disjoint(boxes)
     if sum(math.prod(sizes) for _, sizes in boxes) != math.prod(size):
-        raise IncompleteCheckpointError("The metadata of all ranks together leaves a part of this tensor unsaved.")
+        raise IncompleteCheckpointError("The shards together leave a part of this tensor unsaved.")
 
 
 def _is_grid(size: torch.Size, boxes: Sequence[tuple[torch.Size, torch.Size]]) -> bool:

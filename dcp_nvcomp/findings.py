@@ -1,0 +1,97 @@
+"""What a verification found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from dcp_nvcomp.errors import CheckpointError
+
+__all__ = ["ERROR", "WARNING", "Finding", "Verification", "finding_of"]
+
+ERROR = "error"
+WARNING = "warning"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong.
+
+    Attributes:
+        severity: `error` where something that a load needs is damaged, missing or contradicts itself; `warning` where
+            everything loads and only a precaution is lost.
+        what: what is wrong.
+        file: the file's name in the checkpoint; None where it is no file's fault.
+        fqns: the keys that are concerned, as far as it is known; of a block of small tensors, all that lie in it.
+        byte_range: half-open range of bytes in the file, where it is known.
+    """
+
+    severity: str
+    what: str
+    file: str | None = None
+    fqns: tuple[str, ...] = ()
+    byte_range: tuple[int, int] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as JSON values."""
+        return {
+            "severity": self.severity,
+            "what": self.what,
+            "file": self.file,
+            "fqns": list(self.fqns),
+            "byte_range": None if self.byte_range is None else list(self.byte_range),
+        }
+
+
+def finding_of(error: CheckpointError, file: str | None, fqns: tuple[str, ...] = ()) -> Finding:
+    """The finding that an error is."""
+    return Finding(ERROR, error.message, file, fqns or ((error.fqn,) if error.fqn else ()), error.byte_range)
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `verify_checkpoint` found.
+
+    Attributes:
+        path: the checkpoint.
+        layout: `dcp_nvcomp`, or `stock` for one that stock DCP wrote, which has no checksums of its own.
+        save_id: id of the save, where there is one.
+        full: whether blocks were decoded too.
+        files: how many data files it has.
+        nbytes: bytes of data files that were looked at.
+        blocks: blocks whose stored bytes were looked at; of a stock checkpoint, items.
+        undecoded_blocks: blocks that were to be decoded too, and could not be because only a GPU can (codec `ans`).
+            Their stored bytes were checked.
+        findings: what is wrong; empty if nothing is.
+    """
+
+    path: str
+    layout: str
+    save_id: str | None
+    full: bool
+    files: int
+    nbytes: int
+    blocks: int
+    undecoded_blocks: int
+    findings: tuple[Finding, ...]
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether nothing but warnings was found."""
+        return not any(finding.severity == ERROR for finding in self.findings)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as JSON values. Keys are only ever added to this document; `schema` changes if one must go."""
+        return {
+            "schema": 1,
+            "checkpoint": self.path,
+            "layout": self.layout,
+            "save_id": self.save_id,
+            "full": self.full,
+            "sound": self.is_sound,
+            "files": self.files,
+            "nbytes": self.nbytes,
+            "blocks": self.blocks,
+            "undecoded_blocks": self.undecoded_blocks,
+            "findings": [finding.to_json() for finding in self.findings],
+        }
