@@ -228,7 +228,8 @@ def _check_whole(filesystem: Filesystem, roots: Sequence[Root]) -> list[Finding]
 def _check_copies(filesystem: Filesystem, roots: Sequence[Root]) -> list[Finding]:
     """`.metadata` against its immutable copy. Stock DCP's has none, and neither has a rank's."""
     (root, *_) = roots
-    if root.name != METADATA_NAME or root.save_id is None or None in root.files().values():
+    files = root.files().values()
+    if root.name != METADATA_NAME or not files or None in files:
         return []
     copy = copy_name_of(root.save_id)
     if copy is None:

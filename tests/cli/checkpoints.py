@@ -1,0 +1,119 @@
+"""Small checkpoints for the tests of the commands, and what is done to them."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
+from typer.testing import CliRunner
+
+from dcp_nvcomp import NvcompReader, NvcompWriter
+from dcp_nvcomp.cli import app
+from dcp_nvcomp.format import TRAILER_NBYTES, Tables, decode_footer, decode_trailer, encode_footer
+from dcp_nvcomp.metadata import parse_metadata, serialize_metadata
+from dcp_nvcomp.stats import SaveStats
+
+DAY_SECONDS = 86400.0
+
+
+def state(seed: int = 0) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "weight": torch.randn(24, 16, generator=generator).bfloat16(),
+        "table": torch.arange(200) * (seed + 1),
+        "bias": torch.randn(10, generator=generator),
+        "scale": torch.randn(5, generator=generator),
+        "config": {"lr": 0.1 + seed},
+    }
+
+
+def save(path: Any, seed: int = 0, **options: Any) -> SaveStats:
+    writer = NvcompWriter(path, engine="cpu", **options)
+    dcp.save(state(seed), storage_writer=writer, no_dist=True)
+    assert writer.last_save is not None
+    return writer.last_save
+
+
+def loaded_seed(path: Any, **options: Any) -> int:
+    """Loads all of it, and tells which state it is, bit for bit."""
+    into = state(0)
+    for value in into.values():
+        if isinstance(value, torch.Tensor):
+            value.fill_(-77)
+    dcp.load(into, storage_reader=NvcompReader(path, engine="cpu", **options), no_dist=True)
+    seed = round(into["config"]["lr"] - 0.1)
+    expected = state(seed)
+    for key in expected.keys() - {"config"}:
+        assert torch.equal(into[key].view(torch.uint8), expected[key].view(torch.uint8)), key
+    return seed
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    """Exit status, standard output and standard error of a command."""
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def data_file(path: Path) -> Path:
+    (found,) = path.glob("*.distcp")
+    return found
+
+
+def names(path: Path) -> set[str]:
+    return {found.name for found in path.iterdir()}
+
+
+def new_id() -> str:
+    return uuid.uuid4().hex
+
+
+def make_old(*files: Path, days: float = 2.0) -> None:
+    """As if they had been written some days ago."""
+    then = time.time() - days * DAY_SECONDS
+    for file in files:
+        os.utime(file, (then, then))
+
+
+def flip(file: Path, offset: int, mask: int = 1) -> None:
+    data = bytearray(file.read_bytes())
+    data[offset] ^= mask
+    file.write_bytes(data)
+
+
+def change_metadata(path: Path, change: Callable[[Metadata], None]) -> None:
+    """Change what `.metadata` and its copy say, both alike."""
+    metadata = parse_metadata((path / ".metadata").read_bytes(), path="")
+    assert metadata.storage_meta is not None
+    copy = path / f"__{metadata.storage_meta.save_id}.metadata"
+    change(metadata)
+    for file in (path / ".metadata", copy):
+        file.write_bytes(serialize_metadata(metadata))
+
+
+def change_footer(path: Path, change: Callable[[dict[str, Any], Tables], None]) -> None:
+    """Change what the footer of the only data file says, and all that depends on it."""
+    file = data_file(path)
+    data = file.read_bytes()
+    tail = data[-TRAILER_NBYTES:]
+    trailer = decode_trailer(tail, path="", file_nbytes=len(data))
+    footer = data[trailer.footer_offset : -TRAILER_NBYTES]
+    description, tables = decode_footer(footer, tail, trailer, path="")
+    tables = Tables(*(column.copy() for column in vars(tables).values()))
+    change(description, tables)
+    data = data[: trailer.footer_offset] + encode_footer(description, tables, trailer.footer_offset)
+    file.write_bytes(data)
+    trailer = decode_trailer(data[-TRAILER_NBYTES:], path="", file_nbytes=len(data))
+    described = (file.name, len(data), trailer.footer_nbytes, trailer.footer_crc)
+
+    def point_to_it(metadata: Metadata) -> None:
+        metadata.storage_data = {index: (described, number) for index, (_, number) in metadata.storage_data.items()}
+
+    change_metadata(path, point_to_it)
