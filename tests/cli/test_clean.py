@@ -1,0 +1,563 @@
+"""`dcp-nvcomp clean` removes exactly the orphans: what no root names, is ours by name, and is old."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed.checkpoint as dcp
+
+import dcp_nvcomp.cleaning
+from dcp_nvcomp import NvcompWriter
+from dcp_nvcomp.cleaning import Cleaning, clean_checkpoint
+from dcp_nvcomp.errors import (
+    CheckpointNotFoundError,
+    ConfigurationError,
+    FileMismatchError,
+    IncompleteCheckpointError,
+    MetadataError,
+    StorageError,
+)
+from dcp_nvcomp.filesystem import open_filesystem
+from dcp_nvcomp.posix import PosixFilesystem
+from tests.cli.checkpoints import data_file, flip, loaded_seed, make_old, names, new_id, run, save, state
+from tests.conftest import S3Store
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+HOUR = 3600.0
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A checkpoint, all of whose files are old."""
+    path = tmp_path / "step-1"
+    save(path, seed=1)
+    make_old(*path.iterdir())
+    return path
+
+
+def put(path: Path, *names: str, days: float = 2.0) -> list[Path]:
+    files = [path / name for name in names]
+    for file in files:
+        file.write_bytes(b"12345")
+        make_old(file, days=days)
+    return files
+
+
+def data_name(rank: int = 0, number: int = 0, file_id: str | None = None) -> str:
+    return f"__{rank}_{number}_{file_id or new_id()}.distcp"
+
+
+def leave_save(path: Path, seed: int, days: float = 2.0) -> tuple[str, set[str]]:
+    """What a save leaves that is killed right before it publishes: its id and its files."""
+    other = path.parent / f"other-{new_id()}"
+    save_id = save(other, seed, single_file_per_rank=False).save_id
+    left = names(other) - {".metadata"}
+    for name in left:
+        shutil.copy(other / name, path / name)
+        make_old(path / name, days=days)
+    shutil.rmtree(other)
+    return save_id, left
+
+
+def removed(found: Cleaning) -> set[str]:
+    return {orphan.name for orphan in found.orphans}
+
+
+# ---- what goes and what stays ----
+
+
+def test_orphans_go(path: Path) -> None:
+    live = names(path)
+    _, left = leave_save(path, seed=2)
+    found = clean_checkpoint(path)
+    assert removed(found) == left
+    assert {orphan.kind for orphan in found.orphans} == {"data", "metadata"}
+    assert all(orphan.age_seconds == pytest.approx(2 * 86400, abs=300) for orphan in found.orphans)
+    assert (found.young, found.foreign, found.dry_run) == (0, (), False)
+    assert names(path) == live
+    assert loaded_seed(path) == 1
+    assert clean_checkpoint(path).orphans == ()
+
+
+def test_dry_run_removes_nothing(path: Path) -> None:
+    _, left = leave_save(path, seed=2)
+    before = names(path)
+    found = clean_checkpoint(path, dry_run=True)
+    assert removed(found) == left
+    assert found.nbytes == sum((path / name).stat().st_size for name in left)
+    assert names(path) == before
+
+
+ORPHANS = [
+    f"__0_0_{'a' * 32}.distcp",
+    f"__12345_678_{'0123456789abcdef' * 2}.distcp",
+    f"__{'b' * 32}.metadata",
+    f"__{'1' * 32}.metadata",
+    f".metadata.{'c' * 32}.tmp",
+    f"__7.metadata.{'c' * 32}.tmp",
+    f"__{'d' * 32}.metadata.{'c' * 32}.tmp",
+    f".clock-{'e' * 32}",
+]
+NOT_OURS = [
+    "notes.txt",
+    f"__0_0_{'a' * 31}.distcp",
+    f"__0_0_{'a' * 33}.distcp",
+    f"__0_0_{'A' * 32}.distcp",
+    f"__00_0_{'a' * 32}.distcp",
+    f"__0_0_{'a' * 32}.distcp.bak",
+    f"x__0_0_{'a' * 32}.distcp",
+    f"__0_0_{'a' * 32}.distcp\n",
+    f"__-1_0_{'a' * 32}.distcp",
+    f"__{'b' * 31}.metadata",
+    f"__{'b' * 32}.metadata.bak",
+    f"{'b' * 32}.metadata",
+    ".metadata.tmp",
+    f".metadata.{'c' * 31}.tmp",
+    f"other.{'c' * 32}.tmp",
+    f"model.safetensors.{'c' * 32}.tmp",
+    ".clock",
+    "__0_0.distcp",
+    "__3_1.distcp",
+    ".metadata.bak",
+]
+
+
+def test_only_our_names_go(path: Path) -> None:
+    live = names(path)
+    put(path, *ORPHANS, *NOT_OURS)
+    found = clean_checkpoint(path)
+    assert removed(found) == set(ORPHANS)
+    assert names(path) == live | set(NOT_OURS)
+    assert found.foreign == ("__0_0.distcp", "__3_1.distcp")
+
+
+def test_directories_and_links_stay(path: Path, tmp_path: Path) -> None:
+    folder, link = path / data_name(), path / data_name()
+    folder.mkdir()
+    (tmp_path / "elsewhere").write_bytes(b"x")
+    link.symlink_to(tmp_path / "elsewhere")
+    make_old(folder, tmp_path / "elsewhere")
+    assert clean_checkpoint(path).orphans == ()
+    assert folder.exists()
+    assert link.exists()
+
+
+@pytest.mark.parametrize("hours", [1.0, 5.5, 24.0])
+def test_age(path: Path, hours: float) -> None:
+    (old,) = put(path, data_name(), days=(hours + 0.05) / 24)
+    (young,) = put(path, data_name(), days=(hours - 0.05) / 24)
+    found = clean_checkpoint(path, older_than_seconds=hours * HOUR)
+    assert (removed(found), found.young) == ({old.name}, 1)
+    assert young.exists()
+    assert not old.exists()
+
+
+def test_age_is_by_the_storages_clock(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (file,) = put(path, data_name(), days=0.5)
+    monkeypatch.setattr(time, "time", lambda: 4e9)  # this machine's clock is far ahead
+    assert clean_checkpoint(path).young == 1
+    monkeypatch.undo()
+    now = time.time()
+    monkeypatch.setattr(PosixFilesystem, "now_seconds", lambda self: now + 86400)
+    assert removed(clean_checkpoint(path)) == {file.name}
+
+
+def test_no_age_no_removal(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Storage that does not tell when a file was written."""
+    (file,) = put(path, data_name())
+    real = PosixFilesystem.list_files
+
+    def list_files(self: PosixFilesystem) -> list[Any]:
+        return [type(one)(one.name, one.nbytes, None) for one in real(self)]
+
+    monkeypatch.setattr(PosixFilesystem, "list_files", list_files)
+    assert clean_checkpoint(path).orphans == ()
+    assert file.exists()
+
+
+def test_a_rank_writes_for_long(path: Path) -> None:
+    """Its first files are older than a day, its last one is new: all of them belong to a save under way."""
+    file_id = new_id()
+    put(path, *(data_name(3, number, file_id) for number in range(3)))
+    put(path, data_name(3, 3, file_id), days=0)
+    (dead,) = put(path, data_name(3, 0))
+    found = clean_checkpoint(path)
+    assert (removed(found), found.young) == ({dead.name}, 4)
+
+
+def test_a_save_about_to_publish_protects_the_files_of_all_ranks(path: Path) -> None:
+    """Its data files are old, whatever their ids; only its immutable metadata is new."""
+    save_id, left = leave_save(path, seed=2)
+    make_old(path / f"__{save_id}.metadata", days=0)
+    metadata = (path / f"__{save_id}.metadata").read_bytes()
+    other_id = new_id()  # as files of rank 1 have
+    for name in left:
+        if name.endswith(".distcp"):
+            assert name.count(save_id) == 1
+            (path / name).rename(path / name.replace(save_id, other_id))
+    data = metadata.replace(f"_{save_id}.distcp".encode(), f"_{other_id}.distcp".encode())
+    assert data != metadata
+    (path / f"__{save_id}.metadata").write_bytes(data)
+    found = clean_checkpoint(path)
+    assert (found.orphans, found.young) == ((), len(left))
+    make_old(path / f"__{save_id}.metadata")
+    assert len(clean_checkpoint(path).orphans) == len(left)
+
+
+def test_young_copy_that_can_not_be_read(path: Path) -> None:
+    """Nothing tells what it protects."""
+    put(path, data_name())
+    put(path, f"__{new_id()}.metadata", days=0)
+    before = names(path)
+    with pytest.raises(MetadataError):
+        clean_checkpoint(path)
+    assert names(path) == before
+
+
+# ---- roots ----
+
+
+def refused(path: Path, error: type[Exception], message: str | None = None) -> None:
+    put(path, data_name())
+    before = names(path)
+    with pytest.raises(error, match=message):
+        clean_checkpoint(path)
+    status, output, errors = run("clean", str(path))
+    assert (status, output, errors.count("\n")) == (1, "", 1)
+    assert errors.startswith("Error: ")
+    assert names(path) == before
+
+
+def test_no_root(path: Path) -> None:
+    (path / ".metadata").unlink()
+    refused(path, IncompleteCheckpointError, "recover")
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    with pytest.raises((CheckpointNotFoundError, StorageError)):
+        clean_checkpoint(tmp_path / "nothing")
+
+
+def test_unreadable_metadata(path: Path) -> None:
+    (path / ".metadata").write_bytes(b"no pickle")
+    refused(path, MetadataError)
+
+
+def test_unreadable_metadata_of_one_rank(path: Path) -> None:
+    (path / "__5.metadata").write_bytes(b"no pickle")
+    refused(path, MetadataError)
+
+
+def test_a_live_file_is_missing(path: Path) -> None:
+    """Then the checkpoint is damaged, and an orphan may be what is left to recover."""
+    data_file(path).unlink()
+    refused(path, StorageError, "names a file that is missing")
+
+
+def test_a_live_file_has_another_size(path: Path) -> None:
+    data_file(path).write_bytes(b"short")
+    refused(path, FileMismatchError, "says .* bytes")
+
+
+def test_metadata_of_ranks_counts_as_roots(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    dcp.save(state(1), storage_writer=NvcompWriter(path, engine="cpu"), use_collectives=False)
+    live = names(path)
+    _, left = leave_save(path, seed=2)
+    make_old(*path.iterdir())
+    assert removed(clean_checkpoint(path)) == left
+    assert names(path) == live
+    # and beside `.metadata`: both stay
+    save(path, seed=3)
+    make_old(*path.iterdir())
+    live = names(path)
+    assert clean_checkpoint(path).orphans == ()
+    assert names(path) == live
+
+
+@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
+def test_stock_checkpoint_is_a_root(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    save(path, seed=1)
+    dcp.save(state(2), storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+    put(path, "__9_9.distcp")
+    ours = {name for name in names(path) if re.search("[0-9a-f]{32}", name)}
+    assert len(ours) == 2
+    make_old(*path.iterdir())
+    live = names(path) - ours
+    found = clean_checkpoint(path)
+    assert removed(found) == ours
+    assert found.foreign == ("__9_9.distcp",)
+    assert names(path) == live
+
+
+# ---- races, one step at a time ----
+
+
+def between(monkeypatch: pytest.MonkeyPatch, method: str, call: int, act: Callable[[], Any], *, before: bool) -> None:
+    """Let something happen right before or after the `call`-th call of a method of the cleaning's filesystem."""
+    real, calls = getattr(PosixFilesystem, method), [0]
+
+    def patched(self: PosixFilesystem, *arguments: Any, **options: Any) -> Any:
+        calls[0] += 1
+        now = calls[0] == call
+        if now and before:
+            act()
+        result = real(self, *arguments, **options)
+        if now and not before:
+            act()
+        return result
+
+    def open_patched(*arguments: Any, **options: Any) -> Any:
+        filesystem = open_filesystem(*arguments, **options)
+        setattr(filesystem, method, patched.__get__(filesystem))
+        return filesystem
+
+    monkeypatch.setattr(dcp_nvcomp.cleaning, "open_filesystem", open_patched)
+
+
+def publish_old(path: Path, save_id: str) -> None:
+    """A save with old files is published, by a save or by `recover`."""
+    filesystem = open_filesystem(path)
+    filesystem.publish(".metadata", (path / f"__{save_id}.metadata").read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("method", "call", "before"),
+    [("list_files", 1, False), ("now_seconds", 1, True), ("list_files", 2, True), ("list_files", 2, False)],
+)
+def test_a_publish_between_two_steps(
+    path: Path, monkeypatch: pytest.MonkeyPatch, method: str, call: int, before: bool
+) -> None:
+    """What was an orphan when it was listed is live by now."""
+    save_id, left = leave_save(path, seed=2)
+    (dead,) = put(path, data_name())
+    between(monkeypatch, method, call, lambda: publish_old(path, save_id), before=before)
+    found = clean_checkpoint(path)
+    assert dead.name in removed(found)
+    assert not left & removed(found)
+    assert loaded_seed(path) == 2
+
+
+def test_a_save_is_about_to_publish_meanwhile(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its immutable metadata comes after the first look: its old files are young from then on."""
+    save_id, left = leave_save(path, seed=2)
+    copy = path / f"__{save_id}.metadata"
+    data = copy.read_bytes()
+    copy.unlink()
+    (dead,) = put(path, data_name())
+    between(monkeypatch, "list_files", 2, lambda: copy.write_bytes(data), before=True)
+    assert removed(clean_checkpoint(path)) == {dead.name}
+    assert left <= names(path)
+
+
+def test_an_overwrite_during_the_first_look(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It removes what was listed, and what `.metadata` named when it was read."""
+    (dead,) = put(path, data_name())
+    between(monkeypatch, "now_seconds", 1, lambda: save(path, seed=5), before=False)
+    assert removed(clean_checkpoint(path)) == {dead.name}
+    assert loaded_seed(path) == 5
+
+
+def test_an_overwrite_after_the_roots_were_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files that they named are gone: read again, instead of calling it damaged."""
+    (dead,) = put(path, data_name())
+    shutil.move(data_file_of(path), path.parent / "hidden")
+    between(monkeypatch, "file_nbytes", 2, lambda: save(path, seed=5), before=False)
+    assert removed(clean_checkpoint(path)) == {dead.name}
+    assert loaded_seed(path) == 5
+
+
+def data_file_of(path: Path) -> Path:
+    metadata = (path / ".metadata").read_bytes()
+    (found,) = [file for file in path.glob("*.distcp") if file.name.encode() in metadata]
+    return found
+
+
+def test_the_checkpoint_breaks_before_removing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (dead,) = put(path, data_name())
+    between(monkeypatch, "list_files", 2, lambda: flip(path / ".metadata", 0, 0xFF), before=True)
+    with pytest.raises(MetadataError):
+        clean_checkpoint(path)
+    assert dead.exists()
+
+
+def test_metadata_goes_before_the_files_that_it_names(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cleaning that is killed leaves no `__<save_id>.metadata` whose files are gone."""
+    leave_save(path, seed=2)
+    order: list[str] = []
+    real = PosixFilesystem.remove
+
+    def remove(self: PosixFilesystem, gone: Any) -> None:
+        gone = list(gone)
+        order.extend(gone)
+        real(self, gone)
+
+    monkeypatch.setattr(PosixFilesystem, "remove", remove)
+    clean_checkpoint(path)
+    kinds = [name.rpartition(".")[2] for name in order]
+    assert kinds == sorted(kinds, reverse=True)
+    assert set(kinds) == {"metadata", "distcp"}
+
+
+# ---- random histories ----
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 40))])
+def test_random_history(tmp_path: Path, seed: int) -> None:
+    """Saves and kills in random order: after each, exactly the orphans of the model go."""
+    draw, path = random.Random(seed), tmp_path / "c"
+    save(path, seed=0)
+    current, dead, young, foreign = 0, set[str](), set[str](), set[str]()
+    make_old(*path.iterdir())
+    for step in range(1, 12):
+        event = draw.choice(["save", "kill early", "kill before publish", "kill while removing", "temporary", "file"])
+        is_young = draw.random() < 0.3
+        left = set[str]()
+        if event == "save":
+            save(path, seed=step, single_file_per_rank=draw.random() < 0.5)
+            current = step
+        elif event == "kill early":
+            file_id = new_id()
+            left = {data_name(draw.randrange(3), number, file_id) for number in range(draw.randrange(1, 4))}
+            put(path, *left)
+        elif event == "kill before publish":
+            _, left = leave_save(path, seed=step)
+        elif event == "kill while removing":
+            keep = {name: (path / name).read_bytes() for name in names(path) if name.endswith(".distcp")}
+            before = names(path)
+            save(path, seed=step)
+            current = step
+            left = {name for name in before - names(path) if name in keep and draw.random() < 0.7}
+            for name in left:
+                (path / name).write_bytes(keep[name])
+        elif event == "temporary":
+            left = {f".metadata.{new_id()}.tmp"}
+            put(path, *left)
+        else:
+            foreign |= {file.name for file in put(path, f"file-{step}", f"__{step}_0.distcp")}
+        make_old(*(path / name for name in names(path) - young))
+        if is_young:
+            make_old(*(path / name for name in left), days=0)
+            young |= left
+        else:
+            dead |= left
+        if draw.random() < 0.5:
+            before = names(path)
+            assert dead <= before
+            found = clean_checkpoint(path)
+            assert removed(found) == dead == before - names(path)
+            assert found.young == len(young)
+            dead = set()
+        if draw.random() < 0.3:
+            make_old(*(path / name for name in young))
+            dead, young = dead | young, set()
+        assert loaded_seed(path) == current
+    assert removed(clean_checkpoint(path)) == dead
+    assert foreign <= names(path)
+    assert loaded_seed(path) == current
+
+
+# ---- object stores ----
+
+
+def test_uploads_on_s3(any_s3_store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unfinished uploads of dead saves are aborted; those of other files, and of files with a young one, are not."""
+    url, options = any_s3_store
+    save(url, seed=1, **options)
+    filesystem = open_filesystem(url, storage_options=options)
+    file_id, foreign = new_id(), "backup.tar"
+    dead = [data_name(), data_name(), ".metadata", f"__{new_id()}.metadata"]
+    young = [data_name(0, 0, file_id), data_name(0, 1, file_id)]
+    for name in (*dead, *young, foreign):
+        stream = filesystem.open_output(name)
+        stream.write(bytes(17 << 20))  # one part is on its way
+        object.__setattr__(stream, "_state", "aborted")  # as if killed
+        vars(stream)["_file"].closed = True
+    assert {upload.name for upload in filesystem.list_uploads()} == {*dead, *young, foreign}
+    real, now = type(filesystem).list_uploads, filesystem.now_seconds()
+    seconds = dict.fromkeys((*dead, young[0], foreign), now - 2e5) | {young[1]: now}
+
+    def aged(self: Any) -> list[Any]:
+        """Begun two days ago, but for one of them. Moto itself says 2010 of every upload."""
+        return [type(upload)(upload.name, upload.upload_id, seconds[upload.name]) for upload in real(self)]
+
+    monkeypatch.setattr(type(filesystem), "list_uploads", aged)
+    found = clean_checkpoint(url, storage_options=options)
+    assert {(orphan.kind, orphan.name) for orphan in found.orphans} == {("upload", name) for name in dead}
+    assert found.young == 2
+    assert {upload.name for upload in filesystem.list_uploads()} == {*young, foreign}
+    assert loaded_seed(url, **options) == 1
+
+
+# ---- the command ----
+
+
+def test_command(path: Path) -> None:
+    _, left = leave_save(path, seed=2)
+    put(path, data_name(), "__9_9.distcp", days=0.5)
+    status, output, errors = run("clean", str(path), "--dry-run")
+    assert (status, errors) == (0, "")
+    assert {line.split()[3].rstrip(",") for line in output.splitlines() if line.startswith("would remove")} == left
+    assert left <= names(path)
+    status, output, errors = run("clean", str(path))
+    assert (status, errors) == (0, "")
+    assert {line.split()[2].rstrip(",") for line in output.splitlines() if line.startswith("removed")} == left
+    assert re.search(rf"removed {len(left)} orphans, .*; 1 too young to tell\.", output)
+    assert "1 unused files of stock DCP stay: __9_9.distcp" in output
+    assert not left & names(path)
+
+
+def test_json(path: Path) -> None:
+    leave_save(path, seed=2)
+    found = clean_checkpoint(path, dry_run=True)
+    status, output, errors = run("clean", str(path), "--json", "--older-than", "12h")
+    document = json.loads(output)
+    assert (status, errors) == (0, "")
+    assert document["older_than_seconds"] == 12 * HOUR
+    assert {one["name"] for one in document["orphans"]} == removed(found)
+    assert document["nbytes"] == found.nbytes
+    assert (document["schema"], document["dry_run"], document["young"], document["foreign"]) == (1, False, 0, [])
+
+
+@pytest.mark.parametrize(("age", "hours"), [("60m", 1), ("1.5h", 1.5), ("3600s", 1), ("2d", 48)])
+def test_ages(path: Path, age: str, hours: float) -> None:
+    status, output, _ = run("clean", str(path), "--json", "--older-than", age)
+    assert status == 0
+    assert json.loads(output)["older_than_seconds"] == hours * HOUR
+
+
+@pytest.mark.parametrize("age", ["", "1", "d", "1w", "-1d", "1 d", "59m", "0.9h", "3599s", "nan", "1d1h"])
+def test_ages_that_are_none(path: Path, age: str) -> None:
+    (file,) = put(path, data_name())
+    status, output, _ = run("clean", str(path), f"--older-than={age}")
+    assert (status, output) == (2, "")
+    assert file.exists()
+
+
+@pytest.mark.parametrize("seconds", [3599.9, 0, -1, float("nan"), "1d", None])
+def test_an_hour_is_the_least(path: Path, seconds: Any) -> None:
+    (file,) = put(path, data_name())
+    with pytest.raises(ConfigurationError, match="at least 3600"):
+        clean_checkpoint(path, older_than_seconds=seconds)
+    assert file.exists()
+
+
+def test_as_a_command(path: Path) -> None:
+    _, left = leave_save(path, seed=2)
+    command = [sys.executable, "-m", "dcp_nvcomp.cli", "clean", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not left & names(path)
+    assert loaded_seed(path) == 1

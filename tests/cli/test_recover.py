@@ -1,0 +1,320 @@
+"""`dcp-nvcomp recover` brings a checkpoint back bit for bit, and never replaces a good one."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+
+import dcp_nvcomp.recovery
+from dcp_nvcomp import NvcompReader, NvcompWriter
+from dcp_nvcomp.errors import (
+    CheckpointNotFoundError,
+    ConcurrentSaveError,
+    ConfigurationError,
+    StorageError,
+)
+from dcp_nvcomp.posix import PosixFilesystem
+from dcp_nvcomp.recovery import AMBIGUOUS, IMPOSSIBLE, INTACT, RECOVERED, Recovery, recover_checkpoint
+from tests.cli.checkpoints import data_file, flip, loaded_seed, make_old, names, new_id, run, save, state
+from tests.conftest import S3Store
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "step-1"
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {name: (path / name).read_bytes() for name in names(path)}
+
+
+def leave_orphans(path: Path, seed: int) -> str:
+    """Another save's files and its copy of `.metadata`, as a save that was killed right before publishing leaves."""
+    other = path.parent / f"other-{new_id()}"
+    save_id = save(other, seed).save_id
+    for name in names(other) - {".metadata"}:
+        shutil.copy(other / name, path / name)
+    shutil.rmtree(other)
+    return save_id
+
+
+def refused(path: Path, outcome: str, save_id: str | None = None) -> Recovery:
+    """Nothing is changed, and the command says so with status 1."""
+    before = contents(path)
+    found = recover_checkpoint(path, save_id=save_id)
+    assert found.outcome == outcome
+    status, output, errors = run("recover", str(path), *(["--save-id", save_id] if save_id else []))
+    assert (status, errors) == (1, "")
+    assert output.splitlines()[0] == found.reason
+    assert contents(path) == before
+    return found
+
+
+# ---- it brings back ----
+
+
+def test_lost_metadata(path: Path) -> None:
+    stats = save(path, seed=3)
+    before = contents(path)
+    (path / ".metadata").unlink()
+    with pytest.raises(CheckpointNotFoundError):
+        NvcompReader(path).read_metadata()
+    status, output, errors = run("recover", str(path))
+    assert (status, errors) == (0, "")
+    assert stats.save_id in output
+    assert contents(path) == before
+    assert loaded_seed(path) == 3
+
+
+@pytest.mark.parametrize("damage", ["empty", "truncated", "flipped", "noise"])
+def test_damaged_metadata(path: Path, damage: str) -> None:
+    stats = save(path, seed=4)
+    before = contents(path)
+    data = before[".metadata"]
+    at = data.index(b"storage_data")
+    spoiled = {
+        "empty": b"",
+        "truncated": data[: len(data) // 2],
+        "flipped": data[:at] + b"S" + data[at + 1 :],
+        "noise": bytes(range(256)),
+    }
+    (path / ".metadata").write_bytes(spoiled[damage])
+    with pytest.raises(CheckpointException):
+        loaded_seed(path)
+    found = recover_checkpoint(path)
+    assert (found.outcome, found.save_id) == (RECOVERED, stats.save_id)
+    assert contents(path) == before
+    assert loaded_seed(path) == 4
+
+
+def test_on_s3(any_s3_store: S3Store) -> None:
+    url, options = any_s3_store
+    stats = save(url, seed=5, **options)
+    fs, root = fsspec.url_to_fs(url, use_listings_cache=False, **options)
+    fs.rm_file(f"{root}/.metadata")
+    found = recover_checkpoint(url, storage_options=options)
+    assert (found.outcome, found.save_id) == (RECOVERED, stats.save_id)
+    (candidate,) = found.candidates
+    assert candidate.modified_seconds == pytest.approx(time.time(), abs=300)
+    assert loaded_seed(url, **options) == 5
+
+
+def test_as_a_command(path: Path) -> None:
+    save(path, seed=1)
+    (path / ".metadata").unlink()
+    command = [sys.executable, "-m", "dcp_nvcomp.cli", "recover", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert loaded_seed(path) == 1
+
+
+@pytest.mark.parametrize("broken", ["data", "copy"])
+def test_the_only_complete_save_is_taken(path: Path, broken: str) -> None:
+    stats = save(path, seed=1)
+    other = leave_orphans(path, seed=2)
+    (path / ".metadata").unlink()
+    if broken == "data":
+        next(path.glob(f"*_{other}.distcp")).unlink()
+    else:
+        flip(path / f"__{other}.metadata", 30)
+    found = recover_checkpoint(path)
+    assert (found.outcome, found.save_id) == (RECOVERED, stats.save_id)
+    assert {one.save_id: one.is_complete for one in found.candidates} == {stats.save_id: True, other: False}
+    assert loaded_seed(path) == 1
+
+
+# ---- several saves ----
+
+
+@pytest.mark.parametrize("state_of_metadata", ["missing", "damaged"])
+def test_several_complete_saves(path: Path, state_of_metadata: str) -> None:
+    stats = save(path, seed=1)
+    other = leave_orphans(path, seed=2)
+    make_old(path / f"__{other}.metadata", days=365)
+    if state_of_metadata == "missing":
+        (path / ".metadata").unlink()
+    else:
+        (path / ".metadata").write_bytes(b"no pickle")
+    found = refused(path, AMBIGUOUS)
+    assert [one.save_id for one in found.candidates] == [stats.save_id, other]
+    assert all(one.is_complete and one.keys == len(state()) for one in found.candidates)
+    assert {one.nbytes for one in found.candidates} == {file.stat().st_size for file in path.glob("*.distcp")}
+    _, output, _ = run("recover", str(path))
+    row = next(line for line in output.splitlines() if line.startswith(other))
+    assert re.search(r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d UTC +5 .* complete$", row)
+    status, _, _ = run("recover", str(path), "--save-id", other)
+    assert status == 0
+    assert loaded_seed(path) == 2
+
+
+def test_a_named_save_that_is_not_complete(path: Path) -> None:
+    save(path, seed=1)
+    other = leave_orphans(path, seed=2)
+    (path / ".metadata").unlink()
+    file = next(path.glob(f"*_{other}.distcp"))
+    file.write_bytes(file.read_bytes()[:-1])
+    refused(path, IMPOSSIBLE, other)
+    refused(path, IMPOSSIBLE, new_id())
+
+
+# ---- nothing is complete ----
+
+
+DAMAGES = ["missing", "truncated", "footer", "swapped"]
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_no_complete_save(path: Path, how: str) -> None:
+    save(path)
+    (path / ".metadata").unlink()
+    file = data_file(path)
+    if how == "missing":
+        file.unlink()
+    elif how == "truncated":
+        file.write_bytes(file.read_bytes()[:-5])
+    elif how == "footer":
+        flip(file, -100)
+    else:
+        save(path.parent / "other")
+        shutil.copy(data_file(path.parent / "other"), file)
+    (candidate,) = refused(path, IMPOSSIBLE).candidates
+    (problem,) = candidate.problems
+    assert problem.startswith(file.name)
+    assert file.name in run("recover", str(path))[1]
+
+
+def test_every_missing_file_is_listed(path: Path) -> None:
+    save(path, single_file_per_rank=False)
+    (path / ".metadata").unlink()
+    files = sorted(path.glob("*.distcp"))
+    for file in files:
+        file.unlink()
+    (candidate,) = refused(path, IMPOSSIBLE).candidates
+    assert [problem.partition(":")[0] for problem in candidate.problems] == [file.name for file in files]
+
+
+def test_a_copy_under_another_name(path: Path) -> None:
+    save(path)
+    (path / ".metadata").unlink()
+    (copy,) = path.glob("__*.metadata")
+    copy.rename(path / f"__{new_id()}.metadata")
+    (candidate,) = refused(path, IMPOSSIBLE).candidates
+    assert "is of another save" in candidate.problems[0]
+
+
+def test_nothing_at_all(path: Path) -> None:
+    path.mkdir()
+    with pytest.raises(CheckpointNotFoundError):
+        recover_checkpoint(path)
+    status, output, errors = run("recover", str(path))
+    assert (status, output, errors.count("\n")) == (1, "", 1)
+
+
+@pytest.mark.parametrize("save_id", ["x", "0" * 31, "G" * 32, "../" + "0" * 29])
+def test_a_save_id_that_is_none(path: Path, save_id: str) -> None:
+    save(path)
+    with pytest.raises(ConfigurationError, match="32 hexadecimal digits"):
+        recover_checkpoint(path, save_id=save_id)
+    assert run("recover", str(path), "--save-id", save_id)[0] == 2
+
+
+# ---- what is good stays ----
+
+
+def test_a_good_checkpoint_is_left_alone(path: Path) -> None:
+    stats = save(path, seed=1)
+    before = contents(path)
+    for save_id in (None, stats.save_id):
+        found = recover_checkpoint(path, save_id=save_id)
+        assert (found.outcome, found.save_id, found.candidates) == (INTACT, stats.save_id, ())
+    status, output, _ = run("recover", str(path))
+    assert (status, contents(path)) == (0, before)
+    assert "nothing to recover" in output
+
+
+def test_a_good_checkpoint_is_not_replaced_by_a_named_one(path: Path) -> None:
+    save(path, seed=1)
+    other = leave_orphans(path, seed=2)
+    assert "good checkpoint is not replaced" in refused(path, IMPOSSIBLE, other).reason
+    assert loaded_seed(path) == 1
+
+
+def test_readable_metadata_that_misses_files_is_replaced_only_by_name(path: Path) -> None:
+    stats = save(path, seed=1)
+    other = leave_orphans(path, seed=2)
+    next(path.glob(f"*_{stats.save_id}.distcp")).unlink()
+    refused(path, AMBIGUOUS)
+    assert recover_checkpoint(path, save_id=other).outcome == RECOVERED
+    assert loaded_seed(path) == 2
+
+
+def test_metadata_that_asks_for_a_global_is_replaced_only_by_name(path: Path) -> None:
+    """It may be good, and need `trusted_globals`."""
+    stats = save(path, seed=1)
+    (path / ".metadata").write_bytes(b"\x80\x04c__main__\nPlannerData\n.")
+    refused(path, AMBIGUOUS)
+    assert recover_checkpoint(path, save_id=stats.save_id).outcome == RECOVERED
+    assert loaded_seed(path) == 1
+
+
+def test_metadata_of_ranks_is_hidden_only_by_name(path: Path) -> None:
+    dcp.save(state(1), storage_writer=NvcompWriter(path, engine="cpu"), use_collectives=False)
+    other = leave_orphans(path, seed=2)
+    refused(path, AMBIGUOUS)
+    assert loaded_seed(path) == 1
+    assert recover_checkpoint(path, save_id=other).outcome == RECOVERED
+    assert loaded_seed(path) == 2
+
+
+def test_stock(path: Path) -> None:
+    dcp.save(state(1), storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+    assert recover_checkpoint(path).outcome == INTACT
+    data_file(path).unlink()
+    assert "is missing" in refused(path, IMPOSSIBLE).reason
+
+
+def test_trouble_with_the_storage_is_not_damage(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(path, seed=1)
+    leave_orphans(path, seed=2)
+    before = contents(path)
+
+    def fail(self: PosixFilesystem, name: str, **options: Any) -> bytes:
+        raise StorageError("the network is down")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PosixFilesystem, "read_all", fail)
+        with pytest.raises(StorageError, match="network is down"):
+            recover_checkpoint(path)
+    assert contents(path) == before
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_save_publishes_meanwhile(path: Path, monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
+    """Whether `.metadata` was lost or damaged: the save wins."""
+    save(path, seed=1)
+    if lost:
+        (path / ".metadata").unlink()
+    else:
+        (path / ".metadata").write_bytes(b"no pickle")
+    real = dcp_nvcomp.recovery._publish
+
+    def late(*arguments: Any) -> None:
+        save(path, seed=2)
+        real(*arguments)
+
+    monkeypatch.setattr(dcp_nvcomp.recovery, "_publish", late)
+    with pytest.raises(ConcurrentSaveError):
+        recover_checkpoint(path)
+    assert loaded_seed(path) == 2
