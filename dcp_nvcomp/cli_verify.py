@@ -26,7 +26,7 @@ Full = Annotated[bool, typer.Option("--full", help="Decode every block too, and 
 def verify_command(url: Url, full: Full = False, option: Options = None, as_json: AsJson = False) -> None:
     """Check every byte of a checkpoint against its checksums, and name all that is damaged or missing.
 
-    Exit status 1 if anything that a load needs is; warnings do not count, nor does what only a GPU could decode.
+    Exit status 1 if anything is; warnings do not count, nor do blocks that only a GPU could decode.
     """
     storage_options = parse_storage_options(option)
     with one_line_errors(), _progress() as progress:

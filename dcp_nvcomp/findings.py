@@ -18,8 +18,8 @@ class Finding:
     """One thing that is wrong.
 
     Attributes:
-        severity: `error` where something that a load needs is damaged, missing or contradicts itself; `warning` where
-            everything loads and only a precaution is lost.
+        severity: `error` where stored bytes are damaged, contradict each other, or are missing for a load; `warning`
+            where everything loads and at most a precaution is lost.
         what: what is wrong.
         file: the file's name in the checkpoint; None where it is no file's fault.
         fqns: the keys that are concerned, as far as it is known; of a block of small tensors, all that lie in it.

@@ -3,9 +3,8 @@
     verify_checkpoint(path) -> Verification        prints nothing: cli_verify.py does
 
 1  the roots are read: `.metadata`, or the ranks' own metadata where there is none
-2  the immutable copy of `.metadata` must say the same: `.metadata` has no checksum, so this is what shows a flipped bit
-   in it that still reads well. Which of the two is damaged can't be told, so a difference is an error; where the copy
-   is missing everything still loads, so that is a warning
+2  the immutable copy of `.metadata` must hold the same bytes. A difference is an error, as one of the two is damaged;
+   where the copy is missing nothing is, and everything loads, so that is a warning
 3  every shard that the metadata lists must be stored somewhere, and the shards must cover their tensors
 4  every data file must have its size, footer and header, and the records that the metadata places there
 5  every block must pass its CRC; with `full` it is decoded too, and must pass the CRC of the decoded bytes
@@ -247,10 +246,7 @@ def _check_copies(filesystem: Filesystem, roots: Sequence[Root]) -> list[Finding
         return []
     pairs = enumerate(zip(data, root.data, strict=False))
     at = next((at for at, (one, other) in pairs if one != other), min(len(data), len(root.data)))
-    what = (
-        "`.metadata` and its immutable copy differ from here on: one of them is damaged. Where the copy is whole, "
-        f"`dcp-nvcomp recover --save-id {root.save_id}` puts it in place once `.metadata` was moved away."
-    )
+    what = "It differs from `.metadata` from here on; they were written as the same bytes, so one of them is damaged."
     return [Finding(ERROR, what, copy, (), (at, at + 1))]
 
 

@@ -28,6 +28,7 @@ from dcp_nvcomp.errors import (
     StorageError,
 )
 from dcp_nvcomp.filesystem import open_filesystem
+from dcp_nvcomp.metadata import parse_metadata, serialize_metadata
 from dcp_nvcomp.posix import PosixFilesystem
 from tests.cli.checkpoints import data_file, flip, loaded_seed, make_old, names, new_id, run, save, state
 from tests.conftest import S3Store
@@ -200,15 +201,15 @@ def test_a_save_about_to_publish_protects_the_files_of_all_ranks(path: Path) -> 
     """Its data files are old, whatever their ids; only its immutable metadata is new."""
     save_id, left = leave_save(path, seed=2)
     make_old(path / f"__{save_id}.metadata", days=0)
-    metadata = (path / f"__{save_id}.metadata").read_bytes()
     other_id = new_id()  # as files of rank 1 have
     for name in left:
         if name.endswith(".distcp"):
             assert name.count(save_id) == 1
             (path / name).rename(path / name.replace(save_id, other_id))
-    data = metadata.replace(f"_{save_id}.distcp".encode(), f"_{other_id}.distcp".encode())
-    assert data != metadata
-    (path / f"__{save_id}.metadata").write_bytes(data)
+    metadata = parse_metadata((path / f"__{save_id}.metadata").read_bytes(), path="")
+    for index, ((name, *rest), number) in list(metadata.storage_data.items()):
+        metadata.storage_data[index] = ((name.replace(save_id, other_id), *rest), number)
+    (path / f"__{save_id}.metadata").write_bytes(serialize_metadata(metadata))
     found = clean_checkpoint(path)
     assert (found.orphans, found.young) == ((), len(left))
     make_old(path / f"__{save_id}.metadata")

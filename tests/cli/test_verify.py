@@ -210,6 +210,19 @@ def test_copy_that_differs(copy: Path, spoil: Callable[[bytes], bytes]) -> None:
     assert (finding.severity, finding.file) == (ERROR, file.name)
 
 
+def test_metadata_that_names_no_save(copy: Path) -> None:
+    """Then nothing tells which copy is its own."""
+
+    def forget(metadata: Metadata) -> None:
+        assert metadata.storage_meta is not None
+        metadata.storage_meta.save_id = None
+
+    change_metadata(copy, forget)
+    found = verified(copy)
+    assert found.is_sound
+    assert ["no id of a save" in finding.what for finding in found.findings] == [True]
+
+
 def test_unreadable_metadata(copy: Path) -> None:
     (copy / ".metadata").write_bytes(b"\x80\x04.")
     with pytest.raises(CheckpointError):
