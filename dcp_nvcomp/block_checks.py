@@ -15,7 +15,7 @@ from dcp_nvcomp.engines.cpu import CpuEngine, checksum
 from dcp_nvcomp.errors import CheckpointError, CodecUnavailableError, CorruptDataError, FormatError
 from dcp_nvcomp.filesystem import Filesystem
 from dcp_nvcomp.findings import Finding, finding_of
-from dcp_nvcomp.footer import MAX_BLOCK_NBYTES, Footer, Record
+from dcp_nvcomp.footer import KIND_PACK, MAX_BLOCK_NBYTES, Footer, Record
 from dcp_nvcomp.format import HEADER_NBYTES, check_header
 from dcp_nvcomp.planning import coalesce
 from dcp_nvcomp.roots import twice
@@ -50,7 +50,7 @@ class OpenFile:
     def fqns_of(self, number: int) -> tuple[str, ...]:
         """The keys that have bytes in a block."""
         holder = self.record_of(number)
-        if holder.fqn:
+        if holder.kind != KIND_PACK:
             return (holder.fqn,)
         assert holder.grid is not None
         box = holder.grid.box(number - holder.first_block)  # a pack is one-dimensional

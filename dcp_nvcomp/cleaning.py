@@ -7,9 +7,10 @@ the temporaries of a publish, and unfinished multipart uploads of these. Anythin
 `__<rank>_<n>.distcp` stay too, although no root may name them: stock DCP uses these names again in each save, so that
 what is removed need not be what was looked at. They are counted as `foreign`.
 
-1  list the files, then the unfinished uploads; ask the storage for the time
+1  list the files, then the unfinished uploads
 2  read the roots: `.metadata`, and each `__<rank>.metadata`. All must be readable and all of their data files must be
-   there, or nothing is done: in a damaged checkpoint an orphan may be what `recover` needs
+   there, or nothing is done: in a damaged checkpoint an orphan may be what `recover` needs. Then ask the storage for
+   the time
 3  an orphan is what no root names and what is older than `older_than`. What has the same id, hence is of the same rank
    and save, is as old as the youngest of it; and what a young `__<save_id>.metadata` names is as young as that (one
    that can't be read ends the cleaning)
@@ -189,9 +190,9 @@ def _look(filesystem: Filesystem, older_than_seconds: float) -> _Found:
     """Steps 1 to 3."""
     files = filesystem.list_files()
     uploads = filesystem.list_uploads()
-    now = filesystem.now_seconds()
     sizes = {file.name: file.nbytes for file in files}
     roots = _whole_roots(filesystem, sizes)
+    now = filesystem.now_seconds()
     live = set().union(*(root.names() for root in roots))
     items = [
         _Item(*described, file.nbytes, math.inf if file.modified_seconds is None else file.modified_seconds)

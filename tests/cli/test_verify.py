@@ -164,7 +164,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "grown": (lambda file: file.write_bytes(file.read_bytes() + b"x"), "bytes; `.metadata` says"),
     "empty": (lambda file: file.write_bytes(b""), "has 0 bytes"),
     "missing": (lambda file: file.unlink(), "No such file"),
-    "directory": (lambda file: (file.unlink(), file.mkdir()), "[Nn]ot a plain file|Is a directory"),
+    "directory": (lambda file: (file.unlink(), file.mkdir()), "(?i)not a plain file|is a directory"),
 }
 
 
@@ -453,6 +453,14 @@ def test_every_flipped_byte_is_found(copy: Path, pattern: str, step: int, mask: 
     assert nbytes > 500
     assert undetected(copy, file, range(0, nbytes, step), mask) == []
     assert verify_checkpoint(copy).findings == ()
+
+
+def test_a_key_without_a_name(tmp_path: Path) -> None:
+    content = {"": torch.tensor(1.5), "w": torch.ones(300, 300)}
+    dcp.save(content, storage_writer=NvcompWriter(tmp_path, engine="cpu", single_file_per_rank=False), no_dist=True)
+    for file in tmp_path.glob("*.distcp"):
+        flip(file, 16)
+    assert {finding.fqns for finding in verified(tmp_path).findings} == {("",), ("w",)}
 
 
 def test_every_truncation_is_found(copy: Path) -> None:
