@@ -32,7 +32,7 @@ Why nothing live is removed:
   between 2 and 5 is seen in 4.
 - Another cleaning removes the same: what is gone already is fine.
 - Ages are by the storage's own clock, so that a machine whose clock is wrong does no harm. What the storage tells no
-  age of stays.
+  age of stays. (S3 counts from when an upload was begun, not from when it was completed.)
 """
 
 from __future__ import annotations

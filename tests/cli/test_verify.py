@@ -92,6 +92,15 @@ def test_as_a_command(copy: Path) -> None:
     assert "DAMAGED" in done.stdout
 
 
+def test_progress_on_a_terminal(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bar goes to standard error, and is taken away at the end."""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes any stream for a terminal
+    status, output, errors = run("verify", str(saved))
+    nbytes = data_file(saved).stat().st_size
+    assert (status, "sound" in output) == (0, True)
+    assert f"{nbytes / 1000:.1f}/{nbytes / 1000:.1f} kB" in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", errors)
+
+
 def test_usage() -> None:
     assert run("verify")[0] == 2
     assert run("verify", "x", "--option", "nonsense")[0] == 2
@@ -422,6 +431,20 @@ def test_stock(tmp_path: Path, extensions: list[Any]) -> None:
         assert not verified(tmp_path).is_sound
     file.unlink()
     assert len(verified(tmp_path).findings) == len(state())
+
+
+class Marked(torch.Tensor):
+    """A subclass that nobody but this test knows."""
+
+
+def test_stock_subclass(tmp_path: Path) -> None:
+    """What is in it can't be looked at without importing it; that is no damage."""
+    content = {"w": torch.ones(3).as_subclass(Marked)}  # type: ignore[no-untyped-call]
+    dcp.save(content, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+    assert verified(tmp_path).findings == ()
+    found = verified(tmp_path, full=True)
+    assert found.is_sound
+    assert [(finding.severity, finding.fqns) for finding in found.findings] == [(WARNING, ("w",))]
 
 
 # ---- every byte ----

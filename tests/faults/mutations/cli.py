@@ -69,7 +69,7 @@ MUTATIONS = (
         row="verify: shards cover their tensors",
         file="dcp_nvcomp/metadata_checks.py",
         old="            check_cover(described.size",
-        new="            str(described.size",
+        new="            (lambda *_: None)(described.size",
         tests=VERIFY + "disagrees",
     ),
     Mutation(
