@@ -59,11 +59,22 @@ class Recorder:
         assert not relative.startswith(".."), f"{path} is not on the disk that is recorded"
         return relative
 
+    def _sync(self, path: str) -> None:
+        if path == self._root or path.startswith(f"{self._root}/"):  # directories above it are there for good
+            self.steps.append(Step("fsync", self._inside(path)))
+
+    def _make(self, path: str) -> None:
+        if path != self._root and not os.path.isdir(path):
+            self._make(os.path.dirname(path))
+            self.steps.append(Step("mkdir", self._inside(path)))
+
     def __call__(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._lock:
             if name == "fsync":
-                self.steps.append(Step("fsync", self._inside(os.readlink(f"/proc/self/fd/{args[0]}"))))
+                self._sync(os.readlink(f"/proc/self/fd/{args[0]}"))
                 return None
+            if name == "makedirs":
+                self._make(args[0])
             result = call(*args, **kwargs)
             if name == "open" and args[1] & os.O_CREAT:
                 self._open[result] = self._inside(args[0])
@@ -72,7 +83,7 @@ class Recorder:
                 self.steps.append(Step("write", self._open[args[0]], data=bytes(args[1][:result])))
             elif name in ("rename", "link"):
                 self.steps.append(Step(name, self._inside(args[0]), self._inside(args[1])))
-            elif name in ("unlink", "mkdir"):
+            elif name == "unlink":
                 self.steps.append(Step(name, self._inside(args[0])))
             return result
 

@@ -18,10 +18,10 @@ Hook = Callable[..., Any]
 
 # Every system call that dcp_nvcomp/posix.py makes in a save or a load.
 POSIX_CALLS = frozenset(
-    "open write fsync close rename link unlink mkdir scandir readdir entry_stat pread preadv stat fstat".split()
+    "open write fsync close rename link unlink makedirs scandir readdir entry_stat pread preadv stat fstat".split()
 )
 # Those that change the disk, and so may find it full.
-WRITING = frozenset({"create", "write", "fsync", "mkdir", "link", "rename"})
+WRITING = frozenset({"create", "write", "fsync", "makedirs", "link", "rename"})
 
 
 class Intercepted:
@@ -99,7 +99,7 @@ class FaultyCalls:
         assert fault is not None
         if not fault.number:
             return self._carry_out(name, *_cut_short(name, call, *args), **kwargs)
-        if name == "close" or (fault.done and name in ("rename", "link", "unlink", "mkdir", "write")):
+        if name == "close" or (fault.done and name in ("rename", "link", "unlink", "makedirs", "write")):
             call(*args, **kwargs)  # Linux closes a descriptor also where close reports an error
         raise OSError(fault.number, os.strerror(fault.number))
 

@@ -136,7 +136,7 @@ def test_save(trials: Trials, case: Case, kind: str) -> None:
     old_files = file_names(trials.path)
     calls, error = trials.save(None, case.options)
     assert error is None and what_loads(trials.path, OLD, NEW) == 1
-    assert {"create", "write", "fsync", "mkdir" if not case.old else "unlink"} <= set(calls.names)
+    assert {"create", "write", "fsync", "makedirs" if not case.old else "unlink"} <= set(calls.names)
     for fault in faults_of(kind, len(calls.names)):
         trials.begin(old=case.old)
         made, error = trials.save(fault, case.options)
