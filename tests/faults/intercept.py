@@ -18,7 +18,10 @@ Hook = Callable[..., Any]
 
 # Every system call that dcp_nvcomp/posix.py makes in a save or a load.
 POSIX_CALLS = frozenset(
-    "open write fsync close rename link unlink makedirs scandir readdir entry_stat pread preadv stat fstat".split()
+    {
+        *("open", "write", "fsync", "close", "rename", "link", "unlink", "makedirs"),
+        *("scandir", "readdir", "entry_stat", "pread", "preadv", "stat", "fstat"),
+    }
 )
 # Those that change the disk, and so may find it full.
 WRITING = frozenset({"create", "write", "fsync", "makedirs", "link", "rename"})
