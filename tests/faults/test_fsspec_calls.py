@@ -71,7 +71,9 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
         return
     name = uuid.uuid4().hex
     yield Place(f"memory://{name}/c", lambda path: FsspecFilesystem(path, "memory", {}))
-    fsspec.filesystem("memory").rm(f"/{name}", recursive=True)
+    store = fsspec.filesystem("memory")
+    if store.exists(f"/{name}"):
+        store.rm(f"/{name}", recursive=True)
 
 
 class Trials:
