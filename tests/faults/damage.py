@@ -162,7 +162,8 @@ class Flip:
 
 def flips(path: Path, masks: Sequence[int], verify: Sequence[str]) -> list[Flip]:
     """Every byte of every file, with each of the masks."""
-    files = [(file.name, file.stat().st_size) for file in sorted(path.iterdir())]
+    in_order = sorted(path.iterdir(), key=lambda file: kind_of_file(file.name))  # ids differ, and are part of names
+    files = [(file.name, file.stat().st_size) for file in in_order]
     return [Flip(n, at, mask, how) for n, nbytes in files for at in range(nbytes) for mask in masks for how in verify]
 
 
