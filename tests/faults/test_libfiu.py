@@ -64,6 +64,7 @@ def test_short_reads_and_writes(tmp_path: Path) -> None:
         assert (one["error"], one["loads"]) == (None, "new"), one
 
 
+@pytest.mark.slow
 def test_loads(tmp_path: Path) -> None:
     rounds = run_child(tmp_path, ("load", *LOAD_POINTS), "EIO", 0.08)
     for one in rounds:
