@@ -17,7 +17,7 @@ from dcp_nvcomp.datafile import block_row
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda import CudaEngine, DecodeJob, JobChecks
 from dcp_nvcomp.engines.cuda_batches import fitting, padded_nbytes, starts_of
-from dcp_nvcomp.errors import CheckpointError, CorruptDataError
+from dcp_nvcomp.errors import CheckpointError, CorruptDataError, FormatError
 from dcp_nvcomp.fetching import BlockRead, Read
 from dcp_nvcomp.filesystem import Filesystem
 from dcp_nvcomp.format import check_header
@@ -106,8 +106,7 @@ class Decoder:
             CorruptDataError: a block is damaged, also when read a second time.
         """
         if read.start == 0:
-            data_offset = int(read.footer.block_offsets[0])
-            check_header(self._buffer[:data_offset], path=read.footer.path)
+            self._check_header(read)
         on_gpu: dict[torch.device, list[BlockRead]] = {}
         for block, device in zip(read.blocks, self._devices, strict=True):
             if device is not None:
@@ -123,6 +122,13 @@ class Decoder:
                     self._decode_block(block, memoryview(again), read)
         for device, blocks in on_gpu.items():
             self._decode_on_gpu(device, blocks, read)
+
+    def _check_header(self, read: Read) -> None:
+        data_offset = int(read.footer.block_offsets[0])
+        try:
+            check_header(self._buffer[:data_offset], path=read.footer.path)
+        except (FormatError, CorruptDataError):  # once more, as with blocks
+            check_header(self._filesystem.read(read.name, 0, data_offset), path=read.footer.path)
 
     def _decode_block(self, block: BlockRead, data: memoryview, read: Read) -> None:
         chain, nbytes = block.record.chain, int(read.footer.block_nbytes[block.number])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import stat
 import tempfile
@@ -32,6 +33,8 @@ from .filesystem_base import (
 
 __all__ = ["PosixFilesystem"]
 
+logger = logging.getLogger(__name__)
+
 _MAX_OPEN_FILES = 64
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _MAX_READ_NBYTES = 1 << 30  # Linux gives at most 2 GiB a call
@@ -44,7 +47,13 @@ class _Descriptor:
         self.number = number
 
     def __del__(self) -> None:
-        os.close(self.number)
+        _close_quietly(self.number)
+
+
+def _close_quietly(descriptor: int) -> None:
+    """Close what was only read from: Linux lets go of a descriptor also where it reports an error."""
+    with contextlib.suppress(OSError):
+        os.close(descriptor)
 
 
 def _open_inside(root: str, name: str) -> int:
@@ -54,12 +63,12 @@ def _open_inside(root: str, name: str) -> int:
     try:
         for part in folders:
             inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-            os.close(folder)
+            _close_quietly(folder)
             folder = inner
         # O_NONBLOCK: opening a FIFO must not wait for a writer
         return os.open(last, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     finally:
-        os.close(folder)
+        _close_quietly(folder)  # an error here would lose the descriptor that is being returned
 
 
 def _write_all(descriptor: int, data: memoryview | bytes) -> None:
@@ -84,6 +93,16 @@ def _same_file(one: str, other: str) -> bool:
         return os.path.samestat(os.lstat(one), os.lstat(other))
     except FileNotFoundError:
         return False
+
+
+def _remove_temporary(path: str) -> None:
+    """Remove it unless it was renamed: a failure harms nothing, so it must not hide what became of the publishing."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        logger.warning("The temporary file %s could not be removed: %s", path, error)
 
 
 def _create(path: str) -> int:
@@ -158,8 +177,7 @@ class PosixFilesystem(Filesystem):
                 else:
                     self._link_new(temporary, final, name)
             finally:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)
+                _remove_temporary(temporary)
             _sync_directory(os.path.dirname(final))
 
     def _link_new(self, temporary: str, final: str, name: str) -> None:

@@ -1,0 +1,219 @@
+"""What keeps a checkpoint on a local disk whole: errors, power loss, damage, a GPU that fails."""
+
+from __future__ import annotations
+
+from tests.faults.mutations import Mutation
+
+CALLS, POWER, DAMAGE = "N-th filesystem call", "power loss", "every byte flipped"
+EVERY_CALL = "tests/faults/test_every_call.py"
+POWER_LOSS = "tests/faults/test_power_loss.py"
+DAMAGED = "tests/faults/test_damage.py"
+
+MUTATIONS = (
+    Mutation(
+        row=f"{CALLS}: short writes go on",
+        file="dcp_nvcomp/posix.py",
+        old="        view = view[os.write(descriptor, view) :]",
+        new="        os.write(descriptor, view)\n        return",
+        tests=f"{EVERY_CALL} -k all_short",
+    ),
+    Mutation(
+        row=f"{CALLS}: short reads go on",
+        file="dcp_nvcomp/posix.py",
+        old="            data = data + part if data else part  # one part is the rule\n",
+        new="            return part\n",
+        tests=f"{EVERY_CALL} -k all_short",
+    ),
+    Mutation(
+        row=f"{CALLS}: short reads of blocks go on",  # else they would be read once more, as if they were damaged
+        file="dcp_nvcomp/posix.py",
+        old="            position += done\n",
+        new="            return\n",
+        tests="tests/filesystem/test_local.py -k short_writes",
+    ),
+    Mutation(
+        row=f"{CALLS}: a failed close loses no descriptor",
+        file="dcp_nvcomp/posix.py",
+        old="        _close_quietly(folder)  # an error here",
+        new="        os.close(folder)  # an error here",
+        tests=f"{EVERY_CALL} -k test_load",
+    ),
+    Mutation(
+        row=f"{CALLS}: a temporary is removed",
+        file="dcp_nvcomp/posix.py",
+        old="                _remove_temporary(temporary)\n",
+        new="                pass\n",
+        tests=f"{EVERY_CALL} -k overwriting-EIO",
+    ),
+    Mutation(
+        row=f"{CALLS}: the finished files of a failed save are removed",
+        file="dcp_nvcomp/saving.py",
+        old="            self._remove_files()\n",
+        new="",
+        tests=f"{EVERY_CALL} -k files-EIO",
+    ),
+    Mutation(
+        row=f"{CALLS}: the unfinished file of a failed save is removed",
+        file="dcp_nvcomp/saving.py",
+        old="            output.stream.abort()\n",
+        new="            pass\n",
+        tests=f"{EVERY_CALL} -k overwriting-EIO",
+    ),
+    Mutation(
+        row=f"{CALLS}: a failed fsync fails the save",
+        file="dcp_nvcomp/posix.py",
+        old="                    os.fsync(self._descriptor)\n",
+        new="                    with contextlib.suppress(OSError):\n"
+        "                        os.fsync(self._descriptor)\n",
+        tests=f"{EVERY_CALL} -k overwriting-EIO",
+    ),
+    Mutation(
+        row=f"{CALLS}: errors are ours",
+        file="dcp_nvcomp/posix.py",
+        old='        with storage_errors("create", location):\n',
+        new="        with contextlib.nullcontext():\n",
+        tests="tests/faults/test_full_disk.py",
+    ),
+    Mutation(
+        row=f"{CALLS}: errors of fsspec's client are ours",
+        file="dcp_nvcomp/filesystem.py",
+        old="        with storage_errors(what, self._location):\n",
+        new="        with contextlib.nullcontext():\n",
+        tests="tests/faults/test_fsspec_calls.py -k test_save",
+    ),
+    Mutation(
+        row=f"{POWER}: fsync of data files",
+        file="dcp_nvcomp/posix.py",
+        old="                    os.fsync(self._descriptor)\n",
+        new="                    pass\n",
+        tests=f"{POWER_LOSS} -k overwriting",
+    ),
+    Mutation(
+        # one rank alone would do without: the directory is fsynced again after `__<save_id>.metadata`
+        row=f"{POWER}: fsync of the directory after a data file",
+        file="dcp_nvcomp/posix.py",
+        old="                _sync_directory(os.path.dirname(self._full))\n",
+        new="                pass\n",
+        tests="tests/filesystem/test_local.py -k order_of_data_files",
+    ),
+    Mutation(
+        row=f"{POWER}: fsync of the temporary",
+        file="dcp_nvcomp/posix.py",
+        old="                    os.fsync(descriptor)\n",
+        new="                    pass\n",
+        tests=f"{POWER_LOSS} -k overwriting",
+    ),
+    Mutation(
+        row=f"{POWER}: fsync of the directory after publishing",
+        file="dcp_nvcomp/posix.py",
+        old="            _sync_directory(os.path.dirname(final))\n",
+        new="",
+        tests=f"{POWER_LOSS} -k overwriting",
+    ),
+    Mutation(
+        row=f"{POWER}: fsync of new parent directories",
+        file="dcp_nvcomp/posix.py",
+        old="                self._sync_parents()\n",
+        new="",
+        tests=f"{POWER_LOSS} -k fresh",
+    ),
+    Mutation(
+        row=f"{POWER}: the old files are removed last",
+        file="dcp_nvcomp/posix.py",
+        old="                    os.rename(temporary, final)\n                else:\n",
+        new="                    os.unlink(final) if os.path.lexists(final) else None\n"
+        "                    os.rename(temporary, final)\n                else:\n",
+        tests=f"{POWER_LOSS} -k overwriting",
+    ),
+    Mutation(
+        row=f"{DAMAGE}: the CRC of stored blocks",
+        file="dcp_nvcomp/engines/cpu.py",
+        old='        if verify != "off" and checksum(data) != row.encoded_crc:',
+        new="        if False:",
+        tests=f"{DAMAGED} -k flipped_bits",
+    ),
+    Mutation(
+        row=f"{DAMAGE}: the CRC of footers",
+        file="dcp_nvcomp/format.py",
+        old="    if crc32c(bytes(tail[: _TRAILER_HEAD.size]), crc32c(footer)) != trailer.footer_crc:",
+        new="    if False:",
+        tests=f"{DAMAGED} -k flipped_bits",
+    ),
+    Mutation(
+        row=f"{DAMAGE}: bytes before the first block",
+        file="dcp_nvcomp/format.py",
+        old="    if reserved or any(memoryview(header)[HEADER_NBYTES:]):",
+        new="    if False:",
+        tests=f"{DAMAGED} -k flipped_bits",
+    ),
+    Mutation(
+        row=f"{DAMAGE}: the first read begins with the file",
+        file="dcp_nvcomp/fetching.py",
+        old="    spans = [(0 if block.number == 0 else block.start, block.stop) for block in blocks]",
+        new="    spans = [(block.start, block.stop) for block in blocks]",
+        tests=f"{DAMAGED} -k flipped_bits",
+    ),
+    Mutation(
+        row="files swapped between saves",
+        file="dcp_nvcomp/datafile.py",
+        old="    if (trailer_nbytes, trailer_crc) != (footer_nbytes, footer_crc):",
+        new="    if False:",
+        tests=f"{DAMAGED} -k swap",
+    ),
+    Mutation(
+        row="files grown",
+        file="dcp_nvcomp/datafile.py",
+        old="    if actual is not None and actual > file_nbytes:",
+        new="    if False:",
+        tests=f"{DAMAGED} -k grown",
+    ),
+    Mutation(
+        row="files truncated",
+        file="dcp_nvcomp/posix.py",
+        old="            if not done:\n                raise too_short(self.location(name), start, stop, position)\n",
+        new="            if not done:\n                return\n",
+        tests="tests/filesystem/test_local.py -k shrinks",
+    ),
+    Mutation(
+        row="flipped on the way: blocks are read once more",
+        file="dcp_nvcomp/decoding.py",
+        old="                    again = self._filesystem.read(read.name, block.start, block.stop)\n",
+        new="                    raise\n",
+        tests=f"{DAMAGED} -k healed",
+    ),
+    Mutation(
+        row="flipped on the way: headers are read once more",
+        file="dcp_nvcomp/decoding.py",
+        old="            check_header(self._filesystem.read(read.name, 0, data_offset), path=read.footer.path)\n",
+        new="            raise\n",
+        tests=f"{DAMAGED} -k healed",
+    ),
+    Mutation(
+        row="flipped on the way: footers are read once more",
+        file="dcp_nvcomp/datafile.py",
+        old="        # bits flip on the way too: what is damaged in the file is damaged the second time as well\n",
+        new="        raise\n",
+        tests=f"{DAMAGED} -k healed",
+    ),
+    Mutation(
+        row="flipped on the way: `.metadata` is read once more",
+        file="dcp_nvcomp/reader.py",
+        old="            if again == data:\n",
+        new="            if True:\n",
+        tests=f"{DAMAGED} -k healed",
+    ),
+    Mutation(
+        row="GPU out of memory, nvCOMP raising in batch N",
+        file="dcp_nvcomp/engines/cuda.py",
+        old="_GPU_ERRORS = (RuntimeError, ValueError, MemoryError)",
+        new="_GPU_ERRORS = (ValueError, MemoryError)",
+        tests="tests/faults/test_gpu_faults.py -k batch_n",
+    ),
+    Mutation(
+        row="GPU lost in batch N: what a failed save wrote is removed",
+        file="dcp_nvcomp/saving.py",
+        old="            output.stream.abort()\n",
+        new="            pass\n",
+        tests="tests/faults/test_gpu_faults.py -k of_a_save",
+    ),
+)
