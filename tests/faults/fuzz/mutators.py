@@ -59,8 +59,9 @@ _PIECES = [
     *(b"cbuiltins\nbytearray\n", b"ctorch\nSize\n", b"X\xff\xff\xff\x7f", b"G\x7f\xf8" + bytes(6)),
     *(bytes([opcode]) for opcode in b"\x94)}](\x81Rb.N\x88\x89\x85\x86\x87testua\x93Q0"),
     asm.size(0, 0), asm.size(4, 6), asm.size(1 << 60, 1 << 60), asm.shard(asm.size(0, 0), asm.size(2, 6)),
-    asm.tensor(),    asm.index(), asm.file(), asm.info(), asm.sequence(asm.file(), asm.number(0)), asm.properties(), asm.listed(),
-    asm.mapping(), asm.built("BytesStorageMetadata"), asm.fresh("Metadata"), asm.call(asm.named("pathlib", "PosixPath")),
+    asm.tensor(), asm.index(), asm.file(), asm.info(), asm.sequence(asm.file(), asm.number(0)), asm.properties(),
+    asm.listed(), asm.mapping(), asm.built("BytesStorageMetadata"), asm.fresh("Metadata"),
+    asm.call(asm.named("pathlib", "PosixPath")),
 ]  # fmt: skip
 
 
