@@ -14,8 +14,11 @@ from crc32c import crc32c
 
 from dcp_nvcomp import errors
 from dcp_nvcomp.codecs import Bytes, CodecChain, Deflate, Planes, Zstd
+from dcp_nvcomp.engines.base import BlockRow
+from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.footer import parse_footer
 from dcp_nvcomp.format import TRAILER_NBYTES, decode_footer, decode_trailer, encode_footer
+from tests.format.forgery import deflate_stream, padded
 
 from .hostile import STATE, data_file, load, peak_nbytes, refusal, republish, save
 
@@ -115,3 +118,17 @@ def test_the_forgery_itself_is_sound(tmp_path: Path) -> None:
         path = save(tmp_path / name, codec=chain)
         forge_slice(path, lambda data: data)
         assert torch.equal(load(path, verify="full")["w"], STATE["w"])
+
+
+def test_deflate_stream_that_inflates_a_thousandfold() -> None:
+    """A slice may be 128 KiB long and decode to no more; deflate makes 120 MiB of that."""
+    stream = deflate_stream(bytes(120 << 20))
+    assert len(stream) < 128 << 10
+    data, out = padded(stream), np.empty(128 << 10, np.uint8)
+    row = BlockRow(0, (len(stream),), crc32c(data), 0)
+
+    def refused() -> None:
+        with pytest.raises(errors.CorruptDataError):
+            CpuEngine().decode(memoryview(data), row, CodecChain(Bytes(), Deflate()), out, verify="stored")
+
+    assert peak_nbytes(refused) < 4 << 20

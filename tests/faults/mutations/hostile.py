@@ -99,7 +99,7 @@ MUTATIONS = (
     *_mutations(
         "frames",
         "codecs/deflate.py",
-        ("decompress(stream, len(out) + 1)", "decompress(stream)", f"{_SLICES} -k forged_slice_that"),
+        ("decompress(stream, len(out) + 1)", "decompress(stream)", f"{_SLICES} -k a_thousandfold"),
         (" or decompressor.unused_data:", ":", f"{_SLICES} -k forged_slice_that"),
         ("not decompressor.eof or", "False or", f"{_HOSTILE} -k 'bad_deflate or cut_anywhere'"),
     ),
