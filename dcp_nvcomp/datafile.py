@@ -21,6 +21,7 @@ from dcp_nvcomp.footer import Footer, parse_footer
 from dcp_nvcomp.format import (
     DIRECT_IO_NBYTES,
     HEADER_NBYTES,
+    MAX_FOOTER_NBYTES,
     TRAILER_NBYTES,
     Tables,
     decode_footer,
@@ -200,7 +201,7 @@ def _read_tail(filesystem: Filesystem, name: str, file_nbytes: int, footer_nbyte
 def _read_tail_once(filesystem: Filesystem, name: str, file_nbytes: int, footer_nbytes: int) -> tuple[Footer, int, int]:
     """Footer, and the CRC and size that the file itself gives for it. `footer_nbytes` is a guess that saves a read."""
     path = filesystem.location(name)
-    start = max(file_nbytes - TRAILER_NBYTES - footer_nbytes, 0)
+    start = max(file_nbytes - TRAILER_NBYTES - min(footer_nbytes, MAX_FOOTER_NBYTES), 0)
     tail = memoryview(filesystem.read(name, start, file_nbytes))
     trailer_bytes = tail[-TRAILER_NBYTES:]
     trailer = decode_trailer(trailer_bytes, path=path, file_nbytes=file_nbytes)

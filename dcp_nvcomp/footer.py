@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from reprlib import repr as shown  # short and shallow: what is shown may be long, and nested too deep for repr
 from typing import Any
 
 import numpy as np
@@ -29,10 +30,12 @@ KIND_TORCH_SAVE = "torch_save"
 KIND_PACK = "pack"
 _KINDS = (KIND_TENSOR, KIND_BYTES, KIND_TORCH_SAVE, KIND_PACK)
 
-MAX_BLOCK_NBYTES = 64 << 20
+# So decoding takes less than 64 MiB beside what it is decoded into: planes, one of them unpacked, and a slice.
+MAX_BLOCK_NBYTES = 16 << 20
 MAX_BLOCK_SLICES = 1 << 16
 MAX_DIMENSIONS = 64
 MAX_ELEMENTS = 1 << 62
+MAX_INTEGER = 1 << 62  # of any other number
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ def _dimensions(value: Any, what: str, low: int = 0) -> tuple[int, ...]:
         raise _Invalid(f"{what} must be a list of at most {MAX_DIMENSIONS} integers")
     for size in value:
         if type(size) is not int or not low <= size <= MAX_ELEMENTS:
-            raise _Invalid(f"{what} holds {size!r}, which is not an integer from {low} to 2^62")
+            raise _Invalid(f"{what} holds {shown(size)}, which is not an integer from {low} to 2^62")
     return tuple(value)
 
 
@@ -130,15 +133,15 @@ def _text(description: dict[str, Any], key: str) -> str:
 
 def _integer(description: dict[str, Any], key: str) -> int:
     value = description.get(key)
-    if type(value) is not int or value < 0:
-        raise _Invalid(f"{key} must be a non-negative integer")
+    if type(value) is not int or not 0 <= value <= MAX_INTEGER:
+        raise _Invalid(f"{key} must be an integer from 0 to 2^62")
     return value
 
 
 def _element_type(name: Any) -> ElementType:
     element = ELEMENT_TYPES.get(name) if isinstance(name, str) else None
     if element is None:
-        raise _Invalid(f"the dtype {name!r} is unknown")
+        raise _Invalid(f"the dtype {shown(name)} is unknown")
     return element
 
 
@@ -167,7 +170,7 @@ def _parse_record(
         raise _Invalid("it is not an object")
     kind = description.get("kind", KIND_TENSOR)
     if kind not in _KINDS:
-        raise _Invalid(f"its kind {kind!r} is unknown")
+        raise _Invalid(f"its kind {shown(kind)} is unknown")
     if description.get("depends_on", []) != []:
         raise UnsupportedVersionError(
             "A record depends on another save, which this reader does not know. Update dcp-nvcomp."
@@ -193,7 +196,7 @@ def _parse_record(
         raise _Invalid(f"its blocks are larger than {MAX_BLOCK_NBYTES} bytes")
     codec = description.get("codec")
     if type(codec) is not int or not 0 <= codec < len(chains):
-        raise _Invalid(f"its codec {codec!r} is not in the list of codecs")
+        raise _Invalid(f"its codec {shown(codec)} is not in the list of codecs")
     if not check_chain_fits(chains[codec], element):
         raise _Invalid(f"its codec can't be that of {element.name} elements")
     return Record(kind, fqn, shape, offsets, whole, element, None, grid, chains[codec], first_block, grid.block_count)
@@ -305,7 +308,7 @@ def parse_footer(description: dict[str, Any], tables: Tables, trailer: Trailer, 
     features = description.get("features")
     if features != []:
         raise UnsupportedVersionError(
-            f"The file needs features that this reader does not know: {str(features)[:200]}. Update dcp-nvcomp.",
+            f"The file needs features that this reader does not know: {shown(features)}. Update dcp-nvcomp.",
             path=path,
         )
     try:

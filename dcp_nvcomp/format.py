@@ -28,6 +28,7 @@ __all__ = [
     "DIRECT_IO_NBYTES",
     "FORMAT_VERSION",
     "HEADER_NBYTES",
+    "MAX_FOOTER_NBYTES",
     "MAX_METADATA_NBYTES",
     "TRAILER_NBYTES",
     "Tables",
@@ -48,6 +49,7 @@ TRAILER_NBYTES = 40
 DIRECT_IO_NBYTES = 4096  # records of 1 MiB or more begin at multiples of this
 DATA_FILE_SUFFIX = ".distcp"
 MAX_METADATA_NBYTES = 16 << 30  # refuse to read a longer `.metadata` into memory
+MAX_FOOTER_NBYTES = 1 << 30  # and a longer footer: a sparse file of any size costs its maker nothing
 
 _HEADER = struct.Struct("<8sII")
 _TRAILER_HEAD = struct.Struct("<QQQI")
@@ -171,6 +173,7 @@ def decode_trailer(tail: bytes | memoryview, *, path: str, file_nbytes: int) -> 
         WrongMagicError: the file does not end like a data file.
         UnsupportedVersionError: its format version is unknown.
         TruncatedFileError: the sizes do not add up.
+        FormatError: the footer is larger than any that is read.
     """
     if len(tail) != TRAILER_NBYTES or file_nbytes < HEADER_NBYTES + TRAILER_NBYTES:
         raise TruncatedFileError(f"The file has only {file_nbytes} bytes.", path=path)
@@ -190,6 +193,8 @@ def decode_trailer(tail: bytes | memoryview, *, path: str, file_nbytes: int) -> 
             path=path,
             byte_range=(file_nbytes - TRAILER_NBYTES, file_nbytes),
         )
+    if footer_nbytes > MAX_FOOTER_NBYTES:
+        raise FormatError(f"The footer has {footer_nbytes} bytes; at most {MAX_FOOTER_NBYTES} are read.", path=path)
     return trailer
 
 

@@ -31,7 +31,7 @@ from dcp_nvcomp.blocks import Box
 from dcp_nvcomp.collector import collector_paused
 from dcp_nvcomp.datafile import FileTuple, read_footer
 from dcp_nvcomp.decoding import Decoder, GpuShare
-from dcp_nvcomp.errors import ShapeMismatchError
+from dcp_nvcomp.errors import CorruptDataError, ShapeMismatchError
 from dcp_nvcomp.fetching import Read, Target, Wanted, locate, plan_reads
 from dcp_nvcomp.filesystem import Filesystem
 from dcp_nvcomp.footer import KIND_BYTES, KIND_TENSOR, KIND_TORCH_SAVE, Footer
@@ -297,6 +297,12 @@ def _current_device() -> torch.device | None:
 def _copy_payload(saved: torch.Tensor, target: Target, destination: torch.Tensor) -> None:
     """Place a tensor whose storage is hidden: only its own operations can be used."""
     region = target.region
+    if saved.dim() != len(region.sizes) or any(
+        offset + size > limit for offset, size, limit in zip(region.offsets, region.sizes, saved.shape, strict=True)
+    ):
+        raise CorruptDataError(
+            f"The stored tensor has shape {tuple(saved.shape)}, which does not hold {region}.", fqn=target.record.fqn
+        )
     if tuple(saved.shape) != region.sizes:
         for dim, (offset, size) in enumerate(zip(region.offsets, region.sizes, strict=True)):
             saved = saved.narrow(dim, offset, size)

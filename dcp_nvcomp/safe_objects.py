@@ -80,12 +80,7 @@ def load_tensor_safely(data: io.BytesIO, trusted: Sequence[Any] = ()) -> torch.T
 
 def _load(data: io.BytesIO, trusted: Sequence[Any]) -> Any:
     try:
-        if bytes(data.getbuffer()[:4]) == b"PK\x03\x04":
-            with zipfile.ZipFile(data) as archive:
-                # a deflated file could inflate to anything
-                if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
-                    raise CorruptDataError("A stored object is a compressed archive, which torch.save never writes.")
-            data.seek(0)
+        _check_archive(data, trusted)
         with torch.serialization.safe_globals(list(trusted)):
             return torch.load(data, map_location="cpu", weights_only=True)
     except (CheckpointError, MemoryError):
@@ -98,3 +93,22 @@ def _load(data: io.BytesIO, trusted: Sequence[Any]) -> Any:
         ) from error
     except Exception as error:  # torch.load raises almost anything for damaged input
         raise CorruptDataError(f"A stored object can't be loaded: {type(error).__name__}: {error}") from error
+
+
+def _check_archive(data: io.BytesIO, trusted: Sequence[Any]) -> None:
+    """What torch.load trusts although it is a few bytes that may ask for any amount of memory."""
+    if bytes(data.getbuffer()[:4]) != b"PK\x03\x04":
+        # torch.load would try the formats of before torch 1.6, whose sizes are nobody's but the file's own
+        raise CorruptDataError("A stored object is not an archive of torch.save.")
+    with zipfile.ZipFile(data) as archive:
+        members = archive.infolist()
+    data.seek(0)
+    if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+        raise CorruptDataError("A stored object is a compressed archive, which torch.save never writes.")
+    if sum(member.file_size for member in members) > data.getbuffer().nbytes:
+        raise CorruptDataError("A stored object is an archive whose files overlap.")
+    if bytearray not in trusted and b"\nbytearray\n" in data.getvalue():  # as pickles of protocol 2 name it
+        raise UnsafeObjectError(
+            "A stored object needs bytearray, which weights_only loading allows, but which can be told to fill the "
+            "memory. If you trust this checkpoint, name 'builtins.bytearray' in trusted_globals=."
+        )

@@ -22,12 +22,16 @@ from .safe_objects import load_tensor_safely
 
 __all__ = ["StockItem", "read_stock_bytes", "read_stock_tensor"]
 
-# What a bytes item may decode to: nothing on disk tells its true size.
-DECODED_LIMIT_NBYTES: Final = 1 << 34
+# What an item may decode to where nothing on disk tells its true size: pickles grow a few times, zstd 32768 times.
+_SMALL_NBYTES: Final = 16 << 20
+_GROWTH: Final = 1024
 # What torch.save adds to the elements: some KB; a subclass may add more.
 _TORCH_SAVE_NBYTES: Final = 1 << 20
-# A zstd frame may grow 32768-fold, so that this much of it makes at most 64 MiB before the limit is looked at.
-_STEP_NBYTES: Final = 2048
+_MAX_ITEMSIZE: Final = 16  # of complex128
+# So that this much of a zstd frame makes at most 8 MiB before the limit is looked at.
+_STEP_NBYTES: Final = 256
+# RFC 8878 wants no more of a decoder, and torch writes less.
+_WINDOW_NBYTES: Final = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +51,21 @@ class StockItem:
     transform_descriptors: tuple[str, ...]
 
 
-def read_stock_bytes(
-    filesystem: Filesystem, item: StockItem, *, limit_nbytes: int = DECODED_LIMIT_NBYTES
-) -> io.BytesIO:
+def read_stock_bytes(filesystem: Filesystem, item: StockItem, *, limit_nbytes: int | None = None) -> io.BytesIO:
     """The bytes item as DCP's planner gave it to the stock writer.
 
     Args:
         filesystem: the checkpoint's.
         item: where it is.
-        limit_nbytes: the most that it may decode to.
+        limit_nbytes: the most that it may decode to; by default 16 MiB, or 1024 times what is stored if that is more.
 
     Raises:
         TruncatedFileError: the file ends before the item, or the item inside a zstd frame.
         UnknownCodecError: it went through a transform that is not known here.
         CorruptDataError: it does not decode, or to more than the limit, or is an archive whose CRCs do not match.
     """
+    if limit_nbytes is None:
+        limit_nbytes = _likely_nbytes(item)
     try:
         data = filesystem.read(item.relative_path, item.offset, item.offset + item.length)
         for descriptor in item.transform_descriptors:
@@ -95,9 +99,10 @@ def read_stock_tensor(
         CorruptDataError: it does not decode, or to another tensor than expected.
         UnsafeObjectError: it holds what `weights_only=True` does not load.
     """
-    limit_nbytes = DECODED_LIMIT_NBYTES
-    if sizes is not None and dtype is not None:
-        limit_nbytes = math.prod(sizes) * dtype.itemsize + _TORCH_SAVE_NBYTES
+    limit_nbytes = _likely_nbytes(item)
+    if sizes is not None:
+        itemsize = _MAX_ITEMSIZE if dtype is None else dtype.itemsize
+        limit_nbytes = math.prod(sizes) * itemsize + _TORCH_SAVE_NBYTES
     stream = read_stock_bytes(filesystem, item, limit_nbytes=limit_nbytes)
     try:
         tensor = load_tensor_safely(stream, trusted)
@@ -108,6 +113,10 @@ def read_stock_tensor(
     except CheckpointError as error:
         raise _located(error, filesystem, item) from error.__cause__
     return tensor
+
+
+def _likely_nbytes(item: StockItem) -> int:
+    return max(_SMALL_NBYTES, _GROWTH * item.length)
 
 
 def _located(error: CheckpointError, filesystem: Filesystem, item: StockItem) -> CheckpointError:
@@ -158,7 +167,7 @@ def _undo(descriptor: str, data: bytes, limit_nbytes: int) -> bytes:
 def _unzstd(data: memoryview, output: io.BytesIO, limit_nbytes: int) -> None:
     """Decode zstd frames one after the other: the pyzstd that torch may use ends one at each flush."""
     while True:
-        frame = zstandard.ZstdDecompressor().decompressobj()
+        frame = zstandard.ZstdDecompressor(max_window_size=_WINDOW_NBYTES).decompressobj()
         while not frame.eof:
             if not data:
                 raise TruncatedFileError("The item ends inside of a zstd frame.")

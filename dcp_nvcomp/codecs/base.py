@@ -33,6 +33,8 @@ __all__ = [
 ]
 
 ALIGNMENT_NBYTES = 16
+_LAYOUTS = 64  # of a chain that are remembered
+_LAYOUT_PIECES = 1024  # of more pieces none is: a footer may have 65,536 in each of many blocks, all different
 MAX_SLICE_NBYTES = 16 << 20
 
 FLAG_PACKED_REST = 1
@@ -68,7 +70,7 @@ class Plane:
     coded: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
     """A run of a plane that lies together in the encoded block: a whole stored plane, or one slice.
 
@@ -169,9 +171,11 @@ class CodecChain:
         key = (nbytes, flags)
         pieces = self._layouts.get(key)
         if pieces is None:
-            if len(self._layouts) > 64:
+            pieces = layout_block(self, nbytes, flags)
+            if len(self._layouts) >= _LAYOUTS:
                 self._layouts.clear()
-            pieces = self._layouts[key] = layout_block(self, nbytes, flags)
+            if len(pieces) <= _LAYOUT_PIECES:
+                self._layouts[key] = pieces
         return pieces
 
     def max_encoded_nbytes(self, nbytes: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from reprlib import repr as shown  # short and shallow: what is shown may be long, and nested too deep for repr
 from typing import Any
 
 from dcp_nvcomp.codecs.ans import Ans
@@ -19,21 +20,21 @@ __all__ = ["chain_from_json", "check_chain", "check_chain_fits"]
 def _integer(configuration: dict[str, Any], key: str, codec: str) -> int:
     value = configuration.get(key)
     if not isinstance(value, int) or isinstance(value, bool):
-        raise FormatError(f"Codec {codec!r} has {key}={value!r}, which must be an integer.")
+        raise FormatError(f"Codec {codec!r} has {key}={shown(value)}, which must be an integer.")
     return value
 
 
 def _text(configuration: dict[str, Any], key: str, codec: str) -> str:
     value = configuration.get(key)
     if not isinstance(value, str):
-        raise FormatError(f"Codec {codec!r} has {key}={value!r}, which must be text.")
+        raise FormatError(f"Codec {codec!r} has {key}={shown(value)}, which must be text.")
     return value
 
 
 def _slice_nbytes(configuration: dict[str, Any], codec: str) -> int:
     value = _integer(configuration, "slice_nbytes", codec)
     if not 0 < value <= MAX_SLICE_NBYTES or value % ALIGNMENT_NBYTES:
-        raise FormatError(f"Codec {codec!r} has slice_nbytes={value}, not a multiple of 16 from 16 to 16 MiB.")
+        raise FormatError(f"Codec {codec!r} has slice_nbytes={shown(value)}, not a multiple of 16 from 16 to 16 MiB.")
     return value
 
 
@@ -41,10 +42,10 @@ def _planes(configuration: dict[str, Any]) -> Planes:
     width = _integer(configuration, "float_nbytes", "planes")
     coded = configuration.get("coded")
     if width not in (2, 4, 8):
-        raise FormatError(f"Codec 'planes' has float_nbytes={width}; it must be 2, 4 or 8.")
+        raise FormatError(f"Codec 'planes' has float_nbytes={shown(width)}; it must be 2, 4 or 8.")
     names = Planes(width).plane_names
     if not isinstance(coded, list) or not all(isinstance(name, str) and name in PLANE_NAMES for name in coded):
-        raise FormatError(f"Codec 'planes' has coded={coded!r}; it must list some of {', '.join(names)}.")
+        raise FormatError(f"Codec 'planes' has coded={shown(coded)}; it must list some of {', '.join(names)}.")
     return Planes(width, tuple(name for name in names if name in coded))
 
 
@@ -66,7 +67,9 @@ def _codec(description: Any) -> ArrayToBytes | Coder:
             _text(configuration, "data_type", "ans"),
             _text(configuration, "nvcomp_version", "ans"),
         )
-    raise UnknownCodecError(f"The codec {name!r} is unknown here. A newer version wrote the file: update dcp-nvcomp.")
+    raise UnknownCodecError(
+        f"The codec {shown(name)} is unknown here. A newer version wrote the file: update dcp-nvcomp."
+    )
 
 
 def chain_from_json(description: Any) -> CodecChain:

@@ -176,8 +176,8 @@ FIELDS: dict[str, tuple[Spoil, type[CheckpointError], str]] = {
     "a negative rank": (described("rank", -1), FormatError, "rank must be"),
     "no data_offset": (without("data_offset"), FormatError, "data_offset must be"),
     "a negative data_offset": (described("data_offset", -16), FormatError, "data_offset must be"),
-    "a huge data_offset": (described("data_offset", 1 << 63), FormatError, "the footer begins at"),
-    "an absurd data_offset": (described("data_offset", 10**400), FormatError, "the footer begins at"),
+    "a huge data_offset": (described("data_offset", 1 << 62), FormatError, "the footer begins at"),
+    "an absurd data_offset": (described("data_offset", 10**4300 - 16), FormatError, "data_offset must be"),
     "records that are no list": (described("records", {}), FormatError, "records must be a list"),
     "a record that is no object": (lambda f: f.description["records"].insert(0, 5), FormatError, "not an object"),
     "no records": (described("records", []), FormatError, "0 blocks, its table 5"),
@@ -209,8 +209,8 @@ FIELDS: dict[str, tuple[Spoil, type[CheckpointError], str]] = {
     "a shape of 2^63": (record(1, shape=[1 << 63], block_shape=[1]), FormatError, "shape holds"),
     "2^120 elements": (record(1, shape=[HUGE, HUGE], block_shape=[1, 1]), FormatError, "more than 2.62 elements"),
     "2^3720 elements": (record(1, shape=[1 << 62] * 60, block_shape=[1] * 60), FormatError, "more than 2.62 elements"),
-    "a block of 64 MiB and a bit": (
-        record(1, shape=[(8 << 20) + 1], block_shape=[(8 << 20) + 1]),
+    "a block of 16 MiB and a bit": (
+        record(1, shape=[(2 << 20) + 1], block_shape=[(2 << 20) + 1]),
         FormatError,
         "blocks are larger",
     ),

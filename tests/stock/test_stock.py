@@ -284,9 +284,9 @@ def repacked(compression: int = zipfile.ZIP_STORED) -> bytes:
 @pytest.mark.parametrize(
     ("data", "kind", "match"),
     [
-        (b"", CorruptDataError, "can't be loaded"),
-        (b"junk" * 100, CorruptDataError, "can't be loaded"),
-        (pickle.dumps(TENSOR.tolist()), CorruptDataError, "can't be loaded"),
+        (b"", CorruptDataError, "not an archive"),
+        (b"junk" * 100, CorruptDataError, "not an archive"),
+        (pickle.dumps(TENSOR.tolist()), CorruptDataError, "not an archive"),
         (archive(TENSOR)[:-1], CorruptDataError, "damaged"),
         (archive(TENSOR)[:2000], CorruptDataError, "damaged"),
         (repacked(zipfile.ZIP_DEFLATED), CorruptDataError, "compressed archive"),
