@@ -7,6 +7,7 @@ seam. `KillingPlanner` arms a stage in whatever process the save runs in, a chec
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
@@ -28,7 +29,8 @@ def _every(arguments: tuple[Any, ...]) -> bool:
     return True
 
 
-def _of_a_file(arguments: tuple[Any, ...]) -> bool:
+def in_a_file(arguments: tuple[Any, ...]) -> bool:
+    """A call of `os.fsync` for a plain file, not for a directory."""
     return stat.S_ISREG(os.fstat(arguments[0]).st_mode)
 
 
@@ -36,11 +38,13 @@ def _of_a_directory(arguments: tuple[Any, ...]) -> bool:
     return stat.S_ISDIR(os.fstat(arguments[0]).st_mode)
 
 
-def _of_metadata(arguments: tuple[Any, ...]) -> bool:
+def of_metadata(arguments: tuple[Any, ...]) -> bool:
+    """A call of `publish` for `.metadata`."""
     return os.path.basename(arguments[1]) == ".metadata"
 
 
-def _of_the_copy(arguments: tuple[Any, ...]) -> bool:
+def of_the_copy(arguments: tuple[Any, ...]) -> bool:
+    """A call of `publish` for the immutable copy of `.metadata`."""
     return arguments[1].startswith("__") and arguments[1].endswith(".metadata")
 
 
@@ -77,13 +81,22 @@ class Seam:
     counts: Counts = _every
     since: Seam | None = None
 
-    def arm(self, strike: Callable[[], None]) -> None:
-        """From now on, the n-th call strikes. The function stays wrapped as long as the process lives."""
+    def arm(self, strike: Callable[[], None]) -> Callable[[], None]:
+        """From now on, the n-th call strikes.
+
+        Returns:
+            Puts the function back.
+        """
         if self.since is not None:
             later = Seam(self.owner, self.name, self.when, self.nth, self.counts)
             begin = Seam(self.since.owner, self.since.name, "before", 1, self.since.counts)
-            begin.arm(lambda: later.arm(strike))
-            return
+            undo = contextlib.ExitStack()
+
+            def begin_to_count() -> None:
+                undo.callback(later.arm(strike))
+
+            undo.callback(begin.arm(begin_to_count))
+            return undo.close
         module, _, class_name = self.owner.partition(":")
         owner: Any = importlib.import_module(module)
         owner = getattr(owner, class_name) if class_name else owner
@@ -108,6 +121,7 @@ class Seam:
             return result
 
         setattr(owner, self.name, wrapped)
+        return lambda: setattr(owner, self.name, real)
 
 
 @dataclass(frozen=True)
@@ -138,8 +152,8 @@ _STOCK = "torch.distributed.checkpoint.filesystem:FileSystemWriter"
 _STOCK_FILES = "torch.distributed.checkpoint.filesystem:FileSystem"
 _PLANNER = "torch.distributed.checkpoint.default_planner:DefaultSavePlanner"
 
-_COPY = Seam(_POSIX, "publish", "before", counts=_of_the_copy)
-_METADATA = Seam(_POSIX, "publish", "before", counts=_of_metadata)
+_COPY = Seam(_POSIX, "publish", "before", counts=of_the_copy)
+_METADATA = Seam(_POSIX, "publish", "before", counts=of_metadata)
 _STOCK_FINISH = Seam(_STOCK, "finish", "before")
 
 STAGES = (
@@ -181,8 +195,8 @@ STAGES = (
     Stage("half of a block written", Seam(_OUTPUT, "write", "halfway", 2, _of_a_block), None, on_every_rank=True),
     Stage(
         "before the fsync of file 2",
-        Seam("os", "fsync", "before", 2, _of_a_file),
-        Seam("os", "fsync", "before", 2, _of_a_file),
+        Seam("os", "fsync", "before", 2, in_a_file),
+        Seam("os", "fsync", "before", 2, in_a_file),
         on_every_rank=True,
     ),
     Stage(
@@ -194,13 +208,13 @@ STAGES = (
     Stage(
         "after file 1",
         Seam(_OUTPUT, "close", "after", nth=1),
-        Seam("os", "fsync", "after", 1, _of_a_file),
+        Seam("os", "fsync", "after", 1, in_a_file),
         on_every_rank=True,
     ),
     Stage(
         "after file 3",
         Seam(_OUTPUT, "close", "after", nth=3),
-        Seam("os", "fsync", "after", 3, _of_a_file),
+        Seam("os", "fsync", "after", 3, in_a_file),
         on_every_rank=True,
     ),
     Stage(
@@ -211,7 +225,7 @@ STAGES = (
     ),
     Stage("commit begins", Seam(_WRITER, "finish", "before"), _STOCK_FINISH),
     Stage("half of the immutable copy written", Seam("dcp_nvcomp.posix", "_write_all", "halfway", since=_COPY), None),
-    Stage("immutable copy published", Seam(_POSIX, "publish", "after", counts=_of_the_copy), None),
+    Stage("immutable copy published", Seam(_POSIX, "publish", "after", counts=of_the_copy), None),
     Stage(
         "`.metadata` as an empty or half-written temporary",
         Seam("dcp_nvcomp.posix", "_write_all", "halfway", since=_METADATA),
@@ -219,13 +233,13 @@ STAGES = (
     ),
     Stage(
         "before the fsync of the temporary",
-        Seam("os", "fsync", "before", 1, _of_a_file, since=_METADATA),
-        Seam("os", "fsync", "before", 1, _of_a_file, since=_STOCK_FINISH),
+        Seam("os", "fsync", "before", 1, in_a_file, since=_METADATA),
+        Seam("os", "fsync", "before", 1, in_a_file, since=_STOCK_FINISH),
     ),
     Stage(
         "temporary durable",
-        Seam("os", "fsync", "after", 1, _of_a_file, since=_METADATA),
-        Seam("os", "fsync", "after", 1, _of_a_file, since=_STOCK_FINISH),
+        Seam("os", "fsync", "after", 1, in_a_file, since=_METADATA),
+        Seam("os", "fsync", "after", 1, in_a_file, since=_STOCK_FINISH),
     ),
     Stage(
         "before the rename",
@@ -238,7 +252,7 @@ STAGES = (
         Seam(_STOCK_FILES, "rename", "after"),
         published=True,
     ),
-    Stage("`.metadata` published", Seam(_POSIX, "publish", "after", counts=_of_metadata), None, published=True),
+    Stage("`.metadata` published", Seam(_POSIX, "publish", "after", counts=of_metadata), None, published=True),
     Stage(
         "one old file removed",
         Seam("os", "unlink", "after", 1, _of_a_data_file, since=_METADATA),

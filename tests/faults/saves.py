@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from dcp_nvcomp import NvcompReader, NvcompWriter, errors
 from tests.conformance.values import opposite_of, raw_bytes, trained
@@ -19,6 +22,16 @@ def values(seed: str) -> dict[str, Any]:
     """What is saved: on each rank a part of every tensor, and from one of them an object."""
     tensors = {f"w{number}": trained(torch.float32, (40 + number, 50), seed) for number in range(TENSOR_COUNT)}
     return {**tensors, "seed": seed}
+
+
+def sharded(seed: str) -> dict[str, Any]:
+    """The same with every tensor sharded over the ranks."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    state = values(seed)
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            state[name] = distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None)
+    return state
 
 
 def new_writer(kind: str, path: Path) -> Any:
