@@ -56,6 +56,11 @@ def _of_a_data_file(arguments: tuple[Any, ...]) -> bool:
     return str(arguments[0]).endswith(".distcp")
 
 
+def _of_an_immutable_copy(arguments: tuple[Any, ...]) -> bool:
+    name = os.path.basename(arguments[0])
+    return name.startswith("__") and name.endswith(".metadata")
+
+
 def _of_the_temporary(arguments: tuple[Any, ...]) -> bool:
     return str(arguments[0]).endswith(".metadata.tmp")
 
@@ -253,6 +258,13 @@ STAGES = (
         published=True,
     ),
     Stage("`.metadata` published", Seam(_POSIX, "publish", "after", counts=of_metadata), None, published=True),
+    Stage(
+        "old immutable copy removed",
+        Seam("os", "unlink", "after", 1, _of_an_immutable_copy, since=_METADATA),
+        None,
+        published=True,
+        fresh=False,
+    ),
     Stage(
         "one old file removed",
         Seam("os", "unlink", "after", 1, _of_a_data_file, since=_METADATA),

@@ -61,6 +61,13 @@ def run() -> Results:
     return found
 
 
+def _as_json(found: Results) -> str:
+    """With a line for each case, so that changes can be read."""
+    head = json.dumps({key: value for key, value in found.items() if key != "cases"})
+    rows = ",\n".join(json.dumps(row) for row in found["cases"])
+    return f'{head[:-1]}, "cases": [\n{rows}\n]}}\n'
+
+
 def table(found: Results) -> str:
     """The results as a table in Markdown, "fresh path / overwriting" in each cell, and a line that counts them."""
     left = {
@@ -105,7 +112,7 @@ def write_table(found: Results, page: Path = PAGE) -> bool:
 def main() -> None:
     """Run what the command line asks for; exit status 1 where one of our cases left what it must not."""
     if "--table" not in sys.argv:
-        RESULTS.write_text(json.dumps(run(), indent=1) + "\n")
+        RESULTS.write_text(_as_json(run()))
     found = json.loads(RESULTS.read_text())
     if not write_table(found):
         print(table(found))

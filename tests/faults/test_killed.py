@@ -15,6 +15,7 @@ import pytest
 
 from dcp_nvcomp import NvcompReader
 from dcp_nvcomp.commit import files_named_by
+from dcp_nvcomp.metadata import parse_metadata
 from tests.conformance.plugins import file_names
 
 from .killing import (
@@ -63,6 +64,7 @@ def test_killed(case: Case, earlier: Path, tmp_path: Path) -> None:
     killed = run_case(case, earlier, tmp_path)
     assert outcome(case, killed) == expected_outcome(case)
     _assert_told(case, killed)
+    _assert_copies_whole(killed.checkpoint)
     if expected_outcome(case) == "old" and case.path == "fresh":
         replaced = set()
     else:
@@ -70,6 +72,15 @@ def test_killed(case: Case, earlier: Path, tmp_path: Path) -> None:
     save_next("ours", killed.checkpoint)
     assert loaded("ours", killed.checkpoint) == "next"
     assert not replaced & file_names(killed.checkpoint)
+
+
+def _assert_copies_whole(path: Path) -> None:
+    """Immutable copies are what `recover` goes by: none of them names a file that is gone."""
+    names = file_names(path)
+    for name in names:
+        if re.fullmatch(r"__[0-9a-f]{32}\.metadata", name):
+            metadata = parse_metadata((path / name).read_bytes(), path=name)
+            assert files_named_by(metadata) <= names, name
 
 
 def _assert_told(case: Case, killed: Killed) -> None:
@@ -83,9 +94,9 @@ def _assert_told(case: Case, killed: Killed) -> None:
 
 
 def test_every_stage_is_there_for_every_rank() -> None:
-    """No stage or rank is left out of the matrix but the one that a fresh path does not have."""
+    """No stage or rank is left out of the matrix but those that a fresh path does not have."""
     by_path = {path: [case for case in cases("ours", "sync") if case.path == path] for path in ("fresh", "overwrite")}
     assert {case.victim for case in by_path["fresh"]} == {0, 1}
     left_out = {case.stage for case in by_path["overwrite"]} - {case.stage for case in by_path["fresh"]}
-    assert left_out == {"one old file removed"}
+    assert left_out == {"old immutable copy removed", "one old file removed"}
     assert len(by_path["overwrite"]) == 2 * len({case.stage for case in by_path["overwrite"]})
