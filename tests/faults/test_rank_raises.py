@@ -87,7 +87,7 @@ SAVE_STEPS = (
     Step("open", Seam(_POSIX, "open_output", "before", nth=2), *_STORAGE),
     Step("write", Seam("dcp_nvcomp.posix", "_write_all", "before", nth=5), *_EIO),
     Step("fsync", Seam("os", "fsync", "before", 2, in_a_file), *_EIO),
-    Step("close", Seam(_OUTPUT, "close", "before", nth=2), *_STORAGE),
+    Step("close", Seam(_OUTPUT, "close", "before", nth=3), *_STORAGE),  # two are written at once: one is complete
     Step("written", Seam(_WRITER, "write_data", "after"), *_PLAIN, files_complete=True),
     Step("finish", Seam(_WRITER, "finish", "before"), *_PLAIN, ranks=(0,), files_complete=True),
     Step("copy", Seam(_POSIX, "publish", "before", counts=of_the_copy), *_STORAGE, ranks=(0,)),

@@ -81,7 +81,7 @@ MUTATIONS = (
         file=SAVING,
         old="            self._remove_files()\n            raise self._error\n",
         new="            raise self._error\n",
-        tests=RAISES + "test_save[resolve_data-0]",
+        tests=RAISES + "test_save[close-1]",
     ),
     Mutation(
         row="one rank raises: the others remove theirs at the next save",
