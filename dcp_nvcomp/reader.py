@@ -112,7 +112,7 @@ class NvcompReader(StorageReader):
         self._storage_data: dict[MetadataIndex, Any] = {}
         self._state_dict_metadata: dict[str, Any] = {}
         self._rank_parts: dict[int, Metadata] = {}
-        self._incomplete: CheckpointError | None = None
+        self._failure: Exception | None = None
         self._save_id: str | None = None
         self._open()  # tells at once what can't work
 
@@ -125,7 +125,7 @@ class NvcompReader(StorageReader):
         if checkpoint_id:
             self.path = os.fspath(checkpoint_id)
         self._load_id = uuid.uuid4().hex
-        self._storage_data, self._rank_parts, self._incomplete, self._save_id = {}, {}, None, None
+        self._storage_data, self._rank_parts, self._failure, self._save_id = {}, {}, None, None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read what the checkpoint holds. Nothing that the file names is executed or imported.
@@ -144,10 +144,18 @@ class NvcompReader(StorageReader):
         """
         rank = kwargs.get("rank")
         if rank is None:
-            self._rank_parts, self._incomplete = {}, None
+            self._rank_parts, self._failure = {}, None
+        elif self._failure is not None:
+            # DCP asks so after the read for all ranks failed. From an answer it concludes that this load is one without
+            # collectives, and the other ranks would wait for this one for ever; and one rank's part of an incomplete
+            # checkpoint would leave rows of the destinations as they were.
+            raise self._failure
         filesystem = self._open()
         try:
             metadata = self._read_metadata(filesystem, rank)
+        except Exception as error:
+            self._failure = error
+            raise
         finally:
             filesystem.close()
         if metadata.storage_meta is None:
@@ -164,16 +172,9 @@ class NvcompReader(StorageReader):
         if not ranks:
             raise _nothing_there(filesystem, names)
         if rank is not None and rank in ranks:
-            if self._incomplete is not None:
-                # DCP asks so after the merge failed; one rank's part would leave rows of the destinations as they were
-                raise self._incomplete
             return self._parse(filesystem, ranks[rank])
         parts = {number: self._parse(filesystem, name) for number, name in sorted(ranks.items())}
-        try:
-            merged = merge_rank_metadata(parts, path=self.path)
-        except CheckpointError as error:
-            self._incomplete = error
-            raise
+        merged = merge_rank_metadata(parts, path=self.path)
         self._rank_parts = parts
         return merged
 

@@ -1,0 +1,307 @@
+"""Named failpoints: the places in a save where a test ends a process, ours and stock DCP's side by side.
+
+A stage names a moment of a save. Each of the two writers has a seam for it, a function that the test process wraps:
+before, after or in the middle of its n-th call the process is killed. Where a writer has no such moment there is no
+seam. `KillingPlanner` arms a stage in whatever process the save runs in, a checkpointer's child process too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import signal
+import stat
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+Counts = Callable[[tuple[Any, ...]], bool]
+
+
+def _every(arguments: tuple[Any, ...]) -> bool:
+    return True
+
+
+def in_a_file(arguments: tuple[Any, ...]) -> bool:
+    """A call of `os.fsync` for a plain file, not for a directory."""
+    return stat.S_ISREG(os.fstat(arguments[0]).st_mode)
+
+
+def _of_a_directory(arguments: tuple[Any, ...]) -> bool:
+    return stat.S_ISDIR(os.fstat(arguments[0]).st_mode)
+
+
+def of_metadata(arguments: tuple[Any, ...]) -> bool:
+    """A call of `publish` for `.metadata`."""
+    return os.path.basename(arguments[1]) == ".metadata"
+
+
+def of_the_copy(arguments: tuple[Any, ...]) -> bool:
+    """A call of `publish` for the immutable copy of `.metadata`."""
+    return arguments[1].startswith("__") and arguments[1].endswith(".metadata")
+
+
+def _of_a_block(arguments: tuple[Any, ...]) -> bool:
+    return memoryview(arguments[1]).nbytes >= 1000
+
+
+def _of_a_data_file(arguments: tuple[Any, ...]) -> bool:
+    return str(arguments[0]).endswith(".distcp")
+
+
+def _of_an_immutable_copy(arguments: tuple[Any, ...]) -> bool:
+    name = os.path.basename(arguments[0])
+    return name.startswith("__") and name.endswith(".metadata")
+
+
+def _of_the_temporary(arguments: tuple[Any, ...]) -> bool:
+    return str(arguments[0]).endswith(".metadata.tmp")
+
+
+@dataclass(frozen=True)
+class Seam:
+    """A function of the writer, and when the process ends in it.
+
+    Attributes:
+        owner: a module, or `module:class`.
+        name: the function's name in its owner.
+        when: "before" the call, "after" it, or "halfway": when it has had the first half of the bytes that are its
+            last argument.
+        nth: the how manyeth call that counts.
+        counts: which calls count, by their positional arguments.
+        since: a call before which none counts; its `when` and `nth` mean nothing.
+    """
+
+    owner: str
+    name: str
+    when: str
+    nth: int = 1
+    counts: Counts = _every
+    since: Seam | None = None
+
+    def arm(self, strike: Callable[[], None]) -> Callable[[], None]:
+        """From now on, the n-th call strikes.
+
+        Returns:
+            Puts the function back.
+        """
+        if self.since is not None:
+            later = Seam(self.owner, self.name, self.when, self.nth, self.counts)
+            begin = Seam(self.since.owner, self.since.name, "before", 1, self.since.counts)
+            undo = contextlib.ExitStack()
+
+            def begin_to_count() -> None:
+                undo.callback(later.arm(strike))
+
+            undo.callback(begin.arm(begin_to_count))
+            return undo.close
+        module, _, class_name = self.owner.partition(":")
+        owner: Any = importlib.import_module(module)
+        owner = getattr(owner, class_name) if class_name else owner
+        real = getattr(owner, self.name)
+        lock, calls = threading.Lock(), [0]
+
+        @functools.wraps(real)
+        def wrapped(*arguments: Any, **options: Any) -> Any:
+            with lock:
+                calls[0] += self.counts(arguments)
+                strikes = self.counts(arguments) and calls[0] == self.nth
+            if strikes and self.when == "before":
+                strike()
+            if strikes and self.when == "halfway":
+                data = memoryview(arguments[-1]).cast("B")
+                real(*arguments[:-1], data[: len(data) // 2])
+                strike()  # where it was the other rank that was killed, this one goes on
+                return real(*arguments[:-1], data[len(data) // 2 :])
+            result = real(*arguments, **options)
+            if strikes and self.when == "after":
+                strike()
+            return result
+
+        setattr(owner, self.name, wrapped)
+        return lambda: setattr(owner, self.name, real)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A moment of a save.
+
+    Attributes:
+        name: what the tables call it.
+        ours: where `NvcompWriter` is then.
+        stock: where `FileSystemWriter` is then; None where it has no such moment.
+        on_every_rank: whether each rank comes there. Otherwise rank 0 alone does: rank 1 is waiting for it then, and
+            where rank 1 is to die it is killed by rank 0, which goes on.
+        published: whether our checkpoint is there by then.
+        fresh: whether there is such a moment where no checkpoint is replaced.
+    """
+
+    name: str
+    ours: Seam | None
+    stock: Seam | None
+    on_every_rank: bool = False
+    published: bool = False
+    fresh: bool = True
+
+
+_WRITER, _POSIX = "dcp_nvcomp.writer:NvcompWriter", "dcp_nvcomp.posix:PosixFilesystem"
+_OUTPUT = "dcp_nvcomp.posix:_PosixOutput"
+_STOCK = "torch.distributed.checkpoint.filesystem:FileSystemWriter"
+_STOCK_FILES = "torch.distributed.checkpoint.filesystem:FileSystem"
+_PLANNER = "torch.distributed.checkpoint.default_planner:DefaultSavePlanner"
+
+_COPY = Seam(_POSIX, "publish", "before", counts=of_the_copy)
+_METADATA = Seam(_POSIX, "publish", "before", counts=of_metadata)
+_STOCK_FINISH = Seam(_STOCK, "finish", "before")
+
+STAGES = (
+    Stage(
+        "local plan",
+        Seam(_WRITER, "prepare_local_plan", "before"),
+        Seam(_STOCK, "prepare_local_plan", "before"),
+        on_every_rank=True,
+    ),
+    Stage(
+        "directory made",
+        Seam(_WRITER, "prepare_local_plan", "after"),
+        Seam(_STOCK, "prepare_local_plan", "after"),
+        on_every_rank=True,
+    ),
+    Stage(
+        "global plan",
+        Seam(_WRITER, "prepare_global_plan", "before"),
+        Seam(_STOCK, "prepare_global_plan", "before"),
+    ),
+    Stage(
+        "before the first file",
+        Seam(_WRITER, "write_data", "before"),
+        Seam(_STOCK, "write_data", "before"),
+        on_every_rank=True,
+    ),
+    Stage(
+        "encode, item 3",
+        Seam("dcp_nvcomp.engines.cpu:CpuEngine", "encode", "before", nth=3),
+        Seam(_PLANNER, "resolve_data", "before", nth=3),
+        on_every_rank=True,
+    ),
+    Stage(
+        "file 2 opened",
+        Seam(_POSIX, "open_output", "after", nth=2),
+        Seam("pathlib:Path", "open", "after", nth=2, counts=_of_a_data_file),
+        on_every_rank=True,
+    ),
+    Stage("half of a block written", Seam(_OUTPUT, "write", "halfway", 2, _of_a_block), None, on_every_rank=True),
+    Stage(
+        "before the fsync of file 2",
+        Seam("os", "fsync", "before", 2, in_a_file),
+        Seam("os", "fsync", "before", 2, in_a_file),
+        on_every_rank=True,
+    ),
+    Stage(
+        "before an fsync of the directory",
+        Seam("os", "fsync", "before", 1, _of_a_directory, since=Seam(_POSIX, "open_output", "before")),
+        None,
+        on_every_rank=True,
+    ),
+    Stage(
+        "after file 1",
+        Seam(_OUTPUT, "close", "after", nth=1),
+        Seam("os", "fsync", "after", 1, in_a_file),
+        on_every_rank=True,
+    ),
+    Stage(
+        "after file 3",
+        Seam(_OUTPUT, "close", "after", nth=3),
+        Seam("os", "fsync", "after", 3, in_a_file),
+        on_every_rank=True,
+    ),
+    Stage(
+        "after all of the rank's files",
+        Seam(_WRITER, "write_data", "after"),
+        Seam(_STOCK, "write_data", "after"),
+        on_every_rank=True,
+    ),
+    Stage("commit begins", Seam(_WRITER, "finish", "before"), _STOCK_FINISH),
+    Stage("half of the immutable copy written", Seam("dcp_nvcomp.posix", "_write_all", "halfway", since=_COPY), None),
+    Stage("immutable copy published", Seam(_POSIX, "publish", "after", counts=of_the_copy), None),
+    Stage(
+        "`.metadata` as an empty or half-written temporary",
+        Seam("dcp_nvcomp.posix", "_write_all", "halfway", since=_METADATA),
+        Seam("pathlib:Path", "open", "after", counts=_of_the_temporary),
+    ),
+    Stage(
+        "before the fsync of the temporary",
+        Seam("os", "fsync", "before", 1, in_a_file, since=_METADATA),
+        Seam("os", "fsync", "before", 1, in_a_file, since=_STOCK_FINISH),
+    ),
+    Stage(
+        "temporary durable",
+        Seam("os", "fsync", "after", 1, in_a_file, since=_METADATA),
+        Seam("os", "fsync", "after", 1, in_a_file, since=_STOCK_FINISH),
+    ),
+    Stage(
+        "before the rename",
+        Seam("os", "rename", "before", since=_METADATA),
+        Seam(_STOCK_FILES, "rename", "before"),
+    ),
+    Stage(
+        "after the rename",
+        Seam("os", "rename", "after", since=_METADATA),
+        Seam(_STOCK_FILES, "rename", "after"),
+        published=True,
+    ),
+    Stage("`.metadata` published", Seam(_POSIX, "publish", "after", counts=of_metadata), None, published=True),
+    Stage(
+        "old immutable copy removed",
+        Seam("os", "unlink", "after", 1, _of_an_immutable_copy, since=_METADATA),
+        None,
+        published=True,
+        fresh=False,
+    ),
+    Stage(
+        "one old file removed",
+        Seam("os", "unlink", "after", 1, _of_a_data_file, since=_METADATA),
+        None,
+        published=True,
+        fresh=False,
+    ),
+    Stage("commit ends", Seam(_WRITER, "finish", "after"), Seam(_STOCK, "finish", "after"), published=True),
+)
+BY_NAME = {stage.name: stage for stage in STAGES}
+
+
+class KillingPlanner(DefaultSavePlanner):
+    """A default planner that arms a stage when the save begins, in the process that saves.
+
+    Args:
+        stage: name of the stage.
+        writer: "ours" or "stock".
+        victim: the rank that dies.
+        directory: where the processes leave their ids, and in `fired` which stage was reached, by which of them.
+    """
+
+    def __init__(self, stage: str, writer: str, victim: int, directory: Path) -> None:
+        super().__init__()
+        self._stage, self._writer, self._victim, self._directory = stage, writer, victim, directory
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        rank, stage = dist.get_rank(), BY_NAME[self._stage]
+        (self._directory / f"pid-{rank}").write_text(str(os.getpid()))
+        if rank == (self._victim if stage.on_every_rank else 0):
+            seam: Seam | None = getattr(stage, self._writer)
+            assert seam is not None, f"{self._writer} has no stage {self._stage!r}"
+            seam.arm(self._strike)
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+    def _strike(self) -> None:
+        victim = int((self._directory / f"pid-{self._victim}").read_text())
+        with (self._directory / "fired").open("x") as file:
+            file.write(f"{self._stage}\n{victim}")
+        os.kill(victim, signal.SIGKILL)

@@ -1,0 +1,164 @@
+"""Ranks that may be killed: a gloo process group of processes that live for one call.
+
+`import torch` costs seconds. So the ranks are forked from a server process that has imported it and has no threads yet
+(the "forkserver" of multiprocessing), and so is the child process of the process checkpointer. The pool of
+tests/distributed/launch.py serves more ranks, but nothing may die there or stay changed.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.distributed.launch import STOCK_WARNINGS
+
+WORLD_SIZE = 2
+LIMIT_SECONDS = 60.0
+# the second is what a DTensor imports when it is made
+PRELOADED = ["torch.distributed.checkpoint", "torch._dynamo", "fsspec.implementations.local", __name__]
+
+
+@dataclass(frozen=True)
+class End:
+    """How a rank ended.
+
+    Attributes:
+        exit_code: of its process; None where it hung and was killed for it.
+        error: the traceback of what its function raised; None where it did not come that far.
+        value: what its function returned.
+        checkpointer_exit_code: of the process checkpointer; None where there was none, or it was still alive.
+        log: what it printed.
+    """
+
+    exit_code: int | None
+    error: str | None
+    value: Any
+    checkpointer_exit_code: int | None
+    log: str
+
+
+def run(
+    function: Callable[..., Any], *arguments: Any, directory: Path, checkpointer: bool = False, lost: int | None = None
+) -> list[End]:
+    """Run `function(*arguments)` on each rank.
+
+    Args:
+        function: at the top of a module.
+        arguments: picklable.
+        directory: where the ranks meet, an empty one.
+        checkpointer: whether the function uses the process checkpointer.
+        lost: the rank whose checkpointer will end by itself.
+
+    Returns:
+        How each rank ended, at the latest after `LIMIT_SECONDS`.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOADED, function.__module__])
+    ranks = [
+        context.Process(target=_rank, args=(function, arguments, directory, rank, checkpointer, lost))
+        for rank in range(WORLD_SIZE)
+    ]
+    for process in ranks:
+        process.start()
+    deadline = time.monotonic() + LIMIT_SECONDS
+    for process in ranks:
+        process.join(max(0.0, deadline - time.monotonic()))
+    exit_codes = [process.exitcode for process in ranks]
+    for process in ranks:
+        if process.is_alive():
+            process.kill()
+            process.join()
+    return [_end_of(directory, rank, exit_code) for rank, exit_code in enumerate(exit_codes)]
+
+
+def _end_of(directory: Path, rank: int, exit_code: int | None) -> End:
+    told, log = directory / f"told-{rank}", directory / f"log-{rank}"
+    error, value, checkpointer = pickle.loads(told.read_bytes()) if told.exists() else (None, None, None)
+    return End(exit_code, error, value, checkpointer, log.read_text() if log.exists() else "")
+
+
+def _rank(
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    directory: Path,
+    rank: int,
+    has_checkpointer: bool,
+    lost: int | None,
+) -> None:
+    log = os.open(directory / f"log-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    # The loopback interface is the only one that every machine has.
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    torch.set_num_threads(1)
+    checkpointer = _StandIn() if has_checkpointer else None
+    if checkpointer is not None:
+        torch.multiprocessing.get_context = lambda method=None: checkpointer
+    error, value, exit_code = "", None, None
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{directory / 'meeting'}",
+            rank=rank,
+            world_size=WORLD_SIZE,
+            timeout=timedelta(seconds=LIMIT_SECONDS / 2),
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for message in STOCK_WARNINGS:
+                warnings.filterwarnings("ignore", message=message)
+            value = function(*arguments)
+    except BaseException:
+        error = traceback.format_exc()
+    if checkpointer is not None:
+        checkpointer.process.join(5.0 if rank == lost else 0.0)
+        exit_code = checkpointer.process.exitcode
+        checkpointer.process.kill()
+    part = directory / f"told-{rank}.part"
+    part.write_bytes(pickle.dumps((error, value, exit_code)))
+    part.rename(directory / f"told-{rank}")
+    os._exit(0)  # no process group is torn down, no checkpointer waited for
+
+
+class _StandIn:
+    """A process forked early, before there are threads, that becomes the process checkpointer's once that is started.
+
+    It takes the place of the context that starts processes anew, which would import torch again.
+    """
+
+    Pipe = staticmethod(multiprocessing.Pipe)
+
+    def __init__(self) -> None:
+        self._connection, other_end = multiprocessing.Pipe()
+        self.process = multiprocessing.get_context("fork").Process(target=self._stand_by, args=(other_end,))
+        self.process.start()
+        other_end.close()
+
+    def _stand_by(self, connection: Any) -> None:
+        self._connection.close()
+        target, arguments = connection.recv()
+        target(*arguments)
+
+    def Process(self, *, target: Any, args: tuple[Any, ...], daemon: bool) -> _StandIn:  # noqa: N802
+        self._work = (target, args)
+        return self
+
+    def start(self) -> None:
+        self._connection.send(self._work)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.process, name)

@@ -1,0 +1,128 @@
+"""What a save that is killed leaves behind, with this plugin and with stock DCP.
+
+    python -m tests.faults.kill_matrix            runs all cases, writes kill_matrix.json and the table
+    python -m tests.faults.kill_matrix --table    writes the table of the results that are there
+
+The table goes into docs/reliability.md, between the markers, where that page has them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .failpoints import STAGES
+from .killing import Case, cases, expected_outcome, outcome, run_case, save_earlier
+from .saves import loaded, save_next
+
+RESULTS = Path(__file__).with_suffix(".json")
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
+BEGIN, END = "<!-- kill matrix -->", "<!-- end -->"
+PATHS = ("fresh", "overwrite")
+RUNS = (("ours", "sync"), ("ours", "thread"), ("ours", "process"), ("stock", "sync"))
+COLUMNS = (
+    ("this plugin", "ours", "sync"),
+    ("async, thread", "ours", "thread"),
+    ("async, process", "ours", "process"),
+    ("stock DCP", "stock", "sync"),
+)
+
+Results = dict[str, Any]
+
+
+def run() -> Results:
+    """Run all cases.
+
+    Returns:
+        What each of them left, how long each way to save took, and with which torch.
+    """
+    found: Results = {"torch": torch.__version__, "seconds": {}, "cases": []}
+    with tempfile.TemporaryDirectory() as directory:
+        for writer, how in RUNS:
+            earlier = save_earlier(writer, Path(directory) / f"earlier-{how}")
+            start = time.monotonic()
+            for case in cases(writer, how):
+                place = Path(directory) / str(case)
+                killed = run_case(case, earlier, place)
+                left = outcome(case, killed)
+                save_next(writer, killed.checkpoint)
+                after = loaded(writer, killed.checkpoint)
+                row = {"writer": writer, "how": how, "path": case.path, "stage": case.stage, "victim": case.victim}
+                found["cases"].append({**row, "left": left, "next_save": after})
+            found["seconds"][f"{writer} {how}"] = round(time.monotonic() - start)
+            print(f"{writer} {how}: {found['seconds'][f'{writer} {how}']} s", flush=True)
+    return found
+
+
+def _as_json(found: Results) -> str:
+    """With a line for each case, so that changes can be read."""
+    head = json.dumps({key: value for key, value in found.items() if key != "cases"})
+    rows = ",\n".join(json.dumps(row) for row in found["cases"])
+    return f'{head[:-1]}, "cases": [\n{rows}\n]}}\n'
+
+
+def table(found: Results) -> str:
+    """The results as a table in Markdown, "fresh path / overwriting" in each cell, and a line that counts them."""
+    left = {
+        Case(row["writer"], row["how"], row["path"], row["stage"], row["victim"]): row["left"] for row in found["cases"]
+    }
+    lines = ["| killed at | rank | " + " | ".join(name for name, _, _ in COLUMNS) + " |"]
+    lines.append("| --- | --- |" + " --- |" * len(COLUMNS))
+    for stage in STAGES:
+        for victim in (0, 1):
+            cells = [
+                " / ".join(_cell(left.get(Case(writer, how, path, stage.name, victim))) for path in PATHS)
+                for _, writer, how in COLUMNS
+            ]
+            lines.append(f"| {stage.name} | {victim} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", _summary(left, found["torch"])])
+
+
+def _cell(left: str | None) -> str:
+    return "-" if left is None else left if left in ("old", "new") else f"**{left}**"
+
+
+def _summary(left: dict[Case, str], version: str) -> str:
+    parts = []
+    for name, writer in (("this plugin", "ours"), ("stock DCP", "stock")):
+        counts = Counter(word for case, word in left.items() if case.writer == writer)
+        words = ", ".join(f"{counts[word]} {word}" for word in ("old", "new", "mixed", "lost", "wrong"))
+        parts.append(f"{name}: {sum(counts.values())} cases, {words}")
+    return f"Fresh path / overwriting; torch {version}. " + "; ".join(parts) + "."
+
+
+def write_table(found: Results, page: Path = PAGE) -> bool:
+    """Put the table between the markers of a page; whether it has them."""
+    text = page.read_text() if page.exists() else ""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        return False
+    page.write_text(f"{before}{BEGIN}\n{table(found)}\n{END}{after}")
+    return True
+
+
+def main() -> None:
+    """Run what the command line asks for; exit status 1 where one of our cases left what it must not."""
+    if "--table" not in sys.argv:
+        RESULTS.write_text(_as_json(run()))
+    found = json.loads(RESULTS.read_text())
+    if not write_table(found):
+        print(table(found))
+    bad = []
+    for row in found["cases"]:
+        case = Case(row["writer"], row["how"], row["path"], row["stage"], row["victim"])
+        if case.writer == "ours" and (row["left"], row["next_save"]) != (expected_outcome(case), "next"):
+            bad.append(case)
+    sys.exit(f"not as it must be: {', '.join(map(str, bad))}" if bad else 0)
+
+
+if __name__ == "__main__":
+    main()
