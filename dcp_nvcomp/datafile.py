@@ -15,7 +15,7 @@ from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.collector import collector_paused
 from dcp_nvcomp.engines.base import BlockRow, EncodedBlock
 from dcp_nvcomp.engines.cpu import checksum
-from dcp_nvcomp.errors import FileMismatchError, TruncatedFileError
+from dcp_nvcomp.errors import CorruptDataError, FileMismatchError, FormatError, TruncatedFileError
 from dcp_nvcomp.filesystem import Filesystem, OutputStream
 from dcp_nvcomp.footer import Footer, parse_footer
 from dcp_nvcomp.format import (
@@ -190,6 +190,13 @@ def read_footer_of(filesystem: Filesystem, name: str) -> Footer:
 
 def _read_tail(filesystem: Filesystem, name: str, file_nbytes: int, footer_nbytes: int) -> tuple[Footer, int, int]:
     """Footer, and the CRC and size that the file itself gives for it. `footer_nbytes` is a guess that saves a read."""
+    try:
+        return _read_tail_once(filesystem, name, file_nbytes, footer_nbytes)
+    except (CorruptDataError, FormatError):  # as with blocks: perhaps only flipped on the way
+        return _read_tail_once(filesystem, name, file_nbytes, footer_nbytes)
+
+
+def _read_tail_once(filesystem: Filesystem, name: str, file_nbytes: int, footer_nbytes: int) -> tuple[Footer, int, int]:
     path = filesystem.location(name)
     start = max(file_nbytes - TRAILER_NBYTES - footer_nbytes, 0)
     tail = memoryview(filesystem.read(name, start, file_nbytes))
