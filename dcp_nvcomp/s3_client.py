@@ -86,17 +86,21 @@ def _is_transient(error: Exception) -> bool:
     if status:
         return (status >= 500 and status not in _FINAL_STATUSES) or status in (408, 429) or code in _TRANSIENT_CODES
     import aiohttp
-    from botocore.exceptions import (  # type: ignore[import-untyped]
-        HTTPClientError,
-        IncompleteReadError,
-        SSLError,
-    )
+    from botocore import exceptions as boto  # type: ignore[import-untyped]
     from botocore.parsers import ResponseParserError  # type: ignore[import-untyped]
 
-    if isinstance(error, SSLError) and "CERTIFICATE" in str(error):
+    if isinstance(error, boto.SSLError) and "CERTIFICATE" in str(error):
         return False
-    transport = (HTTPClientError, IncompleteReadError, ResponseParserError, aiohttp.ClientError, ShortReplyError)
-    return isinstance(error, (*transport, ConnectionError, TimeoutError, asyncio.TimeoutError))
+    transport = (boto.HTTPClientError, boto.ConnectionError, boto.IncompleteReadError, boto.FlexibleChecksumError)
+    own = (
+        aiohttp.ClientError,
+        ResponseParserError,
+        ShortReplyError,
+        ConnectionError,
+        TimeoutError,
+        asyncio.TimeoutError,
+    )
+    return isinstance(error, transport + own)
 
 
 class S3Client:
