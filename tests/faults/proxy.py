@@ -6,16 +6,16 @@
         ... use proxy.url as endpoint_url ...
         assert proxy.counts["lost"] == 1
 
-It runs in a thread of its own. Faults of the way there: `unavailable` (503), `broken` (500), `reset`, `silent` (read, and
-never answered), `late` (answered to nobody, and done a second later). Faults of the way back: `lost` (done, but the
-connection is cut instead of a reply), `truncated`, `shortened` (cut, with a head that fits) and `flipped` (one bit of a
-GET's body).
+It runs in a thread of its own. Faults of the way there: `unavailable` (503), `broken` (500), `reset`, `silent` (never
+answered), `late` (answered to nobody, done a second later). Faults of the way back: `lost` (done, but the connection is
+cut instead of a reply), `truncated`, `shortened` (cut, with a head that fits) and `flipped` (one bit of a GET).
 """
 
 from __future__ import annotations
 
 import asyncio
 import collections
+import io
 import random
 import threading
 from dataclasses import dataclass
@@ -43,11 +43,14 @@ class Target:
     method: str
     path: str
     left: int
+    skip: int
 
     def takes(self, method: str, path: str) -> bool:
         """Whether this request does; then there is one less to come."""
-        hit = self.left > 0 and method == self.method and self.path in path
+        fits = self.left > 0 and method == self.method and self.path in path
+        hit = fits and self.skip == 0
         self.left -= hit
+        self.skip -= fits and not hit
         return hit
 
 
@@ -61,22 +64,24 @@ class FaultProxy:
     Attributes:
         rates: probability of each fault.
         counts: how often each was made; `requests` are all.
+        swallowed: request headers that the server never sees: a server that ignores them.
     """
 
     def __init__(self, upstream: str, *, seed: int = 0) -> None:
         self.upstream = upstream.rstrip("/")
         self.rates: dict[str, float] = {}
         self.counts: collections.Counter[str] = collections.Counter()
+        self.swallowed: tuple[str, ...] = ()
         self.url = ""
         self._targets: list[Target] = []
         self._random = random.Random(seed)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
-    def next(self, fault: str, *, method: str, path: str = "", times: int = 1) -> None:
-        """Make a fault of the next requests whose path and query contain `path`."""
+    def next(self, fault: str, *, method: str, path: str = "", times: int = 1, skip: int = 0) -> None:
+        """Make a fault of the next requests whose path and query contain `path`, after the first `skip` of them."""
         assert fault in BEFORE + AFTER
-        self._targets.append(Target(fault, method, path, times))
+        self._targets.append(Target(fault, method, path, times, skip))
 
     def __enter__(self) -> FaultProxy:
         self._thread.start()
@@ -110,14 +115,15 @@ class FaultProxy:
         await self._session.close()
 
     def _fault_of(self, request: web.Request, kinds: tuple[str, ...]) -> str | None:
-        for kind in kinds:
-            if kind in ONLY_GET and request.method != "GET":
-                continue
-            certain = any(t.fault == kind and t.takes(request.method, request.raw_path) for t in self._targets)
-            if certain or self._random.random() < self.rates.get(kind, 0):
-                self.counts[kind] += 1
-                return kind
-        return None
+        possible = [kind for kind in kinds if kind not in ONLY_GET or request.method == "GET"]
+        certain = next(
+            (t for t in self._targets if t.fault in possible and t.takes(request.method, request.raw_path)), None
+        )
+        drawn = [kind for kind in possible if self._random.random() < self.rates.get(kind, 0)]
+        kind = certain.fault if certain else drawn[0] if drawn else None
+        if kind is not None:
+            self.counts[kind] += 1
+        return kind
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         self.counts["requests"] += 1
@@ -147,8 +153,10 @@ class FaultProxy:
         return await self._reply(request, status, headers, data)
 
     async def _forward(self, request: web.Request, body: bytes) -> tuple[int, dict[str, str], bytes]:
-        headers = {name: value for name, value in request.headers.items() if name.lower() not in HOP_BY_HOP}
-        data: Any = body if body or request.method in ("PUT", "POST") else None
+        headers = {
+            name: value for name, value in request.headers.items() if name.lower() not in HOP_BY_HOP + self.swallowed
+        }
+        data: Any = io.BytesIO(body) if body or request.method in ("PUT", "POST") else None
         url = URL(self.upstream + request.raw_path, encoded=True)
         async with self._session.request(
             request.method, url, headers=headers, data=data, allow_redirects=False, skip_auto_headers=("Content-Type",)
