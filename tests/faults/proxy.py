@@ -7,7 +7,7 @@
         assert proxy.counts["lost"] == 1
 
 It runs in a thread of its own. Faults of the way there: `unavailable` (503), `broken` (500), `reset`, `silent` (never
-answered), `late` (answered to nobody, done a second later). Faults of the way back: `lost` (done, but the connection is
+answered), `late` (answered to nobody, done later). Faults of the way back: `lost` (done, but the connection is
 cut instead of a reply), `truncated`, `shortened` (cut, with a head that fits) and `flipped` (one bit of a GET).
 """
 
@@ -31,7 +31,6 @@ __all__ = ["FaultProxy"]
 BEFORE = ("unavailable", "broken", "reset", "silent", "late")
 AFTER = ("lost", "truncated", "shortened", "flipped")
 ONLY_GET = ("truncated", "shortened", "flipped")
-LATE_SECONDS = 1.0
 HOP_BY_HOP = ("connection", "content-length", "expect", "transfer-encoding")
 
 
@@ -64,6 +63,7 @@ class FaultProxy:
     Attributes:
         rates: probability of each fault.
         counts: how often each was made; `requests` are all.
+        late_seconds: how much later what is `late` is done.
         swallowed: request headers that the server never sees: a server that ignores them.
     """
 
@@ -71,6 +71,7 @@ class FaultProxy:
         self.upstream = upstream.rstrip("/")
         self.rates: dict[str, float] = {}
         self.counts: collections.Counter[str] = collections.Counter()
+        self.late_seconds = 1.0
         self.swallowed: tuple[str, ...] = ()
         self.url = ""
         self._targets: list[Target] = []
@@ -137,7 +138,7 @@ class FaultProxy:
             await self._ended.wait()
         if fault == "late":
             _cut(request)
-            await asyncio.sleep(LATE_SECONDS)
+            await asyncio.sleep(self.late_seconds)
         if fault in ("reset", "silent"):
             _cut(request)
             return web.Response()

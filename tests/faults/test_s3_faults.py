@@ -170,7 +170,7 @@ def test_what_was_flipped_is_read_again(wire: Wire, count: int) -> None:
     """Once the footer alone, which is read first, then blocks too."""
     wire.save(state(1))
     for number in range(count):
-        wire.proxy.next("flipped", method="GET", path=".distcp", skip=2 * number)
+        wire.proxy.next("flipped", method="GET", path=".distcp", skip=number)
     assert_same(wire.load(), state(1))
     assert wire.proxy.counts["flipped"] == count
 
@@ -253,15 +253,18 @@ def test_no_request_outlives_its_deadline(wire: Wire) -> None:
 def test_what_lands_after_the_deadline_is_whole(wire: Wire) -> None:
     """A publish that was never answered may be done later: its files must still be there then."""
     wire.save(state(1))
+    before = wire.filesystem(direct=True).read_all(".metadata", limit_nbytes=1 << 20)
+    wire.proxy.late_seconds = 4
     wire.proxy.next("late", method="PUT", path="/.metadata")
     wire.proxy.next("unavailable", method="PUT", path="/.metadata", times=1000)
     with pytest.raises(dcp.CheckpointException) as caught:
-        wire.save(state(2), deadline=0.6)
+        wire.save(state(2), deadline=2)
     cause = cause_of(caught.value)
     assert isinstance(cause, errors.StorageError) and cause.outcome_unknown
-    assert_same(wire.load(direct=True), state(1))
-    time.sleep(1.5)
-    assert wire.proxy.counts["late"] == 1
+    end = time.monotonic() + 20
+    while wire.filesystem(direct=True).read_all(".metadata", limit_nbytes=1 << 20) == before:
+        assert time.monotonic() < end
+        time.sleep(0.1)
     assert_same(wire.load(direct=True), state(2))
 
 
@@ -269,12 +272,13 @@ def test_an_attempt_is_not_repeated_over_another_save(wire: Wire) -> None:
     """Its first attempt arrived, another save replaced that and removed its files: it must not come back."""
     ours, other = wire.filesystem(), wire.filesystem(direct=True)
     other.publish(".metadata", b"an old one")
-    wire.proxy.next("lost", method="PUT", path="/.metadata")
+    wire.proxy.next("lost", method="PUT", path="/.metadata", times=2)  # aiohttp sends some a second time by itself
 
     def interfere() -> None:
         while not wire.proxy.counts["lost"]:
             time.sleep(0.001)
-        wire.proxy.next("unavailable", method="HEAD", path="/.metadata", times=4)
+        wire.proxy.next("unavailable", method="HEAD", path="/.metadata", times=5)
+        time.sleep(0.02)
         other.publish(".metadata", b"the other's")
 
     with ThreadPoolExecutor(1) as pool:
@@ -318,15 +322,18 @@ def test_a_lost_conditional_reply(wire: Wire) -> None:
     assert filesystem.read_all(".metadata", limit_nbytes=10) == b"ours"
 
 
-def test_a_server_that_ignores_conditions_is_found_out(wire: Wire) -> None:
-    wire.proxy.swallowed = ("if-none-match",)
-    with pytest.warns(RuntimeWarning, match="does not know If-None-Match"):
-        wire.save(state(1), overwrite=False)
-    filesystem = wire.filesystem()
-    filesystem.publish("mine", b"x")
-    with pytest.raises(errors.ConcurrentSaveError):
-        filesystem.publish(".metadata", b"x", overwrite=False)
-    assert_same(wire.load(), state(1))
+def test_a_server_that_ignores_conditions_is_found_out(s3_store: Store) -> None:
+    """On moto only: which checks no signatures, and so does not miss the header that the proxy takes away."""
+    with FaultProxy(s3_store[1]["endpoint_url"]) as proxy:
+        proxy.swallowed = ("if-none-match",)
+        wire = Wire(proxy, *s3_store)
+        with pytest.warns(RuntimeWarning, match="does not know If-None-Match"):
+            wire.save(state(1), overwrite=False)
+        filesystem = wire.filesystem()
+        filesystem.publish("mine", b"x")
+        with pytest.raises(errors.ConcurrentSaveError):
+            filesystem.publish(".metadata", b"x", overwrite=False)
+        assert_same(wire.load(), state(1))
 
 
 def test_swift_refuses_conditions(swift_store: Store) -> None:
@@ -381,7 +388,8 @@ def _save_and_load_dead(url: str, options: dict[str, Any]) -> float:
         with pytest.raises(dcp.CheckpointException) as caught:
             act()
         for cause, _ in caught.value.failures.values():
-            assert isinstance(cause, errors.StorageError), caught.value
+            # DCP swallows what reading `.metadata` raised, and quotes it in an AssertionError
+            assert isinstance(cause, errors.StorageError) or "metadata read failed" in str(cause), caught.value
             assert re.search(r"after \d+ attempts in [0-9] s", str(cause)), cause
         total = torch.tensor([1])
         dist.all_reduce(total)
