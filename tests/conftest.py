@@ -2,7 +2,7 @@
 
 `s3_store` is moto's server in a thread of this process. `real_s3_store` is the server named by DCP_NVCOMP_TEST_S3 (an
 endpoint URL; keys in DCP_NVCOMP_TEST_S3_KEY and DCP_NVCOMP_TEST_S3_SECRET, by default `ci` and `cisecret`).
-`any_s3_store` runs a test on both. `swift_store` is OpenStack Swift (.ci/swift_up.sh) at DCP_NVCOMP_TEST_SWIFT.
+`any_s3_store` runs a test on both.
 """
 
 from __future__ import annotations
@@ -41,14 +41,6 @@ def real_s3_store() -> Iterator[S3Store]:
     key = os.environ.get("DCP_NVCOMP_TEST_S3_KEY", "ci")
     secret = os.environ.get("DCP_NVCOMP_TEST_S3_SECRET", "cisecret")
     yield from _fresh_bucket({"endpoint_url": endpoint, "key": key, "secret": secret})
-
-
-@pytest.fixture
-def swift_store() -> Iterator[S3Store]:
-    endpoint = os.environ.get("DCP_NVCOMP_TEST_SWIFT")
-    if not endpoint:
-        pytest.skip("DCP_NVCOMP_TEST_SWIFT names no OpenStack Swift (.ci/swift_up.sh starts one)")
-    yield from _fresh_bucket({"endpoint_url": endpoint, "key": "ci:ci", "secret": "cisecret"})
 
 
 @pytest.fixture(params=["moto", "real"])

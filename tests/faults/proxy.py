@@ -64,6 +64,7 @@ class FaultProxy:
         rates: probability of each fault.
         counts: how often each was made; `requests` are all.
         late_seconds: how much later what is `late` is done.
+        refuses_conditions: whether If-None-Match is answered with 501, as OpenStack Swift does.
         swallowed: request headers that the server never sees: a server that ignores them.
     """
 
@@ -72,6 +73,7 @@ class FaultProxy:
         self.rates: dict[str, float] = {}
         self.counts: collections.Counter[str] = collections.Counter()
         self.late_seconds = 1.0
+        self.refuses_conditions = False
         self.swallowed: tuple[str, ...] = ()
         self.url = ""
         self._targets: list[Target] = []
@@ -129,6 +131,8 @@ class FaultProxy:
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         self.counts["requests"] += 1
         body = await request.read()
+        if self.refuses_conditions and "If-None-Match" in request.headers:
+            return _refusal(501, "NotImplemented")
         fault = self._fault_of(request, BEFORE)
         if fault == "unavailable":
             return _refusal(503, "SlowDown")

@@ -36,13 +36,6 @@ class TestRealS3(FilesystemSuite):
         return real_s3_store
 
 
-@pytest.mark.filterwarnings("ignore:.*this S3 server does not know If-None-Match")
-class TestSwift(FilesystemSuite):
-    @pytest.fixture
-    def place(self, swift_store: Place) -> Place:
-        return swift_store
-
-
 def client_of(store: Place) -> tuple[s3fs.S3FileSystem, str]:
     """A client beside ours, and the bucket."""
     url, options = store
