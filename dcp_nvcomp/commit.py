@@ -152,8 +152,9 @@ def commit_checkpoint(
     try:
         filesystem.publish(METADATA_NAME, data, overwrite=overwrite)
     except CheckpointError as error:
-        published = _is_published(filesystem, data)
-        if published is False:
+        published = _is_published(filesystem, metadata, data)
+        # not where the storage may yet do what it did not answer: `.metadata` would name files that are gone
+        if published is False and not error.outcome_unknown:
             _remove(filesystem, {copy, *own_files}, "a save that could not be published")
         if published is not True:
             raise
@@ -177,12 +178,17 @@ def _remove(filesystem: Filesystem, names: Iterable[str], whose: str) -> None:
         logger.warning("Files of %s could not be removed: %s", whose, error)
 
 
-def _is_published(filesystem: Filesystem, data: bytes) -> bool | None:
+def _is_published(filesystem: Filesystem, metadata: Metadata, data: bytes) -> bool | None:
     """Whether `.metadata` is ours after all: storage may do what it fails to confirm. None: it can't be told."""
     try:
         if filesystem.file_nbytes(METADATA_NAME) is None:
             return False
-        return filesystem.read_all(METADATA_NAME, limit_nbytes=MAX_METADATA_NBYTES) == data
+        # read twice: bytes may be flipped on the way, and after a False our files are removed
+        first, second = (filesystem.read_all(METADATA_NAME, limit_nbytes=MAX_METADATA_NBYTES) for _ in range(2))
+        if data in (first, second):
+            return True
+        there = parse_metadata(first, path=filesystem.location(METADATA_NAME))
+        return None if first != second or there.storage_meta == metadata.storage_meta else False
     except CheckpointError:
         return None
 

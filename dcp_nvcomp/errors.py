@@ -71,10 +71,15 @@ class CheckpointError(Exception):
         fqn: the state-dict key it happened to.
         byte_range: half-open range of bytes `(start, stop)` in the file at `path`.
 
+    Attributes:
+        outcome_unknown: whether what failed may be done nevertheless, now or later: no answer came that says it is not.
+
     Example:
         >>> str(CheckpointError("CRC mismatch", path="run/__0_0_ab.distcp", fqn="w", byte_range=(16, 32)))
         "CRC mismatch (file 'run/__0_0_ab.distcp', key 'w', bytes 16 to 32)"
     """
+
+    outcome_unknown = False
 
     def __init__(
         self,
@@ -138,8 +143,12 @@ class ConcurrentSaveError(CheckpointError):
 class StorageError(CheckpointError, OSError):
     """The storage refused or failed.
 
-    `errno` is that of the OSError it comes from, where there is one.
+    Attributes:
+        errno: that of the OSError it comes from, where there is one; ETIMEDOUT where nobody answered in time.
+        attempts: how often it was tried; None where there are no retries.
     """
+
+    attempts: int | None = None
 
     def __init__(
         self,
@@ -154,8 +163,15 @@ class StorageError(CheckpointError, OSError):
         self.errno = errno
 
     @classmethod
-    def from_os_error(cls, what: str, path: str, error: BaseException) -> StorageError:
-        """Wrap what the storage client raised, and say in words what the usual errno values mean."""
+    def from_os_error(cls, what: str, path: str, error: BaseException, tried: str = "") -> StorageError:
+        """Wrap what the storage client raised, and say in words what the usual errno values mean.
+
+        Args:
+            what: what it could not do.
+            path: with which file.
+            error: what the client raised.
+            tried: how often and how long it was tried, to be put behind the client's words.
+        """
         number = getattr(error, "errno", None)
         advice = {
             errno.ENOSPC: " The storage is full: free space and save again.",
@@ -164,7 +180,7 @@ class StorageError(CheckpointError, OSError):
             errno.EPERM: " Check the permissions of the target.",
             errno.EROFS: " The target is mounted read-only.",
         }.get(number or 0, "")
-        return cls(f"Could not {what}: {type(error).__name__}: {error}.{advice}", path=path, errno=number)
+        return cls(f"Could not {what}: {type(error).__name__}: {error}{tried}.{advice}", path=path, errno=number)
 
 
 class MetadataError(CheckpointError):

@@ -26,6 +26,7 @@ __all__ = [
     "OutputStream",
     "UnfinishedUpload",
     "check_relative_path",
+    "completed",
     "storage_errors",
     "too_large",
     "too_short",
@@ -195,10 +196,10 @@ def storage_errors(what: str, path: str) -> Iterator[None]:
     except (CheckpointError, MemoryError, AssertionError):
         raise
     except Exception as error:
-        raise StorageError.from_os_error(what, path, _completed(error)) from error
+        raise StorageError.from_os_error(what, path, completed(error)) from error
 
 
-def _completed(error: Exception) -> Exception:
+def completed(error: Exception) -> Exception:
     """The same error with its errno, and with the client's words where its own are missing (Ceph sends only codes)."""
     if not isinstance(error, OSError) or error.errno is not None:
         return error

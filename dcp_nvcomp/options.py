@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
 
 from dcp_nvcomp.errors import ConfigurationError
 
-__all__ = ["ENGINES", "check_budget", "check_choice", "check_thread_count", "option_names", "unknown_option"]
+__all__ = [
+    "DEADLINE_SECONDS",
+    "ENGINES",
+    "check_budget",
+    "check_choice",
+    "check_seconds",
+    "check_thread_count",
+    "option_names",
+    "unknown_option",
+]
 
 ENGINES = ("auto", "cpu", "cuda")
 MAX_DEFAULT_THREADS = 8
+DEADLINE_SECONDS = 300.0  # a server that restarts, or a store that is too busy for minutes, is survived
 
 
 def check_budget(name: str, value: int) -> int:
@@ -20,6 +31,13 @@ def check_budget(name: str, value: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise ConfigurationError(f"{name}={value!r} must be a positive number of bytes.")
     return value
+
+
+def check_seconds(name: str, value: float) -> float:
+    """A time limit: a positive, finite number of seconds."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ConfigurationError(f"{name}={value!r} must be a positive number of seconds.")
+    return float(value)
 
 
 def check_thread_count(value: int | None) -> int:

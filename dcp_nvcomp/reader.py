@@ -42,7 +42,15 @@ from dcp_nvcomp.metadata import (
     prefer_rank,
     rank_of_metadata_name,
 )
-from dcp_nvcomp.options import ENGINES, check_budget, check_choice, check_thread_count, option_names
+from dcp_nvcomp.options import (
+    DEADLINE_SECONDS,
+    ENGINES,
+    check_budget,
+    check_choice,
+    check_seconds,
+    check_thread_count,
+    option_names,
+)
 from dcp_nvcomp.placement import Conversions
 from dcp_nvcomp.safe_objects import SafeLoader
 from dcp_nvcomp.stock_loading import load_stock_items
@@ -68,6 +76,8 @@ class NvcompReader(StorageReader):
         device_memory_budget: bytes of memory on each GPU for decoding.
         engine: `"auto"` decodes on the GPU what goes to the GPU where nvCOMP is installed, `"cuda"` insists on it,
             `"cpu"` never does. Read checkpoints from someone else with `"cpu"`.
+        storage_deadline_seconds: on `s3://`, how long one operation of the storage may take with all its retries:
+            sending a part, reading a range, publishing. Then a `StorageError` is raised.
         **storage_options: for the fsspec filesystem, such as `endpoint_url` and `key` for S3.
 
     Raises:
@@ -93,11 +103,13 @@ class NvcompReader(StorageReader):
         host_memory_budget: int = 1 << 30,
         device_memory_budget: int = 512 << 20,
         engine: str = "auto",
+        storage_deadline_seconds: float = DEADLINE_SECONDS,
         **storage_options: Any,
     ) -> None:
         super().__init__()
         self.path = os.fspath(path)
         self.trusted_globals = tuple(trusted_globals)
+        self.storage_deadline_seconds = check_seconds("storage_deadline_seconds", storage_deadline_seconds)
         self.storage_options = storage_options
         self._options = LoadOptions(
             check_thread_count(thread_count),
@@ -118,7 +130,12 @@ class NvcompReader(StorageReader):
 
     def _open(self) -> Filesystem:
         # made anew for each use, so that no connection is carried into another process
-        return open_filesystem(self.path, storage_options=self.storage_options, known_options=option_names(type(self)))
+        return open_filesystem(
+            self.path,
+            deadline_seconds=self.storage_deadline_seconds,
+            storage_options=self.storage_options,
+            known_options=option_names(type(self)),
+        )
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """DCP: a new load begins, perhaps from another place. Options stay."""

@@ -1,16 +1,26 @@
-"""What only S3 has, asked of an s3fs filesystem: its requests' options, its unfinished uploads, its clock."""
+"""A checkpoint's directory on S3: objects below a prefix, through an s3fs filesystem.
+
+data files    one PUT, or a multipart upload: s3_upload.py
+publish       one PUT, which is atomic; If-None-Match where an existing object must stay
+requests      s3_client.py retries them inside the deadline
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterable, Iterator
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from .filesystem_base import UnfinishedUpload
+from .errors import ConcurrentSaveError, StorageError
+from .filesystem_base import FileInfo, OutputStream, UnfinishedUpload, too_short
 from .options import unknown_option
+from .remote import RemoteFilesystem
+from .s3_client import S3Client, ShortReplyError, answer_of
+from .s3_upload import S3Output, abort_upload
 
-__all__ = ["abort_upload", "check_additional_kwargs", "drop_expect_header", "list_uploads", "now_seconds"]
+__all__ = ["S3Filesystem", "check_additional_kwargs", "drop_expect_header"]
 
 
 def check_additional_kwargs(fs: Any) -> None:
@@ -30,44 +40,219 @@ def drop_expect_header(fs: Any) -> None:
     fs.s3.meta.events.unregister("before-call.s3", add_expect_header)
 
 
-def list_uploads(fs: Any, root: str) -> list[UnfinishedUpload]:
-    """Unfinished multipart uploads of objects directly below `root`, which is `bucket/prefix`."""
-    bucket, _, prefix = root.partition("/")
-    prefix = f"{prefix}/" if prefix else ""
-    found = []
-    for page in _upload_pages(fs, bucket, prefix):
-        for upload in page.get("Uploads", ()):
+class S3Filesystem(RemoteFilesystem):
+    """S3 and what speaks it.
+
+    Args:
+        path: the checkpoint's URL.
+        fs: the s3fs filesystem.
+        root: `bucket/prefix`.
+        part_nbytes: how long the first parts of large files are.
+        parts_grow: whether later ones are longer.
+        deadline_seconds: how long one operation may take with all its retries.
+    """
+
+    def __init__(
+        self, path: str, fs: Any, root: str, *, part_nbytes: int, parts_grow: bool, deadline_seconds: float
+    ) -> None:
+        self._bucket, prefix, _ = fs.split_path(root)
+        super().__init__(path, prefix, part_nbytes)
+        self._parts_grow = parts_grow
+        self._client = S3Client(fs, deadline_seconds)
+        self._witness: tuple[str, bytes] | None = None  # what this object published last: it is certainly there
+
+    def _call(self, what: str, where: str, operation: str, **parameters: Any) -> dict[str, Any]:
+        return self._client.call(what, where, operation, Bucket=self._bucket, **parameters).value
+
+    def create_directory(self) -> None:
+        pass  # there are none
+
+    def open_output(self, name: str) -> OutputStream:
+        where = self.location(name)
+        return S3Output(self._client, self._bucket, self._key(name), where, self._part_nbytes, self._parts_grow)
+
+    def publish(self, name: str, data: bytes, *, overwrite: bool = True) -> None:
+        if overwrite:
+            self._replace(name, data)
+            self._witness = (name, data)
+        else:
+            self._create(name, data)
+
+    def _replace(self, name: str, data: bytes) -> None:
+        """PUT, and never a second time over what another save has published since the first.
+
+        Were an attempt whose reply was lost simply sent again, it could bring back a checkpoint that another save had
+        replaced meanwhile, and whose files it has removed.
+        """
+        key, where, before, sent = self._key(name), self.location(name), self._etag(name), False
+
+        async def attempt() -> None:
+            nonlocal sent
+            if sent:
+                reply = await self._head(key)
+                if (reply or {}).get("ETag") != before:
+                    got = await self._client.send("get_object", Bucket=self._bucket, Key=key)
+                    if await _body(got) == data:
+                        return
+                    refusal = ConcurrentSaveError("Another save has published here at the same time.", path=where)
+                    refusal.outcome_unknown = True
+                    raise refusal
+            sent = True
+            await self._client.send("put_object", Bucket=self._bucket, Key=key, Body=data)
+
+        self._client.perform("write", where, attempt)
+
+    async def _head(self, key: str) -> dict[str, Any] | None:
+        try:
+            return await self._client.send("head_object", Bucket=self._bucket, Key=key)
+        except Exception as error:
+            if answer_of(error)[0] == 404:
+                return None
+            raise
+
+    def _look_up(self, name: str) -> dict[str, Any] | None:
+        key = self._key(name)
+        return self._client.perform("look up", self.location(name), lambda: self._head(key)).value
+
+    def _etag(self, name: str) -> str | None:
+        found = self._look_up(name)
+        return None if found is None else str(found.get("ETag"))
+
+    def _create(self, name: str, data: bytes) -> None:
+        """PUT if there is nothing. Where the server does not see to that itself, look before and after."""
+        honoured = self._honours_conditions()
+        if honoured is not True and self.file_nbytes(name) is not None:
+            raise self._came_second(name)
+        put = self._put_if_none(name, data) if honoured is not False else None
+        if put is True and honoured is True:
+            return
+        if put is None:
+            warnings.warn(
+                f"{self.path}: this S3 server does not know If-None-Match. overwrite=False looks for another "
+                "checkpoint before and after it publishes, but two saves of the same moment may both succeed.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            self._replace(name, data)
+        # also where it was refused: the request may have been sent twice, and the first one was ours
+        if not self._is_there(name, data):
+            raise self._came_second(name)
+
+    def _put_if_none(self, name: str, data: bytes) -> bool | None:
+        """Whether it was put; None where the server refuses conditions."""
+        try:
+            self._call("write", self.location(name), "put_object", Key=self._key(name), Body=data, IfNoneMatch="*")
+        except StorageError as error:
+            status, code = answer_of(error)
+            if status == 412:
+                return False
+            if status in (405, 501) or code in ("NotImplemented", "InvalidArgument", "InvalidRequest"):
+                return None
+            raise
+        return True
+
+    def _honours_conditions(self) -> bool | None:
+        """Whether the server keeps an existing object if a PUT asks for that; None where that can't be tried.
+
+        Tried with an object of ours that exists: a server that ignores the condition writes the same bytes again.
+        """
+        if self._witness is None:
+            return None
+        return self._put_if_none(*self._witness) is False
+
+    def _is_there(self, name: str, data: bytes) -> bool:
+        # twice, as bytes may be flipped on the way
+        return any(self.read_all(name, limit_nbytes=len(data)) == data for _ in range(2))
+
+    def _came_second(self, name: str) -> ConcurrentSaveError:
+        return ConcurrentSaveError("Another save has published here already.", path=self.location(name))
+
+    def _get(self, name: str, start: int, stop: int) -> bytes:
+        key, where = self._key(name), self.location(name)
+
+        async def attempt() -> bytes:
+            what = {"Bucket": self._bucket, "Key": key, "Range": f"bytes={start}-{stop - 1}"}
+            return await _body(await self._client.send("get_object", **what))
+
+        try:
+            return self._client.perform("read", where, attempt).value
+        except StorageError as error:
+            if answer_of(error)[0] == 416:
+                nbytes = self.file_nbytes(name)
+                if nbytes is not None and nbytes <= start:
+                    raise too_short(where, start, stop, nbytes) from error
+            raise
+
+    def file_nbytes(self, name: str) -> int | None:
+        found = self._look_up(name)
+        return None if found is None else int(found["ContentLength"])
+
+    def list_files(self) -> list[FileInfo]:
+        prefix = f"{self._root}/" if self._root else ""
+        found = []
+        for item in self._listing("list", "list_objects_v2", "Contents", Prefix=prefix, Delimiter="/"):
+            name = item["Key"].removeprefix(prefix)
+            if name and not name.endswith("/"):  # what web consoles make for a "folder"
+                found.append(FileInfo(name, int(item["Size"]), item["LastModified"].timestamp()))
+        return sorted(found, key=lambda file: file.name)
+
+    def _listing(self, what: str, operation: str, field: str, **parameters: Any) -> Iterator[dict[str, Any]]:
+        tokens: dict[str, Any] = {}
+        while True:
+            try:
+                page = self._call(what, self.path, operation, **parameters, **tokens)
+            except StorageError as error:
+                if answer_of(error)[0] == 404:  # no such bucket
+                    return
+                raise
+            yield from page.get(field, ())
+            if not page.get("IsTruncated"):
+                return
+            next_names = {
+                "NextContinuationToken": "ContinuationToken",
+                "NextKeyMarker": "KeyMarker",
+                "NextUploadIdMarker": "UploadIdMarker",
+            }
+            tokens = {own: page[theirs] for theirs, own in next_names.items() if page.get(theirs)}
+
+    def list_uploads(self) -> list[UnfinishedUpload]:
+        prefix = f"{self._root}/" if self._root else ""
+        found = []
+        what = "list unfinished uploads of"
+        for upload in self._listing(what, "list_multipart_uploads", "Uploads", Prefix=prefix):
             name = upload["Key"].removeprefix(prefix)
             if upload["Key"].startswith(prefix) and name and "/" not in name:
                 found.append(UnfinishedUpload(name, upload["UploadId"], upload["Initiated"].timestamp()))
-    return found
+        return found
+
+    def abort_uploads(self, uploads: Iterable[UnfinishedUpload]) -> None:
+        for upload in uploads:
+            key, where = self._key(upload.name), self.location(upload.name)
+            abort_upload(self._client, where, self._bucket, key, upload.upload_id)
+
+    def now_seconds(self) -> float:
+        reply = self._call("ask for the time", self.path, "head_bucket")
+        return parsedate_to_datetime(reply["ResponseMetadata"]["HTTPHeaders"]["date"]).timestamp()
+
+    def _remove(self, name: str) -> None:
+        try:
+            self._call("remove", self.location(name), "delete_object", Key=self._key(name))
+        except StorageError as error:
+            if answer_of(error)[0] != 404:
+                raise
 
 
-def _upload_pages(fs: Any, bucket: str, prefix: str) -> Iterator[dict[str, Any]]:
-    markers: dict[str, str] = {}
-    while True:
-        page = fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix, **markers)
-        yield page
-        if not page.get("IsTruncated"):
-            return
-        markers = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
-
-
-def abort_upload(fs: Any, key: str, upload_id: str) -> None:
-    """Throw away the parts of an upload; one that is gone already is fine."""
-    from botocore.exceptions import ClientError  # type: ignore[import-untyped]
-
-    bucket, _, name = key.partition("/")
+async def _body(reply: dict[str, Any]) -> bytes:
+    """The body of a reply to GET, as long as its head says."""
     try:
-        fs.call_s3("abort_multipart_upload", Bucket=bucket, Key=name, UploadId=upload_id)
-    except FileNotFoundError:
-        pass
-    except ClientError as error:
-        if error.response.get("Error", {}).get("Code") != "NoSuchUpload":
-            raise
-
-
-def now_seconds(fs: Any, root: str) -> float:
-    """The time by the server's clock, from the Date header of a reply."""
-    reply = fs.call_s3("head_bucket", Bucket=root.partition("/")[0])
-    return parsedate_to_datetime(reply["ResponseMetadata"]["HTTPHeaders"]["date"]).timestamp()
+        data: bytes = await reply["Body"].read()
+    finally:
+        reply["Body"].close()
+    nbytes = int(reply["ContentLength"])
+    if len(data) < nbytes:
+        raise ShortReplyError(f"the reply ended after {len(data)} of {nbytes} bytes")
+    where = reply.get("ContentRange", "")  # "bytes 0-99/1234"
+    first, _, last = where.removeprefix("bytes ").partition("/")[0].partition("-")
+    if first.isdigit() and last.isdigit() and len(data) < int(last) + 1 - int(first):
+        raise ShortReplyError(f"the reply to a range has {len(data)} bytes, but should be {where}")
+    return data

@@ -34,10 +34,18 @@ from torch.futures import Future
 from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.choose import CodecChooser, parse_codec
 from dcp_nvcomp.commit import Orphans, commit_checkpoint, commit_rank, refuse_existing
-from dcp_nvcomp.errors import ConfigurationError
+from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.file_plan import plan_files, planned_nbytes
 from dcp_nvcomp.filesystem import Filesystem, open_filesystem
-from dcp_nvcomp.options import ENGINES, check_budget, check_choice, check_thread_count, option_names
+from dcp_nvcomp.options import (
+    DEADLINE_SECONDS,
+    ENGINES,
+    check_budget,
+    check_choice,
+    check_seconds,
+    check_thread_count,
+    option_names,
+)
 from dcp_nvcomp.progress import ProgressBar
 from dcp_nvcomp.records import EngineChoice, RecordMaker
 from dcp_nvcomp.saving import SaveJob, SaveOptions
@@ -92,6 +100,8 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
             picklable and runs in the child process.
         engine: `"auto"` encodes GPU tensors on the GPU where nvCOMP is installed, `"cuda"` insists on it, `"cpu"` never
             does. Tensors in host memory are always encoded on the CPU.
+        storage_deadline_seconds: on `s3://`, how long one operation of the storage may take with all its retries:
+            sending a part, reading a range, publishing. Then a `StorageError` is raised.
         **storage_options: for the fsspec filesystem, such as `endpoint_url` and `key` for S3.
 
     Raises:
@@ -123,6 +133,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         progress: bool = False,
         on_save: Callable[[SaveStats], None] | None = None,
         engine: str = "auto",
+        storage_deadline_seconds: float = DEADLINE_SECONDS,
         **storage_options: Any,
     ) -> None:
         BlockingAsyncStager.__init__(self)
@@ -139,6 +150,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
             raise ConfigurationError(f"on_save={on_save!r} is not callable.")
         self.on_save = on_save
         self.engine = check_choice("engine", engine, ENGINES)
+        self.storage_deadline_seconds = check_seconds("storage_deadline_seconds", storage_deadline_seconds)
         self.storage_options = storage_options
         self.last_save: SaveStats | None = None
         self._chooser = parse_codec(codec)
@@ -172,6 +184,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         return open_filesystem(
             path,
             sync_files=self.sync_files,
+            deadline_seconds=self.storage_deadline_seconds,
             storage_options=self.storage_options,
             known_options=option_names(type(self)),
         )
@@ -299,7 +312,12 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         metadata.storage_meta = StorageMeta(checkpoint_id=save.path, save_id=save.save_id)
         filesystem = self._open(save.path)
         if save.use_collectives:
-            commit_checkpoint(filesystem, metadata, save.save_id, save.own_files, overwrite=self.overwrite)
+            try:
+                commit_checkpoint(filesystem, metadata, save.save_id, save.own_files, overwrite=self.overwrite)
+            except CheckpointError as error:
+                if error.outcome_unknown:  # it may yet appear, so no rank may remove its files
+                    self._unfinished = False
+                raise
         else:
             commit_rank(filesystem, metadata, save.rank)
         filesystem.close()

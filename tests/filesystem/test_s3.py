@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import re
 import socket
 import time
 import tracemalloc
@@ -21,7 +22,6 @@ from .suite import FilesystemSuite, Place, write_file
 pytestmark = pytest.mark.s3
 
 PART_NBYTES = 16 << 20
-NO_RETRIES = {"retries": {"max_attempts": 0}}  # by botocore; s3fs has its own
 
 
 class TestMoto(FilesystemSuite):
@@ -75,7 +75,7 @@ def test_the_user_chooses_the_part_size(s3_store: Place) -> None:
 
 
 def test_parts_grow_so_that_ten_thousand_suffice(s3_store: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dcp_nvcomp.filesystem._PARTS_BEFORE_GROWTH", 2)
+    monkeypatch.setattr("dcp_nvcomp.s3_upload._PARTS_BEFORE_GROWTH", 2)
     url, options = s3_store
     filesystem = open_filesystem(url, storage_options={**options, "default_block_size": 5 << 20})
     data = bytes(range(256)) * (36 << 12)  # 36 MiB: parts of 5, 5, 10, 10 and the rest
@@ -111,7 +111,7 @@ def test_abort_ends_the_upload(any_s3_store: Place) -> None:
 
 def test_a_close_that_fails_commits_nothing(any_s3_store: Place) -> None:
     url, options = any_s3_store
-    filesystem = open_filesystem(url, storage_options={**options, "config_kwargs": NO_RETRIES})
+    filesystem = open_filesystem(url, storage_options=options, deadline_seconds=2)  # moto says 500
     stream = filesystem.open_output("large")
     stream.write(bytes(20 << 20))
     client, bucket = client_of(any_s3_store)
@@ -126,7 +126,7 @@ def test_a_close_that_fails_commits_nothing(any_s3_store: Place) -> None:
 
 def test_a_write_that_fails_is_not_committed_by_close(any_s3_store: Place) -> None:
     url, options = any_s3_store
-    filesystem = open_filesystem(url, storage_options={**options, "config_kwargs": NO_RETRIES})
+    filesystem = open_filesystem(url, storage_options=options, deadline_seconds=2)  # moto says 500
     stream = filesystem.open_output("large")
     stream.write(bytes(20 << 20))
     client, bucket = client_of(any_s3_store)
@@ -216,12 +216,14 @@ def test_no_server(s3_store: Place, listening: bool) -> None:
         if listening:
             server.listen(50)  # connections succeed, and no answer ever comes
         endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
-        options = {**s3_store[1], "endpoint_url": endpoint, "config_kwargs": {**NO_RETRIES, "read_timeout": 0.5}}
-        filesystem = open_filesystem("s3://bucket/run", storage_options=options)
+        options = {**s3_store[1], "endpoint_url": endpoint}
+        filesystem = open_filesystem("s3://bucket/run", storage_options=options, deadline_seconds=1.5)
         began = time.monotonic()
-        with pytest.raises(StorageError, match=endpoint):
+        with pytest.raises(StorageError, match=endpoint) as caught:
             filesystem.publish("a", b"x")
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 3
+        assert caught.value.errno == errno.ETIMEDOUT and caught.value.attempts and caught.value.attempts > 2
+        assert re.search(r"after \d+ attempts in [12] s", str(caught.value))
 
 
 def test_unfinished_uploads(any_s3_store: Place) -> None:

@@ -1,0 +1,129 @@
+"""What S3 rests on: conditions, retries inside a deadline, and what is done when a reply was lost."""
+
+from __future__ import annotations
+
+from tests.faults.mutations import Mutation
+
+FAULTS = "tests/faults/test_s3_faults.py -k "
+
+MUTATIONS = (
+    Mutation(
+        row="S3, two writers: If-None-Match",
+        file="dcp_nvcomp/s3.py",
+        old=', Body=data, IfNoneMatch="*")',
+        new=", Body=data)",
+        tests=FAULTS + "one_of_two",
+    ),
+    Mutation(
+        row="S3, two writers: 412 is a refusal",
+        file="dcp_nvcomp/s3.py",
+        old="            if status == 412:\n                return False\n",
+        new="            if status == 412:\n                return True\n",
+        tests=FAULTS + "one_of_two",
+    ),
+    Mutation(
+        row="S3, two writers: a server that ignores conditions is found out",
+        file="dcp_nvcomp/s3.py",
+        old="        return self._put_if_none(*self._witness) is False\n",
+        new="        return True\n",
+        tests=FAULTS + "ignores_conditions",
+    ),
+    Mutation(
+        row="S3, lost reply on the commit: read back",
+        file="dcp_nvcomp/s3.py",
+        old="        if not self._is_there(name, data):\n",
+        new="        if not put:\n",
+        tests=FAULTS + "lost_conditional_reply",
+    ),
+    Mutation(
+        row="S3, lost reply on the commit: not repeated over another save",
+        file="dcp_nvcomp/s3.py",
+        old='                if (reply or {}).get("ETag") != before:\n',
+        new="                if False:\n",
+        tests=FAULTS + "over_another",
+    ),
+    Mutation(
+        row="S3, no reply to the commit: files stay while it may yet be done",
+        file="dcp_nvcomp/commit.py",
+        old="if published is False and not error.outcome_unknown:",
+        new="if published is False:",
+        tests=FAULTS + "lands_after",
+    ),
+    Mutation(
+        row="S3, no reply to the commit: the error says so",
+        file="dcp_nvcomp/s3_client.py",
+        old="    failure.outcome_unknown = may_be_done\n",
+        new="",
+        tests=FAULTS + "lands_after",
+    ),
+    Mutation(
+        row="S3, lost reply on completing an upload",
+        file="dcp_nvcomp/s3_upload.py",
+        old="            if answer_of(error)[0] != 404 or not self._is_complete():\n                raise\n",
+        new="            raise\n",
+        tests=FAULTS + "moto-POST-uploadId",
+    ),
+    Mutation(
+        row="S3, lost reply on beginning an upload: it is ended",
+        file="dcp_nvcomp/s3_upload.py",
+        old="        if self._uploads_lost:\n            self._clean_up(self._abort_lost_uploads)\n\n",
+        new="\n",
+        tests=FAULTS + "moto-POST-uploads",
+    ),
+    Mutation(
+        row="S3, 503s: retried",
+        file="dcp_nvcomp/s3_client.py",
+        old="                if not transient or took + pause >= seconds:",
+        new="                if True:",
+        tests=FAULTS + "bad_network",
+    ),
+    Mutation(
+        row="S3, dead server: the deadline",
+        file="dcp_nvcomp/s3_client.py",
+        old="took + pause >= seconds:",
+        new="took + pause >= 60:",
+        tests=FAULTS + "outage",
+    ),
+    Mutation(
+        row="S3, silent server: one attempt is limited",
+        file="dcp_nvcomp/s3_client.py",
+        old="limit = max(0.0, min(longest_seconds, end - time.monotonic()))",
+        new="limit = 60",
+        tests=FAULTS + "silent_server",
+    ),
+    Mutation(
+        row="S3, refusals are not retried",
+        file="dcp_nvcomp/s3_client.py",
+        old="                transient = _is_transient(error)\n",
+        new="                transient = True\n",
+        tests=FAULTS + "refusal",
+    ),
+    Mutation(
+        row="S3, truncated replies",
+        file="dcp_nvcomp/s3.py",
+        old='        raise ShortReplyError(f"the reply to a range has {len(data)} bytes, but should be {where}")\n',
+        new="        pass\n",
+        tests=FAULTS + "truncated",
+    ),
+    Mutation(
+        row="S3, flipped bits: a footer is read again",
+        file="dcp_nvcomp/datafile.py",
+        old="    except (CorruptDataError, FormatError):",
+        new="    except ZeroDivisionError:",
+        tests=FAULTS + "flipped_is_read_again",
+    ),
+    Mutation(
+        row="S3, flipped bits: a block is read again",
+        file="dcp_nvcomp/decoding.py",
+        old="                    again = self._filesystem.read(read.name, block.start, block.stop)\n",
+        new="                    raise\n",
+        tests=FAULTS + "flipped_is_read_again",
+    ),
+    Mutation(
+        row="S3, a failed save ends its uploads",
+        file="dcp_nvcomp/s3_upload.py",
+        old="        if self._upload_id is not None:\n            self._clean_up(self._abort_upload)\n",
+        new="",
+        tests="tests/filesystem/test_s3.py -k abort_ends_the_upload",
+    ),
+)

@@ -1,0 +1,112 @@
+"""Two writers on one path, and readers during overwrites, on disk and on S3: never a mixture."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from dcp_nvcomp import NvcompReader, NvcompWriter, errors
+from tests.distributed.launch import RankPool, ranks
+
+__all__ = ["ranks"]
+
+Place = tuple[str, dict[str, Any]]
+
+
+@pytest.fixture(
+    params=[
+        "disk",
+        pytest.param("moto", marks=pytest.mark.s3),
+        pytest.param("real", marks=pytest.mark.s3),
+    ]
+)
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    if request.param == "disk":
+        return str(tmp_path), {}
+    found: Place = request.getfixturevalue("s3_store" if request.param == "moto" else "real_s3_store")
+    return found
+
+
+def state(seed: int) -> dict[str, Any]:
+    # large enough for several blocks, each filled with the seed: a mixture shows at once
+    return {f"w{number}": torch.full((1 << 19,), float(seed)) for number in range(2)} | {"seed": seed}
+
+
+def seed_of(place: Place) -> int:
+    """Load, and make sure that all is of one save."""
+    into = state(-1)
+    dcp.load(into, storage_reader=NvcompReader(place[0], **place[1]), no_dist=True)
+    for name in ("w0", "w1"):
+        assert torch.equal(into[name], torch.full((1 << 19,), float(into["seed"]))), name
+    return int(into["seed"])
+
+
+def _save(place: Place, seed: int, **options: Any) -> errors.CheckpointError | None:
+    """What the save failed with."""
+    try:
+        writer = NvcompWriter(place[0], thread_count=1, **options, **place[1])
+        dcp.save(state(seed), storage_writer=writer, no_dist=True)
+    except dcp.CheckpointException as error:
+        cause = error.failures[0][0]
+        if not isinstance(cause, errors.CheckpointError):
+            raise
+        return cause
+    return None
+
+
+def _publish_at_once(place: Place, rounds: int) -> list[errors.CheckpointError | None]:
+    outcomes = []
+    for number in range(rounds):
+        dist.barrier()
+        where = (f"{place[0]}/step-{number}", place[1])
+        outcomes.append(_save(where, 100 * number + dist.get_rank(), overwrite=False))
+    return outcomes
+
+
+@pytest.mark.parametrize("rounds", [2, pytest.param(15, marks=pytest.mark.slow)])
+def test_without_overwriting_exactly_one_wins(place: Place, ranks: RankPool, rounds: int) -> None:
+    outcomes = ranks.run(_publish_at_once, place, rounds, world_size=3, timeout_s=120)
+    for number in range(rounds):
+        of_round = [of_rank[number] for of_rank in outcomes]
+        assert of_round.count(None) == 1, of_round
+        for outcome in of_round:
+            kinds = (errors.ConcurrentSaveError, errors.CheckpointExistsError)  # some come later than others
+            assert outcome is None or isinstance(outcome, kinds), outcome
+        where = (f"{place[0]}/step-{number}", place[1])
+        assert seed_of(where) == 100 * number + of_round.index(None)
+        filesystem = NvcompReader(where[0], **where[1])._open()
+        assert len(filesystem.list_names()) == 3  # the others removed theirs, and only theirs
+
+
+def _overwrite_and_read(place: Place, rounds: int) -> list[Any]:
+    rank, seen = dist.get_rank(), list[Any]()
+    for number in range(rounds):
+        dist.barrier()
+        if rank < 2:
+            seen.append(_save(place, 100 * number + rank))
+        else:
+            end = time.monotonic() + 1
+            while time.monotonic() < end:
+                try:
+                    seen.append(seed_of(place))
+                except dcp.CheckpointException as error:
+                    seen.append(error.failures[0][0])
+    return seen
+
+
+@pytest.mark.parametrize("rounds", [2, pytest.param(10, marks=pytest.mark.slow)])
+def test_overwriting_at_once_and_reading_meanwhile(place: Place, ranks: RankPool, rounds: int) -> None:
+    assert _save(place, 0) is None
+    *writers, read = ranks.run(_overwrite_and_read, place, rounds, world_size=3, timeout_s=120)
+    assert writers == [[None] * rounds] * 2
+    seeds = {100 * number + rank for number in range(rounds) for rank in range(2)}
+    for found in read:
+        assert found in seeds if isinstance(found, int) else isinstance(found, errors.CheckpointReplacedError), found
+    assert any(isinstance(found, int) for found in read)
+    assert seed_of(place) in {100 * (rounds - 1), 100 * (rounds - 1) + 1}
