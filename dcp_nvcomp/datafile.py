@@ -200,13 +200,6 @@ def _read_tail(filesystem: Filesystem, name: str, file_nbytes: int, footer_nbyte
 
 def _read_tail_once(filesystem: Filesystem, name: str, file_nbytes: int, footer_nbytes: int) -> tuple[Footer, int, int]:
     """Footer, and the CRC and size that the file itself gives for it. `footer_nbytes` is a guess that saves a read."""
-    try:
-        return _read_tail_once(filesystem, name, file_nbytes, footer_nbytes)
-    except (CorruptDataError, FormatError):  # as with blocks: perhaps only flipped on the way
-        return _read_tail_once(filesystem, name, file_nbytes, footer_nbytes)
-
-
-def _read_tail_once(filesystem: Filesystem, name: str, file_nbytes: int, footer_nbytes: int) -> tuple[Footer, int, int]:
     path = filesystem.location(name)
     start = max(file_nbytes - TRAILER_NBYTES - min(footer_nbytes, MAX_FOOTER_NBYTES), 0)
     tail = memoryview(filesystem.read(name, start, file_nbytes))

@@ -1,0 +1,150 @@
+"""Forked processes as ranks. The parent never starts a thread or uses torch, so forking it is safe at any time."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from tests.distributed.launch import STOCK_WARNINGS
+
+FORK = multiprocessing.get_context("fork")
+GLOO_SECONDS = 60.0
+GLOO_SECONDS_OF_SURVIVORS = 8.0  # gloo notices the death of a rank at once only where it talks to it
+LIMIT_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one rank.
+
+    Attributes:
+        value: what it returned.
+        error: what it raised; None where it returned or was killed.
+        trace: its traceback.
+        killed: whether it was killed.
+    """
+
+    value: Any = None
+    error: BaseException | None = None
+    trace: str = ""
+    killed: bool = False
+
+
+@dataclass
+class Job:
+    """Ranks that do one thing together.
+
+    Attributes:
+        function: what each rank calls; it finds the process group set up, if there is more than one rank.
+        arguments: of the function.
+        world_size: how many ranks.
+        kill_after_seconds: when one of them is killed; None: never.
+        victim: the rank that is killed.
+    """
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    world_size: int = 1
+    kill_after_seconds: float | None = None
+    victim: int = 0
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+
+
+class Hang(AssertionError):
+    """A rank did not end in time."""
+
+
+def run_jobs(*jobs: Job) -> list[list[Outcome]]:
+    """Run all jobs at the same time; the outcomes of each, in the order of its ranks."""
+    with tempfile.TemporaryDirectory() as directory:
+        started = time.monotonic()
+        running: dict[Any, tuple[Job, int, Any]] = {}
+        for number, job in enumerate(jobs):
+            for rank in range(job.world_size):
+                receiving, sending = FORK.Pipe(duplex=False)
+                meeting = Path(directory) / f"job-{number}"
+                process = FORK.Process(target=_serve, args=(sending, job, rank, meeting))
+                process.start()
+                sending.close()
+                running[receiving] = (job, rank, process)
+        try:
+            _gather(running, started)
+        finally:
+            for _, _, process in running.values():
+                process.kill()
+                process.join()
+    return [[job.outcomes[rank] for rank in range(job.world_size)] for job in jobs]
+
+
+def _gather(running: dict[Any, tuple[Job, int, Any]], started: float) -> None:
+    waiting, doomed = dict(running), [entry for entry in running.values() if _is_doomed(*entry[:2])]
+    while waiting:
+        age = time.monotonic() - started
+        for job, rank, process in list(doomed):
+            assert job.kill_after_seconds is not None
+            if age >= job.kill_after_seconds:
+                process.kill()
+                doomed.remove((job, rank, process))
+        if age > LIMIT_SECONDS:
+            raise Hang(f"ranks {[rank for _, rank, _ in waiting.values()]} did not end in {LIMIT_SECONDS} s")
+        delays = [job.kill_after_seconds - age for job, _, _ in doomed if job.kill_after_seconds is not None]
+        for connection in multiprocessing.connection.wait(list(waiting), timeout=max(0.0, min([1.0, *delays]))):
+            job, rank, process = waiting.pop(connection)
+            doomed = [entry for entry in doomed if entry[2] is not process]
+            try:
+                job.outcomes[rank] = pickle.loads(connection.recv_bytes())
+            except EOFError:
+                process.join()
+                if process.exitcode != -signal.SIGKILL:
+                    raise Hang(f"rank {rank} ended with {process.exitcode}") from None
+                job.outcomes[rank] = Outcome(killed=True)
+
+
+def _is_doomed(job: Job, rank: int) -> bool:
+    return job.kill_after_seconds is not None and rank == job.victim
+
+
+def _serve(connection: Any, job: Job, rank: int, meeting: Path) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    logging.disable()  # DCP logs each failure, and here most are wanted
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    warnings.simplefilter("error")
+    for message in STOCK_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+    try:
+        if job.world_size > 1:
+            doomed = job.kill_after_seconds is not None
+            timeout = timedelta(seconds=GLOO_SECONDS_OF_SURVIVORS if doomed else GLOO_SECONDS)
+            dist.init_process_group(
+                "gloo", init_method=f"file://{meeting}", rank=rank, world_size=job.world_size, timeout=timeout
+            )
+        outcome = Outcome(job.function(*job.arguments))
+    except BaseException as error:
+        outcome = Outcome(error=error, trace=traceback.format_exc())
+    try:
+        payload = pickle.dumps(outcome)
+    except Exception:
+        payload = pickle.dumps(Outcome(error=RuntimeError(repr(outcome.error)), trace=outcome.trace))
+    connection.send_bytes(payload)
+    os._exit(0)  # whatever threads there are: nothing of this process is needed any more
+
+
+def errors_of(outcomes: Sequence[Outcome]) -> list[BaseException]:
+    """What ranks raised."""
+    return [outcome.error for outcome in outcomes if outcome.error is not None]
