@@ -6,9 +6,9 @@
         ... use proxy.url as endpoint_url ...
         assert proxy.counts["lost"] == 1
 
-It runs in a thread of its own. Faults of the way there: `unavailable` (503), `broken` (500), `reset`, `silent` (never
-answered), `late` (answered to nobody, done later). Faults of the way back: `lost` (done, but the connection is
-cut instead of a reply), `truncated`, `shortened` (cut, with a head that fits) and `flipped` (one bit of a GET).
+It runs in a thread of its own. Faults of the way there: `unavailable` (503), `broken` (500), `gone` (404), `reset`,
+`silent` (never answered), `late` (answered to nobody, done later). Faults of the way back: `lost` (done, but the
+connection is cut instead of a reply), `truncated`, `shortened` (cut, with a head that fits), `flipped` (one bit).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from yarl import URL
 
 __all__ = ["FaultProxy"]
 
-BEFORE = ("unavailable", "broken", "reset", "silent", "late")
+BEFORE = ("unavailable", "broken", "reset", "silent", "late", "gone")
 AFTER = ("lost", "truncated", "shortened", "flipped")
 ONLY_GET = ("truncated", "shortened", "flipped")
 HOP_BY_HOP = ("connection", "content-length", "expect", "transfer-encoding")
@@ -138,6 +138,8 @@ class FaultProxy:
             return _refusal(503, "SlowDown")
         if fault == "broken":
             return _refusal(500, "InternalError")
+        if fault == "gone":
+            return _refusal(404, "NoSuchUpload")
         if fault == "silent":
             await self._ended.wait()
         if fault == "late":

@@ -201,6 +201,27 @@ def test_a_lost_reply(wire: Wire, method: str, path: str, overwrite: bool) -> No
     assert unfinished((wire.url, wire.direct)) == []
 
 
+@pytest.mark.parametrize("completed", [True, False])
+def test_an_upload_that_is_gone_was_completed_if_the_file_is_there(wire: Wire, completed: bool) -> None:
+    """AWS's answer to a completion that is repeated; Ceph and moto say again that all is well."""
+    filesystem, data = open_filesystem(wire.url, storage_options={**wire.options, **PARTS}), bytes(11 << 20)
+    stream = filesystem.open_output("large")
+    stream.write(data)
+    if completed:
+        wire.proxy.next("lost", method="POST", path="uploadId=")
+    wire.proxy.next("gone", method="POST", path="uploadId=", skip=int(completed))
+    if completed:
+        stream.close()
+        assert filesystem.file_nbytes("large") == len(data)
+    else:
+        with pytest.raises(errors.StorageError):
+            stream.close()
+        stream.abort()
+        assert filesystem.list_names() == []
+    assert wire.proxy.counts["gone"] == 1
+    assert unfinished((wire.url, wire.direct)) == []
+
+
 def test_a_silent_server_is_asked_again(wire: Wire) -> None:
     wire.proxy.next("silent", method="PUT", path=".distcp")
     wire.proxy.next("silent", method="GET", path=".metadata")

@@ -61,7 +61,7 @@ MUTATIONS = (
         file="dcp_nvcomp/s3_upload.py",
         old="            if answer_of(error)[0] != 404 or not self._is_complete():\n                raise\n",
         new="            raise\n",
-        tests=FAULTS + "moto-POST-uploadId",
+        tests=FAULTS + "upload_that_is_gone",
     ),
     Mutation(
         row="S3, lost reply on beginning an upload: it is ended",
