@@ -64,13 +64,18 @@ class Place:
         return self.opened(self.path).list_names()
 
 
+def _open(path: str) -> FsspecFilesystem:
+    fs, root = fsspec.url_to_fs(path)
+    return FsspecFilesystem(path, fs, root, part_nbytes=16 << 20, makes_directories="://" not in path)
+
+
 @pytest.fixture(params=["memory", "local"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     if request.param == "local":  # a path would take the other implementation
-        yield Place(str(tmp_path / "run"), lambda path: FsspecFilesystem(path, "file", {}))
+        yield Place(str(tmp_path / "run"), _open)
         return
     name = uuid.uuid4().hex
-    yield Place(f"memory://{name}/c", lambda path: FsspecFilesystem(path, "memory", {}))
+    yield Place(f"memory://{name}/c", _open)
     store = fsspec.filesystem("memory")
     if store.exists(f"/{name}"):
         store.rm(f"/{name}", recursive=True)

@@ -153,7 +153,7 @@ def test_footer_that_metadata_makes_up() -> None:
 
     with pytest.raises(errors.WrongMagicError):
         read_footer(Sparse(), ("a", 1 << 50, 1 << 49, 0))  # type: ignore[arg-type]
-    assert asked == [MAX_FOOTER_NBYTES + TRAILER_NBYTES]
+    assert asked == [MAX_FOOTER_NBYTES + TRAILER_NBYTES] * 2  # what looks damaged is read once more
 
 
 @pytest.mark.parametrize("nbytes", [1 << 40, 1 << 62])
