@@ -20,13 +20,14 @@ endif
 # what has to be installed anew after a change: editable installs see all other changes at once
 PACKAGING := setup.cfg setup.py $(wildcard dcp_nvcomp/codecs/*.c)
 
-.PHONY: demo figures test test-slow test-gpu bench lint format clean help
+.PHONY: demo figures test test-slow test-faults test-gpu bench lint format clean help
 
 help:
 	@echo "make demo       train, crash, resume on fewer ranks, compare with stock DCP; the picture is demo-out/demo.png"
 	@echo "make figures    the demo, and its table and picture into README.md and docs/images"
 	@echo "make test       the test suite, without the slow tests"
 	@echo "make test-slow  the tests that need minutes or gigabytes"
+	@echo "make test-faults  the whole fault matrix, 50,000 fuzz executions and two minutes of soak"
 	@echo "make test-gpu   the tests that need a GPU"
 	@echo "make bench      a benchmark: SUITE=ratio, cpu, overlap, reshard, scale, s3, gpu or slices"
 	@echo "make lint       ruff, mypy, codespell"
@@ -44,6 +45,17 @@ test: $(VENV)/dev.stamp
 
 test-slow: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+# the executions are of each of the five targets; with DCP_NVCOMP_TEST_S3 half of the soak is on that server
+test-faults: $(VENV)/dev.stamp
+	$(BIN)/python -m pytest tests/faults -m "" $(ARGS)
+	$(BIN)/python -m tests.faults.fuzz --executions 10000
+ifdef DCP_NVCOMP_TEST_S3
+	$(BIN)/python -m tests.soak --minutes 1 --faults
+	$(BIN)/python -m tests.soak --minutes 1 --faults --place s3
+else
+	$(BIN)/python -m tests.soak --minutes 2 --faults
+endif
 
 test-gpu: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -m gpu $(ARGS)

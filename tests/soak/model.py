@@ -13,7 +13,7 @@ from dcp_nvcomp import errors
 
 from . import actions, places
 from .places import Place
-from .ranks import Job, Outcome, errors_of, run_jobs
+from .ranks import Job, Outcome, Unmet, errors_of, run_jobs
 
 CODECS = ("auto", "auto", "planes-zstd", "planes-deflate", "zstd", "none")
 PATHS = 4
@@ -100,7 +100,13 @@ class Model:
         (chosen,) = self.draw.choices(list(steps), list(steps.values()))
         if self._set_faults is not None:
             self._set_faults(self._random_faults())
-        chosen(path)
+        before, content = list(self.possible[path]), self.next_content
+        try:
+            chosen(path)
+        except Unmet:
+            self.counts["unmet"] += 1
+            self.possible[path] = [*before, *range(content + 1, self.next_content + 1)]
+            self._settle(path)
         self.counts[chosen.__name__] += 1
         return f"{chosen.__name__} {path}"
 
@@ -285,7 +291,7 @@ class Model:
         named = self._alone(actions.named_files, path)
         name = self.draw.choice([".metadata", named[0], *named[1:], *named[1:]])
         how, data = self._alone(places.break_file, path, name, self.draw.randrange(1 << 30))
-        (outcomes,) = run_jobs(self._load_job(path, [held], plain=True))
+        (outcomes,) = run_jobs(self._load_job(path, [held], most_ranks=1, plain=True))
         if self._held(path, outcomes, [held], may_fail=True) == -1:
             expect(name != named[0], "the copy of the metadata was harmed, and the load failed:", describe(outcomes))
         findings = self._alone(actions.verify, path)
@@ -294,9 +300,13 @@ class Model:
             outcome = self._alone(actions.recover, path, named[0][2:-9])
             expect(outcome == "recovered", f"{name} of {path} was harmed ({how}), and recover said {outcome}")
         elif self.draw.random() < 0.5:
-            self._alone(places.write_file, path, name, data)
+            try:
+                self.save(path)
+            finally:
+                if self.possible[path] == [held] or len(self.possible[path]) > 1:  # it failed
+                    self._alone(places.write_file, path, name, data)
         else:
-            self.save(path)
+            self._alone(places.write_file, path, name, data)
         self._settle(path)
 
     def verify(self, path: str) -> None:

@@ -67,6 +67,10 @@ class Hang(AssertionError):
     """A rank did not end in time."""
 
 
+class Unmet(Exception):
+    """The ranks could not connect to each other, which gloo fails to do now and then; so nothing was saved or loaded."""
+
+
 def run_jobs(*jobs: Job) -> list[list[Outcome]]:
     """Run all jobs at the same time; the outcomes of each, in the order of its ranks."""
     with tempfile.TemporaryDirectory() as directory:
@@ -86,6 +90,9 @@ def run_jobs(*jobs: Job) -> list[list[Outcome]]:
             for _, _, process in running.values():
                 process.kill()
                 process.join()
+    for job in jobs:
+        if any(isinstance(outcome.error, Unmet) for outcome in job.outcomes.values()):
+            raise Unmet
     return [[job.outcomes[rank] for rank in range(job.world_size)] for job in jobs]
 
 
@@ -119,7 +126,6 @@ def _is_doomed(job: Job, rank: int) -> bool:
 
 def _serve(connection: Any, job: Job, rank: int, meeting: Path) -> None:
     import torch
-    import torch.distributed as dist
 
     torch.set_num_threads(1)
     logging.disable()  # DCP logs each failure, and here most are wanted
@@ -129,11 +135,7 @@ def _serve(connection: Any, job: Job, rank: int, meeting: Path) -> None:
         warnings.filterwarnings("ignore", message=message)
     try:
         if job.world_size > 1:
-            doomed = job.kill_after_seconds is not None
-            timeout = timedelta(seconds=GLOO_SECONDS_OF_SURVIVORS if doomed else GLOO_SECONDS)
-            dist.init_process_group(
-                "gloo", init_method=f"file://{meeting}", rank=rank, world_size=job.world_size, timeout=timeout
-            )
+            _meet(job, rank, meeting)
         outcome = Outcome(job.function(*job.arguments))
     except BaseException as error:
         outcome = Outcome(error=error, trace=traceback.format_exc())
@@ -143,6 +145,20 @@ def _serve(connection: Any, job: Job, rank: int, meeting: Path) -> None:
         payload = pickle.dumps(Outcome(error=RuntimeError(repr(outcome.error)), trace=outcome.trace))
     connection.send_bytes(payload)
     os._exit(0)  # whatever threads there are: nothing of this process is needed any more
+
+
+def _meet(job: Job, rank: int, meeting: Path) -> None:
+    import torch.distributed as dist
+
+    doomed = job.kill_after_seconds is not None
+    timeout = timedelta(seconds=GLOO_SECONDS_OF_SURVIVORS if doomed else GLOO_SECONDS)
+    method = f"file://{meeting}"
+    try:
+        dist.init_process_group("gloo", init_method=method, rank=rank, world_size=job.world_size, timeout=timeout)
+    except Exception as error:
+        if not doomed:  # else the other one may be dead already
+            raise Unmet from error
+        raise
 
 
 def errors_of(outcomes: Sequence[Outcome]) -> list[BaseException]:
