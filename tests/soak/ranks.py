@@ -68,7 +68,7 @@ class Hang(AssertionError):
 
 
 class Unmet(Exception):
-    """The ranks could not connect to each other, which gloo fails to do now and then; so nothing was saved or loaded."""
+    """The ranks could not connect to each other, as gloo fails to do now and then: nothing was saved or loaded."""
 
 
 def run_jobs(*jobs: Job) -> list[list[Outcome]]:
