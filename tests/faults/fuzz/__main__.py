@@ -72,13 +72,13 @@ def main() -> None:
     """Parse the command line, run, print."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults.fuzz")
     parser.add_argument("--executions", type=int, default=10_000, help="of each target")
-    parser.add_argument("--target", choices=list(TARGETS), help="only this one")
+    parser.add_argument("--target", choices=list(TARGETS), action="append", help="only this one; may be repeated")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--keep", action="store_true", help="keep inputs that reach new lines in the corpus")
     parser.add_argument("--output", type=Path, help="a JSON file for the figures")
     options = parser.parse_args()
     runs = []
-    for target in [options.target] if options.target else TARGETS:
+    for target in options.target or TARGETS:
         run = fuzz(target, options.executions, options.seed, keep=options.keep)
         runs.append(run)
         rate = run.executions / max(run.seconds, 0.1)
