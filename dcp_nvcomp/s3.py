@@ -1,7 +1,7 @@
 """A checkpoint's directory on S3: objects below a prefix, through an s3fs filesystem.
 
 data files    one PUT, or a multipart upload: s3_upload.py
-publish       one PUT, which is atomic; If-None-Match where an existing object must stay
+publish       one PUT, which is atomic: s3_publish.py; If-None-Match where an existing object must stay
 requests      s3_client.py retries them inside the deadline
 """
 
@@ -17,7 +17,8 @@ from .errors import ConcurrentSaveError, StorageError
 from .filesystem_base import FileInfo, OutputStream, UnfinishedUpload, too_short
 from .options import unknown_option
 from .remote import RemoteFilesystem
-from .s3_client import S3Client, ShortReplyError, answer_of
+from .s3_client import S3Client, answer_of, body_of
+from .s3_publish import Replacement, refuses_conditions
 from .s3_upload import S3Output, abort_upload
 
 __all__ = ["S3Filesystem", "check_additional_kwargs", "drop_expect_header"]
@@ -79,28 +80,9 @@ class S3Filesystem(RemoteFilesystem):
             self._create(name, data)
 
     def _replace(self, name: str, data: bytes) -> None:
-        """PUT, and never a second time over what another save has published since the first.
-
-        Were an attempt whose reply was lost simply sent again, it could bring back a checkpoint that another save had
-        replaced meanwhile, and whose files it has removed.
-        """
-        key, where, before, sent = self._key(name), self.location(name), self._etag(name), False
-
-        async def attempt() -> None:
-            nonlocal sent
-            if sent:
-                reply = await self._head(key)
-                if (reply or {}).get("ETag") != before:
-                    got = await self._client.send("get_object", Bucket=self._bucket, Key=key)
-                    if await _body(got) == data:
-                        return
-                    refusal = ConcurrentSaveError("Another save has published here at the same time.", path=where)
-                    refusal.outcome_unknown = True
-                    raise refusal
-            sent = True
-            await self._client.send("put_object", Bucket=self._bucket, Key=key, Body=data)
-
-        self._client.perform("write", where, attempt)
+        where = self.location(name)
+        replacement = Replacement(self._client, self._bucket, self._key(name), where, data)
+        self._client.perform("write", where, replacement.attempt)
 
     async def _head(self, key: str) -> dict[str, Any] | None:
         try:
@@ -113,10 +95,6 @@ class S3Filesystem(RemoteFilesystem):
     def _look_up(self, name: str) -> dict[str, Any] | None:
         key = self._key(name)
         return self._client.perform("look up", self.location(name), lambda: self._head(key)).value
-
-    def _etag(self, name: str) -> str | None:
-        found = self._look_up(name)
-        return None if found is None else str(found.get("ETag"))
 
     def _create(self, name: str, data: bytes) -> None:
         """PUT if there is nothing. Where the server does not see to that itself, look before and after."""
@@ -143,10 +121,9 @@ class S3Filesystem(RemoteFilesystem):
         try:
             self._call("write", self.location(name), "put_object", Key=self._key(name), Body=data, IfNoneMatch="*")
         except StorageError as error:
-            status, code = answer_of(error)
-            if status == 412:
+            if answer_of(error)[0] == 412:
                 return False
-            if status in (405, 501) or code in ("NotImplemented", "InvalidArgument", "InvalidRequest"):
+            if refuses_conditions(error):
                 return None
             raise
         return True
@@ -172,7 +149,7 @@ class S3Filesystem(RemoteFilesystem):
 
         async def attempt() -> bytes:
             what = {"Bucket": self._bucket, "Key": key, "Range": f"bytes={start}-{stop - 1}"}
-            return await _body(await self._client.send("get_object", **what))
+            return await body_of(await self._client.send("get_object", **what))
 
         try:
             return self._client.perform("read", where, attempt).value
@@ -240,19 +217,3 @@ class S3Filesystem(RemoteFilesystem):
         except StorageError as error:
             if answer_of(error)[0] != 404:
                 raise
-
-
-async def _body(reply: dict[str, Any]) -> bytes:
-    """The body of a reply to GET, as long as its head says."""
-    try:
-        data: bytes = await reply["Body"].read()
-    finally:
-        reply["Body"].close()
-    nbytes = int(reply["ContentLength"])
-    if len(data) < nbytes:
-        raise ShortReplyError(f"the reply ended after {len(data)} of {nbytes} bytes")
-    where = reply.get("ContentRange", "")  # "bytes 0-99/1234"
-    first, _, last = where.removeprefix("bytes ").partition("/")[0].partition("-")
-    if first.isdigit() and last.isdigit() and len(data) < int(last) + 1 - int(first):
-        raise ShortReplyError(f"the reply to a range has {len(data)} bytes, but should be {where}")
-    return data

@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 from .errors import CheckpointError, StorageError
 from .filesystem_base import completed
 
-__all__ = ["Done", "S3Client", "ShortReplyError", "answer_of", "client_options"]
+__all__ = ["Done", "S3Client", "ShortReplyError", "answer_of", "body_of", "client_options"]
 
 logger = logging.getLogger(__name__)
 
@@ -190,3 +190,19 @@ def _failure(what: str, where: str, error: Exception, attempts: int, took: float
     failure.attempts = attempts
     failure.outcome_unknown = may_be_done
     return failure
+
+
+async def body_of(reply: dict[str, Any]) -> bytes:
+    """The body of a reply to GET, as long as its head says."""
+    try:
+        data: bytes = await reply["Body"].read()
+    finally:
+        reply["Body"].close()
+    nbytes = int(reply["ContentLength"])
+    if len(data) < nbytes:
+        raise ShortReplyError(f"the reply ended after {len(data)} of {nbytes} bytes")
+    where = reply.get("ContentRange", "")  # "bytes 0-99/1234"
+    first, _, last = where.removeprefix("bytes ").partition("/")[0].partition("-")
+    if first.isdigit() and last.isdigit() and len(data) < int(last) + 1 - int(first):
+        raise ShortReplyError(f"the reply to a range has {len(data)} bytes, but should be {where}")
+    return data
