@@ -313,8 +313,11 @@ def _remove(filesystem: Filesystem, older_than_seconds: float, found: _Found) ->
             going = _still_orphans(filesystem, older_than_seconds, batch)
             filesystem.remove([orphan.name for orphan in going])
             yield from going
-    filesystem.abort_uploads([upload for _, upload in found.uploads])
-    yield from (orphan for orphan, _ in found.uploads)
+    if found.uploads:
+        dead = {upload for _, upload in _look(filesystem, older_than_seconds).uploads}  # as with files
+        going_uploads = [(orphan, upload) for orphan, upload in found.uploads if upload in dead]
+        filesystem.abort_uploads([upload for _, upload in going_uploads])
+        yield from (orphan for orphan, _ in going_uploads)
 
 
 def _still_orphans(filesystem: Filesystem, older_than_seconds: float, batch: Sequence[Orphan]) -> list[Orphan]:

@@ -17,10 +17,17 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp_nvcomp.errors import CheckpointError, CheckpointExistsError, MetadataError, StorageError
+from dcp_nvcomp.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    MetadataError,
+    StorageError,
+    TruncatedFileError,
+)
 from dcp_nvcomp.filesystem import Filesystem
 from dcp_nvcomp.format import DATA_FILE_SUFFIX, MAX_METADATA_NBYTES
 from dcp_nvcomp.metadata import (
@@ -35,6 +42,8 @@ from dcp_nvcomp.metadata import (
 __all__ = ["Orphans", "commit_checkpoint", "commit_rank", "files_named_by", "refuse_existing"]
 
 logger = logging.getLogger(__name__)
+
+_DENIED = (errno.EACCES, errno.EPERM)
 
 
 def refuse_existing(filesystem: Filesystem, *, rank: int | None) -> None:
@@ -74,15 +83,38 @@ def files_named_by(metadata: Metadata) -> set[str]:
 
 
 def _files_of_current(filesystem: Filesystem) -> set[str] | None:
-    """What the checkpoint that is there now names; nothing if there is none, None if it can't be read."""
+    """What the checkpoint that is there now names; nothing if there is none, None if it can't be read.
+
+    Raises:
+        StorageError: the storage did not answer until the deadline: it need not be asked again.
+    """
     try:
         if filesystem.file_nbytes(METADATA_NAME) is None:
             return set()
         data = filesystem.read_all(METADATA_NAME, limit_nbytes=MAX_METADATA_NBYTES)
         return files_named_by(parse_metadata(data, path=filesystem.location(METADATA_NAME)))
     except CheckpointError as error:
+        if isinstance(error, StorageError) and error.errno == errno.ETIMEDOUT:
+            raise
         logger.warning("The checkpoint that is there can't be read, so its files stay: %s", error)
         return None
+
+
+def _files_of_ranks(filesystem: Filesystem) -> set[str]:
+    """Ranks' own metadata of a save without collectives, and what it names.
+
+    It goes with what is replaced: were `.metadata` lost one day, a load would else find that older save again.
+    """
+    found = set()
+    try:
+        for name in filesystem.list_names():
+            if rank_of_metadata_name(name) is not None:
+                data = filesystem.read_all(name, limit_nbytes=MAX_METADATA_NBYTES)
+                found |= {name, *files_named_by(parse_metadata(data, path=filesystem.location(name)))}
+    except CheckpointError as error:
+        logger.warning("Metadata of single ranks is there and can't be read, so it stays: %s", error)
+        return set()
+    return found
 
 
 def _check_readable(metadata: Metadata, path: str) -> None:
@@ -107,19 +139,40 @@ def _check_present(filesystem: Filesystem, metadata: Metadata) -> None:
         StorageError: one is missing or has another size.
     """
     files = {name: nbytes for name, nbytes, *_ in {value[0] for value in metadata.storage_data.values()}}
-    listed = {file.name: file.nbytes for file in filesystem.list_files()}
+    try:
+        listed = {file.name: file.nbytes for file in filesystem.list_files()}
+    except StorageError as error:
+        if error.errno not in _DENIED:
+            raise
+        listed = {}  # credentials may allow to read and write, and not to list
     unseen = sorted(name for name, nbytes in files.items() if listed.get(name) != nbytes)
-    for name in unseen:
-        nbytes = filesystem.file_nbytes(name)  # the listing of a network filesystem may be a minute old
-        if nbytes != files[name]:
-            state = "is not there" if nbytes is None else f"has {nbytes} bytes instead of {files[name]}"
-            raise StorageError(
-                f"A data file of this save {state}, as one of {len(unseen)} of {len(files)} that the coordinator does "
-                "not see as they were written. All ranks must save to the same storage, and nothing may remove files "
-                "from it during a save.",
-                path=filesystem.location(name),
-                errno=errno.ENOENT,
-            )
+    with ThreadPoolExecutor(filesystem.parallel_reads, "dcp-commit") as pool:
+        states = pool.map(lambda name: _missing(filesystem, name, files[name]), unseen)
+        problem = next(((name, state) for name, state in zip(unseen, states, strict=True) if state), None)
+    if problem is not None:
+        name, state = problem
+        raise StorageError(
+            f"A data file of this save {state}, as one of {len(unseen)} of {len(files)} that the coordinator does "
+            "not see as they were written. All ranks must save to the same storage, and nothing may remove files "
+            "from it during a save.",
+            path=filesystem.location(name),
+            errno=errno.ENOENT,
+        )
+
+
+def _missing(filesystem: Filesystem, name: str, nbytes: int) -> str:
+    """What is wrong with a data file, "" if nothing. Network filesystems list and stat from caches: so it is opened."""
+    try:
+        filesystem.read(name, nbytes - 1, nbytes)
+    except TruncatedFileError:
+        return f"is shorter than the {nbytes} bytes that were written"
+    except StorageError as error:
+        if error.errno in _DENIED:  # who may only write can't look
+            return ""
+        if error.errno in (errno.ENOENT, errno.ESTALE):
+            return "is not there"
+        raise
+    return ""
 
 
 def commit_checkpoint(
@@ -142,7 +195,7 @@ def commit_checkpoint(
     copy = save_metadata_name(save_id)
     try:
         _check_readable(metadata, filesystem.location(METADATA_NAME))
-        replaced = _files_of_current(filesystem) or set()
+        replaced = (_files_of_current(filesystem) or set()) | _files_of_ranks(filesystem)
         data = serialize_metadata(metadata)
         filesystem.publish(copy, data)
         _check_present(filesystem, metadata)

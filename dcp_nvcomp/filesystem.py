@@ -193,7 +193,7 @@ class FsspecFilesystem(RemoteFilesystem):
         if not overwrite and self.file_nbytes(name) is not None:
             raise refusal
         exclusive = {"mode": "create"} if not overwrite and self._knows_exclusive_mode() else {}
-        with storage_errors("write", self.location(name)):
+        with storage_errors("write", self.location(name), may_be_done=True):
             try:
                 self._fs.pipe_file(self._key(name), data, **exclusive)
             except FileExistsError as error:
@@ -235,7 +235,7 @@ class FsspecFilesystem(RemoteFilesystem):
             except (FileNotFoundError, NotADirectoryError):
                 return []
         inside = [
-            FileInfo(item["name"].removeprefix(f"{self._root}/"), int(item["size"]), _modified_seconds(item))
+            FileInfo(item["name"].removeprefix(f"{self._root}/"), int(item["size"] or 0), _modified_seconds(item))
             for item in found
             if item["type"] == "file"
         ]

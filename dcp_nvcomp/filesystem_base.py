@@ -188,15 +188,31 @@ _ERRNO: tuple[tuple[type[OSError], int], ...] = (
 )
 
 
+# Answers after which it is certain that nothing was done.
+_REFUSALS = (
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOENT, errno.EEXIST, errno.ENOTDIR),
+    *(errno.EISDIR, errno.EINVAL, errno.ENAMETOOLONG, errno.ENOSYS, errno.ENOTSUP),
+)
+
+
 @contextlib.contextmanager
-def storage_errors(what: str, path: str) -> Iterator[None]:
-    """Turn whatever a storage client raises while it tries to do `what` into StorageError."""
+def storage_errors(what: str, path: str, *, may_be_done: bool = False) -> Iterator[None]:
+    """Turn whatever a storage client raises while it tries to do `what` into StorageError.
+
+    Args:
+        what: as in "Could not {what}".
+        path: of what file.
+        may_be_done: whether it matters that it may be done although it failed: sets `outcome_unknown` then, unless the
+            error says for certain that it is not.
+    """
     try:
         yield
     except (CheckpointError, MemoryError, AssertionError):
         raise
     except Exception as error:
-        raise StorageError.from_os_error(what, path, completed(error)) from error
+        failure = StorageError.from_os_error(what, path, completed(error))
+        failure.outcome_unknown = may_be_done and failure.errno not in _REFUSALS
+        raise failure from error
 
 
 def completed(error: Exception) -> Exception:

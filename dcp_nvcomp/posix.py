@@ -36,6 +36,8 @@ __all__ = ["PosixFilesystem"]
 logger = logging.getLogger(__name__)
 
 _MAX_OPEN_FILES = 64
+# What says that a directory above can't be synced by this user or here; then somebody else made what is in it.
+_UNSYNCED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSYS, errno.EBADF, errno.EINVAL, errno.ENOTSUP)
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _MAX_READ_NBYTES = 1 << 30  # Linux gives at most 2 GiB a call
 
@@ -74,7 +76,10 @@ def _open_inside(root: str, name: str) -> int:
 def _write_all(descriptor: int, data: memoryview | bytes) -> None:
     view = memoryview(data).cast("B")
     while view:
-        view = view[os.write(descriptor, view) :]  # a signal or a nearly full disk makes it short
+        count = os.write(descriptor, view)  # a signal or a nearly full disk makes it short
+        if not count:
+            raise OSError(errno.EIO, "nothing was written")
+        view = view[count:]
 
 
 def _sync_directory(path: str) -> None:
@@ -152,8 +157,11 @@ class PosixFilesystem(Filesystem):
             return
         device, path = os.stat(self._root).st_dev, self._root
         while (parent := os.path.dirname(path)) != path and os.stat(parent).st_dev == device:
-            with contextlib.suppress(PermissionError):  # then somebody else made what is in it
+            try:
                 _sync_directory(parent)
+            except OSError as error:
+                if error.errno not in _UNSYNCED:
+                    raise
             path = parent
         self._parents_synced = True
 
@@ -163,22 +171,28 @@ class PosixFilesystem(Filesystem):
     def publish(self, name: str, data: bytes, *, overwrite: bool = True) -> None:
         final = self._full(name)
         temporary = f"{final}.{uuid.uuid4().hex}.tmp"
-        with storage_errors("write", self.location(name)):
-            try:
-                descriptor = _create(temporary)
-                try:
-                    _write_all(descriptor, data)
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
+        try:
+            with storage_errors("write", self.location(name)):
+                self._write_temporary(temporary, data)
                 self._sync_parents()
+            # on a network file system what failed here may be done all the same
+            with storage_errors("write", self.location(name), may_be_done=True):
                 if overwrite:
                     os.rename(temporary, final)
                 else:
                     self._link_new(temporary, final, name)
-            finally:
-                _remove_temporary(temporary)
+        finally:
+            _remove_temporary(temporary)
+        with storage_errors("write", self.location(name), may_be_done=True):
             _sync_directory(os.path.dirname(final))
+
+    def _write_temporary(self, temporary: str, data: bytes) -> None:
+        descriptor = _create(temporary)
+        try:
+            _write_all(descriptor, data)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
     def _link_new(self, temporary: str, final: str, name: str) -> None:
         try:

@@ -17,7 +17,7 @@ from .errors import ConcurrentSaveError, StorageError
 from .filesystem_base import FileInfo, OutputStream, UnfinishedUpload, too_short
 from .options import unknown_option
 from .remote import RemoteFilesystem
-from .s3_client import S3Client, answer_of, body_of
+from .s3_client import REMOVAL_SECONDS, S3Client, answer_of, body_of
 from .s3_publish import Replacement, refuses_conditions
 from .s3_upload import S3Output, abort_upload
 
@@ -59,7 +59,9 @@ class S3Filesystem(RemoteFilesystem):
         self._bucket, prefix, _ = fs.split_path(root)
         super().__init__(path, prefix, part_nbytes)
         self._parts_grow = parts_grow
-        self._client = S3Client(fs, deadline_seconds)
+        # s3fs sends it with its own files only
+        acl = fs.s3_additional_kwargs.get("acl")
+        self._client = S3Client(fs, deadline_seconds, {"ACL": acl} if acl else {})
         self._witness: tuple[str, bytes] | None = None  # what this object published last: it is certainly there
 
     def _call(self, what: str, where: str, operation: str, **parameters: Any) -> dict[str, Any]:
@@ -139,7 +141,7 @@ class S3Filesystem(RemoteFilesystem):
 
     def _is_there(self, name: str, data: bytes) -> bool:
         # twice, as bytes may be flipped on the way
-        return any(self.read_all(name, limit_nbytes=len(data)) == data for _ in range(2))
+        return any(self._get_checked(name, 0, len(data) + 1) == data for _ in range(2))
 
     def _came_second(self, name: str) -> ConcurrentSaveError:
         return ConcurrentSaveError("Another save has published here already.", path=self.location(name))
@@ -213,7 +215,8 @@ class S3Filesystem(RemoteFilesystem):
 
     def _remove(self, name: str) -> None:
         try:
-            self._call("remove", self.location(name), "delete_object", Key=self._key(name))
+            where, seconds = self.location(name), min(REMOVAL_SECONDS, self._client.deadline_seconds)
+            self._call("remove", where, "delete_object", Key=self._key(name), deadline_seconds=seconds)
         except StorageError as error:
             if answer_of(error)[0] != 404:
                 raise

@@ -9,18 +9,19 @@ told to try once (unless `config_kwargs` has `retries`), and the one loop that r
 from __future__ import annotations
 
 import asyncio
+import copy
 import errno
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from .errors import CheckpointError, StorageError
 from .filesystem_base import completed
 
-__all__ = ["Done", "S3Client", "ShortReplyError", "answer_of", "body_of", "client_options"]
+__all__ = ["REMOVAL_SECONDS", "Done", "S3Client", "ShortReplyError", "answer_of", "body_of", "client_options"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ _READ_SECONDS = 30.0
 _ATTEMPT_SHARE = 1 / 3  # of the deadline, for one attempt: a silent server leaves time to ask again
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 5.0
+REMOVAL_SECONDS = 10.0  # what is left does no harm: after a failure nobody waits for another whole deadline
 _QUIET_SECONDS = 10.0  # after that, retrying is worth a warning
 
 # Answers that are not final though their status is 4xx: mangled on the way, too slow, or in each other's way.
@@ -66,7 +68,7 @@ def client_options(config: dict[str, Any]) -> dict[str, Any]:
         "read_timeout": _READ_SECONDS,
         "retries": {"total_max_attempts": 1},
     }
-    return {**ours, **config}
+    return {**ours, **copy.deepcopy(config)}  # botocore changes what it is given
 
 
 def answer_of(error: BaseException | None) -> tuple[int, str]:
@@ -109,10 +111,12 @@ class S3Client:
     Args:
         fs: the s3fs filesystem.
         deadline_seconds: how long one operation may take with all its retries.
+        creating: further parameters of each request that makes an object.
     """
 
-    def __init__(self, fs: Any, deadline_seconds: float) -> None:
+    def __init__(self, fs: Any, deadline_seconds: float, creating: Mapping[str, Any] | None = None) -> None:
         self._fs = fs
+        self._creating = dict(creating or {})
         fs.retries = 1  # see above
         self.deadline_seconds = deadline_seconds
 
@@ -135,6 +139,8 @@ class S3Client:
 
     async def send(self, operation: str, **parameters: Any) -> dict[str, Any]:
         """One attempt, for `perform`."""
+        if operation in ("put_object", "create_multipart_upload"):
+            parameters = {**self._creating, **parameters}
         reply: dict[str, Any] = await self._fs._call_s3(operation, **parameters)
         return reply
 

@@ -12,14 +12,13 @@ from typing import Any
 
 from .errors import CheckpointError, StorageError
 from .filesystem_base import OutputStream
-from .s3_client import S3Client, answer_of
+from .s3_client import REMOVAL_SECONDS, S3Client, answer_of
 
 __all__ = ["S3Output", "abort_upload"]
 
 logger = logging.getLogger(__name__)
 
 _PARTS_BEFORE_GROWTH = 2000  # S3 takes 10,000 parts: with this growth nearly 1 TiB
-_CLEANUP_SECONDS = 10.0  # what failed for a whole deadline is not worth another one
 
 
 def abort_upload(
@@ -97,7 +96,10 @@ class S3Output(OutputStream):
         self._part = io.BytesIO()
         place = {**self._place, "UploadId": self._upload_id, "PartNumber": number}
         sent = self._client.call("write", self._location, "upload_part", **place, Body=body)
-        self._parts.append({"PartNumber": number, "ETag": sent.value["ETag"]})
+        # with s3_additional_kwargs={"ChecksumAlgorithm": ...} the server wants to hear each part's checksum again
+        names = [name for name in sent.value if name.startswith("Checksum") and name != "ChecksumType"]
+        checksums = {name: sent.value[name] for name in names}
+        self._parts.append({"PartNumber": number, "ETag": sent.value["ETag"], **checksums})
         self._nbytes += len(body)
         if self._parts_grow and number % _PARTS_BEFORE_GROWTH == 0:
             self._part_nbytes *= 2
@@ -134,7 +136,7 @@ class S3Output(OutputStream):
 
     def _clean_up(self, step: Callable[[float], None]) -> None:
         try:
-            step(min(_CLEANUP_SECONDS, self._client.deadline_seconds))
+            step(min(REMOVAL_SECONDS, self._client.deadline_seconds))
         except CheckpointError as error:
             logger.warning("Something of the unfinished %s may be left: %s", self._location, error)
 

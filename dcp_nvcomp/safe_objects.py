@@ -15,6 +15,8 @@ from dcp_nvcomp.pickle_machine import resolve_trusted_globals
 
 __all__ = ["SafeLoader", "load_tensor_safely"]
 
+_BYTEARRAY = (b"c__builtin__\nbytearray\n", b"cbuiltins\nbytearray\n")
+
 
 class SafeLoader:
     """Loads stored objects with `weights_only=True`, widened by globals that the user trusts.
@@ -29,7 +31,7 @@ class SafeLoader:
 
     def __init__(self, trusted_globals: Sequence[str], *, check_objects: bool) -> None:
         self.trusted = list(resolve_trusted_globals(trusted_globals).values())
-        self._check_objects = check_objects
+        self.checks_objects = check_objects
 
     def checked(self, data: io.BytesIO, fqn: str) -> io.BytesIO:
         """A bytes item, unchanged; loaded safely once before if that was asked for.
@@ -38,7 +40,7 @@ class SafeLoader:
             UnsafeObjectError: it needs a global that is not allowed.
             CorruptDataError: it is not what `torch.save` wrote.
         """
-        if self._check_objects:
+        if self.checks_objects:
             try:
                 _load(data, self.trusted)
             except CheckpointError as error:
@@ -107,7 +109,8 @@ def _check_archive(data: io.BytesIO, trusted: Sequence[Any]) -> None:
         raise CorruptDataError("A stored object is a compressed archive, which torch.save never writes.")
     if sum(member.file_size for member in members) > data.getbuffer().nbytes:
         raise CorruptDataError("A stored object is an archive whose files overlap.")
-    if bytearray not in trusted and b"\nbytearray\n" in data.getvalue():  # as pickles of protocol 2 name it
+    # as pickles of protocol 2 name it; wherever that is, as there may be more than one opinion of what a file contains
+    if bytearray not in trusted and any(name in data.getvalue() for name in _BYTEARRAY):
         raise UnsafeObjectError(
             "A stored object needs bytearray, which weights_only loading allows, but which can be told to fill the "
             "memory. If you trust this checkpoint, name 'builtins.bytearray' in trusted_globals=."

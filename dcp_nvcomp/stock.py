@@ -20,9 +20,10 @@ from .errors import CheckpointError, CorruptDataError, TruncatedFileError, Unkno
 from .filesystem import Filesystem
 from .safe_objects import load_tensor_safely
 
-__all__ = ["StockItem", "read_stock_bytes", "read_stock_tensor"]
+__all__ = ["MAX_STOCK_NBYTES", "StockItem", "most_nbytes", "read_stock_bytes", "read_stock_tensor"]
 
 # What an item may decode to where nothing on disk tells its true size: pickles grow a few times, zstd 32768 times.
+MAX_STOCK_NBYTES: Final = 64 << 30
 _SMALL_NBYTES: Final = 16 << 20
 _GROWTH: Final = 1024
 # What torch.save adds to the elements: some KB; a subclass may add more.
@@ -30,6 +31,7 @@ _TORCH_SAVE_NBYTES: Final = 1 << 20
 _MAX_ITEMSIZE: Final = 16  # of complex128
 # So that this much of a zstd frame makes at most 8 MiB before the limit is looked at.
 _STEP_NBYTES: Final = 256
+_LARGE_STEP_NBYTES: Final = 1 << 16
 # RFC 8878 wants no more of a decoder, and torch writes less.
 _WINDOW_NBYTES: Final = 8 << 20
 
@@ -101,8 +103,7 @@ def read_stock_tensor(
     """
     limit_nbytes = _likely_nbytes(item)
     if sizes is not None:
-        itemsize = _MAX_ITEMSIZE if dtype is None else dtype.itemsize
-        limit_nbytes = math.prod(sizes) * itemsize + _TORCH_SAVE_NBYTES
+        limit_nbytes = most_nbytes(sizes, dtype)
     stream = read_stock_bytes(filesystem, item, limit_nbytes=limit_nbytes)
     try:
         tensor = load_tensor_safely(stream, trusted)
@@ -113,6 +114,11 @@ def read_stock_tensor(
     except CheckpointError as error:
         raise _located(error, filesystem, item) from error.__cause__
     return tensor
+
+
+def most_nbytes(sizes: Sequence[int], dtype: torch.dtype | None = None) -> int:
+    """The most that a tensor of this shape takes as `torch.save` writes it, of any dtype where none is given."""
+    return math.prod(sizes) * (_MAX_ITEMSIZE if dtype is None else dtype.itemsize) + _TORCH_SAVE_NBYTES
 
 
 def _likely_nbytes(item: StockItem) -> int:
@@ -171,8 +177,10 @@ def _unzstd(data: memoryview, output: io.BytesIO, limit_nbytes: int) -> None:
         while not frame.eof:
             if not data:
                 raise TruncatedFileError("The item ends inside of a zstd frame.")
-            output.write(frame.decompress(data[:_STEP_NBYTES]))
-            data = data[min(len(data), _STEP_NBYTES) - len(frame.unused_data) :]
+            # a step of input may inflate 2^15-fold: no further than what is left, and by large steps far from the limit
+            step_nbytes = min(max((limit_nbytes - output.tell()) >> 15, _STEP_NBYTES), _LARGE_STEP_NBYTES)
+            output.write(frame.decompress(data[:step_nbytes]))
+            data = data[min(len(data), step_nbytes) - len(frame.unused_data) :]
             if output.tell() > limit_nbytes:
                 raise CorruptDataError(f"The item decodes to more than {limit_nbytes} bytes, the most it can be.")
         if not data:

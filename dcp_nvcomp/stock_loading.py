@@ -11,7 +11,7 @@ from dcp_nvcomp.fetching import Wanted
 from dcp_nvcomp.filesystem import Filesystem
 from dcp_nvcomp.placement import Conversions
 from dcp_nvcomp.safe_objects import SafeLoader
-from dcp_nvcomp.stock import StockItem, read_stock_bytes, read_stock_tensor
+from dcp_nvcomp.stock import MAX_STOCK_NBYTES, StockItem, read_stock_bytes, read_stock_tensor
 
 __all__ = ["load_stock_items"]
 
@@ -39,7 +39,10 @@ def load_stock_items(
         item, fqn = wanted.item, wanted.item.storage_index.fqn
         try:
             if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, safe.checked(read_stock_bytes(filesystem, wanted.stored), fqn))
+                # what is not checked could run code, and so may as well have any size
+                limit_nbytes = None if safe.checks_objects else MAX_STOCK_NBYTES
+                data = read_stock_bytes(filesystem, wanted.stored, limit_nbytes=limit_nbytes)
+                planner.load_bytes(item, safe.checked(data, fqn))
             else:
                 _load_tensor(filesystem, wanted, planner, safe, conversions)
         except CheckpointError as error:

@@ -36,7 +36,7 @@ from dcp_nvcomp.metadata import METADATA_NAME, merge_rank_metadata, rank_of_meta
 from dcp_nvcomp.metadata_checks import Expected, check_items, check_records, expectations
 from dcp_nvcomp.options import check_thread_count
 from dcp_nvcomp.roots import Root, copy_name_of, is_missing, read_root, read_roots
-from dcp_nvcomp.stock import StockItem, read_stock_bytes, read_stock_tensor
+from dcp_nvcomp.stock import StockItem, most_nbytes, read_stock_bytes, read_stock_tensor
 
 __all__ = ["Finding", "Progress", "Verification", "verify_checkpoint"]
 
@@ -47,6 +47,8 @@ R = TypeVar("R")
 Progress = Callable[[int, int], None]
 # Stock DCP's items are read whole, however large they are.
 STOCK_THREADS = 2
+# The most that a Python object may decode to here: nothing but its own stream tells its size.
+STOCK_OBJECT_NBYTES = 1 << 30
 TASKS_AHEAD = 2
 
 
@@ -255,11 +257,12 @@ def _check_stock_item(filesystem: Filesystem, full: bool, stored: tuple[StockIte
     item, expected = stored
     findings = []
     try:
-        if full and expected.shard is not None:
-            sizes = expected.shard.sizes
-            _again(lambda: read_stock_tensor(filesystem, item, sizes=tuple(sizes)))
+        sizes = None if expected.shard is None else tuple(expected.shard.sizes)
+        if full and sizes is not None:
+            _again(lambda: read_stock_tensor(filesystem, item, sizes=sizes))
         else:
-            _again(lambda: read_stock_bytes(filesystem, item))
+            limit_nbytes = STOCK_OBJECT_NBYTES if sizes is None else most_nbytes(sizes)
+            _again(lambda: read_stock_bytes(filesystem, item, limit_nbytes=limit_nbytes))
     except UnsafeObjectError as error:
         # a subclass of tensors, which is none of ours to import; its bytes have been checked
         findings.append(Finding(WARNING, f"Its shape was not checked: {error.message}", None, (expected.fqn,)))

@@ -314,8 +314,9 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         if save.use_collectives:
             try:
                 commit_checkpoint(filesystem, metadata, save.save_id, save.own_files, overwrite=self.overwrite)
-            except CheckpointError as error:
-                if error.outcome_unknown:  # it may yet appear, so no rank may remove its files
+            except BaseException as error:
+                # whether it was published is unknown, or it was interrupted: then no rank may remove its files
+                if not isinstance(error, CheckpointError) or error.outcome_unknown:
                     self._unfinished = False
                 raise
         else:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -23,13 +24,13 @@ def state(seed: int) -> dict[str, Any]:
     return {f"k{i}": torch.full((1000,), seed * 100.0 + i) for i in range(3)}
 
 
-def save(path: Path, seed: int, **options: Any) -> NvcompWriter:
+def save(path: Path | str, seed: int, **options: Any) -> NvcompWriter:
     writer = NvcompWriter(path, **options)
     dcp.save(state(seed), storage_writer=writer, no_dist=True)
     return writer
 
 
-def check_loads(path: Path, seed: int) -> None:
+def check_loads(path: Path | str, seed: int) -> None:
     into = {key: torch.zeros_like(value) for key, value in state(seed).items()}
     dcp.load(into, storage_reader=NvcompReader(path), no_dist=True)
     assert all(torch.equal(into[key], value) for key, value in state(seed).items())
@@ -50,7 +51,7 @@ def _truncate(path: Path) -> None:
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
-@pytest.mark.parametrize(("harm", "told"), [(_remove, "is not there"), (_truncate, "has 100 bytes instead of")])
+@pytest.mark.parametrize(("harm", "told"), [(_remove, "is not there"), (_truncate, "is shorter than the")])
 def test_a_data_file_that_is_gone_before_the_commit(
     tmp_path: Path, harm: Callable[[Path], None], told: str, overwrite: bool
 ) -> None:
@@ -77,10 +78,12 @@ def test_a_data_file_that_is_gone_before_the_commit(
 
 
 def test_a_stale_listing_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NFS may show a directory as it was a minute ago; a file that is looked up by its name is seen."""
-    monkeypatch.setattr(PosixFilesystem, "list_files", lambda self: [])
-    save(tmp_path, 1)
-    save(tmp_path, 2)
+    """NFS may show a directory and sizes as they were a minute ago; a file that is opened is seen as it is."""
+    with monkeypatch.context() as patch:
+        patch.setattr(PosixFilesystem, "list_files", lambda self: [])
+        patch.setattr(PosixFilesystem, "file_nbytes", lambda self, name: 0)
+        save(tmp_path, 1)
+        save(tmp_path, 2)
     check_loads(tmp_path, 2)
 
 
@@ -101,6 +104,44 @@ def test_what_was_replaced_goes_metadata_first(tmp_path: Path, monkeypatch: pyte
     assert set(order) == old and len(order) == len(old) == 4
     assert order[0].endswith(".metadata")
     assert all(name.endswith(".distcp") for name in order[1:])
+
+
+def test_a_save_without_collectives_is_replaced_too(tmp_path: Path) -> None:
+    """Were `.metadata` lost one day, the older save would else be loaded in its place, without a word."""
+    writer = NvcompWriter(tmp_path)
+    dcp.save(state(1), storage_writer=writer, no_dist=True, use_collectives=False)
+    save(tmp_path, 2)
+    check_loads(tmp_path, 2)
+    assert len([name for name in os.listdir(tmp_path) if name.endswith(".distcp")]) == 1
+    (tmp_path / ".metadata").unlink()
+    with pytest.raises(errors.IncompleteCheckpointError, match="recover"):
+        NvcompReader(tmp_path).read_metadata()
+
+
+def test_a_publish_that_lands_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The storage did not answer, and does it later: then the files of that save must still be there."""
+    url = f"memory://{tmp_path.name}/run"
+    save(url, 1)
+    store = fsspec.filesystem("memory")
+    real, late = type(store).pipe_file, []
+
+    def pipe_file(self: Any, path: str, value: bytes, **options: Any) -> None:
+        if path.endswith("/.metadata"):
+            late.append((path, value))
+            raise TimeoutError(errno.ETIMEDOUT, "no answer")
+        real(self, path, value, **options)
+
+    writer = NvcompWriter(url)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(store), "pipe_file", pipe_file)
+        for _ in range(2):  # and the next save of the same writer leaves them as well
+            error = failure_of(lambda: dcp.save(state(2), storage_writer=writer, no_dist=True))
+            assert isinstance(error, errors.StorageError) and error.outcome_unknown
+    check_loads(url, 1)
+    for path, value in late:
+        real(store, path, value)
+        check_loads(url, 2)
+    store.rm(f"/{tmp_path.name}", recursive=True)
 
 
 def test_files_that_no_metadata_names_stay(tmp_path: Path) -> None:

@@ -157,7 +157,15 @@ def test_save(trials: Trials, case: Case, kind: str) -> None:
             assert found in ((0, 1) if case.old else (None, 1)), where
         else:
             assert found == (0 if case.old else None), where
-            assert names == old_files, f"{where}: left behind"
+            # whether a network file system did what it did not confirm is not known, so the new files stay
+            unsure = fault.number == errno.EIO and calls.names[fault.at] in ("rename", "link")
+            assert names == old_files or (unsure and fault.at == _last(calls.names, "rename", "link")), (
+                f"{where}: left behind"
+            )
+
+
+def _last(names: list[str], *wanted: str) -> int:
+    return max(at for at, name in enumerate(names) if name in wanted)
 
 
 @pytest.mark.parametrize("kind", FAULTS)

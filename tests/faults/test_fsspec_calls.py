@@ -140,7 +140,9 @@ def test_save(trials: Trials, old: bool, overwrite: bool, done: bool) -> None:
         assert failure.kind is errors.StorageError and failure.number == errno.EIO, f"{where}: {failure}"
         assert failure.path is not None and path.rstrip("/") in failure.path, f"{where}: {failure}"
         assert found == (0 if old else None), where
-        assert set(trials.place.names()) == before, f"{where}: left behind"
+        # whether the store did what it did not confirm is not known, so the new files stay
+        unsure = at == max(number for number, name in enumerate(hook.names) if name == "pipe_file")
+        assert set(trials.place.names()) == before or unsure, f"{where}: left behind"
 
 
 def test_load(trials: Trials) -> None:

@@ -31,6 +31,7 @@ import torch.distributed.checkpoint as dcp
 
 from dcp_nvcomp import NvcompReader, NvcompWriter, errors
 from dcp_nvcomp.filesystem import Filesystem, open_filesystem
+from dcp_nvcomp.s3_client import S3Client
 from tests.distributed.launch import RankPool, ranks
 
 from .proxy import FaultProxy
@@ -309,6 +310,50 @@ def test_an_attempt_is_not_repeated_over_another_save(wire: Wire) -> None:
         interfering.result()
     assert caught.value.outcome_unknown
     assert other.read_all(".metadata", limit_nbytes=100) == b"the other's"
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_late_publish_does_not_land_over_another(wire: Wire, fresh: bool) -> None:
+    """An attempt that nobody answered and that is done much later, when its save is over and replaced by another."""
+    if not fresh:
+        wire.save(state(1))
+    wire.proxy.late_seconds = 3
+    wire.proxy.next("late", method="PUT", path="/.metadata")
+    wire.save(state(2))
+    assert wire.proxy.counts["late"] == 1
+    dcp.save(state(3), storage_writer=NvcompWriter(wire.url, **wire.direct), no_dist=True)
+    time.sleep(4)
+    assert_same(wire.load(direct=True), state(3))
+
+
+def test_who_came_second_may_have_less_metadata(any_s3_store: Store) -> None:
+    url, options = any_s3_store
+    one, other = (open_filesystem(url, storage_options=options) for _ in range(2))
+    for publisher, name in ((one, "one"), (other, "other")):
+        publisher.publish(name, b"a file of its own")
+    one.publish("metadata", b"x" * 1000, overwrite=False)
+    with pytest.raises(errors.ConcurrentSaveError):
+        other.publish("metadata", b"y", overwrite=False)
+
+
+def test_credentials_that_may_neither_list_nor_look(any_s3_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """S3 answers 403, not 404, to who asks for a missing object and may not list."""
+    from botocore.exceptions import ClientError
+
+    url, options = any_s3_store
+    real = S3Client.send
+
+    async def send(self: S3Client, operation: str, **parameters: Any) -> dict[str, Any]:
+        if operation in ("head_object", "list_objects_v2", "list_multipart_uploads"):
+            reply = {"Error": {"Code": "403"}, "ResponseMetadata": {"HTTPStatusCode": 403}}
+            raise PermissionError(13, "Forbidden") from ClientError(reply, operation)
+        return await real(self, operation, **parameters)
+
+    for number in (1, 2):
+        with monkeypatch.context() as patch:
+            patch.setattr(S3Client, "send", send)
+            dcp.save(state(number), storage_writer=NvcompWriter(url, **options), no_dist=True)
+        assert_same(load(NvcompReader(url, **options)), state(number))
 
 
 def test_one_of_two_conditional_publishers_wins(any_s3_store: Store) -> None:

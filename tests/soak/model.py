@@ -248,6 +248,7 @@ class Model:
     def two_writers(self, path: str) -> None:
         """With overwrite both succeed and one of them stays; without, exactly one does."""
         overwrite = self.draw.random() < 0.6 or self._settle(path) is not None
+        before = list(self.possible[path])
         both = [self._new_content(), self._new_content()]
         options = {"overwrite": overwrite}
         found = run_jobs(*[self._save_job(path, one, most_ranks=2, writer_options=options) for one in both])
@@ -257,11 +258,9 @@ class Model:
             expect(won == both if overwrite else len(won) == 1, f"of {both}, {won} were saved:", text)
         elif not overwrite:
             expect(len(won) <= 1, f"of {both}, {won} were saved:", text)
-        lost = [one for one in both if one not in won]
-        # with faults, one that reported an error may be there nevertheless
-        self.possible[path] = [*won, *(lost if self.place.faulty else [])] or self.possible[path]
-        if not won:
-            self.possible[path] = [*self.possible[path], None]
+        # with faults, one that reported an error may be there nevertheless; what was there before, if none succeeded
+        lost = [one for one in both if one not in won] if self.place.faulty else []
+        self.possible[path] = [*won, *lost, *([] if won else before)]
         self._settle(path)
 
     def reader_during_save(self, path: str) -> None:

@@ -24,8 +24,10 @@ MUTATIONS = (
     Mutation(
         row="commit: a listing may be old",
         file=COMMIT,
-        old="        nbytes = filesystem.file_nbytes(name)  # the listing",
-        new="        nbytes = listed.get(name)  # the listing",
+        old="""        filesystem.read(name, nbytes - 1, nbytes)
+""",
+        new="""        return "is not there"
+""",
         tests="tests/faults/test_commit.py -k stale_listing",
     ),
     Mutation(
@@ -69,5 +71,19 @@ MUTATIONS = (
         old="    if crc32c(data) != crc:",
         new="    if False:",
         tests="tests/metadata/test_serialize.py -k flipped",
+    ),
+    Mutation(
+        row="commit: ranks' own metadata is replaced too",
+        file=COMMIT,
+        old=" | _files_of_ranks(filesystem)",
+        new="",
+        tests="tests/faults/test_commit.py -k without_collectives",
+    ),
+    Mutation(
+        row="commit: what was not answered may be done",
+        file="dcp_nvcomp/filesystem_base.py",
+        old="        failure.outcome_unknown = may_be_done and failure.errno not in _REFUSALS\n",
+        new="",
+        tests="tests/faults/test_commit.py -k lands_later",
     ),
 )

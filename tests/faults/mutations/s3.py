@@ -17,8 +17,8 @@ MUTATIONS = (
     Mutation(
         row="S3, two writers: 412 is a refusal",
         file="dcp_nvcomp/s3.py",
-        old="            if status == 412:\n                return False\n",
-        new="            if status == 412:\n                return True\n",
+        old="            if answer_of(error)[0] == 412:\n                return False\n",
+        new="            if answer_of(error)[0] == 412:\n                return True\n",
         tests=FAULTS + "one_of_two",
     ),
     Mutation(
@@ -37,10 +37,24 @@ MUTATIONS = (
     ),
     Mutation(
         row="S3, lost reply on the commit: not repeated over another save",
-        file="dcp_nvcomp/s3.py",
-        old='                if (reply or {}).get("ETag") != before:\n',
-        new="                if False:\n",
+        file="dcp_nvcomp/s3_publish.py",
+        old="            if self._unsure and await self._etag() != self._before:\n",
+        new="            if False:\n",
         tests=FAULTS + "over_another",
+    ),
+    Mutation(
+        row="S3, lost reply on the commit: it can't land after another save",
+        file="dcp_nvcomp/s3_publish.py",
+        old='            condition["IfMatch"] = form.format(self._before)\n',
+        new="            pass\n",
+        tests=FAULTS + "land_over_another",
+    ),
+    Mutation(
+        row="S3, lost reply on the commit: nor where there was nothing",
+        file="dcp_nvcomp/s3_publish.py",
+        old='            condition["IfNoneMatch"] = "*"\n',
+        new="            pass\n",
+        tests=FAULTS + "land_over_another",
     ),
     Mutation(
         row="S3, no reply to the commit: files stay while it may yet be done",
@@ -100,7 +114,7 @@ MUTATIONS = (
     ),
     Mutation(
         row="S3, truncated replies",
-        file="dcp_nvcomp/s3.py",
+        file="dcp_nvcomp/s3_client.py",
         old='        raise ShortReplyError(f"the reply to a range has {len(data)} bytes, but should be {where}")\n',
         new="        pass\n",
         tests=FAULTS + "truncated",
@@ -108,7 +122,7 @@ MUTATIONS = (
     Mutation(
         row="S3, flipped bits: a footer is read again",
         file="dcp_nvcomp/datafile.py",
-        old="    except (CorruptDataError, FormatError):",
+        old="    except (FormatError, CorruptDataError):",
         new="    except ZeroDivisionError:",
         tests=FAULTS + "flipped_is_read_again",
     ),
