@@ -37,6 +37,7 @@ Why nothing live is removed:
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -48,6 +49,8 @@ from dcp_nvcomp.errors import CheckpointError, ConfigurationError, FileMismatchE
 from dcp_nvcomp.filesystem import Filesystem, UnfinishedUpload, open_filesystem
 from dcp_nvcomp.inspection import checked_storage_options
 from dcp_nvcomp.roots import Root, is_missing, read_root, read_roots, save_id_of_copy
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["MIN_AGE_SECONDS", "Cleaning", "Orphan", "clean_checkpoint"]
 
@@ -186,10 +189,21 @@ class _Item:
     upload: UnfinishedUpload | None = None
 
 
+def _uploads(filesystem: Filesystem) -> list[UnfinishedUpload]:
+    """Unfinished uploads, where the store lists them: some do not, or not to everybody."""
+    try:
+        return filesystem.list_uploads()
+    except StorageError as error:
+        if error.attempts is None or error.outcome_unknown:
+            raise
+        logger.warning("Unfinished uploads were not looked for: %s", error)
+        return []
+
+
 def _look(filesystem: Filesystem, older_than_seconds: float) -> _Found:
     """Steps 1 to 3."""
     files = filesystem.list_files()
-    uploads = filesystem.list_uploads()
+    uploads = _uploads(filesystem)
     sizes = {file.name: file.nbytes for file in files}
     roots = _whole_roots(filesystem, sizes)
     now = filesystem.now_seconds()

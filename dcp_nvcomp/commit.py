@@ -210,6 +210,11 @@ def commit_checkpoint(
         if published is False and not error.outcome_unknown:
             _remove(filesystem, {copy, *own_files}, "a save that could not be published")
         if published is not True:
+            if error.outcome_unknown:
+                error.message += (
+                    " The storage may yet do it: whether this save is published is not known. Its files stay, and "
+                    "`dcp-nvcomp clean` removes them if it is not."
+                )
             raise
         # it is there, but perhaps not for good (an fsync that failed, say): so the old files stay
         logger.warning("The checkpoint was published, though the storage reported an error: %s", error)

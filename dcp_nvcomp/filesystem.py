@@ -32,7 +32,7 @@ from .filesystem_base import (
     storage_errors,
     too_short,
 )
-from .options import DEADLINE_SECONDS, unknown_option
+from .options import DEADLINE_OPTION, DEADLINE_SECONDS, check_seconds, unknown_option
 from .posix import PosixFilesystem
 from .remote import PARALLEL_READS, RemoteFilesystem, part_nbytes
 
@@ -58,7 +58,8 @@ def open_filesystem(
         path: a local path, or any URL that fsspec knows.
         sync_files: fsync local data files when they are closed.
         deadline_seconds: on S3, how long one operation may take with all its retries.
-        storage_options: for the fsspec filesystem, as they are; never changed.
+        storage_options: for the fsspec filesystem, as they are; never changed. `storage_deadline_seconds` among them
+            counts instead of `deadline_seconds`: so the commands take it.
         known_options: names of the options that the caller itself takes, to tell a typing error by.
 
     Raises:
@@ -68,6 +69,7 @@ def open_filesystem(
     if not isinstance(text, str) or not text:
         raise ConfigurationError(f"A checkpoint's path is a non-empty str or Path, not {path!r}.")
     options = dict(storage_options or {})
+    deadline_seconds = check_seconds(DEADLINE_OPTION, options.pop(DEADLINE_OPTION, deadline_seconds))
     url = _URL.match(text)
     protocol = url[1].lower() if url else "file"
     chained = url is not None and url[2] is not None

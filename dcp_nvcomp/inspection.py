@@ -25,6 +25,7 @@ from dcp_nvcomp.datafile import FileTuple, read_footer
 from dcp_nvcomp.errors import ConfigurationError, FileMismatchError, MetadataError, StorageError
 from dcp_nvcomp.filesystem import Filesystem, open_filesystem
 from dcp_nvcomp.footer import KIND_BYTES, KIND_TENSOR, Footer, Record
+from dcp_nvcomp.options import DEADLINE_OPTION
 from dcp_nvcomp.reader import NvcompReader
 from dcp_nvcomp.stats import Totals
 from dcp_nvcomp.stock import StockItem
@@ -182,10 +183,10 @@ def checked_storage_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
     """Options for the storage alone.
 
     Raises:
-        ConfigurationError: one of them is `NvcompReader`'s own.
+        ConfigurationError: one of them is `NvcompReader`'s own, and not of its storage.
     """
     options = dict(given or {})
-    for name in inspect.signature(NvcompReader).parameters.keys() & options.keys():
+    for name in (inspect.signature(NvcompReader).parameters.keys() - {DEADLINE_OPTION}) & options.keys():
         raise ConfigurationError(f"{name!r} is not an option of the storage.")
     return options
 

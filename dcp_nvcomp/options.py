@@ -11,6 +11,7 @@ from typing import Any
 from dcp_nvcomp.errors import ConfigurationError
 
 __all__ = [
+    "DEADLINE_OPTION",
     "DEADLINE_SECONDS",
     "ENGINES",
     "check_budget",
@@ -23,6 +24,7 @@ __all__ = [
 
 ENGINES = ("auto", "cpu", "cuda")
 MAX_DEFAULT_THREADS = 8
+DEADLINE_OPTION = "storage_deadline_seconds"
 DEADLINE_SECONDS = 300.0  # a server that restarts, or a store that is too busy for minutes, is survived
 
 
