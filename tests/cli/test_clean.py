@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -500,6 +502,35 @@ def test_uploads_on_s3(any_s3_store: S3Store, monkeypatch: pytest.MonkeyPatch) -
     assert found.young == 2
     assert {upload.name for upload in filesystem.list_uploads()} == {*young, foreign}
     assert loaded_seed(url, **options) == 1
+
+
+def test_uploads_that_may_not_be_listed(
+    s3_store: S3Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    url, options = s3_store
+    save(url, seed=1, **options)
+    filesystem = open_filesystem(url, storage_options=options)
+
+    def refuse(self: Any) -> list[Any]:
+        error = StorageError("Access Denied", path=url)
+        error.attempts = 1
+        raise error
+
+    monkeypatch.setattr(type(filesystem), "list_uploads", refuse)
+    assert clean_checkpoint(url, storage_options=options).orphans == ()
+    assert "Unfinished uploads were not looked for" in caplog.text
+
+
+def test_who_may_not_write_may_look(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    orphan = path / data_name()
+    orphan.write_bytes(b"x")
+    make_old(orphan)
+
+    def refuse(**_: Any) -> Any:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    assert [one.name for one in clean_checkpoint(path, dry_run=True).orphans] == [orphan.name]
 
 
 # ---- the command ----

@@ -243,3 +243,36 @@ def test_unfinished_uploads(any_s3_store: Place) -> None:
     filesystem.abort_uploads(found)
     filesystem.abort_uploads(found)  # gone already
     assert sorted(upload["Key"] for upload in unfinished_uploads(any_s3_store)) == sorted(keys[3:])
+
+
+def test_acl_of_all_objects(s3_store: Place) -> None:
+    """s3fs itself sends `acl` only with the files that it opens."""
+    url, options = s3_store
+    client, bucket = client_of(s3_store)
+    filesystem = open_filesystem(url, storage_options={**options, "s3_additional_kwargs": {"acl": "public-read"}})
+    filesystem.publish("small", b"x")
+    write_file(filesystem, "large", bytes(PART_NBYTES + 1))
+    for name in ("small", "large"):
+        grants = client.call_s3("get_object_acl", Bucket=bucket, Key=f"run/{name}")["Grants"]
+        assert any(grant["Grantee"].get("URI", "").endswith("/AllUsers") for grant in grants), name
+
+
+def test_checksums_of_parts(any_s3_store: Place) -> None:
+    url, options = any_s3_store
+    algorithm = {"s3_additional_kwargs": {"ChecksumAlgorithm": "SHA256"}}
+    filesystem = open_filesystem(url, storage_options={**options, **algorithm})
+    data = bytes(range(256)) * (2 * PART_NBYTES // 256) + b"rest"
+    write_file(filesystem, "large", data)
+    assert filesystem.read("large", PART_NBYTES - 2, len(data)) == data[PART_NBYTES - 2 :]
+
+
+def test_deadline_among_the_storage_options() -> None:
+    """As the commands pass it on."""
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+    options = {"endpoint_url": f"http://127.0.0.1:{port}", "key": "k", "secret": "s", "storage_deadline_seconds": 1}
+    began = time.monotonic()
+    with pytest.raises(StorageError, match=r"after \d+ attempts in \d+ s"):
+        open_filesystem("s3://bucket/run", storage_options=options).file_nbytes("x")
+    assert time.monotonic() - began < 10

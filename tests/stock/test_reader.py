@@ -13,6 +13,7 @@ from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
 from dcp_nvcomp import CorruptDataError, NvcompReader, NvcompWriter
+from dcp_nvcomp.verification import verify_checkpoint
 from tests.stock.make_golden import GOLDEN, KINDS, VERSIONS, golden_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -92,3 +93,16 @@ def test_rows_of_a_stock_tensor(tmp_path: Path) -> None:
     into = torch.zeros(64, 16)
     dcp.load({"w": into}, storage_reader=NvcompReader(tmp_path), planner=Rows(16, 24), no_dist=True)
     assert torch.equal(into[16:24], weight[16:24]) and int((into != 0).sum()) == 8 * 16
+
+
+def test_an_object_that_compresses_well(tmp_path: Path) -> None:
+    """Nothing tells its true size, and as it may run code when it is loaded, a bound of its size would be no help."""
+    state = {"zeros": bytes(40 << 20), "moments": torch.zeros(9 << 20)}
+    dcp.save(state, storage_writer=FileSystemWriter(tmp_path, _extensions=[ZStandard()]), no_dist=True)
+    into: dict[str, Any] = {"zeros": None, "moments": torch.ones(9 << 20)}
+    dcp.load(into, storage_reader=NvcompReader(tmp_path), no_dist=True)
+    assert into["zeros"] == state["zeros"] and not into["moments"].any()
+    with pytest.raises(CheckpointException, match="decodes to more than"):
+        dcp.load(into, storage_reader=NvcompReader(tmp_path, safe_objects=True), no_dist=True)
+    for full in (False, True):
+        assert verify_checkpoint(tmp_path, full=full).findings == ()
