@@ -229,11 +229,21 @@ def coordinate(job: Job) -> Generator[str, None, dict[str, float]]:
     plans, metadata = _timed(seconds, "global plan", planner.create_global_plan, plans)
     plans = _timed(seconds, "prepare", storage_writer.prepare_global_plan, plans)
     sent = _timed(seconds, "scatter plans", _dump_all, plans)
+    if job.writer == "dcp_nvcomp":
+        _pretend_to_write(Path(job.directory), job.ranks, plans)
     reports = [pickle.dumps(_results(job.writer, rank, plan)) for rank, plan in enumerate(plans)]
     del plans, sent
     results = _timed(seconds, "gather results", _load_all, reports)
     _timed(seconds, "finish", storage_writer.finish, metadata, results)
     return seconds
+
+
+def _pretend_to_write(directory: Path, ranks: int, plans: list[SavePlan]) -> None:
+    """Data files as holes of the right size: a commit looks whether they are there."""
+    for rank in range(ranks):
+        name, nbytes, *_ = _results("dcp_nvcomp", rank, plans[rank])[0].storage_data[0]
+        with open(directory / name, "wb") as file:
+            file.truncate(nbytes)
 
 
 def _timed(seconds: dict[str, float], step: str, work: Callable[..., Any], *arguments: Any) -> Any:
