@@ -64,6 +64,8 @@ class Replacement:
                 return
             if await self._put():
                 return
+            if self._forms[0] is None:  # conditions are refused: without them from here on
+                continue
             now = await self._etag()
             if now == self._before:
                 self._forms.pop(0)  # refused though nothing changed: not a form that this server understands

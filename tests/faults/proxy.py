@@ -64,7 +64,7 @@ class FaultProxy:
         rates: probability of each fault.
         counts: how often each was made; `requests` are all.
         late_seconds: how much later what is `late` is done.
-        refuses_conditions: whether If-None-Match is answered with 501, as OpenStack Swift does.
+        refuses_conditions: whether If-Match and If-None-Match are answered with 501, as OpenStack Swift does.
         swallowed: request headers that the server never sees: a server that ignores them.
     """
 
@@ -131,7 +131,7 @@ class FaultProxy:
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         self.counts["requests"] += 1
         body = await request.read()
-        if self.refuses_conditions and "If-None-Match" in request.headers:
+        if self.refuses_conditions and not {"If-Match", "If-None-Match"}.isdisjoint(request.headers):
             return _refusal(501, "NotImplemented")
         fault = self._fault_of(request, BEFORE)
         if fault == "unavailable":

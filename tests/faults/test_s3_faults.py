@@ -290,8 +290,10 @@ def test_what_lands_after_the_deadline_is_whole(wire: Wire) -> None:
     assert_same(wire.load(direct=True), state(2))
 
 
-def test_an_attempt_is_not_repeated_over_another_save(wire: Wire) -> None:
+@pytest.mark.parametrize("refuses", [False, True], ids=["conditions", "no conditions"])
+def test_an_attempt_is_not_repeated_over_another_save(wire: Wire, refuses: bool) -> None:
     """Its first attempt arrived, another save replaced that and removed its files: it must not come back."""
+    wire.proxy.refuses_conditions = refuses
     ours, other = wire.filesystem(), wire.filesystem(direct=True)
     other.publish(".metadata", b"an old one")
     wire.proxy.next("lost", method="PUT", path="/.metadata", times=2)  # aiohttp sends some a second time by itself
