@@ -104,7 +104,12 @@ def _overwrite_and_read(place: Place, rounds: int) -> list[Any]:
 def test_overwriting_at_once_and_reading_meanwhile(place: Place, ranks: RankPool, rounds: int) -> None:
     assert _save(place, 0) is None
     *writers, read = ranks.run(_overwrite_and_read, place, rounds, world_size=3, timeout_s=120)
-    assert writers == [[None] * rounds] * 2
+    for of_round in zip(*writers, strict=True):
+        assert None in of_round, of_round
+        for outcome in of_round:
+            # Ceph answers the slower of two of the same moment with 500, after which nobody knows what was done
+            unsure = isinstance(outcome, errors.ConcurrentSaveError) and outcome.outcome_unknown
+            assert outcome is None or (unsure and place[0].startswith("s3://")), outcome
     seeds = {100 * number + rank for number in range(rounds) for rank in range(2)}
     for found in read:
         assert found in seeds if isinstance(found, int) else isinstance(found, errors.CheckpointReplacedError), found
