@@ -20,7 +20,7 @@ from dcp_nvcomp.format import HEADER_NBYTES, check_header
 from dcp_nvcomp.planning import coalesce
 from dcp_nvcomp.roots import twice
 
-__all__ = ["READ_NBYTES", "BlockChecker", "Checked", "OpenFile", "Span", "open_file", "spans_of"]
+__all__ = ["READ_NBYTES", "BlockChecker", "Checked", "CheckedFile", "Span", "open_file", "spans_of"]
 
 READ_NBYTES = 8 << 20
 # Slices and planes are padded to 16 bytes each, which may double a block, and its end to a multiple of 4096.
@@ -28,7 +28,7 @@ _MAX_ENCODED_NBYTES = 2 * MAX_BLOCK_NBYTES + 8192
 
 
 @dataclass(frozen=True)
-class OpenFile:
+class CheckedFile:
     """A data file whose footer and header are good.
 
     Attributes:
@@ -63,20 +63,20 @@ class OpenFile:
         )
 
 
-def open_file(filesystem: Filesystem, file: FileTuple) -> OpenFile:
+def open_file(filesystem: Filesystem, file: FileTuple) -> CheckedFile:
     """Check a data file's size, footer and header.
 
     Raises:
         CheckpointError: as `read_footer` and `check_header`, also when read a second time.
     """
-    footer = twice(lambda: read_footer(filesystem, file))
+    footer = read_footer(filesystem, file)  # reads twice by itself
     twice(lambda: _check_header(filesystem, file[0], footer))
     members: dict[int, list[Record]] = {}
     for record in footer.records:
         if record.pack is not None:
             members.setdefault(footer.records[record.pack[0]].first_block, []).append(record)
     holders = tuple(record for record in footer.records if record.block_count)
-    return OpenFile(file[0], footer, holders, members)
+    return CheckedFile(file[0], footer, holders, members)
 
 
 def _check_header(filesystem: Filesystem, name: str, footer: Footer) -> None:
@@ -97,13 +97,13 @@ def _check_header(filesystem: Filesystem, name: str, footer: Footer) -> None:
 class Span:
     """Blocks of a file that are read together."""
 
-    file: OpenFile
+    file: CheckedFile
     start: int
     stop: int
     blocks: tuple[int, ...]
 
 
-def spans_of(file: OpenFile) -> Iterator[Span]:
+def spans_of(file: CheckedFile) -> Iterator[Span]:
     """All blocks of a file, in reads of at most `READ_NBYTES` or one block."""
     offsets = file.footer.block_offsets.tolist()
     for read in coalesce(list(pairwise(offsets)), 0, READ_NBYTES):
@@ -159,12 +159,12 @@ class BlockChecker:
     def _read(self, span: Span) -> memoryview:
         return memoryview(self._filesystem.read(span.file.name, span.start, span.stop))
 
-    def _read_block(self, file: OpenFile, start: int, stop: int) -> memoryview:
+    def _read_block(self, file: CheckedFile, start: int, stop: int) -> memoryview:
         if stop - start > _MAX_ENCODED_NBYTES:
             raise FormatError("The footer gives a block more bytes than any block can have.")
         return memoryview(self._filesystem.read(file.name, start, stop))
 
-    def _is_good(self, data: memoryview, file: OpenFile, number: int) -> bool:
+    def _is_good(self, data: memoryview, file: CheckedFile, number: int) -> bool:
         """Whether all that was to be checked could be; False where decoding takes a GPU.
 
         Raises:

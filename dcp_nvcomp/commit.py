@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import re
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +37,7 @@ from dcp_nvcomp.metadata import (
     save_metadata_name,
     serialize_metadata,
 )
+from dcp_nvcomp.roots import copy_name_of
 
 __all__ = ["Orphans", "commit_checkpoint", "commit_rank", "files_named_by", "refuse_existing"]
 
@@ -77,9 +77,8 @@ def files_named_by(metadata: Metadata) -> set[str]:
     # `.metadata` is untrusted, and what it names may be removed: nothing but data files of this directory
     names = {name for name in names if name.endswith(DATA_FILE_SUFFIX) and "/" not in name}
     save_id = metadata.storage_meta.save_id if metadata.storage_meta is not None else None
-    if save_id is not None and re.fullmatch("[0-9a-f]{32}", save_id):
-        names.add(save_metadata_name(save_id))
-    return names
+    copy = copy_name_of(save_id)
+    return names | {copy} if copy is not None else names
 
 
 def _files_of_current(filesystem: Filesystem) -> set[str] | None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
-from dcp_nvcomp.block_checks import OpenFile
+from dcp_nvcomp.block_checks import CheckedFile
 from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.findings import ERROR, WARNING, Finding
 from dcp_nvcomp.footer import KIND_BYTES, KIND_TENSOR, KIND_TORCH_SAVE, Record
@@ -90,7 +90,7 @@ def check_items(metadata: Metadata, name: str) -> list[Finding]:
     return findings
 
 
-def check_records(file: OpenFile, expected: Sequence[Expected]) -> list[Finding]:
+def check_records(file: CheckedFile, expected: Sequence[Expected]) -> list[Finding]:
     """Whether a file has the records that metadata places there.
 
     A dtype that differs is a warning: a planner may have converted what it saved, and a load converts it back.

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp_nvcomp.block_checks import BlockChecker, Checked, OpenFile, Span, open_file, spans_of
+from dcp_nvcomp.block_checks import BlockChecker, Checked, CheckedFile, Span, open_file, spans_of
 from dcp_nvcomp.datafile import FileTuple
 from dcp_nvcomp.errors import CheckpointError, CheckpointReplacedError, MetadataError, StorageError, UnsafeObjectError
 from dcp_nvcomp.filesystem import Filesystem, open_filesystem
@@ -207,7 +207,7 @@ def _spans(
             yield from spans_of(opened)
 
 
-def _try_open(filesystem: Filesystem, file: FileTuple) -> OpenFile | Finding:
+def _try_open(filesystem: Filesystem, file: FileTuple) -> CheckedFile | Finding:
     try:
         return open_file(filesystem, file)
     except CheckpointError as error:
