@@ -131,7 +131,7 @@ def one_record(shape: list[int], block_shape: list[int], slice_nbytes: int = 16)
     }
 
 
-def refuse_in_little_memory(forgery: Forgery, match: str = "") -> None:
+def refuse_in_little_memory(forgery: Forgery, match: str | None = None) -> None:
     data = forgery.build()
     tracemalloc.start()
     started = time.perf_counter()
