@@ -18,7 +18,7 @@ from dcp_nvcomp.findings import Finding, finding_of
 from dcp_nvcomp.footer import KIND_PACK, MAX_BLOCK_NBYTES, Footer, Record
 from dcp_nvcomp.format import HEADER_NBYTES, check_header
 from dcp_nvcomp.planning import coalesce
-from dcp_nvcomp.roots import twice
+from dcp_nvcomp.reread import twice
 
 __all__ = ["READ_NBYTES", "BlockChecker", "Checked", "CheckedFile", "Span", "open_file", "spans_of"]
 
@@ -69,7 +69,7 @@ def open_file(filesystem: Filesystem, file: FileTuple) -> CheckedFile:
     Raises:
         CheckpointError: as `read_footer` and `check_header`, also when read a second time.
     """
-    footer = read_footer(filesystem, file)  # reads twice by itself
+    footer = read_footer(filesystem, file)
     twice(lambda: _check_header(filesystem, file[0], footer))
     members: dict[int, list[Record]] = {}
     for record in footer.records:

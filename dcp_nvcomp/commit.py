@@ -37,9 +37,9 @@ from dcp_nvcomp.metadata import (
     save_metadata_name,
     serialize_metadata,
 )
-from dcp_nvcomp.roots import copy_name_of
+from dcp_nvcomp.roots import Root, read_root
 
-__all__ = ["Orphans", "commit_checkpoint", "commit_rank", "files_named_by", "refuse_existing"]
+__all__ = ["Orphans", "commit_checkpoint", "commit_rank", "refuse_existing"]
 
 logger = logging.getLogger(__name__)
 
@@ -69,20 +69,8 @@ def refuse_existing(filesystem: Filesystem, *, rank: int | None) -> None:
             )
 
 
-def files_named_by(metadata: Metadata) -> set[str]:
-    """Names of the data files of a checkpoint, and of its immutable metadata; of a stock checkpoint too."""
-    names = set()
-    for value in (metadata.storage_data or {}).values():
-        names.add(value[0][0] if isinstance(value, tuple) else value.relative_path)
-    # `.metadata` is untrusted, and what it names may be removed: nothing but data files of this directory
-    names = {name for name in names if name.endswith(DATA_FILE_SUFFIX) and "/" not in name}
-    save_id = metadata.storage_meta.save_id if metadata.storage_meta is not None else None
-    copy = copy_name_of(save_id)
-    return names | {copy} if copy is not None else names
-
-
 def _files_of_current(filesystem: Filesystem) -> set[str] | None:
-    """What the checkpoint that is there now names; nothing if there is none, None if it can't be read.
+    """The files of the checkpoint that is there now; none if there is none, None if it can't be read.
 
     Raises:
         StorageError: the storage did not answer until the deadline: it need not be asked again.
@@ -90,8 +78,7 @@ def _files_of_current(filesystem: Filesystem) -> set[str] | None:
     try:
         if filesystem.file_nbytes(METADATA_NAME) is None:
             return set()
-        data = filesystem.read_all(METADATA_NAME, limit_nbytes=MAX_METADATA_NBYTES)
-        return files_named_by(parse_metadata(data, path=filesystem.location(METADATA_NAME)))
+        return read_root(filesystem, METADATA_NAME).names()
     except CheckpointError as error:
         if isinstance(error, StorageError) and error.errno == errno.ETIMEDOUT:
             raise
@@ -100,7 +87,7 @@ def _files_of_current(filesystem: Filesystem) -> set[str] | None:
 
 
 def _files_of_ranks(filesystem: Filesystem) -> set[str]:
-    """Ranks' own metadata of a save without collectives, and what it names.
+    """Those of a save without collectives, each rank's own metadata among them.
 
     It goes with what is replaced: were `.metadata` lost one day, a load would else find that older save again.
     """
@@ -108,8 +95,7 @@ def _files_of_ranks(filesystem: Filesystem) -> set[str]:
     try:
         for name in filesystem.list_names():
             if rank_of_metadata_name(name) is not None:
-                data = filesystem.read_all(name, limit_nbytes=MAX_METADATA_NBYTES)
-                found |= {name, *files_named_by(parse_metadata(data, path=filesystem.location(name)))}
+                found |= read_root(filesystem, name).names()
     except CheckpointError as error:
         logger.warning("Metadata of single ranks is there and can't be read, so it stays: %s", error)
         return set()
@@ -218,7 +204,8 @@ def commit_checkpoint(
         # it is there, but perhaps not for good (an fsync that failed, say): so the old files stay
         logger.warning("The checkpoint was published, though the storage reported an error: %s", error)
         return
-    _remove(filesystem, replaced - files_named_by(metadata), "the checkpoint that was replaced")
+    kept = Root(METADATA_NAME, data, metadata).names()
+    _remove(filesystem, replaced - kept, "the checkpoint that was replaced")
 
 
 def _remove(filesystem: Filesystem, names: Iterable[str], whose: str) -> None:

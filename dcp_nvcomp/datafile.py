@@ -15,7 +15,7 @@ from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.collector import collector_paused
 from dcp_nvcomp.engines.base import BlockRow, EncodedBlock
 from dcp_nvcomp.engines.cpu import checksum
-from dcp_nvcomp.errors import CorruptDataError, FileMismatchError, FormatError, TruncatedFileError
+from dcp_nvcomp.errors import FileMismatchError, TruncatedFileError
 from dcp_nvcomp.filesystem import Filesystem, OutputStream
 from dcp_nvcomp.footer import Footer, parse_footer
 from dcp_nvcomp.format import (
@@ -29,6 +29,7 @@ from dcp_nvcomp.format import (
     encode_footer,
     encode_header,
 )
+from dcp_nvcomp.reread import twice
 
 __all__ = ["DataFileWriter", "FileTuple", "block_row", "read_footer", "read_footer_of"]
 
@@ -169,7 +170,7 @@ def read_footer(filesystem: Filesystem, file: FileTuple) -> Footer:
         raise TruncatedFileError(f"The file has {actual} bytes; `.metadata` says {file_nbytes}.", path=path)
     if actual is not None and actual > file_nbytes:
         raise FileMismatchError(f"The file has {actual} bytes; `.metadata` says {file_nbytes}.", path=path)
-    footer, trailer_crc, trailer_nbytes = _read_tail(filesystem, name, file_nbytes, footer_nbytes)
+    footer, trailer_crc, trailer_nbytes = twice(lambda: _read_tail(filesystem, name, file_nbytes, footer_nbytes))
     if (trailer_nbytes, trailer_crc) != (footer_nbytes, footer_crc):
         raise FileMismatchError(
             f"The file is whole, but not the one that `.metadata` names: it belongs to save {footer.save_id}. "
@@ -186,19 +187,10 @@ def read_footer_of(filesystem: Filesystem, name: str) -> Footer:
         TruncatedFileError, FormatError, CorruptDataError, StorageError: as `read_footer`.
     """
     file_nbytes = filesystem.file_nbytes(name) or 0
-    return _read_tail(filesystem, name, file_nbytes, 0)[0]
+    return twice(lambda: _read_tail(filesystem, name, file_nbytes, 0))[0]
 
 
 def _read_tail(filesystem: Filesystem, name: str, file_nbytes: int, footer_nbytes: int) -> tuple[Footer, int, int]:
-    """As `_read_tail_once`, and once more where that fails."""
-    try:
-        return _read_tail_once(filesystem, name, file_nbytes, footer_nbytes)
-    except (FormatError, CorruptDataError):
-        # bits flip on the way too: what is damaged in the file is damaged the second time as well
-        return _read_tail_once(filesystem, name, file_nbytes, footer_nbytes)
-
-
-def _read_tail_once(filesystem: Filesystem, name: str, file_nbytes: int, footer_nbytes: int) -> tuple[Footer, int, int]:
     """Footer, and the CRC and size that the file itself gives for it. `footer_nbytes` is a guess that saves a read."""
     path = filesystem.location(name)
     start = max(file_nbytes - TRAILER_NBYTES - min(footer_nbytes, MAX_FOOTER_NBYTES), 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from queue import SimpleQueue
 
 import numpy as np
@@ -17,12 +18,13 @@ from dcp_nvcomp.datafile import block_row
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda import CudaEngine, DecodeJob, JobChecks
 from dcp_nvcomp.engines.cuda_batches import fitting, padded_nbytes, starts_of
-from dcp_nvcomp.errors import CheckpointError, CorruptDataError, FormatError
+from dcp_nvcomp.errors import CheckpointError, CorruptDataError
 from dcp_nvcomp.fetching import BlockRead, Read
 from dcp_nvcomp.filesystem import Filesystem
 from dcp_nvcomp.format import check_header
 from dcp_nvcomp.placement import Destination
 from dcp_nvcomp.records import EngineChoice
+from dcp_nvcomp.reread import twice
 from dcp_nvcomp.staging import pinned_allocate, plain_allocate
 
 __all__ = ["Decoder", "GpuShare"]
@@ -114,21 +116,16 @@ class Decoder:
                 continue
             data = self._buffer[block.start - read.start : block.stop - read.start]
             with located(block, read):
-                try:
-                    self._decode_block(block, data, read)
-                except CorruptDataError:
-                    # bits flip on the way too: what is damaged in the file is damaged the second time as well
-                    again = self._filesystem.read(read.name, block.start, block.stop)
-                    self._decode_block(block, memoryview(again), read)
+                twice(partial(self._decode_block, block, data, read), partial(self._decode_again, block, read))
         for device, blocks in on_gpu.items():
             self._decode_on_gpu(device, blocks, read)
 
     def _check_header(self, read: Read) -> None:
-        data_offset = int(read.footer.block_offsets[0])
-        try:
-            check_header(self._buffer[:data_offset], path=read.footer.path)
-        except (FormatError, CorruptDataError):  # once more, as with blocks
-            check_header(self._filesystem.read(read.name, 0, data_offset), path=read.footer.path)
+        path, data_offset = read.footer.path, int(read.footer.block_offsets[0])
+        twice(
+            lambda: check_header(self._buffer[:data_offset], path=path),
+            lambda: check_header(self._filesystem.read(read.name, 0, data_offset), path=path),
+        )
 
     def _decode_block(self, block: BlockRead, data: memoryview, read: Read) -> None:
         chain, nbytes = block.record.chain, int(read.footer.block_nbytes[block.number])
@@ -141,6 +138,10 @@ class Decoder:
             decoded = torch.from_numpy(out)
             for destination in destinations:
                 destination.place(block.box, decoded)
+
+    def _decode_again(self, block: BlockRead, read: Read) -> None:
+        data = self._filesystem.read(read.name, block.start, block.stop)
+        self._decode_block(block, memoryview(data), read)
 
     def _gpu_of(self, block: BlockRead) -> torch.device | None:
         """The device whose engine decodes this block; None for the CPU engine."""
@@ -171,11 +172,10 @@ class Decoder:
         """What the engine is to do for a block whose stored bytes are good."""
         job = self._gpu_job(block, read, device)
         with located(block, read):
-            try:
-                self._checks.check(job, verify=self._verify)
-            except CorruptDataError:
-                job = self._read_again(job, read)
-                self._checks.check(job, verify=self._verify)
+            return twice(partial(self._check, job), lambda: self._check(self._read_again(job, read)))
+
+    def _check(self, job: DecodeJob) -> DecodeJob:
+        self._checks.check(job, verify=self._verify)
         return job
 
     def _gpu_job(self, block: BlockRead, read: Read, device: torch.device) -> DecodeJob:
@@ -197,7 +197,6 @@ class Decoder:
         )
 
     def _read_again(self, job: DecodeJob, read: Read) -> DecodeJob:
-        # bits flip on the way too: what is damaged in the file is damaged the second time as well
         assert job.byte_range is not None
         return replace(job, data=memoryview(self._filesystem.read(read.name, *job.byte_range)))
 
@@ -212,8 +211,7 @@ class Decoder:
                 if at is None or at in again:
                     raise
                 again.add(at)
-                jobs[at] = self._read_again(jobs[at], read)
-                self._checks.check(jobs[at], verify=self._verify)
+                jobs[at] = self._check(self._read_again(jobs[at], read))
             else:
                 return
 

@@ -31,6 +31,7 @@ from .filesystem_base import (
     too_large,
     too_short,
 )
+from .posix_output import PosixOutput, create_file, sync_directory, write_all
 
 __all__ = ["PosixFilesystem"]
 
@@ -74,26 +75,6 @@ def _open_inside(root: str, name: str) -> int:
         _close_quietly(folder)  # an error here would lose the descriptor that is being returned
 
 
-def _write_all(descriptor: int, data: memoryview | bytes) -> None:
-    view = memoryview(data).cast("B")
-    while view:
-        count = os.write(descriptor, view)  # a signal or a nearly full disk makes it short
-        if not count:
-            raise OSError(errno.EIO, "nothing was written")
-        view = view[count:]
-
-
-def _sync_directory(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network filesystems can't, and need not
-            raise
-    finally:
-        os.close(descriptor)
-
-
 def _same_file(one: str, other: str) -> bool:
     try:
         return os.path.samestat(os.lstat(one), os.lstat(other))
@@ -109,10 +90,6 @@ def _remove_temporary(path: str) -> None:
         pass
     except OSError as error:
         logger.warning("The temporary file %s could not be removed: %s", path, error)
-
-
-def _create(path: str) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
 def _info(item: os.DirEntry[str]) -> FileInfo | None:
@@ -159,7 +136,7 @@ class PosixFilesystem(Filesystem):
         device, path = os.stat(self._root).st_dev, self._root
         while (parent := os.path.dirname(path)) != path and os.stat(parent).st_dev == device:
             try:
-                _sync_directory(parent)
+                sync_directory(parent)
             except OSError as error:
                 if error.errno not in _UNSYNCED:
                     raise
@@ -167,7 +144,7 @@ class PosixFilesystem(Filesystem):
         self._parents_synced = True
 
     def open_output(self, name: str) -> OutputStream:
-        return _PosixOutput(self._full(name), self.location(name), sync_files=self._sync_files)
+        return PosixOutput(self._full(name), self.location(name), sync_files=self._sync_files)
 
     def publish(self, name: str, data: bytes, *, overwrite: bool = True) -> None:
         final = self._full(name)
@@ -185,12 +162,12 @@ class PosixFilesystem(Filesystem):
         finally:
             _remove_temporary(temporary)
         with storage_errors("write", self.location(name), may_be_done=True):
-            _sync_directory(os.path.dirname(final))
+            sync_directory(os.path.dirname(final))
 
     def _write_temporary(self, temporary: str, data: bytes) -> None:
-        descriptor = _create(temporary)
+        descriptor = create_file(temporary)
         try:
-            _write_all(descriptor, data)
+            write_all(descriptor, data)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -335,40 +312,3 @@ class PosixFilesystem(Filesystem):
     def close(self) -> None:
         with self._lock:
             self._descriptors.clear()
-
-
-class _PosixOutput(OutputStream):
-    def __init__(self, full: str, location: str, *, sync_files: bool) -> None:
-        self._full, self._location, self._sync_files = full, location, sync_files
-        with storage_errors("create", location):
-            self._descriptor: int | None = _create(full)
-        self._closed = False
-
-    def write(self, data: memoryview | bytes) -> None:
-        assert self._descriptor is not None
-        with storage_errors("write", self._location):
-            _write_all(self._descriptor, data)
-
-    def close(self) -> None:
-        assert self._descriptor is not None
-        with storage_errors("write", self._location):
-            try:
-                if self._sync_files:
-                    os.fsync(self._descriptor)
-            finally:
-                descriptor, self._descriptor = self._descriptor, None
-                os.close(descriptor)
-            if self._sync_files:
-                _sync_directory(os.path.dirname(self._full))
-        self._closed = True
-
-    def abort(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        with contextlib.suppress(OSError):
-            if self._descriptor is not None:
-                descriptor, self._descriptor = self._descriptor, None
-                os.close(descriptor)
-        with contextlib.suppress(OSError):
-            os.unlink(self._full)

@@ -24,21 +24,17 @@ from dcp_nvcomp.collector import collector_paused
 from dcp_nvcomp.engines.base import VERIFY_MODES
 from dcp_nvcomp.errors import (
     CheckpointError,
-    CheckpointNotFoundError,
     CheckpointReplacedError,
     ConfigurationError,
-    IncompleteCheckpointError,
     MetadataError,
     StorageError,
 )
 from dcp_nvcomp.fetching import Wanted, shard_of
 from dcp_nvcomp.filesystem import Filesystem, open_filesystem
-from dcp_nvcomp.format import DATA_FILE_SUFFIX, MAX_METADATA_NBYTES
 from dcp_nvcomp.loading import LoadJob, LoadOptions
 from dcp_nvcomp.metadata import (
     METADATA_NAME,
     merge_rank_metadata,
-    parse_metadata,
     prefer_rank,
     rank_of_metadata_name,
 )
@@ -52,6 +48,7 @@ from dcp_nvcomp.options import (
     option_names,
 )
 from dcp_nvcomp.placement import Conversions
+from dcp_nvcomp.roots import nothing_there, read_root
 from dcp_nvcomp.safe_objects import SafeLoader
 from dcp_nvcomp.stock_loading import load_stock_items
 
@@ -183,29 +180,20 @@ class NvcompReader(StorageReader):
     def _read_metadata(self, filesystem: Filesystem, rank: int | None) -> Metadata:
         if filesystem.file_nbytes(METADATA_NAME) is not None:
             # also when DCP asks for a rank's: rank-local metadata beside an unreadable `.metadata` is of another save
-            return self._parse(filesystem, METADATA_NAME)
+            return self._parsed(filesystem, METADATA_NAME)
         names = filesystem.list_names()
         ranks = {number: name for name in names if (number := rank_of_metadata_name(name)) is not None}
         if not ranks:
-            raise _nothing_there(filesystem, names)
+            raise nothing_there(filesystem, names)
         if rank is not None and rank in ranks:
-            return self._parse(filesystem, ranks[rank])
-        parts = {number: self._parse(filesystem, name) for number, name in sorted(ranks.items())}
+            return self._parsed(filesystem, ranks[rank])
+        parts = {number: self._parsed(filesystem, name) for number, name in sorted(ranks.items())}
         merged = merge_rank_metadata(parts, path=self.path)
         self._rank_parts = parts
         return merged
 
-    def _parse(self, filesystem: Filesystem, name: str) -> Metadata:
-        data = filesystem.read_all(name, limit_nbytes=MAX_METADATA_NBYTES)
-        path, trusted = filesystem.location(name), self.trusted_globals
-        try:
-            return parse_metadata(data, path=path, trusted_globals=trusted)
-        except MetadataError:
-            # bits flip on the way too: what is damaged in the file is damaged the second time as well
-            again = filesystem.read_all(name, limit_nbytes=MAX_METADATA_NBYTES)
-            if again == data:
-                raise
-            return parse_metadata(again, path=path, trusted_globals=trusted)
+    def _parsed(self, filesystem: Filesystem, name: str) -> Metadata:
+        return read_root(filesystem, name, trusted_globals=self.trusted_globals).metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """DCP: what will be loaded, and as which rank.
@@ -306,13 +294,3 @@ class NvcompReader(StorageReader):
         except (ConfigurationError, TypeError):
             return False
         return True
-
-
-def _nothing_there(filesystem: Filesystem, names: Sequence[str]) -> CheckpointNotFoundError:
-    if any(name.endswith(DATA_FILE_SUFFIX) for name in names):
-        return IncompleteCheckpointError(
-            "There are data files but no `.metadata`: the save never finished, so load an earlier checkpoint. If "
-            "`.metadata` was lost, `dcp-nvcomp recover` brings it back.",
-            path=filesystem.path,
-        )
-    return CheckpointNotFoundError("There is no checkpoint here: no `.metadata` was found.", path=filesystem.path)

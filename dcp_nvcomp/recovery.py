@@ -24,7 +24,6 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from dcp_nvcomp.datafile import FileTuple, read_footer
@@ -40,7 +39,7 @@ from dcp_nvcomp.filesystem import FileInfo, Filesystem, open_filesystem
 from dcp_nvcomp.format import MAX_METADATA_NBYTES
 from dcp_nvcomp.inspection import checked_storage_options
 from dcp_nvcomp.metadata import METADATA_NAME, rank_of_metadata_name
-from dcp_nvcomp.roots import Root, copy_name_of, read_root, save_id_of_copy, twice
+from dcp_nvcomp.roots import Root, copy_name_of, read_root, save_id_of_copy
 
 __all__ = ["AMBIGUOUS", "IMPOSSIBLE", "INTACT", "RECOVERED", "Candidate", "Recovery", "recover_checkpoint"]
 
@@ -207,7 +206,7 @@ def _problems(filesystem: Filesystem, root: Root) -> list[str]:
         name, file = item
         try:
             if file is not None:
-                twice(partial(read_footer, filesystem, file))
+                read_footer(filesystem, file)
             elif filesystem.file_nbytes(name) is None:
                 return f"{name} is missing."
         except CheckpointError as error:

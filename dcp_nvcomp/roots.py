@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from typing import Final
 
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -19,10 +19,9 @@ from dcp_nvcomp.errors import CheckpointError, CheckpointNotFoundError, Incomple
 from dcp_nvcomp.filesystem import Filesystem
 from dcp_nvcomp.format import DATA_FILE_SUFFIX, MAX_METADATA_NBYTES
 from dcp_nvcomp.metadata import METADATA_NAME, parse_metadata, rank_of_metadata_name, save_metadata_name
+from dcp_nvcomp.reread import twice
 
-__all__ = ["Root", "copy_name_of", "is_missing", "read_root", "read_roots", "save_id_of_copy", "twice"]
-
-T = TypeVar("T")
+__all__ = ["Root", "copy_name_of", "is_missing", "nothing_there", "read_root", "read_roots", "save_id_of_copy"]
 
 _SAVE_ID: Final = re.compile("[0-9a-f]{32}")
 _COPY_NAME: Final = re.compile(r"__([0-9a-f]{32})\.metadata")
@@ -59,9 +58,14 @@ class Root:
         return found
 
     def names(self) -> set[str]:
-        """Every file that belongs to it: itself, its data files, its immutable copy."""
+        """Every file that belongs to it: itself, its data files, its immutable copy.
+
+        Metadata is untrusted, and what it names may be removed once it is replaced: of what it says, only data files of
+        this directory count.
+        """
+        data_files = {name for name in self.files() if name.endswith(DATA_FILE_SUFFIX) and "/" not in name}
         copy = copy_name_of(self.save_id)
-        return {self.name, *self.files(), *([copy] if copy else [])}
+        return {self.name, *data_files, *([copy] if copy else [])}
 
 
 def copy_name_of(save_id: str | None) -> str | None:
@@ -80,29 +84,26 @@ def is_missing(error: CheckpointError) -> bool:
     return isinstance(error, StorageError) and error.errno in (errno.ENOENT, errno.ESTALE)
 
 
-def read_root(filesystem: Filesystem, name: str) -> Root:
-    """Read one metadata file, once more where it can't be read.
+def read_root(filesystem: Filesystem, name: str, *, trusted_globals: Sequence[str] = ()) -> Root:
+    """Read one metadata file, once more where it turns out to be damaged.
+
+    Args:
+        filesystem: the directory.
+        name: the file.
+        trusted_globals: dotted names that it may use beyond what is safe by itself.
 
     Raises:
+        FormatError: it is larger than any metadata.
         MetadataError: it can't be read, or asks for something unsafe.
         StorageError: it is missing, or the storage fails.
     """
 
     def read() -> Root:
         data = filesystem.read_all(name, limit_nbytes=MAX_METADATA_NBYTES)
-        return Root(name, data, parse_metadata(data, path=filesystem.location(name)))
+        path = filesystem.location(name)
+        return Root(name, data, parse_metadata(data, path=path, trusted_globals=trusted_globals))
 
     return twice(read)
-
-
-def twice(work: Callable[[], T]) -> T:
-    """Do it again where a file turns out to be damaged: bits flip on the way too."""
-    try:
-        return work()
-    except StorageError:
-        raise
-    except CheckpointError:
-        return work()
 
 
 def read_roots(filesystem: Filesystem, names: Iterable[str]) -> list[Root]:
@@ -123,7 +124,20 @@ def read_roots(filesystem: Filesystem, names: Iterable[str]) -> list[Root]:
     roots = [read_root(filesystem, name) for name in ([METADATA_NAME] if has_metadata else []) + ranks]
     if roots:
         return roots
+    raise nothing_there(filesystem, names)
+
+
+def nothing_there(filesystem: Filesystem, names: Iterable[str]) -> CheckpointNotFoundError:
+    """What to raise where none of the files in a directory is a root.
+
+    Args:
+        filesystem: the directory.
+        names: the files that are in it.
+    """
     if any(name.endswith(DATA_FILE_SUFFIX) for name in names):
-        message = "There are data files, but no `.metadata`. Where it was lost, `dcp-nvcomp recover` brings it back."
-        raise IncompleteCheckpointError(message, path=filesystem.path)
-    raise CheckpointNotFoundError("There is no checkpoint here: no `.metadata` was found.", path=filesystem.path)
+        return IncompleteCheckpointError(
+            "There are data files but no `.metadata`: the save never finished, so load an earlier checkpoint. If "
+            "`.metadata` was lost, `dcp-nvcomp recover` brings it back.",
+            path=filesystem.path,
+        )
+    return CheckpointNotFoundError("There is no checkpoint here: no `.metadata` was found.", path=filesystem.path)

@@ -1,6 +1,6 @@
 """Puts itself between a module and what it calls: to count, to fail, to record. The product knows nothing of it.
 
-    monkeypatch.setattr(posix, "os", Intercepted(os, POSIX_CALLS, hook))
+    intercept_system_calls(monkeypatch.setattr, hook)
 
 Each call of one of the names becomes `hook(name, call, *args, **kwargs)`; everything else is the real thing.
 """
@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from dcp_nvcomp import posix, posix_output
+
 Hook = Callable[..., Any]
 
-# Every system call that dcp_nvcomp/posix.py makes in a save or a load.
+# Every system call that a save or a load makes on a local disk.
 POSIX_CALLS = frozenset(
     {
         *("open", "write", "fsync", "close", "rename", "link", "unlink", "makedirs"),
@@ -38,6 +40,20 @@ class Intercepted:
         if name not in self._names:
             return found
         return lambda *args, **kwargs: self._hook(name, found, *args, **kwargs)
+
+
+def intercept_system_calls(
+    patch: Callable[[Any, str, Any], None], hook: Hook, names: frozenset[str] = POSIX_CALLS
+) -> None:
+    """Put a hook between the package and the system calls for files on local disks.
+
+    Args:
+        patch: `setattr`, or pytest's, which undoes it.
+        hook: what each call becomes.
+        names: which calls.
+    """
+    for module in (posix, posix_output):
+        patch(module, "os", Intercepted(os, names, hook))
 
 
 class Entries:

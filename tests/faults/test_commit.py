@@ -144,6 +144,24 @@ def test_a_publish_that_lands_later(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     store.rm(f"/{tmp_path.name}", recursive=True)
 
 
+def test_an_old_metadata_that_was_flipped_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read once more, so that what the save replaced does not stay for ever."""
+    real, reads = PosixFilesystem.read_all, []
+
+    def read_all(self: PosixFilesystem, name: str, *, limit_nbytes: int) -> bytes:
+        data = real(self, name, limit_nbytes=limit_nbytes)
+        reads.append(name)
+        return data[:-1] if len(reads) == 1 else data
+
+    save(tmp_path, 1)
+    old = set(os.listdir(tmp_path)) - {".metadata"}
+    monkeypatch.setattr(PosixFilesystem, "read_all", read_all)
+    save(tmp_path, 2)
+    assert reads[:2] == [".metadata"] * 2
+    assert not old & set(os.listdir(tmp_path))
+    check_loads(tmp_path, 2)
+
+
 def test_files_that_no_metadata_names_stay(tmp_path: Path) -> None:
     """What an unreadable `.metadata` names is unknown, so nothing is removed: orphans do no harm."""
     save(tmp_path, 1)

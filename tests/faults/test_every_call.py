@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from dcp_nvcomp import errors, posix
+from dcp_nvcomp import errors
 
-from .intercept import POSIX_CALLS, WRITING, Fault, FaultyCalls, Intercepted
+from .intercept import POSIX_CALLS, WRITING, Fault, FaultyCalls, intercept_system_calls
 from .small import Failure, a_state, failure_of, file_names, load, nothing_leaks, same, save, what_loads
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -100,7 +100,7 @@ class Trials:
         with self._monkeypatch.context() as patch, nothing_leaks():
             # pytest's handlers would keep the errors that are logged, and with them all that their tracebacks hold
             patch.setattr(logging.getLogger(), "handlers", [self.warnings])
-            patch.setattr(posix, "os", Intercepted(os, POSIX_CALLS, calls))
+            intercept_system_calls(patch.setattr, calls)
             return calls, failure_of(work)
 
 
@@ -207,6 +207,6 @@ def test_all_short(trials: Trials, monkeypatch: pytest.MonkeyPatch, nbytes: int)
             return call(descriptor, [what[0][:nbytes]], *rest)
         return call(descriptor, min(what, nbytes) if name == "pread" else what[:nbytes], *rest)
 
-    monkeypatch.setattr(posix, "os", Intercepted(os, frozenset({"write", "pread", "preadv"}), few))
+    intercept_system_calls(monkeypatch.setattr, few, frozenset({"write", "pread", "preadv"}))
     save(trials.path, NEW)
     assert what_loads(trials.path, OLD, NEW) == 1

@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from dcp_nvcomp import NvcompReader
-from dcp_nvcomp.commit import files_named_by
-from dcp_nvcomp.metadata import parse_metadata
+from dcp_nvcomp.filesystem import open_filesystem
+from dcp_nvcomp.roots import read_root, save_id_of_copy
 from tests.conformance.plugins import file_names
 
 from .killing import (
@@ -68,7 +67,7 @@ def test_killed(case: Case, earlier: Path, tmp_path: Path) -> None:
     if expected_outcome(case) == "old" and case.path == "fresh":
         replaced = set()
     else:
-        replaced = files_named_by(NvcompReader(killed.checkpoint).read_metadata())
+        replaced = read_root(open_filesystem(killed.checkpoint), ".metadata").names() - {".metadata"}
     save_next("ours", killed.checkpoint)
     assert loaded("ours", killed.checkpoint) == "next"
     assert not replaced & file_names(killed.checkpoint)
@@ -78,9 +77,8 @@ def _assert_copies_whole(path: Path) -> None:
     """Immutable copies are what `recover` goes by: none of them names a file that is gone."""
     names = file_names(path)
     for name in names:
-        if re.fullmatch(r"__[0-9a-f]{32}\.metadata", name):
-            metadata = parse_metadata((path / name).read_bytes(), path=name)
-            assert files_named_by(metadata) <= names, name
+        if save_id_of_copy(name) is not None:
+            assert read_root(open_filesystem(path), name).names() <= names, name
 
 
 def _assert_told(case: Case, killed: Killed) -> None:

@@ -6,7 +6,6 @@ Each state that the model allows is made in a directory, and loaded.
 
 from __future__ import annotations
 
-import os
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,10 +14,10 @@ from typing import Any
 import pytest
 from torch.distributed.checkpoint import CheckpointException
 
-from dcp_nvcomp import errors, posix
+from dcp_nvcomp import errors
 
 from .disk_model import Recorder, Step, Tree, crash_states
-from .intercept import POSIX_CALLS, Intercepted
+from .intercept import intercept_system_calls
 from .small import a_state, save, what_loads
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -81,7 +80,7 @@ def record(case: Case, root: Path, monkeypatch: pytest.MonkeyPatch) -> Recorded:
         save(root / case.path, OLD)
     before, recorder = read_tree(root), Recorder(root)
     with monkeypatch.context() as patch:
-        patch.setattr(posix, "os", Intercepted(os, POSIX_CALLS, recorder))
+        intercept_system_calls(patch.setattr, recorder)
         save(root / case.path, NEW, **case.options)
     assert what_loads(root / case.path, OLD, NEW) == 1
     return Recorded(before, recorder.steps)

@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from dcp_nvcomp import NvcompReader, NvcompWriter, errors
-from dcp_nvcomp.commit import files_named_by
+from dcp_nvcomp.filesystem import open_filesystem
+from dcp_nvcomp.roots import read_root
 from tests.conformance.plugins import file_names
 from tests.conformance.sabotage import Sabotage
 
@@ -67,7 +68,7 @@ def _storage_error() -> BaseException:
 
 
 _WRITER, _READER = "dcp_nvcomp.writer:NvcompWriter", "dcp_nvcomp.reader:NvcompReader"
-_POSIX, _OUTPUT = "dcp_nvcomp.posix:PosixFilesystem", "dcp_nvcomp.posix:_PosixOutput"
+_POSIX, _OUTPUT = "dcp_nvcomp.posix:PosixFilesystem", "dcp_nvcomp.posix_output:PosixOutput"
 _ENGINE, _SAVE_PLANNER = (
     "dcp_nvcomp.engines.cpu:CpuEngine",
     "torch.distributed.checkpoint.default_planner:DefaultSavePlanner",
@@ -85,7 +86,7 @@ SAVE_STEPS = (
     Step("resolve_data", Seam(_SAVE_PLANNER, "resolve_data", "before", nth=3), *_PLAIN),
     Step("encode", Seam(_ENGINE, "encode", "before", nth=3), *_PLAIN),
     Step("open", Seam(_POSIX, "open_output", "before", nth=2), *_STORAGE),
-    Step("write", Seam("dcp_nvcomp.posix", "_write_all", "before", nth=5), *_EIO),
+    Step("write", Seam("dcp_nvcomp.posix_output", "write_all", "before", nth=5), *_EIO),
     Step("fsync", Seam("os", "fsync", "before", 2, in_a_file), *_EIO),
     Step("close", Seam(_OUTPUT, "close", "before", nth=3), *_STORAGE),  # two are written at once: one is complete
     Step("written", Seam(_WRITER, "write_data", "after"), *_PLAIN, files_complete=True),
@@ -217,7 +218,7 @@ def _values_of(ends: list[forked.End]) -> list[Any]:
 def _assert_leftovers(path: Path, step: str, rank: int, ends: list[forked.End], *, told: bool) -> None:
     """The failing rank removes its files at once where it was writing them; else they go at the writer's next save."""
     after_failure, last = _values_of(ends)[0]
-    named = files_named_by(NvcompReader(path).read_metadata()) | {".metadata"}
+    named = read_root(open_filesystem(path), ".metadata").names()
     leftovers = last - named
     assert named <= last
     if told:

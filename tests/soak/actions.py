@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import random
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
 
-from dcp_nvcomp import NvcompReader, NvcompWriter, posix
+from dcp_nvcomp import NvcompReader, NvcompWriter
 from dcp_nvcomp.cleaning import clean_checkpoint
 from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.filesystem import open_filesystem
@@ -21,7 +20,7 @@ from dcp_nvcomp.posix import PosixFilesystem
 from dcp_nvcomp.recovery import recover_checkpoint
 from dcp_nvcomp.s3 import S3Filesystem
 from dcp_nvcomp.verification import verify_checkpoint
-from tests.faults.intercept import POSIX_CALLS, Fault, FaultyCalls, Intercepted
+from tests.faults.intercept import Fault, FaultyCalls, intercept_system_calls
 
 from .contents import content, facts, local, placed
 from .places import Place
@@ -68,7 +67,7 @@ class RandomFaults:
 def _break_system_calls(place: Place, seed: int) -> None:
     """From here on in this process, if the place is a disk with faults."""
     if place.faulty and not place.options:
-        posix.os = Intercepted(os, POSIX_CALLS, RandomFaults(seed))  # type: ignore[attr-defined]
+        intercept_system_calls(setattr, RandomFaults(seed))
 
 
 def save(

@@ -89,7 +89,7 @@ MUTATIONS = (
     Mutation(
         row="recover: footers are read",
         file="dcp_nvcomp/recovery.py",
-        old="twice(partial(read_footer, filesystem, file))",
+        old="read_footer(filesystem, file)",
         new="filesystem.read(name, 0, 1)",
         tests=RECOVER + "no_complete_save",
     ),

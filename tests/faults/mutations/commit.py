@@ -40,8 +40,8 @@ MUTATIONS = (
     Mutation(
         row="commit: a file that both checkpoints name stays",
         file=COMMIT,
-        old="        names.add(value[0][0] if isinstance(value, tuple) else value.relative_path)\n",
-        new="        names.add(value[0][0] if isinstance(value, tuple) else value.relative_path)\n        break\n",
+        old="    _remove(filesystem, replaced - kept, ",
+        new="    _remove(filesystem, replaced - {METADATA_NAME}, ",
         tests="tests/faults/test_commit.py tests/storage/test_lifecycle.py",
     ),
     Mutation(

@@ -25,7 +25,7 @@ MUTATIONS = (
     ),
     Mutation(
         row="SIGKILL: no save writes into another one's files",
-        file="dcp_nvcomp/posix.py",
+        file="dcp_nvcomp/posix_output.py",
         old="os.O_WRONLY | os.O_CREAT | os.O_EXCL |",
         new="os.O_WRONLY | os.O_CREAT | os.O_TRUNC |",
         tests="tests/storage/test_lifecycle.py -k name_that_is_taken",
@@ -47,7 +47,7 @@ MUTATIONS = (
     Mutation(
         row="SIGKILL: what was replaced is removed",
         file=COMMIT,
-        old='    _remove(filesystem, replaced - files_named_by(metadata), "the checkpoint that was replaced")\n',
+        old='    _remove(filesystem, replaced - kept, "the checkpoint that was replaced")\n',
         new="",
         tests=KILLED + "sync-overwrite-local_plan",
     ),

@@ -122,15 +122,15 @@ MUTATIONS = (
     Mutation(
         row="S3, flipped bits: a footer is read again",
         file="dcp_nvcomp/datafile.py",
-        old="    except (FormatError, CorruptDataError):",
-        new="    except ZeroDivisionError:",
+        old="twice(lambda: _read_tail(filesystem, name, file_nbytes, footer_nbytes))",
+        new="_read_tail(filesystem, name, file_nbytes, footer_nbytes)",
         tests=FAULTS + "flipped_is_read_again",
     ),
     Mutation(
         row="S3, flipped bits: a block is read again",
         file="dcp_nvcomp/decoding.py",
-        old="                    again = self._filesystem.read(read.name, block.start, block.stop)\n",
-        new="                    raise\n",
+        old="partial(self._decode_again, block, read))",
+        new="partial(self._decode_block, block, data, read))",
         tests=FAULTS + "flipped_is_read_again",
     ),
     Mutation(
