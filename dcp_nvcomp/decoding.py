@@ -15,6 +15,7 @@ import torch
 from dcp_nvcomp.codecs.ans import Ans
 from dcp_nvcomp.codecs.planes import SplitScratch
 from dcp_nvcomp.datafile import block_row
+from dcp_nvcomp.engine_choice import EngineChoice
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda import CudaEngine, DecodeJob, JobChecks
 from dcp_nvcomp.engines.cuda_batches import fitting, padded_nbytes, starts_of
@@ -23,7 +24,6 @@ from dcp_nvcomp.fetching import BlockRead, Read
 from dcp_nvcomp.filesystem import Filesystem
 from dcp_nvcomp.format import check_header
 from dcp_nvcomp.placement import Destination
-from dcp_nvcomp.records import EngineChoice
 from dcp_nvcomp.reread import twice
 from dcp_nvcomp.staging import pinned_allocate, plain_allocate
 

@@ -31,12 +31,12 @@ from dcp_nvcomp.blocks import Box
 from dcp_nvcomp.collector import collector_paused
 from dcp_nvcomp.datafile import FileTuple, read_footer
 from dcp_nvcomp.decoding import Decoder, GpuShare
+from dcp_nvcomp.engine_choice import EngineChoice
 from dcp_nvcomp.errors import CorruptDataError, ShapeMismatchError
 from dcp_nvcomp.fetching import Read, Target, Wanted, locate, plan_reads
 from dcp_nvcomp.filesystem import Filesystem
 from dcp_nvcomp.footer import KIND_BYTES, KIND_TENSOR, KIND_TORCH_SAVE, Footer
 from dcp_nvcomp.placement import Conversions, PackMember, Region, Run, torch_dtype
-from dcp_nvcomp.records import EngineChoice
 from dcp_nvcomp.safe_objects import SafeLoader
 from dcp_nvcomp.threads import join_all
 

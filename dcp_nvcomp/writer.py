@@ -34,6 +34,7 @@ from torch.futures import Future
 from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.choose import CodecChooser, parse_codec
 from dcp_nvcomp.commit import Orphans, commit_checkpoint, commit_rank, refuse_existing
+from dcp_nvcomp.engine_choice import EngineChoice
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.file_plan import plan_files, planned_nbytes
 from dcp_nvcomp.filesystem import Filesystem, open_filesystem
@@ -47,7 +48,7 @@ from dcp_nvcomp.options import (
     option_names,
 )
 from dcp_nvcomp.progress import ProgressBar
-from dcp_nvcomp.records import EngineChoice, RecordMaker
+from dcp_nvcomp.records import RecordMaker
 from dcp_nvcomp.saving import SaveJob, SaveOptions
 from dcp_nvcomp.stats import RankTotals, SaveStats, summarize
 

@@ -15,11 +15,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
 from dcp_nvcomp import NvcompReader, NvcompWriter, decoding, loading
+from dcp_nvcomp.engine_choice import EngineChoice
 from dcp_nvcomp.engines.cuda import CudaEngine
 from dcp_nvcomp.filesystem import Filesystem
 from dcp_nvcomp.loading import LoadJob, LoadOptions
 from dcp_nvcomp.posix import PosixFilesystem
-from dcp_nvcomp.records import EngineChoice
 from dcp_nvcomp.staging import plain_allocate
 
 from .cases import engine_on

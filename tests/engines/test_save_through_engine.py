@@ -20,13 +20,14 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_nvcomp import NvcompReader, NvcompWriter, saving, sources, staging, writer
+from dcp_nvcomp.engine_choice import EngineChoice
 from dcp_nvcomp.engines.base import EncodedBlock
 from dcp_nvcomp.engines.cuda import CudaEngine
 from dcp_nvcomp.engines.cuda_device import Kernels
 from dcp_nvcomp.file_plan import PlannedFile
 from dcp_nvcomp.format import data_file_name
 from dcp_nvcomp.open_file import OpenFile
-from dcp_nvcomp.records import EngineChoice, PendingRecord
+from dcp_nvcomp.records import PendingRecord
 from dcp_nvcomp.saving import SaveJob, SaveOptions
 from dcp_nvcomp.staging import cuda_buffer_nbytes, plain_allocate
 

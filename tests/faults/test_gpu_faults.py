@@ -17,9 +17,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_nvcomp import NvcompReader, NvcompWriter, decoding, errors, saving, sources
+from dcp_nvcomp.engine_choice import EngineChoice
 from dcp_nvcomp.engines.cuda import CudaEngine
 from dcp_nvcomp.engines.cuda_support import cuda_unavailable_reason
-from dcp_nvcomp.records import EngineChoice
 from dcp_nvcomp.staging import plain_allocate
 from tests.engines.cases import engine_on
 from tests.engines.kernels_on_cpu import ReferenceKernels
