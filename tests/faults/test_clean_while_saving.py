@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import CheckpointException
 import dcp_nvcomp.cleaning
 from dcp_nvcomp import NvcompWriter
 from dcp_nvcomp.cleaning import clean_checkpoint
-from dcp_nvcomp.errors import CheckpointReplacedError
+from dcp_nvcomp.errors import CheckpointReplacedError, ConcurrentSaveError
 from dcp_nvcomp.filesystem import FileInfo, open_filesystem
 from dcp_nvcomp.roots import read_roots
 from dcp_nvcomp.verification import verify_checkpoint
@@ -171,8 +171,16 @@ def test_saves_loads_and_cleanings_at_once(place: Place, saves: int) -> None:
         with lock:
             number = next(numbers)
             place.leave_orphan()
-        place.save(number)
-        saved.append(number)
+        try:
+            place.save(number)
+        except CheckpointException as error:
+            # Ceph answers the slower of two of the same moment with 500, after which nobody knows what was done
+            failure = error.failures[0][0]
+            unsure = isinstance(failure, ConcurrentSaveError) and failure.outcome_unknown
+            if not (unsure and place.path.startswith("s3://")):
+                raise
+        else:
+            saved.append(number)
 
     with ExitStack() as stack:
         for _ in range(2):
@@ -183,6 +191,7 @@ def test_saves_loads_and_cleanings_at_once(place: Place, saves: int) -> None:
     runner.check()
     assert sum(len(cleaning.orphans) for results in cleanings for cleaning in results) > 0
     assert place.load() in saved
+    place.make_old(place.names())  # nothing is under way any more
     place.clean()
     assert place.names() == place.live()
     assert verify_checkpoint(place.path, storage_options=place.options, full=True).findings == ()
