@@ -246,7 +246,10 @@ class Model:
         self.possible[path] = [self._settle(path) if held == -1 else held]
 
     def two_writers(self, path: str) -> None:
-        """With overwrite both succeed and one of them stays; without, exactly one does."""
+        """With overwrite both succeed and one of them stays; without, exactly one does.
+
+        On S3 one of two overwriting saves of the same moment may hear that it is not known which was last.
+        """
         overwrite = self.draw.random() < 0.6 or self._settle(path) is not None
         before = list(self.possible[path])
         both = [self._new_content(), self._new_content()]
@@ -255,7 +258,10 @@ class Model:
         won = [one for one, outcomes in zip(both, found, strict=True) if not errors_of(outcomes)]
         text = "\n".join(map(describe, found))
         if not self.place.faulty:
-            expect(won == both if overwrite else len(won) == 1, f"of {both}, {won} were saved:", text)
+            causes = [cause for outcomes in found for error in errors_of(outcomes) for cause in causes_of(error)]
+            unsure = self.place.options and all(isinstance(cause, errors.ConcurrentSaveError) for cause in causes)
+            good = won == both or (unsure and len(won) == 1) if overwrite else len(won) == 1
+            expect(good, f"of {both}, {won} were saved:", text)
         elif not overwrite:
             expect(len(won) <= 1, f"of {both}, {won} were saved:", text)
         # with faults, one that reported an error may be there nevertheless; what was there before, if none succeeded
