@@ -150,7 +150,7 @@ def clean_checkpoint(
     Raises:
         ConfigurationError: an option can't work or is unknown.
         CheckpointNotFoundError: there is no checkpoint, so it is not known what is live; nothing was removed.
-        MetadataError: a root can't be read; nothing was removed.
+        FormatError, MetadataError, UnsafePathError: a root can't be read; nothing was removed.
         FileMismatchError, StorageError: a file that a root names is missing or of another size; nothing was removed.
             Or the storage fails.
     """

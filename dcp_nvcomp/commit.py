@@ -87,9 +87,9 @@ def _files_of_current(filesystem: Filesystem) -> set[str] | None:
 
 
 def _files_of_ranks(filesystem: Filesystem) -> set[str]:
-    """Those of a save without collectives, each rank's own metadata among them.
+    """The files of a save without collectives, each rank's own metadata among them.
 
-    It goes with what is replaced: were `.metadata` lost one day, a load would else find that older save again.
+    They go with what is replaced: were `.metadata` lost one day, a load would else find that older save again.
     """
     found = set()
     try:

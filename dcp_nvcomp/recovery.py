@@ -34,6 +34,7 @@ from dcp_nvcomp.errors import (
     ConfigurationError,
     StorageError,
     UnsafeMetadataError,
+    UnsafePathError,
 )
 from dcp_nvcomp.filesystem import FileInfo, Filesystem, open_filesystem
 from dcp_nvcomp.format import MAX_METADATA_NBYTES
@@ -171,7 +172,7 @@ def _look_at_current(filesystem: Filesystem, names: Sequence[str]) -> _Current:
     except CheckpointError as error:
         data = filesystem.read_all(METADATA_NAME, limit_nbytes=MAX_METADATA_NBYTES)
         what = f"`.metadata` can't be read: {error.message}"
-        return _Current(False, isinstance(error, UnsafeMetadataError), what, data)
+        return _Current(False, isinstance(error, UnsafeMetadataError | UnsafePathError), what, data)
     problems = _problems(filesystem, root)
     if problems:
         return _Current(False, True, f"`.metadata` can be read, but: {problems[0]}", root.data, root.save_id)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Final, TypeVar
 
-from dcp_nvcomp.errors import CorruptDataError, FormatError, MetadataError
+from dcp_nvcomp.errors import CorruptDataError, FormatError, MetadataError, UnsafePathError
 
-__all__ = ["twice"]
+__all__ = ["SIGNS_OF_DAMAGE", "twice"]
 
 T = TypeVar("T")
+
+# A flipped bit can also make a name that leads out of the checkpoint: stock DCP's metadata has no CRC to tell.
+SIGNS_OF_DAMAGE: Final = (CorruptDataError, FormatError, MetadataError, UnsafePathError)
 
 
 def twice(work: Callable[[], T], again: Callable[[], T] | None = None) -> T:
@@ -23,9 +26,10 @@ def twice(work: Callable[[], T], again: Callable[[], T] | None = None) -> T:
         What the first of them that worked returned.
 
     Raises:
-        CheckpointError: what the second one raised; or the first, where that says nothing of damage (`StorageError`).
+        CheckpointError: what the second one raised; or the first, where that is no sign of damage (`StorageError`).
     """
     try:
         return work()
-    except (CorruptDataError, FormatError, MetadataError):
-        return (again or work)()
+    except SIGNS_OF_DAMAGE:
+        pass  # and let go of what was read before more is
+    return (again or work)()

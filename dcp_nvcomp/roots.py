@@ -19,7 +19,7 @@ from dcp_nvcomp.errors import CheckpointError, CheckpointNotFoundError, Incomple
 from dcp_nvcomp.filesystem import Filesystem
 from dcp_nvcomp.format import DATA_FILE_SUFFIX, MAX_METADATA_NBYTES
 from dcp_nvcomp.metadata import METADATA_NAME, parse_metadata, rank_of_metadata_name, save_metadata_name
-from dcp_nvcomp.reread import twice
+from dcp_nvcomp.reread import SIGNS_OF_DAMAGE
 
 __all__ = ["Root", "copy_name_of", "is_missing", "nothing_there", "read_root", "read_roots", "save_id_of_copy"]
 
@@ -93,17 +93,28 @@ def read_root(filesystem: Filesystem, name: str, *, trusted_globals: Sequence[st
         trusted_globals: dotted names that it may use beyond what is safe by itself.
 
     Raises:
+        ConfigurationError: a trusted global is no dotted name.
         FormatError: it is larger than any metadata.
         MetadataError: it can't be read, or asks for something unsafe.
         StorageError: it is missing, or the storage fails.
+        UnsafePathError: it names a file outside of the directory.
     """
 
-    def read() -> Root:
-        data = filesystem.read_all(name, limit_nbytes=MAX_METADATA_NBYTES)
+    def read() -> bytes:
+        return filesystem.read_all(name, limit_nbytes=MAX_METADATA_NBYTES)
+
+    def parsed(data: bytes) -> Root:
         path = filesystem.location(name)
         return Root(name, data, parse_metadata(data, path=path, trusted_globals=trusted_globals))
 
-    return twice(read)
+    data = read()
+    try:
+        return parsed(data)
+    except SIGNS_OF_DAMAGE:
+        again = read()
+        if again == data:  # it would only be refused again, and a hostile file takes its time
+            raise
+    return parsed(again)
 
 
 def read_roots(filesystem: Filesystem, names: Iterable[str]) -> list[Root]:
@@ -115,7 +126,7 @@ def read_roots(filesystem: Filesystem, names: Iterable[str]) -> list[Root]:
 
     Raises:
         CheckpointNotFoundError: there is none.
-        MetadataError: one can't be read.
+        FormatError, MetadataError, UnsafePathError: one can't be read.
         StorageError: the storage fails.
     """
     names = sorted(names)
@@ -136,7 +147,7 @@ def nothing_there(filesystem: Filesystem, names: Iterable[str]) -> CheckpointNot
     """
     if any(name.endswith(DATA_FILE_SUFFIX) for name in names):
         return IncompleteCheckpointError(
-            "There are data files but no `.metadata`: the save never finished, so load an earlier checkpoint. If "
+            "There are data files but no `.metadata`: the save never finished, so there is no checkpoint here. If "
             "`.metadata` was lost, `dcp-nvcomp recover` brings it back.",
             path=filesystem.path,
         )

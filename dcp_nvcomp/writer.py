@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -55,6 +55,17 @@ from dcp_nvcomp.stats import RankTotals, SaveStats, summarize
 __all__ = ["NvcompWriter"]
 
 logger = logging.getLogger(__name__)
+
+
+def _own_version() -> str:
+    try:
+        return version("dcp-nvcomp")
+    except PackageNotFoundError:  # run from a source tree
+        return "unknown"
+
+
+# read at the import, as files of the installation may be out of reach later, and no save must fail for that
+_VERSION: Final = _own_version()
 
 
 @dataclass
@@ -285,15 +296,11 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         return future
 
     def _identity(self) -> dict[str, Any]:
-        try:
-            own = version("dcp-nvcomp")
-        except PackageNotFoundError:  # run from a source tree
-            own = "unknown"
         return {
             "save_id": self._save.save_id,
             "file_id": self._save.save_id,
             "rank": self._save.rank,
-            "writer": {"dcp_nvcomp": own, "torch": torch.__version__},
+            "writer": {"dcp_nvcomp": _VERSION, "torch": torch.__version__},
         }
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

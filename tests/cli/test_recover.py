@@ -17,6 +17,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 import dcp_nvcomp.recovery
 from dcp_nvcomp import NvcompReader, NvcompWriter
+from dcp_nvcomp.cleaning import clean_checkpoint
 from dcp_nvcomp.errors import (
     CheckpointNotFoundError,
     ConcurrentSaveError,
@@ -25,6 +26,7 @@ from dcp_nvcomp.errors import (
 )
 from dcp_nvcomp.posix import PosixFilesystem
 from dcp_nvcomp.recovery import AMBIGUOUS, IMPOSSIBLE, INTACT, RECOVERED, Recovery, recover_checkpoint
+from dcp_nvcomp.verification import verify_checkpoint
 from tests.cli.checkpoints import data_file, flip, loaded_seed, make_old, names, new_id, run, save, state
 from tests.conftest import S3Store
 
@@ -267,6 +269,44 @@ def test_metadata_that_asks_for_a_global_is_replaced_only_by_name(path: Path) ->
     refused(path, AMBIGUOUS)
     assert recover_checkpoint(path, save_id=stats.save_id).outcome == RECOVERED
     assert loaded_seed(path) == 1
+
+
+def test_metadata_that_names_another_place_is_replaced_only_by_name(path: Path) -> None:
+    """It may be good but for a byte: stock DCP's has no CRC."""
+    dcp.save(state(1), storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+    other = leave_orphans(path, seed=2)
+    data = (path / ".metadata").read_bytes()
+    (path / ".metadata").write_bytes(data.replace(b"__0_0.distcp", b"/_0_0.distcp"))
+    refused(path, AMBIGUOUS)
+    assert recover_checkpoint(path, save_id=other).outcome == RECOVERED
+    assert loaded_seed(path) == 2
+
+
+def test_a_stock_checkpoint_whose_metadata_was_flipped_on_the_way(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no CRC that would tell, and the flip can make a path of a name."""
+    dcp.save(state(1), storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+    leave_orphans(path, seed=2)
+    before, (real, flips) = contents(path), (PosixFilesystem.read_all, [])
+
+    def read_all(self: PosixFilesystem, name: str, **options: Any) -> bytes:
+        data = real(self, name, **options)
+        if flips or name != ".metadata":
+            return data
+        flips.append(name)
+        flipped = data.replace(b"__0_0.distcp", b"\x1f_0_0.distcp")
+        assert flipped != data
+        return flipped
+
+    monkeypatch.setattr(PosixFilesystem, "read_all", read_all)
+    for look in (
+        lambda: recover_checkpoint(path).outcome == INTACT,
+        lambda: verify_checkpoint(path).is_sound,
+        lambda: clean_checkpoint(path).orphans == (),
+        lambda: loaded_seed(path) == 1,
+    ):
+        flips.clear()
+        assert look()
+        assert contents(path) == before
 
 
 def test_metadata_of_ranks_is_hidden_only_by_name(path: Path) -> None:

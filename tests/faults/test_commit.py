@@ -15,7 +15,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
 from dcp_nvcomp import NvcompReader, NvcompWriter, errors
+from dcp_nvcomp.commit import commit_checkpoint
+from dcp_nvcomp.filesystem import open_filesystem
 from dcp_nvcomp.posix import PosixFilesystem
+from dcp_nvcomp.roots import read_root
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -106,6 +109,18 @@ def test_what_was_replaced_goes_metadata_first(tmp_path: Path, monkeypatch: pyte
     assert all(name.endswith(".distcp") for name in order[1:])
 
 
+def test_an_old_checkpoint_that_names_the_same_files(tmp_path: Path) -> None:
+    """What the new one names is never removed, whatever the old one says."""
+    save(tmp_path, 1)
+    before = set(os.listdir(tmp_path))
+    filesystem = open_filesystem(tmp_path)
+    metadata = read_root(filesystem, ".metadata").metadata
+    assert metadata.storage_meta is not None
+    commit_checkpoint(filesystem, metadata, str(metadata.storage_meta.save_id), [], overwrite=True)
+    assert set(os.listdir(tmp_path)) == before
+    check_loads(tmp_path, 1)
+
+
 def test_a_save_without_collectives_is_replaced_too(tmp_path: Path) -> None:
     """Were `.metadata` lost one day, the older save would else be loaded in its place, without a word."""
     writer = NvcompWriter(tmp_path)
@@ -151,7 +166,7 @@ def test_an_old_metadata_that_was_flipped_on_the_way(tmp_path: Path, monkeypatch
     def read_all(self: PosixFilesystem, name: str, *, limit_nbytes: int) -> bytes:
         data = real(self, name, limit_nbytes=limit_nbytes)
         reads.append(name)
-        return data[:-1] if len(reads) == 1 else data
+        return bytes([data[0] ^ 1]) + data[1:] if len(reads) == 1 else data
 
     save(tmp_path, 1)
     old = set(os.listdir(tmp_path)) - {".metadata"}

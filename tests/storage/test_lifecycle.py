@@ -205,13 +205,17 @@ def test_old_metadata_can_not_have_anything_removed(tmp_path: Path) -> None:
     from torch.distributed.checkpoint import FileSystemWriter
 
     dcp.save(state(1), storage_writer=FileSystemWriter(tmp_path), no_dist=True)
-    (tmp_path / "notes.txt").write_text("mine")
+    mine = [tmp_path / "notes.txt", tmp_path / "best" / "__0_0.distcp"]
+    mine[1].parent.mkdir()
+    for file in mine:
+        file.write_text("mine")
     metadata: Metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
-    for name, info in zip([".metadata", "notes.txt", "__0_0.distcp"], metadata.storage_data.values(), strict=True):
+    named = [".metadata", "notes.txt", "best/__0_0.distcp"]
+    for name, info in zip(named, metadata.storage_data.values(), strict=True):
         info.relative_path = name
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     save(tmp_path, state(2))
-    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert [file.read_text() for file in mine] == ["mine"] * 2
     check_loads(tmp_path, state(2))
 
 

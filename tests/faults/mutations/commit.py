@@ -42,7 +42,21 @@ MUTATIONS = (
         file=COMMIT,
         old="    _remove(filesystem, replaced - kept, ",
         new="    _remove(filesystem, replaced - {METADATA_NAME}, ",
-        tests="tests/faults/test_commit.py tests/storage/test_lifecycle.py",
+        tests="tests/faults/test_commit.py -k names_the_same",
+    ),
+    Mutation(
+        row="commit: old metadata can't have just anything removed",
+        file="dcp_nvcomp/roots.py",
+        old="name.endswith(DATA_FILE_SUFFIX) and",
+        new="",
+        tests="tests/storage/test_lifecycle.py -k anything_removed",
+    ),
+    Mutation(
+        row="commit: old metadata can't have anything in folders removed",
+        file="dcp_nvcomp/roots.py",
+        old=' and "/" not in name}',
+        new="}",
+        tests="tests/storage/test_lifecycle.py -k anything_removed",
     ),
     Mutation(
         row="two writers, one path: overwrite=False",

@@ -107,7 +107,7 @@ MUTATIONS = (
         row=f"{POWER}: fsync of the directory after publishing",
         file="dcp_nvcomp/posix.py",
         old="            sync_directory(os.path.dirname(final))\n",
-        new="",
+        new="            pass\n",
         tests=f"{POWER_LOSS} -k overwriting",
     ),
     Mutation(
@@ -198,8 +198,8 @@ MUTATIONS = (
     Mutation(
         row="flipped on the way: `.metadata` is read once more",
         file="dcp_nvcomp/roots.py",
-        old="    return twice(read)\n",
-        new="    return read()\n",
+        old="        if again == data:  #",
+        new="        if True:  #",
         tests=f"{DAMAGED} -k healed",
     ),
     Mutation(
