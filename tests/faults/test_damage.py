@@ -76,12 +76,14 @@ def check_counts(counts: Counter[str]) -> None:
 
 
 def test_flipped_bits(first: tuple[Path, State]) -> None:
-    """A sample of all bytes; with one of each kind of place."""
+    """A sample of all bytes; with one of each kind of place, and one that only a CRC notices: torch's version."""
     path, state = first
     every = flips(path, [1 << bit for bit in range(8)], VERIFY)
     some = random.Random(4).sample(every, SAMPLED)
     places = [at for edge in boundaries(path) for at in (edge - 1, edge) if 0 <= at < boundaries(path)[-1]]
     some += [Flip(data_file(path).name, at, 1 << at % 8, VERIFY[at % 2]) for at in places]
+    version = data_file(path).read_bytes().index(f'"{torch.__version__}"'.encode()) + 1
+    some += [Flip(data_file(path).name, version, 1, verify) for verify in VERIFY]
     counts = count(path, state, some)
     assert sum(counts.values()) == len(some)
     check_counts(counts)

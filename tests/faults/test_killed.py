@@ -88,6 +88,8 @@ def _assert_told(case: Case, killed: Killed) -> None:
             assert rank != case.victim and may_succeed(case), f"rank {rank} heard of nothing"
         else:
             last = [line for line in error.splitlines() if re.match(r"\S+(Error|Exception)\b", line)][-1]
+            if rank != case.victim and may_succeed(case) and case.how == "process" and last.endswith("TimeoutError"):
+                continue  # a broadcast of gloo's to the dead rank can hang; this group's limit is half an hour
             assert re.match(r"(RuntimeError|torch\.distributed\.\S+(Error|Exception))\b", last), error
 
 
