@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,7 +62,7 @@ def main() -> None:
                 continue
             caught = failures(mutation, Path(directory))
             count, missed = count + 1, missed + (not caught)
-            line = " ".join(mutation.old.split())[:80]
+            line = textwrap.shorten(mutation.old, 100, placeholder=" ...")
             verdict = "caught" if caught else "MISSED"
             print(" | ".join([verdict, mutation.row, mutation.file, line, ", ".join(caught)]), flush=True)
     print(f"{count} mutations, {missed} missed")
