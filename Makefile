@@ -18,7 +18,7 @@ TORCH ?= torch>=2.9
 endif
 
 # what has to be installed anew after a change: editable installs see all other changes at once
-PACKAGING := setup.cfg setup.py $(wildcard dcp_nvcomp/codecs/*.c)
+PACKAGING := setup.cfg setup.py $(wildcard dcp_nvcomp/codecs/*/*.c)
 
 .PHONY: demo figures test test-slow test-faults test-gpu bench lint format clean help
 
@@ -74,7 +74,7 @@ format: $(VENV)/dev.stamp
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info dcp_nvcomp/codecs/*.so demo-out .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info dcp_nvcomp/codecs/*/*.so demo-out .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/torch.stamp: Makefile
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'

@@ -2,10 +2,13 @@
 
 from setuptools import Extension, setup
 
-# optional: without a C compiler the package is installed all the same, and is slower
-KERNELS = [
-    Extension(f"dcp_nvcomp.codecs.{name}", [f"dcp_nvcomp/codecs/{name}.c"], extra_compile_args=["-O3"], optional=True)
-    for name in ("_planes", "_literals")
-]
+KERNELS = ("dcp_nvcomp.codecs.transforms._planes", "dcp_nvcomp.codecs.coders._literals")
 
-setup(ext_modules=KERNELS)
+
+def kernel(name: str) -> Extension:
+    """Describe one compiled kernel."""
+    # optional: without a C compiler the package is installed all the same, and is slower
+    return Extension(name, [name.replace(".", "/") + ".c"], extra_compile_args=["-O3"], optional=True)
+
+
+setup(ext_modules=[kernel(name) for name in KERNELS])

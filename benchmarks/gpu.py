@@ -17,8 +17,8 @@ import torch
 from benchmarks import gpu_checkpoints, gpu_codecs
 from benchmarks.measuring import NotHere, Settings
 from benchmarks.results import Report
-from dcp_nvcomp.engines.cuda import cuda_unavailable_reason
-from dcp_nvcomp.engines.cuda_device import CudaDevice
+from dcp_nvcomp.engines.cuda.device import CudaDevice
+from dcp_nvcomp.engines.cuda.engine import cuda_unavailable_reason
 
 
 def run(settings: Settings) -> Report:

@@ -23,7 +23,7 @@ from benchmarks.measuring import Settings, Spread, core_count, paired
 from benchmarks.peers import Peer, load, ours, remove, save, stock
 from benchmarks.results import Plot, Report
 from benchmarks.states import State, assert_same, build_state, destination, nbytes_of
-from dcp_nvcomp.engines.cuda_device import Device
+from dcp_nvcomp.engines.cuda.device import Device
 
 MIB = 1 << 20
 DEVICE_BUDGET = 512 * MIB

@@ -22,16 +22,16 @@ from benchmarks.measuring import Case, Spread, alternate, paired
 from benchmarks.results import Plot, Report
 from benchmarks.slices import EXPONENT_CODERS, exponents
 from benchmarks.states import State, build_state, component, nbytes_of
-from dcp_nvcomp.blocks import BLOCK_NBYTES
 from dcp_nvcomp.codecs import Ans, CodecChain
 from dcp_nvcomp.codecs.choose import parse_codec, sample_nbytes
-from dcp_nvcomp.codecs.zstd import DEFAULT_SLICE_NBYTES
-from dcp_nvcomp.engines.base import EncodedBlock
-from dcp_nvcomp.engines.cuda import CudaEngine, DecodeJob, EncodeJob
-from dcp_nvcomp.engines.cuda_device import Device
-from dcp_nvcomp.placement import element_type, spread_sample
-from dcp_nvcomp.records import ANS_BLOCK_NBYTES
-from dcp_nvcomp.saving import CUDA_THREADS
+from dcp_nvcomp.codecs.coders.zstd import DEFAULT_SLICE_NBYTES
+from dcp_nvcomp.codecs.encoded import EncodedBlock
+from dcp_nvcomp.engines.cuda.device import Device
+from dcp_nvcomp.engines.cuda.engine import CudaEngine, DecodeJob, EncodeJob
+from dcp_nvcomp.format.blocks import BLOCK_NBYTES
+from dcp_nvcomp.loading.destinations import element_type, spread_sample
+from dcp_nvcomp.saving.encode.records import ANS_BLOCK_NBYTES
+from dcp_nvcomp.saving.job import CUDA_THREADS
 
 MIB = 1 << 20
 CODECS = ("auto", "planes-zstd", "planes-deflate", "zstd", "ans")

@@ -1,6 +1,6 @@
 """What the GPU measurements share: time on the device, engines without transfers, coders on their own.
 
-All of it goes through `dcp_nvcomp.engines.cuda_device.Device`, so that tests run it without a GPU.
+All of it goes through `dcp_nvcomp.engines.cuda.device.Device`, so that tests run it without a GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from dcp_nvcomp.codecs.base import padded
-from dcp_nvcomp.engines.cuda_device import CudaDevice, Device
+from dcp_nvcomp.engines.cuda.device import CudaDevice, Device
 
 __all__ = ["DeviceClock", "Meter", "RawCoder", "address_of", "host_memory", "synchronize", "with_siblings"]
 

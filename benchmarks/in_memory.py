@@ -16,12 +16,12 @@ import torch
 import zstandard
 
 from benchmarks.states import State
-from dcp_nvcomp.blocks import BLOCK_NBYTES
 from dcp_nvcomp.codecs import CodecChain
 from dcp_nvcomp.codecs.choose import parse_codec, sample_nbytes
-from dcp_nvcomp.engines.base import EncodedBlock
+from dcp_nvcomp.codecs.encoded import EncodedBlock
 from dcp_nvcomp.engines.cpu import CpuEngine
-from dcp_nvcomp.placement import element_type, spread_sample
+from dcp_nvcomp.format.blocks import BLOCK_NBYTES
+from dcp_nvcomp.loading.destinations import element_type, spread_sample
 
 __all__ = ["EngineCoder", "ZipNNCoder", "as_bytes", "have_zipnn", "zstd_nbytes"]
 

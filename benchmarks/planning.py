@@ -29,10 +29,10 @@ from benchmarks.measuring import Spread, available_nbytes, paired
 from benchmarks.processes import Memory, watch
 from benchmarks.results import Plot, Report
 from dcp_nvcomp import NvcompWriter
-from dcp_nvcomp.format import data_file_name
-from dcp_nvcomp.metadata import METADATA_NAME, parse_metadata
-from dcp_nvcomp.stats import RankTotals, Totals
-from dcp_nvcomp.writer import RankResults
+from dcp_nvcomp.format.framing import data_file_name
+from dcp_nvcomp.format.metadata.serialization import METADATA_NAME, parse_metadata
+from dcp_nvcomp.saving.stats import RankTotals, Totals
+from dcp_nvcomp.saving.writer import RankResults
 
 # ranks, tensors: as many shards again on 8 times the ranks, then twice as many shards
 CASES = ((64, 1_000), (512, 1_000), (4_096, 125), (1_024, 1_000))

@@ -27,9 +27,9 @@ from benchmarks.processes import Ranks
 from benchmarks.results import Plot, Report
 from benchmarks.sinks import link
 from benchmarks.states import build_state
-from dcp_nvcomp.blocks import Box
-from dcp_nvcomp.datafile import read_footer_of
-from dcp_nvcomp.filesystem import open_filesystem
+from dcp_nvcomp.format.blocks import Box
+from dcp_nvcomp.format.data_file import read_footer_of
+from dcp_nvcomp.storage.open import open_filesystem
 
 TENSOR_NBYTES = 64 << 20
 

@@ -18,10 +18,11 @@ from benchmarks.gpu_device import RawCoder
 from benchmarks.measuring import NotHere, Settings, Spread
 from benchmarks.results import Plot, Report
 from benchmarks.states import State, build_state
-from dcp_nvcomp.codecs import Planes, planes_reference
-from dcp_nvcomp.codecs.ans import ANS_DATA_TYPES
-from dcp_nvcomp.engines.cuda import cuda_unavailable_reason
-from dcp_nvcomp.engines.cuda_device import CudaDevice, Device
+from dcp_nvcomp.codecs import Planes
+from dcp_nvcomp.codecs.coders.ans import ANS_DATA_TYPES
+from dcp_nvcomp.codecs.transforms import planes_reference
+from dcp_nvcomp.engines.cuda.device import CudaDevice, Device
+from dcp_nvcomp.engines.cuda.engine import cuda_unavailable_reason
 
 SLICES = tuple(1 << power for power in range(16, 23))
 EXPONENT_CODERS: dict[str, dict[str, Any]] = {

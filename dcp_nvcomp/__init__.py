@@ -8,8 +8,28 @@ from __future__ import annotations
 
 from dcp_nvcomp import codecs, errors
 from dcp_nvcomp.errors import *  # noqa: F403
-from dcp_nvcomp.reader import NvcompReader
-from dcp_nvcomp.stats import SaveStats, Totals
-from dcp_nvcomp.writer import NvcompWriter
+from dcp_nvcomp.loading.reader import NvcompReader
+from dcp_nvcomp.maintenance.cleaning import Cleaning, clean_checkpoint
+from dcp_nvcomp.maintenance.inspection import Inspection, inspect_checkpoint
+from dcp_nvcomp.maintenance.recovery import Recovery, recover_checkpoint
+from dcp_nvcomp.maintenance.verification.verify import Verification, verify_checkpoint
+from dcp_nvcomp.saving.stats import SaveStats, Totals
+from dcp_nvcomp.saving.writer import NvcompWriter
 
-__all__ = ["NvcompReader", "NvcompWriter", "SaveStats", "Totals", "codecs", "errors", *errors.__all__]
+__all__ = [
+    "Cleaning",
+    "Inspection",
+    "NvcompReader",
+    "NvcompWriter",
+    "Recovery",
+    "SaveStats",
+    "Totals",
+    "Verification",
+    "clean_checkpoint",
+    "codecs",
+    "errors",
+    "inspect_checkpoint",
+    "recover_checkpoint",
+    "verify_checkpoint",
+    *errors.__all__,
+]

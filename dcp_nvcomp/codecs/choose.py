@@ -12,14 +12,14 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from dcp_nvcomp.codecs.ans import ANS_DATA_TYPES, Ans
 from dcp_nvcomp.codecs.base import CodecChain, Coder
-from dcp_nvcomp.codecs.deflate import Deflate
+from dcp_nvcomp.codecs.coders.ans import ANS_DATA_TYPES, Ans
+from dcp_nvcomp.codecs.coders.deflate import Deflate
+from dcp_nvcomp.codecs.coders.zstd import Zstd
 from dcp_nvcomp.codecs.dtypes import ElementType
-from dcp_nvcomp.codecs.planes import PLANE_NAMES, Planes, split
 from dcp_nvcomp.codecs.registry import check_chain_fits
-from dcp_nvcomp.codecs.stored import Bytes
-from dcp_nvcomp.codecs.zstd import Zstd
+from dcp_nvcomp.codecs.transforms.planes import PLANE_NAMES, Planes, split
+from dcp_nvcomp.codecs.transforms.stored import Bytes
 from dcp_nvcomp.errors import ConfigurationError
 
 __all__ = ["CODEC_NAMES", "STORED", "CodecChooser", "needs_gpu", "parse_codec", "sample_nbytes"]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from reprlib import repr as shown  # short and shallow: what is shown may be long, and nested too deep for repr
 from typing import Any
 
-from dcp_nvcomp.codecs.ans import Ans
 from dcp_nvcomp.codecs.base import ALIGNMENT_NBYTES, MAX_SLICE_NBYTES, ArrayToBytes, CodecChain, Coder
-from dcp_nvcomp.codecs.deflate import Deflate
+from dcp_nvcomp.codecs.coders.ans import Ans
+from dcp_nvcomp.codecs.coders.deflate import Deflate
+from dcp_nvcomp.codecs.coders.zstd import Zstd
 from dcp_nvcomp.codecs.dtypes import ElementType
-from dcp_nvcomp.codecs.planes import PLANE_NAMES, Planes
-from dcp_nvcomp.codecs.stored import Bytes
-from dcp_nvcomp.codecs.zstd import Zstd
+from dcp_nvcomp.codecs.transforms.planes import PLANE_NAMES, Planes
+from dcp_nvcomp.codecs.transforms.stored import Bytes
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError, FormatError, UnknownCodecError
 
 __all__ = ["chain_from_json", "check_chain", "check_chain_fits"]

@@ -13,8 +13,8 @@ import numpy.typing as npt
 from crc32c import crc32c
 
 from dcp_nvcomp.codecs.base import CodecChain, Coder, SliceDecoder, SliceEncoder, padded
-from dcp_nvcomp.codecs.planes import Planes, SplitScratch, merge, split
-from dcp_nvcomp.engines.base import BlockRow, EncodedBlock
+from dcp_nvcomp.codecs.encoded import BlockRow, EncodedBlock
+from dcp_nvcomp.codecs.transforms.planes import Planes, SplitScratch, merge, split
 from dcp_nvcomp.errors import CorruptDataError
 
 __all__ = ["CpuEngine", "checksum"]

@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 from typer.testing import CliRunner
 
 from dcp_nvcomp import NvcompReader, NvcompWriter
-from dcp_nvcomp.cli import app
-from dcp_nvcomp.format import TRAILER_NBYTES, Tables, decode_footer, decode_trailer, encode_footer
-from dcp_nvcomp.metadata import parse_metadata, serialize_metadata
-from dcp_nvcomp.stats import SaveStats
+from dcp_nvcomp.cli.app import app
+from dcp_nvcomp.format.framing import TRAILER_NBYTES, Tables, decode_footer, decode_trailer, encode_footer
+from dcp_nvcomp.format.metadata.serialization import parse_metadata, serialize_metadata
+from dcp_nvcomp.saving.stats import SaveStats
 
 DAY_SECONDS = 86400.0
 

@@ -18,9 +18,8 @@ from typing import Any
 import pytest
 import torch.distributed.checkpoint as dcp
 
-import dcp_nvcomp.cleaning
+import dcp_nvcomp.maintenance.cleaning
 from dcp_nvcomp import NvcompWriter
-from dcp_nvcomp.cleaning import Cleaning, clean_checkpoint
 from dcp_nvcomp.errors import (
     CheckpointNotFoundError,
     ConfigurationError,
@@ -29,9 +28,10 @@ from dcp_nvcomp.errors import (
     MetadataError,
     StorageError,
 )
-from dcp_nvcomp.filesystem import open_filesystem
-from dcp_nvcomp.metadata import parse_metadata, serialize_metadata
-from dcp_nvcomp.posix import PosixFilesystem
+from dcp_nvcomp.format.metadata.serialization import parse_metadata, serialize_metadata
+from dcp_nvcomp.maintenance.cleaning import Cleaning, clean_checkpoint
+from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
+from dcp_nvcomp.storage.open import open_filesystem
 from tests.cli.checkpoints import data_file, flip, loaded_seed, make_old, names, new_id, run, save, state
 from tests.conftest import S3Store
 
@@ -328,7 +328,7 @@ def between(monkeypatch: pytest.MonkeyPatch, method: str, call: int, act: Callab
         setattr(filesystem, method, patched.__get__(filesystem))
         return filesystem
 
-    monkeypatch.setattr(dcp_nvcomp.cleaning, "open_filesystem", open_patched)
+    monkeypatch.setattr(dcp_nvcomp.maintenance.cleaning, "open_filesystem", open_patched)
 
 
 def publish_old(path: Path, save_id: str) -> None:

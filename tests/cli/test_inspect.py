@@ -17,7 +17,7 @@ from torch.distributed.checkpoint._extension import ZStandard
 from typer.testing import CliRunner
 
 from dcp_nvcomp import NvcompWriter
-from dcp_nvcomp.cli import app
+from dcp_nvcomp.cli.app import app
 from dcp_nvcomp.errors import (
     CheckpointNotFoundError,
     ConfigurationError,
@@ -27,8 +27,8 @@ from dcp_nvcomp.errors import (
     StorageError,
     TruncatedFileError,
 )
-from dcp_nvcomp.inspection import Inspection, inspect_checkpoint
-from dcp_nvcomp.stats import SaveStats, Totals
+from dcp_nvcomp.maintenance.inspection import Inspection, inspect_checkpoint
+from dcp_nvcomp.saving.stats import SaveStats, Totals
 from tests.conftest import S3Store
 
 

@@ -15,18 +15,18 @@ import pytest
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
-import dcp_nvcomp.recovery
+import dcp_nvcomp.maintenance.recovery
 from dcp_nvcomp import NvcompReader, NvcompWriter
-from dcp_nvcomp.cleaning import clean_checkpoint
 from dcp_nvcomp.errors import (
     CheckpointNotFoundError,
     ConcurrentSaveError,
     ConfigurationError,
     StorageError,
 )
-from dcp_nvcomp.posix import PosixFilesystem
-from dcp_nvcomp.recovery import AMBIGUOUS, IMPOSSIBLE, INTACT, RECOVERED, Recovery, recover_checkpoint
-from dcp_nvcomp.verification import verify_checkpoint
+from dcp_nvcomp.maintenance.cleaning import clean_checkpoint
+from dcp_nvcomp.maintenance.recovery import AMBIGUOUS, IMPOSSIBLE, INTACT, RECOVERED, Recovery, recover_checkpoint
+from dcp_nvcomp.maintenance.verification.verify import verify_checkpoint
+from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from tests.cli.checkpoints import data_file, flip, loaded_seed, make_old, names, new_id, run, save, state
 from tests.conftest import S3Store
 
@@ -353,13 +353,13 @@ def test_a_save_publishes_meanwhile(path: Path, monkeypatch: pytest.MonkeyPatch,
         (path / ".metadata").unlink()
     else:
         (path / ".metadata").write_bytes(b"no pickle")
-    real = dcp_nvcomp.recovery._publish
+    real = dcp_nvcomp.maintenance.recovery._publish
 
     def late(*arguments: Any) -> None:
         save(path, seed=2)
         real(*arguments)
 
-    monkeypatch.setattr(dcp_nvcomp.recovery, "_publish", late)
+    monkeypatch.setattr(dcp_nvcomp.maintenance.recovery, "_publish", late)
     with pytest.raises(ConcurrentSaveError):
         recover_checkpoint(path)
     assert loaded_seed(path) == 2

@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from dcp_nvcomp import NvcompWriter
 from dcp_nvcomp.errors import CheckpointError, CheckpointReplacedError, StorageError
-from dcp_nvcomp.findings import ERROR, WARNING
-from dcp_nvcomp.format import Tables
-from dcp_nvcomp.posix import PosixFilesystem
-from dcp_nvcomp.verification import Verification, verify_checkpoint
+from dcp_nvcomp.format.framing import Tables
+from dcp_nvcomp.maintenance.verification.findings import ERROR, WARNING
+from dcp_nvcomp.maintenance.verification.verify import Verification, verify_checkpoint
+from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from tests.cli.checkpoints import change_footer, change_metadata, data_file, flip, names, run, save, state
 from tests.conftest import S3Store
 

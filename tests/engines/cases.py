@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from dcp_nvcomp.codecs import CodecChain, Planes, Zstd
-from dcp_nvcomp.engines.base import EncodedBlock
+from dcp_nvcomp.codecs.encoded import EncodedBlock
 from dcp_nvcomp.engines.cpu import CpuEngine
-from dcp_nvcomp.engines.cuda import CudaEngine, DecodeJob, EncodeJob
+from dcp_nvcomp.engines.cuda.engine import CudaEngine, DecodeJob, EncodeJob
 
 from .nvcomp_stand_in import StandInDevice
 

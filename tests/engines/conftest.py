@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dcp_nvcomp.engines.cuda_device import Kernels
+from dcp_nvcomp.engines.cuda.device import Kernels
 
 from .kernels_on_cpu import ReferenceKernels, compile_for_cpu, compiled_kernels, compiler
 

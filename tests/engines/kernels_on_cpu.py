@@ -14,11 +14,11 @@ import torch
 from crc32c import crc32c
 from torch import Tensor
 
-import dcp_nvcomp.engines
-from dcp_nvcomp.codecs import planes_reference
-from dcp_nvcomp.codecs.planes import PLANE_NAMES, Planes
-from dcp_nvcomp.engines.cuda_batches import THREADS, TILE_NBYTES, RowTable
-from dcp_nvcomp.engines.cuda_device import LaunchedKernels
+import dcp_nvcomp.engines.cuda
+from dcp_nvcomp.codecs.transforms import planes_reference
+from dcp_nvcomp.codecs.transforms.planes import PLANE_NAMES, Planes
+from dcp_nvcomp.engines.cuda.batches import THREADS, TILE_NBYTES, RowTable
+from dcp_nvcomp.engines.cuda.device import LaunchedKernels
 
 # What stands for blockIdx and threadIdx is global, and engines of several threads share the library.
 _ONE_AT_A_TIME = threading.Lock()
@@ -41,7 +41,7 @@ def compile_for_cpu(folder: Path) -> ctypes.CDLL:
     options = ["-std=c++17", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", "-fno-strict-aliasing"]
     options += ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]
     options += [f"-DTHREADS={THREADS}", f"-DTILE_NBYTES={TILE_NBYTES}"]
-    include = Path(dcp_nvcomp.engines.__file__).parent
+    include = Path(dcp_nvcomp.engines.cuda.__file__).parent
     subprocess.run([path, *options, "-I", str(include), str(_CPU_SOURCE), "-o", str(library)], check=True)
     return ctypes.CDLL(str(library))
 

@@ -4,7 +4,7 @@ It takes and refuses what the docstrings of nvCOMP 6.0 say: keyword options by a
 buffer, alignment, fixed room in `out=`, sizes that are known only when they are asked for. What the docstrings leave
 open it decides strictly. ANS here is a made-up bitstream: the real one is closed.
 
-`NvcompStandIn` is the module, `StandInDevice` a `dcp_nvcomp.engines.cuda_device.Device`.
+`NvcompStandIn` is the module, `StandInDevice` a `dcp_nvcomp.engines.cuda.device.Device`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 import zstandard
 from torch import Tensor
 
-from dcp_nvcomp.engines.cuda_device import Kernels, NvcompMemory, host_tensor
+from dcp_nvcomp.engines.cuda.device import Kernels, NvcompMemory, host_tensor
 
 U8 = npt.NDArray[np.uint8]
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dcp_nvcomp import NvcompReader, NvcompWriter, records
-from dcp_nvcomp.engines.cuda import cuda_unavailable_reason
+from dcp_nvcomp import NvcompReader, NvcompWriter
+from dcp_nvcomp.engines.cuda.engine import cuda_unavailable_reason
+from dcp_nvcomp.saving.encode import records
 
 REASON = cuda_unavailable_reason()
 pytestmark = [

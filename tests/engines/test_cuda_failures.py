@@ -12,11 +12,11 @@ import torch
 import zstandard
 
 from dcp_nvcomp.codecs import Ans, Bytes, CodecChain, Deflate, Planes, Zstd
-from dcp_nvcomp.codecs.planes import PLANE_NAMES
-from dcp_nvcomp.engines.base import BlockRow, EncodedBlock
+from dcp_nvcomp.codecs.encoded import BlockRow, EncodedBlock
+from dcp_nvcomp.codecs.transforms.planes import PLANE_NAMES
 from dcp_nvcomp.engines.cpu import CpuEngine, checksum
-from dcp_nvcomp.engines.cuda import CudaEngine, DecodeJob, EncodeJob
-from dcp_nvcomp.engines.cuda_device import Kernels
+from dcp_nvcomp.engines.cuda.device import Kernels
+from dcp_nvcomp.engines.cuda.engine import CudaEngine, DecodeJob, EncodeJob
 from dcp_nvcomp.errors import CodecUnavailableError, CorruptDataError, UnsupportedVersionError
 
 from .cases import CHAIN, SLICE, U8, cpu_encode, encode, engine_on, job, tensor, weights

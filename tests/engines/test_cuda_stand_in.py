@@ -19,13 +19,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dcp_nvcomp.codecs import Ans, Bytes, CodecChain, Deflate, Planes, Zstd
-from dcp_nvcomp.engines.base import EncodedBlock
+from dcp_nvcomp.codecs.encoded import EncodedBlock
 from dcp_nvcomp.engines.cpu import CpuEngine
-from dcp_nvcomp.engines.cuda import CudaEngine, EncodeJob
-from dcp_nvcomp.engines.cuda_batches import RowTable, fitting, size_classes
-from dcp_nvcomp.engines.cuda_device import Kernels, NvcompMemory
-from dcp_nvcomp.engines.cuda_encode import BatchEncoder
-from dcp_nvcomp.engines.nvcomp_coders import NvcompCoders
+from dcp_nvcomp.engines.cuda.batches import RowTable, fitting, size_classes
+from dcp_nvcomp.engines.cuda.coders import NvcompCoders
+from dcp_nvcomp.engines.cuda.device import Kernels, NvcompMemory
+from dcp_nvcomp.engines.cuda.encode import BatchEncoder
+from dcp_nvcomp.engines.cuda.engine import CudaEngine, EncodeJob
 
 from .cases import BUDGET, SLICE, U8, cpu_encode, encode, engine_on, job, tensor, weights
 from .kernels_on_cpu import ReferenceKernels

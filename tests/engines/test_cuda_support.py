@@ -7,8 +7,8 @@ import importlib.util
 import pytest
 import torch
 
-from dcp_nvcomp.engines.cuda import CudaEngine
-from dcp_nvcomp.engines.cuda_support import cuda_unavailable_reason, find_reason, nvcomp_version
+from dcp_nvcomp.engines.cuda.engine import CudaEngine
+from dcp_nvcomp.engines.cuda.support import cuda_unavailable_reason, find_reason, nvcomp_version
 from dcp_nvcomp.errors import CodecUnavailableError
 
 

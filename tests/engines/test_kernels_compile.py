@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from dcp_nvcomp.engines.cuda_device import KERNEL_OPTIONS, kernel_source
+from dcp_nvcomp.engines.cuda.device import KERNEL_OPTIONS, kernel_source
 
 from .nvrtc import compile_to_cubin, load_nvrtc
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp_nvcomp.codecs import planes_reference
-from dcp_nvcomp.codecs.planes import Planes, SplitScratch, merge, split
+from dcp_nvcomp.codecs.transforms import planes_reference
+from dcp_nvcomp.codecs.transforms.planes import Planes, SplitScratch, merge, split
 
 from .cases import SIGNS, floats
 

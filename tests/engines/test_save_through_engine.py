@@ -19,17 +19,21 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 
-from dcp_nvcomp import NvcompReader, NvcompWriter, saving, sources, staging, writer
-from dcp_nvcomp.engine_choice import EngineChoice
-from dcp_nvcomp.engines.base import EncodedBlock
-from dcp_nvcomp.engines.cuda import CudaEngine
-from dcp_nvcomp.engines.cuda_device import Kernels
-from dcp_nvcomp.file_plan import PlannedFile
-from dcp_nvcomp.format import data_file_name
-from dcp_nvcomp.open_file import OpenFile
-from dcp_nvcomp.records import PendingRecord
-from dcp_nvcomp.saving import SaveJob, SaveOptions
-from dcp_nvcomp.staging import cuda_buffer_nbytes, plain_allocate
+from dcp_nvcomp import NvcompReader, NvcompWriter
+from dcp_nvcomp.codecs.encoded import EncodedBlock
+from dcp_nvcomp.engines.choice import EngineChoice
+from dcp_nvcomp.engines.cuda.device import Kernels
+from dcp_nvcomp.engines.cuda.engine import CudaEngine
+from dcp_nvcomp.format.framing import data_file_name
+from dcp_nvcomp.saving import job as saving
+from dcp_nvcomp.saving import writer
+from dcp_nvcomp.saving.encode import buffers as staging
+from dcp_nvcomp.saving.encode import sources
+from dcp_nvcomp.saving.encode.buffers import cuda_buffer_nbytes, plain_allocate
+from dcp_nvcomp.saving.encode.records import PendingRecord
+from dcp_nvcomp.saving.file_plan import PlannedFile
+from dcp_nvcomp.saving.job import SaveJob, SaveOptions
+from dcp_nvcomp.saving.open_file import OpenFile
 
 from .cases import engine_on
 from .nvcomp_stand_in import NvcompStandIn, StandInDevice

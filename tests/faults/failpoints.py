@@ -151,8 +151,8 @@ class Stage:
     fresh: bool = True
 
 
-_WRITER, _POSIX = "dcp_nvcomp.writer:NvcompWriter", "dcp_nvcomp.posix:PosixFilesystem"
-_OUTPUT = "dcp_nvcomp.posix_output:PosixOutput"
+_WRITER, _POSIX = "dcp_nvcomp.saving.writer:NvcompWriter", "dcp_nvcomp.storage.local.filesystem:PosixFilesystem"
+_OUTPUT = "dcp_nvcomp.storage.local.output:PosixOutput"
 _STOCK = "torch.distributed.checkpoint.filesystem:FileSystemWriter"
 _STOCK_FILES = "torch.distributed.checkpoint.filesystem:FileSystem"
 _PLANNER = "torch.distributed.checkpoint.default_planner:DefaultSavePlanner"
@@ -229,11 +229,15 @@ STAGES = (
         on_every_rank=True,
     ),
     Stage("commit begins", Seam(_WRITER, "finish", "before"), _STOCK_FINISH),
-    Stage("half of the immutable copy written", Seam("dcp_nvcomp.posix", "write_all", "halfway", since=_COPY), None),
+    Stage(
+        "half of the immutable copy written",
+        Seam("dcp_nvcomp.storage.local.filesystem", "write_all", "halfway", since=_COPY),
+        None,
+    ),
     Stage("immutable copy published", Seam(_POSIX, "publish", "after", counts=of_the_copy), None),
     Stage(
         "`.metadata` as an empty or half-written temporary",
-        Seam("dcp_nvcomp.posix", "write_all", "halfway", since=_METADATA),
+        Seam("dcp_nvcomp.storage.local.filesystem", "write_all", "halfway", since=_METADATA),
         Seam("pathlib:Path", "open", "after", counts=_of_the_temporary),
     ),
     Stage(

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
 from dcp_nvcomp import NvcompReader, NvcompWriter
-from dcp_nvcomp.metadata import METADATA_NAME, parse_metadata, serialize_metadata
+from dcp_nvcomp.format.metadata.serialization import METADATA_NAME, parse_metadata, serialize_metadata
 
 __all__ = ["STATE", "data_file", "load", "peak_nbytes", "refusal", "republish", "save"]
 

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from dcp_nvcomp import posix, posix_output
+from dcp_nvcomp.storage.local import filesystem as posix
+from dcp_nvcomp.storage.local import output as posix_output
 
 Hook = Callable[..., Any]
 

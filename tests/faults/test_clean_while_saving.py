@@ -21,13 +21,13 @@ import pytest
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
-import dcp_nvcomp.cleaning
+import dcp_nvcomp.maintenance.cleaning
 from dcp_nvcomp import NvcompWriter
-from dcp_nvcomp.cleaning import clean_checkpoint
 from dcp_nvcomp.errors import CheckpointReplacedError, ConcurrentSaveError
-from dcp_nvcomp.filesystem import FileInfo, open_filesystem
-from dcp_nvcomp.roots import read_roots
-from dcp_nvcomp.verification import verify_checkpoint
+from dcp_nvcomp.format.metadata.roots import read_roots
+from dcp_nvcomp.maintenance.cleaning import clean_checkpoint
+from dcp_nvcomp.maintenance.verification.verify import verify_checkpoint
+from dcp_nvcomp.storage.open import FileInfo, open_filesystem
 from tests.cli.checkpoints import DAY_SECONDS, loaded_seed, new_id, state
 from tests.conftest import S3Store
 
@@ -114,7 +114,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         return PosixPlace(str(tmp_path / "c"), {})
     store: S3Store = request.getfixturevalue("s3_store" if request.param == "moto" else "real_s3_store")
     place = Place(*store)
-    monkeypatch.setattr(dcp_nvcomp.cleaning, "open_filesystem", place.open_aged)
+    monkeypatch.setattr(dcp_nvcomp.maintenance.cleaning, "open_filesystem", place.open_aged)
     return place
 
 
@@ -261,7 +261,7 @@ for number in range(int(sys.argv[2]), 1 << 30):
 
 CLEANER = """
 import sys
-from dcp_nvcomp.cleaning import clean_checkpoint
+from dcp_nvcomp.maintenance.cleaning import clean_checkpoint
 while True:
     print(len(clean_checkpoint(sys.argv[1]).orphans), flush=True)
 """

@@ -15,10 +15,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
 from dcp_nvcomp import NvcompReader, NvcompWriter, errors
-from dcp_nvcomp.commit import commit_checkpoint
-from dcp_nvcomp.filesystem import open_filesystem
-from dcp_nvcomp.posix import PosixFilesystem
-from dcp_nvcomp.roots import read_root
+from dcp_nvcomp.format.metadata.roots import read_root
+from dcp_nvcomp.saving.commit import commit_checkpoint
+from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
+from dcp_nvcomp.storage.open import open_filesystem
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -16,10 +16,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
 from dcp_nvcomp import NvcompReader, NvcompWriter, errors
-from dcp_nvcomp.datafile import read_footer_of
-from dcp_nvcomp.filesystem import open_filesystem
-from dcp_nvcomp.format import TRAILER_NBYTES
-from dcp_nvcomp.posix import PosixFilesystem
+from dcp_nvcomp.format.data_file import read_footer_of
+from dcp_nvcomp.format.framing import TRAILER_NBYTES
+from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
+from dcp_nvcomp.storage.open import open_filesystem
 from tests.conformance.test_subclasses import HighLow
 
 from .damage import EXACT, LIE, VERIFY, Flip, Probe, count, flips, make_checkpoint, table

@@ -14,10 +14,10 @@ from crc32c import crc32c
 
 from dcp_nvcomp import errors
 from dcp_nvcomp.codecs import Bytes, CodecChain, Deflate, Planes, Zstd
-from dcp_nvcomp.engines.base import BlockRow
+from dcp_nvcomp.codecs.encoded import BlockRow
 from dcp_nvcomp.engines.cpu import CpuEngine
-from dcp_nvcomp.footer import parse_footer
-from dcp_nvcomp.format import TRAILER_NBYTES, decode_footer, decode_trailer, encode_footer
+from dcp_nvcomp.format.footer import parse_footer
+from dcp_nvcomp.format.framing import TRAILER_NBYTES, decode_footer, decode_trailer, encode_footer
 from tests.format.forgery import deflate_stream, padded
 
 from .hostile import STATE, data_file, load, peak_nbytes, refusal, republish, save

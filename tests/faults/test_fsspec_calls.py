@@ -15,8 +15,10 @@ from typing import Any
 import fsspec
 import pytest
 
-from dcp_nvcomp import errors, reader, writer
-from dcp_nvcomp.filesystem import FsspecFilesystem
+from dcp_nvcomp import errors
+from dcp_nvcomp.loading import reader
+from dcp_nvcomp.saving import writer
+from dcp_nvcomp.storage.open import FsspecFilesystem
 
 from .intercept import Intercepted
 from .small import Failure, a_state, failure_of, nothing_leaks, same, save, what_loads

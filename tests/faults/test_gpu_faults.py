@@ -16,11 +16,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dcp_nvcomp import NvcompReader, NvcompWriter, decoding, errors, saving, sources
-from dcp_nvcomp.engine_choice import EngineChoice
-from dcp_nvcomp.engines.cuda import CudaEngine
-from dcp_nvcomp.engines.cuda_support import cuda_unavailable_reason
-from dcp_nvcomp.staging import plain_allocate
+from dcp_nvcomp import NvcompReader, NvcompWriter, errors
+from dcp_nvcomp.engines.choice import EngineChoice
+from dcp_nvcomp.engines.cuda.engine import CudaEngine
+from dcp_nvcomp.engines.cuda.support import cuda_unavailable_reason
+from dcp_nvcomp.loading import decoder as decoding
+from dcp_nvcomp.saving import job as saving
+from dcp_nvcomp.saving.encode import sources
+from dcp_nvcomp.saving.encode.buffers import plain_allocate
 from tests.engines.cases import engine_on
 from tests.engines.kernels_on_cpu import ReferenceKernels
 from tests.engines.nvcomp_stand_in import NvcompStandIn, StandInDevice

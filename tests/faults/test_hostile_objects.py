@@ -13,8 +13,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, FileSystemWriter
 from torch.distributed.checkpoint._extension import ZStandard
 
-from dcp_nvcomp import NvcompReader, NvcompWriter, errors, records
-from dcp_nvcomp.safe_objects import SafeLoader, load_tensor_safely
+from dcp_nvcomp import NvcompReader, NvcompWriter, errors
+from dcp_nvcomp.loading.safe_objects import SafeLoader, load_tensor_safely
+from dcp_nvcomp.saving.encode import records
 
 from .hostile import STATE, load, peak_nbytes, refusal, save
 

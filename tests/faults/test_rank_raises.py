@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from dcp_nvcomp import NvcompReader, NvcompWriter, errors
-from dcp_nvcomp.filesystem import open_filesystem
-from dcp_nvcomp.roots import read_root
+from dcp_nvcomp.format.metadata.roots import read_root
+from dcp_nvcomp.storage.open import open_filesystem
 from tests.conformance.plugins import file_names
 from tests.conformance.sabotage import Sabotage
 
@@ -67,8 +67,8 @@ def _storage_error() -> BaseException:
     return errors.StorageError("raised on purpose", path="somewhere", errno=errno.EIO)
 
 
-_WRITER, _READER = "dcp_nvcomp.writer:NvcompWriter", "dcp_nvcomp.reader:NvcompReader"
-_POSIX, _OUTPUT = "dcp_nvcomp.posix:PosixFilesystem", "dcp_nvcomp.posix_output:PosixOutput"
+_WRITER, _READER = "dcp_nvcomp.saving.writer:NvcompWriter", "dcp_nvcomp.loading.reader:NvcompReader"
+_POSIX, _OUTPUT = "dcp_nvcomp.storage.local.filesystem:PosixFilesystem", "dcp_nvcomp.storage.local.output:PosixOutput"
 _ENGINE, _SAVE_PLANNER = (
     "dcp_nvcomp.engines.cpu:CpuEngine",
     "torch.distributed.checkpoint.default_planner:DefaultSavePlanner",
@@ -86,7 +86,7 @@ SAVE_STEPS = (
     Step("resolve_data", Seam(_SAVE_PLANNER, "resolve_data", "before", nth=3), *_PLAIN),
     Step("encode", Seam(_ENGINE, "encode", "before", nth=3), *_PLAIN),
     Step("open", Seam(_POSIX, "open_output", "before", nth=2), *_STORAGE),
-    Step("write", Seam("dcp_nvcomp.posix_output", "write_all", "before", nth=5), *_EIO),
+    Step("write", Seam("dcp_nvcomp.storage.local.output", "write_all", "before", nth=5), *_EIO),
     Step("fsync", Seam("os", "fsync", "before", 2, in_a_file), *_EIO),
     Step("close", Seam(_OUTPUT, "close", "before", nth=3), *_STORAGE),  # two are written at once: one is complete
     Step("written", Seam(_WRITER, "write_data", "after"), *_PLAIN, files_complete=True),

@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_nvcomp import NvcompReader, NvcompWriter, errors
-from dcp_nvcomp.posix import PosixFilesystem
+from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 
 
 @pytest.fixture

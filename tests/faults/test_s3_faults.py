@@ -30,8 +30,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from dcp_nvcomp import NvcompReader, NvcompWriter, errors
-from dcp_nvcomp.filesystem import Filesystem, open_filesystem
-from dcp_nvcomp.s3_client import S3Client
+from dcp_nvcomp.storage.open import Filesystem, open_filesystem
+from dcp_nvcomp.storage.s3.client import S3Client
 from tests.distributed.launch import RankPool, ranks
 
 from .proxy import FaultProxy
@@ -420,7 +420,7 @@ def test_a_server_that_refuses_conditions(wire: Wire) -> None:
 
 KILLED = """
 import os, signal, sys
-from dcp_nvcomp.filesystem import open_filesystem
+from dcp_nvcomp.storage.open import open_filesystem
 stream = open_filesystem(sys.argv[1], storage_options=eval(sys.argv[2])).open_output("__0_0_dead.distcp")
 stream.write(bytes(40 << 20))
 os.kill(os.getpid(), signal.SIGKILL)

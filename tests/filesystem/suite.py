@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dcp_nvcomp.errors import ConcurrentSaveError, FormatError, StorageError, TruncatedFileError, UnsafePathError
-from dcp_nvcomp.filesystem import Filesystem, open_filesystem
+from dcp_nvcomp.storage.open import Filesystem, open_filesystem
 
 Place = tuple[str, dict[str, Any]]
 

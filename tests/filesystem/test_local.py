@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from dcp_nvcomp.errors import ConcurrentSaveError, StorageError, TruncatedFileError, UnsafePathError
-from dcp_nvcomp.filesystem import open_filesystem
+from dcp_nvcomp.storage.open import open_filesystem
 
 from .suite import FilesystemSuite, Place, write_file
 
@@ -59,7 +59,7 @@ def test_a_limit_of_the_process(tmp_path: Path) -> None:
     code = f"""if True:
         import resource, signal
         from dcp_nvcomp.errors import StorageError
-        from dcp_nvcomp.filesystem import open_filesystem
+        from dcp_nvcomp.storage.open import open_filesystem
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
         filesystem = open_filesystem({str(tmp_path)!r})
@@ -359,7 +359,7 @@ def test_one_of_two_processes_wins(tmp_path: Path) -> None:
     code = """if True:
         import sys
         from dcp_nvcomp.errors import ConcurrentSaveError
-        from dcp_nvcomp.filesystem import open_filesystem
+        from dcp_nvcomp.storage.open import open_filesystem
         filesystem, me = open_filesystem(sys.argv[1]), sys.argv[2]
         print("ready", flush=True)
         sys.stdin.readline()

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from dcp_nvcomp.errors import ConfigurationError
-from dcp_nvcomp.filesystem import open_filesystem
-from dcp_nvcomp.posix import PosixFilesystem
+from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
+from dcp_nvcomp.storage.open import open_filesystem
 
 WRITER_OPTIONS = ("codec", "thread_count", "overwrite", "sync_files", "host_memory_budget")
 
@@ -62,7 +62,7 @@ def test_missing_package_is_named() -> None:
         import sys
         sys.modules["s3fs"] = None
         from dcp_nvcomp.errors import ConfigurationError
-        from dcp_nvcomp.filesystem import open_filesystem
+        from dcp_nvcomp.storage.open import open_filesystem
         try:
             open_filesystem("s3://bucket/run")
         except ConfigurationError as error:
@@ -120,7 +120,7 @@ def test_options_that_are_right() -> None:
 
 
 def test_importing_needs_no_s3fs() -> None:
-    code = "import sys, dcp_nvcomp.filesystem; assert not {'s3fs', 'botocore'} & sys.modules.keys()"
+    code = "import sys, dcp_nvcomp.storage.open; assert not {'s3fs', 'botocore'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from dcp_nvcomp.blocks import BlockGrid
 from dcp_nvcomp.codecs import CodecChain
 from dcp_nvcomp.codecs.dtypes import ELEMENT_TYPES
-from dcp_nvcomp.datafile import DataFileWriter, block_row
 from dcp_nvcomp.engines.cpu import CpuEngine
-from dcp_nvcomp.filesystem import OutputStream
-from dcp_nvcomp.footer import Footer, parse_footer
-from dcp_nvcomp.format import TRAILER_NBYTES, check_header, decode_footer, decode_trailer
+from dcp_nvcomp.format.blocks import BlockGrid
+from dcp_nvcomp.format.data_file import DataFileWriter, block_row
+from dcp_nvcomp.format.footer import Footer, parse_footer
+from dcp_nvcomp.format.framing import TRAILER_NBYTES, check_header, decode_footer, decode_trailer
+from dcp_nvcomp.storage.open import OutputStream
 
 PATH = "run/__0_0_00000000000000000000000000000002.distcp"
 IDENTITY = {

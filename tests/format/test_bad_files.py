@@ -19,7 +19,7 @@ from dcp_nvcomp.errors import (
     UnsupportedVersionError,
     WrongMagicError,
 )
-from dcp_nvcomp.format import Tables, Trailer, check_header, decode_trailer
+from dcp_nvcomp.format.framing import Tables, Trailer, check_header, decode_trailer
 from tests.format.forgery import MAGIC, SMALL_CONTENTS, Forgery, small_forgery
 from tests.format.library import PATH, read_file, read_footer
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp_nvcomp.blocks import BLOCK_NBYTES, BlockGrid, Box, default_block_shape
+from dcp_nvcomp.format.blocks import BLOCK_NBYTES, BlockGrid, Box, default_block_shape
 
 DRAWN = settings(max_examples=200, deadline=None)
 

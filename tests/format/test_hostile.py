@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dcp_nvcomp.codecs import Ans, Bytes, CodecChain, Deflate, Planes, Zstd
-from dcp_nvcomp.engines.base import BlockRow
+from dcp_nvcomp.codecs.encoded import BlockRow
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.errors import CheckpointError, CodecUnavailableError, CorruptDataError, FormatError
 from tests.format.forgery import Forgery, deflate_stream, small_forgery, zstd_frame

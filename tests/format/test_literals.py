@@ -11,10 +11,11 @@ import zstandard
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dcp_nvcomp.codecs import Zstd, zstd
+from dcp_nvcomp.codecs import Zstd
+from dcp_nvcomp.codecs.coders import zstd
 
 # compiled where there is a C compiler
-encode_literals = pytest.importorskip("dcp_nvcomp.codecs._literals").encode_literals
+encode_literals = pytest.importorskip("dcp_nvcomp.codecs.coders._literals").encode_literals
 
 KIB = 1 << 10
 GUARD = b"\xa5" * 64
@@ -163,7 +164,7 @@ def test_bytes_that_change_meanwhile() -> None:
     """Another process may write into a tensor: the frame is of no use then, but memory stays whole."""
     code = """
 import random, threading
-from dcp_nvcomp.codecs._literals import encode_literals
+from dcp_nvcomp.codecs.coders._literals import encode_literals
 narrow = bytes(random.Random(1).choices(range(90, 100), k=1 << 17))
 wide = bytes(random.Random(2).randbytes(1 << 17))
 data, out, stop = bytearray(narrow), bytearray(1 << 18), threading.Event()

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dcp_nvcomp.codecs import planes
-from dcp_nvcomp.codecs.planes import Planes, SplitScratch, merge, split
+from dcp_nvcomp.codecs.transforms import planes
+from dcp_nvcomp.codecs.transforms.planes import Planes, SplitScratch, merge, split
 
 DRAWN = settings(
     max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
@@ -22,21 +22,27 @@ DRAWN = settings(
 @pytest.fixture(autouse=True, params=["_planes", "planes_numpy"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Every test here runs with the kernels in numpy, and, where they are compiled, with those in C."""
-    module: ModuleType = pytest.importorskip(f"dcp_nvcomp.codecs.{request.param}")
+    module: ModuleType = pytest.importorskip(f"dcp_nvcomp.codecs.transforms.{request.param}")
     monkeypatch.setattr(planes, "kernels", module)
     return module
 
 
 def test_the_compiled_kernels_are_used_where_they_are_there() -> None:
-    pytest.importorskip("dcp_nvcomp.codecs._planes")
-    code = "from dcp_nvcomp.codecs import planes; print(planes.kernels.__name__)"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "dcp_nvcomp.codecs._planes"
+    pytest.importorskip("dcp_nvcomp.codecs.transforms._planes")
+    code = "from dcp_nvcomp.codecs.transforms import planes; print(planes.kernels.__name__)"
+    assert (
+        subprocess.check_output([sys.executable, "-c", code], text=True).strip()
+        == "dcp_nvcomp.codecs.transforms._planes"
+    )
 
 
 def test_numpy_does_where_there_are_none() -> None:
-    code = "import sys; sys.modules['dcp_nvcomp.codecs._planes'] = None; from dcp_nvcomp.codecs import planes"
-    code += "; print(planes.kernels.__name__)"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "dcp_nvcomp.codecs.planes_numpy"
+    code = "import sys; sys.modules['dcp_nvcomp.codecs.transforms._planes'] = None"
+    code += "; from dcp_nvcomp.codecs.transforms import planes; print(planes.kernels.__name__)"
+    assert (
+        subprocess.check_output([sys.executable, "-c", code], text=True).strip()
+        == "dcp_nvcomp.codecs.transforms.planes_numpy"
+    )
 
 
 def model_planes(block: bytes, width: int) -> dict[str, bytes]:

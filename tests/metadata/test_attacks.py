@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint import metadata as torch_metadata
 
 from dcp_nvcomp.errors import CheckpointError, MetadataError, UnsafeMetadataError, UnsafePathError
-from dcp_nvcomp.metadata import parse_metadata
+from dcp_nvcomp.format.metadata.serialization import parse_metadata
 
 from . import assembler as asm
 

@@ -20,7 +20,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_nvcomp.errors import IncompleteCheckpointError, MetadataError
-from dcp_nvcomp.metadata import merge_rank_metadata, parse_metadata, prefer_rank, serialize_metadata
+from dcp_nvcomp.format.metadata.serialization import (
+    merge_rank_metadata,
+    parse_metadata,
+    prefer_rank,
+    serialize_metadata,
+)
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 

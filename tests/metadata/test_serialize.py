@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_nvcomp.errors import MetadataError
-from dcp_nvcomp.metadata import (
+from dcp_nvcomp.format.metadata.serialization import (
     METADATA_NAME,
     parse_metadata,
     rank_metadata_name,
@@ -30,7 +30,7 @@ from dcp_nvcomp.metadata import (
     save_metadata_name,
     serialize_metadata,
 )
-from dcp_nvcomp.stock import StockItem
+from dcp_nvcomp.loading.stock.items import StockItem
 
 STOCK_READER = """
 import json, sys

@@ -12,14 +12,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
 
 from dcp_nvcomp import NvcompReader, NvcompWriter
-from dcp_nvcomp.cleaning import clean_checkpoint
 from dcp_nvcomp.errors import CheckpointError
-from dcp_nvcomp.filesystem import open_filesystem
-from dcp_nvcomp.metadata import METADATA_NAME, parse_metadata
-from dcp_nvcomp.posix import PosixFilesystem
-from dcp_nvcomp.recovery import recover_checkpoint
-from dcp_nvcomp.s3 import S3Filesystem
-from dcp_nvcomp.verification import verify_checkpoint
+from dcp_nvcomp.format.metadata.serialization import METADATA_NAME, parse_metadata
+from dcp_nvcomp.maintenance.cleaning import clean_checkpoint
+from dcp_nvcomp.maintenance.recovery import recover_checkpoint
+from dcp_nvcomp.maintenance.verification.verify import verify_checkpoint
+from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
+from dcp_nvcomp.storage.open import open_filesystem
+from dcp_nvcomp.storage.s3.filesystem import S3Filesystem
 from tests.faults.intercept import Fault, FaultyCalls, intercept_system_calls
 
 from .contents import content, facts, local, placed

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
 from dcp_nvcomp import CorruptDataError, NvcompReader, NvcompWriter
-from dcp_nvcomp.verification import verify_checkpoint
+from dcp_nvcomp.maintenance.verification.verify import verify_checkpoint
 from tests.stock.make_golden import GOLDEN, KINDS, VERSIONS, golden_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -30,9 +30,9 @@ from dcp_nvcomp.errors import (
     UnknownCodecError,
     UnsafeObjectError,
 )
-from dcp_nvcomp.filesystem import open_filesystem
-from dcp_nvcomp.metadata import METADATA_NAME, parse_metadata
-from dcp_nvcomp.stock import StockItem, read_stock_bytes, read_stock_tensor
+from dcp_nvcomp.format.metadata.serialization import METADATA_NAME, parse_metadata
+from dcp_nvcomp.loading.stock.items import StockItem, read_stock_bytes, read_stock_tensor
+from dcp_nvcomp.storage.open import open_filesystem
 
 from .make_golden import GOLDEN, KINDS, VERSIONS, golden_state
 

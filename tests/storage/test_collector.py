@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from dcp_nvcomp import collector
-from dcp_nvcomp.collector import collector_paused
+from dcp_nvcomp.format import collector
+from dcp_nvcomp.format.collector import collector_paused
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +65,7 @@ def test_a_forked_child_has_its_collector() -> None:
     """A child that is forked during a load has none of the threads that would end the pause."""
     code = """
 import gc, os
-from dcp_nvcomp.collector import collector_paused
+from dcp_nvcomp.format.collector import collector_paused
 with collector_paused():
     child = os.fork()
     if child == 0:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemReader, 
 from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_nvcomp import CheckpointReplacedError, NvcompReader, NvcompWriter
-from dcp_nvcomp.posix import PosixFilesystem
+from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

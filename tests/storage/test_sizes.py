@@ -11,10 +11,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-import dcp_nvcomp.reader
+import dcp_nvcomp.loading.reader
 from dcp_nvcomp import NvcompReader, NvcompWriter
-from dcp_nvcomp.datafile import read_footer_of
-from dcp_nvcomp.filesystem import Filesystem, open_filesystem
+from dcp_nvcomp.format.data_file import read_footer_of
+from dcp_nvcomp.storage.open import Filesystem, open_filesystem
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 REAL_STATE = Path(__file__).parent.parent / "data" / "gpt_block.safetensors"
@@ -49,7 +49,7 @@ class Reads:
             monkeypatch.setattr(filesystem, "read_into", counted_read_into)
             return filesystem
 
-        monkeypatch.setattr(dcp_nvcomp.reader, "open_filesystem", counting)
+        monkeypatch.setattr(dcp_nvcomp.loading.reader, "open_filesystem", counting)
 
     def _count(self, name: str, start: int, stop: int) -> None:
         self.nbytes[name] = self.nbytes.get(name, 0) + stop - start
@@ -168,7 +168,7 @@ def test_auto_is_no_larger_than_the_plain_choice(dtype: torch.dtype) -> None:
     """The sample must not be taken in by a gain of 2 % in a plane that is better packed or stored."""
     from dcp_nvcomp.codecs.choose import parse_codec, sample_nbytes
     from dcp_nvcomp.engines.cpu import CpuEngine
-    from dcp_nvcomp.placement import element_type, spread_sample
+    from dcp_nvcomp.loading.destinations import element_type, spread_sample
 
     engine, element = CpuEngine(), element_type(dtype)
     assert element is not None

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 from dcp_nvcomp import CheckpointExistsError, CheckpointNotFoundError, NvcompReader, NvcompWriter
-from dcp_nvcomp.filesystem import open_filesystem
+from dcp_nvcomp.storage.open import open_filesystem
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from crc32c import crc32c
 
-from dcp_nvcomp.format import FORMAT_VERSION, HEADER_NBYTES, TRAILER_MAGIC, encode_header
+from dcp_nvcomp.format.framing import FORMAT_VERSION, HEADER_NBYTES, TRAILER_MAGIC, encode_header
 
 __all__ = ["REPAIR_ALL", "FileParts", "Tail"]
 

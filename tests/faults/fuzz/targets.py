@@ -17,16 +17,16 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_nvcomp.blocks import Box
-from dcp_nvcomp.codecs.ans import Ans
-from dcp_nvcomp.datafile import block_row, read_footer_of
+from dcp_nvcomp.codecs.coders.ans import Ans
 from dcp_nvcomp.engines.cpu import CpuEngine
-from dcp_nvcomp.footer import Footer
-from dcp_nvcomp.format import check_header
-from dcp_nvcomp.metadata import parse_metadata
-from dcp_nvcomp.rank_metadata import merge_rank_metadata, prefer_rank
-from dcp_nvcomp.safe_objects import SafeLoader
-from dcp_nvcomp.stock import StockItem, read_stock_bytes, read_stock_tensor
+from dcp_nvcomp.format.blocks import Box
+from dcp_nvcomp.format.data_file import block_row, read_footer_of
+from dcp_nvcomp.format.footer import Footer
+from dcp_nvcomp.format.framing import check_header
+from dcp_nvcomp.format.metadata.ranks import merge_rank_metadata, prefer_rank
+from dcp_nvcomp.format.metadata.serialization import parse_metadata
+from dcp_nvcomp.loading.safe_objects import SafeLoader
+from dcp_nvcomp.loading.stock.items import StockItem, read_stock_bytes, read_stock_tensor
 
 from .parts import FileParts, Tail
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.faults.mutations import Mutation
 
-COMMIT = "dcp_nvcomp/commit.py"
+COMMIT = "dcp_nvcomp/saving/commit.py"
 
 MUTATIONS = (
     Mutation(
@@ -46,42 +46,42 @@ MUTATIONS = (
     ),
     Mutation(
         row="commit: old metadata can't have just anything removed",
-        file="dcp_nvcomp/roots.py",
+        file="dcp_nvcomp/format/metadata/roots.py",
         old="name.endswith(DATA_FILE_SUFFIX) and",
         new="",
         tests="tests/storage/test_lifecycle.py -k anything_removed",
     ),
     Mutation(
         row="commit: old metadata can't have anything in folders removed",
-        file="dcp_nvcomp/roots.py",
+        file="dcp_nvcomp/format/metadata/roots.py",
         old=' and "/" not in name}',
         new="}",
         tests="tests/storage/test_lifecycle.py -k anything_removed",
     ),
     Mutation(
         row="two writers, one path: overwrite=False",
-        file="dcp_nvcomp/posix.py",
+        file="dcp_nvcomp/storage/local/filesystem.py",
         old="            os.link(temporary, final)\n",
         new="            os.rename(temporary, final)\n",
         tests="tests/filesystem/test_local.py",
     ),
     Mutation(
         row="two writers, one path: a link whose reply was lost",
-        file="dcp_nvcomp/posix.py",
+        file="dcp_nvcomp/storage/local/filesystem.py",
         old="            if _same_file(temporary, final):",
         new="            if False:",
         tests="tests/filesystem/test_local.py -k link",
     ),
     Mutation(
         row="power loss: directories above the checkpoint",
-        file="dcp_nvcomp/posix.py",
+        file="dcp_nvcomp/storage/local/filesystem.py",
         old="                self._sync_parents()\n",
         new="",
         tests="tests/filesystem/test_local.py -k durable",
     ),
     Mutation(
         row="every byte flipped: the CRC of `.metadata`",
-        file="dcp_nvcomp/metadata.py",
+        file="dcp_nvcomp/format/metadata/serialization.py",
         old="    if crc32c(data) != crc:",
         new="    if False:",
         tests="tests/metadata/test_serialize.py -k flipped",
@@ -95,7 +95,7 @@ MUTATIONS = (
     ),
     Mutation(
         row="commit: what was not answered may be done",
-        file="dcp_nvcomp/filesystem_base.py",
+        file="dcp_nvcomp/storage/base.py",
         old="        failure.outcome_unknown = may_be_done and failure.errno not in _REFUSALS\n",
         new="",
         tests="tests/faults/test_commit.py -k lands_later",

@@ -19,7 +19,7 @@ def _mutations(row: str, file: str, *changes: tuple[str, str, str]) -> tuple[Mut
 MUTATIONS = (
     *_mutations(
         "metadata",
-        "pickle_machine.py",
+        "format/metadata/pickle_machine.py",
         ("if len(marks) >= MAX_MARKS:", "if False:", f"{_ATTACKS} -k marks_in_marks"),
         ("budget = 1024 + len(data) // 3", "budget = 1 << 60", f"{_ATTACKS} -k more_containers"),
         ("if index > len(memo):", "if False:", f"{_ATTACKS} -k memo_slot"),
@@ -32,7 +32,7 @@ MUTATIONS = (
     ),
     *_mutations(
         "metadata",
-        "planner_data.py",
+        "format/metadata/values.py",
         ("if depth > _MAX_DEPTH:", "if False:", f"{_ATTACKS} -k dicts_in_dicts"),
         ("if self._budget < 0:", "if False:", f"{_ATTACKS} -k one_list_for_many"),
         ("if len(set(hashes)) + 100 < len(hashes):", "if False:", f"{_ATTACKS} -k collide"),
@@ -40,7 +40,7 @@ MUTATIONS = (
     ),
     *_mutations(
         "paths",
-        "filesystem_base.py",
+        "storage/base.py",
         ('elif ".." in parts or "." in parts or "" in parts:', "elif False:", f"{_FILES} -k no_name_leaves"),
         ('if "\\\\" in name or any(ord(character) < 32 for character in name):', "if False:", f"{_FILES} -k no_name"),
         (
@@ -51,7 +51,7 @@ MUTATIONS = (
     ),
     *_mutations(
         "links",
-        "posix.py",
+        "storage/local/filesystem.py",
         (
             "os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder",
             "os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder",
@@ -66,7 +66,7 @@ MUTATIONS = (
     ),
     *_mutations(
         "footers",
-        "footer.py",
+        "format/footer.py",
         ("* element.nbytes > MAX_BLOCK_NBYTES:", "* element.nbytes > 1 << 80:", f"{_BAD} -k a_file_can_be_bad"),
         ("if total > blocks:", "if False:", f"{_BAD} -k a_file_can_be_bad"),
         ("not 0 <= value <= MAX_INTEGER:", "value < 0:", f"{_BAD} -k absurd"),
@@ -76,12 +76,12 @@ MUTATIONS = (
     ),
     *_mutations(
         "footers",
-        "format.py",
+        "format/framing.py",
         ("if footer_nbytes > MAX_FOOTER_NBYTES:", "if False:", f"{_FILES} -k longer_than_any"),
     ),
     *_mutations(
         "footers",
-        "datafile.py",
+        "format/data_file.py",
         ("min(footer_nbytes, MAX_FOOTER_NBYTES)", "footer_nbytes", f"{_FILES} -k metadata_makes_up"),
     ),
     *_mutations(
@@ -91,14 +91,14 @@ MUTATIONS = (
     ),
     *_mutations(
         "frames",
-        "codecs/zstd.py",
+        "codecs/coders/zstd.py",
         ("if claimed not in (len(out), zstandard.CONTENTSIZE_UNKNOWN) or", "if", f"{_SLICES} -k forged_slice_that"),
         ("allow_extra_data=False", "allow_extra_data=True", f"{_SLICES} -k forged_slice_that"),
         ("if len(decoded) != len(out):", "if False:", f"{_HOSTILE} -k bad_zstd"),
     ),
     *_mutations(
         "frames",
-        "codecs/deflate.py",
+        "codecs/coders/deflate.py",
         ("decompress(stream, len(out) + 1)", "decompress(stream)", f"{_SLICES} -k a_thousandfold"),
         (" or decompressor.unused_data:", ":", f"{_SLICES} -k forged_slice_that"),
         ("not decompressor.eof or", "False or", f"{_HOSTILE} -k bad_deflate"),
@@ -119,14 +119,14 @@ MUTATIONS = (
     ),
     *_mutations(
         "stock items",
-        "stock.py",
+        "loading/stock/items.py",
         ("_SMALL_NBYTES: Final = 16 << 20", "_SMALL_NBYTES: Final = 1 << 40", f"{_FILES} -k bombs_of_stock"),
         ("max_window_size=_WINDOW_NBYTES", "", f"{_FILES} -k stock_window"),
         ("_STEP_NBYTES: Final = 256", "_STEP_NBYTES: Final = 1 << 12", f"{_FILES} -k bombs_of_stock"),
     ),
     *_mutations(
         "objects",
-        "safe_objects.py",
+        "loading/safe_objects.py",
         ("if self.checks_objects:", "if False:", f"{_OBJECTS} -k executed"),
         ("weights_only=True)", "weights_only=False)", f"{_OBJECTS} -k payload_is_always"),
         ('if bytes(data.getbuffer()[:4]) != b"PK\\x03\\x04":', "if False:", f"{_OBJECTS} -k long_ago"),
@@ -136,7 +136,7 @@ MUTATIONS = (
     ),
     *_mutations(
         "objects",
-        "loading.py",
+        "loading/job.py",
         ("if saved.dim() != len(region.sizes) or any(", "if False and any(", f"{_OBJECTS} -k payload_of_another"),
     ),
 )

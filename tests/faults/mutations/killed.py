@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.faults.mutations import Mutation
 
-COMMIT, SAVING = "dcp_nvcomp/commit.py", "dcp_nvcomp/saving.py"
+COMMIT, SAVING = "dcp_nvcomp/saving/commit.py", "dcp_nvcomp/saving/job.py"
 KILLED, RAISES = "tests/faults/test_killed.py -k ", "tests/faults/test_rank_raises.py -k "
 
 MUTATIONS = (
@@ -18,21 +18,21 @@ MUTATIONS = (
     ),
     Mutation(
         row="SIGKILL: the new metadata takes the place of the old in one step",
-        file="dcp_nvcomp/posix.py",
+        file="dcp_nvcomp/storage/local/filesystem.py",
         old="                    os.rename(temporary, final)\n",
         new="                    self.remove([name])\n                    os.rename(temporary, final)\n",
         tests=KILLED + "sync-overwrite-before_the_rename-rank_0",
     ),
     Mutation(
         row="SIGKILL: no save writes into another one's files",
-        file="dcp_nvcomp/posix_output.py",
+        file="dcp_nvcomp/storage/local/output.py",
         old="os.O_WRONLY | os.O_CREAT | os.O_EXCL |",
         new="os.O_WRONLY | os.O_CREAT | os.O_TRUNC |",
         tests="tests/storage/test_lifecycle.py -k name_that_is_taken",
     ),
     Mutation(
         row="SIGKILL: file names that no other save has",
-        file="dcp_nvcomp/format.py",
+        file="dcp_nvcomp/format/framing.py",
         old='    return f"__{rank}_{number}_{file_id}{DATA_FILE_SUFFIX}"\n',
         new="    return f\"__{rank}_{number}_{'0' * 32}{DATA_FILE_SUFFIX}\"\n",
         tests=KILLED + "sync-overwrite-encode",
@@ -85,7 +85,7 @@ MUTATIONS = (
     ),
     Mutation(
         row="one rank raises: the others remove theirs at the next save",
-        file="dcp_nvcomp/writer.py",
+        file="dcp_nvcomp/saving/writer.py",
         old="        if plan.storage_data is True:\n",
         new="        if False:\n",
         tests=RAISES + "test_save[fsync-1]",
@@ -106,14 +106,14 @@ MUTATIONS = (
     ),
     Mutation(
         row="one rank raises: metadata that can't be read on one rank",
-        file="dcp_nvcomp/reader.py",
+        file="dcp_nvcomp/loading/reader.py",
         old="            raise self._failure\n",
         new="            pass\n",
         tests=RAISES + "test_load[read_metadata-1]",
     ),
     Mutation(
         row="one rank raises: errors of load threads are kept",
-        file="dcp_nvcomp/loading.py",
+        file="dcp_nvcomp/loading/job.py",
         old="                                self._finished.put(target)\n"
         "            except BaseException as error:\n                self._fail(error)\n",
         new="                                self._finished.put(target)\n"
@@ -122,7 +122,7 @@ MUTATIONS = (
     ),
     Mutation(
         row="one rank raises, without collectives: the path is refused",
-        file="dcp_nvcomp/writer.py",
+        file="dcp_nvcomp/saving/writer.py",
         old="            refuse_existing(filesystem, rank=save.rank)\n",
         new="            pass\n",
         tests=RAISES + "without_collectives",

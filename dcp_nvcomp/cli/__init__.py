@@ -1,0 +1,1 @@
+"""The command `dcp-nvcomp`, one file a command."""

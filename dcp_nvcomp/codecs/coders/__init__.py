@@ -1,0 +1,1 @@
+"""Entropy coders: what happens to the slices of a plane."""

@@ -1,0 +1,1 @@
+"""Array -> bytes codecs: which planes a block has."""

@@ -1,0 +1,75 @@
+"""Which engine encodes or decodes a tensor, by the `engine` option and by what this machine has."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+from dcp_nvcomp.codecs.choose import CodecChooser, needs_gpu
+from dcp_nvcomp.engines.cuda.engine import cuda_unavailable_reason
+from dcp_nvcomp.errors import CodecUnavailableError
+
+__all__ = ["EngineChoice"]
+
+
+@dataclass
+class EngineChoice:
+    """The `engine` option, applied to one tensor at a time.
+
+    Attributes:
+        option: `"auto"`, `"cpu"` or `"cuda"`.
+    """
+
+    option: str
+    _warned: bool = False
+    _known: tuple[int, str | None] = (0, None)
+
+    def _unavailable_reason(self) -> str | None:
+        """`cuda_unavailable_reason`, asked once in each process: blocks ask by the thousand."""
+        if self._known[0] != os.getpid():
+            self._known = (os.getpid(), cuda_unavailable_reason())
+        return self._known[1]
+
+    def check_codec(self, chooser: CodecChooser) -> None:
+        """Make sure, before anything is written, that the codec can run here.
+
+        Raises:
+            CodecUnavailableError: it needs a GPU or a package that is not here.
+        """
+        if not needs_gpu(chooser):
+            return
+        reason = "engine='cpu' was asked for" if self.option == "cpu" else cuda_unavailable_reason()
+        if reason is not None:
+            raise CodecUnavailableError(
+                f"codec='ans' can't run here: {reason}. It is nvCOMP's and needs an NVIDIA GPU and the extra "
+                "dcp-nvcomp[cu12] or dcp-nvcomp[cu13]. Use codec='auto', which every machine can write and read."
+            )
+
+    def may_use_cuda(self) -> bool:
+        """Whether tensors may come that the CUDA engine handles. Imports nothing: perhaps none will."""
+        return self.option != "cpu" and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+
+    def on_cuda(self, device: torch.device) -> bool:
+        """Whether the CUDA engine handles what is on this device.
+
+        Raises:
+            CodecUnavailableError: `engine="cuda"`, and it can't run here.
+        """
+        if self.option == "cpu" or device.type != "cuda":
+            return False
+        reason = self._unavailable_reason()
+        if reason is None:
+            return True
+        if self.option == "cuda":
+            raise CodecUnavailableError(f"engine='cuda' can't run here: {reason}. Use engine='auto' or 'cpu'.")
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"GPU tensors are handled by the slower CPU engine: {reason}. engine='cpu' silences this.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return False

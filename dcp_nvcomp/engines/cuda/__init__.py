@@ -1,0 +1,1 @@
+"""The CUDA engine: nvCOMP, and kernels of our own."""

@@ -1,0 +1,230 @@
+"""Where everything of a GPU batch lies: tables of addresses and lengths, built with numpy for many blocks at once.
+
+A block's pieces (codecs/base.py) depend only on the chain, its length and its flags, so a `BlockLayout` is worked out
+once and a batch's tables are those of its blocks joined: no Python runs per slice. Pure: knows no GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dcp_nvcomp.codecs.base import ALIGNMENT_NBYTES, CodecChain, padded
+from dcp_nvcomp.codecs.transforms.planes import PLANE_NAMES, Planes
+
+__all__ = [
+    "I64",
+    "THREADS",
+    "TILE_NBYTES",
+    "BlockLayout",
+    "Layouts",
+    "Pieces",
+    "RowTable",
+    "block_table",
+    "copy_table",
+    "fitting",
+    "join_pieces",
+    "padded_nbytes",
+    "size_classes",
+    "starts_of",
+]
+
+I64 = npt.NDArray[np.int64]
+
+# The kernels are compiled with these: threads of a thread block, and how much of a row one thread block works on.
+THREADS = 256
+TILE_NBYTES = 64 << 10
+
+_MAX_ROW_NBYTES = 1 << 31
+
+
+@dataclass(frozen=True)
+class RowTable:
+    """What a kernel is launched over: rows of u64 columns, and for each tile the number of its row."""
+
+    rows: npt.NDArray[np.uint64]
+    tiles: npt.NDArray[np.uint32]
+
+
+def _row_table(columns: Sequence[I64], more: Sequence[I64], lengths: I64) -> RowTable:
+    """Rows of `columns`, the number of the row's first tile, then `more`; tiles cover `lengths`."""
+    assert lengths.size == 0 or int(lengths.max()) <= _MAX_ROW_NBYTES
+    counts = -(-lengths // TILE_NBYTES)
+    rows = np.stack([*columns, np.cumsum(counts) - counts, *more], axis=1).astype(np.uint64)
+    return RowTable(rows, np.repeat(np.arange(lengths.size, dtype=np.uint32), counts))
+
+
+def block_table(data: I64, nbytes: I64, width: I64, flags: I64, planes: I64) -> RowTable:
+    """The table of inspect_blocks, split_blocks and merge_blocks.
+
+    Args:
+        data: addresses of the blocks.
+        nbytes: their lengths.
+        width: bytes of one float, 1 where elements are not split.
+        flags: the blocks' flags; for split, whether the rest plane may be packed.
+        planes: addresses of the planes `low`, `rest` and `exponent`, shape (blocks, 3).
+    """
+    return _row_table([data, nbytes, width, flags], list(planes.T), nbytes)
+
+
+def copy_table(source: I64, target: I64, nbytes: I64, zeros: I64) -> RowTable:
+    """The table of copy_pieces: `nbytes` bytes from `source` to `target`, then `zeros` zero bytes."""
+    return _row_table([source, target, nbytes, zeros], [], nbytes + zeros)
+
+
+def padded_nbytes(nbytes: I64) -> I64:
+    """Each length rounded up to the alignment of slices and planes."""
+    return (nbytes + (ALIGNMENT_NBYTES - 1)) // ALIGNMENT_NBYTES * ALIGNMENT_NBYTES
+
+
+def starts_of(lengths: I64) -> I64:
+    """Where each of several things begins that lie one after the other, and where the last one ends."""
+    starts = np.zeros(lengths.size + 1, np.int64)
+    np.cumsum(lengths, out=starts[1:])
+    return starts
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """The pieces of a block of one length, and its planes in scratch memory.
+
+    Attributes:
+        lengths: decoded length of each piece, in stored order.
+        coded: whether each piece is a slice.
+        places: where each piece lies in the block's scratch memory; in the block itself for a chain without planes.
+        scratch_nbytes: how much scratch memory the block takes.
+        planes: where in it the planes `low`, `rest` and `exponent` begin; -1 for one that has no place there.
+        first_pieces: the piece with which each of these planes begins; -1 for one that is not there.
+        slice_count: how many pieces are slices.
+        coded_nbytes: their decoded lengths together.
+    """
+
+    lengths: I64
+    coded: npt.NDArray[np.bool_]
+    places: I64
+    scratch_nbytes: int
+    planes: tuple[int, int, int]
+    first_pieces: tuple[int, int, int]
+    slice_count: int
+    coded_nbytes: int
+
+
+def _layout(chain: CodecChain, nbytes: int, flags: int, every_plane: bool) -> BlockLayout:
+    codec, has_coder = chain.array_to_bytes, chain.coder is not None
+    places: list[int] = []
+    scratch_nbytes = 0
+    # places are those of unpacked planes: split needs them before the flags are known, and they are never too small
+    for plane in codec.layout(nbytes, 0, has_coder):
+        in_scratch = plane.coded or (every_plane and isinstance(codec, Planes))
+        places.append(scratch_nbytes if in_scratch else -1)
+        scratch_nbytes += padded(plane.nbytes) if in_scratch else 0
+    pieces = chain.layout(nbytes, flags)
+    planes, first_pieces = [-1, -1, -1], [-1, -1, -1]
+    if isinstance(codec, Planes):
+        for index, name in enumerate(codec.plane_names):
+            column = PLANE_NAMES.index(name)
+            planes[column] = places[index]
+            first_pieces[column] = next((at for at, piece in enumerate(pieces) if piece.plane == index), -1)
+    lengths = np.array([piece.nbytes for piece in pieces], np.int64)
+    coded = np.array([piece.coded for piece in pieces], np.bool_)
+    return BlockLayout(
+        lengths=lengths,
+        coded=coded,
+        places=np.array([max(places[piece.plane], 0) + piece.start for piece in pieces], np.int64),
+        scratch_nbytes=scratch_nbytes,
+        planes=(planes[0], planes[1], planes[2]),
+        first_pieces=(first_pieces[0], first_pieces[1], first_pieces[2]),
+        slice_count=int(coded.sum()),
+        coded_nbytes=int(lengths[coded].sum()),
+    )
+
+
+class Layouts:
+    """Layouts, remembered: almost all blocks of a record have one of two.
+
+    Args:
+        every_plane: whether stored planes get a place in scratch memory too, as encoding needs.
+    """
+
+    def __init__(self, *, every_plane: bool) -> None:
+        self._every_plane = every_plane
+        self._layouts: dict[tuple[CodecChain, int, int], BlockLayout] = {}
+
+    def get(self, chain: CodecChain, nbytes: int, flags: int) -> BlockLayout:
+        """The layout of a block of `nbytes` decoded bytes with these flags."""
+        key = (chain, nbytes, flags)
+        layout = self._layouts.get(key)
+        if layout is None:
+            if len(self._layouts) > 4096:
+                self._layouts.clear()
+            layout = self._layouts[key] = _layout(chain, nbytes, flags, self._every_plane)
+        return layout
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The pieces of all blocks of a batch.
+
+    Attributes:
+        block: the number of each piece's block.
+        bounds: of each block, its first piece; one more at the end.
+        lengths: decoded lengths.
+        coded: whether each piece is a slice.
+        places: their places in scratch memory, relative to their block's.
+    """
+
+    block: I64
+    bounds: I64
+    lengths: I64
+    coded: npt.NDArray[np.bool_]
+    places: I64
+
+
+def join_pieces(layouts: Sequence[BlockLayout]) -> Pieces:
+    """The pieces of several blocks, one block after the other."""
+    counts = np.array([layout.lengths.size for layout in layouts], np.int64)
+    return Pieces(
+        block=np.repeat(np.arange(counts.size), counts),
+        bounds=starts_of(counts),
+        lengths=np.concatenate([layout.lengths for layout in layouts]),
+        coded=np.concatenate([layout.coded for layout in layouts]),
+        places=np.concatenate([layout.places for layout in layouts]),
+    )
+
+
+def size_classes(lengths: I64, slice_nbytes: int) -> list[tuple[int, I64]]:
+    """Slices grouped by length, as nvCOMP wants output room for the longest input of a batch behind each of them.
+
+    Args:
+        lengths: of the slices, each from 1 to `slice_nbytes`.
+        slice_nbytes: of the coder.
+
+    Returns:
+        For each group the length that none of it exceeds, and the numbers of its slices. Within a group no length is
+        under a quarter of that bound, or the bound is small.
+    """
+    remaining = np.arange(lengths.size)
+    groups: list[tuple[int, I64]] = []
+    ceiling = slice_nbytes
+    while remaining.size:
+        floor = ceiling // 4 if ceiling > 4096 else 0
+        large = lengths[remaining] > floor
+        if large.any():
+            groups.append((ceiling, remaining[large]))
+        remaining = remaining[~large]
+        ceiling = floor
+    return groups
+
+
+def fitting(costs: Sequence[int], start: int, most: int, budget_nbytes: int) -> int:
+    """How many things from `start` on fit into a budget together: at least one, at most `most`."""
+    spent, count = 0, 0
+    while count < most and start + count < len(costs):
+        spent += costs[start + count]
+        if count and spent > budget_nbytes:
+            break
+        count += 1
+    return count

@@ -1,0 +1,298 @@
+"""nvCOMP's coders on batches of slices: Zstd, Deflate and ANS as bare streams, one for each slice.
+
+encode   scratch memory, where its slices lie  -->  where their frames lie, how long they are
+decode   encoded memory, where its frames lie  -->  scratch memory, how much came out of each
+
+Both only start the work, so that several coders of a batch, and what follows them, are queued before anybody waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from dcp_nvcomp.codecs.base import Coder, padded
+from dcp_nvcomp.codecs.coders.ans import Ans
+from dcp_nvcomp.codecs.coders.deflate import Deflate
+from dcp_nvcomp.codecs.coders.zstd import Zstd
+from dcp_nvcomp.engines.cuda.batches import I64, size_classes
+from dcp_nvcomp.engines.cuda.device import Device
+from dcp_nvcomp.errors import CodecUnavailableError, UnsupportedVersionError
+
+__all__ = ["Decoding", "Frames", "NvcompCoders"]
+
+
+@dataclass(frozen=True)
+class _EncodedGroup:
+    """Slices of one size class while they are encoded.
+
+    Attributes:
+        members: their numbers.
+        batch: nvCOMP's, of the frames.
+        source: nvCOMP's, of the slices: its tables must live until the work is done.
+        room_nbytes: the room of each frame.
+    """
+
+    members: I64
+    batch: Any
+    source: Any
+    room_nbytes: int
+
+
+class Frames:
+    """What slices are encoded to.
+
+    Attributes:
+        addresses: where each slice's frame lies; 0 for one that nvCOMP was not given.
+    """
+
+    def __init__(self, lengths: I64) -> None:
+        self.addresses = np.zeros_like(lengths)
+        self._nbytes = lengths.copy()
+        self._groups: list[_EncodedGroup] = []
+        self._memory: list[Tensor] = []
+
+    def add(self, group: _EncodedGroup, slots: Tensor) -> None:
+        """Slices that are being encoded, each to a slot of its own."""
+        self._groups.append(group)
+        self._memory.append(slots)
+        at = np.arange(group.members.size, dtype=np.int64) * group.room_nbytes
+        self.addresses[group.members] = slots.data_ptr() + at
+
+    def nbytes(self) -> I64:
+        """How long each frame is, the slice's own length for one that nvCOMP was not given. Waits."""
+        groups, self._groups = self._groups, []
+        for group in groups:
+            found = np.asarray(group.batch.buffer_sizes, np.int64)
+            if found.shape != group.members.shape or (found <= 0).any() or (found > group.room_nbytes).any():
+                raise RuntimeError(f"nvCOMP reports impossible sizes for {group.members.size} slices.")
+            self._nbytes[group.members] = found
+        return self._nbytes
+
+
+class Decoding:
+    """Slices while they are decoded.
+
+    Args:
+        batch: nvCOMP's, of the slices.
+        source: nvCOMP's, of the frames: its tables must live until the work is done.
+        lengths: how long the slices must become.
+    """
+
+    def __init__(self, batch: Any, source: Any, lengths: I64) -> None:
+        self._batch = batch
+        self._source = source
+        self._lengths = lengths
+
+    def good(self) -> npt.NDArray[np.bool_]:
+        """For each slice whether nvCOMP decoded it to its length. Waits."""
+        found = np.asarray(self._batch.buffer_sizes, np.int64)
+        return found == self._lengths if found.shape == self._lengths.shape else np.zeros(self._lengths.shape, np.bool_)
+
+
+@dataclass(frozen=True)
+class _Workspace:
+    """How much scratch memory nvCOMP takes for itself: so much a decoded byte, and so much a slice."""
+
+    per_byte: float
+    per_slice: int
+
+    def nbytes(self, coded_nbytes: int, slices: int) -> int:
+        return int(coded_nbytes * self.per_byte) + slices * self.per_slice
+
+
+# What nvCOMP 6.0's temp-size functions answer without a GPU (Zstd decode 3 n + 6.9 KB, Deflate 1 up to 9.5 n + 38 KB,
+# none for Deflate 0 and ANS). Zstd's encoder can only be asked on one: a guess, corrected upwards by what is seen.
+_ENCODE_WORKSPACE = {
+    "Zstd": _Workspace(4, 16 << 10),
+    "Deflate": _Workspace(0, 256),
+    "Deflate matching": _Workspace(9.5, 40 << 10),
+    "ANS": _Workspace(0, 256),
+}
+_DECODE_WORKSPACE = {
+    "Zstd": _Workspace(3.05, 8 << 10),
+    "Deflate": _Workspace(0, 256),
+    "Deflate matching": _Workspace(0, 256),
+    "ANS": _Workspace(0, 256),
+}
+
+# nvCOMP's `algorithm_type` of Deflate: 0 codes literals only, 1 searches for matches.
+_DEFLATE_LITERALS, _DEFLATE_MATCHES = 0, 1
+
+# Batches of one state have few shapes; a load whose batches all differ must not keep them all.
+_KEPT_CONFIGS = 64
+
+_ANS_ITEM_NBYTES = {"<f2": 2, "<f4": 4}
+
+
+class NvcompCoders:
+    """nvCOMP codecs on a device's stream, made when first needed.
+
+    Args:
+        device: where they run.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._codecs: dict[Coder, Any] = {}
+        self._bounds: dict[tuple[Coder, int], int] = {}
+        self._decompress_configs: dict[tuple[Coder, bytes], Any] = {}
+        self._encode_workspace = dict(_ENCODE_WORKSPACE)
+        self._decode_workspace = dict(_DECODE_WORKSPACE)
+
+    @property
+    def version(self) -> str:
+        """Which nvCOMP this is."""
+        return str(self._device.nvcomp.__version__)
+
+    def check_decodable(self, coder: Coder | None) -> None:
+        """Refuse what this nvCOMP can't decode: ANS changes from one major version to the next.
+
+        Raises:
+            UnsupportedVersionError: another major version wrote it.
+        """
+        if isinstance(coder, Ans) and coder.nvcomp_version.split(".")[0] != self.version.split(".")[0]:
+            wrote = coder.nvcomp_version or "(version not recorded)"
+            raise UnsupportedVersionError(
+                f"This record was coded with the ANS of nvCOMP {wrote}, which nvCOMP {self.version} can't decode: "
+                f"install nvidia-nvcomp-cu13=={wrote.split('.')[0]}.* (or -cu12), load the checkpoint there and save "
+                "it again with codec='auto'."
+            )
+
+    def slot_nbytes(self, coder: Coder, ceiling: int) -> int:
+        """Room for the frame of a slice of at most `ceiling` bytes."""
+        bound = self._bounds.get((coder, ceiling))
+        if bound is None:
+            sample = self._device.nvcomp.as_array(self._device.empty(ceiling), cuda_stream=self._device.stream_handle)
+            bound = self._bounds[coder, ceiling] = int(self._codec(coder).get_max_comp_buffer_size(sample))
+        return padded(bound)
+
+    def encode_nbytes(self, coder: Coder, lengths: I64) -> int:
+        """How much device memory it takes to encode slices of these lengths, beside the slices."""
+        slots = sum(
+            self.slot_nbytes(coder, ceiling) * members.size
+            for ceiling, members in size_classes(lengths, coder.slice_nbytes)
+        )
+        return slots + self._encode_workspace[_kind(coder)].nbytes(int(lengths.sum()), lengths.size)
+
+    def decode_nbytes(self, coder: Coder, lengths: I64) -> int:
+        """How much device memory it takes to decode slices of these lengths, beside the slices and their frames."""
+        return self._decode_workspace[_kind(coder)].nbytes(int(lengths.sum()), lengths.size)
+
+    def encode(self, coder: Coder, scratch: Tensor, places: I64, lengths: I64) -> Frames:
+        """Start to encode slices.
+
+        Args:
+            coder: the coder.
+            scratch: the memory in which the slices lie.
+            places: where each begins in it, multiples of 16.
+            lengths: how long each is, at least 1.
+
+        Returns:
+            Their frames. One that is not shorter than its slice means: store the slice.
+        """
+        frames = Frames(lengths)
+        item_nbytes = _ANS_ITEM_NBYTES.get(coder.data_type, 1) if isinstance(coder, Ans) else 1
+        for ceiling, members in size_classes(lengths, coder.slice_nbytes):
+            members = members[lengths[members] % item_nbytes == 0]
+            if members.size == 0:
+                continue
+            slot_nbytes = self.slot_nbytes(coder, ceiling)
+            slots = self._device.empty(slot_nbytes * members.size)
+            at, room = np.arange(members.size, dtype=np.int64) * slot_nbytes, np.full(members.size, slot_nbytes)
+            source, target = self._batch(scratch, places[members], lengths[members]), self._batch(slots, at, room)
+            with self._learning(self._encode_workspace, _kind(coder), lengths[members]):
+                batch = self._codec(coder).encode(source, out=target)
+            frames.add(_EncodedGroup(members, batch, source, slot_nbytes), slots)
+        return frames
+
+    def decode(
+        self, coder: Coder, encoded: Tensor, at: I64, nbytes: I64, scratch: Tensor, places: I64, lengths: I64
+    ) -> Decoding:
+        """Start to decode slices.
+
+        Args:
+            coder: the coder.
+            encoded: the memory in which the frames lie.
+            at: where each begins in it, multiples of 16.
+            nbytes: how long each is.
+            scratch: where the slices go.
+            places: where each begins in it, multiples of 16.
+            lengths: how long each must become.
+
+        Returns:
+            What tells how it went.
+        """
+        codec, config = self._codec(coder), self._decompress_config(coder, lengths)
+        source, target = self._batch(encoded, at, nbytes), self._batch(scratch, places, lengths)
+        with self._learning(self._decode_workspace, _kind(coder), lengths):
+            batch = codec.decode(source, out=target, decompression_config=config)
+        return Decoding(batch, source, lengths)
+
+    def _decompress_config(self, coder: Coder, lengths: I64) -> Any:
+        """What nvCOMP wants to know beforehand. Made from the lengths, so that it neither waits nor reads the frames.
+
+        Without it `decode` stops the stream to parse all of them, which for Deflate means to decode them twice.
+        """
+        key = (coder, lengths.tobytes())
+        config = self._decompress_configs.get(key)
+        if config is None:
+            if len(self._decompress_configs) >= _KEPT_CONFIGS:
+                self._decompress_configs.clear()
+            codec = self._codec(coder)
+            config = codec.decompression_config(codec.compression_config(lengths.tolist()))
+            self._decompress_configs[key] = config
+        return config
+
+    def _batch(self, memory: Tensor, at: I64, nbytes: I64) -> Any:
+        return self._device.nvcomp.as_arrays(
+            memory, at.tolist(), nbytes.tolist(), cuda_stream=self._device.stream_handle
+        )
+
+    @contextmanager
+    def _learning(self, workspaces: dict[str, _Workspace], kind: str, lengths: I64) -> Iterator[None]:
+        """Correct the guess of nvCOMP's scratch memory upwards, so that the next batch keeps to the budget."""
+        memory, stream = self._device.nvcomp_memory, self._device.stream_handle
+        before_nbytes = memory.reset_peak(stream)
+        yield
+        known = workspaces[kind]
+        excess = memory.peak_nbytes(stream) - before_nbytes - known.nbytes(int(lengths.sum()), lengths.size)
+        if excess > 0:
+            workspaces[kind] = replace(known, per_byte=known.per_byte + excess / int(lengths.sum()))
+
+    def _codec(self, coder: Coder) -> Any:
+        codec = self._codecs.get(coder)
+        if codec is None:
+            codec = self._codecs[coder] = self._device.nvcomp.Codec(
+                bitstream_kind=self._device.nvcomp.BitstreamKind.RAW,
+                uncomp_chunk_size=coder.slice_nbytes,
+                device_id=self._device.torch_device.index or 0,
+                cuda_stream=self._device.stream_handle,
+                **_options(coder),
+            )
+        return codec
+
+
+def _options(coder: Coder) -> dict[str, Any]:
+    if isinstance(coder, Zstd):
+        return {"algorithm": "Zstd"}  # it has no levels here, so literals_only has nothing to set
+    if isinstance(coder, Deflate):
+        return {
+            "algorithm": "Deflate",
+            "algorithm_type": _DEFLATE_LITERALS if coder.literals_only else _DEFLATE_MATCHES,
+        }
+    if isinstance(coder, Ans):
+        return {"algorithm": "ANS", "data_type": coder.data_type}
+    raise CodecUnavailableError(f"The CUDA engine has no coder {coder.name!r}.")
+
+
+def _kind(coder: Coder) -> str:
+    options = _options(coder)
+    matching = options.get("algorithm_type") == _DEFLATE_MATCHES
+    return f"{options['algorithm']} matching" if matching else str(options["algorithm"])

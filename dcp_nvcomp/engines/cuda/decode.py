@@ -1,0 +1,284 @@
+"""Encoded blocks to blocks, a batch at a time on a device; the blocks may be of any chains.
+
+check     on the host: CRC, lengths and flags, before the GPU sees a byte
+fetch     encoded blocks --> one run of device memory
+decode    frames --> slices of coded planes in scratch memory; stored slices are copied there
+merge     planes --> blocks, in the caller's memory
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from dcp_nvcomp.codecs.base import CodecChain, Coder
+from dcp_nvcomp.codecs.encoded import BlockRow
+from dcp_nvcomp.codecs.transforms.planes import Planes
+from dcp_nvcomp.engines.cpu import checksum
+from dcp_nvcomp.engines.cuda.batches import (
+    I64,
+    BlockLayout,
+    Layouts,
+    Pieces,
+    block_table,
+    copy_table,
+    join_pieces,
+    padded_nbytes,
+    starts_of,
+)
+from dcp_nvcomp.engines.cuda.coders import Decoding, NvcompCoders
+from dcp_nvcomp.engines.cuda.device import Device
+from dcp_nvcomp.errors import CorruptDataError
+
+__all__ = ["BatchDecoder", "DecodeJob", "JobChecks"]
+
+Bools = npt.NDArray[np.bool_]
+
+_OVERHEAD_NBYTES = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeJob:
+    """One block to decode.
+
+    Attributes:
+        data: the encoded block in host memory.
+        row: its rows of the footer's tables.
+        chain: its codec chain.
+        out: receives the block: 1-D contiguous uint8 on the device, exactly its decoded size.
+        path: the file it is from, for messages.
+        fqn: the state-dict key it is of, for messages.
+        byte_range: where in the file it lies, for messages.
+    """
+
+    data: memoryview
+    row: BlockRow
+    chain: CodecChain
+    out: Tensor
+    path: str | None = None
+    fqn: str | None = None
+    byte_range: tuple[int, int] | None = None
+
+
+def _refuse(job: DecodeJob, message: str) -> NoReturn:
+    raise CorruptDataError(message, path=job.path, fqn=job.fqn, byte_range=job.byte_range)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Where everything of a batch lies, as addresses in device memory.
+
+    Attributes:
+        out: of each block, where it goes.
+        scratch: of each block, its scratch memory.
+        frames: of each piece, where it lies as it was stored.
+        stored_nbytes: of each piece, how long it is as it was stored.
+        places: of each piece, where it goes: scratch memory, or the block itself.
+        plain: of each piece, whether its block is not split into planes.
+    """
+
+    out: I64
+    scratch: I64
+    frames: I64
+    stored_nbytes: I64
+    places: I64
+    plain: Bools
+
+
+class JobChecks:
+    """All that the host can see of a block before a GPU does. Not for several threads at once."""
+
+    def __init__(self) -> None:
+        self._layouts = Layouts(every_plane=False)
+
+    def check(self, job: DecodeJob, *, verify: str) -> None:
+        """Check a block; of `job.out` only the length matters.
+
+        Raises:
+            CorruptDataError: its CRC fails, or its lengths or flags make no sense.
+        """
+        if verify != "off" and checksum(job.data) != job.row.encoded_crc:
+            _refuse(job, "The stored bytes fail their CRC: the file is damaged.")
+        codec = job.chain.array_to_bytes
+        if not codec.check_flags(job.row.flags):
+            _refuse(job, f"The block has flags {job.row.flags}, which its codec never writes.")
+        if isinstance(codec, Planes) and job.out.numel() % codec.float_nbytes:
+            _refuse(job, "The block is not a whole number of floats long.")
+        layout = self._layouts.get(job.chain, job.out.numel(), job.row.flags)
+        stored_nbytes = layout.lengths.copy()
+        if len(job.row.slice_nbytes) != layout.slice_count:
+            _refuse(job, "The block has not the slices that its codec makes.")
+        stored_nbytes[layout.coded] = job.row.slice_nbytes
+        too_large = stored_nbytes > layout.lengths
+        if too_large.any() or (stored_nbytes[layout.coded] < 1).any():
+            _refuse(job, "A slice has not the size that its block has room for.")
+        if int(padded_nbytes(stored_nbytes).sum()) > job.data.nbytes:
+            _refuse(job, "The block is shorter than its slices.")
+
+
+class BatchDecoder:
+    """Decodes batches on a device.
+
+    Args:
+        device: the device.
+        coders: nvCOMP on it.
+    """
+
+    def __init__(self, device: Device, coders: NvcompCoders) -> None:
+        self._device = device
+        self._coders = coders
+        self._layouts = Layouts(every_plane=False)
+
+    def _layout(self, job: DecodeJob) -> BlockLayout:
+        return self._layouts.get(job.chain, job.out.numel(), job.row.flags)
+
+    def cost_nbytes(self, job: DecodeJob) -> int:
+        """How much device memory a block takes while it is decoded, beside itself."""
+        layout = self._layout(job)
+        cost = job.data.nbytes + layout.scratch_nbytes + _OVERHEAD_NBYTES
+        if job.chain.coder is not None and layout.slice_count:
+            cost += self._coders.decode_nbytes(job.chain.coder, layout.lengths[layout.coded])
+        return cost
+
+    def decode(self, jobs: Sequence[DecodeJob], *, verify: str) -> None:
+        """Decode a batch of checked blocks.
+
+        Raises:
+            CorruptDataError: a slice does not decode to its length, or a decoded block fails its CRC.
+        """
+        layouts = [self._layout(job) for job in jobs]
+        pieces = join_pieces(layouts)
+        with self._device.session([job.out for job in jobs]):
+            encoded, encoded_starts = self._fetch(jobs)
+            scratch_starts = starts_of(np.array([layout.scratch_nbytes for layout in layouts], np.int64))
+            scratch = self._device.empty(int(scratch_starts[-1]))
+            batch = _lay_out(
+                jobs, pieces, encoded_starts[:-1] + encoded.data_ptr(), scratch_starts[:-1] + scratch.data_ptr()
+            )
+            framed = pieces.coded & (batch.stored_nbytes < pieces.lengths)
+            # slices stored as they are, and planes of blocks that are not split; merge reads other planes in place
+            self._copy(batch.frames, batch.places, pieces.lengths, (pieces.coded | batch.plain) & ~framed)
+            decodings = self._decode_slices(jobs, pieces, batch, framed, encoded, scratch)
+            self._copy(batch.scratch[pieces.block] + pieces.places, batch.places, pieces.lengths, framed & batch.plain)
+            self._merge(jobs, layouts, pieces, batch)
+            crc = self._inspect(jobs, batch) if verify == "full" else None
+            for name, which, decoding in decodings:
+                good = decoding.good()
+                if not good.all():
+                    bad = jobs[int(pieces.block[which[int(np.argmin(good))]])]
+                    _refuse(bad, f"A {name} slice does not decode to its length.")
+        if crc is not None:
+            for job, found in zip(jobs, crc.tolist(), strict=True):
+                if found != job.row.uncompressed_crc:
+                    _refuse(job, "The decoded bytes fail their CRC, though the stored ones match theirs.")
+
+    def _fetch(self, jobs: Sequence[DecodeJob]) -> tuple[Tensor, I64]:
+        nbytes = np.array([job.data.nbytes for job in jobs], np.int64)
+        starts = starts_of(padded_nbytes(nbytes))
+        encoded = self._device.empty(int(starts[-1]))
+        for run, start in zip(*_host_runs(jobs, nbytes, starts[:-1]), strict=True):
+            self._device.copy_in(run, encoded[start : start + run.nbytes])
+        return encoded, starts
+
+    def _copy(self, source: I64, target: I64, nbytes: I64, which: Bools) -> None:
+        if which.any():
+            zeros = np.zeros(int(which.sum()), np.int64)
+            self._device.kernels.copy(copy_table(source[which], target[which], nbytes[which], zeros))
+
+    def _decode_slices(
+        self, jobs: Sequence[DecodeJob], pieces: Pieces, batch: _Batch, framed: Bools, encoded: Tensor, scratch: Tensor
+    ) -> list[tuple[str, I64, Decoding]]:
+        """Start to decode all slices; returns for each coder its name, the numbers of its pieces, and how it goes."""
+        coders: dict[Coder, int] = {}
+        coder_of_job = np.full(len(jobs), -1, np.int64)
+        for index, job in enumerate(jobs):
+            if job.chain.coder is not None:
+                coder_of_job[index] = coders.setdefault(job.chain.coder, len(coders))
+        coder_of_piece = coder_of_job[pieces.block]
+        places = batch.scratch[pieces.block] + pieces.places - scratch.data_ptr()
+        decodings = []
+        for coder, number in coders.items():
+            which = np.flatnonzero(framed & (coder_of_piece == number))
+            if which.size == 0:
+                continue
+            decoding = self._coders.decode(
+                coder,
+                encoded,
+                batch.frames[which] - encoded.data_ptr(),
+                batch.stored_nbytes[which],
+                scratch,
+                places[which],
+                pieces.lengths[which],
+            )
+            decodings.append((coder.name, which, decoding))
+        return decodings
+
+    def _merge(self, jobs: Sequence[DecodeJob], layouts: Sequence[BlockLayout], pieces: Pieces, batch: _Batch) -> None:
+        split = [index for index, job in enumerate(jobs) if isinstance(job.chain.array_to_bytes, Planes)]
+        if not split:
+            return
+        which = np.array(split, np.int64)
+        in_scratch = np.array([layouts[index].planes for index in split], np.int64)
+        first_pieces = np.array([layouts[index].first_pieces for index in split], np.int64)
+        as_stored = batch.frames[(pieces.bounds[which, np.newaxis] + first_pieces).clip(min=0)]
+        planes = np.where(in_scratch >= 0, batch.scratch[which, np.newaxis] + in_scratch, as_stored)
+        self._device.kernels.merge(
+            block_table(
+                batch.out[which],
+                np.array([jobs[index].out.numel() for index in split], np.int64),
+                np.array([_width(jobs[index]) for index in split], np.int64),
+                np.array([jobs[index].row.flags for index in split], np.int64),
+                planes,
+            )
+        )
+
+    def _inspect(self, jobs: Sequence[DecodeJob], batch: _Batch) -> npt.NDArray[np.uint32]:
+        nbytes = np.array([job.out.numel() for job in jobs], np.int64)
+        results = torch.zeros((2, len(jobs)), dtype=torch.int32, device=self._device.torch_device)
+        ones, zeros = np.ones_like(nbytes), np.zeros_like(nbytes)
+        table = block_table(batch.out, nbytes, ones, zeros, np.zeros((len(jobs), 3), np.int64))
+        self._device.kernels.inspect(table, results[0], results[1])
+        return results[0].cpu().numpy().view(np.uint32)
+
+
+def _host_runs(jobs: Sequence[DecodeJob], nbytes: I64, starts: I64) -> tuple[list[memoryview], list[int]]:
+    """The blocks' host memory, joined where it lies one after the other, as that of one read does; and the starts."""
+    addresses = np.array([np.frombuffer(job.data, np.uint8).ctypes.data for job in jobs], np.int64)
+    joined = (addresses[:-1] + nbytes[:-1] == addresses[1:]) & (starts[:-1] + nbytes[:-1] == starts[1:])
+    first = np.flatnonzero(np.concatenate([[True], ~joined]))
+    last = np.concatenate([first[1:], [len(jobs)]]) - 1
+    lengths = addresses[last] + nbytes[last] - addresses[first]
+    runs = [
+        memoryview((ctypes.c_uint8 * length).from_address(address)).cast("B")
+        for address, length in zip(addresses[first].tolist(), lengths.tolist(), strict=True)
+    ]
+    return runs, starts[first].tolist()
+
+
+def _width(job: DecodeJob) -> int:
+    codec = job.chain.array_to_bytes
+    return codec.float_nbytes if isinstance(codec, Planes) else 1
+
+
+def _lay_out(jobs: Sequence[DecodeJob], pieces: Pieces, encoded: I64, scratch: I64) -> _Batch:
+    """Addresses of all pieces of checked blocks, whose encoded bytes and scratch memory begin at these addresses."""
+    stored_nbytes = pieces.lengths.copy()
+    stored_nbytes[pieces.coded] = [size for job in jobs for size in job.row.slice_nbytes]
+    starts = starts_of(padded_nbytes(stored_nbytes))
+    out = np.array([job.out.data_ptr() for job in jobs], np.int64)
+    plain = np.array([not isinstance(job.chain.array_to_bytes, Planes) for job in jobs], np.bool_)[pieces.block]
+    return _Batch(
+        out=out,
+        scratch=scratch,
+        frames=starts[:-1] - starts[pieces.bounds[pieces.block]] + encoded[pieces.block],
+        stored_nbytes=stored_nbytes,
+        places=np.where(plain, out[pieces.block], scratch[pieces.block]) + pieces.places,
+        plain=plain,
+    )

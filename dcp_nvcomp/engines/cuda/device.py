@@ -1,0 +1,324 @@
+"""A GPU as the CUDA engine needs it: memory, copies, a stream of its own, the kernels, nvCOMP.
+
+`Device` is the seam: the engine's code above it knows no CUDA, so tests run all of it on a CPU. `CudaDevice` is the
+real one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.resources
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from dcp_nvcomp.engines.cuda.batches import THREADS, TILE_NBYTES, RowTable
+from dcp_nvcomp.engines.cuda.crc_tables import power_table, stride_table
+from dcp_nvcomp.engines.cuda.support import cuda_unavailable_reason, load_cupy, load_nvcomp
+from dcp_nvcomp.errors import CodecUnavailableError
+
+__all__ = [
+    "KERNEL_OPTIONS",
+    "CudaDevice",
+    "Device",
+    "Kernels",
+    "LaunchedKernels",
+    "NvcompMemory",
+    "host_tensor",
+    "kernel_source",
+]
+
+KERNEL_OPTIONS = ("-std=c++17", f"-DTHREADS={THREADS}", f"-DTILE_NBYTES={TILE_NBYTES}")
+
+# Starts a kernel on the device's stream: its name, how many tiles, the addresses that it is given.
+Launch = Callable[[str, int, tuple[int, ...]], None]
+
+
+def kernel_source() -> str:
+    """The text of kernels.cu."""
+    return importlib.resources.files("dcp_nvcomp.engines.cuda").joinpath("kernels.cu").read_text(encoding="utf-8")
+
+
+def host_tensor(memory: memoryview) -> Tensor:
+    """Host memory as a tensor, which must not outlive it. Memory that may only be read is fine where nobody writes."""
+    array = np.frombuffer(memory, np.uint8)
+    if array.size == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    # torch.frombuffer itself warns of read-only memory, and the bytes that a reader fetched are read-only
+    return torch.frombuffer((ctypes.c_uint8 * array.size).from_address(array.ctypes.data), dtype=torch.uint8)
+
+
+class Kernels(Protocol):
+    """What kernels.cu does; the tables are those of batches.py. Only inside a device's session."""
+
+    def inspect(self, blocks: RowTable, crc: Tensor, seen: Tensor) -> None:
+        """Put each block's CRC32C into `crc`, and which signs occur in it into `seen`; int32, all zero before."""
+
+    def split(self, blocks: RowTable, seen: Tensor, flags: Tensor) -> None:
+        """Split blocks into planes, and put each block's flags into `flags`."""
+
+    def merge(self, blocks: RowTable) -> None:
+        """Put blocks together from their planes."""
+
+    def copy(self, pieces: RowTable) -> None:
+        """Copy runs of bytes, each followed by zero bytes."""
+
+
+class NvcompMemory:
+    """nvCOMP's device memory, from torch's caching allocator: plain cudaMalloc and cudaFree synchronise the device.
+
+    Knows how much nvCOMP holds for each stream, as nothing else tells how much scratch memory a coder takes. Any thread
+    may allocate. Memory is given back wherever the garbage collector happens to run, perhaps on a thread that is inside
+    one of these methods: so `release` takes no lock, it leaves a note that the next of them reads.
+
+    Args:
+        allocate: (bytes, nvCOMP's stream object) to an address.
+        free: the reverse.
+    """
+
+    def __init__(self, allocate: Callable[[int, Any], int], free: Callable[[int], None]) -> None:
+        self._allocate = allocate
+        self._free = free
+        self._lock = threading.Lock()
+        self._held_nbytes: dict[int, int] = {}
+        self._peak_nbytes: dict[int, int] = {}
+        self._released: deque[tuple[int, int]] = deque()
+
+    def __call__(self, nbytes: int, stream: Any) -> _Allocation:
+        """Allocate, as nvCOMP asks for it."""
+        handle = int(stream.ptr)
+        allocation = _Allocation(self, self._allocate(max(nbytes, 1), stream), nbytes, handle)
+        with self._lock:
+            held_nbytes = self._settled(handle) + nbytes
+            self._held_nbytes[handle] = held_nbytes
+            self._peak_nbytes[handle] = max(self._peak_nbytes.get(handle, 0), held_nbytes)
+        return allocation
+
+    def _settled(self, stream_handle: int) -> int:
+        """What is held for a stream, all notes read."""
+        while self._released:
+            stream, nbytes = self._released.popleft()
+            self._held_nbytes[stream] = self._held_nbytes.get(stream, 0) - nbytes
+        return self._held_nbytes.get(stream_handle, 0)
+
+    def peak_nbytes(self, stream_handle: int) -> int:
+        """The most that was held for a stream since `reset_peak`."""
+        with self._lock:
+            return self._peak_nbytes.get(stream_handle, 0)
+
+    def reset_peak(self, stream_handle: int) -> int:
+        """Let `peak_nbytes` begin anew from what is held now; returns that."""
+        with self._lock:
+            held_nbytes = self._peak_nbytes[stream_handle] = self._settled(stream_handle)
+            return held_nbytes
+
+    def release(self, allocation: _Allocation) -> None:
+        """What an allocation calls when nvCOMP drops it."""
+        self._released.append((allocation.stream, allocation.nbytes))
+        self._free(allocation.ptr)
+
+
+class _Allocation:
+    """nvCOMP reads `ptr`, and gives the memory back by dropping the object."""
+
+    def __init__(self, memory: NvcompMemory, ptr: int, nbytes: int, stream: int) -> None:
+        self._memory = memory
+        self.ptr = ptr
+        self.nbytes = nbytes
+        self.stream = stream
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self._memory.release(self)
+
+
+_INSTALLING = threading.Lock()
+
+
+def _installed_memory() -> NvcompMemory:
+    """The one that nvCOMP has for the whole process, though several threads make engines at the same time."""
+    with _INSTALLING:
+        return _install_memory()
+
+
+@functools.cache
+def _install_memory() -> NvcompMemory:
+
+    def allocate(nbytes: int, stream: Any) -> int:
+        return int(torch.cuda.caching_allocator_alloc(nbytes, device=stream.device, stream=stream.ptr))
+
+    memory = NvcompMemory(allocate, torch.cuda.caching_allocator_delete)
+    load_nvcomp().set_device_allocator(memory)
+    return memory
+
+
+class Device(Protocol):
+    """Where batches are encoded and decoded.
+
+    Attributes:
+        torch_device: the device of the blocks' tensors.
+        stream_handle: the `cudaStream_t` of its stream.
+        kernels: the kernels, on that stream.
+        nvcomp: nvCOMP's module.
+        nvcomp_memory: what nvCOMP holds.
+    """
+
+    torch_device: torch.device
+    stream_handle: int
+    kernels: Kernels
+    nvcomp: Any
+    nvcomp_memory: NvcompMemory
+
+    def session(
+        self, tensors: Sequence[Tensor], after: Sequence[torch.cuda.Event] = ()
+    ) -> AbstractContextManager[None]:
+        """Work on the device's own stream.
+
+        At its end, also by an exception, all work is complete: results are in host memory, and nobody reads the
+        caller's memory any more.
+
+        Args:
+            tensors: the caller's device memory that the work uses.
+            after: the events that it waits for; without any it waits for what the current stream has under way.
+        """
+
+    def current(self) -> AbstractContextManager[object]:
+        """Have nvCOMP and torch take this device for granted; a session does that too."""
+
+    def empty(self, nbytes: int) -> Tensor:
+        """Device memory, uint8, aligned to 16 at least."""
+
+    def copy_in(self, host: memoryview, target: Tensor) -> None:
+        """Start a copy from host memory."""
+
+    def copy_out(self, source: Tensor, host: memoryview) -> None:
+        """Start a copy to host memory, which is complete at the end of the session."""
+
+
+class LaunchedKernels:
+    """The kernels, given their tables in device memory.
+
+    Args:
+        torch_device: where the tables go.
+        launch: starts a kernel.
+    """
+
+    def __init__(self, torch_device: torch.device, launch: Launch) -> None:
+        self._device = torch_device
+        self._launch = launch
+        self._crc_tables: tuple[Tensor, Tensor] | None = None
+
+    def _upload(self, table: npt.NDArray[Any]) -> Tensor:
+        # torch has few operations for unsigned types, but bytes it can always move
+        return torch.from_numpy(table.reshape(-1).view(np.uint8)).to(self._device, non_blocking=True)
+
+    def _run(self, name: str, table: RowTable, *more: Tensor) -> None:
+        if table.tiles.size:
+            tensors = (self._upload(table.rows), self._upload(table.tiles), *more)
+            self._launch(name, table.tiles.size, tuple(tensor.data_ptr() for tensor in tensors))
+
+    def inspect(self, blocks: RowTable, crc: Tensor, seen: Tensor) -> None:
+        if self._crc_tables is None:
+            self._crc_tables = self._upload(stride_table(4 * THREADS)), self._upload(power_table())
+        self._run("inspect_blocks", blocks, *self._crc_tables, crc, seen)
+
+    def split(self, blocks: RowTable, seen: Tensor, flags: Tensor) -> None:
+        self._run("split_blocks", blocks, seen, flags)
+
+    def merge(self, blocks: RowTable) -> None:
+        self._run("merge_blocks", blocks)
+
+    def copy(self, pieces: RowTable) -> None:
+        self._run("copy_pieces", pieces)
+
+
+class CudaDevice:
+    """An NVIDIA GPU through torch, CuPy and nvCOMP.
+
+    Args:
+        device: a CUDA device.
+
+    Raises:
+        CodecUnavailableError: something of it is not here.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        reason = cuda_unavailable_reason()
+        if reason is not None:
+            raise CodecUnavailableError(f"The CUDA engine can't run here: {reason}.")
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.torch_device = torch.device("cuda", index)
+        self.nvcomp = load_nvcomp()
+        self.nvcomp_memory = _installed_memory()
+        self._stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        self.stream_handle = int(self._stream.cuda_stream)
+        self._cupy = load_cupy()
+        self._functions = self._compile()
+        self.kernels: Kernels = LaunchedKernels(self.torch_device, self._launch)
+
+    def _compile(self) -> dict[str, Any]:
+        names = ("inspect_blocks", "split_blocks", "merge_blocks", "copy_pieces")
+        try:
+            with torch.cuda.device(self.torch_device):
+                module = self._cupy.RawModule(code=kernel_source(), options=KERNEL_OPTIONS)
+                return {name: module.get_function(name) for name in names}
+        except Exception as error:  # CuPy's own compile error is a plain Exception
+            raise CodecUnavailableError(
+                f"The CUDA engine's kernels do not compile here ({type(error).__name__}: {error}). Check that the "
+                "installed CuPy fits the CUDA driver."
+            ) from error
+
+    def _launch(self, name: str, tiles: int, addresses: tuple[int, ...]) -> None:
+        self._functions[name]((tiles,), (THREADS,), tuple(np.uint64(address) for address in addresses))
+
+    def _cupy_stream(self) -> Any:
+        streams = self._cupy.cuda
+        if hasattr(streams.Stream, "from_external"):  # CuPy 14; it deprecates the other
+            return streams.Stream.from_external(_StreamHandle(self.stream_handle))
+        return streams.ExternalStream(self.stream_handle, self.torch_device.index)
+
+    @contextmanager
+    def session(self, tensors: Sequence[Tensor], after: Sequence[torch.cuda.Event] = ()) -> Iterator[None]:
+        with torch.cuda.device(self.torch_device):
+            for event in after:
+                self._stream.wait_event(event)
+            if not after:
+                self._stream.wait_stream(torch.cuda.current_stream(self.torch_device))
+            with torch.cuda.stream(self._stream), self._cupy_stream():
+                for tensor in tensors:
+                    tensor.record_stream(self._stream)
+                try:
+                    yield
+                finally:
+                    self._stream.synchronize()
+
+    def current(self) -> AbstractContextManager[object]:
+        return torch.cuda.device(self.torch_device)
+
+    def empty(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+
+    def copy_in(self, host: memoryview, target: Tensor) -> None:
+        target.copy_(host_tensor(host), non_blocking=True)
+
+    def copy_out(self, source: Tensor, host: memoryview) -> None:
+        host_tensor(host).copy_(source, non_blocking=True)
+
+
+class _StreamHandle:
+    """A stream by the CUDA stream protocol, which torch's own streams do not speak in all versions."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle

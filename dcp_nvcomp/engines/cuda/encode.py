@@ -1,0 +1,225 @@
+"""Blocks to encoded blocks, a batch at a time on a device; the blocks may be of any chains.
+
+inspect   each block's CRC and signs
+split     blocks --> planes in scratch memory (without planes: a copy, as coders want aligned input)
+code      slices of coded planes --> frames, each in a slot of its own
+gather    stored planes and frames --> one contiguous run, which one copy takes to the host
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from dcp_nvcomp.codecs.base import FLAG_PACKED_REST, ArrayToBytes, CodecChain, Coder
+from dcp_nvcomp.codecs.encoded import BlockRow, EncodedBlock
+from dcp_nvcomp.codecs.transforms.planes import Planes
+from dcp_nvcomp.engines.cpu import checksum
+from dcp_nvcomp.engines.cuda.batches import (
+    I64,
+    BlockLayout,
+    Layouts,
+    Pieces,
+    block_table,
+    copy_table,
+    join_pieces,
+    padded_nbytes,
+    starts_of,
+)
+from dcp_nvcomp.engines.cuda.coders import Frames, NvcompCoders
+from dcp_nvcomp.engines.cuda.device import Device
+
+__all__ = ["BatchEncoder", "EncodeJob"]
+
+# Tables, results and the allocator's rounding, for each block.
+_OVERHEAD_NBYTES = 2048
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodeJob:
+    """One block to encode.
+
+    Attributes:
+        tensors: the block's elements on the device: those of these tensors one after the other, each in C order.
+        chain: its codec chain; ANS names the version of nvCOMP that is here.
+        ready: what the work waits for, so that the elements are there; None for the current stream.
+    """
+
+    tensors: tuple[Tensor, ...]
+    chain: CodecChain
+    ready: torch.cuda.Event | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The block's size."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+
+    @property
+    def is_run(self) -> bool:
+        """Whether the block lies in memory as one run of bytes; else encoding makes a copy that does."""
+        return len(self.tensors) == 1 and self.tensors[0].is_contiguous()
+
+    def bytes(self) -> Tensor:
+        """The block as a contiguous uint8 tensor: a view where it lies so, else a copy."""
+        runs = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in self.tensors]
+        return runs[0] if len(runs) == 1 else torch.cat(runs)
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """The blocks of a batch, those that are split into planes first: the kernels' tables count rows from 0."""
+
+    chains: Sequence[CodecChain]
+    runs: Sequence[Tensor]
+    nbytes: I64
+    split_count: int
+
+
+class BatchEncoder:
+    """Encodes batches on a device.
+
+    Args:
+        device: the device.
+        coders: nvCOMP on it.
+    """
+
+    def __init__(self, device: Device, coders: NvcompCoders) -> None:
+        self._device = device
+        self._coders = coders
+        self._layouts = Layouts(every_plane=True)
+
+    def cost_nbytes(self, job: EncodeJob) -> int:
+        """How much device memory a block takes while it is encoded, beside itself."""
+        chain, nbytes = job.chain, job.nbytes
+        layout = self._layouts.get(chain, nbytes, 0)
+        cost = layout.scratch_nbytes + chain.max_encoded_nbytes(nbytes) + _OVERHEAD_NBYTES
+        if not job.is_run:
+            cost += nbytes
+        if chain.coder is not None and layout.slice_count:
+            cost += self._coders.encode_nbytes(chain.coder, layout.lengths[layout.coded])
+        return cost
+
+    def encode(self, jobs: Sequence[EncodeJob], out: memoryview) -> list[EncodedBlock]:
+        """Encode a batch.
+
+        Args:
+            jobs: the blocks.
+            out: host memory that the encoded blocks are put into, without gaps, in any order.
+
+        Returns:
+            The encoded blocks in the order of the jobs, views of `out`.
+        """
+        order = sorted(range(len(jobs)), key=lambda index: not isinstance(jobs[index].chain.array_to_bytes, Planes))
+        encoded = self._encode([jobs[index] for index in order], out)
+        in_order: list[EncodedBlock | None] = [None] * len(jobs)
+        for index, block in zip(order, encoded, strict=True):
+            in_order[index] = block
+        return [block for block in in_order if block is not None]
+
+    def _encode(self, jobs: Sequence[EncodeJob], out: memoryview) -> list[EncodedBlock]:
+        after = {job.ready for job in jobs if job.ready is not None}
+        with self._device.session([tensor for job in jobs for tensor in job.tensors], tuple(after)):
+            blocks = _blocks(jobs)
+            results = torch.zeros((3, len(jobs)), dtype=torch.int32, device=self._device.torch_device)
+            crc, seen, flags = results.unbind()
+            layouts = self._layouts_of(blocks, [0] * len(jobs))
+            scratch, bases = self._split(blocks, layouts, (crc, seen, flags))
+            coded = self._code(blocks, scratch, bases, join_pieces(layouts))
+            crcs, _, all_flags = results.cpu().numpy().view(np.uint32)
+            layouts = self._layouts_of(blocks, all_flags.tolist())
+            pieces = join_pieces(layouts)
+            stored_nbytes, starts = self._gather(pieces, bases, coded, out)
+        slice_nbytes = stored_nbytes[pieces.coded].tolist()
+        slices = starts_of(np.array([layout.slice_count for layout in layouts], np.int64)).tolist()
+        bounds = starts[pieces.bounds].tolist()
+        encoded = []
+        for index, (flag, block_crc) in enumerate(zip(all_flags.tolist(), crcs.tolist(), strict=True)):
+            data = out[bounds[index] : bounds[index + 1]]
+            row = BlockRow(flag, tuple(slice_nbytes[slices[index] : slices[index + 1]]), checksum(data), block_crc)
+            encoded.append(EncodedBlock(data, row, int(blocks.nbytes[index])))
+        return encoded
+
+    def _layouts_of(self, blocks: _Blocks, flags: Sequence[int]) -> list[BlockLayout]:
+        sizes = blocks.nbytes.tolist()
+        return [self._layouts.get(*row) for row in zip(blocks.chains, sizes, flags, strict=True)]
+
+    def _split(
+        self, blocks: _Blocks, layouts: Sequence[BlockLayout], results: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, I64]:
+        """Inspect the blocks and bring them into scratch memory; returns it, and where each block's pieces begin."""
+        device, count = self._device, blocks.split_count
+        crc, seen, flags = results
+        data = np.array([run.data_ptr() for run in blocks.runs], np.int64)
+        scratch_nbytes = np.array([layout.scratch_nbytes for layout in layouts], np.int64)
+        offsets = starts_of(scratch_nbytes)
+        scratch = device.empty(int(offsets[-1]))
+        # stored as it is, a block needs no scratch memory: its piece is the block itself
+        bases = np.where(scratch_nbytes > 0, offsets[:-1] + scratch.data_ptr(), data)
+        codecs = [chain.array_to_bytes for chain in blocks.chains]
+        columns = (
+            data,
+            blocks.nbytes,
+            np.array([codec.float_nbytes if isinstance(codec, Planes) else 1 for codec in codecs], np.int64),
+            np.array([_may_pack(codec) * FLAG_PACKED_REST for codec in codecs], np.int64),
+            np.array([layout.planes for layout in layouts], np.int64) + bases[:, np.newaxis],
+        )
+        device.kernels.inspect(block_table(*columns), crc, seen)
+        device.kernels.split(block_table(*(column[:count] for column in columns)), seen[:count], flags[:count])
+        copied = np.flatnonzero(scratch_nbytes[count:]) + count
+        if copied.size:
+            nbytes = blocks.nbytes[copied]
+            device.kernels.copy(copy_table(data[copied], bases[copied], nbytes, np.zeros_like(nbytes)))
+        return scratch, bases
+
+    def _code(self, blocks: _Blocks, scratch: Tensor, bases: I64, pieces: Pieces) -> list[tuple[I64, Frames]]:
+        """Start to encode all slices, which are the same whatever the flags; for each coder which of the slices."""
+        coders: dict[Coder, int] = {}
+        of_block = np.array(
+            [-1 if chain.coder is None else coders.setdefault(chain.coder, len(coders)) for chain in blocks.chains]
+        )
+        slices = np.flatnonzero(pieces.coded)
+        of_slice = of_block[pieces.block[slices]]
+        places, lengths = (bases[pieces.block] + pieces.places)[slices] - scratch.data_ptr(), pieces.lengths[slices]
+        coded = []
+        for coder, number in coders.items():
+            which = np.flatnonzero(of_slice == number)
+            if which.size:
+                coded.append((which, self._coders.encode(coder, scratch, places[which], lengths[which])))
+        return coded
+
+    def _gather(
+        self, pieces: Pieces, bases: I64, coded: Sequence[tuple[I64, Frames]], out: memoryview
+    ) -> tuple[I64, I64]:
+        """Bring all pieces into one run and start its copy to `out`; returns their stored lengths and their starts."""
+        sources, stored_nbytes = bases[pieces.block] + pieces.places, pieces.lengths.copy()
+        slices = np.flatnonzero(pieces.coded)
+        for which, frames in coded:
+            nbytes, which = frames.nbytes(), slices[which]
+            # a frame that is no shorter would be taken for a stored slice: store the slice
+            shorter: npt.NDArray[np.bool_] = nbytes < stored_nbytes[which]
+            stored_nbytes[which[shorter]] = nbytes[shorter]
+            sources[which[shorter]] = frames.addresses[shorter]
+        room = padded_nbytes(stored_nbytes)
+        starts = starts_of(room)
+        run_nbytes = int(starts[-1])
+        run = self._device.empty(run_nbytes)
+        table = copy_table(sources, starts[:-1] + run.data_ptr(), stored_nbytes, room - stored_nbytes)
+        self._device.kernels.copy(table)
+        self._device.copy_out(run, out[:run_nbytes])
+        return stored_nbytes, starts
+
+
+def _blocks(jobs: Sequence[EncodeJob]) -> _Blocks:
+    split_count = sum(isinstance(job.chain.array_to_bytes, Planes) for job in jobs)
+    runs = [job.bytes() for job in jobs]
+    nbytes = np.array([run.numel() for run in runs], np.int64)
+    return _Blocks([job.chain for job in jobs], runs, nbytes, split_count)
+
+
+def _may_pack(codec: ArrayToBytes) -> bool:
+    return isinstance(codec, Planes) and "rest" not in codec.coded

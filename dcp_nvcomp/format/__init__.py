@@ -1,0 +1,1 @@
+"""What is on disk: data files, and `.metadata`. docs/format.md describes it field by field."""

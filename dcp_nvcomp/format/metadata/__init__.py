@@ -1,0 +1,1 @@
+"""`.metadata`: written, and read without executing anything."""

@@ -1,0 +1,123 @@
+"""What each global in `.metadata` stands for. This is the whole list of what it may name.
+
+Only data comes of these: a class is a mark on an `Instance`, and the few callables are functions of this module that
+check their arguments: a size is a tuple of ints, a layout is one of torch's.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from dcp_nvcomp.errors import MetadataError
+from dcp_nvcomp.format.metadata.pickle_machine import Global, Instance
+
+__all__ = [
+    "ALLOWED",
+    "BYTES",
+    "INDEX",
+    "LIMIT",
+    "METADATA",
+    "PROPERTIES",
+    "SHARD",
+    "STORAGE_INFO",
+    "STORAGE_META",
+    "TENSOR",
+    "PickledPath",
+    "shown",
+]
+
+LIMIT: Final = 1 << 63  # sizes and offsets are int64 in torch
+_MAX_DIMS: Final = 64  # torch's own kernels stop there
+_MODULE: Final = "torch.distributed.checkpoint.metadata"
+
+
+def _size(args: tuple[Any, ...]) -> torch.Size:
+    dims = args[0] if len(args) == 1 else None
+    if type(dims) is not tuple or len(dims) > _MAX_DIMS:
+        raise MetadataError("A torch.Size is not made of one tuple.")
+    for dim in dims:
+        if type(dim) is not int or not 0 <= dim < LIMIT:
+            raise MetadataError(f"A torch.Size has the dimension {shown(dim)}.")
+    return torch.Size(dims)
+
+
+def _lookup(what: str, table: dict[Any, Any]) -> Callable[[tuple[Any, ...]], Any]:
+    def reduce(args: tuple[Any, ...]) -> Any:
+        if len(args) != 1 or type(args[0]) not in (str, int) or args[0] not in table:
+            raise MetadataError(f"Unknown {what} {shown(args)}.")
+        return table[args[0]]
+
+    return reduce
+
+
+@dataclass(frozen=True)
+class PickledPath:
+    """A path, not built yet: its text may be long, and shared by many of them."""
+
+    kind: type[pathlib.PurePath]
+    parts: tuple[Any, ...]
+
+
+def _paths() -> dict[str, type[pathlib.PurePath]]:
+    here = type(pathlib.Path())
+    found: dict[str, type[pathlib.PurePath]] = {}
+    for pure in (pathlib.PurePosixPath, pathlib.PureWindowsPath):
+        found[pure.__name__] = pure
+        found[pure.__name__.removeprefix("Pure")] = here if issubclass(here, pure) else pure
+    return found
+
+
+def _allowed() -> dict[tuple[str, str], Global]:
+    names = ["Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata"]
+    names += ["TensorProperties", "ChunkStorageMetadata"]
+    classes = [(_MODULE, name) for name in names] + [("torch.distributed.checkpoint.filesystem", "_StorageInfo")]
+    found = {pair: Global(".".join(pair), is_class=True) for pair in classes}
+
+    memory_formats = {0: torch.contiguous_format, 1: torch.channels_last, 2: torch.preserve_format}
+    layouts = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
+    calls: dict[tuple[str, str], Callable[[tuple[Any, ...]], Any]] = {
+        ("torch", "Size"): _size,
+        ("torch.serialization", "_get_layout"): _lookup("layout", layouts),
+        (_MODULE, "_MEM_FORMAT_ENCODING"): _lookup("memory format", memory_formats),
+    }
+    for name, kind in _paths().items():
+        for module in ("pathlib", "pathlib._local"):  # Python 3.13 pickles the second
+            calls[module, name] = partial(PickledPath, kind)
+    found.update({pair: Global(".".join(pair), reduce=reduce) for pair, reduce in calls.items()})
+
+    dtypes = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+    found.update({("torch", name): Global(f"torch.{name}", value=value) for name, value in dtypes.items()})
+    return found
+
+
+ALLOWED: Final = _allowed()
+
+
+def _class(name: str, module: str = _MODULE) -> Global:
+    return ALLOWED[module, name]
+
+
+METADATA: Final = _class("Metadata")
+INDEX: Final = _class("MetadataIndex")
+STORAGE_META: Final = _class("StorageMeta")
+TENSOR: Final = _class("TensorStorageMetadata")
+BYTES: Final = _class("BytesStorageMetadata")
+PROPERTIES: Final = _class("TensorProperties")
+SHARD: Final = _class("ChunkStorageMetadata")
+STORAGE_INFO: Final = _class("_StorageInfo", "torch.distributed.checkpoint.filesystem")
+
+
+def shown(value: object) -> str:
+    """A short description of a part of the tree, for messages: it may be huge, or contain itself."""
+    if isinstance(value, Instance | Global):
+        return (value.kind if isinstance(value, Instance) else value).name
+    if isinstance(value, str | int | float | bytes) or value is None:
+        text = repr(value) if not isinstance(value, str | bytes) else repr(value[:80])
+        return text if len(text) <= 100 else text[:100] + "..."
+    return f"a {type(value).__name__.removeprefix('Pickled').lower()}"

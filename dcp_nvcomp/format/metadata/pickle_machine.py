@@ -1,0 +1,378 @@
+"""Runs the pickle opcodes of `.metadata` without ever calling what the file names.
+
+Python's unpickler executes: with GLOBAL and REDUCE any function that it can import, with BUILD any change to it. This
+machine knows only the opcodes that DCP's metadata needs, and turns them into an inert tree:
+
+    pickled                 in the tree
+    ----------------------  -----------------------------------------------------------------------------
+    None, bool, int, ...    themselves; a tuple is a tuple
+    list                    `PickledList`
+    dict                    `PickledDict`, the flat list of its keys and values: no key is ever hashed here
+    a global that is listed `Global`, our description of it; nothing is imported
+    NEWOBJ, then BUILD      `Instance` of that global, with its state beside it
+    REDUCE                  the answer of our own `Global.reduce` to the arguments, which must be immutable
+    a global that the user  `TrustedCall`: what would be called with what; whoever reads the tree decides
+    trusts, called
+
+Everything else raises `UnsafeMetadataError`. Time and memory are linear in the input: strings and integers are slices
+of it, the memo grows by one at a time, marks nest `MAX_MARKS` deep, and a container takes three bytes of input or more.
+"""
+
+from __future__ import annotations
+
+import pickletools
+import pkgutil
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from dcp_nvcomp.errors import ConfigurationError, MetadataError, UnsafeMetadataError
+
+__all__ = [
+    "Global",
+    "Instance",
+    "PickledDict",
+    "PickledList",
+    "TrustedCall",
+    "resolve_trusted_globals",
+    "run_pickle",
+]
+
+MAX_MARKS: Final = 64
+
+
+class PickledList(list[Any]):
+    """A pickled list."""
+
+    __slots__ = ()
+
+
+class PickledDict(list[Any]):
+    """A pickled dict, as key, value, key, value, ..."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Global:
+    """What one exact "module.name" stands for.
+
+    Attributes:
+        name: "module.name".
+        is_class: NEWOBJ without arguments may make an `Instance` of it, which BUILD may fill once.
+        reduce: gives the value of REDUCE; it must check the arguments, and what it returns must be immutable.
+        value: what the name itself means: a dtype, or the object that the user trusts.
+        is_trusted: named by the user; REDUCE and NEWOBJ make a `TrustedCall`.
+    """
+
+    name: str
+    is_class: bool = False
+    reduce: Callable[[tuple[Any, ...]], Any] | None = None
+    value: Any = None
+    is_trusted: bool = False
+
+
+class Instance:
+    """A fresh object of a listed class; `state` is what BUILD gave it, None before."""
+
+    __slots__ = ("built", "kind", "state")
+
+    def __init__(self, kind: Global) -> None:
+        self.kind = kind
+        self.state: Any = None
+        self.built: Any = None  # for whoever turns the tree into objects: what this became
+
+
+class TrustedCall(Instance):
+    """A call of a global that the user trusts; not made yet."""
+
+    __slots__ = ("args", "dict_items", "is_new", "list_items")
+
+    def __init__(self, kind: Global, args: tuple[Any, ...], *, is_new: bool) -> None:
+        super().__init__(kind)
+        self.args = args
+        self.is_new = is_new
+        self.list_items: list[Any] = []
+        self.dict_items: list[Any] = []
+
+
+def resolve_trusted_globals(names: Sequence[str]) -> dict[str, Any]:
+    """Import the globals of `trusted_globals=`, each named "module.name".
+
+    The file never decides what is imported: it can only name one of these, letter by letter.
+
+    Raises:
+        ConfigurationError: not a sequence of names, or one of them can't be imported.
+    """
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise ConfigurationError(f"trusted_globals= takes a sequence of 'module.name' strings, not {names!r}.")
+    found = {}
+    for name in names:
+        try:
+            if "." not in name or ":" in name:
+                raise ValueError("not of the form 'module.name'")
+            found[name] = pkgutil.resolve_name(name)
+        except (ValueError, ImportError, AttributeError) as error:
+            raise ConfigurationError(f"trusted_globals= names {name!r}, which can't be imported: {error}.") from error
+    return found
+
+
+_CONSTANTS: Final = {0x4E: None, 0x88: True, 0x89: False}  # NONE, NEWTRUE, NEWFALSE
+
+
+def _text(raw: bytes) -> str:
+    return str(raw, "utf-8", "surrogatepass")
+
+
+def _signed(raw: bytes) -> int:
+    return int.from_bytes(raw, "little", signed=True)
+
+
+def _float(raw: bytes) -> float:
+    value: float = struct.unpack(">d", raw)[0]
+    return value
+
+
+_Read = Callable[[bytes], Any]
+_FIXED: Final[dict[int, tuple[int, _Read]]] = {  # opcode -> (length, how those bytes are read)
+    0x4A: (4, _signed),  # BININT
+    0x47: (8, _float),  # BINFLOAT
+}
+_COUNTED: Final[dict[int, tuple[int, _Read]]] = {  # opcode -> (bytes that hold the length, how what follows is read)
+    0x58: (4, _text),  # BINUNICODE
+    0x8A: (1, _signed),  # LONG1
+    0x43: (1, bytes),  # SHORT_BINBYTES
+    0x42: (4, bytes),  # BINBYTES
+}
+
+
+def run_pickle(data: bytes, allowed: Mapping[tuple[str, str], Global], trusted: Mapping[str, Any] | None = None) -> Any:
+    """The inert tree that `data` describes (see the module's docstring).
+
+    Args:
+        data: a whole pickle of protocol 2 to 5.
+        allowed: (module, name) pairs that the pickle may use.
+        trusted: further objects by "module.name", from `resolve_trusted_globals`.
+
+    Raises:
+        MetadataError: not a pickle, or one that was cut off.
+        UnsafeMetadataError: a pickle that asks for more than a tree of what is listed.
+    """
+    widened = {name: Global(name, value=value, is_trusted=True) for name, value in (trusted or {}).items()}
+
+    def find(module: object, name: object) -> Global:
+        if type(module) is not str or type(name) is not str:
+            raise UnsafeMetadataError("The pickle names a global by something that is not text.")
+        found = allowed.get((module, name)) or widened.get(f"{module}.{name}")
+        if found is None:
+            raise _refused_global(f"{module}.{name}")
+        return found
+
+    try:
+        return _run(data, find)
+    except IndexError:
+        raise MetadataError("This is not a pickle of DCP's metadata: an opcode finds no operand.") from None
+    except (UnicodeDecodeError, struct.error) as error:
+        raise MetadataError(f"This is not a pickle of DCP's metadata: {error}.") from error
+
+
+# One function, because a million shards are sixty million opcodes, and local variables and if-tests in the order of
+# frequency are what makes Python quick at it. It reads beyond the end of `data` only by slices, which are then short;
+# the next opcode's index raises IndexError.
+def _run(data: bytes, find: Callable[[object, object], Global]) -> Any:
+    memo: list[Any] = []
+    marks: list[list[Any]] = []  # the stacks below the current one
+    stack: list[Any] = []
+    push, pop, memoize = stack.append, stack.pop, memo.append
+    budget = 1024 + len(data) // 3  # containers that may still be made; DCP needs one for every 5 bytes or more
+    pos = 0
+    while True:
+        opcode = data[pos]
+        pos += 1
+        if opcode == 0x94:  # MEMOIZE
+            memoize(stack[-1])
+        elif opcode == 0x68:  # BINGET
+            push(memo[data[pos]])
+            pos += 1
+        elif opcode == 0x6A:  # LONG_BINGET
+            push(memo[data[pos] | data[pos + 1] << 8 | data[pos + 2] << 16 | data[pos + 3] << 24])
+            pos += 4
+        elif opcode == 0x4B:  # BININT1
+            push(data[pos])
+            pos += 1
+        elif opcode == 0x85:  # TUPLE1
+            if not budget:
+                break
+            budget -= 1
+            stack[-1] = (stack[-1],)
+        elif opcode == 0x86:  # TUPLE2
+            if not budget:
+                break
+            budget -= 1
+            last = pop()
+            stack[-1] = (stack[-1], last)
+        elif opcode == 0x29:  # EMPTY_TUPLE
+            push(())
+        elif opcode == 0x81 or opcode == 0x52:  # NEWOBJ, REDUCE
+            if not budget:
+                break
+            budget -= 1
+            args = pop()
+            kind = stack[-1]
+            if type(kind) is not Global or type(args) is not tuple:
+                raise UnsafeMetadataError("The pickle calls something that is not a global.")
+            if opcode == 0x81 and kind.is_class and not args:
+                stack[-1] = Instance(kind)
+            elif opcode == 0x52 and kind.reduce is not None:
+                stack[-1] = kind.reduce(args)
+            elif kind.is_trusted:
+                stack[-1] = TrustedCall(kind, args, is_new=opcode == 0x81)
+            else:
+                raise UnsafeMetadataError(f"The pickle calls {kind.name!r}, which is only data here.")
+        elif opcode == 0x7D:  # EMPTY_DICT
+            if not budget:
+                break
+            budget -= 1
+            push(PickledDict())
+        elif opcode == 0x28:  # MARK
+            if len(marks) >= MAX_MARKS:
+                raise UnsafeMetadataError(f"The pickle nests more than {MAX_MARKS} containers.")
+            marks.append(stack)
+            stack = []
+            push, pop = stack.append, stack.pop
+        elif opcode == 0x75 or opcode == 0x65:  # SETITEMS, APPENDS
+            items = stack
+            stack = marks.pop()
+            push, pop = stack.append, stack.pop
+            target = stack[-1]
+            if type(target) is PickledDict and opcode == 0x75 and not len(items) & 1:
+                target.extend(items)
+            else:
+                _extend(target, items, are_pairs=opcode == 0x75)
+        elif opcode == 0x62:  # BUILD
+            state = pop()
+            target = stack[-1]
+            if not isinstance(target, Instance) or target.state is not None:
+                raise UnsafeMetadataError("The pickle changes the state of something that it has not just made.")
+            if state is None:
+                raise MetadataError("The pickle sets a state of None.")
+            target.state = state
+        elif opcode == 0x8C:  # SHORT_BINUNICODE
+            stop = pos + 1 + data[pos]
+            push(str(data[pos + 1 : stop], "utf-8", "surrogatepass"))
+            pos = stop
+        elif opcode == 0x4D:  # BININT2
+            push(data[pos] | data[pos + 1] << 8)
+            pos += 2
+        elif opcode in _CONSTANTS:
+            push(_CONSTANTS[opcode])
+        elif opcode in _FIXED:
+            width, read = _FIXED[opcode]
+            push(read(data[pos : pos + width]))
+            pos += width
+        elif opcode == 0x74:  # TUPLE
+            if not budget:
+                break
+            budget -= 1
+            items = stack
+            stack = marks.pop()
+            push, pop = stack.append, stack.pop
+            push(tuple(items))
+        elif opcode == 0x5D:  # EMPTY_LIST
+            if not budget:
+                break
+            budget -= 1
+            push(PickledList())
+        elif opcode == 0x61:  # APPEND
+            last = pop()
+            _extend(stack[-1], [last], are_pairs=False)
+        elif opcode == 0x73:  # SETITEM
+            pair = [stack[-2], stack[-1]]
+            del stack[-2:]
+            _extend(stack[-1], pair, are_pairs=True)
+        elif opcode == 0x87:  # TUPLE3
+            if not budget:
+                break
+            budget -= 1
+            triple = tuple(stack[-3:])
+            del stack[-2:]
+            stack[-1] = triple
+        elif opcode == 0x93:  # STACK_GLOBAL
+            last = pop()
+            stack[-1] = find(stack[-1], last)
+        elif opcode == 0x63:  # GLOBAL
+            module, name, pos = _global_lines(data, pos)
+            push(find(module, name))
+        elif opcode in _COUNTED:
+            width, read = _COUNTED[opcode]
+            stop = pos + width + int.from_bytes(data[pos : pos + width], "little")
+            push(read(data[pos + width : stop]))
+            pos = stop
+        elif opcode == 0x71 or opcode == 0x72:  # BINPUT, LONG_BINPUT
+            width = 1 if opcode == 0x71 else 4
+            _put(memo, int.from_bytes(data[pos : pos + width], "little"), stack[-1])
+            pos += width
+        elif opcode == 0x95:  # FRAME
+            if int.from_bytes(data[pos : pos + 8], "little") > len(data) - pos - 8:
+                raise MetadataError("The pickle ends before its last frame does: it was cut off.")
+            pos += 8
+        elif opcode == 0x80:  # PROTO
+            if not 2 <= data[pos] <= 5:
+                raise MetadataError(f"The pickle has protocol {data[pos]}; 2 to 5 are understood.")
+            pos += 1
+        elif opcode == 0x2E:  # STOP
+            if marks or len(stack) != 1 or pos != len(data):
+                raise MetadataError("The pickle does not end with its one value.")
+            return stack[0]
+        else:
+            raise _refused_opcode(data, opcode, pos)
+    raise UnsafeMetadataError("The pickle makes more containers than its size allows.")
+
+
+def _extend(target: object, items: list[Any], *, are_pairs: bool) -> None:
+    if are_pairs and len(items) % 2:
+        raise MetadataError("This is not a pickle of DCP's metadata: a key has no value.")
+    if type(target) is (PickledDict if are_pairs else PickledList):
+        target.extend(items)
+    elif type(target) is TrustedCall:
+        kept = target.dict_items if are_pairs else target.list_items
+        kept.extend(items)
+    else:
+        raise UnsafeMetadataError("The pickle adds items to something that is not a list or dict of its own.")
+
+
+def _put(memo: list[Any], index: int, value: Any) -> None:
+    """Picklers number what they memoize from zero on, so a slot further on is only there to make the memo large."""
+    if index > len(memo):
+        raise UnsafeMetadataError(f"The pickle uses memo slot {index}, and has filled {len(memo)}.")
+    memo[index : index + 1] = [value]
+
+
+def _global_lines(data: bytes, pos: int) -> tuple[str, str, int]:
+    lines = []
+    for _ in range(2):
+        stop = data.find(b"\n", pos)
+        if stop < 0:
+            raise MetadataError("The pickle ends inside a name: it was cut off.")
+        lines.append(data[pos:stop].decode())
+        pos = stop + 1
+    return lines[0], lines[1], pos
+
+
+def _refused_global(name: str) -> UnsafeMetadataError:
+    shown = name if len(name) <= 200 else name[:200] + "..."
+    return UnsafeMetadataError(
+        f"`.metadata` names the global {shown!r}, which is never imported while reading. If you know what it is and "
+        "who wrote this checkpoint, allow it with trusted_globals=."
+    )
+
+
+def _refused_opcode(data: bytes, opcode: int, pos: int) -> MetadataError:
+    if opcode == 0x69:  # INST
+        module, name, _ = _global_lines(data, pos)
+        return _refused_global(f"{module}.{name}")
+    known = next((known.name for known in pickletools.opcodes if known.code == chr(opcode)), None)
+    if known is None:
+        return MetadataError(f"This is not a pickle of DCP's metadata: byte {pos - 1} is {opcode:#04x}, not an opcode.")
+    return UnsafeMetadataError(f"The pickle uses the opcode {known}, which DCP's metadata has no use for.")

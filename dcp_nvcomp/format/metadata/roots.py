@@ -1,0 +1,159 @@
+"""The metadata files that say which data files of a directory are live, and the names that a save gives to its files.
+
+A root is `.metadata`, ours or stock DCP's, or the `__<rank>.metadata` of a save with `use_collectives=False`. The
+immutable `__<save_id>.metadata` is none: it makes no checkpoint, it only helps to bring one back.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from dcp_nvcomp.errors import CheckpointError, CheckpointNotFoundError, IncompleteCheckpointError, StorageError
+from dcp_nvcomp.format.data_file import FileTuple
+from dcp_nvcomp.format.framing import DATA_FILE_SUFFIX, MAX_METADATA_NBYTES
+from dcp_nvcomp.format.metadata.serialization import (
+    METADATA_NAME,
+    parse_metadata,
+    rank_of_metadata_name,
+    save_metadata_name,
+)
+from dcp_nvcomp.storage.open import Filesystem
+from dcp_nvcomp.storage.reread import SIGNS_OF_DAMAGE
+
+__all__ = ["Root", "copy_name_of", "is_missing", "nothing_there", "read_root", "read_roots", "save_id_of_copy"]
+
+_SAVE_ID: Final = re.compile("[0-9a-f]{32}")
+_COPY_NAME: Final = re.compile(r"__([0-9a-f]{32})\.metadata")
+
+
+@dataclass(frozen=True)
+class Root:
+    """One metadata file as it was read.
+
+    Attributes:
+        name: its name.
+        data: its bytes.
+        metadata: what they say.
+    """
+
+    name: str
+    data: bytes = field(repr=False)
+    metadata: Metadata = field(repr=False)
+
+    @property
+    def save_id(self) -> str | None:
+        """The save it is of; None for stock DCP's."""
+        meta = self.metadata.storage_meta
+        return meta.save_id if meta is not None else None
+
+    def files(self) -> dict[str, FileTuple | None]:
+        """The data files that it names; None where it does not say what they must look like (stock DCP)."""
+        found: dict[str, FileTuple | None] = {}
+        for value in (self.metadata.storage_data or {}).values():
+            if isinstance(value, tuple):
+                found[value[0][0]] = value[0]
+            else:
+                found[value.relative_path] = None
+        return found
+
+    def names(self) -> set[str]:
+        """Every file that belongs to it: itself, its data files, its immutable copy.
+
+        Metadata is untrusted, and what it names may be removed once it is replaced: of what it says, only data files of
+        this directory count.
+        """
+        data_files = {name for name in self.files() if name.endswith(DATA_FILE_SUFFIX) and "/" not in name}
+        copy = copy_name_of(self.save_id)
+        return {self.name, *data_files, *([copy] if copy else [])}
+
+
+def copy_name_of(save_id: str | None) -> str | None:
+    """The name of a save's immutable metadata; None for what is no id of ours."""
+    return save_metadata_name(save_id) if save_id is not None and _SAVE_ID.fullmatch(save_id) else None
+
+
+def save_id_of_copy(name: str) -> str | None:
+    """The id in a name that `save_metadata_name` made, None for any other name."""
+    match = _COPY_NAME.fullmatch(name)
+    return match[1] if match else None
+
+
+def is_missing(error: CheckpointError) -> bool:
+    """Whether it was raised because a file is not there; ESTALE is what NFS says of one that was removed."""
+    return isinstance(error, StorageError) and error.errno in (errno.ENOENT, errno.ESTALE)
+
+
+def read_root(filesystem: Filesystem, name: str, *, trusted_globals: Sequence[str] = ()) -> Root:
+    """Read one metadata file, once more where it turns out to be damaged.
+
+    Args:
+        filesystem: the directory.
+        name: the file.
+        trusted_globals: dotted names that it may use beyond what is safe by itself.
+
+    Raises:
+        ConfigurationError: a trusted global is no dotted name.
+        FormatError: it is larger than any metadata.
+        MetadataError: it can't be read, or asks for something unsafe.
+        StorageError: it is missing, or the storage fails.
+        UnsafePathError: it names a file outside of the directory.
+    """
+
+    def read() -> bytes:
+        return filesystem.read_all(name, limit_nbytes=MAX_METADATA_NBYTES)
+
+    def parsed(data: bytes) -> Root:
+        path = filesystem.location(name)
+        return Root(name, data, parse_metadata(data, path=path, trusted_globals=trusted_globals))
+
+    data = read()
+    try:
+        return parsed(data)
+    except SIGNS_OF_DAMAGE:
+        again = read()
+        if again == data:  # it would only be refused again, and a hostile file takes its time
+            raise
+    return parsed(again)
+
+
+def read_roots(filesystem: Filesystem, names: Iterable[str]) -> list[Root]:
+    """Read every root of a directory.
+
+    Args:
+        filesystem: the directory.
+        names: the files that are in it, for the ranks' metadata.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        FormatError, MetadataError, UnsafePathError: one can't be read.
+        StorageError: the storage fails.
+    """
+    names = sorted(names)
+    ranks = [name for name in names if rank_of_metadata_name(name) is not None]
+    has_metadata = filesystem.file_nbytes(METADATA_NAME) is not None
+    roots = [read_root(filesystem, name) for name in ([METADATA_NAME] if has_metadata else []) + ranks]
+    if roots:
+        return roots
+    raise nothing_there(filesystem, names)
+
+
+def nothing_there(filesystem: Filesystem, names: Iterable[str]) -> CheckpointNotFoundError:
+    """What to raise where none of the files in a directory is a root.
+
+    Args:
+        filesystem: the directory.
+        names: the files that are in it.
+    """
+    if any(name.endswith(DATA_FILE_SUFFIX) for name in names):
+        return IncompleteCheckpointError(
+            "There are data files but no `.metadata`: the save never finished, so there is no checkpoint here. If "
+            "`.metadata` was lost, `dcp-nvcomp recover` brings it back.",
+            path=filesystem.path,
+        )
+    return CheckpointNotFoundError("There is no checkpoint here: no `.metadata` was found.", path=filesystem.path)

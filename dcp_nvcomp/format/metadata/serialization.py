@@ -1,0 +1,107 @@
+"""`.metadata`: what is in a checkpoint, read without trusting it, and written so that stock torch can read it.
+
+    read    bytes -> pickle_machine (an inert tree) -> metadata_reader (checks; torch's own classes)
+    write   torch's Metadata, with tuples of plain values as `storage_data` -> pickle, protocol 4 -> its CRC behind it
+
+Each value of `storage_data` is `(file, record)`: `file` = `(relative_path, file_nbytes, footer_nbytes, footer_crc)` is
+one tuple per data file, shared by identity so that pickle writes it once, and `record` is the record's index in that
+file's footer. Checkpoints of stock DCP have a `StockItem` there instead.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+import struct
+from collections.abc import Sequence
+from typing import Final
+
+from crc32c import crc32c
+from torch.distributed.checkpoint.metadata import Metadata
+
+from dcp_nvcomp.errors import CheckpointError, MetadataError
+from dcp_nvcomp.format.collector import collector_paused
+from dcp_nvcomp.format.metadata.allowed_globals import ALLOWED
+from dcp_nvcomp.format.metadata.pickle_machine import resolve_trusted_globals, run_pickle
+from dcp_nvcomp.format.metadata.ranks import merge_rank_metadata, prefer_rank
+from dcp_nvcomp.format.metadata.tree import MetadataReader
+
+__all__ = [
+    "METADATA_NAME",
+    "merge_rank_metadata",
+    "parse_metadata",
+    "prefer_rank",
+    "rank_metadata_name",
+    "rank_of_metadata_name",
+    "save_metadata_name",
+    "serialize_metadata",
+]
+
+METADATA_NAME: Final = ".metadata"
+# Pickles end with their STOP opcode, and whoever unpickles reads no further: so stock tools never see what follows.
+_TRAILER: Final = struct.Struct("<I8s")
+_TRAILER_MAGIC: Final = b"DCPNVcrc"
+# At most 9 digits: a save_id may happen to have no letter in it.
+_RANK_NAME: Final = re.compile(r"__(0|[1-9][0-9]{0,8})\.metadata")
+
+
+def rank_metadata_name(rank: int) -> str:
+    """The name of one rank's metadata in a checkpoint saved with `use_collectives=False`."""
+    return f"__{rank}.metadata"
+
+
+def rank_of_metadata_name(name: str) -> int | None:
+    """The rank in a name that `rank_metadata_name` made, None for any other name."""
+    match = _RANK_NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def save_metadata_name(save_id: str) -> str:
+    """The name of the immutable copy of one save's `.metadata`."""
+    return f"__{save_id}.metadata"
+
+
+def serialize_metadata(metadata: Metadata) -> bytes:
+    """The bytes of `.metadata`: a pickle that needs torch only and that stock DCP reads, and its CRC behind it."""
+    assert all(type(value) is tuple for value in metadata.storage_data.values())
+    data = pickle.dumps(metadata, protocol=4)
+    return b"".join([data, _TRAILER.pack(crc32c(data), _TRAILER_MAGIC)])
+
+
+def _checked_pickle(data: bytes) -> bytes:
+    """The pickle without its trailer, which must fit it. Stock DCP writes none, and pickles never end like one."""
+    if not data.endswith(_TRAILER_MAGIC):
+        return data
+    crc, _ = _TRAILER.unpack(data[-_TRAILER.size :].rjust(_TRAILER.size))
+    data = data[: -_TRAILER.size]
+    if crc32c(data) != crc:
+        raise MetadataError("`.metadata` fails its CRC: it is damaged. `dcp-nvcomp recover` may bring it back.")
+    return data
+
+
+def parse_metadata(data: bytes, *, path: str, trusted_globals: Sequence[str] = ()) -> Metadata:
+    """Read `.metadata` without executing anything that it names.
+
+    Attributes that this version does not know are ignored, and nothing is built from them: a later torch may add some.
+
+    Args:
+        data: the file's bytes.
+        path: the file, for messages.
+        trusted_globals: further globals that the file may use, each an exact "module.name". They are imported, and
+            called with whatever arguments the file gives them: name only what you would run on a stranger's input.
+            What they make may be the `checkpoint_id`, in `planner_data`, or stand in for stock DCP's storage infos.
+
+    Raises:
+        UnsafeMetadataError: it asks for a global that is not listed, for a call, or for more than its size allows.
+        UnsafePathError: it names a file outside of the checkpoint.
+        MetadataError: it can't be read, fails its CRC, or contradicts itself.
+        ConfigurationError: one of `trusted_globals` can't be imported.
+    """
+    trusted = resolve_trusted_globals(trusted_globals)
+    try:
+        data = _checked_pickle(data)
+        with collector_paused():
+            return MetadataReader(path, len(data)).metadata(run_pickle(data, ALLOWED, trusted))
+    except CheckpointError as error:
+        error.path = error.path or path
+        raise

@@ -1,0 +1,273 @@
+"""From the inert tree of a `.metadata` to torch's own classes: every type, length and range is checked on the way."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from dcp_nvcomp.errors import CheckpointError, MetadataError
+from dcp_nvcomp.format.metadata.allowed_globals import (
+    BYTES,
+    INDEX,
+    LIMIT,
+    METADATA,
+    PROPERTIES,
+    SHARD,
+    STORAGE_INFO,
+    STORAGE_META,
+    TENSOR,
+    PickledPath,
+    shown,
+)
+from dcp_nvcomp.format.metadata.pickle_machine import Global, Instance, PickledDict, PickledList, TrustedCall
+from dcp_nvcomp.format.metadata.values import ValueReader, check_hashes, pairs_of
+from dcp_nvcomp.loading.stock.items import StockItem
+from dcp_nvcomp.storage.open import check_relative_path
+
+__all__ = ["MetadataReader"]
+
+_HAS_STRIDES: Final = "strides" in TensorProperties.__dataclass_fields__  # torch >= 2.15
+
+
+class MetadataReader:
+    """Turns one tree into torch's Metadata.
+
+    What the file shares by identity (DCP's objects) is shared in the result and built once.
+
+    Args:
+        path: the file, for messages.
+        data_nbytes: its size, which bounds the work.
+    """
+
+    def __init__(self, path: str, data_nbytes: int) -> None:
+        self._path = path
+        self._reader = ValueReader(data_nbytes)
+        self._files: dict[int, tuple[Any, ...]] = {}
+        self._names: set[str] = set()
+
+    def metadata(self, tree: object) -> Metadata:
+        """The checked metadata. The tree is used up."""
+        tensors, planner, storage, meta, version = self._values(
+            tree, METADATA, ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version")
+        )
+        return Metadata(
+            state_dict_metadata=self._items(tensors),
+            planner_data=self._reader.planner_data(planner),
+            storage_data=self._storage_data(storage),
+            storage_meta=None if meta is None else self._storage_meta(meta),
+            version=_optional_text(version, "version"),
+        )
+
+    def _values(self, node: object, kind: Global, names: tuple[str, ...]) -> list[Any]:
+        """The attributes `names` of an instance of `kind`, None for those that it has not."""
+        if type(node) is not Instance or node.kind is not kind:
+            raise MetadataError(f"There is {shown(node)} where a {kind.name} must be.")
+        state = node.state
+        if type(state) is not PickledDict:
+            raise MetadataError(f"A {kind.name} has no attributes.")
+        if len(state) > 2 * len(names):
+            self._reader.spend(len(state))
+        given = state[::2]
+        if given == [*names[: len(given)]]:  # in torch's order, the last ones may be missing
+            return state[1::2] + [None] * (len(names) - len(given))
+        if not all(type(name) is str for name in given):
+            raise MetadataError(f"A {kind.name} has attributes that are not named by text.")
+        fields = dict(zip(given, state[1::2], strict=True))
+        return [fields.get(name) for name in names]
+
+    # ---- state_dict_metadata
+
+    def _items(self, node: object) -> dict[str, Any]:
+        pairs = pairs_of(node, "state_dict_metadata")
+        items: dict[str, Any] = {}
+        for fqn, item in zip(pairs[::2], pairs[1::2], strict=True):
+            if type(fqn) is not str:
+                raise MetadataError(f"A key of the state dict is {shown(fqn)}, not text.")
+            try:
+                items[fqn] = self._item(item)
+            except CheckpointError as error:
+                error.fqn = fqn
+                raise
+        if len(items) * 2 != len(pairs):
+            raise MetadataError("state_dict_metadata has a key twice.")
+        return items
+
+    def _item(self, node: object) -> TensorStorageMetadata | BytesStorageMetadata:
+        if type(node) is not Instance or node.kind not in (TENSOR, BYTES):
+            raise MetadataError(f"There is {shown(node)} where a tensor or bytes item must be.")
+        if node.built is None:
+            node.built = BytesStorageMetadata() if node.kind is BYTES else self._tensor(node)
+            node.state = None  # frees the tree as it goes
+        built: TensorStorageMetadata | BytesStorageMetadata = node.built
+        return built
+
+    def _tensor(self, node: Instance) -> TensorStorageMetadata:
+        properties, size, shards = self._values(node, TENSOR, ("properties", "size", "chunks"))
+        if type(size) is not torch.Size:
+            raise MetadataError(f"A tensor's size is {shown(size)}.")
+        if type(shards) is not PickledList or not shards:
+            raise MetadataError("A tensor has no list of shards.")
+        self._reader.spend(len(shards))
+        built = self._properties(properties)
+        if math.prod(length or 1 for length in size) * built.dtype.itemsize >= LIMIT:
+            raise MetadataError(f"A tensor of {tuple(size)} elements is larger than any storage.")
+        return TensorStorageMetadata(built, size, [self._shard(shard, size) for shard in shards])
+
+    def _shard(self, node: object, size: torch.Size) -> ChunkStorageMetadata:
+        if type(node) is Instance and type(node.built) is ChunkStorageMetadata:
+            built = node.built
+        else:
+            built = self._new_shard(node)
+        offsets, sizes = built.offsets, built.sizes
+        if not len(offsets) == len(sizes) == len(size):
+            raise MetadataError(f"A shard at {tuple(offsets)} of {tuple(sizes)} is not one of {tuple(size)}.")
+        for start, length, stop in zip(offsets, sizes, size, strict=True):
+            if start + length > stop:
+                raise MetadataError(f"A shard at {tuple(offsets)} of {tuple(sizes)} is not inside {tuple(size)}.")
+        return built
+
+    def _new_shard(self, node: object) -> ChunkStorageMetadata:
+        offsets, sizes = self._values(node, SHARD, ("offsets", "sizes"))
+        if type(offsets) is not torch.Size or type(sizes) is not torch.Size:
+            raise MetadataError("A shard's offsets or sizes are not a torch.Size.")
+        assert type(node) is Instance
+        node.built = built = ChunkStorageMetadata(offsets, sizes)
+        node.state = None
+        return built
+
+    def _properties(self, node: object) -> TensorProperties:
+        if type(node) is not Instance or node.kind is not PROPERTIES:
+            raise MetadataError(f"There is {shown(node)} where a {PROPERTIES.name} must be.")
+        if type(node.built) is TensorProperties:
+            return node.built
+        state = node.state  # five values, six from 2.15 on; what a later torch appends is ignored
+        if type(state) is not tuple or len(state) < 5:
+            raise MetadataError("TensorProperties have a state that is not understood.")
+        dtype, layout, requires_grad, memory_format, pin_memory = state[:5]
+        if type(dtype) is not Global or not isinstance(dtype.value, torch.dtype):
+            raise MetadataError(f"A tensor's dtype is {shown(dtype)}.")
+        if not isinstance(layout, torch.layout) or not isinstance(memory_format, torch.memory_format):
+            raise MetadataError(f"A tensor's layout is {shown(layout)}, its memory format {shown(memory_format)}.")
+        if type(requires_grad) is not bool or type(pin_memory) is not bool:
+            raise MetadataError("A tensor's requires_grad or pin_memory is not a bool.")
+        node.built = built = TensorProperties(dtype.value, layout, requires_grad, memory_format, pin_memory)
+        if _HAS_STRIDES and len(state) > 5:
+            built.strides = self._strides(state[5])  # type: ignore[attr-defined,unused-ignore]
+        return built
+
+    def _strides(self, node: object) -> tuple[int, ...] | None:
+        if node is None:
+            return None
+        if type(node) is not tuple or not all(type(stride) is int and -LIMIT <= stride < LIMIT for stride in node):
+            raise MetadataError(f"A tensor's strides are {shown(node)}.")
+        self._reader.spend(len(node))
+        return node
+
+    # ---- storage_data and storage_meta
+
+    def _storage_data(self, node: object) -> dict[MetadataIndex, Any]:
+        pairs = pairs_of(node, "storage_data")
+        indices = [self._index(key) for key in pairs[::2]]
+        check_hashes([hash((index.fqn, index.offset)) for index in indices])
+        storage: dict[MetadataIndex, Any] = {}
+        for index, value in zip(indices, pairs[1::2], strict=True):
+            try:
+                storage[index] = self._location(value)
+            except CheckpointError as error:
+                error.fqn = index.fqn
+                raise
+        if len(storage) * 2 != len(pairs):
+            raise MetadataError("storage_data has a key twice.")
+        return storage
+
+    def _index(self, node: object) -> MetadataIndex:
+        if type(node) is Instance and type(node.built) is MetadataIndex:
+            return node.built
+        fqn, index, offset = self._values(node, INDEX, ("fqn", "index", "offset"))
+        if type(fqn) is not str:
+            raise MetadataError(f"A key of storage_data names {shown(fqn)}.")
+        if index is not None and (type(index) is not int or not 0 <= index < LIMIT):
+            raise MetadataError(f"A key of storage_data has the index {shown(index)}.")
+        if offset is not None and type(offset) is not torch.Size:
+            raise MetadataError(f"A key of storage_data has the offset {shown(offset)}.")
+        assert type(node) is Instance
+        node.built = built = MetadataIndex(fqn, offset, index)
+        node.state = None
+        return built
+
+    def _location(self, value: object) -> Any:
+        """Where an item is: our own tuple as it is, or a StockItem."""
+        if type(value) is tuple and len(value) == 2:
+            file, record = value
+            if id(file) not in self._files:
+                self._files[id(file)] = self._file(file)
+            if type(record) is int and 0 <= record < 1 << 32:
+                return value
+        if type(value) is Instance and value.kind is STORAGE_INFO:
+            names = ("relative_path", "offset", "length", "transform_descriptors")
+            return self._stock_item(*self._values(value, STORAGE_INFO, names))
+        if type(value) is TrustedCall:
+            found = self._reader.trusted(value, 0)
+            descriptors = getattr(found, "transform_descriptors", None)
+            if all(hasattr(found, name) for name in ("relative_path", "offset", "length")):
+                return self._stock_item(found.relative_path, found.offset, found.length, descriptors)
+        raise MetadataError(f"storage_data has {shown(value)}, which neither this package nor stock DCP writes.")
+
+    def _file(self, file: object) -> tuple[Any, ...]:
+        if type(file) is not tuple or len(file) != 4 or not all(type(value) is int for value in file[1:]):
+            raise MetadataError(f"storage_data has {shown(file)} where a file must be.")
+        name, file_nbytes, footer_nbytes, footer_crc = file
+        if not (0 <= footer_nbytes <= file_nbytes < LIMIT and 0 <= footer_crc < 1 << 32):
+            raise MetadataError(f"The sizes or the CRC of the file {shown(name)} are out of range.")
+        self._relative_path(name)
+        return file
+
+    def _relative_path(self, name: object) -> str:
+        if type(name) is not str:
+            raise MetadataError(f"A file is named by {shown(name)}.")
+        if name not in self._names:
+            self._names.add(check_relative_path(name, path=self._path))
+        return name
+
+    def _stock_item(self, name: object, offset: object, length: object, descriptors: Any) -> StockItem:
+        if type(offset) is not int or type(length) is not int or offset < 0 or not 0 <= length < LIMIT - offset:
+            raise MetadataError(f"An item begins at {shown(offset)} and has {shown(length)} bytes.")
+        known = descriptors is None or type(descriptors) in (PickledList, list, tuple)
+        if not known or not all(type(text) is str for text in descriptors or ()):
+            raise MetadataError(f"An item has the transform descriptors {shown(descriptors)}.")
+        self._reader.spend(len(descriptors or ()))
+        return StockItem(self._relative_path(name), offset, length, tuple(descriptors or ()))
+
+    def _storage_meta(self, node: object) -> StorageMeta:
+        names = ("checkpoint_id", "save_id", "load_id", "modules")
+        checkpoint_id, save_id, load_id, modules = self._values(node, STORAGE_META, names)
+        if modules is not None and (type(modules) is not PickledList or not all(type(text) is str for text in modules)):
+            raise MetadataError("The modules of the storage_meta are not a list of text.")
+        return StorageMeta(
+            checkpoint_id=self._checkpoint_id(checkpoint_id),
+            save_id=_optional_text(save_id, "save_id"),
+            load_id=_optional_text(load_id, "load_id"),
+            modules=list(modules or ()),
+        )
+
+    def _checkpoint_id(self, node: object) -> Any:
+        if isinstance(node, PickledPath | TrustedCall):
+            return self._reader.value(node, 0)
+        return _optional_text(node, "checkpoint_id")
+
+
+def _optional_text(node: object, what: str) -> str | None:
+    if node is not None and type(node) is not str:
+        raise MetadataError(f"The {what} is {shown(node)}, not text.")
+    return node

@@ -1,0 +1,253 @@
+"""What one load thread does: fetch a range of a file, check and decode its blocks, place them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from queue import SimpleQueue
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dcp_nvcomp.codecs.coders.ans import Ans
+from dcp_nvcomp.codecs.transforms.planes import SplitScratch
+from dcp_nvcomp.engines.choice import EngineChoice
+from dcp_nvcomp.engines.cpu import CpuEngine
+from dcp_nvcomp.engines.cuda.batches import fitting, padded_nbytes, starts_of
+from dcp_nvcomp.engines.cuda.engine import CudaEngine, DecodeJob, JobChecks
+from dcp_nvcomp.errors import CheckpointError, CorruptDataError
+from dcp_nvcomp.format.data_file import block_row
+from dcp_nvcomp.format.framing import check_header
+from dcp_nvcomp.loading.destinations import Destination
+from dcp_nvcomp.loading.read_plan import BlockRead, Read
+from dcp_nvcomp.saving.encode.buffers import pinned_allocate, plain_allocate
+from dcp_nvcomp.storage.open import Filesystem
+from dcp_nvcomp.storage.reread import twice
+
+__all__ = ["Decoder", "GpuShare"]
+
+U8 = npt.NDArray[np.uint8]
+
+
+class GpuShare:
+    """What the threads of a load share of its GPUs: engines, so many of them that they stay within the budget together.
+
+    Each engine has a stream of its own, and torch keeps what is freed for the stream that had it; so an engine for each
+    thread would hold a budget for each thread.
+
+    Args:
+        count: how many threads may decode at the same time.
+        memory_budget: bytes that all may take on a device.
+        read_nbytes: how long reads are, so that a buffer of page-locked memory is made but once.
+        device: the caller's current device; None where it has not used any.
+    """
+
+    def __init__(self, count: int, memory_budget: int, read_nbytes: int, device: torch.device | None) -> None:
+        self.read_nbytes = read_nbytes
+        self.device = device
+        share_nbytes = max(1, memory_budget // count)
+        # of a share, how much is for decoded blocks that can't be decoded where they belong
+        self.scratch_nbytes = share_nbytes // 4
+        self._engine_nbytes = max(1, share_nbytes - self.scratch_nbytes)
+        self._free: SimpleQueue[dict[torch.device, CudaEngine]] = SimpleQueue()
+        for _ in range(count):
+            self._free.put({})
+
+    @contextmanager
+    def engine(self, device: torch.device) -> Iterator[CudaEngine]:
+        """An engine for a while; waits until one is free."""
+        engines = self._free.get()
+        try:
+            if device not in engines:
+                engines[device] = CudaEngine(device, device_memory_budget=self._engine_nbytes)
+            yield engines[device]
+        finally:
+            self._free.put(engines)
+
+
+class Decoder:
+    """One thread's buffers and engines, reused from read to read.
+
+    Args:
+        filesystem: the checkpoint.
+        verify: `"stored"`, `"full"` or `"off"`.
+        engine: the `engine` option; shared, so that it warns once.
+        gpu: see `GpuShare`.
+    """
+
+    def __init__(self, filesystem: Filesystem, verify: str, engine: EngineChoice, gpu: GpuShare) -> None:
+        self._filesystem = filesystem
+        self._verify = verify
+        self._choice = engine
+        self._gpu = gpu
+        self._buffer = memoryview(b"")
+        self._pinned = False
+        self._devices: list[torch.device | None] = []
+        self._scratch = SplitScratch()
+        self._cpu = CpuEngine()
+        self._checks = JobChecks()
+
+    def fetch(self, read: Read) -> None:
+        """Read the range into this thread's buffer."""
+        nbytes = read.stop - read.start
+        self._devices = [self._gpu_of(block) for block in read.blocks]
+        pinned = self._pinned or any(self._devices)
+        if len(self._buffer) < nbytes or pinned != self._pinned:
+            self._buffer = memoryview(b"")
+            self._buffer = pinned_allocate(max(nbytes, self._gpu.read_nbytes)) if pinned else plain_allocate(nbytes)
+            self._pinned = pinned
+        self._filesystem.read_into(read.name, read.start, self._buffer[:nbytes])
+
+    def decode(self, read: Read) -> None:
+        """Check, decode and place the blocks of the range that was fetched.
+
+        Raises:
+            CorruptDataError: a block is damaged, also when read a second time.
+        """
+        if read.start == 0:
+            self._check_header(read)
+        on_gpu: dict[torch.device, list[BlockRead]] = {}
+        for block, device in zip(read.blocks, self._devices, strict=True):
+            if device is not None:
+                on_gpu.setdefault(device, []).append(block)
+                continue
+            data = self._buffer[block.start - read.start : block.stop - read.start]
+            with located(block, read):
+                twice(partial(self._decode_block, block, data, read), partial(self._decode_again, block, read))
+        for device, blocks in on_gpu.items():
+            self._decode_on_gpu(device, blocks, read)
+
+    def _check_header(self, read: Read) -> None:
+        path, data_offset = read.footer.path, int(read.footer.block_offsets[0])
+        twice(
+            lambda: check_header(self._buffer[:data_offset], path=path),
+            lambda: check_header(self._filesystem.read(read.name, 0, data_offset), path=path),
+        )
+
+    def _decode_block(self, block: BlockRead, data: memoryview, read: Read) -> None:
+        chain, nbytes = block.record.chain, int(read.footer.block_nbytes[block.number])
+        assert chain is not None
+        destinations = [_destination(target.destination) for target in block.targets]
+        direct = destinations[0].direct(block.box) if len(destinations) == 1 else None
+        out = direct if direct is not None else self._scratch.array("decoded", nbytes, np.uint8)
+        self._cpu.decode(data, block_row(read.footer, block.number), chain, out, verify=self._verify)
+        if direct is None:
+            decoded = torch.from_numpy(out)
+            for destination in destinations:
+                destination.place(block.box, decoded)
+
+    def _decode_again(self, block: BlockRead, read: Read) -> None:
+        data = self._filesystem.read(read.name, block.start, block.stop)
+        self._decode_block(block, memoryview(data), read)
+
+    def _gpu_of(self, block: BlockRead) -> torch.device | None:
+        """The device whose engine decodes this block; None for the CPU engine."""
+        assert block.record.chain is not None
+        devices = {_destination(target.destination).device for target in block.targets}
+        device = next(iter(devices))
+        if len(devices) == 1 and self._choice.on_cuda(device):
+            return device
+        if isinstance(block.record.chain.coder, Ans) and torch.cuda.is_available():
+            # only a GPU can decode it, wherever it goes then
+            device = self._gpu.device or torch.device("cuda", torch.cuda.current_device())
+            return device if self._choice.on_cuda(device) else None
+        return None
+
+    def _decode_on_gpu(self, device: torch.device, blocks: list[BlockRead], read: Read) -> None:
+        pairs = [(block, self._checked(block, read, device)) for block in blocks]
+        with self._gpu.engine(device) as engine:
+            direct = [job for _, job in pairs if not job.out.is_meta]
+            self._run(engine, direct, read)
+            others = [(block, job) for block, job in pairs if job.out.is_meta]
+            sizes, start = [job.out.numel() for _, job in others], 0
+            while start < len(others):
+                count = fitting(sizes, start, len(others), self._gpu.scratch_nbytes)
+                self._through_scratch(engine, others[start : start + count], read, device)
+                start += count
+
+    def _checked(self, block: BlockRead, read: Read, device: torch.device) -> DecodeJob:
+        """What the engine is to do for a block whose stored bytes are good."""
+        job = self._gpu_job(block, read, device)
+        with located(block, read):
+            return twice(partial(self._check, job), lambda: self._check(self._read_again(job, read)))
+
+    def _check(self, job: DecodeJob) -> DecodeJob:
+        self._checks.check(job, verify=self._verify)
+        return job
+
+    def _gpu_job(self, block: BlockRead, read: Read, device: torch.device) -> DecodeJob:
+        assert block.record.chain is not None
+        destinations = [_destination(target.destination) for target in block.targets]
+        out = None
+        if len(destinations) == 1 and destinations[0].device == device:
+            out = destinations[0].direct_on_device(block.box)
+        if out is None:  # memory follows when it is this block's turn
+            out = torch.empty(int(read.footer.block_nbytes[block.number]), dtype=torch.uint8, device="meta")
+        return DecodeJob(
+            self._buffer[block.start - read.start : block.stop - read.start],
+            block_row(read.footer, block.number),
+            block.record.chain,
+            out,
+            path=read.footer.path,
+            fqn=block.record.fqn or block.targets[0].record.fqn,
+            byte_range=(block.start, block.stop),
+        )
+
+    def _read_again(self, job: DecodeJob, read: Read) -> DecodeJob:
+        assert job.byte_range is not None
+        return replace(job, data=memoryview(self._filesystem.read(read.name, *job.byte_range)))
+
+    def _run(self, engine: CudaEngine, jobs: Sequence[DecodeJob], read: Read) -> None:
+        """Decode checked blocks; one that turns out to be damaged is read once more."""
+        jobs, again = list(jobs), set[int]()
+        while True:
+            try:
+                engine.decode_checked(jobs, verify=self._verify)
+            except CorruptDataError as error:
+                at = next((at for at, job in enumerate(jobs) if job.byte_range == error.byte_range), None)
+                if at is None or at in again:
+                    raise
+                again.add(at)
+                jobs[at] = self._check(self._read_again(jobs[at], read))
+            else:
+                return
+
+    def _through_scratch(
+        self, engine: CudaEngine, pairs: Sequence[tuple[BlockRead, DecodeJob]], read: Read, device: torch.device
+    ) -> None:
+        starts = starts_of(padded_nbytes(np.array([job.out.numel() for _, job in pairs], np.int64))).tolist()
+        scratch = torch.empty(starts[-1], dtype=torch.uint8, device=device)
+        jobs = [
+            replace(job, out=scratch[start : start + job.out.numel()])
+            for (_, job), start in zip(pairs, starts[:-1], strict=True)
+        ]
+        self._run(engine, jobs, read)
+        with engine.session([scratch]):
+            for (block, _), job in zip(pairs, jobs, strict=True):
+                host: torch.Tensor | None = None
+                for target in block.targets:
+                    destination = _destination(target.destination)
+                    if destination.device == device:
+                        destination.place(block.box, job.out)
+                        continue
+                    host = job.out.cpu() if host is None else host
+                    destination.place(block.box, host)
+
+
+@contextmanager
+def located(block: BlockRead, read: Read) -> Iterator[None]:
+    """Adds to an error where it happened."""
+    try:
+        yield
+    except CheckpointError as error:
+        error.path, error.byte_range = read.footer.path, (block.start, block.stop)
+        error.fqn = block.record.fqn or block.targets[0].record.fqn
+        raise
+
+
+def _destination(destination: Destination | None) -> Destination:
+    assert destination is not None, "resolved before its first block is fetched"
+    return destination

@@ -1,0 +1,303 @@
+"""Between tensors and bytes: what a shard's elements look like in memory, and where decoded blocks belong.
+
+save   tensor  --describe-->  StorableTensor  --block_bytes-->  the bytes of a block
+load   decoded block  --Region.place-->  the right slice of the destination
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import threading
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dcp_nvcomp.codecs.dtypes import ELEMENT_TYPES, ElementType
+from dcp_nvcomp.codecs.transforms.planes import SplitScratch
+from dcp_nvcomp.errors import CheckpointError
+from dcp_nvcomp.format.blocks import Box
+
+__all__ = [
+    "Conversions",
+    "Destination",
+    "HostArray",
+    "PackMember",
+    "Region",
+    "Run",
+    "block_bytes",
+    "device_block",
+    "element_type",
+    "host_array",
+    "is_transparent",
+    "saved_payload",
+    "spread_sample",
+    "torch_dtype",
+    "without_lazy_bits",
+]
+
+U8 = npt.NDArray[np.uint8]
+HostArray = npt.NDArray[Any]
+
+# Integers of the same width: a view through them keeps every bit and never meets float arithmetic.
+_SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def element_type(dtype: torch.dtype) -> ElementType | None:
+    """The format's element type of a torch dtype; None if it has none."""
+    return ELEMENT_TYPES.get(str(dtype).removeprefix("torch."))
+
+
+def torch_dtype(element: ElementType, *, path: str | None = None) -> torch.dtype:
+    """The torch dtype of an element type.
+
+    Raises:
+        CheckpointError: this torch release does not have it.
+    """
+    dtype = getattr(torch, element.name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(
+            f"The dtype {element.name} is unknown to torch {torch.__version__}. Update torch.", path=path
+        )
+    return dtype
+
+
+def is_transparent(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements can be seen in memory: strided, of a dtype of the format, no wrapper subclass."""
+    plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return (
+        plain and tensor.layout == torch.strided and not tensor.is_quantized and element_type(tensor.dtype) is not None
+    )
+
+
+def without_lazy_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor detached, its value in memory: conjugate and negative views are flags over other bits."""
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+def saved_payload(tensor: torch.Tensor) -> U8:
+    """A tensor whose storage is hidden, as `torch.save` writes it."""
+    buffer = io.BytesIO()
+    torch.save(tensor.detach(), buffer)
+    return np.frombuffer(buffer.getbuffer(), np.uint8)
+
+
+def host_array(tensor: torch.Tensor) -> HostArray:
+    """A numpy view of a CPU tensor's elements as integers of their width (complex128 as itself). Strides are kept."""
+    same_width = _SAME_WIDTH.get(tensor.element_size())
+    array: HostArray = (tensor if same_width is None else tensor.view(same_width)).numpy()
+    return array
+
+
+def block_bytes(array: HostArray, box: Box, scratch: SplitScratch) -> U8:
+    """The bytes of one block of a shard in host memory, in C order: a view where they lie so, else a copy."""
+    part = array[box.index]
+    if not part.flags.c_contiguous:
+        copy = scratch.array("block", part.nbytes, np.uint8).view(array.dtype).reshape(part.shape)
+        np.copyto(copy, part)
+        part = copy
+    flat: U8 = part.reshape(-1).view(np.uint8)
+    return flat
+
+
+def device_block(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """The bytes of one block of a shard on an accelerator, as a contiguous uint8 tensor there."""
+    return tensor[box.index].contiguous().reshape(-1).view(torch.uint8)
+
+
+def spread_sample(tensor: torch.Tensor, nbytes: int, pieces: int = 4) -> U8:
+    """Bytes from several places of a tensor, to measure codecs on.
+
+    Args:
+        tensor: without lazy bits, on any device.
+        nbytes: how much to take in all.
+        pieces: from how many places.
+
+    Returns:
+        At most about `nbytes` bytes, whole elements, on the host.
+    """
+    width = tensor.element_size()
+    if tensor.numel() * width <= nbytes:
+        parts = [tensor.reshape(-1)]
+    elif tensor.is_contiguous():
+        flat, count = tensor.view(-1), nbytes // pieces // width
+        step = (tensor.numel() - count) // max(pieces - 1, 1)
+        parts = [flat[at * step : at * step + count] for at in range(pieces)]
+    else:
+        # boxes of a strided tensor, so that nothing of its full size is ever copied
+        places = sorted({tensor.shape[0] * at // pieces for at in range(pieces)})
+        parts = [_leading(tensor[at:], nbytes // pieces // width) for at in places]
+    return np.concatenate([host_array(part.cpu().contiguous()).view(np.uint8) for part in parts])
+
+
+def _leading(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """At most `count` elements, and at least one, from the start of a strided tensor, as a run."""
+    for dim in range(tensor.dim()):
+        inner = math.prod(tensor.shape[dim + 1 :])
+        tensor = tensor.narrow(dim, 0, max(1, min(tensor.shape[dim], count // inner)))
+    return tensor.reshape(-1)
+
+
+class Conversions:
+    """Warns of the first destination that is not of the saved dtype."""
+
+    def __init__(self) -> None:
+        self._warned = False
+
+    def check(self, fqn: str, saved: torch.dtype, wanted: torch.dtype) -> None:
+        """Compare the dtypes of one key."""
+        if saved == wanted or self._warned:
+            return
+        self._warned = True
+        warnings.warn(
+            f"Key {fqn!r} was saved as {saved} and is converted to {wanted}; other keys may be converted too.",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+class Destination(ABC):
+    """Where decoded blocks of a record go. Blocks come from several threads, each block once."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the destination's memory is."""
+        return torch.device("cpu")
+
+    def direct(self, block: Box) -> U8 | None:
+        """Host memory where this whole block belongs as one run of bytes, to decode it there; None if there is none."""
+        return None
+
+    def direct_on_device(self, block: Box) -> torch.Tensor | None:
+        """The same as a uint8 tensor on the destination's device."""
+        return None
+
+    @abstractmethod
+    def place(self, block: Box, data: torch.Tensor) -> None:
+        """Copy what belongs here out of a decoded block.
+
+        Args:
+            block: where the block lies in the record.
+            data: its bytes in C order: 1-D, uint8, on the host or on the destination's device.
+        """
+
+
+class Region(Destination):
+    """The part of a tensor record that one read item wants.
+
+    Args:
+        box: the wanted region, in the record's coordinates.
+        tensor: where it goes: of the region's shape; any device, strides and dtype.
+        dtype: dtype of the record.
+    """
+
+    def __init__(self, box: Box, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+        self._box = box
+        self._tensor = tensor.detach()
+        self._dtype = dtype
+        self._array: HostArray | None = None
+        visible = tensor.dtype == dtype and is_transparent(tensor) and not (tensor.is_conj() or tensor.is_neg())
+        # elements that share memory (an expanded tensor) can't be loaded into; torch says so when it copies
+        visible = visible and 0 not in [
+            step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1
+        ]
+        self._visible = visible
+        if visible and tensor.device.type == "cpu":
+            self._array = host_array(self._tensor)
+
+    @property
+    def device(self) -> torch.device:
+        return self._tensor.device
+
+    def direct(self, block: Box) -> U8 | None:
+        if self._array is None or self._box.intersect(block) != block:
+            return None
+        part = self._array[block.relative_to(self._box.offsets).index]
+        if not part.flags.c_contiguous:
+            return None
+        flat: U8 = part.reshape(-1).view(np.uint8)
+        return flat
+
+    def direct_on_device(self, block: Box) -> torch.Tensor | None:
+        if not self._visible or self._box.intersect(block) != block:
+            return None
+        part = self._tensor[block.relative_to(self._box.offsets).index]
+        return part.reshape(-1).view(torch.uint8) if part.is_contiguous() else None
+
+    def place(self, block: Box, data: torch.Tensor) -> None:
+        wanted = self._box.intersect(block)
+        if wanted is None:
+            return
+        into, out_of = wanted.relative_to(self._box.offsets).index, wanted.relative_to(block.offsets).index
+        if self._array is not None and data.device.type == "cpu":
+            # numpy and not torch: its copies stay on this thread
+            np.copyto(self._array[into], data.numpy().view(self._array.dtype).reshape(block.sizes)[out_of])
+        else:
+            self._tensor[into].copy_(data.view(self._dtype).reshape(block.sizes)[out_of])
+
+
+class PackMember(Destination):
+    """A shard that lies with others in one block, and is copied from there on the device where it was decoded.
+
+    Args:
+        start: its first byte in the block.
+        shape: its shape.
+        nbytes: its size.
+        region: where it goes.
+    """
+
+    def __init__(self, start: int, shape: Sequence[int], nbytes: int, region: Region) -> None:
+        self._start = start
+        self._stop = start + nbytes
+        self._whole = Box((0,) * len(shape), tuple(shape))
+        self._region = region
+
+    @property
+    def device(self) -> torch.device:
+        return self._region.device
+
+    def place(self, block: Box, data: torch.Tensor) -> None:
+        self._region.place(self._whole, data[self._start : self._stop])
+
+
+class Run(Destination):
+    """A run of elements of a one-dimensional record: a bytes item, or a member of a pack.
+
+    Args:
+        start: its first element in the record.
+        nbytes: its size.
+        element_nbytes: bytes of one element.
+        complete: called once with all its bytes, from the thread that brought the last of them; they are valid only
+            during the call if they came in one block.
+    """
+
+    def __init__(self, start: int, nbytes: int, element_nbytes: int, complete: Callable[[U8], None]) -> None:
+        self._start = start * element_nbytes
+        self._nbytes = nbytes
+        self._width = element_nbytes
+        self._complete = complete
+        self._lock = threading.Lock()
+        self._gathered: U8 | None = None
+        self._missing = nbytes
+
+    def place(self, block: Box, data: torch.Tensor) -> None:
+        source = data.cpu().numpy()
+        begin = block.offsets[0] * self._width
+        first, last = max(begin, self._start), min(begin + source.size, self._start + self._nbytes)
+        part = source[first - begin : last - begin]
+        if part.size == self._nbytes:
+            self._complete(part)
+            return
+        with self._lock:
+            if self._gathered is None:
+                self._gathered = np.empty(self._nbytes, np.uint8)
+            self._gathered[first - self._start : last - self._start] = part
+            self._missing -= part.size
+            done = self._missing == 0
+        if done:
+            self._complete(self._gathered)

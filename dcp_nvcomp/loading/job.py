@@ -1,0 +1,309 @@
+"""The load of one rank's items: fetch, decode, place, all at once.
+
+    calling thread   reads footers, plans reads, resolves destinations just before they are needed, commits items
+    load threads     fetch a range, check and decode its blocks, place them
+
+Each load thread has one buffer for encoded bytes and one for a decoded block, so memory is bounded by their number.
+Where storage answers slowly but takes many requests at once there are more threads than cores: those that wait cost
+nothing, and only `thread_count` of them decode at a time.
+
+On a GPU two of them decode at a time, each with an engine, hence a stream, of its own: what one has read is copied
+to it while the other's is decoded. The rest fetch and check meanwhile. A read is decoded at once, so reads are longer
+where a GPU may take part.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+
+from dcp_nvcomp.engines.choice import EngineChoice
+from dcp_nvcomp.engines.threads import join_all
+from dcp_nvcomp.errors import CorruptDataError, ShapeMismatchError
+from dcp_nvcomp.format.blocks import Box
+from dcp_nvcomp.format.collector import collector_paused
+from dcp_nvcomp.format.data_file import FileTuple, read_footer
+from dcp_nvcomp.format.footer import KIND_BYTES, KIND_TENSOR, KIND_TORCH_SAVE, Footer
+from dcp_nvcomp.loading.decoder import Decoder, GpuShare
+from dcp_nvcomp.loading.destinations import Conversions, PackMember, Region, Run, torch_dtype
+from dcp_nvcomp.loading.read_plan import Read, Target, Wanted, locate, plan_reads
+from dcp_nvcomp.loading.safe_objects import SafeLoader
+from dcp_nvcomp.storage.open import Filesystem
+
+__all__ = ["LoadJob", "LoadOptions"]
+
+READ_NBYTES = 8 << 20
+CUDA_READ_NBYTES = 64 << 20
+READS_AHEAD = 2
+# Engines that decode on a GPU at the same time: one copies in while the other decodes.
+CUDA_DECODERS = 2
+# Threads beyond those that decode, so that a GPU need not wait for the next read.
+CUDA_FETCHERS = 2
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """What a load needs to know beside what it loads.
+
+    Attributes:
+        thread_count: threads that decode at the same time.
+        host_memory_budget: bytes that fetched ranges may take on the host.
+        device_memory_budget: bytes that CUDA engines may take on a device.
+        verify: `"stored"`, `"full"` or `"off"`.
+        engine: `"auto"`, `"cpu"` or `"cuda"`.
+        safe: how stored Python objects are loaded.
+        conversions: tells the user, once, that dtypes differ.
+    """
+
+    thread_count: int
+    host_memory_budget: int
+    device_memory_budget: int
+    verify: str
+    engine: str
+    safe: SafeLoader
+    conversions: Conversions
+
+
+class LoadJob:
+    """One rank's part of one load.
+
+    Args:
+        filesystem: the checkpoint.
+        planner: DCP's planner.
+        options: see `LoadOptions`.
+    """
+
+    def __init__(self, filesystem: Filesystem, planner: LoadPlanner, options: LoadOptions) -> None:
+        self._filesystem = filesystem
+        self._planner = planner
+        self._options = options
+        self._engine = EngineChoice(options.engine)
+        self._may_use_cuda = self._engine.may_use_cuda()
+        fetchers = CUDA_FETCHERS if self._may_use_cuda else 0
+        self._threads = max(options.thread_count + fetchers, filesystem.parallel_reads)
+        self._reads: SimpleQueue[Read | None] = SimpleQueue()
+        self._finished: SimpleQueue[Target | None] = SimpleQueue()
+        self._decode_slots = threading.BoundedSemaphore(options.thread_count)
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._payloads: dict[int, Any] = {}
+        self._device = _current_device()
+
+    def run(self, items: Sequence[Wanted]) -> None:
+        """Load some items.
+
+        Args:
+            items: what is wanted, all of it stored as this project stores it.
+
+        Raises:
+            BaseException: the first error of any thread. The destinations are undefined then.
+        """
+        by_file: dict[FileTuple, list[Wanted]] = {}
+        for item in items:
+            by_file.setdefault(item.stored[0], []).append(item)
+        footers = self._read_footers(list(by_file))
+        with collector_paused():
+            targets = [
+                [locate(item, footer) for item in wanted]
+                for wanted, footer in zip(by_file.values(), footers, strict=True)
+            ]
+            read_nbytes = self._longest_read(sum(target.nbytes for of_file in targets for target in of_file))
+            reads: list[Read] = []
+            for file, footer, of_file in zip(by_file, footers, targets, strict=True):
+                reads += plan_reads(file, footer, of_file, read_nbytes)
+        for of_file in targets:
+            for target in of_file:
+                if not target.blocks:
+                    self._finish_empty(target)
+        self._run_reads(reads, read_nbytes)
+
+    def _longest_read(self, wanted_nbytes: int) -> int:
+        """How long a read may be: all threads' buffers together stay within the budget."""
+        # an eighth is for what else a load needs
+        budget_nbytes = self._options.host_memory_budget // self._threads // self._filesystem.read_copies * 7 // 8
+        if not self._may_use_cuda:
+            return max(1 << 20, min(READ_NBYTES, budget_nbytes))
+        # longer only where there is enough to read for all threads, as nobody knows yet what is for the GPU
+        fair_nbytes = max(READ_NBYTES, wanted_nbytes // (2 * self._threads))
+        longest = max(1 << 20, min(CUDA_READ_NBYTES, budget_nbytes, fair_nbytes))
+        return 1 << (longest.bit_length() - 1)  # as torch rounds page-locked memory up to a power of two
+
+    def _read_footers(self, files: Sequence[FileTuple]) -> list[Footer]:
+        if len(files) == 1:
+            return [read_footer(self._filesystem, files[0])]
+        with ThreadPoolExecutor(self._filesystem.parallel_reads, "dcp-footer") as pool:
+            return list(pool.map(lambda file: read_footer(self._filesystem, file), files))
+
+    # --- calling thread ---------------------------------------------------------------------------------------------
+
+    def _run_reads(self, reads: Iterable[Read], read_nbytes: int) -> None:
+        decoders = min(CUDA_DECODERS, self._options.thread_count)
+        gpu = GpuShare(decoders, self._options.device_memory_budget, read_nbytes, self._device)
+        threads: list[threading.Thread] = []
+        ahead = threading.Semaphore(READS_AHEAD * self._threads)
+        try:
+            for read in reads:
+                self._resolve_targets(read)
+                while not ahead.acquire(timeout=0.05):
+                    self._commit_finished()
+                if self._error is not None:
+                    break
+                if len(threads) < self._threads:
+                    thread = threading.Thread(target=self._load, args=(ahead, gpu), name="dcp-load")
+                    thread.start()
+                    threads.append(thread)
+                self._reads.put(read)
+                self._commit_finished()
+        except BaseException as error:  # KeyboardInterrupt too must not leave threads behind
+            self._fail(error)
+        for _ in threads:
+            self._reads.put(None)
+        join_all(threads, self._fail)
+        if self._error is None:
+            self._commit_finished()
+        if self._error is not None:
+            raise self._error
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            if self._error is None:
+                self._error = error
+
+    def _resolve_targets(self, read: Read) -> None:
+        # a GPU's stream may have to be waited for, and nothing should wait while the collector is paused
+        with nullcontext() if self._may_use_cuda else collector_paused():
+            for block in read.blocks:
+                for target in block.targets:
+                    if target.destination is None:
+                        self._resolve(target)
+
+    def _resolve(self, target: Target) -> None:
+        """Ask the planner where an item goes."""
+        item, record = target.item, target.record
+        if record.kind in (KIND_BYTES, KIND_TORCH_SAVE):
+            start = 0 if record.pack is None else record.pack[1]
+            target.destination = Run(start, record.elements, 1, lambda data: self._keep(target, data))
+            return
+        tensor = self._destination_tensor(item)
+        dtype = torch_dtype(record.element)
+        self._options.conversions.check(item.dest_index.fqn, dtype, tensor.dtype)
+        region = Region(target.region, tensor, dtype)
+        target.destination = region
+        if record.pack is None:
+            return
+        assert target.holder.grid is not None
+        if target.holder.grid.block_count == 1 and self._engine.on_cuda(tensor.device):
+            start = record.pack[1] * record.element.nbytes
+            target.destination = PackMember(start, record.shape, record.uncompressed_nbytes, region)
+        else:
+            whole = Box((0,) * len(record.shape), record.shape)
+            target.destination = Run(
+                record.pack[1],
+                record.uncompressed_nbytes,
+                record.element.nbytes,
+                lambda data: region.place(whole, torch.from_numpy(data)),
+            )
+
+    def _destination_tensor(self, item: ReadItem) -> torch.Tensor:
+        tensor = self._planner.resolve_tensor(item).detach()
+        if tuple(tensor.shape) != tuple(item.lengths):
+            raise ShapeMismatchError(
+                f"The destination has shape {tuple(tensor.shape)}, but {tuple(item.lengths)} was planned for it.",
+                fqn=item.dest_index.fqn,
+            )
+        if tensor.device.type == "cuda":
+            self._engine.on_cuda(tensor.device)  # what it has to say, it says on this thread
+            # load threads write on streams of their own; what the caller has queued for this tensor comes first
+            torch.cuda.current_stream(tensor.device).synchronize()
+        with self._lock:
+            self._payloads[id(item)] = tensor
+        return tensor
+
+    def _keep(self, target: Target, data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+        payload = data.tobytes()
+        with self._lock:
+            self._payloads[id(target.item)] = payload
+
+    def _commit_finished(self) -> None:
+        """Hand complete items to the planner; on the calling thread, as planners expect."""
+        while self._error is None:
+            try:
+                target = self._finished.get_nowait()
+            except Empty:
+                return
+            assert target is not None
+            self._commit(target)
+
+    def _commit(self, target: Target) -> None:
+        item, fqn = target.item, target.record.fqn
+        with self._lock:
+            payload = self._payloads.pop(id(item))
+        if target.record.kind == KIND_BYTES:
+            self._planner.load_bytes(item, self._options.safe.checked(io.BytesIO(payload), fqn))
+            return
+        if target.record.kind == KIND_TORCH_SAVE:
+            saved = self._options.safe.load_tensor(io.BytesIO(payload), fqn)
+            payload = self._destination_tensor(item)
+            with self._lock:
+                self._payloads.pop(id(item))
+            self._options.conversions.check(item.dest_index.fqn, saved.dtype, payload.dtype)
+            _copy_payload(saved, target, payload)
+        self._planner.commit_tensor(item, payload)
+
+    def _finish_empty(self, target: Target) -> None:
+        """An item without elements: nothing to fetch, but the planner hears of it."""
+        if target.record.kind == KIND_TENSOR:
+            self._destination_tensor(target.item)
+        else:
+            self._payloads[id(target.item)] = b""
+        self._commit(target)
+
+    # --- load threads -----------------------------------------------------------------------------------------------
+
+    def _load(self, ahead: threading.Semaphore, gpu: GpuShare) -> None:
+        decoder = Decoder(self._filesystem, self._options.verify, self._engine, gpu)
+        while (read := self._reads.get()) is not None:
+            try:
+                if self._error is None:
+                    decoder.fetch(read)
+                    with self._decode_slots:
+                        decoder.decode(read)
+                    for block in read.blocks:
+                        for target in block.targets:
+                            if target.block_placed():
+                                self._finished.put(target)
+            except BaseException as error:
+                self._fail(error)
+            ahead.release()
+
+
+def _current_device() -> torch.device | None:
+    """The calling thread's CUDA device, which other threads do not share; None where CUDA was not used yet."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _copy_payload(saved: torch.Tensor, target: Target, destination: torch.Tensor) -> None:
+    """Place a tensor whose storage is hidden: only its own operations can be used."""
+    region = target.region
+    if saved.dim() != len(region.sizes) or any(
+        offset + size > limit for offset, size, limit in zip(region.offsets, region.sizes, saved.shape, strict=True)
+    ):
+        raise CorruptDataError(
+            f"The stored tensor has shape {tuple(saved.shape)}, which does not hold {region}.", fqn=target.record.fqn
+        )
+    if tuple(saved.shape) != region.sizes:
+        for dim, (offset, size) in enumerate(zip(region.offsets, region.sizes, strict=True)):
+            saved = saved.narrow(dim, offset, size)
+    destination.copy_(saved)

@@ -1,0 +1,231 @@
+"""What a load fetches: from read items to the blocks that hold them, and to few, larger reads of the data files.
+
+ReadItem  --locate-->  Target: its record, the region it wants
+targets of a file  --plan_reads-->  reads: a byte range, and the blocks in it with the targets that want them
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+
+from dcp_nvcomp.errors import FileMismatchError, MetadataError, ShapeMismatchError
+from dcp_nvcomp.format.blocks import BlockGrid, Box
+from dcp_nvcomp.format.data_file import FileTuple
+from dcp_nvcomp.format.footer import KIND_BYTES, KIND_TENSOR, KIND_TORCH_SAVE, Footer, Record
+from dcp_nvcomp.loading.destinations import Destination
+from dcp_nvcomp.storage.ranges import coalesce
+
+__all__ = ["BlockRead", "Read", "Shard", "Target", "Wanted", "locate", "plan_reads", "shard_of"]
+
+# Reading along a gap costs less than another request, up to about this much.
+GAP_NBYTES = 16 << 10
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What `.metadata` says of the shard that a read item is about: its offsets and sizes, and the tensor's."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A read item, where `.metadata` says that it is stored, and as what (None for a Python object)."""
+
+    item: ReadItem
+    stored: Any
+    shard: Shard | None
+
+
+def shard_of(item: ReadItem, state_dict_metadata: Mapping[str, Any]) -> Shard | None:
+    """The shard of a read item; None for a Python object.
+
+    Raises:
+        MetadataError: `.metadata` does not list it.
+    """
+    index = item.storage_index
+    tensor = state_dict_metadata.get(index.fqn)
+    if not isinstance(tensor, TensorStorageMetadata):
+        return None
+    shards = tensor.chunks
+    hint = index.index
+    candidates = [shards[hint]] if hint is not None and 0 <= hint < len(shards) else []
+    for shard in (*candidates, *shards):
+        if shard.offsets == index.offset:
+            return Shard(tuple(shard.offsets), tuple(shard.sizes), tuple(tensor.size), tensor.properties.dtype)
+    raise MetadataError(f"`.metadata` lists no shard at {index.offset}.", fqn=index.fqn)
+
+
+@dataclass
+class Target:
+    """One read item: where its bytes are, and, once it is needed, where they go.
+
+    Attributes:
+        item: DCP's read item.
+        record: its record.
+        holder: the record whose blocks hold it: itself, or its pack.
+        region: what it wants, in the coordinates of `record`; of a bytes item or a payload, all of it.
+        blocks: numbers of the holder's blocks that it needs.
+        missing: how many of them are not placed yet.
+        destination: made when the first block is about to be fetched.
+    """
+
+    item: ReadItem
+    record: Record
+    holder: Record
+    region: Box
+    blocks: tuple[int, ...]
+    missing: int
+    destination: Destination | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def nbytes(self) -> int:
+        """How much it wants, decoded."""
+        return math.prod(self.region.sizes) * self.record.element.nbytes
+
+    def block_placed(self) -> bool:
+        """Count one block as placed; whether it was the last."""
+        with self._lock:
+            self.missing -= 1
+            return self.missing == 0
+
+
+@dataclass(frozen=True)
+class BlockRead:
+    """A block that is wanted, by whom, and where it lies.
+
+    Attributes:
+        number: its row in the block table.
+        record: the record it is part of.
+        box: where it lies in the record.
+        start: where it begins in the file.
+        stop: where it ends there.
+        targets: who wants it.
+    """
+
+    number: int
+    record: Record
+    box: Box
+    start: int
+    stop: int
+    targets: list[Target]
+
+
+@dataclass(frozen=True)
+class Read:
+    """One range of a file, and the wanted blocks in it."""
+
+    name: str
+    footer: Footer
+    start: int
+    stop: int
+    blocks: tuple[BlockRead, ...]
+
+
+def locate(wanted_item: Wanted, footer: Footer) -> Target:
+    """Find the record of a read item, and which blocks it needs.
+
+    Args:
+        wanted_item: the read item, stored in the footer's file.
+        footer: the footer.
+
+    Raises:
+        FileMismatchError: the footer disagrees with `.metadata`.
+        ShapeMismatchError: the wanted region is not inside the record.
+    """
+    item, number = wanted_item.item, wanted_item.stored[1]
+    index = item.storage_index
+    if not 0 <= number < len(footer.records):
+        raise FileMismatchError(
+            f"`.metadata` names record {number}; the file has {len(footer.records)}.", path=footer.path, fqn=index.fqn
+        )
+    record = footer.records[number]
+    if not _agrees(record, item, wanted_item.shard):
+        raise FileMismatchError(
+            f"The footer disagrees with `.metadata`: record {number} is a {record.kind} of key {record.fqn!r} at "
+            f"{record.offsets}, shape {record.shape} of {record.global_shape}.",
+            path=footer.path,
+            fqn=index.fqn,
+        )
+    wanted = Box((0,), (record.elements,))
+    if record.kind == KIND_TENSOR:
+        region = Box(tuple(item.storage_offsets), tuple(item.lengths))
+        _check_inside(region, record, footer)
+        wanted = region
+    elif record.kind == KIND_BYTES:
+        region = wanted
+    else:
+        region = Box(tuple(item.storage_offsets), tuple(item.lengths))
+    holder = record
+    if record.pack is not None:
+        holder = footer.records[record.pack[0]]
+        wanted = Box((record.pack[1],), (record.elements,))
+    assert holder.grid is not None
+    blocks = tuple(holder.grid.overlapping(wanted))
+    return Target(item, record, holder, region, blocks, len(blocks))
+
+
+def _agrees(record: Record, item: ReadItem, shard: Shard | None) -> bool:
+    """Whether a record is what `.metadata` says. Its dtype may differ: planners may convert what they save."""
+    if record.fqn != item.storage_index.fqn:
+        return False
+    if item.type == LoadItemType.BYTE_IO:
+        return record.kind == KIND_BYTES
+    if shard is None or record.kind not in (KIND_TENSOR, KIND_TORCH_SAVE):
+        return False
+    same_place = (record.offsets, record.global_shape) == (shard.offsets, shard.global_shape)
+    return same_place and (record.kind == KIND_TORCH_SAVE or record.shape == shard.sizes)
+
+
+def _check_inside(region: Box, record: Record, footer: Footer) -> None:
+    if len(region.offsets) != len(record.shape) or any(
+        offset < 0 or size < 0 or offset + size > limit
+        for offset, size, limit in zip(region.offsets, region.sizes, record.shape, strict=True)
+    ):
+        raise ShapeMismatchError(
+            f"{region} is asked for, but the saved shard has shape {record.shape}.", path=footer.path, fqn=record.fqn
+        )
+
+
+def plan_reads(file: FileTuple, footer: Footer, targets: Iterable[Target], limit_nbytes: int) -> list[Read]:
+    """The reads that fetch everything some targets of a file want, each block once.
+
+    Args:
+        file: the file.
+        footer: its footer.
+        targets: the targets.
+        limit_nbytes: how long a read may be, unless it is of a single block.
+
+    Returns:
+        Reads in the order of the file.
+    """
+    wanted: dict[int, BlockRead] = {}
+    for target in targets:
+        grid: BlockGrid | None = target.holder.grid
+        assert grid is not None
+        for index in target.blocks:
+            number = target.holder.first_block + index
+            block = wanted.get(number)
+            if block is None:
+                start, stop = int(footer.block_offsets[number]), int(footer.block_offsets[number + 1])
+                block = wanted[number] = BlockRead(number, target.holder, grid.box(index), start, stop, [])
+            block.targets.append(target)
+    blocks: Sequence[BlockRead] = list(wanted.values())
+    # The first block's read begins at the file's first byte: so a load of the whole file checks every byte of it.
+    spans = [(0 if block.number == 0 else block.start, block.stop) for block in blocks]
+    return [
+        Read(file[0], footer, read.start, read.stop, tuple(blocks[piece] for piece in read.pieces))
+        for read in coalesce(spans, GAP_NBYTES, limit_nbytes)
+    ]

@@ -1,0 +1,296 @@
+"""NvcompReader: a load, from top to bottom.
+
+read_metadata           `.metadata`, read without executing anything; or all rank-local metadata, merged
+prepare_local_plan      says which save this rank saw
+prepare_global_plan     (coordinator) refuses a mixture of saves
+read_data               fetch -> decode -> place, see job.py; stock checkpoints item by item, see stock/load.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from dcp_nvcomp.codecs.encoded import VERIFY_MODES
+from dcp_nvcomp.errors import (
+    CheckpointError,
+    CheckpointReplacedError,
+    ConfigurationError,
+    MetadataError,
+    StorageError,
+)
+from dcp_nvcomp.format.collector import collector_paused
+from dcp_nvcomp.format.metadata.roots import nothing_there, read_root
+from dcp_nvcomp.format.metadata.serialization import (
+    METADATA_NAME,
+    merge_rank_metadata,
+    prefer_rank,
+    rank_of_metadata_name,
+)
+from dcp_nvcomp.loading.destinations import Conversions
+from dcp_nvcomp.loading.job import LoadJob, LoadOptions
+from dcp_nvcomp.loading.read_plan import Wanted, shard_of
+from dcp_nvcomp.loading.safe_objects import SafeLoader
+from dcp_nvcomp.loading.stock.load import load_stock_items
+from dcp_nvcomp.options import (
+    DEADLINE_SECONDS,
+    ENGINES,
+    check_budget,
+    check_choice,
+    check_seconds,
+    check_thread_count,
+    option_names,
+)
+from dcp_nvcomp.storage.open import Filesystem, open_filesystem
+
+__all__ = ["NvcompReader"]
+
+
+class NvcompReader(StorageReader):
+    """Loads checkpoints that `NvcompWriter` wrote, under any world size and placement, and stock DCP checkpoints.
+
+    Pass it as `storage_reader=` to `dcp.load`.
+
+    Args:
+        path: where the checkpoint is: a local path or any fsspec URL. `checkpoint_id` given to `dcp.load` replaces it.
+        thread_count: threads that decode; by default one per CPU core, at most 8.
+        verify: `"stored"` checks the stored bytes of each block before they are decoded, `"full"` the decoded ones too,
+            `"off"` neither (footers are always checked).
+        trusted_globals: dotted names that stored objects may use beyond what is safe by itself: in `.metadata`, in
+            tensors stored as `torch.save` payloads, and, with `safe_objects`, in Python objects.
+        safe_objects: whether stored Python objects are checked with `weights_only=True` before DCP's planner unpickles
+            them. Without it, a checkpoint from someone else can execute code.
+        host_memory_budget: bytes of host memory for fetched data.
+        device_memory_budget: bytes of memory on each GPU for decoding.
+        engine: `"auto"` decodes on the GPU what goes to the GPU where nvCOMP is installed, `"cuda"` insists on it,
+            `"cpu"` never does. Read checkpoints from someone else with `"cpu"`.
+        storage_deadline_seconds: on `s3://`, how long one operation of the storage may take with all its retries:
+            sending a part, reading a range, publishing. Then a `StorageError` is raised.
+        **storage_options: for the fsspec filesystem, such as `endpoint_url` and `key` for S3.
+
+    Raises:
+        ConfigurationError: an option has a value that can't work, or is unknown.
+
+    Example:
+        >>> import tempfile, torch, torch.distributed.checkpoint as dcp
+        >>> from dcp_nvcomp import NvcompReader, NvcompWriter
+        >>> path = tempfile.mkdtemp()
+        >>> _ = dcp.save({"w": torch.arange(3)}, storage_writer=NvcompWriter(path), no_dist=True)
+        >>> sorted(NvcompReader(path).read_metadata().state_dict_metadata)
+        ['w']
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        thread_count: int | None = None,
+        verify: str = "stored",
+        trusted_globals: Sequence[str] = (),
+        safe_objects: bool = False,
+        host_memory_budget: int = 1 << 30,
+        device_memory_budget: int = 512 << 20,
+        engine: str = "auto",
+        storage_deadline_seconds: float = DEADLINE_SECONDS,
+        **storage_options: Any,
+    ) -> None:
+        super().__init__()
+        self.path = os.fspath(path)
+        self.trusted_globals = tuple(trusted_globals)
+        self.storage_deadline_seconds = check_seconds("storage_deadline_seconds", storage_deadline_seconds)
+        self.storage_options = storage_options
+        self._options = LoadOptions(
+            check_thread_count(thread_count),
+            check_budget("host_memory_budget", host_memory_budget),
+            check_budget("device_memory_budget", device_memory_budget),
+            check_choice("verify", verify, VERIFY_MODES),
+            check_choice("engine", engine, ENGINES),
+            SafeLoader(self.trusted_globals, check_objects=safe_objects),
+            Conversions(),
+        )
+        self._load_id = uuid.uuid4().hex
+        self._storage_data: dict[MetadataIndex, Any] = {}
+        self._state_dict_metadata: dict[str, Any] = {}
+        self._rank_parts: dict[int, Metadata] = {}
+        self._failure: Exception | None = None
+        self._save_id: str | None = None
+        self._open()  # tells at once what can't work
+
+    def _open(self) -> Filesystem:
+        # made anew for each use, so that no connection is carried into another process
+        return open_filesystem(
+            self.path,
+            deadline_seconds=self.storage_deadline_seconds,
+            storage_options=self.storage_options,
+            known_options=option_names(type(self)),
+        )
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """DCP: a new load begins, perhaps from another place. Options stay."""
+        if checkpoint_id:
+            self.path = os.fspath(checkpoint_id)
+        self._load_id = uuid.uuid4().hex
+        self._storage_data, self._rank_parts, self._failure, self._save_id = {}, {}, None, None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Read what the checkpoint holds. Nothing that the file names is executed or imported.
+
+        Args:
+            *args: unused.
+            **kwargs: `rank`: read that rank's own metadata, of a save with `use_collectives=False`.
+
+        Returns:
+            The metadata. Where there is no `.metadata`, all rank-local metadata merged.
+
+        Raises:
+            CheckpointNotFoundError: there is nothing.
+            IncompleteCheckpointError: there are data files only: the save never finished.
+            MetadataError: it can't be read, or asks for something unsafe.
+        """
+        rank = kwargs.get("rank")
+        if rank is None:
+            self._rank_parts, self._failure = {}, None
+        elif self._failure is not None:
+            # DCP asks so after the read for all ranks failed. From an answer it concludes that this load is one without
+            # collectives, and the other ranks would wait for this one for ever; and one rank's part of an incomplete
+            # checkpoint would leave rows of the destinations as they were.
+            raise self._failure
+        filesystem = self._open()
+        try:
+            metadata = self._read_metadata(filesystem, rank)
+        except Exception as error:
+            self._failure = error
+            raise
+        finally:
+            filesystem.close()
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self._load_id
+        return metadata
+
+    def _read_metadata(self, filesystem: Filesystem, rank: int | None) -> Metadata:
+        if filesystem.file_nbytes(METADATA_NAME) is not None:
+            # also when DCP asks for a rank's: rank-local metadata beside an unreadable `.metadata` is of another save
+            return self._parsed(filesystem, METADATA_NAME)
+        names = filesystem.list_names()
+        ranks = {number: name for name in names if (number := rank_of_metadata_name(name)) is not None}
+        if not ranks:
+            raise nothing_there(filesystem, names)
+        if rank is not None and rank in ranks:
+            return self._parsed(filesystem, ranks[rank])
+        parts = {number: self._parsed(filesystem, name) for number, name in sorted(ranks.items())}
+        merged = merge_rank_metadata(parts, path=self.path)
+        self._rank_parts = parts
+        return merged
+
+    def _parsed(self, filesystem: Filesystem, name: str) -> Metadata:
+        return read_root(filesystem, name, trusted_globals=self.trusted_globals).metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """DCP: what will be loaded, and as which rank.
+
+        Raises:
+            MetadataError: the metadata says nothing of where the data is.
+        """
+        if metadata.storage_data is None:
+            raise MetadataError(
+                "`.metadata` has no storage_data: it was not written by a storage writer.", path=self.path
+            )
+        self._state_dict_metadata = metadata.state_dict_metadata
+        self._storage_data = metadata.storage_data
+        own = self._rank_parts.get(kwargs.get("rank") or 0)
+        if own is not None:
+            self._storage_data = prefer_rank(metadata, own)
+        self._save_id = metadata.storage_meta.save_id if metadata.storage_meta is not None else None
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """DCP: the plan says which save this rank saw."""
+        return dataclasses.replace(plan, storage_data=self._save_id)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """DCP, coordinator: all ranks must have seen the same save.
+
+        Raises:
+            CheckpointReplacedError: another save replaced the checkpoint between two ranks' reads.
+        """
+        seen = {plan.storage_data for plan in plans}
+        if len(seen) > 1:
+            raise CheckpointReplacedError(
+                f"Another save replaced the checkpoint during the load (saves {sorted(map(str, seen))}): load again.",
+                path=self.path,
+            )
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """DCP: load this rank's items.
+
+        Raises:
+            BaseException: the first error on any thread. What was to be loaded is undefined then.
+        """
+        filesystem = self._open()
+        ours: list[Wanted] = []
+        stock: list[Wanted] = []
+        with collector_paused():
+            for item in plan.items:
+                wanted = Wanted(item, self._find(item), shard_of(item, self._state_dict_metadata))
+                (ours if isinstance(wanted.stored, tuple) else stock).append(wanted)
+        try:
+            options = dataclasses.replace(self._options, conversions=Conversions())
+            LoadJob(filesystem, planner, options).run(ours)
+            load_stock_items(filesystem, stock, planner, options.safe, options.conversions)
+        except CheckpointError as error:
+            error.message += " What was being loaded into is undefined now: load again before using it."
+            # ESTALE is what NFS makes of a file that another machine removed
+            if isinstance(error, StorageError) and error.errno in (errno.ENOENT, errno.ESTALE):
+                self._raise_if_replaced(filesystem, error)
+            raise
+        finally:
+            filesystem.close()
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _raise_if_replaced(self, filesystem: Filesystem, error: StorageError) -> None:
+        """A data file is missing: because another save replaced the checkpoint, and removed it?"""
+        try:
+            meta = self._read_metadata(filesystem, None).storage_meta
+        except CheckpointError:
+            return
+        if meta is not None and meta.save_id != self._save_id:
+            raise CheckpointReplacedError(
+                f"Another save replaced the checkpoint during the load: load again. {error.message}",
+                path=error.path,
+            ) from error
+
+    def _find(self, item: ReadItem) -> Any:
+        found = self._storage_data.get(item.storage_index)
+        if found is None:
+            raise MetadataError(
+                f"`.metadata` does not say where the shard at {item.storage_index.offset} is.",
+                path=self.path,
+                fqn=item.storage_index.fqn,
+            )
+        return found
+
+    @property
+    def checkpoint_id(self) -> str:
+        """Where the next load reads."""
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """DCP: whether this reader could load from there."""
+        try:
+            open_filesystem(checkpoint_id)
+        except (ConfigurationError, TypeError):
+            return False
+        return True

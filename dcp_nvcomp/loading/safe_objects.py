@@ -1,0 +1,117 @@
+"""Stored Python objects: what may be loaded of them, and how."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dcp_nvcomp.errors import CheckpointError, CorruptDataError, UnsafeObjectError
+from dcp_nvcomp.format.metadata.pickle_machine import resolve_trusted_globals
+
+__all__ = ["SafeLoader", "load_tensor_safely"]
+
+_BYTEARRAY = (b"c__builtin__\nbytearray\n", b"cbuiltins\nbytearray\n")
+
+
+class SafeLoader:
+    """Loads stored objects with `weights_only=True`, widened by globals that the user trusts.
+
+    Args:
+        trusted_globals: dotted names, such as `"torchao.dtypes.AffineQuantizedTensor"`.
+        check_objects: whether DCP's bytes items are checked too, before the planner unpickles them without limits.
+
+    Raises:
+        ConfigurationError: a name can't be imported.
+    """
+
+    def __init__(self, trusted_globals: Sequence[str], *, check_objects: bool) -> None:
+        self.trusted = list(resolve_trusted_globals(trusted_globals).values())
+        self.checks_objects = check_objects
+
+    def checked(self, data: io.BytesIO, fqn: str) -> io.BytesIO:
+        """A bytes item, unchanged; loaded safely once before if that was asked for.
+
+        Raises:
+            UnsafeObjectError: it needs a global that is not allowed.
+            CorruptDataError: it is not what `torch.save` wrote.
+        """
+        if self.checks_objects:
+            try:
+                _load(data, self.trusted)
+            except CheckpointError as error:
+                error.fqn = fqn
+                raise
+            data.seek(0)
+        return data
+
+    def load_tensor(self, data: io.BytesIO, fqn: str) -> torch.Tensor:
+        """A tensor that was stored as `torch.save` writes it.
+
+        Raises:
+            UnsafeObjectError: it needs a global that is not allowed.
+            CorruptDataError: it is not a tensor.
+        """
+        try:
+            return load_tensor_safely(data, self.trusted)
+        except CheckpointError as error:
+            error.fqn = fqn
+            raise
+
+
+def load_tensor_safely(data: io.BytesIO, trusted: Sequence[Any] = ()) -> torch.Tensor:
+    """A tensor that `torch.save` wrote; nothing in it is executed.
+
+    Args:
+        data: what was written.
+        trusted: further classes and functions that it may use.
+
+    Raises:
+        UnsafeObjectError: it needs a global that is not allowed.
+        CorruptDataError: it is damaged, or not a tensor.
+    """
+    loaded = _load(data, trusted)
+    if not isinstance(loaded, torch.Tensor):
+        raise CorruptDataError(f"A {type(loaded).__name__} is stored where a tensor must be.")
+    return loaded
+
+
+def _load(data: io.BytesIO, trusted: Sequence[Any]) -> Any:
+    try:
+        _check_archive(data, trusted)
+        with torch.serialization.safe_globals(list(trusted)):
+            return torch.load(data, map_location="cpu", weights_only=True)
+    except (CheckpointError, MemoryError):
+        raise
+    except pickle.UnpicklingError as error:
+        raise UnsafeObjectError(
+            "A stored object needs more than weights_only loading allows. If you trust this checkpoint, name its "
+            "globals in trusted_globals=, or register them with torch.serialization.add_safe_globals. "
+            f"torch says: {error}"
+        ) from error
+    except Exception as error:  # torch.load raises almost anything for damaged input
+        raise CorruptDataError(f"A stored object can't be loaded: {type(error).__name__}: {error}") from error
+
+
+def _check_archive(data: io.BytesIO, trusted: Sequence[Any]) -> None:
+    """What torch.load trusts although it is a few bytes that may ask for any amount of memory."""
+    if bytes(data.getbuffer()[:4]) != b"PK\x03\x04":
+        # torch.load would try the formats of before torch 1.6, whose sizes are nobody's but the file's own
+        raise CorruptDataError("A stored object is not an archive of torch.save.")
+    with zipfile.ZipFile(data) as archive:
+        members = archive.infolist()
+    data.seek(0)
+    if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+        raise CorruptDataError("A stored object is a compressed archive, which torch.save never writes.")
+    if sum(member.file_size for member in members) > data.getbuffer().nbytes:
+        raise CorruptDataError("A stored object is an archive whose files overlap.")
+    # as pickles of protocol 2 name it; wherever that is, as there may be more than one opinion of what a file contains
+    if bytearray not in trusted and any(name in data.getvalue() for name in _BYTEARRAY):
+        raise UnsafeObjectError(
+            "A stored object needs bytearray, which weights_only loading allows, but which can be told to fill the "
+            "memory. If you trust this checkpoint, name 'builtins.bytearray' in trusted_globals=."
+        )

@@ -1,0 +1,1 @@
+"""Checkpoints that stock DCP wrote."""

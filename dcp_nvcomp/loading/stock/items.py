@@ -1,0 +1,187 @@
+"""Reads single items of checkpoints that stock DCP's FileSystemWriter or FsspecWriter wrote.
+
+Each item is what `torch.save` wrote (a tensor), or the planner's bytes, at an offset of a file; perhaps sent through
+"stream transforms" first, of which torch has one: zstd.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import zstandard
+
+from dcp_nvcomp.errors import CheckpointError, CorruptDataError, TruncatedFileError, UnknownCodecError
+from dcp_nvcomp.loading.safe_objects import load_tensor_safely
+from dcp_nvcomp.storage.open import Filesystem
+
+__all__ = ["MAX_STOCK_NBYTES", "StockItem", "most_nbytes", "read_stock_bytes", "read_stock_tensor"]
+
+# What an item may decode to where nothing on disk tells its true size: pickles grow a few times, zstd 32768 times.
+MAX_STOCK_NBYTES: Final = 64 << 30
+_SMALL_NBYTES: Final = 16 << 20
+_GROWTH: Final = 1024
+# What torch.save adds to the elements: some KB; a subclass may add more.
+_TORCH_SAVE_NBYTES: Final = 1 << 20
+_MAX_ITEMSIZE: Final = 16  # of complex128
+# So that this much of a zstd frame makes at most 8 MiB before the limit is looked at.
+_STEP_NBYTES: Final = 256
+_LARGE_STEP_NBYTES: Final = 1 << 16
+# RFC 8878 wants no more of a decoder, and torch writes less.
+_WINDOW_NBYTES: Final = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StockItem:
+    """Where stock DCP put one item.
+
+    Attributes:
+        relative_path: the data file.
+        offset: where the item begins in it.
+        length: its stored size in bytes.
+        transform_descriptors: what it went through, in the order in which reading undoes it.
+    """
+
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: tuple[str, ...]
+
+
+def read_stock_bytes(filesystem: Filesystem, item: StockItem, *, limit_nbytes: int | None = None) -> io.BytesIO:
+    """The bytes item as DCP's planner gave it to the stock writer.
+
+    Args:
+        filesystem: the checkpoint's.
+        item: where it is.
+        limit_nbytes: the most that it may decode to; by default 16 MiB, or 1024 times what is stored if that is more.
+
+    Raises:
+        TruncatedFileError: the file ends before the item, or the item inside a zstd frame.
+        UnknownCodecError: it went through a transform that is not known here.
+        CorruptDataError: it does not decode, or to more than the limit, or is an archive whose CRCs do not match.
+    """
+    if limit_nbytes is None:
+        limit_nbytes = _likely_nbytes(item)
+    try:
+        data = filesystem.read(item.relative_path, item.offset, item.offset + item.length)
+        for descriptor in item.transform_descriptors:
+            data = _undo(descriptor, data, limit_nbytes)
+        stream = io.BytesIO(data)
+        _check_archive(stream)
+    except CheckpointError as error:
+        raise _located(error, filesystem, item) from error.__cause__
+    return stream
+
+
+def read_stock_tensor(
+    filesystem: Filesystem,
+    item: StockItem,
+    *,
+    sizes: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+    trusted: Sequence[Any] = (),
+) -> torch.Tensor:
+    """The shard that `torch.save` wrote, on the CPU. Read with `weights_only=True`, so nothing in it is executed.
+
+    Args:
+        filesystem: the checkpoint's.
+        item: where it is.
+        sizes: the shard's shape by `.metadata`, if it is known; checked, and bounds what is decoded.
+        dtype: the same of its element type.
+        trusted: classes and functions that it may use beside torch's own.
+
+    Raises:
+        TruncatedFileError, UnknownCodecError: see `read_stock_bytes`.
+        CorruptDataError: it does not decode, or to another tensor than expected.
+        UnsafeObjectError: it holds what `weights_only=True` does not load.
+    """
+    limit_nbytes = _likely_nbytes(item)
+    if sizes is not None:
+        limit_nbytes = most_nbytes(sizes, dtype)
+    stream = read_stock_bytes(filesystem, item, limit_nbytes=limit_nbytes)
+    try:
+        tensor = load_tensor_safely(stream, trusted)
+        if (sizes is not None and tensor.shape != torch.Size(sizes)) or (dtype is not None and tensor.dtype != dtype):
+            raise CorruptDataError(
+                f"The item holds {tensor.dtype} of {tuple(tensor.shape)}, not what `.metadata` says."
+            )
+    except CheckpointError as error:
+        raise _located(error, filesystem, item) from error.__cause__
+    return tensor
+
+
+def most_nbytes(sizes: Sequence[int], dtype: torch.dtype | None = None) -> int:
+    """The most that a tensor of this shape takes as `torch.save` writes it, of any dtype where none is given."""
+    return math.prod(sizes) * (_MAX_ITEMSIZE if dtype is None else dtype.itemsize) + _TORCH_SAVE_NBYTES
+
+
+def _likely_nbytes(item: StockItem) -> int:
+    return max(_SMALL_NBYTES, _GROWTH * item.length)
+
+
+def _located(error: CheckpointError, filesystem: Filesystem, item: StockItem) -> CheckpointError:
+    error.path = error.path or filesystem.location(item.relative_path)
+    error.byte_range = error.byte_range or (item.offset, item.offset + item.length)
+    return error
+
+
+def _check_archive(stream: io.BytesIO) -> None:
+    """Check the CRCs in what torch.save wrote, which torch.load doesn't do; anything else is left as it is."""
+    if bytes(stream.getbuffer()[:4]) != b"PK\x03\x04":
+        return
+    try:
+        with zipfile.ZipFile(stream) as archive:
+            # zero where torch.serialization.set_crc32_options(False) had switched them off
+            members = [member for member in archive.infolist() if member.CRC and _is_stored(member)]
+            if sum(member.file_size for member in members) > stream.getbuffer().nbytes:
+                raise CorruptDataError("The item is a zip archive whose files overlap.")
+            for member in members:
+                with archive.open(member) as file:
+                    while file.read(1 << 20):  # raises at the end where the CRC is another
+                        pass
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever zipfile meets in a damaged archive
+        raise CorruptDataError(f"The item is damaged: {error}.") from error
+    finally:
+        stream.seek(0)
+
+
+def _is_stored(member: zipfile.ZipInfo) -> bool:
+    return member.compress_type == zipfile.ZIP_STORED
+
+
+def _undo(descriptor: str, data: bytes, limit_nbytes: int) -> bytes:
+    """Undo one stream transform, given as torch's extensions describe themselves: "name[@domain][/version]"."""
+    name, _, version = descriptor.partition("/")
+    if name != "stream.zstd" or version.partition(".")[0] not in ("1", ""):
+        raise UnknownCodecError(f"The item went through the transform {descriptor[:100]!r}, which is not known here.")
+    output = io.BytesIO()
+    try:
+        _unzstd(memoryview(data), output, limit_nbytes)
+    except zstandard.ZstdError as error:
+        raise CorruptDataError(f"The item is not a valid zstd stream: {error}.") from error
+    return output.getvalue()
+
+
+def _unzstd(data: memoryview, output: io.BytesIO, limit_nbytes: int) -> None:
+    """Decode zstd frames one after the other: the pyzstd that torch may use ends one at each flush."""
+    while True:
+        frame = zstandard.ZstdDecompressor(max_window_size=_WINDOW_NBYTES).decompressobj()
+        while not frame.eof:
+            if not data:
+                raise TruncatedFileError("The item ends inside of a zstd frame.")
+            # a step of input may inflate 2^15-fold: no further than what is left, and by large steps far from the limit
+            step_nbytes = min(max((limit_nbytes - output.tell()) >> 15, _STEP_NBYTES), _LARGE_STEP_NBYTES)
+            output.write(frame.decompress(data[:step_nbytes]))
+            data = data[min(len(data), step_nbytes) - len(frame.unused_data) :]
+            if output.tell() > limit_nbytes:
+                raise CorruptDataError(f"The item decodes to more than {limit_nbytes} bytes, the most it can be.")
+        if not data:
+            return

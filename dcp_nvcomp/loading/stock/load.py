@@ -1,0 +1,76 @@
+"""The load of items of stock DCP checkpoints, one after the other: a running job can switch over to this reader."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner
+
+from dcp_nvcomp.errors import CheckpointError, MetadataError, ShapeMismatchError
+from dcp_nvcomp.loading.destinations import Conversions
+from dcp_nvcomp.loading.read_plan import Wanted
+from dcp_nvcomp.loading.safe_objects import SafeLoader
+from dcp_nvcomp.loading.stock.items import MAX_STOCK_NBYTES, StockItem, read_stock_bytes, read_stock_tensor
+from dcp_nvcomp.storage.open import Filesystem
+
+__all__ = ["load_stock_items"]
+
+
+def load_stock_items(
+    filesystem: Filesystem,
+    items: Sequence[Wanted],
+    planner: LoadPlanner,
+    safe: SafeLoader,
+    conversions: Conversions,
+) -> None:
+    """Load some items that FileSystemWriter or FsspecWriter wrote, plain or with the zstd extension.
+
+    Args:
+        filesystem: the checkpoint.
+        items: what is wanted, all of it stored as stock DCP stores it.
+        planner: DCP's planner.
+        safe: how stored Python objects are loaded.
+        conversions: tells the user, once, that dtypes differ.
+
+    Raises:
+        CheckpointError: an item can't be read, or does not have the shape that `.metadata` says.
+    """
+    for wanted in sorted(items, key=lambda wanted: _position(wanted.stored)):
+        item, fqn = wanted.item, wanted.item.storage_index.fqn
+        try:
+            if item.type == LoadItemType.BYTE_IO:
+                # what is not checked could run code, and so may as well have any size
+                limit_nbytes = None if safe.checks_objects else MAX_STOCK_NBYTES
+                data = read_stock_bytes(filesystem, wanted.stored, limit_nbytes=limit_nbytes)
+                planner.load_bytes(item, safe.checked(data, fqn))
+            else:
+                _load_tensor(filesystem, wanted, planner, safe, conversions)
+        except CheckpointError as error:
+            error.fqn = error.fqn or fqn
+            raise
+
+
+def _position(where: StockItem) -> tuple[str, int]:
+    return where.relative_path, where.offset
+
+
+def _load_tensor(
+    filesystem: Filesystem, wanted: Wanted, planner: LoadPlanner, safe: SafeLoader, conversions: Conversions
+) -> None:
+    item, shard = wanted.item, wanted.shard
+    if shard is None:
+        raise MetadataError("`.metadata` says that this is a Python object, but a tensor is asked for.")
+    # not checked against the dtype of `.metadata`: planners may convert what they save
+    saved = read_stock_tensor(filesystem, wanted.stored, sizes=shard.sizes, trusted=safe.trusted)
+    if saved.dim() != len(item.lengths):
+        raise ShapeMismatchError(f"The stored tensor has shape {tuple(saved.shape)}; the plan wants {item.lengths}.")
+    for dim, (offset, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        if offset + size > saved.shape[dim]:
+            raise ShapeMismatchError(f"The stored tensor has shape {tuple(saved.shape)}, too small for what is asked.")
+        saved = saved.narrow(dim, offset, size)
+    destination = planner.resolve_tensor(item).detach()
+    if destination.shape != saved.shape:
+        raise ShapeMismatchError(f"The destination has shape {tuple(destination.shape)}, not {tuple(saved.shape)}.")
+    conversions.check(item.dest_index.fqn, saved.dtype, destination.dtype)
+    destination.copy_(saved)
+    planner.commit_tensor(item, destination)

@@ -1,0 +1,1 @@
+"""Inspect, recover and clean checkpoints."""

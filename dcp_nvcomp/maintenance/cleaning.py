@@ -1,0 +1,340 @@
+"""Removes what saves that failed or were killed left behind; safe while saves, loads and other cleanings run.
+
+    clean_checkpoint(path) -> Cleaning        prints nothing: cli/clean.py does
+
+What may go is a name that only this project gives, and gives once: `__<rank>_<n>_<id>.distcp`, `__<save_id>.metadata`,
+the temporaries of a publish, and unfinished multipart uploads of these. Anything else stays. Stock DCP's
+`__<rank>_<n>.distcp` stay too, although no root may name them: stock DCP uses these names again in each save, so that
+what is removed need not be what was looked at. They are counted as `foreign`.
+
+1  list the files, then the unfinished uploads
+2  read the roots: `.metadata`, and each `__<rank>.metadata`. All must be readable and all of their data files must be
+   there, or nothing is done: in a damaged checkpoint an orphan may be what `recover` needs. Then ask the storage for
+   the time
+3  an orphan is what no root names and what is older than `older_than`. What has the same id, hence is of the same rank
+   and save, is as old as the youngest of it; and what a young `__<save_id>.metadata` names is as young as that (one
+   that can't be read ends the cleaning)
+4  list once more and read the roots once more, right before removing; what is live or young by now stays
+5  remove: temporaries and `__<save_id>.metadata` first, so that none of these ever names files that are gone; then data
+   files, some at a time with step 4 before each; then abort the uploads
+
+Why nothing live is removed:
+
+- A load, or a save that replaces the checkpoint: the files of `.metadata` as it is now are never touched. A save
+  publishes before it removes what it replaced, so that at each moment some root names a whole checkpoint. If the roots
+  change between 1 and 2, files seem to be missing; the roots are then read again.
+- A save under way: no root names its files yet. They are young, if the save takes less than `older_than`, which is why
+  that must be longer than the longest save. Once its `__<save_id>.metadata` is there, that protects the files of all
+  its ranks, however old. A save whose files were removed all the same does not publish: after its
+  `__<save_id>.metadata` it looks whether all files are there. What is left is a save longer than `older_than` whose
+  `__<save_id>.metadata` and that look both fall between 4 and 5.
+- `recover` acts only where `.metadata` is lost, damaged or misses files, and this does nothing there. A recovery
+  between 2 and 5 is seen in 4.
+- Another cleaning removes the same: what is gone already is fine.
+- Ages are by the storage's own clock, so that a machine whose clock is wrong does no harm. What the storage tells no
+  age of stays. (S3 counts from when an upload was begun, not from when it was completed.)
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from dcp_nvcomp.errors import CheckpointError, ConfigurationError, FileMismatchError, StorageError
+from dcp_nvcomp.format.metadata.roots import Root, is_missing, read_root, read_roots, save_id_of_copy
+from dcp_nvcomp.maintenance.inspection import checked_storage_options
+from dcp_nvcomp.storage.open import Filesystem, UnfinishedUpload, open_filesystem
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["MIN_AGE_SECONDS", "Cleaning", "Orphan", "clean_checkpoint"]
+
+MIN_AGE_SECONDS: Final = 3600.0
+# Files that are removed after one look at the roots.
+BATCH: Final = 1000
+# How often the roots are read again where a save replaces them meanwhile.
+ATTEMPTS: Final = 5
+
+_ID = "[0-9a-f]{32}"
+_NUMBER = "(?:0|[1-9][0-9]{0,8})"
+_DATA_NAME: Final = re.compile(rf"__{_NUMBER}_{_NUMBER}_({_ID})\.distcp")
+_METADATA_NAME: Final = rf"(?:__({_ID})|__{_NUMBER}|)\.metadata"
+_TEMPORARY_NAME: Final = re.compile(rf"{_METADATA_NAME}\.{_ID}\.tmp|()\.clock-{_ID}")
+_UPLOAD_NAME: Final = re.compile(_METADATA_NAME)
+_FOREIGN_NAME: Final = re.compile(rf"__{_NUMBER}_{_NUMBER}\.distcp")
+
+
+@dataclass(frozen=True)
+class Orphan:
+    """Something that no checkpoint needs.
+
+    Attributes:
+        kind: `data`, `metadata` (an immutable copy), `temporary` or `upload`.
+        name: the file; of an upload, the one it was to become.
+        nbytes: its size; of an upload 0, as it is not told.
+        age_seconds: by the storage's clock, since it or what belongs to it was last written.
+    """
+
+    kind: str
+    name: str
+    nbytes: int
+    age_seconds: float
+
+
+@dataclass(frozen=True)
+class Cleaning:
+    """What `clean_checkpoint` did.
+
+    Attributes:
+        path: the checkpoint.
+        dry_run: whether nothing was removed.
+        older_than_seconds: what was too young to go.
+        orphans: what was removed, or would have been.
+        young: how many files and uploads no root names, but are too young.
+        foreign: files of the names that stock DCP uses, which no root names; they stay.
+    """
+
+    path: str
+    dry_run: bool
+    older_than_seconds: float
+    orphans: tuple[Orphan, ...]
+    young: int
+    foreign: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the orphans together."""
+        return sum(orphan.nbytes for orphan in self.orphans)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as JSON values. Keys are only ever added to this document; `schema` changes if one must go."""
+        return {
+            "schema": 1,
+            "checkpoint": self.path,
+            "dry_run": self.dry_run,
+            "older_than_seconds": self.older_than_seconds,
+            "nbytes": self.nbytes,
+            "orphans": [
+                {"kind": one.kind, "name": one.name, "nbytes": one.nbytes, "age_seconds": one.age_seconds}
+                for one in self.orphans
+            ],
+            "young": self.young,
+            "foreign": list(self.foreign),
+        }
+
+
+def clean_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    older_than_seconds: float = 86400.0,
+    dry_run: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Cleaning:
+    """Remove orphaned files and unfinished uploads of one checkpoint's directory.
+
+    Args:
+        path: a local path or any fsspec URL.
+        older_than_seconds: what was written later than so many seconds ago stays; at least an hour. It must be longer
+            than the longest save to this path takes, as nothing else tells a save under way from a dead one.
+        dry_run: only say what would be removed.
+        storage_options: for the fsspec filesystem, such as `endpoint_url` and `key` for S3.
+
+    Returns:
+        What was removed.
+
+    Raises:
+        ConfigurationError: an option can't work or is unknown.
+        CheckpointNotFoundError: there is no checkpoint, so it is not known what is live; nothing was removed.
+        FormatError, MetadataError, UnsafePathError: a root can't be read; nothing was removed.
+        FileMismatchError, StorageError: a file that a root names is missing or of another size; nothing was removed.
+            Or the storage fails.
+    """
+    if not isinstance(older_than_seconds, int | float) or not older_than_seconds >= MIN_AGE_SECONDS:
+        raise ConfigurationError(f"older_than_seconds={older_than_seconds!r} must be at least {MIN_AGE_SECONDS:.0f}.")
+    filesystem = open_filesystem(path, storage_options=checked_storage_options(storage_options))
+    try:
+        found = _look(filesystem, older_than_seconds)
+        removed = found.orphans if dry_run else list(_remove(filesystem, older_than_seconds, found))
+        return Cleaning(
+            filesystem.path, dry_run, float(older_than_seconds), tuple(removed), found.young, tuple(found.foreign)
+        )
+    finally:
+        filesystem.close()
+
+
+@dataclass
+class _Found:
+    """One look at a directory."""
+
+    orphans: list[Orphan]
+    uploads: list[tuple[Orphan, UnfinishedUpload]]
+    young: int
+    foreign: list[str]
+
+
+@dataclass(frozen=True)
+class _Item:
+    """A file or an upload with a name of ours."""
+
+    kind: str
+    name: str
+    file_id: str  # empty where its name has none
+    nbytes: int
+    seconds: float  # when it was written
+    upload: UnfinishedUpload | None = None
+
+
+def _uploads(filesystem: Filesystem) -> list[UnfinishedUpload]:
+    """Unfinished uploads, where the store lists them: some do not, or not to everybody."""
+    try:
+        return filesystem.list_uploads()
+    except StorageError as error:
+        if error.attempts is None or error.outcome_unknown:
+            raise
+        logger.warning("Unfinished uploads were not looked for: %s", error)
+        return []
+
+
+def _look(filesystem: Filesystem, older_than_seconds: float) -> _Found:
+    """Steps 1 to 3."""
+    files = filesystem.list_files()
+    uploads = _uploads(filesystem)
+    sizes = {file.name: file.nbytes for file in files}
+    roots = _whole_roots(filesystem, sizes)
+    now = filesystem.now_seconds()
+    live = set().union(*(root.names() for root in roots))
+    items = [
+        _Item(*described, file.nbytes, math.inf if file.modified_seconds is None else file.modified_seconds)
+        for file in files
+        if (described := _describe(file.name)) is not None and file.name not in live
+    ]
+    items += [
+        _Item("upload", upload.name, described[2], 0, upload.begun_seconds, upload)
+        for upload in uploads
+        if (described := _describe_upload(upload.name)) is not None
+    ]
+    written = _youngest(filesystem, items, now - older_than_seconds)
+    found = _Found([], [], 0, [name for name in sizes if _FOREIGN_NAME.fullmatch(name) and name not in live])
+    for item in items:
+        age = now - written[item]
+        if age <= older_than_seconds:
+            found.young += 1
+            continue
+        orphan = Orphan(item.kind, item.name, item.nbytes, age)
+        found.orphans.append(orphan)
+        if item.upload is not None:
+            found.uploads.append((orphan, item.upload))
+    return found
+
+
+def _describe(name: str) -> tuple[str, str, str] | None:
+    """Kind, name and id of a file of ours; None for any other."""
+    if match := _DATA_NAME.fullmatch(name):
+        return "data", name, match[1]
+    if save_id := save_id_of_copy(name):
+        return "metadata", name, save_id
+    if match := _TEMPORARY_NAME.fullmatch(name):
+        return "temporary", name, match[1] or ""
+    return None
+
+
+def _describe_upload(name: str) -> tuple[str, str, str] | None:
+    # large metadata is uploaded in parts too
+    match = _UPLOAD_NAME.fullmatch(name)
+    return ("upload", name, match[1] or "") if match else _describe(name)
+
+
+def _whole_roots(filesystem: Filesystem, sizes: Mapping[str, int]) -> list[Root]:
+    """The roots, all of whose files are there.
+
+    Args:
+        filesystem: the directory.
+        sizes: what was listed before.
+    """
+    before: list[bytes] = []
+    for _ in range(ATTEMPTS):
+        roots = read_roots(filesystem, sizes)
+        problem = _problem(filesystem, roots, sizes)
+        now = [root.data for root in roots]
+        if problem is None:
+            return roots
+        if now == before:  # not because a save replaced what was read first
+            break
+        before = now
+    assert problem is not None
+    raise problem
+
+
+def _problem(filesystem: Filesystem, roots: Iterable[Root], sizes: Mapping[str, int]) -> CheckpointError | None:
+    for root in roots:
+        for name, file in root.files().items():
+            nbytes = sizes.get(name)
+            if nbytes is None or (file is not None and nbytes != file[1]):
+                nbytes = filesystem.file_nbytes(name)  # newer than the listing, perhaps
+            path = filesystem.location(name)
+            advice = "Nothing was removed: `dcp-nvcomp verify` tells what is damaged, `recover` may need the orphans."
+            if nbytes is None:
+                return StorageError(f"{root.name} names a file that is missing. {advice}", path=path)
+            if file is not None and nbytes != file[1]:
+                return FileMismatchError(f"{root.name} says {file[1]} bytes, it has {nbytes}. {advice}", path=path)
+    return None
+
+
+def _youngest(filesystem: Filesystem, items: Sequence[_Item], limit_seconds: float) -> dict[_Item, float]:
+    """For each item, when the youngest of what belongs to it was written.
+
+    Args:
+        filesystem: the directory.
+        items: the items.
+        limit_seconds: what was written after this is young.
+    """
+    by_id: dict[str, float] = {}
+    for item in items:
+        by_id[item.file_id] = max(item.seconds, by_id.get(item.file_id, -math.inf))
+    by_name: dict[str, float] = {}
+    for item in items:
+        if item.kind == "metadata" and by_id[item.file_id] >= limit_seconds:
+            for name in _named_by_copy(filesystem, item.name):
+                by_name[name] = max(by_id[item.file_id], by_name.get(name, -math.inf))
+    return {
+        item: max(by_id[item.file_id] if item.file_id else item.seconds, by_name.get(item.name, -math.inf))
+        for item in items
+    }
+
+
+def _named_by_copy(filesystem: Filesystem, name: str) -> set[str]:
+    """The files of a save that is about to be published, or was about to be."""
+    try:
+        return read_root(filesystem, name).names()
+    except CheckpointError as error:
+        if is_missing(error):  # its save failed, or another cleaning was faster
+            return set()
+        raise
+
+
+def _remove(filesystem: Filesystem, older_than_seconds: float, found: _Found) -> Iterator[Orphan]:
+    """Steps 4 and 5. Gives what was removed."""
+    metadata = [orphan for orphan in found.orphans if orphan.kind in ("metadata", "temporary")]
+    data = [orphan for orphan in found.orphans if orphan.kind == "data"]
+    batches = [metadata] + [data[start : start + BATCH] for start in range(0, len(data), BATCH)]
+    for batch in batches:
+        if batch:
+            going = _still_orphans(filesystem, older_than_seconds, batch)
+            filesystem.remove([orphan.name for orphan in going])
+            yield from going
+    if found.uploads:
+        dead = {upload for _, upload in _look(filesystem, older_than_seconds).uploads}  # as with files
+        going_uploads = [(orphan, upload) for orphan, upload in found.uploads if upload in dead]
+        filesystem.abort_uploads([upload for _, upload in going_uploads])
+        yield from (orphan for orphan, _ in going_uploads)
+
+
+def _still_orphans(filesystem: Filesystem, older_than_seconds: float, batch: Sequence[Orphan]) -> list[Orphan]:
+    """Those that are orphans still: a save may have been published since, or be about to."""
+    names = {orphan.name for orphan in _look(filesystem, older_than_seconds).orphans if orphan.kind != "upload"}
+    return [orphan for orphan in batch if orphan.name in names]

@@ -1,0 +1,325 @@
+"""What a checkpoint holds and what it takes: from its metadata and its files' footers; payloads are never read.
+
+    inspect_checkpoint(path) -> Inspection        prints nothing: cli/inspect.py does
+
+A tensor that lies in a pack has no bytes of its own in the file: it is given its share of the pack's, in proportion to
+its own size. Shares are rounded so that those of a pack add up. Python objects and payloads of stock checkpoints count
+as stored, as nothing outside of them tells their true size.
+"""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from dcp_nvcomp.errors import ConfigurationError, FileMismatchError, MetadataError, StorageError
+from dcp_nvcomp.format.data_file import FileTuple, read_footer
+from dcp_nvcomp.format.footer import KIND_BYTES, KIND_TENSOR, Footer, Record
+from dcp_nvcomp.loading.reader import NvcompReader
+from dcp_nvcomp.loading.stock.items import StockItem
+from dcp_nvcomp.options import DEADLINE_OPTION
+from dcp_nvcomp.saving.stats import Totals
+from dcp_nvcomp.storage.open import Filesystem, open_filesystem
+
+__all__ = ["DataFile", "Inspection", "Item", "checked_storage_options", "inspect_checkpoint"]
+
+LAYOUT_OURS = "dcp_nvcomp"
+LAYOUT_STOCK = "stock"
+
+
+@dataclass(frozen=True)
+class Item:
+    """One key of the state dict, all its shards together.
+
+    Attributes:
+        fqn: the key.
+        kind: `tensor`, `bytes` (a Python object) or `torch_save` (a tensor stored as `torch.save` wrote it).
+        dtype: name of the dtype; `bytes` for a Python object.
+        shape: the global shape; None for a Python object.
+        codecs: short names of its shards' codec chains, such as `planes-zstd`; of stock checkpoints `stock` and what
+            the items went through, such as `stock-zstd`.
+        packed: whether shards share a block with other small ones.
+        totals: shards and sizes.
+    """
+
+    fqn: str
+    kind: str
+    dtype: str
+    shape: tuple[int, ...] | None
+    codecs: tuple[str, ...]
+    packed: bool
+    totals: Totals
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """One data file.
+
+    Attributes:
+        name: its name in the checkpoint.
+        nbytes: its size.
+        footer_nbytes: size of its footer; 0 for stock files, which have none.
+    """
+
+    name: str
+    nbytes: int
+    footer_nbytes: int
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What `inspect_checkpoint` found.
+
+    Attributes:
+        path: the checkpoint.
+        layout: `dcp_nvcomp`, or `stock` for one that stock DCP wrote.
+        save_id: id of the save, where there is one.
+        items: the keys, in natural order.
+        files: the data files that they are in, by name.
+        by_dtype: sums over all items by dtype.
+        by_codec: sums over all items by codec.
+    """
+
+    path: str
+    layout: str
+    save_id: str | None
+    items: tuple[Item, ...]
+    files: tuple[DataFile, ...]
+    by_dtype: dict[str, Totals]
+    by_codec: dict[str, Totals]
+
+    @property
+    def totals(self) -> Totals:
+        """Sums over all items; footers and what else is in the files are not counted."""
+        return sum((item.totals for item in self.items), Totals())
+
+    @property
+    def file_nbytes(self) -> int:
+        """Size of the data files together."""
+        return sum(file.nbytes for file in self.files)
+
+    @property
+    def ratio(self) -> float:
+        """Uncompressed size over that of the data files; 1.0 where there is nothing."""
+        uncompressed_nbytes = self.totals.uncompressed_nbytes
+        return uncompressed_nbytes / self.file_nbytes if uncompressed_nbytes and self.file_nbytes else 1.0
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as JSON values. Keys are only ever added to this document; `schema` changes if one must go."""
+        return {
+            "schema": 1,
+            "checkpoint": self.path,
+            "layout": self.layout,
+            "save_id": self.save_id,
+            "totals": {
+                "items": len(self.items),
+                **_totals_json(self.totals),
+                "file_nbytes": self.file_nbytes,
+                "ratio": self.ratio,
+            },
+            "by_dtype": {name: _totals_json(totals) for name, totals in self.by_dtype.items()},
+            "by_codec": {name: _totals_json(totals) for name, totals in self.by_codec.items()},
+            "items": [
+                {
+                    "fqn": item.fqn,
+                    "kind": item.kind,
+                    "dtype": item.dtype,
+                    "shape": None if item.shape is None else list(item.shape),
+                    "codecs": list(item.codecs),
+                    "packed": item.packed,
+                    **_totals_json(item.totals),
+                }
+                for item in self.items
+            ],
+            "files": [
+                {"name": file.name, "nbytes": file.nbytes, "footer_nbytes": file.footer_nbytes} for file in self.files
+            ],
+        }
+
+
+def _totals_json(totals: Totals) -> dict[str, Any]:
+    return {
+        "shards": totals.records,
+        "uncompressed_nbytes": totals.uncompressed_nbytes,
+        "encoded_nbytes": totals.encoded_nbytes,
+        "ratio": totals.ratio,
+    }
+
+
+def inspect_checkpoint(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Inspection:
+    """Say what a checkpoint holds. Reads its metadata and footers only.
+
+    Args:
+        path: a local path or any fsspec URL.
+        storage_options: for the fsspec filesystem, such as `endpoint_url` and `key` for S3.
+
+    Returns:
+        Its keys with their dtypes, shapes, codecs and sizes, its data files, and sums.
+
+    Raises:
+        ConfigurationError: an option is unknown.
+        CheckpointNotFoundError: there is no checkpoint.
+        CheckpointError: it can't be read, or contradicts itself.
+    """
+    options = checked_storage_options(storage_options)
+    metadata = NvcompReader(path, **options).read_metadata()
+    filesystem = open_filesystem(path, storage_options=options)
+    try:
+        return _inspect(filesystem, metadata)
+    finally:
+        filesystem.close()
+
+
+def checked_storage_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Options for the storage alone.
+
+    Raises:
+        ConfigurationError: one of them is `NvcompReader`'s own, and not of its storage.
+    """
+    options = dict(given or {})
+    for name in (inspect.signature(NvcompReader).parameters.keys() - {DEADLINE_OPTION}) & options.keys():
+        raise ConfigurationError(f"{name!r} is not an option of the storage.")
+    return options
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """What was found out of one shard."""
+
+    fqn: str
+    kind: str
+    codec: str
+    packed: bool
+    totals: Totals
+
+
+def _inspect(filesystem: Filesystem, metadata: Metadata) -> Inspection:
+    if metadata.storage_data is None:
+        raise MetadataError("`.metadata` does not say where anything is stored.", path=filesystem.path)
+    ours: dict[FileTuple, list[tuple[MetadataIndex, int]]] = {}
+    stock: dict[str, list[tuple[MetadataIndex, StockItem]]] = {}
+    for index, value in metadata.storage_data.items():
+        if isinstance(value, tuple):
+            ours.setdefault(value[0], []).append((index, value[1]))
+        else:
+            stock.setdefault(value.relative_path, []).append((index, value))
+    with ThreadPoolExecutor(filesystem.parallel_reads, "dcp-inspect") as pool:
+        files = [DataFile(name, nbytes, footer_nbytes) for name, nbytes, footer_nbytes, _ in ours]
+        stored: list[_Stored] = []
+        for found in pool.map(lambda file: list(_read_records(filesystem, file, ours[file])), ours):
+            stored += found
+        files += pool.map(lambda name: _stock_file(filesystem, name), stock)
+    stored += _stock_shards(metadata, [entry for entries in stock.values() for entry in entries])
+    by_dtype: dict[str, Totals] = {}
+    by_codec: dict[str, Totals] = {}
+    for one in stored:
+        dtype = _dtype(metadata, one.fqn)
+        by_dtype[dtype] = by_dtype.get(dtype, Totals()) + one.totals
+        by_codec[one.codec] = by_codec.get(one.codec, Totals()) + one.totals
+    return Inspection(
+        filesystem.path,
+        LAYOUT_STOCK if stock else LAYOUT_OURS,
+        metadata.storage_meta.save_id if metadata.storage_meta is not None else None,
+        _items(metadata, stored),
+        tuple(sorted(files, key=lambda file: _natural(file.name))),
+        dict(sorted(by_dtype.items())),
+        dict(sorted(by_codec.items())),
+    )
+
+
+def _items(metadata: Metadata, stored: Sequence[_Stored]) -> tuple[Item, ...]:
+    """Shards gathered by key; also the keys of which nothing is stored."""
+    by_fqn: dict[str, list[_Stored]] = {fqn: [] for fqn in metadata.state_dict_metadata}
+    for one in stored:
+        by_fqn.setdefault(one.fqn, []).append(one)
+    items = []
+    for fqn in sorted(by_fqn, key=_natural):
+        shards, described = by_fqn[fqn], metadata.state_dict_metadata.get(fqn)
+        is_tensor = isinstance(described, TensorStorageMetadata)
+        items.append(
+            Item(
+                fqn,
+                shards[0].kind if shards else KIND_TENSOR if is_tensor else KIND_BYTES,
+                _dtype(metadata, fqn),
+                tuple(described.size) if isinstance(described, TensorStorageMetadata) else None,
+                tuple(sorted({shard.codec for shard in shards})),
+                any(shard.packed for shard in shards),
+                sum((shard.totals for shard in shards), Totals()),
+            )
+        )
+    return tuple(items)
+
+
+def _read_records(
+    filesystem: Filesystem, file: FileTuple, entries: Sequence[tuple[MetadataIndex, int]]
+) -> Iterator[_Stored]:
+    """What one data file's footer says of the shards that `.metadata` places there."""
+    footer = read_footer(filesystem, file)
+    for index, number in entries:
+        record = footer.records[number] if 0 <= number < len(footer.records) else None
+        if record is None or record.fqn != index.fqn:
+            raise FileMismatchError(
+                f"The footer disagrees with `.metadata`, which says that record {number} is this key.",
+                path=footer.path,
+                fqn=index.fqn,
+            )
+        holder = record if record.pack is None else footer.records[record.pack[0]]
+        assert holder.chain is not None
+        totals = Totals(1, record.uncompressed_nbytes, _encoded_nbytes(footer, record, holder))
+        yield _Stored(index.fqn, record.kind, holder.chain.label, record.pack is not None, totals)
+
+
+def _encoded_nbytes(footer: Footer, record: Record, holder: Record) -> int:
+    """Bytes in the file; in a pack, the record's share of them."""
+    encoded_nbytes = footer.record_encoded_nbytes(holder)
+    if record.pack is None or not holder.elements:
+        return encoded_nbytes
+    start = record.pack[1]
+    stop = start + record.elements
+    return encoded_nbytes * stop // holder.elements - encoded_nbytes * start // holder.elements
+
+
+def _stock_file(filesystem: Filesystem, name: str) -> DataFile:
+    nbytes = filesystem.file_nbytes(name)
+    if nbytes is None:
+        raise StorageError("A data file is missing.", path=filesystem.location(name), errno=errno.ENOENT)
+    return DataFile(name, nbytes, 0)
+
+
+def _stock_shards(metadata: Metadata, entries: Sequence[tuple[MetadataIndex, StockItem]]) -> Iterator[_Stored]:
+    nbytes: dict[str, dict[tuple[int, ...], int]] = {}  # of each shard by key and offsets
+    for index, item in entries:
+        # torch calls them "stream.zstd/1"
+        names = [re.sub(r"^stream\.|/.*$", "", descriptor) for descriptor in item.transform_descriptors]
+        codec = "-".join([LAYOUT_STOCK, *names])
+        described = metadata.state_dict_metadata.get(index.fqn)
+        if not isinstance(described, TensorStorageMetadata):
+            yield _Stored(index.fqn, KIND_BYTES, codec, False, Totals(1, item.length, item.length))
+            continue
+        if index.fqn not in nbytes:
+            width = described.properties.dtype.itemsize
+            nbytes[index.fqn] = {tuple(one.offsets): math.prod(one.sizes) * width for one in described.chunks}
+        offsets = tuple(index.offset) if index.offset is not None else (0,) * len(described.size)
+        yield _Stored(index.fqn, KIND_TENSOR, codec, False, Totals(1, nbytes[index.fqn].get(offsets, 0), item.length))
+
+
+def _dtype(metadata: Metadata, fqn: str) -> str:
+    described = metadata.state_dict_metadata.get(fqn)
+    if isinstance(described, TensorStorageMetadata):
+        return str(described.properties.dtype).removeprefix("torch.")
+    return KIND_BYTES
+
+
+def _natural(text: str) -> list[tuple[int, str]]:
+    """A sort key under which `layers.2` comes before `layers.10`."""
+    parts = re.split(r"0*([0-9]+)", text)  # text and digits in turn
+    return [(len(part) if turn % 2 else 0, part) for turn, part in enumerate(parts)]

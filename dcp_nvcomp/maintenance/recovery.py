@@ -1,0 +1,231 @@
+"""Brings back a checkpoint whose `.metadata` was lost or damaged, from its immutable `__<save_id>.metadata`.
+
+    recover_checkpoint(path) -> Recovery        prints nothing: cli/clean.py does
+
+1  how is `.metadata`? Where it can be read and all of its files are there, there is nothing to do, and nothing is done
+   whatever was asked for: a good checkpoint is never replaced
+2  which `__<save_id>.metadata` are there, and which of them are complete: it can be read, is of the save in its name,
+   and each file that it names has the size and the footer that it says
+3  if exactly one save is complete, or the complete one that was named, its bytes are published as `.metadata`
+
+A save must be named (`save_id`) where several are complete, and also where `.metadata` can be read but misses files,
+where it asks for globals that are not allowed (it may be good, and need `trusted_globals`), and where ranks' own
+metadata is there, which a load would no longer see: in these cases what is there may still be worth something.
+
+Races. A lost `.metadata` is published so that it replaces nothing: where a save is faster, the save wins. A damaged one
+is read again right before it is replaced; a save that publishes between these two is replaced, and its own
+`__<save_id>.metadata` and files stay: do not recover while a save to the same path is running. `clean` refuses to run
+where `.metadata` is lost, damaged or misses files, so it never takes away what a recovery needs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from dcp_nvcomp.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConcurrentSaveError,
+    ConfigurationError,
+    StorageError,
+    UnsafeMetadataError,
+    UnsafePathError,
+)
+from dcp_nvcomp.format.data_file import FileTuple, read_footer
+from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
+from dcp_nvcomp.format.metadata.roots import Root, copy_name_of, read_root, save_id_of_copy
+from dcp_nvcomp.format.metadata.serialization import METADATA_NAME, rank_of_metadata_name
+from dcp_nvcomp.maintenance.inspection import checked_storage_options
+from dcp_nvcomp.storage.open import FileInfo, Filesystem, open_filesystem
+
+__all__ = ["AMBIGUOUS", "IMPOSSIBLE", "INTACT", "RECOVERED", "Candidate", "Recovery", "recover_checkpoint"]
+
+RECOVERED = "recovered"
+INTACT = "intact"
+AMBIGUOUS = "ambiguous"
+IMPOSSIBLE = "impossible"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A save that left an immutable metadata file.
+
+    Attributes:
+        save_id: its id.
+        modified_seconds: when that was written, in seconds since 1970 by the storage's clock; None if it is not told.
+        keys: how many keys it has; 0 where that can't be read.
+        nbytes: size of its data files together.
+        problems: what is missing or damaged; empty if it is complete.
+    """
+
+    save_id: str
+    modified_seconds: float | None
+    keys: int
+    nbytes: int
+    problems: tuple[str, ...]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it can be brought back."""
+        return not self.problems
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """What `recover_checkpoint` did, or why it did nothing.
+
+    Attributes:
+        path: the checkpoint.
+        outcome: `recovered`: `.metadata` was published again. `intact`: there was nothing to do. `ambiguous`: a save
+            must be named, and nothing was done. `impossible`: there is none that could be brought back.
+        save_id: the save that `.metadata` is of now; None where there is none, or stock DCP's.
+        reason: what was wrong with `.metadata`, and, where nothing was done, why.
+        candidates: the saves that were looked at, the latest first.
+    """
+
+    path: str
+    outcome: str
+    save_id: str | None
+    reason: str
+    candidates: tuple[Candidate, ...]
+
+
+@dataclass(frozen=True)
+class _Current:
+    """How `.metadata` is: whether a load could use it, and whether it may be replaced only by a save that was named."""
+
+    is_good: bool
+    must_be_named: bool
+    what: str
+    data: bytes | None
+    save_id: str | None = None
+
+
+def recover_checkpoint(
+    path: str | os.PathLike[str], *, save_id: str | None = None, storage_options: Mapping[str, Any] | None = None
+) -> Recovery:
+    """Publish a complete save's metadata as `.metadata` again, where that was lost or damaged.
+
+    Args:
+        path: a local path or any fsspec URL.
+        save_id: the save to bring back, 32 hexadecimal digits; only needed where more than one could be meant.
+        storage_options: for the fsspec filesystem, such as `endpoint_url` and `key` for S3.
+
+    Returns:
+        What was done, or why nothing was. A good checkpoint is never replaced.
+
+    Raises:
+        ConfigurationError: `save_id` is none, or an option is unknown.
+        CheckpointNotFoundError: there is neither `.metadata` nor an immutable copy of one.
+        StorageError: the storage fails.
+    """
+    if save_id is not None and copy_name_of(save_id) is None:
+        raise ConfigurationError(f"save_id={save_id!r} must be 32 hexadecimal digits.")
+    filesystem = open_filesystem(path, storage_options=checked_storage_options(storage_options))
+    try:
+        return _recover(filesystem, save_id)
+    finally:
+        filesystem.close()
+
+
+def _recover(filesystem: Filesystem, save_id: str | None) -> Recovery:
+    def result(outcome: str, now: str | None, reason: str) -> Recovery:
+        return Recovery(filesystem.path, outcome, now, reason, tuple(candidates))
+
+    candidates: list[Candidate] = []
+    files = filesystem.list_files()
+    current = _look_at_current(filesystem, [file.name for file in files])
+    if current.is_good:
+        if save_id is None or save_id == current.save_id:
+            return result(INTACT, current.save_id, f"{current.what} There is nothing to recover.")
+        reason = f"{current.what} A good checkpoint is not replaced: move `.metadata` away first if it must be."
+        return result(IMPOSSIBLE, current.save_id, reason)
+    candidates += _candidates(filesystem, files)
+    if not candidates and current.data is None:
+        raise CheckpointNotFoundError(
+            f"{current.what} And there is no `__<save_id>.metadata` that it could be made of.", path=filesystem.path
+        )
+    complete = [one for one in candidates if one.is_complete and save_id in (None, one.save_id)]
+    if not complete:
+        which = "No save here is complete" if save_id is None else f"Save {save_id} is not here, or not complete"
+        return result(IMPOSSIBLE, None, f"{current.what} {which}.")
+    if len(complete) > 1 or (current.must_be_named and save_id is None):
+        return result(AMBIGUOUS, None, f"{current.what} Name the save that is to be brought back.")
+    _publish(filesystem, complete[0].save_id, current)
+    return result(RECOVERED, complete[0].save_id, current.what)
+
+
+def _look_at_current(filesystem: Filesystem, names: Sequence[str]) -> _Current:
+    """What a load would find. Raises where the storage, not the file, is at fault."""
+    if filesystem.file_nbytes(METADATA_NAME) is None:
+        if any(rank_of_metadata_name(name) is not None for name in names):
+            return _Current(False, True, "`.metadata` is missing, but there is metadata of single ranks.", None)
+        return _Current(False, False, "`.metadata` is missing.", None)
+    try:
+        root = read_root(filesystem, METADATA_NAME)
+    except StorageError:
+        raise
+    except CheckpointError as error:
+        data = filesystem.read_all(METADATA_NAME, limit_nbytes=MAX_METADATA_NBYTES)
+        what = f"`.metadata` can't be read: {error.message}"
+        return _Current(False, isinstance(error, UnsafeMetadataError | UnsafePathError), what, data)
+    problems = _problems(filesystem, root)
+    if problems:
+        return _Current(False, True, f"`.metadata` can be read, but: {problems[0]}", root.data, root.save_id)
+    return _Current(True, False, "`.metadata` can be read, and its files are there.", root.data, root.save_id)
+
+
+def _candidates(filesystem: Filesystem, files: Sequence[FileInfo]) -> list[Candidate]:
+    found = []
+    for file in sorted(files, key=lambda file: (-(file.modified_seconds or 0), file.name)):
+        save_id = save_id_of_copy(file.name)
+        if save_id is not None:
+            found.append(_candidate(filesystem, file, save_id))
+    return found
+
+
+def _candidate(filesystem: Filesystem, file: FileInfo, save_id: str) -> Candidate:
+    try:
+        root = read_root(filesystem, file.name)
+    except CheckpointError as error:
+        return Candidate(save_id, file.modified_seconds, 0, 0, (f"{file.name} can't be read: {error.message}",))
+    problems = _problems(filesystem, root)
+    if root.save_id != save_id:
+        problems.insert(0, f"{file.name} is of another save, {root.save_id}.")
+    nbytes = sum(one[1] for one in root.files().values() if one is not None)
+    return Candidate(save_id, file.modified_seconds, len(root.metadata.state_dict_metadata), nbytes, tuple(problems))
+
+
+def _problems(filesystem: Filesystem, root: Root) -> list[str]:
+    """What is wrong with the files that a metadata file names."""
+
+    def problem(item: tuple[str, FileTuple | None]) -> str | None:
+        name, file = item
+        try:
+            if file is not None:
+                read_footer(filesystem, file)
+            elif filesystem.file_nbytes(name) is None:
+                return f"{name} is missing."
+        except CheckpointError as error:
+            return f"{name}: {error.message}"
+        return None
+
+    with ThreadPoolExecutor(filesystem.parallel_reads, "dcp-recover") as pool:
+        return [found for found in pool.map(problem, sorted(root.files().items())) if found is not None]
+
+
+def _publish(filesystem: Filesystem, save_id: str, current: _Current) -> None:
+    copy = copy_name_of(save_id)
+    assert copy is not None
+    data = read_root(filesystem, copy).data
+    if current.data is not None:
+        if filesystem.read_all(METADATA_NAME, limit_nbytes=MAX_METADATA_NBYTES) != current.data:
+            message = "Another save was published meanwhile. Nothing was changed."
+            raise ConcurrentSaveError(message, path=filesystem.location(METADATA_NAME))
+        filesystem.publish(METADATA_NAME, data)
+    else:
+        filesystem.publish(METADATA_NAME, data, overwrite=False)

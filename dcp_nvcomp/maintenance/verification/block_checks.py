@@ -1,0 +1,188 @@
+"""Every byte of one data file against the CRCs that it carries; what is damaged is named block by block."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from dcp_nvcomp.engines.cpu import CpuEngine, checksum
+from dcp_nvcomp.errors import CheckpointError, CodecUnavailableError, CorruptDataError, FormatError
+from dcp_nvcomp.format.data_file import FileTuple, block_row, read_footer
+from dcp_nvcomp.format.footer import KIND_PACK, MAX_BLOCK_NBYTES, Footer, Record
+from dcp_nvcomp.format.framing import HEADER_NBYTES, check_header
+from dcp_nvcomp.maintenance.verification.findings import Finding, finding_of
+from dcp_nvcomp.storage.open import Filesystem
+from dcp_nvcomp.storage.ranges import coalesce
+from dcp_nvcomp.storage.reread import twice
+
+__all__ = ["READ_NBYTES", "BlockChecker", "Checked", "CheckedFile", "Span", "open_file", "spans_of"]
+
+READ_NBYTES = 8 << 20
+# Slices and planes are padded to 16 bytes each, which may double a block, and its end to a multiple of 4096.
+_MAX_ENCODED_NBYTES = 2 * MAX_BLOCK_NBYTES + 8192
+
+
+@dataclass(frozen=True)
+class CheckedFile:
+    """A data file whose footer and header are good.
+
+    Attributes:
+        name: its name in the checkpoint.
+        footer: its footer.
+        holders: the records that have blocks, in their order.
+        members: the records in each pack, by the pack's first block.
+    """
+
+    name: str
+    footer: Footer
+    holders: tuple[Record, ...] = field(repr=False)
+    members: dict[int, list[Record]] = field(repr=False)
+
+    def record_of(self, number: int) -> Record:
+        """The record that a block is part of."""
+        return self.holders[bisect_right(self.holders, number, key=lambda record: record.first_block) - 1]
+
+    def fqns_of(self, number: int) -> tuple[str, ...]:
+        """The keys that have bytes in a block."""
+        holder = self.record_of(number)
+        if holder.kind != KIND_PACK:
+            return (holder.fqn,)
+        assert holder.grid is not None
+        box = holder.grid.box(number - holder.first_block)  # a pack is one-dimensional
+        start, stop = box.offsets[0], box.offsets[0] + box.sizes[0]
+        inside = self.members.get(holder.first_block, ())
+        return tuple(
+            record.fqn
+            for record in inside
+            if record.pack is not None and record.pack[1] < stop and record.pack[1] + record.elements > start
+        )
+
+
+def open_file(filesystem: Filesystem, file: FileTuple) -> CheckedFile:
+    """Check a data file's size, footer and header.
+
+    Raises:
+        CheckpointError: as `read_footer` and `check_header`, also when read a second time.
+    """
+    footer = read_footer(filesystem, file)
+    twice(lambda: _check_header(filesystem, file[0], footer))
+    members: dict[int, list[Record]] = {}
+    for record in footer.records:
+        if record.pack is not None:
+            members.setdefault(footer.records[record.pack[0]].first_block, []).append(record)
+    holders = tuple(record for record in footer.records if record.block_count)
+    return CheckedFile(file[0], footer, holders, members)
+
+
+def _check_header(filesystem: Filesystem, name: str, footer: Footer) -> None:
+    """The bytes before the first block; piece by piece, as only the footer says how many they are."""
+    data_offset = int(footer.block_offsets[0])
+    for start in range(0, data_offset, READ_NBYTES):
+        stop = min(start + READ_NBYTES, data_offset)
+        data = filesystem.read(name, start, stop)
+        if start == 0:
+            check_header(data, path=footer.path)
+        elif any(data):
+            message = "Bytes that must be zero are not."
+            raise CorruptDataError(message, path=footer.path, byte_range=(start, stop))
+    assert data_offset >= HEADER_NBYTES  # parse_footer checked it
+
+
+@dataclass(frozen=True)
+class Span:
+    """Blocks of a file that are read together."""
+
+    file: CheckedFile
+    start: int
+    stop: int
+    blocks: tuple[int, ...]
+
+
+def spans_of(file: CheckedFile) -> Iterator[Span]:
+    """All blocks of a file, in reads of at most `READ_NBYTES` or one block."""
+    offsets = file.footer.block_offsets.tolist()
+    for read in coalesce(list(pairwise(offsets)), 0, READ_NBYTES):
+        yield Span(file, read.start, read.stop, read.pieces)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What came of one span."""
+
+    nbytes: int
+    blocks: int
+    undecoded_blocks: int
+    findings: tuple[Finding, ...]
+
+
+class BlockChecker:
+    """Checks spans, several threads at once.
+
+    Args:
+        filesystem: the checkpoint.
+        full: whether blocks are decoded too, on the CPU, and their decoded bytes checked.
+    """
+
+    def __init__(self, filesystem: Filesystem, *, full: bool) -> None:
+        self._filesystem = filesystem
+        self._full = full
+        self._engines = threading.local()
+
+    def check(self, span: Span) -> Checked:
+        """Check every block of a span; a block is judged by what a second read of it alone gives."""
+        try:
+            data = memoryview(b"") if span.stop - span.start > _MAX_ENCODED_NBYTES else self._read(span)
+        except CheckpointError:
+            data = memoryview(b"")  # then block by block, as perhaps only one can't be read
+        findings: list[Finding] = []
+        undecoded = 0
+        for number in span.blocks:
+            start, stop = (int(offset) for offset in span.file.footer.block_offsets[number : number + 2])
+            try:
+                if data:
+                    try:
+                        undecoded += not self._is_good(data[start - span.start : stop - span.start], span.file, number)
+                        continue
+                    except CorruptDataError:
+                        pass
+                undecoded += not self._is_good(self._read_block(span.file, start, stop), span.file, number)
+            except CheckpointError as error:
+                error.byte_range = (start, stop)
+                findings.append(finding_of(error, span.file.name, span.file.fqns_of(number)))
+        return Checked(span.stop - span.start, len(span.blocks), undecoded, tuple(findings))
+
+    def _read(self, span: Span) -> memoryview:
+        return memoryview(self._filesystem.read(span.file.name, span.start, span.stop))
+
+    def _read_block(self, file: CheckedFile, start: int, stop: int) -> memoryview:
+        if stop - start > _MAX_ENCODED_NBYTES:
+            raise FormatError("The footer gives a block more bytes than any block can have.")
+        return memoryview(self._filesystem.read(file.name, start, stop))
+
+    def _is_good(self, data: memoryview, file: CheckedFile, number: int) -> bool:
+        """Whether all that was to be checked could be; False where decoding takes a GPU.
+
+        Raises:
+            CorruptDataError: the block is damaged.
+        """
+        row = block_row(file.footer, number)
+        if not self._full:
+            if checksum(data) != row.encoded_crc:
+                raise CorruptDataError("The stored bytes fail their CRC: the file is damaged.")
+            return True
+        engine = getattr(self._engines, "cpu", None)
+        if engine is None:
+            engine = self._engines.cpu = CpuEngine()
+        chain = file.record_of(number).chain
+        assert chain is not None
+        out = np.empty(int(file.footer.block_nbytes[number]), np.uint8)
+        try:
+            engine.decode(data, row, chain, out, verify="full")
+        except CodecUnavailableError:
+            return False
+        return True

@@ -1,0 +1,286 @@
+"""Whether a checkpoint is whole: its metadata, its files, and every block's CRC. Needs no GPU, changes nothing.
+
+    verify_checkpoint(path) -> Verification        prints nothing: cli/verify.py does
+
+1  the roots are read: `.metadata`, or the ranks' own metadata where there is none
+2  the immutable copy of `.metadata` must hold the same bytes. A difference is an error, as one of the two is damaged;
+   where the copy is missing nothing is, and everything loads, so that is a warning
+3  every shard that the metadata lists must be stored somewhere, and the shards must cover their tensors
+4  every data file must have its size, footer and header, and the records that the metadata places there
+5  every block must pass its CRC; with `full` it is decoded too, and must pass the CRC of the decoded bytes
+
+What fails is read once more before it is judged, and nothing of it ends the verification. Stock DCP's checkpoints have
+no checksums of their own: their items are read, decompressed, and checked as far as the archives that torch.save
+writes have CRCs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from dcp_nvcomp.errors import CheckpointError, CheckpointReplacedError, MetadataError, StorageError, UnsafeObjectError
+from dcp_nvcomp.format.data_file import FileTuple
+from dcp_nvcomp.format.metadata.roots import Root, copy_name_of, is_missing, read_root, read_roots
+from dcp_nvcomp.format.metadata.serialization import METADATA_NAME, merge_rank_metadata, rank_of_metadata_name
+from dcp_nvcomp.loading.stock.items import StockItem, most_nbytes, read_stock_bytes, read_stock_tensor
+from dcp_nvcomp.maintenance.inspection import LAYOUT_OURS, LAYOUT_STOCK, checked_storage_options
+from dcp_nvcomp.maintenance.verification.block_checks import (
+    BlockChecker,
+    Checked,
+    CheckedFile,
+    Span,
+    open_file,
+    spans_of,
+)
+from dcp_nvcomp.maintenance.verification.findings import ERROR, WARNING, Finding, Verification, finding_of
+from dcp_nvcomp.maintenance.verification.metadata_checks import Expected, check_items, check_records, expectations
+from dcp_nvcomp.options import check_thread_count
+from dcp_nvcomp.storage.open import Filesystem, open_filesystem
+
+__all__ = ["Finding", "Progress", "Verification", "verify_checkpoint"]
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+# Called with how many bytes were checked and how many there are.
+Progress = Callable[[int, int], None]
+# Stock DCP's items are read whole, however large they are.
+STOCK_THREADS = 2
+# The most that a Python object may decode to here: nothing but its own stream tells its size.
+STOCK_OBJECT_NBYTES = 1 << 30
+TASKS_AHEAD = 2
+
+
+def verify_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    full: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+    thread_count: int | None = None,
+    progress: Progress | None = None,
+) -> Verification:
+    """Look for everything that is wrong with a checkpoint.
+
+    Each thread holds one read of 8 MiB or one block, and with `full` a decoded block.
+
+    Args:
+        path: a local path or any fsspec URL.
+        full: whether every block is decoded too, on the CPU, and its decoded bytes checked. What only a GPU can decode
+            is counted in `undecoded_blocks`; its stored bytes are checked.
+        storage_options: for the fsspec filesystem, such as `endpoint_url` and `key` for S3.
+        thread_count: threads that check; by default one per CPU core, at most 8, and more where storage is remote.
+        progress: called now and then, on this thread.
+
+    Returns:
+        All that was found.
+
+    Raises:
+        ConfigurationError: an option is unknown.
+        CheckpointNotFoundError: there is no checkpoint.
+        MetadataError: `.metadata` can't be read, so nothing is known of what must be there.
+        CheckpointReplacedError: another save replaced it meanwhile.
+        StorageError: the storage fails.
+    """
+    options = checked_storage_options(storage_options)
+    threads = check_thread_count(thread_count)
+    filesystem = open_filesystem(path, storage_options=options)
+    try:
+        roots = _roots(filesystem)
+        try:
+            return _verify(filesystem, roots, full, max(threads, filesystem.parallel_reads), progress)
+        finally:
+            _check_not_replaced(filesystem, roots)
+    finally:
+        filesystem.close()
+
+
+def _roots(filesystem: Filesystem) -> list[Root]:
+    """What a load reads: `.metadata`; only without it, that of the ranks."""
+    if filesystem.file_nbytes(METADATA_NAME) is not None:
+        return [read_root(filesystem, METADATA_NAME)]
+    return read_roots(filesystem, filesystem.list_names())
+
+
+def _check_not_replaced(filesystem: Filesystem, roots: Sequence[Root]) -> None:
+    """A checkpoint that was replaced looks damaged, as its files were removed."""
+    for root in roots:
+        try:
+            now = filesystem.read_all(root.name, limit_nbytes=len(root.data))
+        except CheckpointError as error:
+            if isinstance(error, StorageError) and not is_missing(error):
+                continue
+            now = b""  # gone, or longer
+        if now != root.data:
+            message = "The checkpoint was replaced while it was verified: verify again."
+            raise CheckpointReplacedError(message, path=filesystem.location(root.name))
+
+
+@dataclass
+class _Tally:
+    """Sums, as results come in."""
+
+    total_nbytes: int
+    progress: Progress | None
+    nbytes: int = 0
+    blocks: int = 0
+    undecoded_blocks: int = 0
+    findings: list[Finding] = field(default_factory=list)
+
+    def add(self, checked: Checked) -> None:
+        self.nbytes += checked.nbytes
+        self.blocks += checked.blocks
+        self.undecoded_blocks += checked.undecoded_blocks
+        self.findings += checked.findings
+        if self.progress is not None:
+            self.progress(self.nbytes, self.total_nbytes)
+
+
+def _verify(
+    filesystem: Filesystem, roots: Sequence[Root], full: bool, threads: int, progress: Progress | None
+) -> Verification:
+    if any(root.metadata.storage_data is None for root in roots):
+        raise MetadataError("`.metadata` does not say where anything is stored.", path=filesystem.path)
+    ours: dict[FileTuple, list[Expected]] = {}
+    stock: list[tuple[StockItem, Expected]] = []
+    for root in roots:
+        for stored, expected in expectations(root.metadata):
+            if isinstance(stored, tuple):
+                ours.setdefault(stored[0], []).append(expected)
+            else:
+                stock.append((stored, expected))
+    tally = _Tally(sum(file[1] for file in ours) + sum(item.length for item, _ in stock), progress)
+    tally.findings += _check_copies(filesystem, roots)
+    tally.findings += _check_whole(filesystem, roots)
+    with ThreadPoolExecutor(threads, "dcp-verify") as pool:
+        try:
+            checker = BlockChecker(filesystem, full=full)
+            spans = _spans(filesystem, pool, threads, ours, tally)
+            for checked in _in_order(pool, checker.check, spans, TASKS_AHEAD * threads):
+                tally.add(checked)
+        except BaseException:  # KeyboardInterrupt too: what waits in the pool need not run
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    with ThreadPoolExecutor(STOCK_THREADS, "dcp-verify") as pool:
+        check = partial(_check_stock_item, filesystem, full)
+        for checked in _in_order(pool, check, stock, TASKS_AHEAD * STOCK_THREADS):
+            tally.add(checked)
+    return Verification(
+        filesystem.path,
+        LAYOUT_STOCK if stock else LAYOUT_OURS,
+        roots[0].save_id,
+        full,
+        len(ours) + len({item.relative_path for item, _ in stock}),
+        tally.nbytes,
+        tally.blocks,
+        tally.undecoded_blocks,
+        tuple(sorted(tally.findings, key=lambda one: (one.severity, one.file or "", one.byte_range or (0, 0)))),
+    )
+
+
+def _in_order(pool: Executor, work: Callable[[T], R], items: Iterable[T], ahead: int) -> Iterator[R]:
+    """The results of all items in turn; no more than `ahead` of them are under way or waiting."""
+    pending: deque[Future[R]] = deque()
+    for item in items:
+        pending.append(pool.submit(work, item))
+        if len(pending) >= ahead:
+            yield pending.popleft().result()
+    while pending:
+        yield pending.popleft().result()
+
+
+def _spans(
+    filesystem: Filesystem, pool: Executor, threads: int, ours: Mapping[FileTuple, Sequence[Expected]], tally: _Tally
+) -> Iterator[Span]:
+    """The reads of all files, whose footers are read some at a time; adds what is wrong with them."""
+    files = list(ours)
+    for first in range(0, len(files), threads):
+        some = files[first : first + threads]
+        for file, opened in zip(some, pool.map(partial(_try_open, filesystem), some), strict=True):
+            if isinstance(opened, Finding):
+                tally.findings.append(opened)
+                tally.nbytes += file[1]
+                continue
+            tally.findings += check_records(opened, ours[file])
+            covered = int(opened.footer.block_offsets[-1] - opened.footer.block_offsets[0])
+            tally.nbytes += file[1] - covered
+            yield from spans_of(opened)
+
+
+def _try_open(filesystem: Filesystem, file: FileTuple) -> CheckedFile | Finding:
+    try:
+        return open_file(filesystem, file)
+    except CheckpointError as error:
+        return finding_of(error, file[0])
+
+
+def _check_whole(filesystem: Filesystem, roots: Sequence[Root]) -> list[Finding]:
+    """Whether every shard is stored, and all of every tensor is."""
+    metadata: Metadata = roots[0].metadata
+    if roots[0].name != METADATA_NAME:
+        parts = {rank: root.metadata for root in roots if (rank := rank_of_metadata_name(root.name)) is not None}
+        try:
+            metadata = merge_rank_metadata(parts, path=filesystem.path)
+        except CheckpointError as error:
+            return [finding_of(error, None)]
+    return check_items(metadata, roots[0].name)
+
+
+def _check_copies(filesystem: Filesystem, roots: Sequence[Root]) -> list[Finding]:
+    """`.metadata` against its immutable copy. Stock DCP's has none, and neither has a rank's."""
+    (root, *_) = roots
+    files = root.files().values()
+    if root.name != METADATA_NAME or not files or None in files:
+        return []
+    copy = copy_name_of(root.save_id)
+    if copy is None:
+        return [Finding(WARNING, f"`.metadata` names a save {root.save_id!r}, which is no id of a save.", root.name)]
+    try:
+        data = filesystem.read_all(copy, limit_nbytes=len(root.data) + 1)
+        if data != root.data:
+            data = filesystem.read_all(copy, limit_nbytes=len(root.data) + 1)
+    except CheckpointError as error:
+        if is_missing(error):
+            what = "The immutable copy of `.metadata` is missing, so `recover` could not bring this checkpoint back."
+            return [Finding(WARNING, what, copy)]
+        return [finding_of(error, copy)]
+    if data == root.data:
+        return []
+    pairs = enumerate(zip(data, root.data, strict=False))
+    at = next((at for at, (one, other) in pairs if one != other), min(len(data), len(root.data)))
+    what = "It differs from `.metadata` from here on; they were written as the same bytes, so one of them is damaged."
+    return [Finding(ERROR, what, copy, (), (at, at + 1))]
+
+
+def _check_stock_item(filesystem: Filesystem, full: bool, stored: tuple[StockItem, Expected]) -> Checked:
+    """What stock DCP stored must be inside its file, and decode; with `full` to a tensor of the right shape."""
+    item, expected = stored
+    findings = []
+    try:
+        sizes = None if expected.shard is None else tuple(expected.shard.sizes)
+        if full and sizes is not None:
+            _again(lambda: read_stock_tensor(filesystem, item, sizes=sizes))
+        else:
+            limit_nbytes = STOCK_OBJECT_NBYTES if sizes is None else most_nbytes(sizes)
+            _again(lambda: read_stock_bytes(filesystem, item, limit_nbytes=limit_nbytes))
+    except UnsafeObjectError as error:
+        # a subclass of tensors, which is none of ours to import; its bytes have been checked
+        findings.append(Finding(WARNING, f"Its shape was not checked: {error.message}", None, (expected.fqn,)))
+    except CheckpointError as error:
+        error.byte_range = error.byte_range or (item.offset, item.offset + item.length)
+        findings.append(finding_of(error, item.relative_path, (expected.fqn,)))
+    return Checked(item.length, 1, 0, tuple(findings))
+
+
+def _again(read: Callable[[], Any]) -> None:
+    try:
+        read()
+    except CheckpointError:
+        read()

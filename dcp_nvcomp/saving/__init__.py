@@ -1,0 +1,1 @@
+"""A save: plan -> encode -> stage -> write -> commit."""

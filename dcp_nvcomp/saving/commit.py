@@ -1,0 +1,276 @@
+"""The commit: `.metadata` is published last and atomically; what it replaced is removed only after that.
+
+1  read which files the checkpoint that is there now names
+2  publish __<save_id>.metadata: the same bytes under a name of its own, for recovery
+3  look whether every data file is there, whole: ranks may have written elsewhere, or somebody removed some
+4  publish .metadata: from here on the new checkpoint exists, and the old one does not
+5  remove the old one's files, its __<save_id>.metadata first, so that this never names files that are gone;
+   a crash in between leaves orphans, which do no harm
+
+docs/reliability.md has the reason for each step.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from dcp_nvcomp.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    MetadataError,
+    StorageError,
+    TruncatedFileError,
+)
+from dcp_nvcomp.format.framing import DATA_FILE_SUFFIX, MAX_METADATA_NBYTES
+from dcp_nvcomp.format.metadata.roots import Root, read_root
+from dcp_nvcomp.format.metadata.serialization import (
+    METADATA_NAME,
+    parse_metadata,
+    rank_metadata_name,
+    rank_of_metadata_name,
+    save_metadata_name,
+    serialize_metadata,
+)
+from dcp_nvcomp.storage.open import Filesystem
+
+__all__ = ["Orphans", "commit_checkpoint", "commit_rank", "refuse_existing"]
+
+logger = logging.getLogger(__name__)
+
+_DENIED = (errno.EACCES, errno.EPERM)
+
+
+def refuse_existing(filesystem: Filesystem, *, rank: int | None) -> None:
+    """Make sure that there is no checkpoint.
+
+    Args:
+        filesystem: the checkpoint's directory.
+        rank: with `use_collectives=False` the rank: other ranks' metadata may be of this very save, and does not count.
+
+    Raises:
+        CheckpointExistsError: there is one.
+    """
+    names = [METADATA_NAME]
+    if rank is not None:
+        names.append(rank_metadata_name(rank))
+    else:
+        names += [name for name in filesystem.list_names() if rank_of_metadata_name(name) is not None]
+    for name in names:
+        if filesystem.file_nbytes(name) is not None:
+            why = "overwrite=False" if rank is None else "use_collectives=False can't replace one atomically"
+            raise CheckpointExistsError(
+                f"There is a checkpoint already, and {why}. Choose another path.", path=filesystem.location(name)
+            )
+
+
+def _files_of_current(filesystem: Filesystem) -> set[str] | None:
+    """The files of the checkpoint that is there now; none if there is none, None if it can't be read.
+
+    Raises:
+        StorageError: the storage did not answer until the deadline: it need not be asked again.
+    """
+    try:
+        if filesystem.file_nbytes(METADATA_NAME) is None:
+            return set()
+        return read_root(filesystem, METADATA_NAME).names()
+    except CheckpointError as error:
+        if isinstance(error, StorageError) and error.errno == errno.ETIMEDOUT:
+            raise
+        logger.warning("The checkpoint that is there can't be read, so its files stay: %s", error)
+        return None
+
+
+def _files_of_ranks(filesystem: Filesystem) -> set[str]:
+    """The files of a save without collectives, each rank's own metadata among them.
+
+    They go with what is replaced: were `.metadata` lost one day, a load would else find that older save again.
+    """
+    found = set()
+    try:
+        for name in filesystem.list_names():
+            if rank_of_metadata_name(name) is not None:
+                found |= read_root(filesystem, name).names()
+    except CheckpointError as error:
+        logger.warning("Metadata of single ranks is there and can't be read, so it stays: %s", error)
+        return set()
+    return found
+
+
+def _check_readable(metadata: Metadata, path: str) -> None:
+    """Make sure that what a planner put into the metadata can be read again, before an old checkpoint is given up.
+
+    Only what planners may choose freely is tried: one small value per key, not one per shard.
+    """
+    probe = Metadata(state_dict_metadata={}, planner_data=metadata.planner_data, storage_data={})
+    try:
+        parse_metadata(serialize_metadata(probe), path=path)
+    except MetadataError as error:
+        raise MetadataError(
+            f"The planner's planner_data can't be stored: {error.message} Use plain containers of text and numbers.",
+            path=path,
+        ) from error
+
+
+def _check_present(filesystem: Filesystem, metadata: Metadata) -> None:
+    """Make sure that all data files are where readers will look for them, with the sizes that were written.
+
+    Raises:
+        StorageError: one is missing or has another size.
+    """
+    files = {name: nbytes for name, nbytes, *_ in {value[0] for value in metadata.storage_data.values()}}
+    try:
+        listed = {file.name: file.nbytes for file in filesystem.list_files()}
+    except StorageError as error:
+        if error.errno not in _DENIED:
+            raise
+        listed = {}  # credentials may allow to read and write, and not to list
+    unseen = sorted(name for name, nbytes in files.items() if listed.get(name) != nbytes)
+    with ThreadPoolExecutor(filesystem.parallel_reads, "dcp-commit") as pool:
+        states = pool.map(lambda name: _missing(filesystem, name, files[name]), unseen)
+        problem = next(((name, state) for name, state in zip(unseen, states, strict=True) if state), None)
+    if problem is not None:
+        name, state = problem
+        raise StorageError(
+            f"A data file of this save {state}, as one of {len(unseen)} of {len(files)} that the coordinator does "
+            "not see as they were written. All ranks must save to the same storage, and nothing may remove files "
+            "from it during a save.",
+            path=filesystem.location(name),
+            errno=errno.ENOENT,
+        )
+
+
+def _missing(filesystem: Filesystem, name: str, nbytes: int) -> str:
+    """What is wrong with a data file, "" if nothing. Network filesystems list and stat from caches: so it is opened."""
+    try:
+        filesystem.read(name, nbytes - 1, nbytes)
+    except TruncatedFileError:
+        return f"is shorter than the {nbytes} bytes that were written"
+    except StorageError as error:
+        if error.errno in _DENIED:  # who may only write can't look
+            return ""
+        if error.errno in (errno.ENOENT, errno.ESTALE):
+            return "is not there"
+        raise
+    return ""
+
+
+def commit_checkpoint(
+    filesystem: Filesystem, metadata: Metadata, save_id: str, own_files: Iterable[str], *, overwrite: bool
+) -> None:
+    """Publish a checkpoint.
+
+    Args:
+        filesystem: the checkpoint's directory.
+        metadata: complete, its data files all durable.
+        save_id: its id.
+        own_files: the data files that this rank wrote; removed if the checkpoint is certainly not published.
+        overwrite: whether it may replace another.
+
+    Raises:
+        ConcurrentSaveError: it may not, and another save was published in the meantime.
+        MetadataError: what the planner wants stored could not be read again.
+        StorageError: a data file is missing; or it could not be published, or it is unknown whether it was.
+    """
+    copy = save_metadata_name(save_id)
+    try:
+        _check_readable(metadata, filesystem.location(METADATA_NAME))
+        replaced = (_files_of_current(filesystem) or set()) | _files_of_ranks(filesystem)
+        data = serialize_metadata(metadata)
+        filesystem.publish(copy, data)
+        _check_present(filesystem, metadata)
+    except CheckpointError:
+        _remove(filesystem, {copy, *own_files}, "a save that was not published")
+        raise
+    try:
+        filesystem.publish(METADATA_NAME, data, overwrite=overwrite)
+    except CheckpointError as error:
+        published = _is_published(filesystem, metadata, data)
+        # not where the storage may yet do what it did not answer: `.metadata` would name files that are gone
+        if published is False and not error.outcome_unknown:
+            _remove(filesystem, {copy, *own_files}, "a save that could not be published")
+        if published is not True:
+            if error.outcome_unknown:
+                error.message += (
+                    " The storage may yet do it: whether this save is published is not known. Its files stay, and "
+                    "`dcp-nvcomp clean` removes them if it is not."
+                )
+            raise
+        # it is there, but perhaps not for good (an fsync that failed, say): so the old files stay
+        logger.warning("The checkpoint was published, though the storage reported an error: %s", error)
+        return
+    kept = Root(METADATA_NAME, data, metadata).names()
+    _remove(filesystem, replaced - kept, "the checkpoint that was replaced")
+
+
+def _remove(filesystem: Filesystem, names: Iterable[str], whose: str) -> None:
+    """Remove files whose fate changes nothing: a failure is no reason to fail the save, or to hide why it failed.
+
+    Metadata goes first: what is left of it when this is cut short never names files that are gone.
+    """
+    names = set(names)
+    data_files = {name for name in names if name.endswith(DATA_FILE_SUFFIX)}
+    try:
+        filesystem.remove(sorted(names - data_files))
+        filesystem.remove(sorted(data_files))
+    except CheckpointError as error:
+        logger.warning("Files of %s could not be removed: %s", whose, error)
+
+
+def _is_published(filesystem: Filesystem, metadata: Metadata, data: bytes) -> bool | None:
+    """Whether `.metadata` is ours after all: storage may do what it fails to confirm. None: it can't be told."""
+    try:
+        if filesystem.file_nbytes(METADATA_NAME) is None:
+            return False
+        # read twice: bytes may be flipped on the way, and after a False our files are removed
+        first, second = (filesystem.read_all(METADATA_NAME, limit_nbytes=MAX_METADATA_NBYTES) for _ in range(2))
+        if data in (first, second):
+            return True
+        there = parse_metadata(first, path=filesystem.location(METADATA_NAME))
+        return None if first != second or there.storage_meta == metadata.storage_meta else False
+    except CheckpointError:
+        return None
+
+
+def commit_rank(filesystem: Filesystem, metadata: Metadata, rank: int) -> None:
+    """Publish one rank's metadata of a save with `use_collectives=False`."""
+    filesystem.publish(rank_metadata_name(rank), serialize_metadata(metadata), overwrite=False)
+
+
+class Orphans:
+    """A rank's own files of saves that failed on other ranks: of such a save it never hears the end.
+
+    At the next save the coordinator tells all ranks, in their plans, whether its last save failed before it was
+    published. A rank that hears so looks at what the checkpoint at that path names, and removes those of its files
+    that are not among it. A message that is lost or replayed by cached plans does no harm: it only decides whether a
+    rank looks, never what it removes.
+    """
+
+    def __init__(self) -> None:
+        self._path = ""
+        self._names: tuple[str, ...] = ()
+        self._thread = threading.current_thread()
+
+    def wrote(self, path: str, names: Iterable[str]) -> None:
+        """This thread's save wrote these files to the checkpoint at `path`."""
+        self._path, self._names, self._thread = path, tuple(names), threading.current_thread()
+
+    def remove(self, open_at: Callable[[str], Filesystem]) -> None:
+        """The last save failed: remove this rank's files of it that belong to no checkpoint.
+
+        Args:
+            open_at: opens the filesystem of a checkpoint.
+        """
+        if self._thread is not threading.current_thread() and self._thread.is_alive():
+            return  # that save may still be under way: asynchronous saves can overlap
+        names, self._names = self._names, ()
+        if names:
+            filesystem = open_at(self._path)
+            named = _files_of_current(filesystem)
+            if named is not None:
+                _remove(filesystem, set(names) - named, "an earlier, failed save")

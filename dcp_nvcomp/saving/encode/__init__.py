@@ -1,0 +1,1 @@
+"""From write items to encoded blocks."""

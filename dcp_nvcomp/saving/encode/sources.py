@@ -1,0 +1,196 @@
+"""What a save reads from: a shard's elements, block by block, and the engine that encodes them where they are.
+
+HostSource          host memory, CPU engine
+AcceleratorSource   memory of a device, CPU engine: each block is copied to the host
+CudaSource          memory of a CUDA device, CUDA engine, many blocks at once; CudaPackSource: many small shards in one
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dcp_nvcomp.codecs.base import CodecChain
+from dcp_nvcomp.codecs.encoded import EncodedBlock
+from dcp_nvcomp.codecs.transforms.planes import SplitScratch
+from dcp_nvcomp.engines.cpu import CpuEngine
+from dcp_nvcomp.engines.cuda.engine import CudaEngine, EncodeJob
+from dcp_nvcomp.format.blocks import Box
+from dcp_nvcomp.loading.destinations import HostArray, block_bytes, device_block
+
+__all__ = [
+    "AcceleratorSource",
+    "CudaPackSource",
+    "CudaSource",
+    "HostSource",
+    "Part",
+    "Source",
+    "Workbench",
+    "encode_parts",
+]
+
+U8 = npt.NDArray[np.uint8]
+
+
+class Workbench:
+    """What an encoding thread keeps from task to task: engines and scratch memory.
+
+    Args:
+        device_memory_budget: what CUDA engines may take on each device, in bytes.
+    """
+
+    def __init__(self, device_memory_budget: int) -> None:
+        self.cpu = CpuEngine()
+        self.scratch = SplitScratch()
+        self._device_memory_budget = device_memory_budget
+        self._cuda: dict[torch.device, CudaEngine] = {}
+
+    def cuda(self, device: torch.device) -> CudaEngine:
+        """The engine of a device, made when first needed."""
+        engine = self._cuda.get(device)
+        if engine is None:
+            engine = self._cuda[device] = CudaEngine(device, device_memory_budget=self._device_memory_budget)
+        return engine
+
+
+class Source(ABC):
+    """A shard's elements."""
+
+    @property
+    @abstractmethod
+    def cuda_device(self) -> torch.device | None:
+        """The device whose CUDA engine encodes them; None for the CPU engine."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some blocks of one shard."""
+
+    source: Source
+    chain: CodecChain
+    boxes: Sequence[Box]
+
+
+def encode_parts(parts: Sequence[Part], out: memoryview, bench: Workbench) -> list[EncodedBlock]:
+    """Encode parts, of which one engine encodes all.
+
+    Args:
+        parts: the parts.
+        out: where the blocks go, at least the sum of their `max_encoded_nbytes`.
+        bench: of this thread.
+
+    Returns:
+        Their blocks, in order.
+    """
+    device = parts[0].source.cuda_device
+    if device is not None:
+        jobs: list[EncodeJob] = []
+        for part in parts:
+            assert isinstance(part.source, _CudaEncoded)
+            jobs += part.source.jobs(part.boxes, part.chain)
+        return bench.cuda(device).encode(jobs, out)
+    blocks: list[EncodedBlock] = []
+    position = 0
+    for part in parts:
+        assert isinstance(part.source, _HostEncoded)
+        for box in part.boxes:
+            block = bench.cpu.encode(part.source.block(box, bench), part.chain, out[position:])
+            position += len(block.data)
+            blocks.append(block)
+    return blocks
+
+
+class _HostEncoded(Source):
+    """A shard that the CPU engine encodes."""
+
+    @property
+    def cuda_device(self) -> None:
+        return None
+
+    @abstractmethod
+    def block(self, box: Box, bench: Workbench) -> U8:
+        """The bytes of a block in host memory, valid until the next call."""
+
+
+@dataclass(frozen=True)
+class HostSource(_HostEncoded):
+    """A shard in host memory."""
+
+    array: HostArray
+
+    def block(self, box: Box, bench: Workbench) -> U8:
+        return block_bytes(self.array, box, bench.scratch)
+
+
+def _ready_event(device: torch.device) -> torch.cuda.Event | None:
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+@dataclass(frozen=True)
+class AcceleratorSource(_HostEncoded):
+    """A shard on any device, encoded on the CPU.
+
+    Must be made on the caller's thread: work that the caller has queued there comes first.
+    """
+
+    tensor: torch.Tensor
+    ready: torch.cuda.Event | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ready", _ready_event(self.tensor.device))
+
+    def block(self, box: Box, bench: Workbench) -> U8:
+        # other threads have a current stream of their own, which knows nothing of the caller's
+        if self.ready is not None:
+            torch.cuda.current_stream(self.tensor.device).wait_event(self.ready)
+        data: U8 = device_block(self.tensor, box).cpu().numpy()
+        assert data.dtype == np.uint8
+        return data
+
+
+@dataclass(frozen=True)
+class _CudaEncoded(Source):
+    """Elements on a CUDA device, encoded there, many blocks at once.
+
+    Must be made on the caller's thread. The engine's stream waits for what the caller has queued until then, and for
+    nothing that it queues later.
+    """
+
+    tensors: Sequence[torch.Tensor]
+    ready: torch.cuda.Event | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ready", _ready_event(self.cuda_device))
+
+    @property
+    def cuda_device(self) -> torch.device:
+        return self.tensors[0].device
+
+    @abstractmethod
+    def jobs(self, boxes: Sequence[Box], chain: CodecChain) -> list[EncodeJob]:
+        """What the engine is to do for some of the blocks."""
+
+
+class CudaSource(_CudaEncoded):
+    """A shard: one tensor."""
+
+    def jobs(self, boxes: Sequence[Box], chain: CodecChain) -> list[EncodeJob]:
+        (tensor,) = self.tensors
+        return [EncodeJob((tensor[box.index],), chain, self.ready) for box in boxes]
+
+
+class CudaPackSource(_CudaEncoded):
+    """Small shards, one after the other in one block. The engine joins them, so that no copy of them waits for it."""
+
+    def jobs(self, boxes: Sequence[Box], chain: CodecChain) -> list[EncodeJob]:
+        assert len(boxes) == 1
+        return [EncodeJob(tuple(self.tensors), chain, self.ready)]

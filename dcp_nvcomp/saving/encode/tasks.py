@@ -1,0 +1,114 @@
+"""From records to tasks: how much one thread encodes, and one writes, at once.
+
+The CPU engine takes a block at a time. The CUDA engine wants thousands of slices at once, so for it a task gathers
+blocks of consecutive records of one file until their buffer is full.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import torch
+
+from dcp_nvcomp.codecs.encoded import EncodedBlock
+from dcp_nvcomp.format.blocks import Box
+from dcp_nvcomp.saving.encode.buffers import BufferPool
+from dcp_nvcomp.saving.encode.records import PendingRecord
+from dcp_nvcomp.saving.encode.sources import Part, Source
+
+__all__ = ["Task", "Tasks"]
+
+
+class Task:
+    """Blocks of consecutive records of one file, and which records begin among them.
+
+    Attributes:
+        parts: what to encode, all by one engine; dropped once encoded, so that tensors may be freed while their blocks
+            wait to be written.
+        records: the records in turn, how many blocks there are of each, and whether it begins here.
+        pool: where `buffer` is from; None where there is nothing to encode.
+        buffer: where the encoded blocks go.
+        blocks: the encoded blocks.
+        done: held until encoded.
+    """
+
+    __slots__ = ("blocks", "buffer", "done", "parts", "pool", "records")
+
+    def __init__(self) -> None:
+        self.parts: list[Part] = []
+        self.records: list[tuple[PendingRecord, int, bool]] = []
+        self.pool: BufferPool | None = None
+        self.buffer = memoryview(b"")
+        self.blocks: list[EncodedBlock] = []
+        self.done = threading.Lock()
+        self.done.acquire()
+
+    @property
+    def cuda_device(self) -> torch.device | None:
+        """The device whose CUDA engine encodes it; None for the CPU engine."""
+        return self.parts[0].source.cuda_device if self.parts else None
+
+
+class Tasks:
+    """Gathers the records of one file after the other. A buffer is taken only for a task that is complete.
+
+    So whoever feeds several files at once never waits for a buffer while somebody waits for what it still gathers.
+
+    Args:
+        pool_for: the buffers for the blocks of a source.
+    """
+
+    def __init__(self, pool_for: Callable[[Source], BufferPool]) -> None:
+        self._pool_for = pool_for
+        self._task = Task()
+        self._pool: BufferPool | None = None
+        self._room_nbytes = 0
+
+    def add(self, record: PendingRecord, source: Source) -> Iterator[Task]:
+        """Take a record.
+
+        Yields:
+            The tasks that are complete then.
+        """
+        # a record without elements has nothing to encode, but begins all the same, and in its turn
+        if record.grid.block_count:
+            yield from self._change_to(source)
+        begins, boxes = True, list[Box]()
+        for number in range(record.grid.block_count):
+            box = record.grid.box(number)
+            needs = record.chain.max_encoded_nbytes(box.elements * record.element.nbytes)
+            full = needs > self._room_nbytes or source.cuda_device is None
+            if full and (boxes or self._task.parts):
+                if boxes:
+                    self._append(record, source, boxes, begins)
+                    begins, boxes = False, []
+                yield from self.flush()
+                yield from self._change_to(source)
+            boxes.append(box)
+            self._room_nbytes -= needs
+        self._append(record, source, boxes, begins)
+        if boxes and source.cuda_device is None:
+            yield from self.flush()
+
+    def _change_to(self, source: Source) -> Iterator[Task]:
+        """Go on with a task to which blocks of this source may be added."""
+        if self._task.parts and self._task.cuda_device != source.cuda_device:
+            yield from self.flush()
+        if not self._task.parts:
+            self._pool = self._pool_for(source)
+            self._room_nbytes = self._pool.buffer_nbytes
+
+    def _append(self, record: PendingRecord, source: Source, boxes: list[Box], begins: bool) -> None:
+        self._task.records.append((record, len(boxes), begins))
+        if boxes:
+            self._task.parts.append(Part(source, record.chain, boxes))
+
+    def flush(self) -> Iterator[Task]:
+        """The task that is being gathered, if there is anything in it."""
+        task, self._task = self._task, Task()
+        if task.parts:
+            assert self._pool is not None
+            task.pool, task.buffer = self._pool, self._pool.take()
+        if task.records:
+            yield task

@@ -1,0 +1,288 @@
+"""The save of one rank's data files: encode, stage, write, all at once.
+
+    calling thread   resolves items, makes records, gathers them in tasks, hands these out in order, a buffer with each
+    encode threads   fill the buffers, in any order: `thread_count` with the CPU engine, two with CUDA engines
+    write threads    one per lane: append the blocks of the lane's files in order, give the buffers back
+
+A lane is a list of files written one after the other; lanes are written at the same time. A task takes its buffer when
+it is complete and is handed out at once, so whoever waits for a buffer holds none, and a lane's tasks are handed out in
+the order of its files. So the oldest task that holds a buffer is always one that its lane is waiting for, and nothing
+can wait for a buffer for ever.
+
+Two threads encode on a GPU, each with an engine, hence a stream, of its own: while one batch is encoded, the one before
+it is copied to the host, and the one before that is written.
+
+The first error stops everything: tasks are no longer encoded, blocks no longer written, streams are aborted.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+from dcp_nvcomp.engines.threads import join_all
+from dcp_nvcomp.errors import StorageError
+from dcp_nvcomp.saving.encode.buffers import BufferPool, Cancelled, cuda_buffer_nbytes, pinned_allocate
+from dcp_nvcomp.saving.encode.records import RecordMaker
+from dcp_nvcomp.saving.encode.sources import Source, Workbench, encode_parts
+from dcp_nvcomp.saving.encode.tasks import Task, Tasks
+from dcp_nvcomp.saving.file_plan import PlannedFile
+from dcp_nvcomp.saving.open_file import OpenFile
+from dcp_nvcomp.saving.stats import RankTotals
+from dcp_nvcomp.storage.open import Filesystem
+
+__all__ = ["SaveJob", "SaveOptions"]
+
+logger = logging.getLogger(__name__)
+
+HOST_BUFFER_NBYTES = (1 << 20) + (64 << 10)  # a block of 1 MiB with the padding of its slices
+BUFFERS_PER_THREAD = 8
+CUDA_BUFFERS = 8
+CUDA_THREADS = 2
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """What a save needs to know beside what it saves.
+
+    Attributes:
+        thread_count: encoding threads.
+        host_memory_budget: bytes that encoded blocks may take on the host.
+        device_memory_budget: bytes that CUDA engines may take on a device.
+        identity: what the footers say of the save: save_id, rank, writer.
+        progress: called with the uncompressed size of what was written, from any thread.
+        state_nbytes: about how much is saved.
+        may_use_cuda: whether some of it may be on a GPU.
+    """
+
+    thread_count: int
+    host_memory_budget: int
+    device_memory_budget: int
+    identity: dict[str, Any]
+    progress: Callable[[int], None]
+    state_nbytes: int = 0
+    may_use_cuda: bool = False
+
+
+@dataclass(frozen=True)
+class _EndOfFile:
+    """The last message of a file."""
+
+
+_Message = PlannedFile | Task | _EndOfFile | None
+
+
+@dataclass
+class _Lane:
+    files: Sequence[PlannedFile]
+    messages: SimpleQueue[_Message] = field(default_factory=SimpleQueue)
+    fed_nbytes: int = 0
+
+
+class SaveJob:
+    """One rank's part of one save.
+
+    Args:
+        filesystem: the checkpoint.
+        lanes: the files, in lanes.
+        new_record_maker: makes the record maker of a file.
+        resolve: gives an item's data; called on the calling thread.
+        options: see `SaveOptions`.
+    """
+
+    def __init__(
+        self,
+        filesystem: Filesystem,
+        lanes: Sequence[Sequence[PlannedFile]],
+        new_record_maker: Callable[[], RecordMaker],
+        resolve: Callable[[WriteItem], Any],
+        options: SaveOptions,
+    ) -> None:
+        self._filesystem = filesystem
+        self._lanes = [_Lane(files) for files in lanes]
+        self._new_record_maker = new_record_maker
+        self._resolve = resolve
+        self._options = options
+        # enough to keep all busy, and more where the budget allows: some tensors are encoded faster than they are
+        # written and others slower, and only what was encoded ahead evens that out
+        most = max(
+            BUFFERS_PER_THREAD * (options.thread_count + len(lanes)),
+            options.host_memory_budget // 8 // HOST_BUFFER_NBYTES,
+        )
+        # where a GPU may take part, most of the budget is for its larger batches
+        host_budget = options.host_memory_budget // (4 if options.may_use_cuda else 1)
+        self._host_pool = BufferPool(HOST_BUFFER_NBYTES, host_budget, most)
+        cuda_budget = options.host_memory_budget - self._host_pool.limit_nbytes
+        self._cuda_pool = BufferPool(
+            cuda_buffer_nbytes(cuda_budget, options.state_nbytes), cuda_budget, CUDA_BUFFERS, pinned_allocate
+        )
+        self._host_tasks: SimpleQueue[Task | None] = SimpleQueue()
+        self._cuda_tasks: SimpleQueue[Task | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+        self._opened: list[str] = []
+        self._results: list[WriteResult] = []
+        self._busy: dict[str, list[float]] = {"encode": [], "write": []}
+        self.totals = RankTotals()
+
+    def run(self) -> list[WriteResult]:
+        """Write all files.
+
+        Returns:
+            One result per item.
+
+        Raises:
+            BaseException: the first error of any thread. What was written is removed.
+        """
+        threads = [threading.Thread(target=self._write_lane, args=(lane,), name="dcp-write") for lane in self._lanes]
+        for _ in range(self._options.thread_count):
+            threads.append(threading.Thread(target=self._encode, args=(self._host_tasks,), name="dcp-encode"))
+        started: list[threading.Thread] = []
+        try:
+            for thread in threads:
+                thread.start()
+                started.append(thread)
+            self._feed(started)
+        except Cancelled:
+            pass
+        except BaseException as error:  # KeyboardInterrupt too must not leave threads and files behind
+            self._fail(error)
+        for lane in self._lanes:
+            lane.messages.put(None)
+        for thread in started:
+            if thread.name == "dcp-encode":
+                self._host_tasks.put(None)
+            elif thread.name == "dcp-cuda":
+                self._cuda_tasks.put(None)
+        join_all(started, self._fail)
+        self.totals.seconds.update({stage: max(spent, default=0.0) for stage, spent in self._busy.items()})
+        if self._error is not None:
+            self._remove_files()
+            raise self._error
+        return self._results
+
+    def _remove_files(self) -> None:
+        try:
+            self._filesystem.remove(self._opened)
+        except StorageError as error:  # must not hide the error that stopped the save
+            logger.warning("Could not remove the files of a failed save: %s", error)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            if self._error is None:
+                self._error = error
+        self._host_pool.close()
+        self._cuda_pool.close()
+
+    # --- calling thread ---------------------------------------------------------------------------------------------
+
+    def _feed(self, started: list[threading.Thread]) -> None:
+        """Hand out all tasks, always to the lane that has got least, so that lanes end together."""
+        feeds = [(lane, self._feed_lane(lane)) for lane in self._lanes]
+        while feeds:
+            lane, tasks = min(feeds, key=lambda feed: feed[0].fed_nbytes)
+            task = next(tasks, None)
+            if task is None:
+                feeds.remove((lane, tasks))
+                continue
+            if self._error is not None:
+                raise Cancelled
+            lane.messages.put(task)
+            if not task.parts:
+                task.done.release()
+            elif task.cuda_device is None:
+                self._host_tasks.put(task)
+            else:
+                if sum(thread.name == "dcp-cuda" for thread in started) < CUDA_THREADS:
+                    thread = threading.Thread(target=self._encode, args=(self._cuda_tasks,), name="dcp-cuda")
+                    thread.start()
+                    started.append(thread)
+                self._cuda_tasks.put(task)
+
+    def _feed_lane(self, lane: _Lane) -> Iterator[Task]:
+        tasks = Tasks(self._pool_for)
+        for file in lane.files:
+            lane.messages.put(file)
+            maker = self._new_record_maker()
+            for item in file.items:
+                for record, source in maker.add(item, self._resolve(item)):
+                    lane.fed_nbytes += record.nbytes
+                    yield from tasks.add(record, source)
+            for record, source in maker.flush():
+                lane.fed_nbytes += record.nbytes
+                yield from tasks.add(record, source)
+            yield from tasks.flush()
+            lane.messages.put(_EndOfFile())
+
+    def _pool_for(self, source: Source) -> BufferPool:
+        return self._host_pool if source.cuda_device is None else self._cuda_pool
+
+    # --- encode threads ---------------------------------------------------------------------------------------------
+
+    def _encode(self, tasks: SimpleQueue[Task | None]) -> None:
+        bench, busy = Workbench(max(1, self._options.device_memory_budget // CUDA_THREADS)), 0.0
+        while (task := tasks.get()) is not None:
+            start = time.perf_counter()
+            try:
+                if self._error is None:
+                    task.blocks = encode_parts(task.parts, task.buffer, bench)
+            except BaseException as error:
+                self._fail(error)
+            task.parts = []
+            task.done.release()
+            busy += time.perf_counter() - start
+        self._busy["encode"].append(busy)
+
+    # --- write threads ----------------------------------------------------------------------------------------------
+
+    def _write_lane(self, lane: _Lane) -> None:
+        output: OpenFile | None = None
+        busy = 0.0
+        while (message := lane.messages.get()) is not None:
+            if isinstance(message, Task):
+                message.done.acquire()
+            start = time.perf_counter()
+            try:
+                if self._error is None:
+                    output = self._handle(message, output)
+            except BaseException as error:
+                self._fail(error)
+            if isinstance(message, Task) and message.pool is not None:
+                message.pool.give_back(message.buffer)
+            busy += time.perf_counter() - start
+        if output is not None:
+            output.stream.abort()
+        self._busy["write"].append(busy)
+
+    def _handle(self, message: PlannedFile | Task | _EndOfFile, output: OpenFile | None) -> OpenFile | None:
+        if isinstance(message, PlannedFile):
+            opened = OpenFile(
+                self._filesystem.open_output(message.name), message.name, self._options.identity, self._options.progress
+            )
+            self._opened.append(message.name)  # only now: a file that could not be made is not ours to remove
+            return opened
+        assert output is not None
+        if isinstance(message, Task):
+            position = 0
+            for record, count, begins in message.records:
+                if begins:
+                    output.begin(record)
+                output.append(message.blocks[position : position + count])
+                position += count
+        else:
+            file = output.finish()
+            with self._lock:
+                self.totals.files[file[0]] = file[1]
+                for codec, dtype, totals in output.totals:
+                    self.totals.add(codec, dtype, totals)
+                self._results.extend(output.results(file))
+            return None
+        return output

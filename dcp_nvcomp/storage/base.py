@@ -1,0 +1,234 @@
+"""What the package asks of storage, and the few rules that every implementation shares.
+
+    data files    open_output -> write ... -> close      or abort, which leaves nothing
+    commit        publish: readers see all of the bytes or none of them
+    load          read_all for small files, read and read_into for ranges
+    clean         list_files, list_uploads and the storage's own clock; remove, abort_uploads
+
+What a storage client raises never leaves these classes: it becomes a `StorageError`, a `TruncatedFileError` or a
+`ConfigurationError`. Use it through open.py, which knows the implementations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from dcp_nvcomp.errors import CheckpointError, FormatError, StorageError, TruncatedFileError, UnsafePathError
+
+__all__ = [
+    "FileInfo",
+    "Filesystem",
+    "OutputStream",
+    "UnfinishedUpload",
+    "check_relative_path",
+    "completed",
+    "storage_errors",
+    "too_large",
+    "too_short",
+]
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """A plain file directly in the directory.
+
+    Attributes:
+        name: its name.
+        nbytes: its size.
+        modified_seconds: when it was last written, in seconds since 1970 by the storage's clock; None where the storage
+            does not tell.
+    """
+
+    name: str
+    nbytes: int
+    modified_seconds: float | None
+
+
+@dataclass(frozen=True)
+class UnfinishedUpload:
+    """A multipart upload that was begun and neither completed nor aborted: an object store keeps its parts for ever.
+
+    Attributes:
+        name: the file it was to become.
+        upload_id: what the store calls it.
+        begun_seconds: when it was begun, in seconds since 1970 by the storage's clock.
+    """
+
+    name: str
+    upload_id: str
+    begun_seconds: float
+
+
+class OutputStream(ABC):
+    """One new data file, written front to back by one thread."""
+
+    @abstractmethod
+    def write(self, data: memoryview | bytes) -> None:
+        """Append all of `data`; it may be reused as soon as this returns."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Make the file durable and visible. If this raises, call `abort`."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Leave nothing behind. Never raises; does nothing after a `close` that worked."""
+
+
+class Filesystem(ABC):
+    """One checkpoint's directory. Used by several threads at once; made anew in each process, never pickled."""
+
+    path: str  # as the user gave it, for messages
+    parallel_reads: int  # how many range reads at once pay off here
+    file_nbytes_worthwhile: int  # from what size on a file is worth the opening and the syncing
+    read_copies: int  # how often what is read is in memory, for a moment, while `read_into` runs
+
+    @abstractmethod
+    def output_streams(self, thread_count: int, memory_budget: int) -> int:
+        """How many output streams at once pay off here.
+
+        Args:
+            thread_count: threads that make what is written.
+            memory_budget: bytes of host memory that they and the streams have.
+        """
+
+    def location(self, name: str) -> str:
+        """The full path of a file of the checkpoint, for messages."""
+        return f"{self.path.rstrip('/')}/{name}"
+
+    @abstractmethod
+    def create_directory(self) -> None:
+        """Make the checkpoint's directory and its parents, durably. Does nothing on object stores."""
+
+    @abstractmethod
+    def open_output(self, name: str) -> OutputStream:
+        """Begin a data file. Its name is one that was never used before."""
+
+    @abstractmethod
+    def publish(self, name: str, data: bytes, *, overwrite: bool = True) -> None:
+        """Write a small file atomically and durably: readers see the old bytes or all of the new ones.
+
+        Raises:
+            ConcurrentSaveError: the file exists and `overwrite` is false.
+        """
+
+    @abstractmethod
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        """Exactly the bytes `start` to `stop` (half-open), or TruncatedFileError."""
+
+    @abstractmethod
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        """Fill the whole buffer with the bytes from `start` on, or raise TruncatedFileError."""
+
+    @abstractmethod
+    def read_all(self, name: str, *, limit_nbytes: int) -> bytes:
+        """A whole small file as it is now; FormatError where it is larger than the limit."""
+
+    @abstractmethod
+    def file_nbytes(self, name: str) -> int | None:
+        """The size of a file as the storage sees it now, or None where there is no such file."""
+
+    @abstractmethod
+    def list_files(self) -> list[FileInfo]:
+        """The plain files directly in the directory, by name; empty where there is none."""
+
+    def list_names(self) -> list[str]:
+        """Sorted names of the plain files directly in the directory; empty where there is none."""
+        return [file.name for file in self.list_files()]
+
+    def list_uploads(self) -> list[UnfinishedUpload]:
+        """Unfinished multipart uploads of files directly in the directory. Only object stores have any."""
+        return []
+
+    def abort_uploads(self, uploads: Iterable[UnfinishedUpload]) -> None:
+        """Throw away the parts of unfinished uploads; those that are gone already are fine."""
+        assert not list(uploads)
+
+    @abstractmethod
+    def now_seconds(self) -> float:
+        """Seconds since 1970 by the clock that `FileInfo.modified_seconds` was taken from."""
+
+    @abstractmethod
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove files; those that are missing already are fine."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Drop cached descriptors. The object may be used again afterwards."""
+
+
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*:")
+
+
+def check_relative_path(name: str, *, path: str) -> str:
+    """Return `name` if it stays inside the checkpoint at `path`, else raise UnsafePathError."""
+    parts = name.split("/")
+    if "\\" in name or any(ord(character) < 32 for character in name):
+        reason = "it has a backslash or a control character"
+    elif name.startswith("/") or _SCHEME.match(name) or "::" in name:
+        reason = "it is not relative"
+    elif ".." in parts or "." in parts or "" in parts:
+        reason = "it has an empty, '.' or '..' part"
+    else:
+        return name
+    raise UnsafePathError(f"The checkpoint names a file {name!r}, which is not allowed: {reason}.", path=path)
+
+
+# What clients leave out when they raise one of Python's own subclasses of OSError.
+_ERRNO: tuple[tuple[type[OSError], int], ...] = (
+    (FileNotFoundError, errno.ENOENT),
+    (PermissionError, errno.EACCES),
+    (FileExistsError, errno.EEXIST),
+    (TimeoutError, errno.ETIMEDOUT),
+)
+
+
+# Answers after which it is certain that nothing was done.
+_REFUSALS = (
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOENT, errno.EEXIST, errno.ENOTDIR),
+    *(errno.EISDIR, errno.EINVAL, errno.ENAMETOOLONG, errno.ENOSYS, errno.ENOTSUP),
+)
+
+
+@contextlib.contextmanager
+def storage_errors(what: str, path: str, *, may_be_done: bool = False) -> Iterator[None]:
+    """Turn whatever a storage client raises while it tries to do `what` into StorageError.
+
+    Args:
+        what: as in "Could not {what}".
+        path: of what file.
+        may_be_done: whether it matters that it may be done although it failed: sets `outcome_unknown` then, unless the
+            error says for certain that it is not.
+    """
+    try:
+        yield
+    except (CheckpointError, MemoryError, AssertionError):
+        raise
+    except Exception as error:
+        failure = StorageError.from_os_error(what, path, completed(error))
+        failure.outcome_unknown = may_be_done and failure.errno not in _REFUSALS
+        raise failure from error
+
+
+def completed(error: Exception) -> Exception:
+    """The same error with its errno, and with the client's words where its own are missing (Ceph sends only codes)."""
+    if not isinstance(error, OSError) or error.errno is not None:
+        return error
+    text = str(error.__cause__) if str(error) in ("", "None") and error.__cause__ else str(error)
+    return next((known(number, text) for known, number in _ERRNO if isinstance(error, known)), error)
+
+
+def too_large(path: str, limit_nbytes: int) -> FormatError:
+    """What `read_all` raises for a file beyond its limit."""
+    return FormatError(f"The file is larger than {limit_nbytes} bytes, the most that is read at once.", path=path)
+
+
+def too_short(path: str, start: int, stop: int, file_nbytes: int) -> TruncatedFileError:
+    """What range reads raise beyond the end of a file."""
+    message = f"The file ends after {file_nbytes} bytes, before what is asked for: it was truncated or replaced."
+    return TruncatedFileError(message, path=path, byte_range=(start, stop))

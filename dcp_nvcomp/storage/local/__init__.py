@@ -1,0 +1,1 @@
+"""Local disks, and whatever is mounted like one."""

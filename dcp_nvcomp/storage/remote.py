@@ -1,0 +1,98 @@
+"""What all remote filesystems share: keys below a root, range reads of exactly what was asked for, parallel removal."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from dcp_nvcomp.errors import ConfigurationError, StorageError, TruncatedFileError
+from dcp_nvcomp.storage.base import Filesystem, check_relative_path, too_large, too_short
+
+__all__ = ["PARALLEL_READS", "RemoteFilesystem", "part_nbytes"]
+
+PARALLEL_READS = 16
+_PARALLEL_WRITES = 4
+_MIN_PART_NBYTES = 5 << 20  # S3's own limit
+_PART_NBYTES = 16 << 20
+
+
+def part_nbytes(options: Mapping[str, Any]) -> int:
+    """How long the parts of large files are that go to an object store."""
+    nbytes = options.get("default_block_size") or _PART_NBYTES
+    if nbytes < _MIN_PART_NBYTES:
+        raise ConfigurationError(f"default_block_size must be at least {_MIN_PART_NBYTES}, S3's smallest part.")
+    return int(nbytes)
+
+
+class RemoteFilesystem(Filesystem):
+    """Files behind a network: each read is one request, and several at once pay off.
+
+    Args:
+        path: the checkpoint, as the user gave it.
+        root: its keys' beginning.
+        part_nbytes: how long the parts of large files are.
+    """
+
+    parallel_reads = PARALLEL_READS
+    read_copies = 3  # as the client received it, joined, and where it is wanted
+    file_nbytes_worthwhile = 64 << 20
+
+    def __init__(self, path: str, root: str, part_nbytes: int) -> None:
+        self.path = path
+        self._root = root.rstrip("/")
+        self._part_nbytes = part_nbytes
+
+    def output_streams(self, thread_count: int, memory_budget: int) -> int:
+        # a stream waits for one part at a time, however many threads made it, and holds it up to five times meanwhile
+        return max(1, min(_PARALLEL_WRITES, memory_budget // (5 * self._part_nbytes)))
+
+    def _key(self, name: str) -> str:
+        name = check_relative_path(name, path=self.path)
+        return f"{self._root}/{name}" if self._root else name
+
+    @abstractmethod
+    def _get(self, name: str, start: int, stop: int) -> bytes:
+        """The bytes of a non-empty range that begins inside the file, cut off at its end."""
+
+    @abstractmethod
+    def _remove(self, name: str) -> None:
+        """Remove a file; one that is missing already is fine."""
+
+    def _get_checked(self, name: str, start: int, stop: int) -> bytes:
+        data = self._get(name, start, stop)
+        if len(data) > stop - start:
+            raise StorageError("The storage sent more bytes than the range has.", path=self.location(name))
+        return data
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        assert 0 <= start <= stop
+        if start == stop:
+            return b""
+        data = self._get_checked(name, start, stop)
+        if len(data) < stop - start:
+            raise too_short(self.location(name), start, stop, start + len(data))
+        return data
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        target = buffer.cast("B")
+        target[:] = self.read(name, start, start + len(target))
+
+    def read_all(self, name: str, *, limit_nbytes: int) -> bytes:
+        # One request, so that a file that is replaced meanwhile is never mixed from two versions.
+        try:
+            data = self._get_checked(name, 0, limit_nbytes + 1)
+        except TruncatedFileError:  # no byte at all: an empty file has no range
+            return b""
+        if len(data) > limit_nbytes:
+            raise too_large(self.location(name), limit_nbytes)
+        return data
+
+    def remove(self, names: Iterable[str]) -> None:
+        known = {self._key(name): name for name in names}  # checks all of them before any is removed
+        with ThreadPoolExecutor(self.parallel_reads) as pool:
+            list(pool.map(self._remove, known.values()))  # the first failure cancels what has not begun
+
+    def close(self) -> None:
+        pass  # fsspec shares one client among all users of the same options, and closes it when the process ends

@@ -1,0 +1,222 @@
+"""A checkpoint's directory on S3: objects below a prefix, through an s3fs filesystem.
+
+data files    one PUT, or a multipart upload: upload.py
+publish       one PUT, which is atomic: publish.py; If-None-Match where an existing object must stay
+requests      client.py retries them inside the deadline
+"""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Iterable, Iterator
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+from dcp_nvcomp.errors import ConcurrentSaveError, StorageError
+from dcp_nvcomp.options import unknown_option
+from dcp_nvcomp.storage.base import FileInfo, OutputStream, UnfinishedUpload, too_short
+from dcp_nvcomp.storage.remote import RemoteFilesystem
+from dcp_nvcomp.storage.s3.client import REMOVAL_SECONDS, S3Client, answer_of, body_of
+from dcp_nvcomp.storage.s3.publish import Replacement, refuses_conditions
+from dcp_nvcomp.storage.s3.upload import S3Output, abort_upload
+
+__all__ = ["S3Filesystem", "check_additional_kwargs", "drop_expect_header"]
+
+
+def check_additional_kwargs(fs: Any) -> None:
+    """s3fs drops silently what no S3 operation takes: a mistyped ServerSideEncryption would store plain data."""
+    model = fs.s3.meta.service_model
+    operations = ("PutObject", "CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload", "GetObject")
+    names = {"acl"}.union(*(model.operation_model(operation).input_shape.members for operation in operations))
+    for option in fs.s3_additional_kwargs.keys() - names:
+        close = difflib.get_close_matches(option, sorted(names), n=1, cutoff=0.6)
+        raise unknown_option(option, close, "s3_additional_kwargs takes the parameters of S3's PutObject and the like")
+
+
+def drop_expect_header(fs: Any) -> None:
+    """Let uploads time out: while aiohttp waits for "100 Continue", botocore's read_timeout does not run."""
+    from botocore.handlers import add_expect_header  # type: ignore[import-untyped]
+
+    fs.s3.meta.events.unregister("before-call.s3", add_expect_header)
+
+
+class S3Filesystem(RemoteFilesystem):
+    """S3 and what speaks it.
+
+    Args:
+        path: the checkpoint's URL.
+        fs: the s3fs filesystem.
+        root: `bucket/prefix`.
+        part_nbytes: how long the first parts of large files are.
+        parts_grow: whether later ones are longer.
+        deadline_seconds: how long one operation may take with all its retries.
+    """
+
+    def __init__(
+        self, path: str, fs: Any, root: str, *, part_nbytes: int, parts_grow: bool, deadline_seconds: float
+    ) -> None:
+        self._bucket, prefix, _ = fs.split_path(root)
+        super().__init__(path, prefix, part_nbytes)
+        self._parts_grow = parts_grow
+        # s3fs sends it with its own files only
+        acl = fs.s3_additional_kwargs.get("acl")
+        self._client = S3Client(fs, deadline_seconds, {"ACL": acl} if acl else {})
+        self._witness: tuple[str, bytes] | None = None  # what this object published last: it is certainly there
+
+    def _call(self, what: str, where: str, operation: str, **parameters: Any) -> dict[str, Any]:
+        return self._client.call(what, where, operation, Bucket=self._bucket, **parameters).value
+
+    def create_directory(self) -> None:
+        pass  # there are none
+
+    def open_output(self, name: str) -> OutputStream:
+        where = self.location(name)
+        return S3Output(self._client, self._bucket, self._key(name), where, self._part_nbytes, self._parts_grow)
+
+    def publish(self, name: str, data: bytes, *, overwrite: bool = True) -> None:
+        if overwrite:
+            self._replace(name, data)
+            self._witness = (name, data)
+        else:
+            self._create(name, data)
+
+    def _replace(self, name: str, data: bytes) -> None:
+        where = self.location(name)
+        replacement = Replacement(self._client, self._bucket, self._key(name), where, data)
+        self._client.perform("write", where, replacement.attempt)
+
+    async def _head(self, key: str) -> dict[str, Any] | None:
+        try:
+            return await self._client.send("head_object", Bucket=self._bucket, Key=key)
+        except Exception as error:
+            if answer_of(error)[0] == 404:
+                return None
+            raise
+
+    def _look_up(self, name: str) -> dict[str, Any] | None:
+        key = self._key(name)
+        return self._client.perform("look up", self.location(name), lambda: self._head(key)).value
+
+    def _create(self, name: str, data: bytes) -> None:
+        """PUT if there is nothing. Where the server does not see to that itself, look before and after."""
+        honoured = self._honours_conditions()
+        if honoured is not True and self.file_nbytes(name) is not None:
+            raise self._came_second(name)
+        put = self._put_if_none(name, data) if honoured is not False else None
+        if put is True and honoured is True:
+            return
+        if put is None:
+            warnings.warn(
+                f"{self.path}: this S3 server does not know If-None-Match. overwrite=False looks for another "
+                "checkpoint before and after it publishes, but two saves of the same moment may both succeed.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            self._replace(name, data)
+        # also where it was refused: the request may have been sent twice, and the first one was ours
+        if not self._is_there(name, data):
+            raise self._came_second(name)
+
+    def _put_if_none(self, name: str, data: bytes) -> bool | None:
+        """Whether it was put; None where the server refuses conditions."""
+        try:
+            self._call("write", self.location(name), "put_object", Key=self._key(name), Body=data, IfNoneMatch="*")
+        except StorageError as error:
+            if answer_of(error)[0] == 412:
+                return False
+            if refuses_conditions(error):
+                return None
+            raise
+        return True
+
+    def _honours_conditions(self) -> bool | None:
+        """Whether the server keeps an existing object if a PUT asks for that; None where that can't be tried.
+
+        Tried with an object of ours that exists: a server that ignores the condition writes the same bytes again.
+        """
+        if self._witness is None:
+            return None
+        return self._put_if_none(*self._witness) is False
+
+    def _is_there(self, name: str, data: bytes) -> bool:
+        # twice, as bytes may be flipped on the way
+        return any(self._get_checked(name, 0, len(data) + 1) == data for _ in range(2))
+
+    def _came_second(self, name: str) -> ConcurrentSaveError:
+        return ConcurrentSaveError("Another save has published here already.", path=self.location(name))
+
+    def _get(self, name: str, start: int, stop: int) -> bytes:
+        key, where = self._key(name), self.location(name)
+
+        async def attempt() -> bytes:
+            what = {"Bucket": self._bucket, "Key": key, "Range": f"bytes={start}-{stop - 1}"}
+            return await body_of(await self._client.send("get_object", **what))
+
+        try:
+            return self._client.perform("read", where, attempt).value
+        except StorageError as error:
+            if answer_of(error)[0] == 416:
+                nbytes = self.file_nbytes(name)
+                if nbytes is not None and nbytes <= start:
+                    raise too_short(where, start, stop, nbytes) from error
+            raise
+
+    def file_nbytes(self, name: str) -> int | None:
+        found = self._look_up(name)
+        return None if found is None else int(found["ContentLength"])
+
+    def list_files(self) -> list[FileInfo]:
+        prefix = f"{self._root}/" if self._root else ""
+        found = []
+        for item in self._listing("list", "list_objects_v2", "Contents", Prefix=prefix, Delimiter="/"):
+            name = item["Key"].removeprefix(prefix)
+            if name and not name.endswith("/"):  # what web consoles make for a "folder"
+                found.append(FileInfo(name, int(item["Size"]), item["LastModified"].timestamp()))
+        return sorted(found, key=lambda file: file.name)
+
+    def _listing(self, what: str, operation: str, field: str, **parameters: Any) -> Iterator[dict[str, Any]]:
+        tokens: dict[str, Any] = {}
+        while True:
+            try:
+                page = self._call(what, self.path, operation, **parameters, **tokens)
+            except StorageError as error:
+                if answer_of(error)[0] == 404:  # no such bucket
+                    return
+                raise
+            yield from page.get(field, ())
+            if not page.get("IsTruncated"):
+                return
+            next_names = {
+                "NextContinuationToken": "ContinuationToken",
+                "NextKeyMarker": "KeyMarker",
+                "NextUploadIdMarker": "UploadIdMarker",
+            }
+            tokens = {own: page[theirs] for theirs, own in next_names.items() if page.get(theirs)}
+
+    def list_uploads(self) -> list[UnfinishedUpload]:
+        prefix = f"{self._root}/" if self._root else ""
+        found = []
+        what = "list unfinished uploads of"
+        for upload in self._listing(what, "list_multipart_uploads", "Uploads", Prefix=prefix):
+            name = upload["Key"].removeprefix(prefix)
+            if upload["Key"].startswith(prefix) and name and "/" not in name:
+                found.append(UnfinishedUpload(name, upload["UploadId"], upload["Initiated"].timestamp()))
+        return found
+
+    def abort_uploads(self, uploads: Iterable[UnfinishedUpload]) -> None:
+        for upload in uploads:
+            key, where = self._key(upload.name), self.location(upload.name)
+            abort_upload(self._client, where, self._bucket, key, upload.upload_id)
+
+    def now_seconds(self) -> float:
+        reply = self._call("ask for the time", self.path, "head_bucket")
+        return parsedate_to_datetime(reply["ResponseMetadata"]["HTTPHeaders"]["date"]).timestamp()
+
+    def _remove(self, name: str) -> None:
+        try:
+            where, seconds = self.location(name), min(REMOVAL_SECONDS, self._client.deadline_seconds)
+            self._call("remove", where, "delete_object", Key=self._key(name), deadline_seconds=seconds)
+        except StorageError as error:
+            if answer_of(error)[0] != 404:
+                raise

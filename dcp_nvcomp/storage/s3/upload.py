@@ -1,0 +1,158 @@
+"""One data file on its way to S3: a single PUT if it is small, else a multipart upload, which shows when completed.
+
+Not s3fs's own files: their requests know no deadline, and a file that is dropped or left by an exception is committed.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from dcp_nvcomp.errors import CheckpointError, StorageError
+from dcp_nvcomp.storage.base import OutputStream
+from dcp_nvcomp.storage.s3.client import REMOVAL_SECONDS, S3Client, answer_of
+
+__all__ = ["S3Output", "abort_upload"]
+
+logger = logging.getLogger(__name__)
+
+_PARTS_BEFORE_GROWTH = 2000  # S3 takes 10,000 parts: with this growth nearly 1 TiB
+
+
+def abort_upload(
+    client: S3Client, where: str, bucket: str, key: str, upload_id: str, *, deadline_seconds: float | None = None
+) -> None:
+    """Throw away the parts of an upload; one that is gone already is fine."""
+    what = "abort an unfinished upload of"
+    place: dict[str, Any] = {"Bucket": bucket, "Key": key, "UploadId": upload_id}
+    try:
+        client.call(what, where, "abort_multipart_upload", deadline_seconds=deadline_seconds, **place)
+    except StorageError as error:
+        if answer_of(error)[0] != 404:
+            raise
+
+
+class S3Output(OutputStream):
+    """A new object.
+
+    Args:
+        client: sends the requests.
+        bucket: its bucket.
+        key: its key, which nobody else uses.
+        location: its name in messages.
+        part_nbytes: how long its first parts are.
+        parts_grow: whether later parts are longer, so that ten thousand suffice.
+    """
+
+    def __init__(
+        self, client: S3Client, bucket: str, key: str, location: str, part_nbytes: int, parts_grow: bool
+    ) -> None:
+        self._client, self._location = client, location
+        self._place: dict[str, Any] = {"Bucket": bucket, "Key": key}
+        self._state = "open"  # then "broken", "closed" or "aborted"
+        self._part_nbytes, self._parts_grow = part_nbytes, parts_grow
+        self._part = io.BytesIO()
+        self._parts: list[dict[str, Any]] = []
+        self._nbytes = 0
+        self._upload_id: str | None = None
+        self._uploads_lost = False  # whether there may be an upload whose id never arrived
+        self._may_exist = False
+
+    def write(self, data: memoryview | bytes) -> None:
+        assert self._state == "open"
+        view = memoryview(data).cast("B")
+        self._state = "broken"
+        while view:
+            taken = view[: self._part_nbytes - self._part.tell()]
+            self._part.write(taken)
+            view = view[len(taken) :]
+            if self._part.tell() == self._part_nbytes:
+                self._send_part()
+        self._state = "open"
+
+    def close(self) -> None:
+        assert self._state == "open"
+        self._state = "broken"
+        if self._upload_id is None:
+            self._may_exist = True
+            self._client.call("write", self._location, "put_object", **self._place, Body=self._part.getvalue())
+        else:
+            if self._part.tell():
+                self._send_part()
+            self._complete()
+        self._part = io.BytesIO()
+        self._state = "closed"
+        if self._uploads_lost:
+            self._clean_up(self._abort_lost_uploads)
+
+    def _send_part(self) -> None:
+        if self._upload_id is None:
+            self._uploads_lost = True
+            begun = self._client.call("begin an upload of", self._location, "create_multipart_upload", **self._place)
+            self._upload_id, self._uploads_lost = begun.value["UploadId"], begun.attempts > 1
+        number, body = len(self._parts) + 1, self._part.getvalue()  # shares the memory of what was collected
+        self._part = io.BytesIO()
+        place = {**self._place, "UploadId": self._upload_id, "PartNumber": number}
+        sent = self._client.call("write", self._location, "upload_part", **place, Body=body)
+        # with s3_additional_kwargs={"ChecksumAlgorithm": ...} the server wants to hear each part's checksum again
+        names = [name for name in sent.value if name.startswith("Checksum") and name != "ChecksumType"]
+        checksums = {name: sent.value[name] for name in names}
+        self._parts.append({"PartNumber": number, "ETag": sent.value["ETag"], **checksums})
+        self._nbytes += len(body)
+        if self._parts_grow and number % _PARTS_BEFORE_GROWTH == 0:
+            self._part_nbytes *= 2
+
+    def _complete(self) -> None:
+        place: dict[str, Any] = {**self._place, "UploadId": self._upload_id, "MultipartUpload": {"Parts": self._parts}}
+        self._may_exist = True
+        try:
+            self._client.call("complete", self._location, "complete_multipart_upload", **place)
+        except StorageError as error:
+            # an upload that is gone: completed by an attempt whose reply was lost?
+            if answer_of(error)[0] != 404 or not self._is_complete():
+                raise
+
+    def _is_complete(self) -> bool:
+        try:
+            found = self._client.call("look up", self._location, "head_object", **self._place).value
+        except StorageError:
+            return False
+        part_count = str(found.get("ETag", "")).strip('"').rpartition("-")[2]
+        return int(found["ContentLength"]) == self._nbytes and part_count == str(len(self._parts))
+
+    def abort(self) -> None:
+        if self._state in ("closed", "aborted"):
+            return
+        self._state = "aborted"
+        self._part = io.BytesIO()
+        if self._upload_id is not None:
+            self._clean_up(self._abort_upload)
+        if self._uploads_lost:
+            self._clean_up(self._abort_lost_uploads)
+        if self._may_exist:  # a close that failed may have been heard nevertheless
+            self._clean_up(self._remove)
+
+    def _clean_up(self, step: Callable[[float], None]) -> None:
+        try:
+            step(min(REMOVAL_SECONDS, self._client.deadline_seconds))
+        except CheckpointError as error:
+            logger.warning("Something of the unfinished %s may be left: %s", self._location, error)
+
+    def _abort_upload(self, seconds: float) -> None:
+        assert self._upload_id is not None
+        bucket, key = self._place["Bucket"], self._place["Key"]
+        abort_upload(self._client, self._location, bucket, key, self._upload_id, deadline_seconds=seconds)
+
+    def _abort_lost_uploads(self, seconds: float) -> None:
+        bucket, key = self._place["Bucket"], self._place["Key"]
+        where = self._location
+        listing: dict[str, Any] = {"deadline_seconds": seconds, "Bucket": bucket, "Prefix": key}
+        page = self._client.call("list unfinished uploads of", where, "list_multipart_uploads", **listing).value
+        for upload in page.get("Uploads", ()):
+            if upload["Key"] == key:
+                abort_upload(self._client, where, bucket, key, upload["UploadId"], deadline_seconds=seconds)
+
+    def _remove(self, seconds: float) -> None:
+        self._client.call("remove", self._location, "delete_object", deadline_seconds=seconds, **self._place)
