@@ -15,10 +15,10 @@ from crc32c import crc32c
 from torch import Tensor
 
 import dcp_nvcomp.engines.cuda
-from dcp_nvcomp.codecs.transforms import planes_reference
 from dcp_nvcomp.codecs.transforms.planes import PLANE_NAMES, Planes
 from dcp_nvcomp.engines.cuda.batches import THREADS, TILE_NBYTES, RowTable
 from dcp_nvcomp.engines.cuda.device import LaunchedKernels
+from tests.codecs import planes_reference
 
 # What stands for blockIdx and threadIdx is global, and engines of several threads share the library.
 _ONE_AT_A_TIME = threading.Lock()

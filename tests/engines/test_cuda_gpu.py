@@ -14,13 +14,13 @@ import torch
 
 from dcp_nvcomp.codecs import Ans, Bytes, CodecChain, Deflate, Planes, Zstd
 from dcp_nvcomp.codecs.encoded import EncodedBlock
-from dcp_nvcomp.codecs.transforms import planes_reference
 from dcp_nvcomp.codecs.transforms.planes import PLANE_NAMES
 from dcp_nvcomp.engines.cpu import CpuEngine, checksum
 from dcp_nvcomp.engines.cuda.batches import block_table, copy_table
 from dcp_nvcomp.engines.cuda.device import CudaDevice
 from dcp_nvcomp.engines.cuda.engine import CudaEngine, DecodeJob, EncodeJob, cuda_unavailable_reason, nvcomp_version
 from dcp_nvcomp.errors import CorruptDataError
+from tests.codecs import planes_reference
 
 from .cases import SIGNS, cpu_encode, floats, weights
 

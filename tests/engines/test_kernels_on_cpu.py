@@ -13,11 +13,11 @@ from crc32c import crc32c
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp_nvcomp.codecs.transforms import planes_reference
 from dcp_nvcomp.codecs.transforms.planes import PLANE_NAMES, Planes
 from dcp_nvcomp.engines.cuda.batches import TILE_NBYTES, block_table, copy_table
 from dcp_nvcomp.engines.cuda.crc_tables import power_table, stride_table
 from dcp_nvcomp.engines.cuda.device import LaunchedKernels
+from tests.codecs import planes_reference
 
 from .cases import SIGNS, floats
 from .kernels_on_cpu import compiled_kernels

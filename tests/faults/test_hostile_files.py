@@ -1,7 +1,7 @@
 """Checkpoints made to do harm, through the whole of a load: refused with a named error, in little memory.
 
-What a single function refuses is tested where it is: `.metadata` in tests/metadata/test_attacks.py, footers and frames
-in tests/format/test_hostile.py and test_bad_files.py. Here are links, and what a refusal costs.
+What a single function refuses is tested where it is: `.metadata` in tests/format/metadata/test_attacks.py, footers and
+frames in tests/format/test_hostile.py and test_bad_files.py. Here are links, and what a refusal costs.
 """
 
 from __future__ import annotations

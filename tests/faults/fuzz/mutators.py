@@ -15,7 +15,7 @@ from typing import Any
 
 import zstandard
 
-from tests.metadata import assembler as asm
+from tests.format.metadata import assembler as asm
 
 from .parts import REPAIR_ALL, FileParts
 

@@ -16,7 +16,7 @@ from dcp_nvcomp.format.framing import TRAILER_NBYTES, decode_trailer
 from tests.format.forgery import deflate_stream, padded, small_forgery
 from tests.format.golden_files import CHAINS, floats
 from tests.format.library import write_file
-from tests.metadata import assembler as asm
+from tests.format.metadata import assembler as asm
 
 from .parts import REPAIR_ALL, FileParts
 

@@ -7,7 +7,7 @@ from tests.faults.mutations import Mutation
 _FILES = "tests/faults/test_hostile_files.py"
 _SLICES = "tests/faults/test_forged_slices.py"
 _OBJECTS = "tests/faults/test_hostile_objects.py"
-_ATTACKS = "tests/metadata/test_attacks.py"
+_ATTACKS = "tests/format/metadata/test_attacks.py"
 _BAD = "tests/format/test_bad_files.py"
 _HOSTILE = "tests/format/test_hostile.py"
 
@@ -55,12 +55,12 @@ MUTATIONS = (
         (
             "os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder",
             "os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder",
-            "tests/filesystem/test_local.py -k links_inside",
+            "tests/storage/test_local.py -k links_inside",
         ),
         (
             "os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder",
             "os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder",
-            "tests/filesystem/test_local.py -k links_inside",
+            "tests/storage/test_local.py -k links_inside",
         ),
         ("if self._has_link(name):", "if False:", f"{_FILES} -k metadata_that_is_a_link"),
     ),

@@ -28,7 +28,7 @@ MUTATIONS = (
         file="dcp_nvcomp/storage/local/output.py",
         old="os.O_WRONLY | os.O_CREAT | os.O_EXCL |",
         new="os.O_WRONLY | os.O_CREAT | os.O_TRUNC |",
-        tests="tests/storage/test_lifecycle.py -k name_that_is_taken",
+        tests="tests/saving/test_lifecycle.py -k name_that_is_taken",
     ),
     Mutation(
         row="SIGKILL: file names that no other save has",

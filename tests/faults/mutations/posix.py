@@ -29,7 +29,7 @@ MUTATIONS = (
         file="dcp_nvcomp/storage/local/filesystem.py",
         old="            position += done\n",
         new="            return\n",
-        tests="tests/filesystem/test_local.py -k short_writes",
+        tests="tests/storage/test_local.py -k short_writes",
     ),
     Mutation(
         row=f"{CALLS}: a failed close loses no descriptor",
@@ -94,7 +94,7 @@ MUTATIONS = (
         file="dcp_nvcomp/storage/local/output.py",
         old="                sync_directory(os.path.dirname(self._full))\n",
         new="                pass\n",
-        tests="tests/filesystem/test_local.py -k order_of_data_files",
+        tests="tests/storage/test_local.py -k order_of_data_files",
     ),
     Mutation(
         row=f"{POWER}: fsync of the temporary",
@@ -172,7 +172,7 @@ MUTATIONS = (
         file="dcp_nvcomp/storage/local/filesystem.py",
         old="            if not done:\n                raise too_short(self.location(name), start, stop, position)\n",
         new="            if not done:\n                return\n",
-        tests="tests/filesystem/test_local.py -k shrinks",
+        tests="tests/storage/test_local.py -k shrinks",
     ),
     Mutation(
         row="flipped on the way: blocks are read once more",

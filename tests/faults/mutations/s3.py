@@ -138,6 +138,6 @@ MUTATIONS = (
         file="dcp_nvcomp/storage/s3/upload.py",
         old="        if self._upload_id is not None:\n            self._clean_up(self._abort_upload)\n",
         new="",
-        tests="tests/filesystem/test_s3.py -k abort_ends_the_upload",
+        tests="tests/storage/test_s3.py -k abort_ends_the_upload",
     ),
 )

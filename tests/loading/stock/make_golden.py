@@ -1,6 +1,6 @@
-"""Writes tests/stock/golden: small checkpoints of stock DCP, as each torch release writes them.
+"""Writes tests/loading/stock/golden: small checkpoints of stock DCP, as each torch release writes them.
 
-    python -m tests.stock.make_golden RELEASES [VERSION ...]
+    python -m tests.loading.stock.make_golden RELEASES [VERSION ...]
 
 RELEASES is a directory with one subdirectory for each release, named by its version ("2.9.0"), into which that
 release's wheel was unpacked; of it, only `torch/distributed/checkpoint/metadata.py` and `filesystem.py` are used. (The
@@ -85,7 +85,7 @@ def _main() -> None:
         for kind in KINDS:
             target = GOLDEN / f"{version}-{kind}"
             shutil.rmtree(target, ignore_errors=True)
-            code = f"from tests.stock.make_golden import _write; _write({kind!r}, {str(target)!r}, {release!r})"
+            code = f"from tests.loading.stock.make_golden import _write; _write({kind!r}, {str(target)!r}, {release!r})"
             subprocess.run([sys.executable, "-c", code], check=True)
             print(target.name, "with", release or "the installed torch")
 

@@ -117,11 +117,11 @@ def test_what_the_installed_torch_writes(tmp_path: Path, writer: Any, single_fil
 def test_crc_switched_off(tmp_path: Path) -> None:
     code = (
         "import sys, torch, warnings, torch.distributed.checkpoint as dcp\n"
-        "from tests.stock.make_golden import golden_state\n"
+        "from tests.loading.stock.make_golden import golden_state\n"
         "warnings.simplefilter('ignore'); torch.serialization.set_crc32_options(False)\n"
         "dcp.save(golden_state(), checkpoint_id=sys.argv[1], no_dist=True)\n"
     )
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "c")], check=True, cwd=root)
     assert_same(load_all(tmp_path / "c"), flat_golden_state())
 

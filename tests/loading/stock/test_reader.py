@@ -14,7 +14,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
 from dcp_nvcomp import CorruptDataError, NvcompReader, NvcompWriter
 from dcp_nvcomp.maintenance.verification.verify import verify_checkpoint
-from tests.stock.make_golden import GOLDEN, KINDS, VERSIONS, golden_state
+from tests.loading.stock.make_golden import GOLDEN, KINDS, VERSIONS, golden_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -86,7 +86,7 @@ def test_flipped_bit_is_noticed(tmp_path: Path) -> None:
 
 
 def test_rows_of_a_stock_tensor(tmp_path: Path) -> None:
-    from tests.storage.test_sizes import Rows
+    from tests.saving.test_sizes import Rows
 
     weight = torch.randn(64, 16)
     dcp.save({"w": weight}, storage_writer=FileSystemWriter(tmp_path), no_dist=True)

@@ -8,10 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp_nvcomp.codecs.transforms import planes_reference
 from dcp_nvcomp.codecs.transforms.planes import Planes, SplitScratch, merge, split
-
-from .cases import SIGNS, floats
+from tests.codecs import planes_reference
+from tests.engines.cases import SIGNS, floats
 
 
 @settings(max_examples=150, deadline=None)
