@@ -28,9 +28,9 @@ from dcp_nvcomp.codecs.coders.zstd import DEFAULT_SLICE_NBYTES
 from dcp_nvcomp.codecs.encoded import EncodedBlock
 from dcp_nvcomp.engines.cuda.device import Device
 from dcp_nvcomp.engines.cuda.engine import CudaEngine, DecodeJob, EncodeJob
+from dcp_nvcomp.engines.tensors import element_type
 from dcp_nvcomp.format.blocks import BLOCK_NBYTES
-from dcp_nvcomp.loading.destinations import element_type, spread_sample
-from dcp_nvcomp.saving.encode.records import ANS_BLOCK_NBYTES
+from dcp_nvcomp.saving.encode.records import ANS_BLOCK_NBYTES, spread_sample
 from dcp_nvcomp.saving.job import CUDA_THREADS
 
 MIB = 1 << 20

@@ -17,7 +17,7 @@ from benchmarks.peers import Peer, data_nbytes, load, ours, remove, save, stock
 from benchmarks.processes import Ranks
 from benchmarks.results import Plot, Report
 from benchmarks.states import State, assert_same, build_state, destination, nbytes_of, small_tensors
-from dcp_nvcomp.format.metadata.serialization import METADATA_NAME
+from dcp_nvcomp.format.names import METADATA_NAME
 
 TENSOR_COUNTS = (100, 1_000, 10_000, 100_000)
 SIZES = tuple(1 << power for power in range(28, 34))  # 256 MiB to 8 GiB

@@ -29,8 +29,8 @@ from benchmarks.measuring import Spread, available_nbytes, paired
 from benchmarks.processes import Memory, watch
 from benchmarks.results import Plot, Report
 from dcp_nvcomp import NvcompWriter
-from dcp_nvcomp.format.framing import data_file_name
-from dcp_nvcomp.format.metadata.serialization import METADATA_NAME, parse_metadata
+from dcp_nvcomp.format.metadata.serialization import parse_metadata
+from dcp_nvcomp.format.names import METADATA_NAME, data_file_name
 from dcp_nvcomp.saving.stats import RankTotals, Totals
 from dcp_nvcomp.saving.writer import RankResults
 

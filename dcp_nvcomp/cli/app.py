@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import typer
 
-from dcp_nvcomp.cli.clean import clean_command, recover_command
+from dcp_nvcomp.cli.clean import clean_command
 from dcp_nvcomp.cli.inspect import inspect_command
+from dcp_nvcomp.cli.recover import recover_command
 from dcp_nvcomp.cli.verify import verify_command
 
 __all__ = ["app", "main"]

@@ -7,7 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["VERIFY_MODES", "BlockRow", "EncodedBlock"]
+import numpy as np
+import numpy.typing as npt
+from crc32c import crc32c
+
+__all__ = ["VERIFY_MODES", "BlockRow", "EncodedBlock", "checksum"]
 
 # verify: "stored" checks each block's encoded CRC before a decoder sees it, "full" the decoded block's CRC too.
 VERIFY_MODES = ("stored", "full", "off")
@@ -43,3 +47,14 @@ class EncodedBlock:
     data: memoryview
     row: BlockRow
     uncompressed_nbytes: int
+
+
+U8 = npt.NDArray[np.uint8]
+
+
+_RELEASE_GIL = 1
+
+
+def checksum(data: U8 | memoryview | bytes, value: int = 0) -> int:
+    """CRC32C, without holding the GIL. `value` is the CRC of what comes before `data`."""
+    return crc32c(data.data if isinstance(data, np.ndarray) else data, value, _RELEASE_GIL)

@@ -9,24 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
-from crc32c import crc32c
 
 from dcp_nvcomp.codecs.base import CodecChain, Coder, SliceDecoder, SliceEncoder, padded
-from dcp_nvcomp.codecs.encoded import BlockRow, EncodedBlock
-from dcp_nvcomp.codecs.transforms.planes import Planes, SplitScratch, merge, split
+from dcp_nvcomp.codecs.encoded import U8, BlockRow, EncodedBlock, checksum
+from dcp_nvcomp.codecs.scratch import SplitScratch
+from dcp_nvcomp.codecs.transforms.planes import Planes, merge, split
 from dcp_nvcomp.errors import CorruptDataError
 
-__all__ = ["CpuEngine", "checksum"]
-
-U8 = npt.NDArray[np.uint8]
-
-_RELEASE_GIL = 1
-
-
-def checksum(data: U8 | memoryview | bytes, value: int = 0) -> int:
-    """CRC32C, without holding the GIL. `value` is the CRC of what comes before `data`."""
-    return crc32c(data.data if isinstance(data, np.ndarray) else data, value, _RELEASE_GIL)
+__all__ = ["CpuEngine"]
 
 
 class CpuEngine:

@@ -24,7 +24,6 @@ from dcp_nvcomp.errors import (
 )
 
 __all__ = [
-    "DATA_FILE_SUFFIX",
     "DIRECT_IO_NBYTES",
     "FORMAT_VERSION",
     "HEADER_NBYTES",
@@ -34,7 +33,6 @@ __all__ = [
     "Tables",
     "Trailer",
     "check_header",
-    "data_file_name",
     "decode_footer",
     "decode_trailer",
     "encode_footer",
@@ -47,7 +45,6 @@ TRAILER_MAGIC = HEADER_MAGIC[::-1]
 HEADER_NBYTES = 16
 TRAILER_NBYTES = 40
 DIRECT_IO_NBYTES = 4096  # records of 1 MiB or more begin at multiples of this
-DATA_FILE_SUFFIX = ".distcp"
 MAX_METADATA_NBYTES = 16 << 30  # refuse to read a longer `.metadata` into memory
 MAX_FOOTER_NBYTES = 1 << 30  # and a longer footer: a sparse file of any size costs its maker nothing
 
@@ -56,11 +53,6 @@ _TRAILER_HEAD = struct.Struct("<QQQI")
 _TRAILER_TAIL = struct.Struct("<I8s")
 
 U32 = npt.NDArray[np.uint32]
-
-
-def data_file_name(rank: int, number: int, file_id: str) -> str:
-    """Name of a data file inside the checkpoint."""
-    return f"__{rank}_{number}_{file_id}{DATA_FILE_SUFFIX}"
 
 
 @dataclass(frozen=True)

@@ -13,18 +13,18 @@ import numpy.typing as npt
 import torch
 
 from dcp_nvcomp.codecs.coders.ans import Ans
-from dcp_nvcomp.codecs.transforms.planes import SplitScratch
+from dcp_nvcomp.codecs.scratch import SplitScratch
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda.batches import fitting, padded_nbytes, starts_of
 from dcp_nvcomp.engines.cuda.engine import CudaEngine, DecodeJob, JobChecks
+from dcp_nvcomp.engines.memory import pinned_allocate, plain_allocate
 from dcp_nvcomp.errors import CheckpointError, CorruptDataError
 from dcp_nvcomp.format.data_file import block_row
 from dcp_nvcomp.format.framing import check_header
 from dcp_nvcomp.loading.destinations import Destination
 from dcp_nvcomp.loading.read_plan import BlockRead, Read
-from dcp_nvcomp.saving.encode.buffers import pinned_allocate, plain_allocate
-from dcp_nvcomp.storage.open import Filesystem
+from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.reread import twice
 
 __all__ = ["Decoder", "GpuShare"]

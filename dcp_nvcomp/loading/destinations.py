@@ -6,141 +6,25 @@ load   decoded block  --Region.place-->  the right slice of the destination
 
 from __future__ import annotations
 
-import io
-import math
 import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from dcp_nvcomp.codecs.dtypes import ELEMENT_TYPES, ElementType
-from dcp_nvcomp.codecs.transforms.planes import SplitScratch
-from dcp_nvcomp.errors import CheckpointError
+from dcp_nvcomp.engines.tensors import (
+    HostArray,
+    host_array,
+    is_transparent,
+)
 from dcp_nvcomp.format.blocks import Box
 
-__all__ = [
-    "Conversions",
-    "Destination",
-    "HostArray",
-    "PackMember",
-    "Region",
-    "Run",
-    "block_bytes",
-    "device_block",
-    "element_type",
-    "host_array",
-    "is_transparent",
-    "saved_payload",
-    "spread_sample",
-    "torch_dtype",
-    "without_lazy_bits",
-]
+__all__ = ["Conversions", "Destination", "PackMember", "Region", "Run"]
 
 U8 = npt.NDArray[np.uint8]
-HostArray = npt.NDArray[Any]
-
-# Integers of the same width: a view through them keeps every bit and never meets float arithmetic.
-_SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def element_type(dtype: torch.dtype) -> ElementType | None:
-    """The format's element type of a torch dtype; None if it has none."""
-    return ELEMENT_TYPES.get(str(dtype).removeprefix("torch."))
-
-
-def torch_dtype(element: ElementType, *, path: str | None = None) -> torch.dtype:
-    """The torch dtype of an element type.
-
-    Raises:
-        CheckpointError: this torch release does not have it.
-    """
-    dtype = getattr(torch, element.name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(
-            f"The dtype {element.name} is unknown to torch {torch.__version__}. Update torch.", path=path
-        )
-    return dtype
-
-
-def is_transparent(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements can be seen in memory: strided, of a dtype of the format, no wrapper subclass."""
-    plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-    return (
-        plain and tensor.layout == torch.strided and not tensor.is_quantized and element_type(tensor.dtype) is not None
-    )
-
-
-def without_lazy_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor detached, its value in memory: conjugate and negative views are flags over other bits."""
-    return tensor.detach().resolve_conj().resolve_neg()
-
-
-def saved_payload(tensor: torch.Tensor) -> U8:
-    """A tensor whose storage is hidden, as `torch.save` writes it."""
-    buffer = io.BytesIO()
-    torch.save(tensor.detach(), buffer)
-    return np.frombuffer(buffer.getbuffer(), np.uint8)
-
-
-def host_array(tensor: torch.Tensor) -> HostArray:
-    """A numpy view of a CPU tensor's elements as integers of their width (complex128 as itself). Strides are kept."""
-    same_width = _SAME_WIDTH.get(tensor.element_size())
-    array: HostArray = (tensor if same_width is None else tensor.view(same_width)).numpy()
-    return array
-
-
-def block_bytes(array: HostArray, box: Box, scratch: SplitScratch) -> U8:
-    """The bytes of one block of a shard in host memory, in C order: a view where they lie so, else a copy."""
-    part = array[box.index]
-    if not part.flags.c_contiguous:
-        copy = scratch.array("block", part.nbytes, np.uint8).view(array.dtype).reshape(part.shape)
-        np.copyto(copy, part)
-        part = copy
-    flat: U8 = part.reshape(-1).view(np.uint8)
-    return flat
-
-
-def device_block(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """The bytes of one block of a shard on an accelerator, as a contiguous uint8 tensor there."""
-    return tensor[box.index].contiguous().reshape(-1).view(torch.uint8)
-
-
-def spread_sample(tensor: torch.Tensor, nbytes: int, pieces: int = 4) -> U8:
-    """Bytes from several places of a tensor, to measure codecs on.
-
-    Args:
-        tensor: without lazy bits, on any device.
-        nbytes: how much to take in all.
-        pieces: from how many places.
-
-    Returns:
-        At most about `nbytes` bytes, whole elements, on the host.
-    """
-    width = tensor.element_size()
-    if tensor.numel() * width <= nbytes:
-        parts = [tensor.reshape(-1)]
-    elif tensor.is_contiguous():
-        flat, count = tensor.view(-1), nbytes // pieces // width
-        step = (tensor.numel() - count) // max(pieces - 1, 1)
-        parts = [flat[at * step : at * step + count] for at in range(pieces)]
-    else:
-        # boxes of a strided tensor, so that nothing of its full size is ever copied
-        places = sorted({tensor.shape[0] * at // pieces for at in range(pieces)})
-        parts = [_leading(tensor[at:], nbytes // pieces // width) for at in places]
-    return np.concatenate([host_array(part.cpu().contiguous()).view(np.uint8) for part in parts])
-
-
-def _leading(tensor: torch.Tensor, count: int) -> torch.Tensor:
-    """At most `count` elements, and at least one, from the start of a strided tensor, as a run."""
-    for dim in range(tensor.dim()):
-        inner = math.prod(tensor.shape[dim + 1 :])
-        tensor = tensor.narrow(dim, 0, max(1, min(tensor.shape[dim], count // inner)))
-    return tensor.reshape(-1)
 
 
 class Conversions:

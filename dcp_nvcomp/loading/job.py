@@ -28,6 +28,7 @@ import torch
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from dcp_nvcomp.engines.choice import EngineChoice
+from dcp_nvcomp.engines.tensors import torch_dtype
 from dcp_nvcomp.engines.threads import join_all
 from dcp_nvcomp.errors import CorruptDataError, ShapeMismatchError
 from dcp_nvcomp.format.blocks import Box
@@ -35,10 +36,10 @@ from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.data_file import FileTuple, read_footer
 from dcp_nvcomp.format.footer import KIND_BYTES, KIND_TENSOR, KIND_TORCH_SAVE, Footer
 from dcp_nvcomp.loading.decoder import Decoder, GpuShare
-from dcp_nvcomp.loading.destinations import Conversions, PackMember, Region, Run, torch_dtype
+from dcp_nvcomp.loading.destinations import Conversions, PackMember, Region, Run
 from dcp_nvcomp.loading.read_plan import Read, Target, Wanted, locate, plan_reads
 from dcp_nvcomp.loading.safe_objects import SafeLoader
-from dcp_nvcomp.storage.open import Filesystem
+from dcp_nvcomp.storage.base import Filesystem
 
 __all__ = ["LoadJob", "LoadOptions"]
 

@@ -30,12 +30,8 @@ from dcp_nvcomp.errors import (
 )
 from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.metadata.roots import nothing_there, read_root
-from dcp_nvcomp.format.metadata.serialization import (
-    METADATA_NAME,
-    merge_rank_metadata,
-    prefer_rank,
-    rank_of_metadata_name,
-)
+from dcp_nvcomp.format.metadata.serialization import merge_rank_metadata, prefer_rank
+from dcp_nvcomp.format.names import METADATA_NAME, rank_of_metadata_name
 from dcp_nvcomp.loading.destinations import Conversions
 from dcp_nvcomp.loading.job import LoadJob, LoadOptions
 from dcp_nvcomp.loading.read_plan import Wanted, shard_of
@@ -50,7 +46,8 @@ from dcp_nvcomp.options import (
     check_thread_count,
     option_names,
 )
-from dcp_nvcomp.storage.open import Filesystem, open_filesystem
+from dcp_nvcomp.storage.base import Filesystem
+from dcp_nvcomp.storage.open import open_filesystem
 
 __all__ = ["NvcompReader"]
 

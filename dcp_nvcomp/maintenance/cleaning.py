@@ -46,9 +46,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError, FileMismatchError, StorageError
-from dcp_nvcomp.format.metadata.roots import Root, is_missing, read_root, read_roots, save_id_of_copy
+from dcp_nvcomp.format.metadata.roots import Root, is_missing, read_root, read_roots
+from dcp_nvcomp.format.names import save_id_of_copy
 from dcp_nvcomp.maintenance.inspection import checked_storage_options
-from dcp_nvcomp.storage.open import Filesystem, UnfinishedUpload, open_filesystem
+from dcp_nvcomp.storage.base import Filesystem, UnfinishedUpload
+from dcp_nvcomp.storage.open import open_filesystem
 
 logger = logging.getLogger(__name__)
 

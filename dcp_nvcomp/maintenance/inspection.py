@@ -24,11 +24,12 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from dcp_nvcomp.errors import ConfigurationError, FileMismatchError, MetadataError, StorageError
 from dcp_nvcomp.format.data_file import FileTuple, read_footer
 from dcp_nvcomp.format.footer import KIND_BYTES, KIND_TENSOR, Footer, Record
+from dcp_nvcomp.format.metadata.tree import StockItem
 from dcp_nvcomp.loading.reader import NvcompReader
-from dcp_nvcomp.loading.stock.items import StockItem
 from dcp_nvcomp.options import DEADLINE_OPTION
 from dcp_nvcomp.saving.stats import Totals
-from dcp_nvcomp.storage.open import Filesystem, open_filesystem
+from dcp_nvcomp.storage.base import Filesystem
+from dcp_nvcomp.storage.open import open_filesystem
 
 __all__ = ["DataFile", "Inspection", "Item", "checked_storage_options", "inspect_checkpoint"]
 

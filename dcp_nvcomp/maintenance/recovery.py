@@ -37,10 +37,11 @@ from dcp_nvcomp.errors import (
 )
 from dcp_nvcomp.format.data_file import FileTuple, read_footer
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
-from dcp_nvcomp.format.metadata.roots import Root, copy_name_of, read_root, save_id_of_copy
-from dcp_nvcomp.format.metadata.serialization import METADATA_NAME, rank_of_metadata_name
+from dcp_nvcomp.format.metadata.roots import Root, read_root
+from dcp_nvcomp.format.names import METADATA_NAME, copy_name_of, rank_of_metadata_name, save_id_of_copy
 from dcp_nvcomp.maintenance.inspection import checked_storage_options
-from dcp_nvcomp.storage.open import FileInfo, Filesystem, open_filesystem
+from dcp_nvcomp.storage.base import FileInfo, Filesystem
+from dcp_nvcomp.storage.open import open_filesystem
 
 __all__ = ["AMBIGUOUS", "IMPOSSIBLE", "INTACT", "RECOVERED", "Candidate", "Recovery", "recover_checkpoint"]
 

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import errno
 import logging
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -27,19 +26,19 @@ from dcp_nvcomp.errors import (
     StorageError,
     TruncatedFileError,
 )
-from dcp_nvcomp.format.framing import DATA_FILE_SUFFIX, MAX_METADATA_NBYTES
+from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.metadata.roots import Root, read_root
-from dcp_nvcomp.format.metadata.serialization import (
+from dcp_nvcomp.format.metadata.serialization import parse_metadata, serialize_metadata
+from dcp_nvcomp.format.names import (
     METADATA_NAME,
-    parse_metadata,
     rank_metadata_name,
     rank_of_metadata_name,
     save_metadata_name,
-    serialize_metadata,
 )
-from dcp_nvcomp.storage.open import Filesystem
+from dcp_nvcomp.saving.orphans import files_of_current, remove_files
+from dcp_nvcomp.storage.base import Filesystem
 
-__all__ = ["Orphans", "commit_checkpoint", "commit_rank", "refuse_existing"]
+__all__ = ["commit_checkpoint", "commit_rank", "refuse_existing"]
 
 logger = logging.getLogger(__name__)
 
@@ -67,23 +66,6 @@ def refuse_existing(filesystem: Filesystem, *, rank: int | None) -> None:
             raise CheckpointExistsError(
                 f"There is a checkpoint already, and {why}. Choose another path.", path=filesystem.location(name)
             )
-
-
-def _files_of_current(filesystem: Filesystem) -> set[str] | None:
-    """The files of the checkpoint that is there now; none if there is none, None if it can't be read.
-
-    Raises:
-        StorageError: the storage did not answer until the deadline: it need not be asked again.
-    """
-    try:
-        if filesystem.file_nbytes(METADATA_NAME) is None:
-            return set()
-        return read_root(filesystem, METADATA_NAME).names()
-    except CheckpointError as error:
-        if isinstance(error, StorageError) and error.errno == errno.ETIMEDOUT:
-            raise
-        logger.warning("The checkpoint that is there can't be read, so its files stay: %s", error)
-        return None
 
 
 def _files_of_ranks(filesystem: Filesystem) -> set[str]:
@@ -180,12 +162,12 @@ def commit_checkpoint(
     copy = save_metadata_name(save_id)
     try:
         _check_readable(metadata, filesystem.location(METADATA_NAME))
-        replaced = (_files_of_current(filesystem) or set()) | _files_of_ranks(filesystem)
+        replaced = (files_of_current(filesystem) or set()) | _files_of_ranks(filesystem)
         data = serialize_metadata(metadata)
         filesystem.publish(copy, data)
         _check_present(filesystem, metadata)
     except CheckpointError:
-        _remove(filesystem, {copy, *own_files}, "a save that was not published")
+        remove_files(filesystem, {copy, *own_files}, "a save that was not published")
         raise
     try:
         filesystem.publish(METADATA_NAME, data, overwrite=overwrite)
@@ -193,7 +175,7 @@ def commit_checkpoint(
         published = _is_published(filesystem, metadata, data)
         # not where the storage may yet do what it did not answer: `.metadata` would name files that are gone
         if published is False and not error.outcome_unknown:
-            _remove(filesystem, {copy, *own_files}, "a save that could not be published")
+            remove_files(filesystem, {copy, *own_files}, "a save that could not be published")
         if published is not True:
             if error.outcome_unknown:
                 error.message += (
@@ -205,21 +187,7 @@ def commit_checkpoint(
         logger.warning("The checkpoint was published, though the storage reported an error: %s", error)
         return
     kept = Root(METADATA_NAME, data, metadata).names()
-    _remove(filesystem, replaced - kept, "the checkpoint that was replaced")
-
-
-def _remove(filesystem: Filesystem, names: Iterable[str], whose: str) -> None:
-    """Remove files whose fate changes nothing: a failure is no reason to fail the save, or to hide why it failed.
-
-    Metadata goes first: what is left of it when this is cut short never names files that are gone.
-    """
-    names = set(names)
-    data_files = {name for name in names if name.endswith(DATA_FILE_SUFFIX)}
-    try:
-        filesystem.remove(sorted(names - data_files))
-        filesystem.remove(sorted(data_files))
-    except CheckpointError as error:
-        logger.warning("Files of %s could not be removed: %s", whose, error)
+    remove_files(filesystem, replaced - kept, "the checkpoint that was replaced")
 
 
 def _is_published(filesystem: Filesystem, metadata: Metadata, data: bytes) -> bool | None:
@@ -240,37 +208,3 @@ def _is_published(filesystem: Filesystem, metadata: Metadata, data: bytes) -> bo
 def commit_rank(filesystem: Filesystem, metadata: Metadata, rank: int) -> None:
     """Publish one rank's metadata of a save with `use_collectives=False`."""
     filesystem.publish(rank_metadata_name(rank), serialize_metadata(metadata), overwrite=False)
-
-
-class Orphans:
-    """A rank's own files of saves that failed on other ranks: of such a save it never hears the end.
-
-    At the next save the coordinator tells all ranks, in their plans, whether its last save failed before it was
-    published. A rank that hears so looks at what the checkpoint at that path names, and removes those of its files
-    that are not among it. A message that is lost or replayed by cached plans does no harm: it only decides whether a
-    rank looks, never what it removes.
-    """
-
-    def __init__(self) -> None:
-        self._path = ""
-        self._names: tuple[str, ...] = ()
-        self._thread = threading.current_thread()
-
-    def wrote(self, path: str, names: Iterable[str]) -> None:
-        """This thread's save wrote these files to the checkpoint at `path`."""
-        self._path, self._names, self._thread = path, tuple(names), threading.current_thread()
-
-    def remove(self, open_at: Callable[[str], Filesystem]) -> None:
-        """The last save failed: remove this rank's files of it that belong to no checkpoint.
-
-        Args:
-            open_at: opens the filesystem of a checkpoint.
-        """
-        if self._thread is not threading.current_thread() and self._thread.is_alive():
-            return  # that save may still be under way: asynchronous saves can overlap
-        names, self._names = self._names, ()
-        if names:
-            filesystem = open_at(self._path)
-            named = _files_of_current(filesystem)
-            if named is not None:
-                _remove(filesystem, set(names) - named, "an earlier, failed save")

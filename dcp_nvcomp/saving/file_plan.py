@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch.distributed.checkpoint.planner import WriteItem
 
-from dcp_nvcomp.format.framing import data_file_name
-from dcp_nvcomp.storage.ranges import distribute, file_count
+from dcp_nvcomp.format.names import data_file_name
 
-__all__ = ["PlannedFile", "plan_files", "planned_nbytes"]
+__all__ = ["PlannedFile", "distribute", "file_count", "plan_files", "planned_nbytes"]
 
 
 @dataclass(frozen=True)
@@ -63,3 +63,39 @@ def plan_files(
         ]
     lanes = distribute(sizes, min(streams, len(items)))
     return [[PlannedFile(data_file_name(rank, i, file_id), (items[i],)) for i in lane] for lane in lanes]
+
+
+def file_count(total_nbytes: int, streams: int, file_nbytes: int) -> int:
+    """How many data files a rank writes: one for each stream, none of them tiny.
+
+    Args:
+        total_nbytes: bytes that the rank saves.
+        streams: how many output streams it may write at once.
+        file_nbytes: from what size on a file is worth the opening and the syncing.
+
+    Returns:
+        At least 1.
+    """
+    return max(1, min(streams, total_nbytes // file_nbytes))
+
+
+def distribute(sizes: Sequence[int], bins: int) -> list[list[int]]:
+    """Spread items over bins so that these come out about equally large.
+
+    Args:
+        sizes: size of each item, in any unit.
+        bins: how many bins.
+
+    Returns:
+        For each bin the indexes of its items, the largest first; equal sizes keep their order.
+    """
+    order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
+    if bins == 1:
+        return [order]
+    filled: list[list[int]] = [[] for _ in range(bins)]
+    heap = [(0, number) for number in range(bins)]
+    for index in order:
+        nbytes, number = heapq.heappop(heap)
+        filled[number].append(index)
+        heapq.heappush(heap, (nbytes + sizes[index], number))
+    return filled

@@ -28,16 +28,17 @@ from typing import Any
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from dcp_nvcomp.engines.memory import pinned_allocate
 from dcp_nvcomp.engines.threads import join_all
 from dcp_nvcomp.errors import StorageError
-from dcp_nvcomp.saving.encode.buffers import BufferPool, Cancelled, cuda_buffer_nbytes, pinned_allocate
+from dcp_nvcomp.saving.encode.buffers import BufferPool, Cancelled, cuda_buffer_nbytes
 from dcp_nvcomp.saving.encode.records import RecordMaker
 from dcp_nvcomp.saving.encode.sources import Source, Workbench, encode_parts
 from dcp_nvcomp.saving.encode.tasks import Task, Tasks
 from dcp_nvcomp.saving.file_plan import PlannedFile
 from dcp_nvcomp.saving.open_file import OpenFile
 from dcp_nvcomp.saving.stats import RankTotals
-from dcp_nvcomp.storage.open import Filesystem
+from dcp_nvcomp.storage.base import Filesystem
 
 __all__ = ["SaveJob", "SaveOptions"]
 

@@ -8,10 +8,11 @@ from typing import Any
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_nvcomp.codecs.encoded import EncodedBlock
-from dcp_nvcomp.format.data_file import DataFileWriter, FileTuple
+from dcp_nvcomp.format.data_file import FileTuple
+from dcp_nvcomp.saving.data_file_writer import DataFileWriter
 from dcp_nvcomp.saving.encode.records import LARGE_NBYTES, Member, PendingRecord
 from dcp_nvcomp.saving.stats import Totals
-from dcp_nvcomp.storage.open import OutputStream
+from dcp_nvcomp.storage.base import OutputStream
 
 __all__ = ["OpenFile"]
 

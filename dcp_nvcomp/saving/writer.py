@@ -44,13 +44,15 @@ from dcp_nvcomp.options import (
     check_thread_count,
     option_names,
 )
-from dcp_nvcomp.saving.commit import Orphans, commit_checkpoint, commit_rank, refuse_existing
+from dcp_nvcomp.saving.commit import commit_checkpoint, commit_rank, refuse_existing
 from dcp_nvcomp.saving.encode.records import RecordMaker
 from dcp_nvcomp.saving.file_plan import plan_files, planned_nbytes
 from dcp_nvcomp.saving.job import SaveJob, SaveOptions
+from dcp_nvcomp.saving.orphans import Orphans
 from dcp_nvcomp.saving.progress import ProgressBar
 from dcp_nvcomp.saving.stats import RankTotals, SaveStats, summarize
-from dcp_nvcomp.storage.open import Filesystem, open_filesystem
+from dcp_nvcomp.storage.base import Filesystem
+from dcp_nvcomp.storage.open import open_filesystem
 
 __all__ = ["NvcompWriter"]
 

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dcp_nvcomp.codecs.scratch import SplitScratch
 from dcp_nvcomp.codecs.transforms import planes
-from dcp_nvcomp.codecs.transforms.planes import Planes, SplitScratch, merge, split
+from dcp_nvcomp.codecs.transforms.planes import Planes, merge, split
 
 DRAWN = settings(
     max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]

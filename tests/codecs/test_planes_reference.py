@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp_nvcomp.codecs.transforms.planes import Planes, SplitScratch, merge, split
+from dcp_nvcomp.codecs.scratch import SplitScratch
+from dcp_nvcomp.codecs.transforms.planes import Planes, merge, split
 from tests.codecs import planes_reference
 from tests.engines.cases import SIGNS, floats
 

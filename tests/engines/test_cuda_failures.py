@@ -12,9 +12,9 @@ import torch
 import zstandard
 
 from dcp_nvcomp.codecs import Ans, Bytes, CodecChain, Deflate, Planes, Zstd
-from dcp_nvcomp.codecs.encoded import BlockRow, EncodedBlock
+from dcp_nvcomp.codecs.encoded import BlockRow, EncodedBlock, checksum
 from dcp_nvcomp.codecs.transforms.planes import PLANE_NAMES
-from dcp_nvcomp.engines.cpu import CpuEngine, checksum
+from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda.device import Kernels
 from dcp_nvcomp.engines.cuda.engine import CudaEngine, DecodeJob, EncodeJob
 from dcp_nvcomp.errors import CodecUnavailableError, CorruptDataError, UnsupportedVersionError

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from dcp_nvcomp.codecs import Ans, Bytes, CodecChain, Deflate, Planes, Zstd
-from dcp_nvcomp.codecs.encoded import EncodedBlock
+from dcp_nvcomp.codecs.encoded import EncodedBlock, checksum
 from dcp_nvcomp.codecs.transforms.planes import PLANE_NAMES
-from dcp_nvcomp.engines.cpu import CpuEngine, checksum
+from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda.batches import block_table, copy_table
 from dcp_nvcomp.engines.cuda.device import CudaDevice
 from dcp_nvcomp.engines.cuda.engine import CudaEngine, DecodeJob, EncodeJob, cuda_unavailable_reason, nvcomp_version

@@ -17,12 +17,12 @@ from torch.distributed.checkpoint import CheckpointException
 from dcp_nvcomp import NvcompReader, NvcompWriter
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.engines.cuda.engine import CudaEngine
+from dcp_nvcomp.engines.memory import plain_allocate
 from dcp_nvcomp.loading import decoder as decoding
 from dcp_nvcomp.loading import job as loading
 from dcp_nvcomp.loading.job import LoadJob, LoadOptions
-from dcp_nvcomp.saving.encode.buffers import plain_allocate
+from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
-from dcp_nvcomp.storage.open import Filesystem
 
 from .cases import engine_on
 from .kernels_on_cpu import ReferenceKernels

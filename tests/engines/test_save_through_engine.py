@@ -24,12 +24,13 @@ from dcp_nvcomp.codecs.encoded import EncodedBlock
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.engines.cuda.device import Kernels
 from dcp_nvcomp.engines.cuda.engine import CudaEngine
-from dcp_nvcomp.format.framing import data_file_name
+from dcp_nvcomp.engines.memory import plain_allocate
+from dcp_nvcomp.format.names import data_file_name
 from dcp_nvcomp.saving import job as saving
 from dcp_nvcomp.saving import writer
 from dcp_nvcomp.saving.encode import buffers as staging
 from dcp_nvcomp.saving.encode import sources
-from dcp_nvcomp.saving.encode.buffers import cuda_buffer_nbytes, plain_allocate
+from dcp_nvcomp.saving.encode.buffers import cuda_buffer_nbytes
 from dcp_nvcomp.saving.encode.records import PendingRecord
 from dcp_nvcomp.saving.file_plan import PlannedFile
 from dcp_nvcomp.saving.job import SaveJob, SaveOptions

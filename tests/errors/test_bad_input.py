@@ -200,7 +200,8 @@ def rewrite_footer(path: Path, change: Callable[[dict[str, Any]], None]) -> None
     """Changes the footer of the checkpoint's file, and makes all sizes and CRCs right again."""
     from dcp_nvcomp.format.data_file import FileTuple
     from dcp_nvcomp.format.framing import TRAILER_NBYTES, decode_footer, decode_trailer, encode_footer
-    from dcp_nvcomp.format.metadata.serialization import METADATA_NAME, parse_metadata, serialize_metadata
+    from dcp_nvcomp.format.metadata.serialization import parse_metadata, serialize_metadata
+    from dcp_nvcomp.format.names import METADATA_NAME
 
     file = data_file(path)
     content = file.read_bytes()

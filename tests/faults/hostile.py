@@ -13,7 +13,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
 from dcp_nvcomp import NvcompReader, NvcompWriter
-from dcp_nvcomp.format.metadata.serialization import METADATA_NAME, parse_metadata, serialize_metadata
+from dcp_nvcomp.format.metadata.serialization import parse_metadata, serialize_metadata
+from dcp_nvcomp.format.names import METADATA_NAME
 
 __all__ = ["STATE", "data_file", "load", "peak_nbytes", "refusal", "republish", "save"]
 

@@ -18,7 +18,7 @@ import pytest
 from dcp_nvcomp import errors
 from dcp_nvcomp.loading import reader
 from dcp_nvcomp.saving import writer
-from dcp_nvcomp.storage.open import FsspecFilesystem
+from dcp_nvcomp.storage.fsspec_files import FsspecFilesystem
 
 from .intercept import Intercepted
 from .small import Failure, a_state, failure_of, nothing_leaks, same, save, what_loads

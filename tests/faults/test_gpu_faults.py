@@ -20,10 +20,10 @@ from dcp_nvcomp import NvcompReader, NvcompWriter, errors
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.engines.cuda.engine import CudaEngine
 from dcp_nvcomp.engines.cuda.support import cuda_unavailable_reason
+from dcp_nvcomp.engines.memory import plain_allocate
 from dcp_nvcomp.loading import decoder as decoding
 from dcp_nvcomp.saving import job as saving
 from dcp_nvcomp.saving.encode import sources
-from dcp_nvcomp.saving.encode.buffers import plain_allocate
 from tests.engines.cases import engine_on
 from tests.engines.kernels_on_cpu import ReferenceKernels
 from tests.engines.nvcomp_stand_in import NvcompStandIn, StandInDevice

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from dcp_nvcomp.format.metadata.roots import read_root, save_id_of_copy
+from dcp_nvcomp.format.metadata.roots import read_root
+from dcp_nvcomp.format.names import save_id_of_copy
 from dcp_nvcomp.storage.open import open_filesystem
 from tests.conformance.plugins import file_names
 

@@ -30,7 +30,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from dcp_nvcomp import NvcompReader, NvcompWriter, errors
-from dcp_nvcomp.storage.open import Filesystem, open_filesystem
+from dcp_nvcomp.storage.base import Filesystem
+from dcp_nvcomp.storage.open import open_filesystem
 from dcp_nvcomp.storage.s3.client import S3Client
 from tests.distributed.launch import RankPool, ranks
 

@@ -11,10 +11,11 @@ from dcp_nvcomp.codecs import CodecChain
 from dcp_nvcomp.codecs.dtypes import ELEMENT_TYPES
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.format.blocks import BlockGrid
-from dcp_nvcomp.format.data_file import DataFileWriter, block_row
+from dcp_nvcomp.format.data_file import block_row
 from dcp_nvcomp.format.footer import Footer, parse_footer
 from dcp_nvcomp.format.framing import TRAILER_NBYTES, check_header, decode_footer, decode_trailer
-from dcp_nvcomp.storage.open import OutputStream
+from dcp_nvcomp.saving.data_file_writer import DataFileWriter
+from dcp_nvcomp.storage.base import OutputStream
 
 PATH = "run/__0_0_00000000000000000000000000000002.distcp"
 IDENTITY = {

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 import dcp_nvcomp.loading.reader
 from dcp_nvcomp import NvcompReader, NvcompWriter
 from dcp_nvcomp.format.data_file import read_footer_of
-from dcp_nvcomp.storage.open import Filesystem, open_filesystem
+from dcp_nvcomp.storage.base import Filesystem
+from dcp_nvcomp.storage.open import open_filesystem
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 REAL_STATE = Path(__file__).parent.parent / "data" / "gpt_block.safetensors"
@@ -168,7 +169,8 @@ def test_auto_is_no_larger_than_the_plain_choice(dtype: torch.dtype) -> None:
     """The sample must not be taken in by a gain of 2 % in a plane that is better packed or stored."""
     from dcp_nvcomp.codecs.choose import parse_codec, sample_nbytes
     from dcp_nvcomp.engines.cpu import CpuEngine
-    from dcp_nvcomp.loading.destinations import element_type, spread_sample
+    from dcp_nvcomp.engines.tensors import element_type
+    from dcp_nvcomp.saving.encode.records import spread_sample
 
     engine, element = CpuEngine(), element_type(dtype)
     assert element is not None

@@ -13,7 +13,8 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 
 from dcp_nvcomp import NvcompReader, NvcompWriter
 from dcp_nvcomp.errors import CheckpointError
-from dcp_nvcomp.format.metadata.serialization import METADATA_NAME, parse_metadata
+from dcp_nvcomp.format.metadata.serialization import parse_metadata
+from dcp_nvcomp.format.names import METADATA_NAME
 from dcp_nvcomp.maintenance.cleaning import clean_checkpoint
 from dcp_nvcomp.maintenance.recovery import recover_checkpoint
 from dcp_nvcomp.maintenance.verification.verify import verify_checkpoint

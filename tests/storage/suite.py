@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from dcp_nvcomp.errors import ConcurrentSaveError, FormatError, StorageError, TruncatedFileError, UnsafePathError
-from dcp_nvcomp.storage.open import Filesystem, open_filesystem
+from dcp_nvcomp.storage.base import Filesystem
+from dcp_nvcomp.storage.open import open_filesystem
 
 Place = tuple[str, dict[str, Any]]
 

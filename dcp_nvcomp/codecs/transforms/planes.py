@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp_nvcomp.codecs.base import FLAG_NEGATIVE, FLAG_PACKED_REST, ArrayToBytes, Plane
+from dcp_nvcomp.codecs.scratch import SplitScratch
 from dcp_nvcomp.errors import ConfigurationError
 
 try:
@@ -22,7 +23,7 @@ try:
 except ImportError:
     from dcp_nvcomp.codecs.transforms import planes_numpy as kernels  # type: ignore[no-redef]
 
-__all__ = ["PLANE_NAMES", "Planes", "SplitScratch", "merge", "split"]
+__all__ = ["PLANE_NAMES", "Planes", "merge", "split"]
 
 PLANE_NAMES = ("low", "rest", "exponent")
 
@@ -70,20 +71,6 @@ class Planes(ArrayToBytes):
         return flags == 0 or (
             flags in (FLAG_PACKED_REST, FLAG_PACKED_REST | FLAG_NEGATIVE) and "rest" not in self.coded
         )
-
-
-class SplitScratch:
-    """Arrays that are reused from block to block; one of these per thread, grown as needed."""
-
-    def __init__(self) -> None:
-        self._arrays: dict[str, npt.NDArray[Any]] = {}
-
-    def array(self, name: str, count: int, dtype: type[np.generic]) -> npt.NDArray[Any]:
-        """An uninitialised array of `count` elements that the next call with the same name overwrites."""
-        held = self._arrays.get(name)
-        if held is None or held.size < count or held.dtype != dtype:
-            held = self._arrays[name] = np.empty(count, dtype)
-        return held[:count]
 
 
 def split(block: U8, codec: Planes, outputs: dict[str, U8], *, pack: bool) -> tuple[int, U8]:

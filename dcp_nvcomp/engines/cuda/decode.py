@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from dcp_nvcomp.codecs.base import CodecChain, Coder
-from dcp_nvcomp.codecs.encoded import BlockRow
+from dcp_nvcomp.codecs.encoded import BlockRow, checksum
 from dcp_nvcomp.codecs.transforms.planes import Planes
-from dcp_nvcomp.engines.cpu import checksum
 from dcp_nvcomp.engines.cuda.batches import (
     I64,
     BlockLayout,

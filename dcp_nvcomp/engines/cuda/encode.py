@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from dcp_nvcomp.codecs.base import FLAG_PACKED_REST, ArrayToBytes, CodecChain, Coder
-from dcp_nvcomp.codecs.encoded import BlockRow, EncodedBlock
+from dcp_nvcomp.codecs.encoded import BlockRow, EncodedBlock, checksum
 from dcp_nvcomp.codecs.transforms.planes import Planes
-from dcp_nvcomp.engines.cpu import checksum
 from dcp_nvcomp.engines.cuda.batches import (
     I64,
     BlockLayout,

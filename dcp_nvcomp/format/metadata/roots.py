@@ -7,29 +7,25 @@ immutable `__<save_id>.metadata` is none: it makes no checkpoint, it only helps 
 from __future__ import annotations
 
 import errno
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_nvcomp.errors import CheckpointError, CheckpointNotFoundError, IncompleteCheckpointError, StorageError
 from dcp_nvcomp.format.data_file import FileTuple
-from dcp_nvcomp.format.framing import DATA_FILE_SUFFIX, MAX_METADATA_NBYTES
-from dcp_nvcomp.format.metadata.serialization import (
+from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
+from dcp_nvcomp.format.metadata.serialization import parse_metadata
+from dcp_nvcomp.format.names import (
+    DATA_FILE_SUFFIX,
     METADATA_NAME,
-    parse_metadata,
+    copy_name_of,
     rank_of_metadata_name,
-    save_metadata_name,
 )
-from dcp_nvcomp.storage.open import Filesystem
+from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.reread import SIGNS_OF_DAMAGE
 
-__all__ = ["Root", "copy_name_of", "is_missing", "nothing_there", "read_root", "read_roots", "save_id_of_copy"]
-
-_SAVE_ID: Final = re.compile("[0-9a-f]{32}")
-_COPY_NAME: Final = re.compile(r"__([0-9a-f]{32})\.metadata")
+__all__ = ["Root", "is_missing", "nothing_there", "read_root", "read_roots"]
 
 
 @dataclass(frozen=True)
@@ -71,17 +67,6 @@ class Root:
         data_files = {name for name in self.files() if name.endswith(DATA_FILE_SUFFIX) and "/" not in name}
         copy = copy_name_of(self.save_id)
         return {self.name, *data_files, *([copy] if copy else [])}
-
-
-def copy_name_of(save_id: str | None) -> str | None:
-    """The name of a save's immutable metadata; None for what is no id of ours."""
-    return save_metadata_name(save_id) if save_id is not None and _SAVE_ID.fullmatch(save_id) else None
-
-
-def save_id_of_copy(name: str) -> str | None:
-    """The id in a name that `save_metadata_name` made, None for any other name."""
-    match = _COPY_NAME.fullmatch(name)
-    return match[1] if match else None
 
 
 def is_missing(error: CheckpointError) -> bool:

@@ -11,7 +11,6 @@ file's footer. Checkpoints of stock DCP have a `StockItem` there instead.
 from __future__ import annotations
 
 import pickle
-import re
 import struct
 from collections.abc import Sequence
 from typing import Final
@@ -26,39 +25,11 @@ from dcp_nvcomp.format.metadata.pickle_machine import resolve_trusted_globals, r
 from dcp_nvcomp.format.metadata.ranks import merge_rank_metadata, prefer_rank
 from dcp_nvcomp.format.metadata.tree import MetadataReader
 
-__all__ = [
-    "METADATA_NAME",
-    "merge_rank_metadata",
-    "parse_metadata",
-    "prefer_rank",
-    "rank_metadata_name",
-    "rank_of_metadata_name",
-    "save_metadata_name",
-    "serialize_metadata",
-]
+__all__ = ["merge_rank_metadata", "parse_metadata", "prefer_rank", "serialize_metadata"]
 
-METADATA_NAME: Final = ".metadata"
 # Pickles end with their STOP opcode, and whoever unpickles reads no further: so stock tools never see what follows.
 _TRAILER: Final = struct.Struct("<I8s")
 _TRAILER_MAGIC: Final = b"DCPNVcrc"
-# At most 9 digits: a save_id may happen to have no letter in it.
-_RANK_NAME: Final = re.compile(r"__(0|[1-9][0-9]{0,8})\.metadata")
-
-
-def rank_metadata_name(rank: int) -> str:
-    """The name of one rank's metadata in a checkpoint saved with `use_collectives=False`."""
-    return f"__{rank}.metadata"
-
-
-def rank_of_metadata_name(name: str) -> int | None:
-    """The rank in a name that `rank_metadata_name` made, None for any other name."""
-    match = _RANK_NAME.fullmatch(name)
-    return int(match[1]) if match else None
-
-
-def save_metadata_name(save_id: str) -> str:
-    """The name of the immutable copy of one save's `.metadata`."""
-    return f"__{save_id}.metadata"
 
 
 def serialize_metadata(metadata: Metadata) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -32,10 +33,9 @@ from dcp_nvcomp.format.metadata.allowed_globals import (
 )
 from dcp_nvcomp.format.metadata.pickle_machine import Global, Instance, PickledDict, PickledList, TrustedCall
 from dcp_nvcomp.format.metadata.values import ValueReader, check_hashes, pairs_of
-from dcp_nvcomp.loading.stock.items import StockItem
-from dcp_nvcomp.storage.open import check_relative_path
+from dcp_nvcomp.storage.base import check_relative_path
 
-__all__ = ["MetadataReader"]
+__all__ = ["MetadataReader", "StockItem"]
 
 _HAS_STRIDES: Final = "strides" in TensorProperties.__dataclass_fields__  # torch >= 2.15
 
@@ -271,3 +271,20 @@ def _optional_text(node: object, what: str) -> str | None:
     if node is not None and type(node) is not str:
         raise MetadataError(f"The {what} is {shown(node)}, not text.")
     return node
+
+
+@dataclass(frozen=True, slots=True)
+class StockItem:
+    """Where stock DCP put one item.
+
+    Attributes:
+        relative_path: the data file.
+        offset: where the item begins in it.
+        length: its stored size in bytes.
+        transform_descriptors: what it went through, in the order in which reading undoes it.
+    """
+
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: tuple[str, ...]

@@ -10,17 +10,17 @@ import io
 import math
 import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 import zstandard
 
 from dcp_nvcomp.errors import CheckpointError, CorruptDataError, TruncatedFileError, UnknownCodecError
+from dcp_nvcomp.format.metadata.tree import StockItem
 from dcp_nvcomp.loading.safe_objects import load_tensor_safely
-from dcp_nvcomp.storage.open import Filesystem
+from dcp_nvcomp.storage.base import Filesystem
 
-__all__ = ["MAX_STOCK_NBYTES", "StockItem", "most_nbytes", "read_stock_bytes", "read_stock_tensor"]
+__all__ = ["MAX_STOCK_NBYTES", "most_nbytes", "read_stock_bytes", "read_stock_tensor"]
 
 # What an item may decode to where nothing on disk tells its true size: pickles grow a few times, zstd 32768 times.
 MAX_STOCK_NBYTES: Final = 64 << 30
@@ -34,23 +34,6 @@ _STEP_NBYTES: Final = 256
 _LARGE_STEP_NBYTES: Final = 1 << 16
 # RFC 8878 wants no more of a decoder, and torch writes less.
 _WINDOW_NBYTES: Final = 8 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class StockItem:
-    """Where stock DCP put one item.
-
-    Attributes:
-        relative_path: the data file.
-        offset: where the item begins in it.
-        length: its stored size in bytes.
-        transform_descriptors: what it went through, in the order in which reading undoes it.
-    """
-
-    relative_path: str
-    offset: int
-    length: int
-    transform_descriptors: tuple[str, ...]
 
 
 def read_stock_bytes(filesystem: Filesystem, item: StockItem, *, limit_nbytes: int | None = None) -> io.BytesIO:

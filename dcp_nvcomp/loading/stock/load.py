@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner
 
 from dcp_nvcomp.errors import CheckpointError, MetadataError, ShapeMismatchError
+from dcp_nvcomp.format.metadata.tree import StockItem
 from dcp_nvcomp.loading.destinations import Conversions
 from dcp_nvcomp.loading.read_plan import Wanted
 from dcp_nvcomp.loading.safe_objects import SafeLoader
-from dcp_nvcomp.loading.stock.items import MAX_STOCK_NBYTES, StockItem, read_stock_bytes, read_stock_tensor
-from dcp_nvcomp.storage.open import Filesystem
+from dcp_nvcomp.loading.stock.items import MAX_STOCK_NBYTES, read_stock_bytes, read_stock_tensor
+from dcp_nvcomp.storage.base import Filesystem
 
 __all__ = ["load_stock_items"]
 

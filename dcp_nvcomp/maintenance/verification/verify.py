@@ -28,9 +28,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_nvcomp.errors import CheckpointError, CheckpointReplacedError, MetadataError, StorageError, UnsafeObjectError
 from dcp_nvcomp.format.data_file import FileTuple
-from dcp_nvcomp.format.metadata.roots import Root, copy_name_of, is_missing, read_root, read_roots
-from dcp_nvcomp.format.metadata.serialization import METADATA_NAME, merge_rank_metadata, rank_of_metadata_name
-from dcp_nvcomp.loading.stock.items import StockItem, most_nbytes, read_stock_bytes, read_stock_tensor
+from dcp_nvcomp.format.metadata.roots import Root, is_missing, read_root, read_roots
+from dcp_nvcomp.format.metadata.serialization import merge_rank_metadata
+from dcp_nvcomp.format.metadata.tree import StockItem
+from dcp_nvcomp.format.names import METADATA_NAME, copy_name_of, rank_of_metadata_name
+from dcp_nvcomp.loading.stock.items import most_nbytes, read_stock_bytes, read_stock_tensor
 from dcp_nvcomp.maintenance.inspection import LAYOUT_OURS, LAYOUT_STOCK, checked_storage_options
 from dcp_nvcomp.maintenance.verification.block_checks import (
     BlockChecker,
@@ -43,7 +45,8 @@ from dcp_nvcomp.maintenance.verification.block_checks import (
 from dcp_nvcomp.maintenance.verification.findings import ERROR, WARNING, Finding, Verification, finding_of
 from dcp_nvcomp.maintenance.verification.metadata_checks import Expected, check_items, check_records, expectations
 from dcp_nvcomp.options import check_thread_count
-from dcp_nvcomp.storage.open import Filesystem, open_filesystem
+from dcp_nvcomp.storage.base import Filesystem
+from dcp_nvcomp.storage.open import open_filesystem
 
 __all__ = ["Finding", "Progress", "Verification", "verify_checkpoint"]
 

@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from queue import SimpleQueue
 
-import numpy as np
+from dcp_nvcomp.engines.memory import plain_allocate
 
-__all__ = ["BufferPool", "Cancelled", "cuda_buffer_nbytes", "pinned_allocate", "plain_allocate"]
-
-_ALIGNMENT_NBYTES = 4096
+__all__ = ["BufferPool", "Cancelled", "cuda_buffer_nbytes"]
 
 
 # A block of 4 MiB, as ANS has them, with the padding of its slices, must fit.
@@ -38,21 +36,6 @@ def cuda_buffer_nbytes(budget_nbytes: int, state_nbytes: int) -> int:
 
 class Cancelled(Exception):
     """The pool was closed while somebody waited for a buffer."""
-
-
-def plain_allocate(nbytes: int) -> memoryview:
-    """Host memory whose address is a multiple of 4096, for direct IO."""
-    raw = np.empty(nbytes + _ALIGNMENT_NBYTES, np.uint8)
-    start = -raw.ctypes.data % _ALIGNMENT_NBYTES
-    return raw[start : start + nbytes].data
-
-
-def pinned_allocate(nbytes: int) -> memoryview:
-    """Page-locked host memory, which a GPU copies to at full speed."""
-    import torch
-
-    view: memoryview = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy().data
-    return view
 
 
 class BufferPool:

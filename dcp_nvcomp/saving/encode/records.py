@@ -6,6 +6,7 @@ WriteItem + resolved data  --RecordMaker.add-->  records ready to encode; small 
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,21 +24,19 @@ from dcp_nvcomp.codecs.dtypes import ELEMENT_TYPES, ElementType
 from dcp_nvcomp.codecs.registry import check_chain
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.engines.cuda.engine import nvcomp_version
-from dcp_nvcomp.errors import CheckpointError, ShapeMismatchError
-from dcp_nvcomp.format.blocks import BLOCK_NBYTES, BlockGrid, default_block_shape
-from dcp_nvcomp.format.footer import KIND_BYTES, KIND_PACK, KIND_TENSOR, KIND_TORCH_SAVE
-from dcp_nvcomp.loading.destinations import (
+from dcp_nvcomp.engines.tensors import (
     element_type,
     host_array,
     is_transparent,
-    saved_payload,
-    spread_sample,
     torch_dtype,
     without_lazy_bits,
 )
+from dcp_nvcomp.errors import CheckpointError, ShapeMismatchError
+from dcp_nvcomp.format.blocks import BLOCK_NBYTES, BlockGrid, default_block_shape
+from dcp_nvcomp.format.footer import KIND_BYTES, KIND_PACK, KIND_TENSOR, KIND_TORCH_SAVE
 from dcp_nvcomp.saving.encode.sources import AcceleratorSource, CudaPackSource, CudaSource, HostSource, Source
 
-__all__ = ["LARGE_NBYTES", "SMALL_NBYTES", "Member", "PendingRecord", "RecordMaker"]
+__all__ = ["LARGE_NBYTES", "SMALL_NBYTES", "Member", "PendingRecord", "RecordMaker", "saved_payload", "spread_sample"]
 
 U8 = npt.NDArray[np.uint8]
 
@@ -307,3 +306,43 @@ def _pack_record(row: dict[str, Any], pack: _OpenPack, chain: CodecChain, elemen
     grid = BlockGrid((elements,), (elements,))
     row = {**row, "dtype": pack.element.name, "block_shape": [elements]}
     return PendingRecord(row, pack.element, pack.dtype, grid, chain, tuple(pack.members), pack.nbytes)
+
+
+def saved_payload(tensor: torch.Tensor) -> U8:
+    """A tensor whose storage is hidden, as `torch.save` writes it."""
+    buffer = io.BytesIO()
+    torch.save(tensor.detach(), buffer)
+    return np.frombuffer(buffer.getbuffer(), np.uint8)
+
+
+def spread_sample(tensor: torch.Tensor, nbytes: int, pieces: int = 4) -> U8:
+    """Bytes from several places of a tensor, to measure codecs on.
+
+    Args:
+        tensor: without lazy bits, on any device.
+        nbytes: how much to take in all.
+        pieces: from how many places.
+
+    Returns:
+        At most about `nbytes` bytes, whole elements, on the host.
+    """
+    width = tensor.element_size()
+    if tensor.numel() * width <= nbytes:
+        parts = [tensor.reshape(-1)]
+    elif tensor.is_contiguous():
+        flat, count = tensor.view(-1), nbytes // pieces // width
+        step = (tensor.numel() - count) // max(pieces - 1, 1)
+        parts = [flat[at * step : at * step + count] for at in range(pieces)]
+    else:
+        # boxes of a strided tensor, so that nothing of its full size is ever copied
+        places = sorted({tensor.shape[0] * at // pieces for at in range(pieces)})
+        parts = [_leading(tensor[at:], nbytes // pieces // width) for at in places]
+    return np.concatenate([host_array(part.cpu().contiguous()).view(np.uint8) for part in parts])
+
+
+def _leading(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """At most `count` elements, and at least one, from the start of a strided tensor, as a run."""
+    for dim in range(tensor.dim()):
+        inner = math.prod(tensor.shape[dim + 1 :])
+        tensor = tensor.narrow(dim, 0, max(1, min(tensor.shape[dim], count // inner)))
+    return tensor.reshape(-1)

@@ -17,11 +17,13 @@ import torch
 
 from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.encoded import EncodedBlock
-from dcp_nvcomp.codecs.transforms.planes import SplitScratch
+from dcp_nvcomp.codecs.scratch import SplitScratch
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda.engine import CudaEngine, EncodeJob
+from dcp_nvcomp.engines.tensors import (
+    HostArray,
+)
 from dcp_nvcomp.format.blocks import Box
-from dcp_nvcomp.loading.destinations import HostArray, block_bytes, device_block
 
 __all__ = [
     "AcceleratorSource",
@@ -31,6 +33,8 @@ __all__ = [
     "Part",
     "Source",
     "Workbench",
+    "block_bytes",
+    "device_block",
     "encode_parts",
 ]
 
@@ -194,3 +198,19 @@ class CudaPackSource(_CudaEncoded):
     def jobs(self, boxes: Sequence[Box], chain: CodecChain) -> list[EncodeJob]:
         assert len(boxes) == 1
         return [EncodeJob(tuple(self.tensors), chain, self.ready)]
+
+
+def block_bytes(array: HostArray, box: Box, scratch: SplitScratch) -> U8:
+    """The bytes of one block of a shard in host memory, in C order: a view where they lie so, else a copy."""
+    part = array[box.index]
+    if not part.flags.c_contiguous:
+        copy = scratch.array("block", part.nbytes, np.uint8).view(array.dtype).reshape(part.shape)
+        np.copyto(copy, part)
+        part = copy
+    flat: U8 = part.reshape(-1).view(np.uint8)
+    return flat
+
+
+def device_block(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """The bytes of one block of a shard on an accelerator, as a contiguous uint8 tensor there."""
+    return tensor[box.index].contiguous().reshape(-1).view(torch.uint8)

@@ -32,7 +32,7 @@ MUTATIONS = (
     ),
     Mutation(
         row="commit: metadata is removed before data files",
-        file=COMMIT,
+        file="dcp_nvcomp/saving/orphans.py",
         old="        filesystem.remove(sorted(names - data_files))\n        filesystem.remove(sorted(data_files))\n",
         new="        filesystem.remove(sorted(data_files))\n        filesystem.remove(sorted(names - data_files))\n",
         tests="tests/faults/test_commit.py -k metadata_first",
@@ -40,8 +40,8 @@ MUTATIONS = (
     Mutation(
         row="commit: a file that both checkpoints name stays",
         file=COMMIT,
-        old="    _remove(filesystem, replaced - kept, ",
-        new="    _remove(filesystem, replaced - {METADATA_NAME}, ",
+        old="    remove_files(filesystem, replaced - kept, ",
+        new="    remove_files(filesystem, replaced - {METADATA_NAME}, ",
         tests="tests/faults/test_commit.py -k names_the_same",
     ),
     Mutation(

@@ -12,7 +12,7 @@ MUTATIONS = (
         row="SIGKILL: the old files stay until the new checkpoint is published",
         file=COMMIT,
         old="    try:\n        filesystem.publish(METADATA_NAME, data, overwrite=overwrite)\n",
-        new='    _remove(filesystem, replaced, "")\n'
+        new='    remove_files(filesystem, replaced, "")\n'
         "    try:\n        filesystem.publish(METADATA_NAME, data, overwrite=overwrite)\n",
         tests=KILLED + "sync-overwrite-before_the_rename-rank_0",
     ),
@@ -32,14 +32,14 @@ MUTATIONS = (
     ),
     Mutation(
         row="SIGKILL: file names that no other save has",
-        file="dcp_nvcomp/format/framing.py",
+        file="dcp_nvcomp/format/names.py",
         old='    return f"__{rank}_{number}_{file_id}{DATA_FILE_SUFFIX}"\n',
         new="    return f\"__{rank}_{number}_{'0' * 32}{DATA_FILE_SUFFIX}\"\n",
         tests=KILLED + "sync-overwrite-encode",
     ),
     Mutation(
         row="SIGKILL: the immutable copy goes before the files that it names",
-        file=COMMIT,
+        file="dcp_nvcomp/saving/orphans.py",
         old="        filesystem.remove(sorted(names - data_files))\n        filesystem.remove(sorted(data_files))\n",
         new="        filesystem.remove(sorted(data_files))\n        filesystem.remove(sorted(names - data_files))\n",
         tests=KILLED + "sync-overwrite-one_old_file_removed-rank_0",
@@ -47,7 +47,7 @@ MUTATIONS = (
     Mutation(
         row="SIGKILL: what was replaced is removed",
         file=COMMIT,
-        old='    _remove(filesystem, replaced - kept, "the checkpoint that was replaced")\n',
+        old='    remove_files(filesystem, replaced - kept, "the checkpoint that was replaced")\n',
         new="",
         tests=KILLED + "sync-overwrite-local_plan",
     ),
@@ -93,13 +93,13 @@ MUTATIONS = (
     Mutation(
         row="one rank raises: the coordinator removes what it could not publish",
         file=COMMIT,
-        old='            _remove(filesystem, {copy, *own_files}, "a save that could not be published")\n',
+        old='            remove_files(filesystem, {copy, *own_files}, "a save that could not be published")\n',
         new="            pass\n",
         tests=RAISES + "test_save[publish-0]",
     ),
     Mutation(
         row="one rank raises: what fails after publication fails no save",
-        file=COMMIT,
+        file="dcp_nvcomp/saving/orphans.py",
         old='        logger.warning("Files of %s could not be removed: %s", whose, error)\n',
         new="        raise\n",
         tests=RAISES + "can_not_be_removed",

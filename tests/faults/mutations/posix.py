@@ -76,7 +76,7 @@ MUTATIONS = (
     ),
     Mutation(
         row=f"{CALLS}: errors of fsspec's client are ours",
-        file="dcp_nvcomp/storage/open.py",
+        file="dcp_nvcomp/storage/fsspec_files.py",
         old="        with storage_errors(what, self._location):\n",
         new="        with contextlib.nullcontext():\n",
         tests="tests/faults/test_fsspec_calls.py -k test_save",

@@ -1,0 +1,59 @@
+"""Tensors as elements in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy.typing as npt
+import torch
+
+from dcp_nvcomp.codecs.dtypes import ELEMENT_TYPES, ElementType
+from dcp_nvcomp.errors import CheckpointError
+
+__all__ = ["HostArray", "element_type", "host_array", "is_transparent", "torch_dtype", "without_lazy_bits"]
+
+
+HostArray = npt.NDArray[Any]
+
+
+# Integers of the same width: a view through them keeps every bit and never meets float arithmetic.
+_SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def element_type(dtype: torch.dtype) -> ElementType | None:
+    """The format's element type of a torch dtype; None if it has none."""
+    return ELEMENT_TYPES.get(str(dtype).removeprefix("torch."))
+
+
+def torch_dtype(element: ElementType, *, path: str | None = None) -> torch.dtype:
+    """The torch dtype of an element type.
+
+    Raises:
+        CheckpointError: this torch release does not have it.
+    """
+    dtype = getattr(torch, element.name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(
+            f"The dtype {element.name} is unknown to torch {torch.__version__}. Update torch.", path=path
+        )
+    return dtype
+
+
+def is_transparent(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements can be seen in memory: strided, of a dtype of the format, no wrapper subclass."""
+    plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return (
+        plain and tensor.layout == torch.strided and not tensor.is_quantized and element_type(tensor.dtype) is not None
+    )
+
+
+def without_lazy_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor detached, its value in memory: conjugate and negative views are flags over other bits."""
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+def host_array(tensor: torch.Tensor) -> HostArray:
+    """A numpy view of a CPU tensor's elements as integers of their width (complex128 as itself). Strides are kept."""
+    same_width = _SAME_WIDTH.get(tensor.element_size())
+    array: HostArray = (tensor if same_width is None else tensor.view(same_width)).numpy()
+    return array
