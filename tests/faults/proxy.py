@@ -52,6 +52,10 @@ class Target:
         self.skip -= fits and not hit
         return hit
 
+    def end(self) -> None:
+        """Let all further requests pass."""
+        self.left = 0
+
 
 class FaultProxy:
     """See the module.
@@ -81,10 +85,12 @@ class FaultProxy:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
-    def next(self, fault: str, *, method: str, path: str = "", times: int = 1, skip: int = 0) -> None:
+    def next(self, fault: str, *, method: str, path: str = "", times: int = 1, skip: int = 0) -> Target:
         """Make a fault of the next requests whose path and query contain `path`, after the first `skip` of them."""
         assert fault in BEFORE + AFTER
-        self._targets.append(Target(fault, method, path, times, skip))
+        target = Target(fault, method, path, times, skip)
+        self._targets.append(target)
+        return target
 
     def __enter__(self) -> FaultProxy:
         self._thread.start()

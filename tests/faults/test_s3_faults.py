@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import gc
 import os
 import pickle
@@ -112,6 +113,13 @@ def unfinished(store: Store) -> list[Any]:
     url, options = store
     client = s3fs.S3FileSystem(**options, skip_instance_cache=True, use_listings_cache=False)
     return list(client.list_multipart_uploads(url.split("/")[2]))
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retry after 10 ms instead of 100: these tests wait for what is retried, not for the pauses between."""
+    quick = functools.partial(S3Client, first_pause_seconds=0.01)
+    monkeypatch.setattr("dcp_nvcomp.storage.s3.filesystem.S3Client", quick)
 
 
 @pytest.fixture
@@ -298,13 +306,16 @@ def test_an_attempt_is_not_repeated_over_another_save(wire: Wire, refuses: bool)
     ours, other = wire.filesystem(), wire.filesystem(direct=True)
     other.publish(".metadata", b"an old one")
     wire.proxy.next("lost", method="PUT", path="/.metadata", times=2)  # aiohttp sends some a second time by itself
+    # from the second attempt's first request on, until the other save has published
+    outage = wire.proxy.next("unavailable", method="HEAD", path="/.metadata", times=1 << 30, skip=1)
 
     def interfere() -> None:
-        while not wire.proxy.counts["lost"]:
+        end = time.monotonic() + 30
+        while not wire.proxy.counts["unavailable"]:
+            assert time.monotonic() < end, "the attempt was repeated without a look"
             time.sleep(0.001)
-        wire.proxy.next("unavailable", method="HEAD", path="/.metadata", times=5)
-        time.sleep(0.02)
         other.publish(".metadata", b"the other's")
+        outage.end()
 
     with ThreadPoolExecutor(1) as pool:
         interfering = pool.submit(interfere)

@@ -30,8 +30,6 @@ T = TypeVar("T")
 _CONNECT_SECONDS = 5.0
 _READ_SECONDS = 30.0
 _ATTEMPT_SHARE = 1 / 3  # of the deadline, for one attempt: a silent server leaves time to ask again
-_FIRST_PAUSE_SECONDS = 0.1
-_LONGEST_PAUSE_SECONDS = 5.0
 REMOVAL_SECONDS = 10.0  # what is left does no harm: after a failure nobody waits for another whole deadline
 _QUIET_SECONDS = 10.0  # after that, retrying is worth a warning
 
@@ -112,11 +110,23 @@ class S3Client:
         fs: the s3fs filesystem.
         deadline_seconds: how long one operation may take with all its retries.
         creating: further parameters of each request that makes an object.
+        first_pause_seconds: the pause after the first failed attempt; each further one is twice as long.
+        longest_pause_seconds: no pause is longer than this.
     """
 
-    def __init__(self, fs: Any, deadline_seconds: float, creating: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        fs: Any,
+        deadline_seconds: float,
+        creating: Mapping[str, Any] | None = None,
+        *,
+        first_pause_seconds: float = 0.1,
+        longest_pause_seconds: float = 5.0,
+    ) -> None:
         self._fs = fs
         self._creating = dict(creating or {})
+        self._first_pause_seconds = first_pause_seconds
+        self._longest_pause_seconds = longest_pause_seconds
         fs.retries = 1  # see above
         self.deadline_seconds = deadline_seconds
 
@@ -167,7 +177,7 @@ class S3Client:
                 raise
             except Exception as error:
                 took = time.monotonic() - began
-                pause = min(_FIRST_PAUSE_SECONDS * 2 ** min(attempts - 1, 10), _LONGEST_PAUSE_SECONDS)
+                pause = min(self._first_pause_seconds * 2 ** min(attempts - 1, 10), self._longest_pause_seconds)
                 pause *= random.uniform(0.5, 1)  # so that ranks do not come back all at once
                 transient = _is_transient(error)
                 may_be_done |= transient
