@@ -1,4 +1,4 @@
-"""Benchmarks: this project beside its peers, each comparison within one run.
+"""Benchmarks: this project compared with its peers, each comparison within one run.
 
     python -m benchmarks SUITE [--quick] [--json FILE] [--plot FILE.png]
 

@@ -43,7 +43,7 @@ def main(
     state: Annotated[Path | None, typer.Option(help="safetensors file to take the state from")] = None,
     s3: Annotated[str | None, typer.Option(envvar="DCP_NVCOMP_TEST_S3", help="endpoint of an S3 server")] = None,
 ) -> None:
-    """Measure dcp_nvcomp beside its peers."""
+    """Measure dcp_nvcomp and its peers."""
     console = Console(width=max(170, Console().width))
     settings = Settings(
         quick=quick,

@@ -1,4 +1,4 @@
-"""`cpu`: save and load of real state in memory, this project beside DCP, DCP+zstd and ZipNN, with 1 and 2 threads.
+"""`cpu`: save and load of real state in memory, compared with DCP, DCP+zstd and ZipNN, with 1 and 2 threads.
 
 Everything has its default options but the number of threads. Checkpoints go to /dev/shm, new each time; a load reads
 what the same writer has just saved with as many threads, into tensors whose pages were touched before. Files in

@@ -3,7 +3,7 @@
 codecs     encode and decode GB/s for each codec and dtype; the ceiling of the open coders      gpu_codecs.py
 staging    encode, and copy of the encoded bytes to pinned memory meanwhile, beside a plain
            pinned copy                                                                          gpu_codecs.py
-memory     save and load of 16 GiB to files in memory, beside DCP, DCP+zstd and a simple
+memory     save and load of 16 GiB to files in memory, compared with DCP, DCP+zstd and a simple
            baseline; extra GPU memory                                                           gpu_checkpoints.py
 disk       the same to a disk                                                                   gpu_checkpoints.py
 

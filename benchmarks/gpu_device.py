@@ -1,4 +1,4 @@
-"""What the GPU measurements share: time on the device, engines without transfers, coders on their own.
+"""Helpers of the GPU measurements: time on the device, engines without transfers, coders alone.
 
 All of it goes through `dcp_nvcomp.engines.cuda.device.Device`, so that tests run it without a GPU.
 """
@@ -38,7 +38,7 @@ def with_siblings(device: Device, count: int) -> list[Device]:
 
 
 def address_of(memory: memoryview) -> int:
-    """Where host memory lies."""
+    """Kinds of host memory."""
     return int(np.frombuffer(memory, np.uint8).ctypes.data)
 
 

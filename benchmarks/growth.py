@@ -192,7 +192,7 @@ def _save_and_load_sharded(
     """On each rank: the state in rows, saved and loaded with each peer in turn."""
     world_size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world_size,))
-    # each rank's own rows are a state of their own: nobody needs the whole
+    # each rank's rows are a state of their own: no process needs the whole
     own = build_state(nbytes // world_size, state_file)
     state = {name: DTensor.from_local(tensor, mesh, [Shard(0)]) for name, tensor in own.items()}
     into = {name: DTensor.from_local(tensor, mesh, [Shard(0)]) for name, tensor in destination(own).items()}

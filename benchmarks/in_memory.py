@@ -30,7 +30,7 @@ U8 = npt.NDArray[np.uint8]
 
 
 def have_zipnn() -> bool:
-    """Whether ZipNN is installed: it is a peer to compare with, nothing that this project needs."""
+    """True if ZipNN is installed: it is only a peer to compare with."""
     return importlib.util.find_spec("zipnn") is not None
 
 
@@ -161,6 +161,6 @@ class ZipNNCoder:
 
 
 def zstd_nbytes(state: State, level: int) -> int:
-    """What zstd makes of the tensors' bytes, tensor by tensor."""
+    """Compress the tensors' bytes with zstd, tensor by tensor."""
     compressor = zstandard.ZstdCompressor(level=level)
     return sum(len(compressor.compress(as_bytes(tensor).data)) for tensor in state.values())

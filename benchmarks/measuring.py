@@ -50,7 +50,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user asked for.
+    """Options of a run.
 
     Attributes:
         quick: a small state and one repeat: shows that the suite works, its figures mean nothing.
@@ -60,7 +60,7 @@ class Settings:
         state: a safetensors file to take the state from; None means the one in tests/data.
         parts: which parts of a suite with several run; empty means all.
         s3: endpoint of an S3 server; None means the one in DCP_NVCOMP_TEST_S3.
-        say: tells what is being measured.
+        say: called with a description of what is being measured.
     """
 
     quick: bool = False
@@ -73,15 +73,15 @@ class Settings:
     say: Callable[[str], None] = field(default=lambda text: None, repr=False)
 
     def repeats_or(self, usual: int) -> int:
-        """How often to measure each case."""
+        """Number of repeats of each case."""
         return self.repeats or (1 if self.quick else usual)
 
     def nbytes_or(self, usual: int, quick: int = 12 << 20) -> int:
-        """How large a state to measure with."""
+        """Size of the state to measure with, in bytes."""
         return self.nbytes or (quick if self.quick else usual)
 
     def wants(self, part: str) -> bool:
-        """Whether this part of the suite is to run."""
+        """True if this part of the suite is to run."""
         return not self.parts or part in self.parts
 
     @contextmanager
@@ -177,7 +177,7 @@ def core_count() -> int:
 
 
 def machine() -> dict[str, Any]:
-    """What was measured on. The load at the start tells whether the machine was quiet."""
+    """Describe the machine. The load at the start shows if it was quiet."""
     described: dict[str, Any] = {
         "cpu": _field("/proc/cpuinfo", "model name") or platform.processor(),
         "cores": core_count(),
@@ -192,7 +192,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, Any]:
-    """What was measured with."""
+    """List the versions of the packages involved."""
     found = {"python": platform.python_version(), "dcp_nvcomp": _commit() or "unknown"}
     for package in _PACKAGES:
         try:

@@ -31,7 +31,7 @@ QUICK_BUDGETS = {64 * MIB: (1.0,)}
 
 @dataclass(frozen=True)
 class Job:
-    """What the child needs to know."""
+    """Parameters of the child process."""
 
     writer: str
     nbytes: int
@@ -47,7 +47,7 @@ class Job:
 
 
 def memory(report: Report) -> None:
-    """Save and load under budgets; DCP, which knows none, beside it."""
+    """Save and load under budgets, compared with DCP, which has none."""
     settings = report.settings
     budgets = QUICK_BUDGETS if settings.quick else BUDGETS
     table = report.table(

@@ -4,7 +4,7 @@
 times that at which the engine makes encoded bytes: the time of a save over the longer of encoding alone (a save to a
 sink without a limit) and writing alone (the same bytes through the same sink).
 
-`target`: a directory in memory behind a link of 500 MB/s each way. This project beside DCP's writer and reader for
+`target`: a directory in memory behind a link of 500 MB/s each way. Compared with DCP's writer and reader for
 URLs, which use the same link: how much of the ratio becomes speed?
 """
 

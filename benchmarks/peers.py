@@ -77,7 +77,7 @@ def stock_fsspec(threads: int, *, zstd: bool = False, **storage_options: Any) ->
 
 
 def save(peer: Peer, path: Path | str, state: State) -> dcp.StorageWriter:
-    """`dcp.save` in this process alone; returns the writer, which may have something to tell."""
+    """Run `dcp.save` in this process alone and return the writer, which holds the statistics."""
     writer = peer.writer(str(path))
     dcp.save(state, storage_writer=writer, no_dist=True)
     return writer

@@ -45,7 +45,7 @@ STEPS = ("gather plans", "global plan", "prepare", "scatter plans", "gather resu
 
 @dataclass(frozen=True)
 class Job:
-    """What a process simulates."""
+    """The job that a process simulates."""
 
     writer: str
     ranks: int
@@ -184,7 +184,7 @@ ROWS, COLUMNS = 128, 4_096
 
 
 def _plan(rank: int, ranks: int, tensors: int) -> SavePlan:
-    """What a rank sends: its rows of each tensor."""
+    """Return the plan that a rank sends: its rows of each tensor."""
     items = []
     whole, offsets = torch.Size([ROWS * ranks, COLUMNS]), torch.Size([ROWS * rank, 0])
     for number in range(tensors):
@@ -197,7 +197,7 @@ def _plan(rank: int, ranks: int, tensors: int) -> SavePlan:
 
 
 def _results(writer: str, rank: int, plan: SavePlan) -> list[WriteResult]:
-    """What a rank reports of its plan."""
+    """Return the write results that a rank reports for its plan."""
     nbytes = ROWS * COLUMNS * 2
     if writer == "dcp":
         return [

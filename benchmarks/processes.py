@@ -183,7 +183,7 @@ class _Observer:
         self._before = self._anonymous_before = self._anonymous_peak = 0
 
     def begin(self) -> None:
-        (self._folder / "clear_refs").write_text("5")  # the kernel's peak begins anew
+        (self._folder / "clear_refs").write_text("5")  # resets the kernel's peak
         status = self._status()
         self._before = status["VmRSS"]
         self._anonymous_before = self._anonymous_peak = status["RssAnon"]

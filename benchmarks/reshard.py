@@ -1,4 +1,4 @@
-"""`reshard`: a checkpoint of N ranks loaded on M, over several placements: bytes fetched and seconds, DCP beside it.
+"""`reshard`: a checkpoint of N ranks loaded on M, several placements: bytes fetched and seconds, compared with DCP.
 
 Each rank holds its shards as DTensors. Bytes are counted by a filesystem that both readers go through (sinks.py), in a
 load of its own; metadata and footers count. "needed" are the encoded bytes of what a rank asks for: of each shard in
@@ -36,7 +36,7 @@ TENSOR_NBYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Layout:
-    """How tensors lie on ranks: a mesh, and what is done along each of its dimensions."""
+    """A distribution of tensors over ranks: a mesh, and the placement along each of its dimensions."""
 
     name: str
     mesh: tuple[int, ...]
@@ -74,7 +74,7 @@ QUICK_CASES = ((rows(2), columns(2)), (rows(2), WHOLE))
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks need to know."""
+    """Parameters of the rank processes."""
 
     nbytes: int
     tensor_nbytes: int
@@ -247,6 +247,6 @@ def load_all(job: Job, layout: Layout) -> dict[str, Any]:
 
 
 def _region(tensor: DTensor) -> Box:
-    """What of a tensor this rank holds."""
+    """Return the part of a tensor that this rank holds."""
     (held,) = tensor.__create_chunk_list__()
     return Box(tuple(held.offsets), tuple(held.sizes))

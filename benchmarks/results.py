@@ -1,4 +1,4 @@
-"""What a suite found: tables, the targets it is held against, and plots; as text and as JSON."""
+"""Results of a suite: tables, targets and plots, as text and as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`s3`: save to and load from an S3 server, this project beside DCP's FsspecWriter and Reader and plain boto3.
+"""`s3`: save to and load from an S3 server, compared with DCP's FsspecWriter and Reader and plain boto3.
 
 The server is the one named by --s3 or DCP_NVCOMP_TEST_S3 (keys in DCP_NVCOMP_TEST_S3_KEY and _SECRET, by default `ci`
 and `cisecret`); .ci/ceph_up.sh starts one. On the same machine it takes its share of the cores, as the figures show:

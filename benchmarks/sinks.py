@@ -24,7 +24,7 @@ _BURST_SECONDS = 0.005
 
 
 class Throttle:
-    """A link: bytes pass one after the other, at its rate, whoever sends them.
+    """A link: bytes pass one after the other, at its rate, whichever thread sends them.
 
     Args:
         rate: bytes a second; None means no limit.
@@ -62,7 +62,7 @@ def link(rate: float | None = None, label: str = "") -> Link:
 
     Args:
         rate: bytes a second each way; None means no limit.
-        label: tells links apart, where bytes are counted.
+        label: distinguishes links when bytes are counted.
     """
     return _link(rate, label)
 

@@ -1,15 +1,15 @@
-"""State to measure with: real bits, as much of them as is wanted.
+"""State to measure with: real bits, in any amount.
 
 tests/data/gpt_block.safetensors holds parts of one transformer block of a real training run, 3 MB. A larger state is
 made of permuted copies of it, several of them stacked in each tensor as rows.
 
-Why permuted: a match finder whose window reaches back to the copy before would find everything again, and zstd's window
-is 2 MiB at level 3 and more above it, larger than most tensors of the block. So each copy has its rows and its columns
-in an order of its own, as in a network with its neurons renumbered: a row keeps its scale, and no two elements that
-follow each other in one copy do so in another but by chance. A single fp32 and the exponent beside it is still a match
-to zstd -9, so the low halves of fp32 elements, which are noise, change places too: each copy pairs them with other high
-halves. What every byte is distributed like stays as it is. Vectors (norms) come once only: their few values would
-repeat in whatever order. tests/benchmarks checks that no coder packs copies better than the original.
+The copies are permuted because a match finder whose window reaches back to the previous copy would find everything
+there, and zstd's window (2 MiB at level 3, more above) is larger than most tensors of the block. Each copy therefore
+has its own order of rows and columns, like a network with renumbered neurons: a row keeps its scale, and two elements
+that are adjacent in one copy are adjacent in another only by chance. zstd -9 still matches a single fp32 and the next
+exponent, so the low halves of fp32 elements, which are noise, are permuted too: each copy pairs them with different
+high halves. The distribution of every byte is unchanged. Vectors (norms) occur only once: their few values would repeat
+in any order. tests/benchmarks checks that no coder packs copies better than the original.
 """
 
 from __future__ import annotations

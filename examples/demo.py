@@ -5,7 +5,7 @@
 What it shows, and stops with an error if it is not so:
 1. The state loaded on 2 ranks is, bit for bit, the state saved on 4.
 2. The loss goes on from there. (Not to the last bit: two ranks add up the gradients in another order than four.)
-3. What each part of the state takes on disk, beside stock DCP and stock DCP with its zstd extension.
+3. The size of each part of the state on disk, compared with stock DCP and stock DCP with its zstd extension.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def component(fqn: str) -> str:
 
 
 def inspect(checkpoint: str) -> list[dict[str, Any]]:
-    """What `dcp-nvcomp inspect` says of each key; it reads stock checkpoints too."""
+    """Return what `dcp-nvcomp inspect` reports for each key; it reads stock checkpoints too."""
     command = [sys.executable, "-m", "dcp_nvcomp.cli", "inspect", checkpoint, "--json"]
     items: list[dict[str, Any]] = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)["items"]
     return items

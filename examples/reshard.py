@@ -28,7 +28,7 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], list[Placement], tuple[int, ...], list
 
 
 def full_tensor(name: str) -> torch.Tensor:
-    """What every rank knows to be right."""
+    """Return the expected values, which every rank can compute."""
     generator = torch.Generator().manual_seed(len(name))
     return torch.randn(1000, 300, generator=generator)
 

@@ -42,7 +42,7 @@ def load(training: Training, path: str) -> None:
 
 
 class ModelAndOptimizer(Stateful):
-    """What FSDP2 shards: parameters and Adam moments, as DTensors."""
+    """Return what FSDP2 shards: parameters and Adam moments, as DTensors."""
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model = model
@@ -62,7 +62,7 @@ class ModelAndOptimizer(Stateful):
 
 
 class Progress(Stateful):
-    """How far the training is: the step, and the generator that draws the batches."""
+    """Progress of the training: the step, and the generator that draws the batches."""
 
     def __init__(self, seed: int) -> None:
         self.step = 0
