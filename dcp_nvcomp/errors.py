@@ -28,7 +28,10 @@ DCP gathers errors across ranks with pickle, so each of them survives it with al
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from typing import Any
+
+from dcp_nvcomp.redaction import without_secrets
 
 __all__ = [
     "CheckpointError",
@@ -89,9 +92,10 @@ class CheckpointError(Exception):
         fqn: str | None = None,
         byte_range: tuple[int, int] | None = None,
     ) -> None:
+        message = without_secrets(message)
         super().__init__(message)
         self.message = message
-        self.path = path
+        self.path = None if path is None else without_secrets(path)
         self.fqn = fqn
         self.byte_range = byte_range
 
@@ -163,7 +167,15 @@ class StorageError(CheckpointError, OSError):
         self.errno = errno
 
     @classmethod
-    def from_os_error(cls, what: str, path: str, error: BaseException, tried: str = "") -> StorageError:
+    def from_os_error(
+        cls,
+        what: str,
+        path: str,
+        error: BaseException,
+        tried: str = "",
+        *,
+        redact: Callable[[str], str] = without_secrets,
+    ) -> StorageError:
         """Wrap what the storage client raised, and say in words what the usual errno values mean.
 
         Args:
@@ -171,6 +183,7 @@ class StorageError(CheckpointError, OSError):
             path: with which file.
             error: what the client raised.
             tried: how often and how long it was tried, to be put behind the client's words.
+            redact: removes secrets from the client's words.
         """
         number = getattr(error, "errno", None)
         advice = {
@@ -180,7 +193,8 @@ class StorageError(CheckpointError, OSError):
             errno.EPERM: " Check the permissions of the target.",
             errno.EROFS: " The target is mounted read-only.",
         }.get(number or 0, "")
-        return cls(f"Could not {what}: {type(error).__name__}: {error}{tried}.{advice}", path=path, errno=number)
+        words = redact(f"{type(error).__name__}: {error}")
+        return cls(f"Could not {what}: {words}{tried}.{advice}", path=path, errno=number)
 
 
 class MetadataError(CheckpointError):

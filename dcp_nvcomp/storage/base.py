@@ -18,7 +18,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from dcp_nvcomp.errors import CheckpointError, FormatError, StorageError, TruncatedFileError, UnsafePathError
+from dcp_nvcomp.errors import (
+    CheckpointError,
+    FormatError,
+    StorageError,
+    TruncatedFileError,
+    UnsafePathError,
+)
 
 __all__ = [
     "FileInfo",

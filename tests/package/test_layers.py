@@ -19,6 +19,7 @@ LAYERS = (
     ("engines", "storage"),
     ("codecs", "options"),
     ("errors",),
+    ("redaction",),
 )
 LEVELS = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 

@@ -1,0 +1,86 @@
+"""No password and no access token gets into a message: here the function that removes them from text."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from dcp_nvcomp.errors import CheckpointError, StorageError
+from dcp_nvcomp.redaction import Redactor, without_secrets
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("smb://user:s3cr3t@host/share/run", "smb://user:***@host/share/run"),
+        ("smb://DOMAIN;user:s3cr3t@host:445/share", "smb://DOMAIN;user:***@host:445/share"),
+        ("simplecache::smb://u:s3cr3t@h/x", "simplecache::smb://u:***@h/x"),
+        ("zip://a.zip::sftp://u:s3cr3t@h/x::sftp://u:s3cr3t@h/y", "zip://a.zip::sftp://u:***@h/x::sftp://u:***@h/y"),
+        ("ftp://:s3cr3t@h/x", "ftp://:***@h/x"),
+        ("ftp://u:s3/cr3t@h/x", "ftp://u:***@h/x"),
+        ("ftp://u:s3@cr3t@h/x", "ftp://u:***@h/x"),
+        ("ftp://u:s3?cr3t@h/x", "ftp://u:***@h/x"),
+        ("Can't open 'ftp://u:s3cr3t@h/x', nor ftp://h.", "Can't open 'ftp://u:***@h/x', nor ftp://h."),
+        ("https://h/run?sv=2024&sig=s3cr3t%3D&se=1", "https://h/run?sv=2024&sig=***&se=1"),
+        ("https://h/x?X-Amz-Signature=s3cr3t", "https://h/x?X-Amz-Signature=***"),
+        ("https://h/x?access_token=s3cr3t#part", "https://h/x?access_token=***#part"),
+        ("'https://h/x?Password=s3cr3t'", "'https://h/x?Password=***'"),
+    ],
+)
+def test_hidden(text: str, shown: str) -> None:
+    assert without_secrets(text) == shown
+    error = CheckpointError(f"About {text}", path=text)
+    for form in (str(error), repr(error), error.message, str(error.args), str(error.path), repr(pickle.dumps(error))):
+        assert "s3cr3t" not in form and "cr3t" not in form
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "/data/run@1/step-1",
+        "s3://bucket/run@v2/step:3",
+        "sftp://user@host:2222/run@3/x",
+        "http://127.0.0.1:9000/bucket/a@b",
+        "http://127.0.0.1:9000 and a@b",
+        "http://[::1]:9000/a@b",
+        "abfs://container@account.dfs.core.windows.net/run?timeout=3",
+        "memory://run",
+        "C:\\run",
+        "",
+    ],
+)
+def test_shown(text: str) -> None:
+    assert without_secrets(text) == text
+
+
+def test_what_a_client_says() -> None:
+    error = StorageError.from_os_error("write", "smb://u:s3cr3t@h/x", OSError(5, "smb://u:s3cr3t@h/x is gone"))
+    assert str(error) == "Could not write: OSError: [Errno 5] smb://u:***@h/x is gone. (file 'smb://u:***@h/x')"
+
+
+OPTIONS = {
+    "password": "s3cr3t",
+    "client_kwargs": {"aws_secret_access_key": "s3/cr3t+", "region_name": "eu-west-1"},
+    "endpoint_url": "http://u:cr3t@host:1",
+    "token": {"refresh": ["tok3n"]},
+    "key": "public",
+    "port": 3,
+}
+
+
+@pytest.mark.parametrize("word", ["s3cr3t", "s3/cr3t+", "s3%2Fcr3t%2B", "cr3t", "tok3n", "fr0m-url"])
+def test_values_of_options(word: str) -> None:
+    redact = Redactor("smb://u:fr0m-url@h/x", OPTIONS)
+    assert redact(f"login with {word} refused") == "login with *** refused"
+    assert redact(f"password={word!r}") == "password='***'"
+    assert redact("public eu-west-1 xcr3ty run 3") == "public eu-west-1 xcr3ty run 3"
+
+
+def test_errors_of_clients() -> None:
+    redact = Redactor("smb://u:p@h/x", OPTIONS)
+    harmless, telling = OSError(5, "broken"), OSError(5, "s3cr3t refused")
+    assert redact.error(harmless) is harmless
+    assert "s3cr3t" not in repr(redact.error(telling)) and "OSError" in str(redact.error(telling))
+    harmless.__cause__ = telling
+    assert redact.error(harmless).__cause__ is None
