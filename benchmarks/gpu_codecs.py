@@ -29,8 +29,7 @@ from dcp_nvcomp.codecs.encoded import EncodedBlock
 from dcp_nvcomp.engines.cuda.device import Device
 from dcp_nvcomp.engines.cuda.engine import CudaEngine, DecodeJob, EncodeJob
 from dcp_nvcomp.engines.tensors import element_type
-from dcp_nvcomp.format.blocks import BLOCK_NBYTES
-from dcp_nvcomp.saving.encode.records import ANS_BLOCK_NBYTES, spread_sample
+from dcp_nvcomp.saving.encode.records import spread_sample
 from dcp_nvcomp.saving.job import CUDA_THREADS
 
 MIB = 1 << 20
@@ -55,7 +54,7 @@ class _Batch:
 
 
 def _blocks(tensor: torch.Tensor, out: torch.Tensor, chain: CodecChain) -> Iterator[tuple[EncodeJob, torch.Tensor]]:
-    block_nbytes = ANS_BLOCK_NBYTES if isinstance(chain.coder, Ans) else BLOCK_NBYTES
+    block_nbytes = chain.block_nbytes
     blocks, outs = (one.view(torch.uint8).reshape(-1).split(block_nbytes) for one in (tensor, out))
     for block, to in zip(blocks, outs, strict=True):
         yield EncodeJob((block,), chain), to

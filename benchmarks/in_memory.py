@@ -17,11 +17,11 @@ import zstandard
 
 from benchmarks.states import State
 from dcp_nvcomp.codecs import CodecChain
+from dcp_nvcomp.codecs.base import BLOCK_NBYTES
 from dcp_nvcomp.codecs.choose import parse_codec, sample_nbytes
 from dcp_nvcomp.codecs.encoded import EncodedBlock
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.tensors import element_type
-from dcp_nvcomp.format.blocks import BLOCK_NBYTES
 from dcp_nvcomp.saving.encode.records import spread_sample
 
 __all__ = ["EngineCoder", "ZipNNCoder", "as_bytes", "have_zipnn", "zstd_nbytes"]

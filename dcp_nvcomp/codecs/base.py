@@ -1,9 +1,12 @@
 """The codec contract: what the bytes of a block are, without IO, threads or DCP.
 
-    block's bytes  --ArrayToBytes.layout-->  planes, stored or coded  --Coder-->  slices  -->  one encoded block
+    block's bytes  --ArrayToBytes.split-->  planes, stored or coded  --Coder-->  slices  -->  one encoded block
 
 A `CodecChain` describes all of it and is what a footer names, as in Zarr v3: a list of `{"name", "configuration"}`. The
-engines (engines/) run chains; `layout_block` tells them, and nobody else decides, where each piece of a block lies.
+engines (engines/) run chains; `layout_block` alone decides where each piece of a block lies.
+
+Codecs carry their behaviour: the CPU engine, the format and a save or load know these classes only, never a particular
+codec. registry.py lists the codecs there are.
 """
 
 from __future__ import annotations
@@ -13,10 +16,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import numpy as np
+import numpy.typing as npt
+
+from dcp_nvcomp.codecs.dtypes import ElementType
+from dcp_nvcomp.codecs.scratch import ScratchArrays
 from dcp_nvcomp.errors import ConfigurationError
 
 __all__ = [
     "ALIGNMENT_NBYTES",
+    "BLOCK_NBYTES",
     "FLAG_NEGATIVE",
     "FLAG_PACKED_REST",
     "MAX_SLICE_NBYTES",
@@ -32,7 +41,11 @@ __all__ = [
     "padded",
 ]
 
+U8 = npt.NDArray[np.uint8]
+
 ALIGNMENT_NBYTES = 16
+# A trade: larger blocks cost less per block, smaller ones let a resharded load fetch less that it does not need.
+BLOCK_NBYTES = 1 << 20
 _LAYOUTS = 64  # of a chain that are remembered
 _LAYOUT_PIECES = 1024  # of more pieces none is: a footer may have 65,536 in each of many blocks, all different
 MAX_SLICE_NBYTES = 16 << 20
@@ -88,40 +101,108 @@ class Piece:
 
 
 class ArrayToBytes(ABC):
-    """An array -> bytes codec: the planes of a block."""
+    """An array -> bytes codec: the planes of a block, and the way there and back.
+
+    Attributes:
+        name: its name in a footer, a promise: what it once decoded, it always will.
+        is_plain: True if the only plane is the block itself, byte for byte. Engines then fill and read it in place,
+            without `split` and `merge`.
+    """
 
     name: ClassVar[str]
+    is_plain: ClassVar[bool] = False
 
     @abstractmethod
     def configuration(self) -> dict[str, Any]:
-        """What a decoder must know, as JSON values."""
+        """Return what a decoder must know, as JSON values."""
+
+    @classmethod
+    @abstractmethod
+    def from_configuration(cls, configuration: dict[str, Any]) -> ArrayToBytes:
+        """Return the codec that a footer's configuration describes.
+
+        Args:
+            configuration: JSON values from a file, which can be anything; configuration.py has the usual checks.
+
+        Raises:
+            FormatError: it does not describe this codec.
+        """
 
     @abstractmethod
     def layout(self, nbytes: int, flags: int, has_coder: bool) -> tuple[Plane, ...]:
-        """The planes of a block of `nbytes` decoded bytes with these `flags`, in stored order."""
+        """Return the planes of a block of `nbytes` decoded bytes with these `flags`, in stored order.
+
+        Flags make no plane longer, and leave coded planes as they are.
+        """
 
     @abstractmethod
     def check_flags(self, flags: int) -> bool:
-        """Whether `flags` is a value that this codec can have written."""
+        """Return True if `flags` is a value that this codec can have written."""
+
+    @abstractmethod
+    def split(self, block: U8, planes: Sequence[U8]) -> int:
+        """Split one block into its planes.
+
+        Args:
+            block: the block's bytes, contiguous, whole elements.
+            planes: receive the planes in stored order; arrays of the sizes of `layout` without flags.
+
+        Returns:
+            The block's flags. The planes of `layout` with these flags lie at the starts of the arrays.
+        """
+
+    @abstractmethod
+    def merge(self, planes: Sequence[U8], flags: int, block: U8, scratch: ScratchArrays) -> None:
+        """Put the planes of one block together again, the inverse of `split`.
+
+        Args:
+            planes: the planes of `layout` with these flags, in stored order.
+            flags: the block's flags.
+            block: receives the block's bytes, contiguous.
+            scratch: reused between calls.
+        """
+
+    def fits(self, element: ElementType) -> bool:
+        """Return True if the codec can be applied to elements of this type."""
+        return True
 
 
 class Coder(ABC):
     """A bytes -> bytes codec: the entropy coder of slices.
 
     Attributes:
+        name: its name in a footer, a promise: what it once decoded, it always will.
         slice_nbytes: how many bytes of a plane one slice covers, a multiple of 16.
+        block_nbytes: how large blocks should be.
+        needs_gpu: True if only the CUDA engine runs it.
+        needs_plain: True if it must follow an array -> bytes codec that is plain.
     """
 
     name: ClassVar[str]
     slice_nbytes: int
+    block_nbytes: ClassVar[int] = BLOCK_NBYTES
+    needs_gpu: ClassVar[bool] = False
+    needs_plain: ClassVar[bool] = False
 
     @abstractmethod
     def configuration(self) -> dict[str, Any]:
-        """What a decoder must know, as JSON values."""
+        """Return what a decoder must know, as JSON values."""
+
+    @classmethod
+    @abstractmethod
+    def from_configuration(cls, configuration: dict[str, Any]) -> Coder:
+        """Return the coder that a footer's configuration describes.
+
+        Args:
+            configuration: JSON values from a file, which can be anything; configuration.py has the usual checks.
+
+        Raises:
+            FormatError: it does not describe this coder.
+        """
 
     @abstractmethod
     def encoder(self) -> SliceEncoder:
-        """A function that encodes slices on the CPU; it keeps its context, so each thread takes its own.
+        """Return a function that encodes slices on the CPU; it keeps its context, so each thread takes its own.
 
         Raises:
             CodecUnavailableError: this coder does not run on the CPU.
@@ -129,7 +210,7 @@ class Coder(ABC):
 
     @abstractmethod
     def decoder(self) -> SliceDecoder:
-        """A function that decodes slices on the CPU; each thread takes its own.
+        """Return a function that decodes slices on the CPU; each thread takes its own.
 
         Raises:
             CodecUnavailableError: this coder does not run on the CPU.
@@ -165,6 +246,16 @@ class CodecChain:
         """A short name for people: `planes-zstd`, `zstd`, `none`."""
         names = [codec["name"] for codec in self.to_json() if codec["name"] != "bytes"]
         return "-".join(names) or "none"
+
+    @property
+    def needs_gpu(self) -> bool:
+        """True if only the CUDA engine runs it."""
+        return self.coder is not None and self.coder.needs_gpu
+
+    @property
+    def block_nbytes(self) -> int:
+        """How large blocks should be."""
+        return BLOCK_NBYTES if self.coder is None else self.coder.block_nbytes
 
     def layout(self, nbytes: int, flags: int) -> tuple[Piece, ...]:
         """`layout_block` of this chain, remembered: almost all blocks of a record have one of two layouts."""

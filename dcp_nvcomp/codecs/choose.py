@@ -17,8 +17,7 @@ from dcp_nvcomp.codecs.coders.ans import ANS_DATA_TYPES, Ans
 from dcp_nvcomp.codecs.coders.deflate import Deflate
 from dcp_nvcomp.codecs.coders.zstd import Zstd
 from dcp_nvcomp.codecs.dtypes import ElementType
-from dcp_nvcomp.codecs.registry import check_chain_fits
-from dcp_nvcomp.codecs.transforms.planes import PLANE_NAMES, Planes, split
+from dcp_nvcomp.codecs.transforms.planes import PLANE_NAMES, Planes
 from dcp_nvcomp.codecs.transforms.stored import Bytes
 from dcp_nvcomp.errors import ConfigurationError
 
@@ -76,12 +75,18 @@ class _WhereItFits:
     chain: CodecChain
 
     def choose(self, element: ElementType, sample: U8, nbytes: int) -> CodecChain:
-        return self.chain if check_chain_fits(self.chain, element) else _Auto().choose(element, sample, nbytes)
+        return self.chain if self.chain.array_to_bytes.fits(element) else _Auto().choose(element, sample, nbytes)
+
+    @property
+    def needs_gpu(self) -> bool:
+        return self.chain.needs_gpu
 
 
 @dataclass(frozen=True)
 class _AnsChooser:
     """nvCOMP's ANS, with the symbol width of each element type. The engine fills in nvCOMP's version."""
+
+    needs_gpu = True
 
     def choose(self, element: ElementType, sample: U8, nbytes: int) -> CodecChain:
         return CodecChain(Bytes(), Ans(data_type=ANS_DATA_TYPES.get(element.name, "|u1")))
@@ -119,7 +124,7 @@ def _auto_floats(sample: U8, float_nbytes: int) -> CodecChain:
     count = sample.size // float_nbytes
     codec = Planes(float_nbytes, PLANE_NAMES)
     planes = {p.name: np.empty(p.nbytes, np.uint8) for p in codec.layout(sample.size, 0, True)}
-    split(sample[: count * float_nbytes], codec, planes, pack=False)
+    codec.split(sample[: count * float_nbytes], list(planes.values()))
     matching, literal = Zstd(level=1), Zstd(literals_only=True)
     stored_nbytes = {name: plane.size for name, plane in planes.items()}
     if _same_sign(planes["rest"]):
@@ -154,10 +159,8 @@ CODEC_NAMES = tuple(_NAMED)
 
 
 def needs_gpu(chooser: CodecChooser) -> bool:
-    """Whether the codec was asked for by name or chain, and only a GPU can run it."""
-    return isinstance(chooser, _AnsChooser) or (
-        isinstance(chooser, _WhereItFits) and isinstance(chooser.chain.coder, Ans)
-    )
+    """Return True if the codec was asked for by name or as a chain, and only a GPU can run it."""
+    return bool(getattr(chooser, "needs_gpu", False))
 
 
 def parse_codec(codec: str | CodecChain | CodecChooser) -> CodecChooser:

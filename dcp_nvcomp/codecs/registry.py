@@ -1,75 +1,38 @@
-"""From the names in a footer to codecs. A name is a promise: what it once decoded, it decodes for ever."""
+"""The codecs there are, and from the names in a footer to codecs."""
 
 from __future__ import annotations
 
 from reprlib import repr as shown  # short and shallow: what is shown may be long, and nested too deep for repr
 from typing import Any
 
-from dcp_nvcomp.codecs.base import ALIGNMENT_NBYTES, MAX_SLICE_NBYTES, ArrayToBytes, CodecChain, Coder
+from dcp_nvcomp.codecs.base import ArrayToBytes, CodecChain, Coder
 from dcp_nvcomp.codecs.coders.ans import Ans
 from dcp_nvcomp.codecs.coders.deflate import Deflate
 from dcp_nvcomp.codecs.coders.zstd import Zstd
 from dcp_nvcomp.codecs.dtypes import ElementType
-from dcp_nvcomp.codecs.transforms.planes import PLANE_NAMES, Planes
+from dcp_nvcomp.codecs.transforms.planes import Planes
 from dcp_nvcomp.codecs.transforms.stored import Bytes
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError, FormatError, UnknownCodecError
 
-__all__ = ["chain_from_json", "check_chain", "check_chain_fits"]
+__all__ = ["CODECS", "chain_from_json", "check_chain"]
 
 
-def _integer(configuration: dict[str, Any], key: str, codec: str) -> int:
-    value = configuration.get(key)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise FormatError(f"Codec {codec!r} has {key}={shown(value)}, which must be an integer.")
-    return value
-
-
-def _text(configuration: dict[str, Any], key: str, codec: str) -> str:
-    value = configuration.get(key)
-    if not isinstance(value, str):
-        raise FormatError(f"Codec {codec!r} has {key}={shown(value)}, which must be text.")
-    return value
-
-
-def _slice_nbytes(configuration: dict[str, Any], codec: str) -> int:
-    value = _integer(configuration, "slice_nbytes", codec)
-    if not 0 < value <= MAX_SLICE_NBYTES or value % ALIGNMENT_NBYTES:
-        raise FormatError(f"Codec {codec!r} has slice_nbytes={shown(value)}, not a multiple of 16 from 16 to 16 MiB.")
-    return value
-
-
-def _planes(configuration: dict[str, Any]) -> Planes:
-    width = _integer(configuration, "float_nbytes", "planes")
-    coded = configuration.get("coded")
-    if width not in (2, 4, 8):
-        raise FormatError(f"Codec 'planes' has float_nbytes={shown(width)}; it must be 2, 4 or 8.")
-    names = Planes(width).plane_names
-    if not isinstance(coded, list) or not all(isinstance(name, str) and name in PLANE_NAMES for name in coded):
-        raise FormatError(f"Codec 'planes' has coded={shown(coded)}; it must list some of {', '.join(names)}.")
-    return Planes(width, tuple(name for name in names if name in coded))
+# All codecs there are, by name.
+CODECS: dict[str, type[ArrayToBytes] | type[Coder]] = {
+    codec.name: codec for codec in (Bytes, Planes, Zstd, Deflate, Ans)
+}
 
 
 def _codec(description: Any) -> ArrayToBytes | Coder:
     if not isinstance(description, dict) or not isinstance(description.get("configuration"), dict):
         raise FormatError("A codec must be an object with a name and a configuration.")
-    name, configuration = description.get("name"), description["configuration"]
-    if name == "bytes":
-        return Bytes()
-    if name == "planes":
-        return _planes(configuration)
-    if name == "zstd":
-        return Zstd(_slice_nbytes(configuration, "zstd"))
-    if name == "deflate":
-        return Deflate(_slice_nbytes(configuration, "deflate"))
-    if name == "ans":
-        return Ans(
-            _slice_nbytes(configuration, "ans"),
-            _text(configuration, "data_type", "ans"),
-            _text(configuration, "nvcomp_version", "ans"),
+    name = description.get("name")
+    codec = CODECS.get(name) if isinstance(name, str) else None
+    if codec is None:
+        raise UnknownCodecError(
+            f"The codec {shown(name)} is unknown here. A newer version wrote the file: update dcp-nvcomp."
         )
-    raise UnknownCodecError(
-        f"The codec {shown(name)} is unknown here. A newer version wrote the file: update dcp-nvcomp."
-    )
+    return codec.from_configuration(description["configuration"])
 
 
 def chain_from_json(description: Any) -> CodecChain:
@@ -91,10 +54,10 @@ def chain_from_json(description: Any) -> CodecChain:
     first, coder = codecs[0], codecs[1] if len(codecs) == 2 else None
     if not isinstance(first, ArrayToBytes) or isinstance(coder, ArrayToBytes):
         raise FormatError("A codec chain must be an array -> bytes codec and then at most one bytes -> bytes codec.")
-    if isinstance(first, Planes) and first.coded and coder is None:
+    if coder is None and any(plane.coded for plane in first.layout(0, 0, False)):
         raise FormatError("Planes are to be coded, but the chain has no coder.")
-    if isinstance(coder, Ans) and not isinstance(first, Bytes):
-        raise FormatError("ans must follow bytes.")
+    if coder is not None and coder.needs_plain and not first.is_plain:
+        raise FormatError(f"{coder.name} must follow bytes.")
     return CodecChain(first, coder)
 
 
@@ -110,14 +73,8 @@ def check_chain(chain: CodecChain, element: ElementType) -> None:
     """
     try:
         again = chain_from_json(chain.to_json())
-        fits = check_chain_fits(chain, element) and again.layout(4096, 0) == chain.layout(4096, 0)
+        fits = chain.array_to_bytes.fits(element) and again.layout(4096, 0) == chain.layout(4096, 0)
     except (CheckpointError, AttributeError, AssertionError) as error:
         raise ConfigurationError(f"codec= chose {chain!r}, which no reader could decode: {error}") from error
     if not fits:
         raise ConfigurationError(f"codec= chose {chain!r} for {element.name}, which it can't be applied to.")
-
-
-def check_chain_fits(chain: CodecChain, element: ElementType) -> bool:
-    """Whether `chain` can apply to elements of this type: planes need floats of their width."""
-    first = chain.array_to_bytes
-    return not isinstance(first, Planes) or first.float_nbytes == element.float_nbytes

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["SplitScratch"]
+__all__ = ["ScratchArrays"]
 
 
-class SplitScratch:
+class ScratchArrays:
     """Arrays that are reused from block to block; one of these per thread, grown as needed."""
 
     def __init__(self) -> None:

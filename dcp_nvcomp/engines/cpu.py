@@ -10,10 +10,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dcp_nvcomp.codecs.base import CodecChain, Coder, SliceDecoder, SliceEncoder, padded
+from dcp_nvcomp.codecs.base import CodecChain, Coder, Plane, SliceDecoder, SliceEncoder, padded
 from dcp_nvcomp.codecs.encoded import U8, BlockRow, EncodedBlock, checksum
-from dcp_nvcomp.codecs.scratch import SplitScratch
-from dcp_nvcomp.codecs.transforms.planes import Planes, merge, split
+from dcp_nvcomp.codecs.scratch import ScratchArrays
 from dcp_nvcomp.errors import CorruptDataError
 
 __all__ = ["CpuEngine"]
@@ -35,7 +34,7 @@ class CpuEngine:
     """
 
     def __init__(self) -> None:
-        self._scratch = SplitScratch()
+        self._scratch = ScratchArrays()
         self._encoders: dict[Coder, SliceEncoder] = {}
         self._decoders: dict[Coder, SliceDecoder] = {}
 
@@ -54,42 +53,38 @@ class CpuEngine:
             CodecUnavailableError: the chain's coder does not run on the CPU.
         """
         target = np.frombuffer(out, np.uint8)
-        flags, planes = self._split(block, chain, target)
-        coded = [plane.coded for plane in chain.array_to_bytes.layout(block.nbytes, flags, chain.coder is not None)]
+        codec, has_coder = chain.array_to_bytes, chain.coder is not None
+        arrays = self._arrays(codec.layout(block.nbytes, 0, has_coder), target)
+        flags = codec.split(block, arrays)
         sizes: list[int] = []
         position = 0
-        for plane, is_coded in zip(planes, coded, strict=True):
-            if is_coded:
-                position = self._encode_slices(plane, chain, target, position, sizes)
+        for plane, array in zip(codec.layout(block.nbytes, flags, has_coder), arrays, strict=True):
+            data = array[: plane.nbytes]
+            if plane.coded:
+                position = self._encode_slices(data, chain, target, position, sizes)
             else:
-                # split wrote leading stored planes in place; everything else is copied there now
-                if plane.size and plane.ctypes.data != target[position:].ctypes.data:
-                    target[position : position + plane.size] = plane
-                position = _pad(target, position + plane.size)
-        data = out[:position]
-        encoded_from = block if isinstance(chain.array_to_bytes, Planes) else planes[0]
-        row = BlockRow(flags, tuple(sizes), checksum(data), checksum(encoded_from))
-        return EncodedBlock(data, row, block.nbytes)
+                # leading stored planes were split in place; everything else is copied there now
+                if data.size and data.ctypes.data != target[position:].ctypes.data:
+                    target[position : position + data.size] = data
+                position = _pad(target, position + data.size)
+        encoded = out[:position]
+        # of the copy, if there is one: another process may write into the tensor meanwhile
+        encoded_from = arrays[0] if codec.is_plain else block
+        row = BlockRow(flags, tuple(sizes), checksum(encoded), checksum(encoded_from))
+        return EncodedBlock(encoded, row, block.nbytes)
 
-    def _split(self, block: U8, chain: CodecChain, target: U8) -> tuple[int, list[U8]]:
-        codec = chain.array_to_bytes
-        if not isinstance(codec, Planes):
-            # a copy: whoever writes into the tensor meanwhile (another process, perhaps) must not confuse a coder
-            stored = chain.coder is None
-            copy = target[: block.nbytes] if stored else self._scratch.array("block", block.nbytes, np.uint8)
-            np.copyto(copy, block)
-            return 0, [copy]
-        outputs: dict[str, U8] = {}
+    def _arrays(self, planes: Sequence[Plane], target: U8) -> list[U8]:
+        """Return memory for planes: where they belong in the encoded block, as long as all before are stored."""
+        arrays: list[U8] = []
         position, in_place = 0, True
-        for plane in codec.layout(block.nbytes, 0, chain.coder is not None):
+        for index, plane in enumerate(planes):
             in_place = in_place and not plane.coded
             if in_place:
-                outputs[plane.name] = target[position : position + plane.nbytes]
+                arrays.append(target[position : position + plane.nbytes])
                 position += padded(plane.nbytes)
             else:
-                outputs[plane.name] = self._scratch.array("plane_" + plane.name, plane.nbytes, np.uint8)
-        flags, rest = split(block, codec, outputs, pack="rest" not in codec.coded)
-        return flags, [rest if name == "rest" else outputs[name] for name in codec.plane_names]
+                arrays.append(self._scratch.array(f"plane {index}", plane.nbytes, np.uint8))
+        return arrays
 
     def _encode_slices(self, plane: U8, chain: CodecChain, target: U8, position: int, sizes: list[int]) -> int:
         assert chain.coder is not None
@@ -130,17 +125,14 @@ class CpuEngine:
     def _decode_planes(self, data: memoryview, row: BlockRow, chain: CodecChain, out: U8) -> None:
         codec = chain.array_to_bytes
         source = np.frombuffer(data, np.uint8)
-        if not isinstance(codec, Planes):
+        if codec.is_plain:
             self._fill_planes(source, row, chain, out.nbytes, [out])
             return
-        layout = codec.layout(out.nbytes, row.flags, chain.coder is not None)
-        planes: list[U8 | None] = [
-            self._scratch.array("plane_" + plane.name, plane.nbytes, np.uint8) if plane.coded else None
-            for plane in layout
+        arrays = [
+            self._scratch.array(f"plane {index}", plane.nbytes, np.uint8) if plane.coded else None
+            for index, plane in enumerate(codec.layout(out.nbytes, row.flags, chain.coder is not None))
         ]
-        filled = self._fill_planes(source, row, chain, out.nbytes, planes)
-        by_name = {plane.name: array for plane, array in zip(layout, filled, strict=True)}
-        merge(by_name, row.flags, codec, out, self._scratch)
+        codec.merge(self._fill_planes(source, row, chain, out.nbytes, arrays), row.flags, out, self._scratch)
 
     def _fill_planes(
         self, source: U8, row: BlockRow, chain: CodecChain, nbytes: int, planes: Sequence[U8 | None]

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BLOCK_NBYTES", "BlockGrid", "Box", "default_block_shape"]
+from dcp_nvcomp.codecs.base import BLOCK_NBYTES
 
-# A trade: larger blocks cost less per block, smaller ones let a resharded load fetch less that it does not need.
-BLOCK_NBYTES = 1 << 20
+__all__ = ["BlockGrid", "Box", "default_block_shape"]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from dcp_nvcomp.codecs.base import ALIGNMENT_NBYTES, CodecChain
 from dcp_nvcomp.codecs.dtypes import ELEMENT_TYPES, ElementType
-from dcp_nvcomp.codecs.registry import chain_from_json, check_chain_fits
+from dcp_nvcomp.codecs.registry import chain_from_json
 from dcp_nvcomp.errors import CheckpointError, FormatError, UnsupportedVersionError
 from dcp_nvcomp.format.blocks import BlockGrid
 from dcp_nvcomp.format.framing import HEADER_NBYTES, Tables, Trailer
@@ -197,7 +197,7 @@ def _parse_record(
     codec = description.get("codec")
     if type(codec) is not int or not 0 <= codec < len(chains):
         raise _Invalid(f"its codec {shown(codec)} is not in the list of codecs")
-    if not check_chain_fits(chains[codec], element):
+    if not chains[codec].array_to_bytes.fits(element):
         raise _Invalid(f"its codec can't be that of {element.name} elements")
     return Record(kind, fqn, shape, offsets, whole, element, None, grid, chains[codec], first_block, grid.block_count)
 

@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dcp_nvcomp.codecs.coders.ans import Ans
-from dcp_nvcomp.codecs.scratch import SplitScratch
+from dcp_nvcomp.codecs.scratch import ScratchArrays
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda.batches import fitting, padded_nbytes, starts_of
@@ -86,7 +85,7 @@ class Decoder:
         self._buffer = memoryview(b"")
         self._pinned = False
         self._devices: list[torch.device | None] = []
-        self._scratch = SplitScratch()
+        self._scratch = ScratchArrays()
         self._cpu = CpuEngine()
         self._checks = JobChecks()
 
@@ -150,7 +149,7 @@ class Decoder:
         device = next(iter(devices))
         if len(devices) == 1 and self._choice.on_cuda(device):
             return device
-        if isinstance(block.record.chain.coder, Ans) and torch.cuda.is_available():
+        if block.record.chain.needs_gpu and torch.cuda.is_available():
             # only a GPU can decode it, wherever it goes then
             device = self._gpu.device or torch.device("cuda", torch.cuda.current_device())
             return device if self._choice.on_cuda(device) else None

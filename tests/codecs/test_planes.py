@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dcp_nvcomp.codecs.scratch import SplitScratch
+from dcp_nvcomp.codecs.scratch import ScratchArrays
 from dcp_nvcomp.codecs.transforms import planes
-from dcp_nvcomp.codecs.transforms.planes import Planes, merge, split
+from dcp_nvcomp.codecs.transforms.planes import Planes
 
 DRAWN = settings(
     max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
@@ -79,9 +79,9 @@ def test_split_and_merge(width: int, count: int, signs: int, pack: bool, data: s
     if signs:
         for top in range(width - 1, len(raw), width):
             raw[top] = raw[top] & 0x7F | (signs >> 1 << 7)
-    codec, scratch = Planes(width), SplitScratch()
+    codec, scratch = Planes(width, ("exponent",) if pack else ("rest", "exponent")), ScratchArrays()
     outputs = outputs_for(codec, len(raw))
-    flags, rest = split(np.frombuffer(raw, np.uint8), codec, outputs, pack=pack)
+    flags = codec.split(np.frombuffer(raw, np.uint8), list(outputs.values()))
     expected = model_planes(bytes(raw), width)
     constant = len({byte >> 7 for byte in expected["rest"]}) == 1
     assert flags in ((0, 1 | expected["rest"][0] >> 7 << 1) if pack and constant else (0,))
@@ -89,11 +89,10 @@ def test_split_and_merge(width: int, count: int, signs: int, pack: bool, data: s
         assert flags  # packing gains a byte or more: it must be done
     if flags:
         expected["rest"] = model_packed(bytes(byte & 0x7F for byte in expected["rest"]))
-    planes = {**outputs, "rest": rest}
+    planes = {plane.name: outputs[plane.name][: plane.nbytes] for plane in codec.layout(len(raw), flags, True)}
     assert {name: plane.tobytes() for name, plane in planes.items()} == {name: expected[name] for name in planes}
-    assert [(p.name, p.nbytes) for p in codec.layout(len(raw), flags, True)] == [(n, planes[n].nbytes) for n in planes]
     out = np.full(len(raw), 0x55, np.uint8)
-    merge(planes, flags, codec, out, scratch)
+    codec.merge(list(planes.values()), flags, out, scratch)
     assert out.tobytes() == bytes(raw)
 
 
@@ -152,13 +151,16 @@ def test_unpack_refuses_sizes_that_do_not_fit(kernels: ModuleType) -> None:
 
 @pytest.mark.parametrize("width", [2, 4, 8])
 def test_the_same_scratch_serves_blocks_of_all_sizes(width: int) -> None:
-    codec, scratch, random = Planes(width), SplitScratch(), np.random.default_rng(1)
+    codec, scratch, random = Planes(width), ScratchArrays(), np.random.default_rng(1)
     for count in (100, 3, 64, 1, 1000, 8):
         raw = np.frombuffer(random.bytes(count * width), np.uint8)
-        outputs = outputs_for(codec, raw.size)
-        flags, rest = split(raw, codec, outputs, pack=True)
+        outputs = list(outputs_for(codec, raw.size).values())
+        flags = codec.split(raw, outputs)
+        planes = [
+            array[: plane.nbytes] for array, plane in zip(outputs, codec.layout(raw.size, flags, True), strict=True)
+        ]
         out = np.empty_like(raw)
-        merge({**outputs, "rest": rest}, flags, codec, out, scratch)
+        codec.merge(planes, flags, out, scratch)
         assert out.tobytes() == raw.tobytes()
 
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp_nvcomp.codecs.scratch import SplitScratch
-from dcp_nvcomp.codecs.transforms.planes import Planes, merge, split
+from dcp_nvcomp.codecs.scratch import ScratchArrays
+from dcp_nvcomp.codecs.transforms.planes import Planes
 from tests.codecs import planes_reference
 from tests.engines.cases import SIGNS, floats
 
@@ -23,10 +23,10 @@ from tests.engines.cases import SIGNS, floats
     seed=st.integers(0, 1 << 30),
 )
 def test_same_planes_and_back(width: int, count: int, signs: str, pack: bool, seed: int) -> None:
-    block, codec = floats(width, count, signs, seed), Planes(width)
+    block, codec = floats(width, count, signs, seed), Planes(width, ("exponent",) if pack else ("rest", "exponent"))
     outputs = {plane.name: np.empty(plane.nbytes, np.uint8) for plane in codec.layout(block.size, 0, True)}
-    flags, rest = split(block, codec, outputs, pack=pack)
-    expected = {**outputs, "rest": rest}
+    flags = codec.split(block, list(outputs.values()))
+    expected = {plane.name: outputs[plane.name][: plane.nbytes] for plane in codec.layout(block.size, flags, True)}
 
     found_flags, found = planes_reference.split(torch.from_numpy(block), codec, pack=pack)
 
@@ -36,7 +36,7 @@ def test_same_planes_and_back(width: int, count: int, signs: str, pack: bool, se
         assert plane.numpy().tobytes() == expected[name].tobytes(), name
     assert planes_reference.merge(found, flags, codec).numpy().tobytes() == block.tobytes()
     again = np.empty_like(block)
-    merge({name: plane.contiguous().numpy() for name, plane in found.items()}, flags, codec, again, SplitScratch())
+    codec.merge([plane.contiguous().numpy() for plane in found.values()], flags, again, ScratchArrays())
     assert again.tobytes() == block.tobytes()
 
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp_nvcomp.format.blocks import BLOCK_NBYTES, BlockGrid, Box, default_block_shape
+from dcp_nvcomp.codecs.base import BLOCK_NBYTES
+from dcp_nvcomp.format.blocks import BlockGrid, Box, default_block_shape
 
 DRAWN = settings(max_examples=200, deadline=None)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
 from dcp_nvcomp.codecs.base import Coder, check_slice_nbytes
+from dcp_nvcomp.codecs.configuration import slice_nbytes, text
 from dcp_nvcomp.errors import CodecUnavailableError
 
 __all__ = ["ANS_DATA_TYPES", "Ans"]
@@ -31,6 +32,9 @@ class Ans(Coder):
     """
 
     name: ClassVar[str] = "ans"
+    block_nbytes: ClassVar[int] = 4 << 20  # a slice has a fixed overhead, so longer ones pay
+    needs_gpu: ClassVar[bool] = True
+    needs_plain: ClassVar[bool] = True
     slice_nbytes: int = 1 << 20
     data_type: str = "|u1"
     nvcomp_version: str = ""
@@ -44,6 +48,14 @@ class Ans(Coder):
             "data_type": self.data_type,
             "nvcomp_version": self.nvcomp_version,
         }
+
+    @classmethod
+    def from_configuration(cls, configuration: dict[str, Any]) -> Ans:
+        return cls(
+            slice_nbytes(configuration, cls.name),
+            text(configuration, "data_type", cls.name),
+            text(configuration, "nvcomp_version", cls.name),
+        )
 
     def encoder(self) -> NoReturn:
         raise CodecUnavailableError(

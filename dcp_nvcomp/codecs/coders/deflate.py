@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from dcp_nvcomp.codecs.base import Coder, SliceDecoder, SliceEncoder, check_slice_nbytes
 from dcp_nvcomp.codecs.coders.zstd import DEFAULT_SLICE_NBYTES
+from dcp_nvcomp.codecs.configuration import slice_nbytes
 from dcp_nvcomp.errors import CorruptDataError
 
 __all__ = ["Deflate"]
@@ -33,6 +34,10 @@ class Deflate(Coder):
 
     def configuration(self) -> dict[str, Any]:
         return {"slice_nbytes": self.slice_nbytes}
+
+    @classmethod
+    def from_configuration(cls, configuration: dict[str, Any]) -> Deflate:
+        return cls(slice_nbytes(configuration, cls.name))
 
     def encoder(self) -> SliceEncoder:
         strategy = zlib.Z_HUFFMAN_ONLY if self.literals_only else zlib.Z_DEFAULT_STRATEGY

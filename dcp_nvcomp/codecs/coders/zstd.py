@@ -12,6 +12,7 @@ try:
 except ImportError:  # no C compiler was there when the package was installed
     _literals = None  # type: ignore[assignment]
 from dcp_nvcomp.codecs.base import Coder, SliceDecoder, SliceEncoder, check_slice_nbytes
+from dcp_nvcomp.codecs.configuration import slice_nbytes
 from dcp_nvcomp.errors import CorruptDataError
 
 __all__ = ["DEFAULT_SLICE_NBYTES", "Zstd"]
@@ -43,6 +44,10 @@ class Zstd(Coder):
 
     def configuration(self) -> dict[str, Any]:
         return {"slice_nbytes": self.slice_nbytes}
+
+    @classmethod
+    def from_configuration(cls, configuration: dict[str, Any]) -> Zstd:
+        return cls(slice_nbytes(configuration, cls.name))
 
     def encoder(self) -> SliceEncoder:
         if self.literals_only:

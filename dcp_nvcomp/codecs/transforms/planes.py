@@ -8,28 +8,28 @@ package was installed, those of planes_numpy.py. The CUDA engine has kernels of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
-from dcp_nvcomp.codecs.base import FLAG_NEGATIVE, FLAG_PACKED_REST, ArrayToBytes, Plane
-from dcp_nvcomp.codecs.scratch import SplitScratch
-from dcp_nvcomp.errors import ConfigurationError
+from dcp_nvcomp.codecs.base import FLAG_NEGATIVE, FLAG_PACKED_REST, U8, ArrayToBytes, Plane
+from dcp_nvcomp.codecs.configuration import integer, shown
+from dcp_nvcomp.codecs.dtypes import ElementType
+from dcp_nvcomp.codecs.scratch import ScratchArrays
+from dcp_nvcomp.errors import ConfigurationError, FormatError
 
 try:
     from dcp_nvcomp.codecs.transforms import _planes as kernels
 except ImportError:
     from dcp_nvcomp.codecs.transforms import planes_numpy as kernels  # type: ignore[no-redef]
 
-__all__ = ["PLANE_NAMES", "Planes", "merge", "split"]
+__all__ = ["PLANE_NAMES", "Planes"]
 
 PLANE_NAMES = ("low", "rest", "exponent")
 
-U8 = npt.NDArray[np.uint8]
-
-# What the kernels say of the signs that they saw, where all are equal.
+# The flags for the signs that the kernels saw, if all are equal.
 _FLAGS_OF_SIGNS = {1: FLAG_PACKED_REST, 2: FLAG_PACKED_REST | FLAG_NEGATIVE}
 
 
@@ -56,6 +56,16 @@ class Planes(ArrayToBytes):
     def configuration(self) -> dict[str, Any]:
         return {"float_nbytes": self.float_nbytes, "coded": list(self.coded)}
 
+    @classmethod
+    def from_configuration(cls, configuration: dict[str, Any]) -> Planes:
+        width, coded = integer(configuration, "float_nbytes", cls.name), configuration.get("coded")
+        if width not in (2, 4, 8):
+            raise FormatError(f"Codec 'planes' has float_nbytes={shown(width)}; it must be 2, 4 or 8.")
+        names = cls(width).plane_names
+        if not isinstance(coded, list) or not all(isinstance(name, str) and name in PLANE_NAMES for name in coded):
+            raise FormatError(f"Codec 'planes' has coded={shown(coded)}; it must list some of {', '.join(names)}.")
+        return cls(width, tuple(name for name in names if name in coded))
+
     def layout(self, nbytes: int, flags: int, has_coder: bool) -> tuple[Plane, ...]:
         count = nbytes // self.float_nbytes
         rest = count - count // 8 if flags & FLAG_PACKED_REST else count
@@ -72,40 +82,21 @@ class Planes(ArrayToBytes):
             flags in (FLAG_PACKED_REST, FLAG_PACKED_REST | FLAG_NEGATIVE) and "rest" not in self.coded
         )
 
+    def fits(self, element: ElementType) -> bool:
+        return self.float_nbytes == element.float_nbytes
 
-def split(block: U8, codec: Planes, outputs: dict[str, U8], *, pack: bool) -> tuple[int, U8]:
-    """Split one block into its planes.
+    def split(self, block: U8, planes: Sequence[U8]) -> int:
+        *low, rest, exponent = planes
+        signs = kernels.split_floats(block, self.float_nbytes, low[0] if low else None, rest, exponent)
+        if "rest" in self.coded or rest.size < 8 or signs not in _FLAGS_OF_SIGNS:
+            return 0
+        kernels.pack_rest(rest)
+        return _FLAGS_OF_SIGNS[signs]
 
-    Args:
-        block: the block's bytes, contiguous, a whole number of floats.
-        codec: the planes.
-        outputs: where each of `low`, `rest` and `exponent` goes, uint8 arrays of the sizes of an unpacked layout.
-        pack: whether `rest` may be packed to seven bits where all signs are equal.
-
-    Returns:
-        The block's flags, and the part of `outputs["rest"]` that was filled (shorter than it where packed).
-    """
-    rest = outputs["rest"]
-    signs = kernels.split_floats(block, codec.float_nbytes, outputs.get("low"), rest, outputs["exponent"])
-    if not pack or rest.size < 8 or signs not in _FLAGS_OF_SIGNS:
-        return 0, rest
-    kernels.pack_rest(rest)
-    return _FLAGS_OF_SIGNS[signs], rest[: rest.size - rest.size // 8]
-
-
-def merge(planes: dict[str, U8], flags: int, codec: Planes, block: U8, scratch: SplitScratch) -> None:
-    """Put the planes of one block together again: the inverse of `split`.
-
-    Args:
-        planes: the decoded planes by name; `rest` packed where `flags` say so.
-        flags: the block's flags.
-        codec: the planes.
-        block: receives the block's bytes, contiguous.
-        scratch: reused between calls.
-    """
-    rest = planes["rest"]
-    if flags & FLAG_PACKED_REST:
-        unpacked = scratch.array("rest", block.size // codec.float_nbytes, np.uint8)
-        kernels.unpack_rest(rest, unpacked, bool(flags & FLAG_NEGATIVE))
-        rest = unpacked
-    kernels.merge_floats(block, codec.float_nbytes, planes.get("low"), rest, planes["exponent"])
+    def merge(self, planes: Sequence[U8], flags: int, block: U8, scratch: ScratchArrays) -> None:
+        *low, rest, exponent = planes
+        if flags & FLAG_PACKED_REST:
+            unpacked = scratch.array("rest", exponent.size, np.uint8)
+            kernels.unpack_rest(rest, unpacked, bool(flags & FLAG_NEGATIVE))
+            rest = unpacked
+        kernels.merge_floats(block, self.float_nbytes, low[0] if low else None, rest, exponent)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from dcp_nvcomp.codecs.base import ALIGNMENT_NBYTES, CodecChain, padded
+from dcp_nvcomp.codecs.base import ALIGNMENT_NBYTES, ArrayToBytes, CodecChain, padded
 from dcp_nvcomp.codecs.transforms.planes import PLANE_NAMES, Planes
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "join_pieces",
     "padded_nbytes",
     "size_classes",
+    "split_width",
     "starts_of",
 ]
 
@@ -87,6 +88,11 @@ def starts_of(lengths: I64) -> I64:
     return starts
 
 
+def split_width(codec: ArrayToBytes) -> int:
+    """Return the bytes of each float that the kernels split into planes; 1 if they copy the block as it is."""
+    return codec.float_nbytes if isinstance(codec, Planes) else 1
+
+
 @dataclass(frozen=True)
 class BlockLayout:
     """The pieces of a block of one length, and its planes in scratch memory.
@@ -117,15 +123,16 @@ def _layout(chain: CodecChain, nbytes: int, flags: int, every_plane: bool) -> Bl
     places: list[int] = []
     scratch_nbytes = 0
     # places are those of unpacked planes: split needs them before the flags are known, and they are never too small
-    for plane in codec.layout(nbytes, 0, has_coder):
-        in_scratch = plane.coded or (every_plane and isinstance(codec, Planes))
+    unpacked = codec.layout(nbytes, 0, has_coder)
+    for plane in unpacked:
+        in_scratch = plane.coded or (every_plane and not codec.is_plain)
         places.append(scratch_nbytes if in_scratch else -1)
         scratch_nbytes += padded(plane.nbytes) if in_scratch else 0
     pieces = chain.layout(nbytes, flags)
     planes, first_pieces = [-1, -1, -1], [-1, -1, -1]
-    if isinstance(codec, Planes):
-        for index, name in enumerate(codec.plane_names):
-            column = PLANE_NAMES.index(name)
+    for index, plane in enumerate(unpacked):
+        if plane.name in PLANE_NAMES:
+            column = PLANE_NAMES.index(plane.name)
             planes[column] = places[index]
             first_pieces[column] = next((at for at, piece in enumerate(pieces) if piece.plane == index), -1)
     lengths = np.array([piece.nbytes for piece in pieces], np.int64)

@@ -1,5 +1,7 @@
 """nvCOMP's coders on batches of slices: Zstd, Deflate and ANS as bare streams, one for each slice.
 
+`_ALGORITHMS` lists the coders that nvCOMP serves; the CPU engine runs chains with any other.
+
 encode   scratch memory, where its slices lie  -->  where their frames lie, how long they are
 decode   encoded memory, where its frames lie  -->  scratch memory, how much came out of each
 
@@ -8,7 +10,7 @@ Both only start the work, so that several coders of a batch, and what follows th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,15 +19,18 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from dcp_nvcomp.codecs.base import Coder, padded
+from dcp_nvcomp.codecs.base import CodecChain, Coder, padded
 from dcp_nvcomp.codecs.coders.ans import Ans
 from dcp_nvcomp.codecs.coders.deflate import Deflate
 from dcp_nvcomp.codecs.coders.zstd import Zstd
+from dcp_nvcomp.codecs.transforms.planes import Planes
+from dcp_nvcomp.codecs.transforms.stored import Bytes
 from dcp_nvcomp.engines.cuda.batches import I64, size_classes
 from dcp_nvcomp.engines.cuda.device import Device
-from dcp_nvcomp.errors import CodecUnavailableError, UnsupportedVersionError
+from dcp_nvcomp.engines.cuda.support import nvcomp_version
+from dcp_nvcomp.errors import UnsupportedVersionError
 
-__all__ = ["Decoding", "Frames", "NvcompCoders"]
+__all__ = ["Decoding", "Frames", "NvcompCoders", "is_served", "stamped_chain"]
 
 
 @dataclass(frozen=True)
@@ -131,6 +136,57 @@ _KEPT_CONFIGS = 64
 _ANS_ITEM_NBYTES = {"<f2": 2, "<f4": 4}
 
 
+@dataclass(frozen=True)
+class _Algorithm:
+    """How nvCOMP serves a coder.
+
+    Attributes:
+        kind: names its workspaces.
+        options: arguments of nvCOMP's codec.
+        item_nbytes: nvCOMP takes slices of whole items only; others are stored.
+        version: the version of nvCOMP that wrote the slices, if no other major version decodes them.
+    """
+
+    kind: str
+    options: dict[str, Any]
+    item_nbytes: int = 1
+    version: str | None = None
+
+
+def _zstd(coder: Zstd) -> _Algorithm:
+    return _Algorithm("Zstd", {"algorithm": "Zstd"})  # it has no levels here, so literals_only has nothing to set
+
+
+def _deflate(coder: Deflate) -> _Algorithm:
+    if coder.literals_only:
+        return _Algorithm("Deflate", {"algorithm": "Deflate", "algorithm_type": _DEFLATE_LITERALS})
+    return _Algorithm("Deflate matching", {"algorithm": "Deflate", "algorithm_type": _DEFLATE_MATCHES})
+
+
+def _ans(coder: Ans) -> _Algorithm:
+    options = {"algorithm": "ANS", "data_type": coder.data_type}
+    return _Algorithm("ANS", options, _ANS_ITEM_NBYTES.get(coder.data_type, 1), coder.nvcomp_version)
+
+
+_ALGORITHMS: dict[type[Coder], Callable[[Any], _Algorithm]] = {Zstd: _zstd, Deflate: _deflate, Ans: _ans}
+
+
+def _algorithm(coder: Coder) -> _Algorithm:
+    return _ALGORITHMS[type(coder)](coder)
+
+
+def is_served(chain: CodecChain) -> bool:
+    """Return True if the kernels know the chain's planes and nvCOMP its coder."""
+    return type(chain.array_to_bytes) in (Bytes, Planes) and (chain.coder is None or type(chain.coder) in _ALGORITHMS)
+
+
+def stamped_chain(chain: CodecChain) -> CodecChain:
+    """Return the chain with the version of nvCOMP that is installed, if its slices depend on it."""
+    if isinstance(chain.coder, Ans):
+        return CodecChain(chain.array_to_bytes, replace(chain.coder, nvcomp_version=nvcomp_version()))
+    return chain
+
+
 class NvcompCoders:
     """nvCOMP codecs on a device's stream, made when first needed.
 
@@ -157,8 +213,9 @@ class NvcompCoders:
         Raises:
             UnsupportedVersionError: another major version wrote it.
         """
-        if isinstance(coder, Ans) and coder.nvcomp_version.split(".")[0] != self.version.split(".")[0]:
-            wrote = coder.nvcomp_version or "(version not recorded)"
+        version = None if coder is None else _algorithm(coder).version
+        if version is not None and version.split(".")[0] != self.version.split(".")[0]:
+            wrote = version or "(version not recorded)"
             raise UnsupportedVersionError(
                 f"This record was coded with the ANS of nvCOMP {wrote}, which nvCOMP {self.version} can't decode: "
                 f"install nvidia-nvcomp-cu13=={wrote.split('.')[0]}.* (or -cu12), load the checkpoint there and save "
@@ -179,11 +236,11 @@ class NvcompCoders:
             self.slot_nbytes(coder, ceiling) * members.size
             for ceiling, members in size_classes(lengths, coder.slice_nbytes)
         )
-        return slots + self._encode_workspace[_kind(coder)].nbytes(int(lengths.sum()), lengths.size)
+        return slots + self._encode_workspace[_algorithm(coder).kind].nbytes(int(lengths.sum()), lengths.size)
 
     def decode_nbytes(self, coder: Coder, lengths: I64) -> int:
         """How much device memory it takes to decode slices of these lengths, beside the slices and their frames."""
-        return self._decode_workspace[_kind(coder)].nbytes(int(lengths.sum()), lengths.size)
+        return self._decode_workspace[_algorithm(coder).kind].nbytes(int(lengths.sum()), lengths.size)
 
     def encode(self, coder: Coder, scratch: Tensor, places: I64, lengths: I64) -> Frames:
         """Start to encode slices.
@@ -198,16 +255,17 @@ class NvcompCoders:
             Their frames. One that is not shorter than its slice means: store the slice.
         """
         frames = Frames(lengths)
-        item_nbytes = _ANS_ITEM_NBYTES.get(coder.data_type, 1) if isinstance(coder, Ans) else 1
+        algorithm = _algorithm(coder)
+        assert algorithm.version in (None, self.version)
         for ceiling, members in size_classes(lengths, coder.slice_nbytes):
-            members = members[lengths[members] % item_nbytes == 0]
+            members = members[lengths[members] % algorithm.item_nbytes == 0]
             if members.size == 0:
                 continue
             slot_nbytes = self.slot_nbytes(coder, ceiling)
             slots = self._device.empty(slot_nbytes * members.size)
             at, room = np.arange(members.size, dtype=np.int64) * slot_nbytes, np.full(members.size, slot_nbytes)
             source, target = self._batch(scratch, places[members], lengths[members]), self._batch(slots, at, room)
-            with self._learning(self._encode_workspace, _kind(coder), lengths[members]):
+            with self._learning(self._encode_workspace, algorithm.kind, lengths[members]):
                 batch = self._codec(coder).encode(source, out=target)
             frames.add(_EncodedGroup(members, batch, source, slot_nbytes), slots)
         return frames
@@ -231,7 +289,7 @@ class NvcompCoders:
         """
         codec, config = self._codec(coder), self._decompress_config(coder, lengths)
         source, target = self._batch(encoded, at, nbytes), self._batch(scratch, places, lengths)
-        with self._learning(self._decode_workspace, _kind(coder), lengths):
+        with self._learning(self._decode_workspace, _algorithm(coder).kind, lengths):
             batch = codec.decode(source, out=target, decompression_config=config)
         return Decoding(batch, source, lengths)
 
@@ -274,25 +332,6 @@ class NvcompCoders:
                 uncomp_chunk_size=coder.slice_nbytes,
                 device_id=self._device.torch_device.index or 0,
                 cuda_stream=self._device.stream_handle,
-                **_options(coder),
+                **_algorithm(coder).options,
             )
         return codec
-
-
-def _options(coder: Coder) -> dict[str, Any]:
-    if isinstance(coder, Zstd):
-        return {"algorithm": "Zstd"}  # it has no levels here, so literals_only has nothing to set
-    if isinstance(coder, Deflate):
-        return {
-            "algorithm": "Deflate",
-            "algorithm_type": _DEFLATE_LITERALS if coder.literals_only else _DEFLATE_MATCHES,
-        }
-    if isinstance(coder, Ans):
-        return {"algorithm": "ANS", "data_type": coder.data_type}
-    raise CodecUnavailableError(f"The CUDA engine has no coder {coder.name!r}.")
-
-
-def _kind(coder: Coder) -> str:
-    options = _options(coder)
-    matching = options.get("algorithm_type") == _DEFLATE_MATCHES
-    return f"{options['algorithm']} matching" if matching else str(options["algorithm"])

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from dcp_nvcomp.codecs.base import CodecChain, Coder
 from dcp_nvcomp.codecs.encoded import BlockRow, checksum
-from dcp_nvcomp.codecs.transforms.planes import Planes
 from dcp_nvcomp.engines.cuda.batches import (
     I64,
     BlockLayout,
@@ -30,6 +29,7 @@ from dcp_nvcomp.engines.cuda.batches import (
     copy_table,
     join_pieces,
     padded_nbytes,
+    split_width,
     starts_of,
 )
 from dcp_nvcomp.engines.cuda.coders import Decoding, NvcompCoders
@@ -108,7 +108,7 @@ class JobChecks:
         codec = job.chain.array_to_bytes
         if not codec.check_flags(job.row.flags):
             _refuse(job, f"The block has flags {job.row.flags}, which its codec never writes.")
-        if isinstance(codec, Planes) and job.out.numel() % codec.float_nbytes:
+        if job.out.numel() % split_width(codec):
             _refuse(job, "The block is not a whole number of floats long.")
         layout = self._layouts.get(job.chain, job.out.numel(), job.row.flags)
         stored_nbytes = layout.lengths.copy()
@@ -220,7 +220,7 @@ class BatchDecoder:
         return decodings
 
     def _merge(self, jobs: Sequence[DecodeJob], layouts: Sequence[BlockLayout], pieces: Pieces, batch: _Batch) -> None:
-        split = [index for index, job in enumerate(jobs) if isinstance(job.chain.array_to_bytes, Planes)]
+        split = [index for index, job in enumerate(jobs) if not job.chain.array_to_bytes.is_plain]
         if not split:
             return
         which = np.array(split, np.int64)
@@ -232,7 +232,7 @@ class BatchDecoder:
             block_table(
                 batch.out[which],
                 np.array([jobs[index].out.numel() for index in split], np.int64),
-                np.array([_width(jobs[index]) for index in split], np.int64),
+                np.array([split_width(jobs[index].chain.array_to_bytes) for index in split], np.int64),
                 np.array([jobs[index].row.flags for index in split], np.int64),
                 planes,
             )
@@ -261,18 +261,13 @@ def _host_runs(jobs: Sequence[DecodeJob], nbytes: I64, starts: I64) -> tuple[lis
     return runs, starts[first].tolist()
 
 
-def _width(job: DecodeJob) -> int:
-    codec = job.chain.array_to_bytes
-    return codec.float_nbytes if isinstance(codec, Planes) else 1
-
-
 def _lay_out(jobs: Sequence[DecodeJob], pieces: Pieces, encoded: I64, scratch: I64) -> _Batch:
     """Addresses of all pieces of checked blocks, whose encoded bytes and scratch memory begin at these addresses."""
     stored_nbytes = pieces.lengths.copy()
     stored_nbytes[pieces.coded] = [size for job in jobs for size in job.row.slice_nbytes]
     starts = starts_of(padded_nbytes(stored_nbytes))
     out = np.array([job.out.data_ptr() for job in jobs], np.int64)
-    plain = np.array([not isinstance(job.chain.array_to_bytes, Planes) for job in jobs], np.bool_)[pieces.block]
+    plain = np.array([job.chain.array_to_bytes.is_plain for job in jobs], np.bool_)[pieces.block]
     return _Batch(
         out=out,
         scratch=scratch,

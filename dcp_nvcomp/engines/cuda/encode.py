@@ -16,9 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dcp_nvcomp.codecs.base import FLAG_PACKED_REST, ArrayToBytes, CodecChain, Coder
+from dcp_nvcomp.codecs.base import FLAG_PACKED_REST, CodecChain, Coder
 from dcp_nvcomp.codecs.encoded import BlockRow, EncodedBlock, checksum
-from dcp_nvcomp.codecs.transforms.planes import Planes
 from dcp_nvcomp.engines.cuda.batches import (
     I64,
     BlockLayout,
@@ -28,6 +27,7 @@ from dcp_nvcomp.engines.cuda.batches import (
     copy_table,
     join_pieces,
     padded_nbytes,
+    split_width,
     starts_of,
 )
 from dcp_nvcomp.engines.cuda.coders import Frames, NvcompCoders
@@ -113,7 +113,7 @@ class BatchEncoder:
         Returns:
             The encoded blocks in the order of the jobs, views of `out`.
         """
-        order = sorted(range(len(jobs)), key=lambda index: not isinstance(jobs[index].chain.array_to_bytes, Planes))
+        order = sorted(range(len(jobs)), key=lambda index: jobs[index].chain.array_to_bytes.is_plain)
         encoded = self._encode([jobs[index] for index in order], out)
         in_order: list[EncodedBlock | None] = [None] * len(jobs)
         for index, block in zip(order, encoded, strict=True):
@@ -163,8 +163,8 @@ class BatchEncoder:
         columns = (
             data,
             blocks.nbytes,
-            np.array([codec.float_nbytes if isinstance(codec, Planes) else 1 for codec in codecs], np.int64),
-            np.array([_may_pack(codec) * FLAG_PACKED_REST for codec in codecs], np.int64),
+            np.array([split_width(codec) for codec in codecs], np.int64),
+            np.array([codec.check_flags(FLAG_PACKED_REST) * FLAG_PACKED_REST for codec in codecs], np.int64),
             np.array([layout.planes for layout in layouts], np.int64) + bases[:, np.newaxis],
         )
         device.kernels.inspect(block_table(*columns), crc, seen)
@@ -214,11 +214,7 @@ class BatchEncoder:
 
 
 def _blocks(jobs: Sequence[EncodeJob]) -> _Blocks:
-    split_count = sum(isinstance(job.chain.array_to_bytes, Planes) for job in jobs)
+    split_count = sum(not job.chain.array_to_bytes.is_plain for job in jobs)
     runs = [job.bytes() for job in jobs]
     nbytes = np.array([run.numel() for run in runs], np.int64)
     return _Blocks([job.chain for job in jobs], runs, nbytes, split_count)
-
-
-def _may_pack(codec: ArrayToBytes) -> bool:
-    return isinstance(codec, Planes) and "rest" not in codec.coded

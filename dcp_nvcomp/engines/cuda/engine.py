@@ -17,18 +17,17 @@ import torch
 from torch import Tensor
 
 from dcp_nvcomp.codecs.base import CodecChain
-from dcp_nvcomp.codecs.coders.ans import Ans
 from dcp_nvcomp.codecs.encoded import EncodedBlock
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda.batches import fitting
-from dcp_nvcomp.engines.cuda.coders import NvcompCoders
+from dcp_nvcomp.engines.cuda.coders import NvcompCoders, is_served, stamped_chain
 from dcp_nvcomp.engines.cuda.decode import BatchDecoder, DecodeJob, JobChecks
 from dcp_nvcomp.engines.cuda.device import CudaDevice, Device
 from dcp_nvcomp.engines.cuda.encode import BatchEncoder, EncodeJob
-from dcp_nvcomp.engines.cuda.support import cuda_unavailable_reason, nvcomp_version
+from dcp_nvcomp.engines.cuda.support import cuda_unavailable_reason
 from dcp_nvcomp.errors import CheckpointError, CodecUnavailableError, CorruptDataError
 
-__all__ = ["CudaEngine", "DecodeJob", "EncodeJob", "JobChecks", "cuda_unavailable_reason", "nvcomp_version"]
+__all__ = ["CudaEngine", "DecodeJob", "EncodeJob", "JobChecks", "cuda_unavailable_reason", "stamped_chain"]
 
 # What nvCOMP, torch and CuPy raise where the GPU runs out of memory or a call fails.
 _GPU_ERRORS = (RuntimeError, ValueError, MemoryError)
@@ -37,8 +36,8 @@ _GPU_ERRORS = (RuntimeError, ValueError, MemoryError)
 class CudaEngine:
     """Encodes and decodes blocks in GPU memory. Not for several threads at once.
 
-    Where the GPU runs out of memory or nvCOMP fails, batches become smaller, and a block that fails alone is left to
-    the CPU engine, with one warning.
+    If the GPU runs out of memory or nvCOMP fails, batches become smaller, and a block that fails alone is left to the
+    CPU engine, with one warning. Blocks of codecs that it does not know are always left to the CPU engine.
 
     Args:
         device: the CUDA device of the blocks.
@@ -76,8 +75,16 @@ class CudaEngine:
         Raises:
             CodecUnavailableError: the GPU can't encode a block with ANS, which only it can.
         """
-        for coder in {job.chain.coder for job in jobs}:
-            assert not isinstance(coder, Ans) or coder.nvcomp_version == self._coders.version
+        served = [at for at, job in enumerate(jobs) if is_served(job.chain)]
+        encoded = dict(zip(served, self._encode_served([jobs[at] for at in served], out), strict=True))
+        position = sum(block.data.nbytes for block in encoded.values())
+        for at in range(len(jobs)):
+            if at not in encoded:
+                encoded[at] = self._encode_on_cpu(jobs[at], out[position:])
+                position += encoded[at].data.nbytes
+        return [encoded[at] for at in range(len(jobs))]
+
+    def _encode_served(self, jobs: Sequence[EncodeJob], out: memoryview) -> list[EncodedBlock]:
         costs = self._costs(lambda: [self._encoder.cost_nbytes(job) for job in jobs], len(jobs))
         encoded: list[EncodedBlock] = []
         position, most = 0, len(jobs)
@@ -89,6 +96,7 @@ class CudaEngine:
                 if count > 1:
                     most = count // 2
                     continue
+                self._fall_back(batch[0].chain)
                 done = [self._encode_on_cpu(batch[0], room)]
             encoded += done
             position += sum(block.data.nbytes for block in done)
@@ -113,6 +121,12 @@ class CudaEngine:
     def decode_checked(self, jobs: Sequence[DecodeJob], *, verify: str) -> None:
         """`decode`, of blocks that passed `JobChecks`."""
         for job in jobs:
+            if not is_served(job.chain):
+                self._decode_on_cpu(job, verify)
+        self._decode_served([job for job in jobs if is_served(job.chain)], verify)
+
+    def _decode_served(self, jobs: Sequence[DecodeJob], verify: str) -> None:
+        for job in jobs:
             try:
                 self._coders.check_decodable(job.chain.coder)
             except CheckpointError as error:
@@ -127,6 +141,7 @@ class CudaEngine:
                 if count > 1:
                     most = count // 2
                     continue
+                self._fall_back(batch[0].chain)
                 self._decode_on_cpu(batch[0], verify)
             position += count
 
@@ -154,7 +169,7 @@ class CudaEngine:
 
     def _fall_back(self, chain: CodecChain) -> None:
         """Before the CPU engine takes a block."""
-        if isinstance(chain.coder, Ans):
+        if chain.needs_gpu:
             raise CodecUnavailableError(
                 f"The GPU could not run nvCOMP's ANS ({self._failure}), and nothing else can. Free GPU memory or lower "
                 "device_memory_budget; codec='auto' has no such limit."
@@ -169,7 +184,6 @@ class CudaEngine:
             )
 
     def _encode_on_cpu(self, job: EncodeJob, out: memoryview) -> EncodedBlock:
-        self._fall_back(job.chain)
         host = np.empty(job.nbytes, np.uint8)
 
         def copy() -> None:
@@ -183,7 +197,6 @@ class CudaEngine:
         return self._cpu.encode(host, job.chain, out)
 
     def _decode_on_cpu(self, job: DecodeJob, verify: str) -> None:
-        self._fall_back(job.chain)
         host = np.empty(job.out.numel(), np.uint8)
         try:
             self._cpu.decode(job.data, job.row, job.chain, host, verify=verify)
@@ -198,4 +211,5 @@ class CudaEngine:
             with self._device.session(tensors, after):
                 copy()
         except _GPU_ERRORS as error:
-            raise CodecUnavailableError(f"The GPU fails altogether ({error}, after {self._failure}).") from error
+            earlier = f", after {self._failure}" if self._failure else ""
+            raise CodecUnavailableError(f"The GPU fails altogether ({error}{earlier}).") from error

@@ -17,13 +17,12 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
-from dcp_nvcomp.codecs.base import CodecChain
+from dcp_nvcomp.codecs.base import BLOCK_NBYTES, CodecChain
 from dcp_nvcomp.codecs.choose import CodecChooser, parse_codec, sample_nbytes
-from dcp_nvcomp.codecs.coders.ans import Ans
 from dcp_nvcomp.codecs.dtypes import ELEMENT_TYPES, ElementType
 from dcp_nvcomp.codecs.registry import check_chain
 from dcp_nvcomp.engines.choice import EngineChoice
-from dcp_nvcomp.engines.cuda.engine import nvcomp_version
+from dcp_nvcomp.engines.cuda.engine import stamped_chain
 from dcp_nvcomp.engines.tensors import (
     element_type,
     host_array,
@@ -32,7 +31,7 @@ from dcp_nvcomp.engines.tensors import (
     without_lazy_bits,
 )
 from dcp_nvcomp.errors import CheckpointError, ShapeMismatchError
-from dcp_nvcomp.format.blocks import BLOCK_NBYTES, BlockGrid, default_block_shape
+from dcp_nvcomp.format.blocks import BlockGrid, default_block_shape
 from dcp_nvcomp.format.footer import KIND_BYTES, KIND_PACK, KIND_TENSOR, KIND_TORCH_SAVE
 from dcp_nvcomp.saving.encode.sources import AcceleratorSource, CudaPackSource, CudaSource, HostSource, Source
 
@@ -44,8 +43,6 @@ U8 = npt.NDArray[np.uint8]
 SMALL_NBYTES = 64 << 10
 # Records from here on begin at multiples of 4096 in the file.
 LARGE_NBYTES = 1 << 20
-# ANS has a fixed overhead a slice, so it wants longer ones.
-ANS_BLOCK_NBYTES = 4 << 20
 
 _UINT8 = ELEMENT_TYPES["uint8"]
 # Same-width views for packed bytes; 16-byte elements have no integer of their width.
@@ -223,10 +220,7 @@ class RecordMaker:
         return chain, AcceleratorSource(tensor) if tensor.device.type != "cpu" else HostSource(host_array(tensor))
 
     def _cuda_chain(self, element: ElementType, sample: U8, nbytes: int) -> CodecChain:
-        chain = self._choose(element, sample, nbytes)
-        if isinstance(chain.coder, Ans):
-            return CodecChain(chain.array_to_bytes, _of_this_nvcomp(chain.coder))
-        return chain
+        return stamped_chain(self._choose(element, sample, nbytes))
 
     def _choose(self, element: ElementType, sample: U8, nbytes: int) -> CodecChain:
         """The chooser's chain; one that could not be read again is refused before anything depends on it."""
@@ -240,7 +234,7 @@ class RecordMaker:
     def _host_chain(self, element: ElementType, sample: U8, nbytes: int) -> CodecChain:
         """ANS runs on the GPU alone; what of such a save lies in host memory gets `auto`'s codec."""
         chain = self._choose(element, sample, nbytes)
-        return self._host_chooser.choose(element, sample, nbytes) if isinstance(chain.coder, Ans) else chain
+        return self._host_chooser.choose(element, sample, nbytes) if chain.needs_gpu else chain
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -261,10 +255,6 @@ def _some_of(tensors: Sequence[torch.Tensor], nbytes: int) -> list[torch.Tensor]
             some.append(_flat(tensor))
         start = stop
     return some
-
-
-def _of_this_nvcomp(coder: Ans) -> Ans:
-    return Ans(coder.slice_nbytes, coder.data_type, nvcomp_version())
 
 
 def _sample_bytes(payload: U8) -> U8:
@@ -292,8 +282,7 @@ def _row(item: WriteItem, tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def _grid(shape: Sequence[int], element: ElementType, chain: CodecChain) -> BlockGrid:
-    target = ANS_BLOCK_NBYTES if isinstance(chain.coder, Ans) else BLOCK_NBYTES
-    return BlockGrid(tuple(shape), default_block_shape(shape, element.nbytes, target))
+    return BlockGrid(tuple(shape), default_block_shape(shape, element.nbytes, chain.block_nbytes))
 
 
 def _record(row: dict[str, Any], element: ElementType, dtype: str, chain: CodecChain, member: Member) -> PendingRecord:

@@ -17,7 +17,7 @@ import torch
 
 from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.encoded import EncodedBlock
-from dcp_nvcomp.codecs.scratch import SplitScratch
+from dcp_nvcomp.codecs.scratch import ScratchArrays
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda.engine import CudaEngine, EncodeJob
 from dcp_nvcomp.engines.tensors import (
@@ -50,7 +50,7 @@ class Workbench:
 
     def __init__(self, device_memory_budget: int) -> None:
         self.cpu = CpuEngine()
-        self.scratch = SplitScratch()
+        self.scratch = ScratchArrays()
         self._device_memory_budget = device_memory_budget
         self._cuda: dict[torch.device, CudaEngine] = {}
 
@@ -200,7 +200,7 @@ class CudaPackSource(_CudaEncoded):
         return [EncodeJob(tuple(self.tensors), chain, self.ready)]
 
 
-def block_bytes(array: HostArray, box: Box, scratch: SplitScratch) -> U8:
+def block_bytes(array: HostArray, box: Box, scratch: ScratchArrays) -> U8:
     """The bytes of one block of a shard in host memory, in C order: a view where they lie so, else a copy."""
     part = array[box.index]
     if not part.flags.c_contiguous:
