@@ -278,6 +278,10 @@ class OwnCoder(Coder):
     def configuration(self) -> dict[str, Any]:
         return {"slice_nbytes": self.slice_nbytes}
 
+    @classmethod
+    def from_configuration(cls, configuration: dict[str, Any]) -> OwnCoder:
+        return cls()
+
     def encoder(self) -> Any:
         return bytes
 
