@@ -1,10 +1,12 @@
 """One data file: encoded blocks appended in order, the footer last; and the footer read back.
 
-write   DataFileWriter: begin_record, add_block ..., finish -> the file tuple that `.metadata` names
-read    read_footer(filesystem, file) -> Footer, checked against that tuple
+write   saving/data_file_writer.py: add_record, add_block ..., finish -> the DataFileRef that `.metadata` names
+read    read_footer(filesystem, file) -> Footer, checked against that DataFileRef
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from dcp_nvcomp.codecs.encoded import BlockRow
 from dcp_nvcomp.errors import FileMismatchError, TruncatedFileError
@@ -19,10 +21,23 @@ from dcp_nvcomp.format.framing import (
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.reread import twice
 
-__all__ = ["FileTuple", "block_row", "read_footer", "read_footer_of"]
+__all__ = ["DataFileRef", "block_row", "read_footer", "read_footer_of"]
 
-# (name, file_nbytes, footer_nbytes, footer_crc), as `.metadata` names a data file
-FileTuple = tuple[str, int, int, int]
+
+class DataFileRef(NamedTuple):
+    """A data file as `.metadata` names it, there as a plain tuple.
+
+    Attributes:
+        name: its path, relative to the checkpoint.
+        nbytes: its size.
+        footer_nbytes: the size of its footer.
+        footer_crc: the CRC of its footer: another file of the same name has another.
+    """
+
+    name: str
+    nbytes: int
+    footer_nbytes: int
+    footer_crc: int
 
 
 def block_row(footer: Footer, number: int) -> BlockRow:
@@ -36,12 +51,12 @@ def block_row(footer: Footer, number: int) -> BlockRow:
     )
 
 
-def read_footer(filesystem: Filesystem, file: FileTuple) -> Footer:
+def read_footer(filesystem: Filesystem, file: DataFileRef) -> Footer:
     """Read a data file's footer and check that it is the file that `.metadata` names.
 
     Args:
         filesystem: the checkpoint.
-        file: the tuple from `.metadata`.
+        file: the file, as `.metadata` names it.
 
     Returns:
         The checked footer.

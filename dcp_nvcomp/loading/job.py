@@ -33,7 +33,7 @@ from dcp_nvcomp.engines.threads import join_all
 from dcp_nvcomp.errors import CorruptDataError, ShapeMismatchError
 from dcp_nvcomp.format.blocks import Box
 from dcp_nvcomp.format.collector import collector_paused
-from dcp_nvcomp.format.data_file import FileTuple, read_footer
+from dcp_nvcomp.format.data_file import DataFileRef, read_footer
 from dcp_nvcomp.format.footer import KIND_BYTES, KIND_TENSOR, KIND_TORCH_SAVE, Footer
 from dcp_nvcomp.loading.decoder import Decoder, GpuShare
 from dcp_nvcomp.loading.destinations import Conversions, PackMember, Region, Run
@@ -109,9 +109,9 @@ class LoadJob:
         Raises:
             BaseException: the first error of any thread. The destinations are undefined then.
         """
-        by_file: dict[FileTuple, list[Wanted]] = {}
+        by_file: dict[DataFileRef, list[Wanted]] = {}
         for item in items:
-            by_file.setdefault(item.stored[0], []).append(item)
+            by_file.setdefault(item.stored.file, []).append(item)
         footers = self._read_footers(list(by_file))
         with collector_paused():
             targets = [
@@ -139,7 +139,7 @@ class LoadJob:
         longest = max(1 << 20, min(CUDA_READ_NBYTES, budget_nbytes, fair_nbytes))
         return 1 << (longest.bit_length() - 1)  # as torch rounds page-locked memory up to a power of two
 
-    def _read_footers(self, files: Sequence[FileTuple]) -> list[Footer]:
+    def _read_footers(self, files: Sequence[DataFileRef]) -> list[Footer]:
         if len(files) == 1:
             return [read_footer(self._filesystem, files[0])]
         with ThreadPoolExecutor(self._filesystem.parallel_reads, "dcp-footer") as pool:

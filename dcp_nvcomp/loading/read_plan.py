@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_nvcomp.errors import FileMismatchError, MetadataError, ShapeMismatchError
 from dcp_nvcomp.format.blocks import BlockGrid, Box
-from dcp_nvcomp.format.data_file import FileTuple
+from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.format.footer import KIND_BYTES, KIND_TENSOR, KIND_TORCH_SAVE, Footer, Record
 from dcp_nvcomp.loading.destinations import Destination
 from dcp_nvcomp.storage.ranges import coalesce
@@ -145,7 +145,7 @@ def locate(wanted_item: Wanted, footer: Footer) -> Target:
         FileMismatchError: the footer disagrees with `.metadata`.
         ShapeMismatchError: the wanted region is not inside the record.
     """
-    item, number = wanted_item.item, wanted_item.stored[1]
+    item, number = wanted_item.item, wanted_item.stored.record
     index = item.storage_index
     if not 0 <= number < len(footer.records):
         raise FileMismatchError(
@@ -199,7 +199,7 @@ def _check_inside(region: Box, record: Record, footer: Footer) -> None:
         )
 
 
-def plan_reads(file: FileTuple, footer: Footer, targets: Iterable[Target], limit_nbytes: int) -> list[Read]:
+def plan_reads(file: DataFileRef, footer: Footer, targets: Iterable[Target], limit_nbytes: int) -> list[Read]:
     """The reads that fetch everything some targets of a file want, each block once.
 
     Args:
@@ -226,6 +226,6 @@ def plan_reads(file: FileTuple, footer: Footer, targets: Iterable[Target], limit
     # The first block's read begins at the file's first byte: so a load of the whole file checks every byte of it.
     spans = [(0 if block.number == 0 else block.start, block.stop) for block in blocks]
     return [
-        Read(file[0], footer, read.start, read.stop, tuple(blocks[piece] for piece in read.pieces))
+        Read(file.name, footer, read.start, read.stop, tuple(blocks[piece] for piece in read.pieces))
         for read in coalesce(spans, GAP_NBYTES, limit_nbytes)
     ]

@@ -31,6 +31,7 @@ from dcp_nvcomp.errors import (
 from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.metadata.roots import nothing_there, read_root
 from dcp_nvcomp.format.metadata.serialization import merge_rank_metadata, prefer_rank
+from dcp_nvcomp.format.metadata.stored import StoredAt
 from dcp_nvcomp.format.names import METADATA_NAME, rank_of_metadata_name
 from dcp_nvcomp.loading.destinations import Conversions
 from dcp_nvcomp.loading.job import LoadJob, LoadOptions
@@ -239,7 +240,7 @@ class NvcompReader(StorageReader):
         with collector_paused():
             for item in plan.items:
                 wanted = Wanted(item, self._find(item), shard_of(item, self._state_dict_metadata))
-                (ours if isinstance(wanted.stored, tuple) else stock).append(wanted)
+                (ours if isinstance(wanted.stored, StoredAt) else stock).append(wanted)
         try:
             options = dataclasses.replace(self._options, conversions=Conversions())
             LoadJob(filesystem, planner, options).run(ours)

@@ -276,14 +276,14 @@ def _problem(filesystem: Filesystem, roots: Iterable[Root], sizes: Mapping[str, 
     for root in roots:
         for name, file in root.files().items():
             nbytes = sizes.get(name)
-            if nbytes is None or (file is not None and nbytes != file[1]):
+            if nbytes is None or (file is not None and nbytes != file.nbytes):
                 nbytes = filesystem.file_nbytes(name)  # newer than the listing, perhaps
             path = filesystem.location(name)
             advice = "Nothing was removed: `dcp-nvcomp verify` tells what is damaged, `recover` may need the orphans."
             if nbytes is None:
                 return StorageError(f"{root.name} names a file that is missing. {advice}", path=path)
-            if file is not None and nbytes != file[1]:
-                return FileMismatchError(f"{root.name} says {file[1]} bytes, it has {nbytes}. {advice}", path=path)
+            if file is not None and nbytes != file.nbytes:
+                return FileMismatchError(f"{root.name} says {file.nbytes} bytes, it has {nbytes}. {advice}", path=path)
     return None
 
 

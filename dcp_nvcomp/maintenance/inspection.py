@@ -22,9 +22,9 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from dcp_nvcomp.errors import ConfigurationError, FileMismatchError, MetadataError, StorageError
-from dcp_nvcomp.format.data_file import FileTuple, read_footer
+from dcp_nvcomp.format.data_file import DataFileRef, read_footer
 from dcp_nvcomp.format.footer import KIND_BYTES, KIND_TENSOR, Footer, Record
-from dcp_nvcomp.format.metadata.tree import StockItem
+from dcp_nvcomp.format.metadata.stored import StockItem, StoredAt
 from dcp_nvcomp.loading.reader import NvcompReader
 from dcp_nvcomp.options import DEADLINE_OPTION
 from dcp_nvcomp.saving.stats import Totals
@@ -206,15 +206,15 @@ class _Stored:
 def _inspect(filesystem: Filesystem, metadata: Metadata) -> Inspection:
     if metadata.storage_data is None:
         raise MetadataError("`.metadata` does not say where anything is stored.", path=filesystem.path)
-    ours: dict[FileTuple, list[tuple[MetadataIndex, int]]] = {}
+    ours: dict[DataFileRef, list[tuple[MetadataIndex, int]]] = {}
     stock: dict[str, list[tuple[MetadataIndex, StockItem]]] = {}
     for index, value in metadata.storage_data.items():
-        if isinstance(value, tuple):
-            ours.setdefault(value[0], []).append((index, value[1]))
+        if isinstance(value, StoredAt):
+            ours.setdefault(value.file, []).append((index, value.record))
         else:
             stock.setdefault(value.relative_path, []).append((index, value))
     with ThreadPoolExecutor(filesystem.parallel_reads, "dcp-inspect") as pool:
-        files = [DataFile(name, nbytes, footer_nbytes) for name, nbytes, footer_nbytes, _ in ours]
+        files = [DataFile(file.name, file.nbytes, file.footer_nbytes) for file in ours]
         stored: list[_Stored] = []
         for found in pool.map(lambda file: list(_read_records(filesystem, file, ours[file])), ours):
             stored += found
@@ -261,7 +261,7 @@ def _items(metadata: Metadata, stored: Sequence[_Stored]) -> tuple[Item, ...]:
 
 
 def _read_records(
-    filesystem: Filesystem, file: FileTuple, entries: Sequence[tuple[MetadataIndex, int]]
+    filesystem: Filesystem, file: DataFileRef, entries: Sequence[tuple[MetadataIndex, int]]
 ) -> Iterator[_Stored]:
     """What one data file's footer says of the shards that `.metadata` places there."""
     footer = read_footer(filesystem, file)

@@ -35,7 +35,7 @@ from dcp_nvcomp.errors import (
     UnsafeMetadataError,
     UnsafePathError,
 )
-from dcp_nvcomp.format.data_file import FileTuple, read_footer
+from dcp_nvcomp.format.data_file import DataFileRef, read_footer
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.metadata.roots import Root, read_root
 from dcp_nvcomp.format.names import METADATA_NAME, copy_name_of, rank_of_metadata_name, save_id_of_copy
@@ -197,14 +197,14 @@ def _candidate(filesystem: Filesystem, file: FileInfo, save_id: str) -> Candidat
     problems = _problems(filesystem, root)
     if root.save_id != save_id:
         problems.insert(0, f"{file.name} is of another save, {root.save_id}.")
-    nbytes = sum(one[1] for one in root.files().values() if one is not None)
+    nbytes = sum(file.nbytes for file in root.files().values() if file is not None)
     return Candidate(save_id, file.modified_seconds, len(root.metadata.state_dict_metadata), nbytes, tuple(problems))
 
 
 def _problems(filesystem: Filesystem, root: Root) -> list[str]:
     """What is wrong with the files that a metadata file names."""
 
-    def problem(item: tuple[str, FileTuple | None]) -> str | None:
+    def problem(item: tuple[str, DataFileRef | None]) -> str | None:
         name, file = item
         try:
             if file is not None:

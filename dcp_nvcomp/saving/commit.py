@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import starmap
 
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -26,8 +27,9 @@ from dcp_nvcomp.errors import (
     StorageError,
     TruncatedFileError,
 )
+from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
-from dcp_nvcomp.format.metadata.roots import Root, read_root
+from dcp_nvcomp.format.metadata.roots import read_root
 from dcp_nvcomp.format.metadata.serialization import parse_metadata, serialize_metadata
 from dcp_nvcomp.format.names import (
     METADATA_NAME,
@@ -99,13 +101,18 @@ def _check_readable(metadata: Metadata, path: str) -> None:
         ) from error
 
 
-def _check_present(filesystem: Filesystem, metadata: Metadata) -> None:
+def _data_files(metadata: Metadata) -> dict[str, int]:
+    """The data files that the metadata names, and their sizes."""
+    files = {value[0] for value in metadata.storage_data.values()}
+    return {file.name: file.nbytes for file in starmap(DataFileRef, files)}
+
+
+def _check_present(filesystem: Filesystem, files: Mapping[str, int]) -> None:
     """Make sure that all data files are where readers will look for them, with the sizes that were written.
 
     Raises:
         StorageError: one is missing or has another size.
     """
-    files = {name: nbytes for name, nbytes, *_ in {value[0] for value in metadata.storage_data.values()}}
     try:
         listed = {file.name: file.nbytes for file in filesystem.list_files()}
     except StorageError as error:
@@ -159,13 +166,13 @@ def commit_checkpoint(
         MetadataError: what the planner wants stored could not be read again.
         StorageError: a data file is missing; or it could not be published, or it is unknown whether it was.
     """
-    copy = save_metadata_name(save_id)
+    copy, files = save_metadata_name(save_id), _data_files(metadata)
     try:
         _check_readable(metadata, filesystem.location(METADATA_NAME))
         replaced = (files_of_current(filesystem) or set()) | _files_of_ranks(filesystem)
         data = serialize_metadata(metadata)
         filesystem.publish(copy, data)
-        _check_present(filesystem, metadata)
+        _check_present(filesystem, files)
     except CheckpointError:
         remove_files(filesystem, {copy, *own_files}, "a save that was not published")
         raise
@@ -186,7 +193,7 @@ def commit_checkpoint(
         # it is there, but perhaps not for good (an fsync that failed, say): so the old files stay
         logger.warning("The checkpoint was published, though the storage reported an error: %s", error)
         return
-    kept = Root(METADATA_NAME, data, metadata).names()
+    kept = {METADATA_NAME, copy, *files}
     remove_files(filesystem, replaced - kept, "the checkpoint that was replaced")
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.encoded import EncodedBlock, checksum
-from dcp_nvcomp.format.data_file import FileTuple
+from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.format.framing import (
     DIRECT_IO_NBYTES,
     HEADER_NBYTES,
@@ -100,11 +100,11 @@ class DataFileWriter:
         crc[-1] = checksum(padding, crc[-1])
         return gap
 
-    def finish(self) -> FileTuple:
+    def finish(self) -> DataFileRef:
         """Write the footer and the trailer.
 
         Returns:
-            The tuple by which `.metadata` names the file.
+            The file, as `.metadata` names it.
         """
         columns = [np.array(column, np.uint32) for column in (*self._columns, self._slices)]
         description = {
@@ -120,4 +120,4 @@ class DataFileWriter:
         self._stream.write(tail)
         file_nbytes = self._position + len(tail)
         trailer = decode_trailer(tail[-TRAILER_NBYTES:], path=self._name, file_nbytes=file_nbytes)
-        return self._name, file_nbytes, trailer.footer_nbytes, trailer.footer_crc
+        return DataFileRef(self._name, file_nbytes, trailer.footer_nbytes, trailer.footer_crc)

@@ -281,7 +281,7 @@ class SaveJob:
         else:
             file = output.finish()
             with self._lock:
-                self.totals.files[file[0]] = file[1]
+                self.totals.files[file.name] = file.nbytes
                 for codec, dtype, totals in output.totals:
                     self.totals.add(codec, dtype, totals)
                 self._results.extend(output.results(file))

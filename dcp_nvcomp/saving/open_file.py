@@ -8,7 +8,7 @@ from typing import Any
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_nvcomp.codecs.encoded import EncodedBlock
-from dcp_nvcomp.format.data_file import FileTuple
+from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.saving.data_file_writer import DataFileWriter
 from dcp_nvcomp.saving.encode.records import LARGE_NBYTES, Member, PendingRecord
 from dcp_nvcomp.saving.stats import Totals
@@ -85,13 +85,14 @@ class OpenFile:
             self._items[at] = (member, number, share)
         self._record, self._encoded_nbytes = None, 0
 
-    def finish(self) -> FileTuple:
+    def finish(self) -> DataFileRef:
         """Write the footer, make the file durable."""
         self._end_record(False)
         file = self._writer_for(False).finish()
         self.stream.close()
         return file
 
-    def results(self, file: FileTuple) -> list[WriteResult]:
-        """What `.metadata` needs to know of each item; the file tuple is one object for all of them."""
-        return [WriteResult(member.index, nbytes, (file, number)) for member, number, nbytes in self._items]
+    def results(self, file: DataFileRef) -> list[WriteResult]:
+        """Return the place of each item as `.metadata` stores it: plain tuples, that of the file shared by all."""
+        stored = tuple(file)
+        return [WriteResult(member.index, nbytes, (stored, number)) for member, number, nbytes in self._items]

@@ -198,7 +198,7 @@ def test_unknown_format_version(checkpoint: Path, position: int) -> None:
 
 def rewrite_footer(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """Changes the footer of the checkpoint's file, and makes all sizes and CRCs right again."""
-    from dcp_nvcomp.format.data_file import FileTuple
+    from dcp_nvcomp.format.data_file import DataFileRef
     from dcp_nvcomp.format.framing import TRAILER_NBYTES, decode_footer, decode_trailer, encode_footer
     from dcp_nvcomp.format.metadata.serialization import parse_metadata, serialize_metadata
     from dcp_nvcomp.format.names import METADATA_NAME
@@ -212,7 +212,7 @@ def rewrite_footer(path: Path, change: Callable[[dict[str, Any]], None]) -> None
     tail = encode_footer(description, tables, trailer.footer_offset)
     file.write_bytes(content[: trailer.footer_offset] + tail)
     new = decode_trailer(tail[-TRAILER_NBYTES:], path="", file_nbytes=trailer.footer_offset + len(tail))
-    named: FileTuple = (file.name, new.file_nbytes, new.footer_nbytes, new.footer_crc)
+    named = DataFileRef(file.name, new.file_nbytes, new.footer_nbytes, new.footer_crc)
     metadata = parse_metadata((path / METADATA_NAME).read_bytes(), path="")
     metadata.storage_data = {index: (named, record) for index, (_, record) in metadata.storage_data.items()}
     (path / METADATA_NAME).write_bytes(serialize_metadata(metadata))

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_nvcomp.errors import CheckpointError, CheckpointNotFoundError, IncompleteCheckpointError, StorageError
-from dcp_nvcomp.format.data_file import FileTuple
+from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.metadata.serialization import parse_metadata
+from dcp_nvcomp.format.metadata.stored import StoredAt
 from dcp_nvcomp.format.names import (
     DATA_FILE_SUFFIX,
     METADATA_NAME,
@@ -48,12 +49,12 @@ class Root:
         meta = self.metadata.storage_meta
         return meta.save_id if meta is not None else None
 
-    def files(self) -> dict[str, FileTuple | None]:
+    def files(self) -> dict[str, DataFileRef | None]:
         """The data files that it names; None where it does not say what they must look like (stock DCP)."""
-        found: dict[str, FileTuple | None] = {}
+        found: dict[str, DataFileRef | None] = {}
         for value in (self.metadata.storage_data or {}).values():
-            if isinstance(value, tuple):
-                found[value[0][0]] = value[0]
+            if isinstance(value, StoredAt):
+                found[value.file.name] = value.file
             else:
                 found[value.relative_path] = None
         return found

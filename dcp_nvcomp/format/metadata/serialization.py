@@ -3,13 +3,12 @@
     read    bytes -> pickle_machine (an inert tree) -> metadata_reader (checks; torch's own classes)
     write   torch's Metadata, with tuples of plain values as `storage_data` -> pickle, protocol 4 -> its CRC behind it
 
-Each value of `storage_data` is `(file, record)`: `file` = `(relative_path, file_nbytes, footer_nbytes, footer_crc)` is
-one tuple per data file, shared by identity so that pickle writes it once, and `record` is the record's index in that
-file's footer. Checkpoints of stock DCP have a `StockItem` there instead.
+The values of `storage_data` are those of stored.py.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import struct
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.metadata.allowed_globals import ALLOWED
 from dcp_nvcomp.format.metadata.pickle_machine import resolve_trusted_globals, run_pickle
 from dcp_nvcomp.format.metadata.ranks import merge_rank_metadata, prefer_rank
+from dcp_nvcomp.format.metadata.stored import plain_storage_data
 from dcp_nvcomp.format.metadata.tree import MetadataReader
 
 __all__ = ["merge_rank_metadata", "parse_metadata", "prefer_rank", "serialize_metadata"]
@@ -34,7 +34,8 @@ _TRAILER_MAGIC: Final = b"DCPNVcrc"
 
 def serialize_metadata(metadata: Metadata) -> bytes:
     """The bytes of `.metadata`: a pickle that needs torch only and that stock DCP reads, and its CRC behind it."""
-    assert all(type(value) is tuple for value in metadata.storage_data.values())
+    if not all(type(value) is tuple and type(value[0]) is tuple for value in metadata.storage_data.values()):
+        metadata = dataclasses.replace(metadata, storage_data=plain_storage_data(metadata.storage_data))
     data = pickle.dumps(metadata, protocol=4)
     return b"".join([data, _TRAILER.pack(crc32c(data), _TRAILER_MAGIC)])
 

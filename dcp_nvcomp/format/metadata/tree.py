@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -18,6 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_nvcomp.errors import CheckpointError, MetadataError
+from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.format.metadata.allowed_globals import (
     BYTES,
     INDEX,
@@ -32,10 +32,11 @@ from dcp_nvcomp.format.metadata.allowed_globals import (
     shown,
 )
 from dcp_nvcomp.format.metadata.pickle_machine import Global, Instance, PickledDict, PickledList, TrustedCall
+from dcp_nvcomp.format.metadata.stored import StockItem, StoredAt
 from dcp_nvcomp.format.metadata.values import ValueReader, check_hashes, pairs_of
 from dcp_nvcomp.storage.base import check_relative_path
 
-__all__ = ["MetadataReader", "StockItem"]
+__all__ = ["MetadataReader"]
 
 _HAS_STRIDES: Final = "strides" in TensorProperties.__dataclass_fields__  # torch >= 2.15
 
@@ -53,7 +54,7 @@ class MetadataReader:
     def __init__(self, path: str, data_nbytes: int) -> None:
         self._path = path
         self._reader = ValueReader(data_nbytes)
-        self._files: dict[int, tuple[Any, ...]] = {}
+        self._files: dict[int, DataFileRef] = {}
         self._names: set[str] = set()
 
     def metadata(self, tree: object) -> Metadata:
@@ -206,14 +207,14 @@ class MetadataReader:
         node.state = None
         return built
 
-    def _location(self, value: object) -> Any:
-        """Where an item is: our own tuple as it is, or a StockItem."""
+    def _location(self, value: object) -> StoredAt | StockItem:
         if type(value) is tuple and len(value) == 2:
-            file, record = value
-            if id(file) not in self._files:
-                self._files[id(file)] = self._file(file)
+            node, record = value
+            file = self._files.get(id(node))
+            if file is None:
+                file = self._files[id(node)] = self._file(node)
             if type(record) is int and 0 <= record < 1 << 32:
-                return value
+                return StoredAt(file, record)
         if type(value) is Instance and value.kind is STORAGE_INFO:
             names = ("relative_path", "offset", "length", "transform_descriptors")
             return self._stock_item(*self._values(value, STORAGE_INFO, names))
@@ -224,14 +225,14 @@ class MetadataReader:
                 return self._stock_item(found.relative_path, found.offset, found.length, descriptors)
         raise MetadataError(f"storage_data has {shown(value)}, which neither this package nor stock DCP writes.")
 
-    def _file(self, file: object) -> tuple[Any, ...]:
+    def _file(self, file: object) -> DataFileRef:
         if type(file) is not tuple or len(file) != 4 or not all(type(value) is int for value in file[1:]):
             raise MetadataError(f"storage_data has {shown(file)} where a file must be.")
         name, file_nbytes, footer_nbytes, footer_crc = file
         if not (0 <= footer_nbytes <= file_nbytes < LIMIT and 0 <= footer_crc < 1 << 32):
             raise MetadataError(f"The sizes or the CRC of the file {shown(name)} are out of range.")
         self._relative_path(name)
-        return file
+        return DataFileRef(*file)
 
     def _relative_path(self, name: object) -> str:
         if type(name) is not str:
@@ -271,20 +272,3 @@ def _optional_text(node: object, what: str) -> str | None:
     if node is not None and type(node) is not str:
         raise MetadataError(f"The {what} is {shown(node)}, not text.")
     return node
-
-
-@dataclass(frozen=True, slots=True)
-class StockItem:
-    """Where stock DCP put one item.
-
-    Attributes:
-        relative_path: the data file.
-        offset: where the item begins in it.
-        length: its stored size in bytes.
-        transform_descriptors: what it went through, in the order in which reading undoes it.
-    """
-
-    relative_path: str
-    offset: int
-    length: int
-    transform_descriptors: tuple[str, ...]

@@ -16,7 +16,7 @@ import torch
 import zstandard
 
 from dcp_nvcomp.errors import CheckpointError, CorruptDataError, TruncatedFileError, UnknownCodecError
-from dcp_nvcomp.format.metadata.tree import StockItem
+from dcp_nvcomp.format.metadata.stored import StockItem
 from dcp_nvcomp.loading.safe_objects import load_tensor_safely
 from dcp_nvcomp.storage.base import Filesystem
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner
 
 from dcp_nvcomp.errors import CheckpointError, MetadataError, ShapeMismatchError
-from dcp_nvcomp.format.metadata.tree import StockItem
+from dcp_nvcomp.format.metadata.stored import StockItem
 from dcp_nvcomp.loading.destinations import Conversions
 from dcp_nvcomp.loading.read_plan import Wanted
 from dcp_nvcomp.loading.safe_objects import SafeLoader

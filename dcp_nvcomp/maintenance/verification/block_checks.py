@@ -13,7 +13,7 @@ import numpy as np
 from dcp_nvcomp.codecs.encoded import checksum
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.errors import CheckpointError, CodecUnavailableError, CorruptDataError, FormatError
-from dcp_nvcomp.format.data_file import FileTuple, block_row, read_footer
+from dcp_nvcomp.format.data_file import DataFileRef, block_row, read_footer
 from dcp_nvcomp.format.footer import KIND_PACK, MAX_BLOCK_NBYTES, Footer, Record
 from dcp_nvcomp.format.framing import HEADER_NBYTES, check_header
 from dcp_nvcomp.maintenance.verification.findings import Finding, finding_of
@@ -64,20 +64,20 @@ class CheckedFile:
         )
 
 
-def open_file(filesystem: Filesystem, file: FileTuple) -> CheckedFile:
+def open_file(filesystem: Filesystem, file: DataFileRef) -> CheckedFile:
     """Check a data file's size, footer and header.
 
     Raises:
         CheckpointError: as `read_footer` and `check_header`, also when read a second time.
     """
     footer = read_footer(filesystem, file)
-    twice(lambda: _check_header(filesystem, file[0], footer))
+    twice(lambda: _check_header(filesystem, file.name, footer))
     members: dict[int, list[Record]] = {}
     for record in footer.records:
         if record.pack is not None:
             members.setdefault(footer.records[record.pack[0]].first_block, []).append(record)
     holders = tuple(record for record in footer.records if record.block_count)
-    return CheckedFile(file[0], footer, holders, members)
+    return CheckedFile(file.name, footer, holders, members)
 
 
 def _check_header(filesystem: Filesystem, name: str, footer: Footer) -> None:

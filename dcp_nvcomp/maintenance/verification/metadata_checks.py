@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.format.footer import KIND_BYTES, KIND_TENSOR, KIND_TORCH_SAVE, Record
 from dcp_nvcomp.format.metadata.ranks import check_cover
+from dcp_nvcomp.format.metadata.stored import StoredAt
 from dcp_nvcomp.maintenance.verification.block_checks import CheckedFile
 from dcp_nvcomp.maintenance.verification.findings import ERROR, WARNING, Finding
 
@@ -41,7 +42,7 @@ def expectations(metadata: Metadata) -> Iterator[tuple[Any, Expected]]:
     """Where each item is stored, and what it must be."""
     boxes: dict[str, dict[torch.Size, ChunkStorageMetadata]] = {}
     for index, stored in metadata.storage_data.items():
-        record = stored[1] if isinstance(stored, tuple) else -1
+        record = stored.record if isinstance(stored, StoredAt) else -1
         described = metadata.state_dict_metadata.get(index.fqn)
         if not isinstance(described, TensorStorageMetadata):
             yield stored, Expected(index.fqn, record, None, (), None)

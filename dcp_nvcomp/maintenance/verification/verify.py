@@ -27,10 +27,10 @@ from typing import Any, TypeVar
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_nvcomp.errors import CheckpointError, CheckpointReplacedError, MetadataError, StorageError, UnsafeObjectError
-from dcp_nvcomp.format.data_file import FileTuple
+from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.format.metadata.roots import Root, is_missing, read_root, read_roots
 from dcp_nvcomp.format.metadata.serialization import merge_rank_metadata
-from dcp_nvcomp.format.metadata.tree import StockItem
+from dcp_nvcomp.format.metadata.stored import StockItem, StoredAt
 from dcp_nvcomp.format.names import METADATA_NAME, copy_name_of, rank_of_metadata_name
 from dcp_nvcomp.loading.stock.items import most_nbytes, read_stock_bytes, read_stock_tensor
 from dcp_nvcomp.maintenance.inspection import LAYOUT_OURS, LAYOUT_STOCK, checked_storage_options
@@ -151,15 +151,15 @@ def _verify(
 ) -> Verification:
     if any(root.metadata.storage_data is None for root in roots):
         raise MetadataError("`.metadata` does not say where anything is stored.", path=filesystem.path)
-    ours: dict[FileTuple, list[Expected]] = {}
+    ours: dict[DataFileRef, list[Expected]] = {}
     stock: list[tuple[StockItem, Expected]] = []
     for root in roots:
         for stored, expected in expectations(root.metadata):
-            if isinstance(stored, tuple):
-                ours.setdefault(stored[0], []).append(expected)
+            if isinstance(stored, StoredAt):
+                ours.setdefault(stored.file, []).append(expected)
             else:
                 stock.append((stored, expected))
-    tally = _Tally(sum(file[1] for file in ours) + sum(item.length for item, _ in stock), progress)
+    tally = _Tally(sum(file.nbytes for file in ours) + sum(item.length for item, _ in stock), progress)
     tally.findings += _check_copies(filesystem, roots)
     tally.findings += _check_whole(filesystem, roots)
     with ThreadPoolExecutor(threads, "dcp-verify") as pool:
@@ -200,7 +200,7 @@ def _in_order(pool: Executor, work: Callable[[T], R], items: Iterable[T], ahead:
 
 
 def _spans(
-    filesystem: Filesystem, pool: Executor, threads: int, ours: Mapping[FileTuple, Sequence[Expected]], tally: _Tally
+    filesystem: Filesystem, pool: Executor, threads: int, ours: Mapping[DataFileRef, Sequence[Expected]], tally: _Tally
 ) -> Iterator[Span]:
     """The reads of all files, whose footers are read some at a time; adds what is wrong with them."""
     files = list(ours)
@@ -209,19 +209,19 @@ def _spans(
         for file, opened in zip(some, pool.map(partial(_try_open, filesystem), some), strict=True):
             if isinstance(opened, Finding):
                 tally.findings.append(opened)
-                tally.nbytes += file[1]
+                tally.nbytes += file.nbytes
                 continue
             tally.findings += check_records(opened, ours[file])
             covered = int(opened.footer.block_offsets[-1] - opened.footer.block_offsets[0])
-            tally.nbytes += file[1] - covered
+            tally.nbytes += file.nbytes - covered
             yield from spans_of(opened)
 
 
-def _try_open(filesystem: Filesystem, file: FileTuple) -> CheckedFile | Finding:
+def _try_open(filesystem: Filesystem, file: DataFileRef) -> CheckedFile | Finding:
     try:
         return open_file(filesystem, file)
     except CheckpointError as error:
-        return finding_of(error, file[0])
+        return finding_of(error, file.name)
 
 
 def _check_whole(filesystem: Filesystem, roots: Sequence[Root]) -> list[Finding]:

@@ -25,7 +25,7 @@ from dcp_nvcomp.format.footer import Footer
 from dcp_nvcomp.format.framing import check_header
 from dcp_nvcomp.format.metadata.ranks import merge_rank_metadata, prefer_rank
 from dcp_nvcomp.format.metadata.serialization import parse_metadata
-from dcp_nvcomp.format.metadata.tree import StockItem
+from dcp_nvcomp.format.metadata.stored import StockItem
 from dcp_nvcomp.loading.safe_objects import SafeLoader
 from dcp_nvcomp.loading.stock.items import read_stock_bytes, read_stock_tensor
 

@@ -40,7 +40,7 @@ MUTATIONS = (
     Mutation(
         row="verify: header",
         file="dcp_nvcomp/maintenance/verification/block_checks.py",
-        old="    twice(lambda: _check_header(filesystem, file[0], footer))\n",
+        old="    twice(lambda: _check_header(filesystem, file.name, footer))\n",
         new="",
         tests=VERIFY + "damaged_file",
     ),
