@@ -205,8 +205,8 @@ def _results(writer: str, rank: int, plan: SavePlan) -> list[WriteResult]:
             for number, item in enumerate(plan.items)
         ]
     file = (data_file_name(rank, 0, f"{rank:032x}"), len(plan.items) * nbytes, 30_000, 0x12345678)
-    results = RankResults(WriteResult(item.index, nbytes, (file, i)) for i, item in enumerate(plan.items))
-    results.totals = RankTotals(files={file[0]: file[1]})
+    written = [WriteResult(item.index, nbytes, (file, i)) for i, item in enumerate(plan.items)]
+    results = RankResults(written, RankTotals(files={file[0]: file[1]}))
     results.totals.add("planes-zstd", "bfloat16", Totals(len(plan.items), len(plan.items) * nbytes, nbytes))
     return results
 

@@ -1,24 +1,73 @@
-"""Waiting for threads so that none outlives its call, whatever interrupts the wait."""
+"""Threads that work for one call: the first error of any of them ends the work, and none outlives the call."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from typing import Any
 
-__all__ = ["join_all"]
+__all__ = ["WorkerGroup"]
 
 
-def join_all(threads: Iterable[threading.Thread], fail: Callable[[BaseException], None]) -> None:
-    """Wait for all threads to end.
+class WorkerGroup:
+    """Threads that take their work from queues which the calling thread fills.
+
+    A worker keeps taking messages after a failure, without acting on them, so that nothing waits for it; it reports
+    its errors to `fail` and ends at the message that `stop` sends.
 
     Args:
-        threads: started threads.
-        fail: called with what interrupts the wait, a KeyboardInterrupt say; must make the threads end soon. The wait
-            then goes on: a thread that outlived the call would write into files or tensors of somebody else.
+        stop: makes every started worker end after the messages it was sent before.
+        on_failure: called after each failure, on the thread that failed; wakes whatever waits for a worker.
+
+    Attributes:
+        error: the first error of any thread; None as long as there is none.
     """
-    for thread in threads:
-        while thread.is_alive():
-            try:
-                thread.join()
-            except BaseException as error:
-                fail(error)
+
+    def __init__(self, *, stop: Callable[[], None], on_failure: Callable[[], None] | None = None) -> None:
+        self._stop = stop
+        self._on_failure = on_failure
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self.error: BaseException | None = None
+
+    def start(self, name: str, work: Callable[..., None], *args: Any) -> None:
+        """Start a worker. To be called on the calling thread only."""
+        thread = threading.Thread(target=work, args=args, name=name)
+        thread.start()
+        self._threads.append(thread)
+
+    def fail(self, error: BaseException) -> None:
+        """Record an error, of any thread. Only the first one counts."""
+        with self._lock:
+            if self.error is None:
+                self.error = error
+        if self._on_failure is not None:
+            self._on_failure()
+
+    def run(self, feed: Callable[[], None]) -> None:
+        """Feed the workers on this thread, then wait until all of them have ended.
+
+        Args:
+            feed: starts workers and sends them their messages. It should return early once `error` is set.
+
+        Raises:
+            BaseException: the first error of any thread.
+        """
+        try:
+            feed()
+        except BaseException as error:  # KeyboardInterrupt too must not leave threads and files behind
+            self.fail(error)
+        self._stop()
+        self._join()
+        if self.error is not None:
+            raise self.error
+
+    def _join(self) -> None:
+        for thread in self._threads:
+            while thread.is_alive():
+                try:
+                    thread.join()
+                except BaseException as error:
+                    # An interrupted wait goes on: a thread that outlived the call would write into files or tensors
+                    # that are no longer the call's.
+                    self.fail(error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
 
@@ -21,12 +21,11 @@ from dcp_nvcomp.engines.memory import pinned_allocate, plain_allocate
 from dcp_nvcomp.errors import CheckpointError, CorruptDataError
 from dcp_nvcomp.format.data_file import block_row
 from dcp_nvcomp.format.framing import check_header
-from dcp_nvcomp.loading.destinations import Destination
 from dcp_nvcomp.loading.read_plan import BlockRead, Read
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.reread import twice
 
-__all__ = ["Decoder", "GpuShare"]
+__all__ = ["Decoder", "Fetched", "GpuShare"]
 
 U8 = npt.NDArray[np.uint8]
 
@@ -67,6 +66,25 @@ class GpuShare:
             self._free.put(engines)
 
 
+@dataclass(frozen=True)
+class Fetched:
+    """A range of a file in memory.
+
+    Attributes:
+        read: the range.
+        data: its bytes, in the buffer of the thread that fetched it.
+        devices: for each block, the device whose engine decodes it; None for the CPU engine.
+    """
+
+    read: Read
+    data: memoryview
+    devices: Sequence[torch.device | None]
+
+    def block(self, block: BlockRead) -> memoryview:
+        """The stored bytes of a block."""
+        return self.data[block.start - self.read.start : block.stop - self.read.start]
+
+
 class Decoder:
     """One thread's buffers and engines, reused from read to read.
 
@@ -84,52 +102,57 @@ class Decoder:
         self._gpu = gpu
         self._buffer = memoryview(b"")
         self._pinned = False
-        self._devices: list[torch.device | None] = []
         self._scratch = ScratchArrays()
         self._cpu = CpuEngine()
         self._checks = JobChecks()
 
-    def fetch(self, read: Read) -> None:
-        """Read the range into this thread's buffer."""
+    def fetch(self, read: Read) -> Fetched:
+        """Read a range into this thread's buffer. The result is valid until the next call."""
         nbytes = read.stop - read.start
-        self._devices = [self._gpu_of(block) for block in read.blocks]
-        pinned = self._pinned or any(self._devices)
+        devices = [self._gpu_of(block) for block in read.blocks]
+        data = self._buffer_of(nbytes, pinned=self._pinned or any(devices))
+        self._filesystem.read_into(read.name, read.start, data)
+        return Fetched(read, data, devices)
+
+    def _buffer_of(self, nbytes: int, *, pinned: bool) -> memoryview:
         if len(self._buffer) < nbytes or pinned != self._pinned:
             self._buffer = memoryview(b"")
             self._buffer = pinned_allocate(max(nbytes, self._gpu.read_nbytes)) if pinned else plain_allocate(nbytes)
             self._pinned = pinned
-        self._filesystem.read_into(read.name, read.start, self._buffer[:nbytes])
+        return self._buffer[:nbytes]
 
-    def decode(self, read: Read) -> None:
-        """Check, decode and place the blocks of the range that was fetched.
+    def decode(self, fetched: Fetched) -> None:
+        """Check, decode and place the blocks of a range.
 
         Raises:
-            CorruptDataError: a block is damaged, also when read a second time.
+            CorruptDataError: a block is corrupt, also when read a second time.
         """
+        read = fetched.read
         if read.start == 0:
-            self._check_header(read)
+            self._check_header(fetched)
         on_gpu: dict[torch.device, list[BlockRead]] = {}
-        for block, device in zip(read.blocks, self._devices, strict=True):
+        for block, device in zip(read.blocks, fetched.devices, strict=True):
             if device is not None:
                 on_gpu.setdefault(device, []).append(block)
                 continue
-            data = self._buffer[block.start - read.start : block.stop - read.start]
+            data = fetched.block(block)
             with located(block, read):
                 twice(partial(self._decode_block, block, data, read), partial(self._decode_again, block, read))
         for device, blocks in on_gpu.items():
-            self._decode_on_gpu(device, blocks, read)
+            self._decode_on_gpu(device, blocks, fetched)
 
-    def _check_header(self, read: Read) -> None:
+    def _check_header(self, fetched: Fetched) -> None:
+        read = fetched.read
         path, data_offset = read.footer.path, int(read.footer.block_offsets[0])
         twice(
-            lambda: check_header(self._buffer[:data_offset], path=path),
+            lambda: check_header(fetched.data[:data_offset], path=path),
             lambda: check_header(self._filesystem.read(read.name, 0, data_offset), path=path),
         )
 
     def _decode_block(self, block: BlockRead, data: memoryview, read: Read) -> None:
         chain, nbytes = block.record.chain, int(read.footer.block_nbytes[block.number])
         assert chain is not None
-        destinations = [_destination(target.destination) for target in block.targets]
+        destinations = [target.destination for target in block.targets]
         direct = destinations[0].direct(block.box) if len(destinations) == 1 else None
         out = direct if direct is not None else self._scratch.array("decoded", nbytes, np.uint8)
         self._cpu.decode(data, block_row(read.footer, block.number), chain, out, verify=self._verify)
@@ -145,7 +168,7 @@ class Decoder:
     def _gpu_of(self, block: BlockRead) -> torch.device | None:
         """The device whose engine decodes this block; None for the CPU engine."""
         assert block.record.chain is not None
-        devices = {_destination(target.destination).device for target in block.targets}
+        devices = {target.destination.device for target in block.targets}
         device = next(iter(devices))
         if len(devices) == 1 and self._choice.on_cuda(device):
             return device
@@ -155,8 +178,9 @@ class Decoder:
             return device if self._choice.on_cuda(device) else None
         return None
 
-    def _decode_on_gpu(self, device: torch.device, blocks: list[BlockRead], read: Read) -> None:
-        pairs = [(block, self._checked(block, read, device)) for block in blocks]
+    def _decode_on_gpu(self, device: torch.device, blocks: list[BlockRead], fetched: Fetched) -> None:
+        read = fetched.read
+        pairs = [(block, self._checked(block, fetched, device)) for block in blocks]
         with self._gpu.engine(device) as engine:
             direct = [job for _, job in pairs if not job.out.is_meta]
             self._run(engine, direct, read)
@@ -167,9 +191,9 @@ class Decoder:
                 self._through_scratch(engine, others[start : start + count], read, device)
                 start += count
 
-    def _checked(self, block: BlockRead, read: Read, device: torch.device) -> DecodeJob:
-        """What the engine is to do for a block whose stored bytes are good."""
-        job = self._gpu_job(block, read, device)
+    def _checked(self, block: BlockRead, fetched: Fetched, device: torch.device) -> DecodeJob:
+        """The engine's job for a block, its stored bytes checked."""
+        job, read = self._gpu_job(block, fetched, device), fetched.read
         with located(block, read):
             return twice(partial(self._check, job), lambda: self._check(self._read_again(job, read)))
 
@@ -177,16 +201,17 @@ class Decoder:
         self._checks.check(job, verify=self._verify)
         return job
 
-    def _gpu_job(self, block: BlockRead, read: Read, device: torch.device) -> DecodeJob:
+    def _gpu_job(self, block: BlockRead, fetched: Fetched, device: torch.device) -> DecodeJob:
         assert block.record.chain is not None
-        destinations = [_destination(target.destination) for target in block.targets]
+        read = fetched.read
+        destinations = [target.destination for target in block.targets]
         out = None
         if len(destinations) == 1 and destinations[0].device == device:
             out = destinations[0].direct_on_device(block.box)
         if out is None:  # memory follows when it is this block's turn
             out = torch.empty(int(read.footer.block_nbytes[block.number]), dtype=torch.uint8, device="meta")
         return DecodeJob(
-            self._buffer[block.start - read.start : block.stop - read.start],
+            fetched.block(block),
             block_row(read.footer, block.number),
             block.record.chain,
             out,
@@ -228,7 +253,7 @@ class Decoder:
             for (block, _), job in zip(pairs, jobs, strict=True):
                 host: torch.Tensor | None = None
                 for target in block.targets:
-                    destination = _destination(target.destination)
+                    destination = target.destination
                     if destination.device == device:
                         destination.place(block.box, job.out)
                         continue
@@ -245,8 +270,3 @@ def located(block: BlockRead, read: Read) -> Iterator[None]:
         error.path, error.byte_range = read.footer.path, (block.start, block.stop)
         error.fqn = block.record.fqn or block.targets[0].record.fqn
         raise
-
-
-def _destination(destination: Destination | None) -> Destination:
-    assert destination is not None, "resolved before its first block is fetched"
-    return destination

@@ -22,7 +22,7 @@ from dcp_nvcomp.engines.tensors import (
 )
 from dcp_nvcomp.format.blocks import Box
 
-__all__ = ["Conversions", "Destination", "PackMember", "Region", "Run"]
+__all__ = ["Conversions", "Destination", "PackMember", "Region", "Run", "part_of"]
 
 U8 = npt.NDArray[np.uint8]
 
@@ -43,6 +43,19 @@ class Conversions:
             UserWarning,
             stacklevel=2,
         )
+
+
+def part_of(tensor: torch.Tensor, region: Box) -> torch.Tensor | None:
+    """Narrow a tensor to a region of it, by operations that every tensor subclass has; None if it is not inside."""
+    inside = tensor.dim() == len(region.sizes) and all(
+        offset + size <= limit for offset, size, limit in zip(region.offsets, region.sizes, tensor.shape, strict=True)
+    )
+    if not inside:
+        return None
+    for dim, (offset, size) in enumerate(zip(region.offsets, region.sizes, strict=True)):
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, offset, size)
+    return tensor
 
 
 class Destination(ABC):

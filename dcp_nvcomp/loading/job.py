@@ -21,22 +21,20 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.engines.tensors import torch_dtype
-from dcp_nvcomp.engines.threads import join_all
+from dcp_nvcomp.engines.threads import WorkerGroup
 from dcp_nvcomp.errors import CorruptDataError, ShapeMismatchError
 from dcp_nvcomp.format.blocks import Box
 from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.data_file import DataFileRef, read_footer
 from dcp_nvcomp.format.footer import KIND_BYTES, KIND_TENSOR, KIND_TORCH_SAVE, Footer
 from dcp_nvcomp.loading.decoder import Decoder, GpuShare
-from dcp_nvcomp.loading.destinations import Conversions, PackMember, Region, Run
+from dcp_nvcomp.loading.destinations import Conversions, Destination, PackMember, Region, Run, part_of
 from dcp_nvcomp.loading.read_plan import Read, Target, Wanted, locate, plan_reads
 from dcp_nvcomp.loading.safe_objects import SafeLoader
 from dcp_nvcomp.storage.base import Filesystem
@@ -54,7 +52,7 @@ CUDA_FETCHERS = 2
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What a load needs to know beside what it loads.
+    """A reader's options, as far as a load job needs them.
 
     Attributes:
         thread_count: threads that decode at the same time.
@@ -62,8 +60,7 @@ class LoadOptions:
         device_memory_budget: bytes that CUDA engines may take on a device.
         verify: `"stored"`, `"full"` or `"off"`.
         engine: `"auto"`, `"cpu"` or `"cuda"`.
-        safe: how stored Python objects are loaded.
-        conversions: tells the user, once, that dtypes differ.
+        safe: loads stored Python objects.
     """
 
     thread_count: int
@@ -72,7 +69,6 @@ class LoadOptions:
     verify: str
     engine: str
     safe: SafeLoader
-    conversions: Conversions
 
 
 class LoadJob:
@@ -82,22 +78,25 @@ class LoadJob:
         filesystem: the checkpoint.
         planner: DCP's planner.
         options: see `LoadOptions`.
+        conversions: warns once if dtypes differ.
     """
 
-    def __init__(self, filesystem: Filesystem, planner: LoadPlanner, options: LoadOptions) -> None:
+    def __init__(
+        self, filesystem: Filesystem, planner: LoadPlanner, options: LoadOptions, *, conversions: Conversions
+    ) -> None:
         self._filesystem = filesystem
         self._planner = planner
         self._options = options
+        self._conversions = conversions
         self._engine = EngineChoice(options.engine)
         self._may_use_cuda = self._engine.may_use_cuda()
         fetchers = CUDA_FETCHERS if self._may_use_cuda else 0
         self._threads = max(options.thread_count + fetchers, filesystem.parallel_reads)
         self._reads: SimpleQueue[Read | None] = SimpleQueue()
-        self._finished: SimpleQueue[Target | None] = SimpleQueue()
+        self._finished: SimpleQueue[Target] = SimpleQueue()
         self._decode_slots = threading.BoundedSemaphore(options.thread_count)
-        self._error: BaseException | None = None
-        self._lock = threading.Lock()
-        self._payloads: dict[int, Any] = {}
+        # one message for all: each thread that gets it passes it on
+        self._workers = WorkerGroup(stop=lambda: self._reads.put(None))
         self._device = _current_device()
 
     def run(self, items: Sequence[Wanted]) -> None:
@@ -126,7 +125,8 @@ class LoadJob:
             for target in of_file:
                 if not target.blocks:
                     self._finish_empty(target)
-        self._run_reads(reads, read_nbytes)
+        self._workers.run(lambda: self._feed(reads, read_nbytes))
+        self._commit_finished()
 
     def _longest_read(self, wanted_nbytes: int) -> int:
         """How long a read may be: all threads' buffers together stay within the budget."""
@@ -147,75 +147,55 @@ class LoadJob:
 
     # --- calling thread ---------------------------------------------------------------------------------------------
 
-    def _run_reads(self, reads: Iterable[Read], read_nbytes: int) -> None:
+    def _feed(self, reads: Iterable[Read], read_nbytes: int) -> None:
         decoders = min(CUDA_DECODERS, self._options.thread_count)
         gpu = GpuShare(decoders, self._options.device_memory_budget, read_nbytes, self._device)
-        threads: list[threading.Thread] = []
         ahead = threading.Semaphore(READS_AHEAD * self._threads)
-        try:
-            for read in reads:
-                self._resolve_targets(read)
-                while not ahead.acquire(timeout=0.05):
-                    self._commit_finished()
-                if self._error is not None:
-                    break
-                if len(threads) < self._threads:
-                    thread = threading.Thread(target=self._load, args=(ahead, gpu), name="dcp-load")
-                    thread.start()
-                    threads.append(thread)
-                self._reads.put(read)
+        for number, read in enumerate(reads):
+            self._resolve_targets(read)
+            while not ahead.acquire(timeout=0.05):
                 self._commit_finished()
-        except BaseException as error:  # KeyboardInterrupt too must not leave threads behind
-            self._fail(error)
-        for _ in threads:
-            self._reads.put(None)
-        join_all(threads, self._fail)
-        if self._error is None:
+            if self._workers.error is not None:
+                return
+            if number < self._threads:
+                self._workers.start("dcp-load", self._load, ahead, gpu)
+            self._reads.put(read)
             self._commit_finished()
-        if self._error is not None:
-            raise self._error
-
-    def _fail(self, error: BaseException) -> None:
-        with self._lock:
-            if self._error is None:
-                self._error = error
 
     def _resolve_targets(self, read: Read) -> None:
         # a GPU's stream may have to be waited for, and nothing should wait while the collector is paused
         with nullcontext() if self._may_use_cuda else collector_paused():
             for block in read.blocks:
                 for target in block.targets:
-                    if target.destination is None:
-                        self._resolve(target)
+                    if not target.is_resolved:
+                        target.resolve(self._destination(target))
 
-    def _resolve(self, target: Target) -> None:
+    def _destination(self, target: Target) -> Destination:
         """Ask the planner where an item goes."""
-        item, record = target.item, target.record
-        if record.kind in (KIND_BYTES, KIND_TORCH_SAVE):
+        record = target.record
+        if record.kind != KIND_TENSOR:
             start = 0 if record.pack is None else record.pack[1]
-            target.destination = Run(start, record.elements, 1, lambda data: self._keep(target, data))
-            return
-        tensor = self._destination_tensor(item)
+            return Run(start, record.elements, 1, target.keep)
+        tensor = target.payload = self._resolve_tensor(target.item)
         dtype = torch_dtype(record.element)
-        self._options.conversions.check(item.dest_index.fqn, dtype, tensor.dtype)
+        self._conversions.check(target.item.dest_index.fqn, dtype, tensor.dtype)
         region = Region(target.region, tensor, dtype)
-        target.destination = region
         if record.pack is None:
-            return
+            return region
         assert target.holder.grid is not None
         if target.holder.grid.block_count == 1 and self._engine.on_cuda(tensor.device):
             start = record.pack[1] * record.element.nbytes
-            target.destination = PackMember(start, record.shape, record.uncompressed_nbytes, region)
-        else:
-            whole = Box((0,) * len(record.shape), record.shape)
-            target.destination = Run(
-                record.pack[1],
-                record.uncompressed_nbytes,
-                record.element.nbytes,
-                lambda data: region.place(whole, torch.from_numpy(data)),
-            )
+            return PackMember(start, record.shape, record.uncompressed_nbytes, region)
+        whole = Box((0,) * len(record.shape), record.shape)
+        return Run(
+            record.pack[1],
+            record.uncompressed_nbytes,
+            record.element.nbytes,
+            lambda data: region.place(whole, torch.from_numpy(data)),
+        )
 
-    def _destination_tensor(self, item: ReadItem) -> torch.Tensor:
+    def _resolve_tensor(self, item: ReadItem) -> torch.Tensor:
+        """The tensor that an item goes into, ready to be written by other threads."""
         tensor = self._planner.resolve_tensor(item).detach()
         if tuple(tensor.shape) != tuple(item.lengths):
             raise ShapeMismatchError(
@@ -223,50 +203,36 @@ class LoadJob:
                 fqn=item.dest_index.fqn,
             )
         if tensor.device.type == "cuda":
-            self._engine.on_cuda(tensor.device)  # what it has to say, it says on this thread
+            self._engine.on_cuda(tensor.device)  # emit its fallback warning on the caller's thread
             # load threads write on streams of their own; what the caller has queued for this tensor comes first
             torch.cuda.current_stream(tensor.device).synchronize()
-        with self._lock:
-            self._payloads[id(item)] = tensor
         return tensor
-
-    def _keep(self, target: Target, data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-        payload = data.tobytes()
-        with self._lock:
-            self._payloads[id(target.item)] = payload
 
     def _commit_finished(self) -> None:
         """Hand complete items to the planner; on the calling thread, as planners expect."""
-        while self._error is None:
+        while self._workers.error is None:
             try:
                 target = self._finished.get_nowait()
             except Empty:
                 return
-            assert target is not None
             self._commit(target)
 
     def _commit(self, target: Target) -> None:
-        item, fqn = target.item, target.record.fqn
-        with self._lock:
-            payload = self._payloads.pop(id(item))
+        item, fqn, payload = target.item, target.record.fqn, target.payload
+        target.payload = None
         if target.record.kind == KIND_BYTES:
             self._planner.load_bytes(item, self._options.safe.checked(io.BytesIO(payload), fqn))
             return
         if target.record.kind == KIND_TORCH_SAVE:
             saved = self._options.safe.load_tensor(io.BytesIO(payload), fqn)
-            payload = self._destination_tensor(item)
-            with self._lock:
-                self._payloads.pop(id(item))
-            self._options.conversions.check(item.dest_index.fqn, saved.dtype, payload.dtype)
+            payload = self._resolve_tensor(item)
+            self._conversions.check(item.dest_index.fqn, saved.dtype, payload.dtype)
             _copy_payload(saved, target, payload)
         self._planner.commit_tensor(item, payload)
 
     def _finish_empty(self, target: Target) -> None:
-        """An item without elements: nothing to fetch, but the planner hears of it."""
-        if target.record.kind == KIND_TENSOR:
-            self._destination_tensor(target.item)
-        else:
-            self._payloads[id(target.item)] = b""
+        """Commit an item without elements: there is nothing to fetch, but the planner expects it."""
+        target.payload = self._resolve_tensor(target.item) if target.record.kind == KIND_TENSOR else b""
         self._commit(target)
 
     # --- load threads -----------------------------------------------------------------------------------------------
@@ -275,17 +241,18 @@ class LoadJob:
         decoder = Decoder(self._filesystem, self._options.verify, self._engine, gpu)
         while (read := self._reads.get()) is not None:
             try:
-                if self._error is None:
-                    decoder.fetch(read)
+                if self._workers.error is None:
+                    fetched = decoder.fetch(read)
                     with self._decode_slots:
-                        decoder.decode(read)
+                        decoder.decode(fetched)
                     for block in read.blocks:
                         for target in block.targets:
                             if target.block_placed():
                                 self._finished.put(target)
             except BaseException as error:
-                self._fail(error)
+                self._workers.fail(error)
             ahead.release()
+        self._reads.put(None)
 
 
 def _current_device() -> torch.device | None:
@@ -297,14 +264,10 @@ def _current_device() -> torch.device | None:
 
 def _copy_payload(saved: torch.Tensor, target: Target, destination: torch.Tensor) -> None:
     """Place a tensor whose storage is hidden: only its own operations can be used."""
-    region = target.region
-    if saved.dim() != len(region.sizes) or any(
-        offset + size > limit for offset, size, limit in zip(region.offsets, region.sizes, saved.shape, strict=True)
-    ):
+    part = part_of(saved, target.region)
+    if part is None:
         raise CorruptDataError(
-            f"The stored tensor has shape {tuple(saved.shape)}, which does not hold {region}.", fqn=target.record.fqn
+            f"The stored tensor has shape {tuple(saved.shape)}, which does not contain {target.region}.",
+            fqn=target.record.fqn,
         )
-    if tuple(saved.shape) != region.sizes:
-        for dim, (offset, size) in enumerate(zip(region.offsets, region.sizes, strict=True)):
-            saved = saved.narrow(dim, offset, size)
-    destination.copy_(saved)
+    destination.copy_(part)

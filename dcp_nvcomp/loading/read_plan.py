@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
@@ -24,6 +26,8 @@ from dcp_nvcomp.loading.destinations import Destination
 from dcp_nvcomp.storage.ranges import coalesce
 
 __all__ = ["BlockRead", "Read", "Shard", "Target", "Wanted", "locate", "plan_reads", "shard_of"]
+
+U8 = npt.NDArray[np.uint8]
 
 # Reading along a gap costs less than another request, up to about this much.
 GAP_NBYTES = 16 << 10
@@ -78,7 +82,7 @@ class Target:
         region: what it wants, in the coordinates of `record`; of a bytes item or a payload, all of it.
         blocks: numbers of the holder's blocks that it needs.
         missing: how many of them are not placed yet.
-        destination: made when the first block is about to be fetched.
+        payload: for the planner: the tensor that it resolved, or the bytes of an object.
     """
 
     item: ReadItem
@@ -87,13 +91,33 @@ class Target:
     region: Box
     blocks: tuple[int, ...]
     missing: int
-    destination: Destination | None = None
+    payload: Any = None
+    _destination: Destination | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def nbytes(self) -> int:
         """How much it wants, decoded."""
         return math.prod(self.region.sizes) * self.record.element.nbytes
+
+    @property
+    def is_resolved(self) -> bool:
+        """True once there is a destination, which is made when the first block is about to be fetched."""
+        return self._destination is not None
+
+    @property
+    def destination(self) -> Destination:
+        """Where its blocks go."""
+        assert self._destination is not None, "resolved before its first block is fetched"
+        return self._destination
+
+    def resolve(self, destination: Destination) -> None:
+        """Set where its blocks go."""
+        self._destination = destination
+
+    def keep(self, data: U8) -> None:
+        """Keep a copy of an object's bytes."""
+        self.payload = data.tobytes()
 
     def block_placed(self) -> bool:
         """Count one block as placed; whether it was the last."""

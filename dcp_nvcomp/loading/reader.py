@@ -107,21 +107,20 @@ class NvcompReader(StorageReader):
         self.storage_deadline_seconds = check_seconds("storage_deadline_seconds", storage_deadline_seconds)
         self.storage_options = storage_options
         self._options = LoadOptions(
-            check_thread_count(thread_count),
-            check_budget("host_memory_budget", host_memory_budget),
-            check_budget("device_memory_budget", device_memory_budget),
-            check_choice("verify", verify, VERIFY_MODES),
-            check_choice("engine", engine, ENGINES),
-            SafeLoader(self.trusted_globals, check_objects=safe_objects),
-            Conversions(),
+            thread_count=check_thread_count(thread_count),
+            host_memory_budget=check_budget("host_memory_budget", host_memory_budget),
+            device_memory_budget=check_budget("device_memory_budget", device_memory_budget),
+            verify=check_choice("verify", verify, VERIFY_MODES),
+            engine=check_choice("engine", engine, ENGINES),
+            safe=SafeLoader(self.trusted_globals, check_objects=safe_objects),
         )
-        self._load_id = uuid.uuid4().hex
-        self._storage_data: dict[MetadataIndex, Any] = {}
+        self.load_id = uuid.uuid4().hex
+        self.storage_data: dict[MetadataIndex, Any] = {}
         self._state_dict_metadata: dict[str, Any] = {}
         self._rank_parts: dict[int, Metadata] = {}
         self._failure: Exception | None = None
         self._save_id: str | None = None
-        self._open()  # tells at once what can't work
+        self._open()  # fail fast on invalid options
 
     def _open(self) -> Filesystem:
         # made anew for each use, so that no connection is carried into another process
@@ -136,8 +135,8 @@ class NvcompReader(StorageReader):
         """DCP: a new load begins, perhaps from another place. Options stay."""
         if checkpoint_id:
             self.path = os.fspath(checkpoint_id)
-        self._load_id = uuid.uuid4().hex
-        self._storage_data, self._rank_parts, self._failure, self._save_id = {}, {}, None, None
+        self.load_id = uuid.uuid4().hex
+        self.storage_data, self._rank_parts, self._failure, self._save_id = {}, {}, None, None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read what the checkpoint holds. Nothing that the file names is executed or imported.
@@ -172,7 +171,7 @@ class NvcompReader(StorageReader):
             filesystem.close()
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self._load_id
+        metadata.storage_meta.load_id = self.load_id
         return metadata
 
     def _read_metadata(self, filesystem: Filesystem, rank: int | None) -> Metadata:
@@ -204,10 +203,10 @@ class NvcompReader(StorageReader):
                 "`.metadata` has no storage_data: it was not written by a storage writer.", path=self.path
             )
         self._state_dict_metadata = metadata.state_dict_metadata
-        self._storage_data = metadata.storage_data
+        self.storage_data = metadata.storage_data
         own = self._rank_parts.get(kwargs.get("rank") or 0)
         if own is not None:
-            self._storage_data = prefer_rank(metadata, own)
+            self.storage_data = prefer_rank(metadata, own)
         self._save_id = metadata.storage_meta.save_id if metadata.storage_meta is not None else None
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -242,9 +241,9 @@ class NvcompReader(StorageReader):
                 wanted = Wanted(item, self._find(item), shard_of(item, self._state_dict_metadata))
                 (ours if isinstance(wanted.stored, StoredAt) else stock).append(wanted)
         try:
-            options = dataclasses.replace(self._options, conversions=Conversions())
-            LoadJob(filesystem, planner, options).run(ours)
-            load_stock_items(filesystem, stock, planner, options.safe, options.conversions)
+            conversions = Conversions()  # of this load: each load warns
+            LoadJob(filesystem, planner, self._options, conversions=conversions).run(ours)
+            load_stock_items(filesystem, stock, planner, self._options.safe, conversions)
         except CheckpointError as error:
             error.message += " What was being loaded into is undefined now: load again before using it."
             # ESTALE is what NFS makes of a file that another machine removed
@@ -270,7 +269,7 @@ class NvcompReader(StorageReader):
             ) from error
 
     def _find(self, item: ReadItem) -> Any:
-        found = self._storage_data.get(item.storage_index)
+        found = self.storage_data.get(item.storage_index)
         if found is None:
             raise MetadataError(
                 f"`.metadata` does not say where the shard at {item.storage_index.offset} is.",

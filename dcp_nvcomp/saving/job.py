@@ -29,9 +29,9 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_nvcomp.engines.memory import pinned_allocate
-from dcp_nvcomp.engines.threads import join_all
+from dcp_nvcomp.engines.threads import WorkerGroup
 from dcp_nvcomp.errors import StorageError
-from dcp_nvcomp.saving.encode.buffers import BufferPool, Cancelled, cuda_buffer_nbytes
+from dcp_nvcomp.saving.encode.buffers import BufferPool, cuda_buffer_nbytes
 from dcp_nvcomp.saving.encode.records import RecordMaker
 from dcp_nvcomp.saving.encode.sources import Source, Workbench, encode_parts
 from dcp_nvcomp.saving.encode.tasks import Task, Tasks
@@ -52,24 +52,18 @@ CUDA_THREADS = 2
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """What a save needs to know beside what it saves.
+    """A writer's options, as far as a save job needs them.
 
     Attributes:
         thread_count: encoding threads.
         host_memory_budget: bytes that encoded blocks may take on the host.
         device_memory_budget: bytes that CUDA engines may take on a device.
-        identity: what the footers say of the save: save_id, rank, writer.
-        progress: called with the uncompressed size of what was written, from any thread.
-        state_nbytes: about how much is saved.
-        may_use_cuda: whether some of it may be on a GPU.
+        may_use_cuda: True if GPU tensors would be encoded on their GPU.
     """
 
     thread_count: int
     host_memory_budget: int
     device_memory_budget: int
-    identity: dict[str, Any]
-    progress: Callable[[int], None]
-    state_nbytes: int = 0
     may_use_cuda: bool = False
 
 
@@ -97,6 +91,9 @@ class SaveJob:
         new_record_maker: makes the record maker of a file.
         resolve: gives an item's data; called on the calling thread.
         options: see `SaveOptions`.
+        identity: for the footers: save_id, file_id, rank, writer.
+        progress: called with the uncompressed size of what was written, from any thread.
+        state_nbytes: about how much is saved.
     """
 
     def __init__(
@@ -106,12 +103,18 @@ class SaveJob:
         new_record_maker: Callable[[], RecordMaker],
         resolve: Callable[[WriteItem], Any],
         options: SaveOptions,
+        *,
+        identity: dict[str, Any],
+        progress: Callable[[int], None],
+        state_nbytes: int,
     ) -> None:
         self._filesystem = filesystem
         self._lanes = [_Lane(files) for files in lanes]
         self._new_record_maker = new_record_maker
         self._resolve = resolve
         self._options = options
+        self._identity = identity
+        self._progress = progress
         # enough to keep all busy, and more where the budget allows: some tensors are encoded faster than they are
         # written and others slower, and only what was encoded ahead evens that out
         most = max(
@@ -123,12 +126,13 @@ class SaveJob:
         self._host_pool = BufferPool(HOST_BUFFER_NBYTES, host_budget, most)
         cuda_budget = options.host_memory_budget - self._host_pool.limit_nbytes
         self._cuda_pool = BufferPool(
-            cuda_buffer_nbytes(cuda_budget, options.state_nbytes), cuda_budget, CUDA_BUFFERS, pinned_allocate
+            cuda_buffer_nbytes(cuda_budget, state_nbytes), cuda_budget, CUDA_BUFFERS, pinned_allocate
         )
         self._host_tasks: SimpleQueue[Task | None] = SimpleQueue()
         self._cuda_tasks: SimpleQueue[Task | None] = SimpleQueue()
+        self._cuda_threads = 0
+        self._workers = WorkerGroup(stop=self._stop_workers, on_failure=self._close_pools)
         self._lock = threading.Lock()
-        self._error: BaseException | None = None
         self._opened: list[str] = []
         self._results: list[WriteResult] = []
         self._busy: dict[str, list[float]] = {"encode": [], "write": []}
@@ -143,31 +147,12 @@ class SaveJob:
         Raises:
             BaseException: the first error of any thread. What was written is removed.
         """
-        threads = [threading.Thread(target=self._write_lane, args=(lane,), name="dcp-write") for lane in self._lanes]
-        for _ in range(self._options.thread_count):
-            threads.append(threading.Thread(target=self._encode, args=(self._host_tasks,), name="dcp-encode"))
-        started: list[threading.Thread] = []
         try:
-            for thread in threads:
-                thread.start()
-                started.append(thread)
-            self._feed(started)
-        except Cancelled:
-            pass
-        except BaseException as error:  # KeyboardInterrupt too must not leave threads and files behind
-            self._fail(error)
-        for lane in self._lanes:
-            lane.messages.put(None)
-        for thread in started:
-            if thread.name == "dcp-encode":
-                self._host_tasks.put(None)
-            elif thread.name == "dcp-cuda":
-                self._cuda_tasks.put(None)
-        join_all(started, self._fail)
-        self.totals.seconds.update({stage: max(spent, default=0.0) for stage, spent in self._busy.items()})
-        if self._error is not None:
+            self._workers.run(self._start_and_feed)
+        except BaseException:
             self._remove_files()
-            raise self._error
+            raise
+        self.totals.seconds.update({stage: max(spent, default=0.0) for stage, spent in self._busy.items()})
         return self._results
 
     def _remove_files(self) -> None:
@@ -176,16 +161,26 @@ class SaveJob:
         except StorageError as error:  # must not hide the error that stopped the save
             logger.warning("Could not remove the files of a failed save: %s", error)
 
-    def _fail(self, error: BaseException) -> None:
-        with self._lock:
-            if self._error is None:
-                self._error = error
+    def _close_pools(self) -> None:
         self._host_pool.close()
         self._cuda_pool.close()
 
+    def _stop_workers(self) -> None:
+        for lane in self._lanes:
+            lane.messages.put(None)
+        self._host_tasks.put(None)
+        self._cuda_tasks.put(None)
+
     # --- calling thread ---------------------------------------------------------------------------------------------
 
-    def _feed(self, started: list[threading.Thread]) -> None:
+    def _start_and_feed(self) -> None:
+        for lane in self._lanes:
+            self._workers.start("dcp-write", self._write_lane, lane)
+        for _ in range(self._options.thread_count):
+            self._workers.start("dcp-encode", self._encode, self._host_tasks)
+        self._feed()
+
+    def _feed(self) -> None:
         """Hand out all tasks, always to the lane that has got least, so that lanes end together."""
         feeds = [(lane, self._feed_lane(lane)) for lane in self._lanes]
         while feeds:
@@ -194,18 +189,17 @@ class SaveJob:
             if task is None:
                 feeds.remove((lane, tasks))
                 continue
-            if self._error is not None:
-                raise Cancelled
+            if self._workers.error is not None:
+                return
             lane.messages.put(task)
             if not task.parts:
                 task.done.release()
             elif task.cuda_device is None:
                 self._host_tasks.put(task)
             else:
-                if sum(thread.name == "dcp-cuda" for thread in started) < CUDA_THREADS:
-                    thread = threading.Thread(target=self._encode, args=(self._cuda_tasks,), name="dcp-cuda")
-                    thread.start()
-                    started.append(thread)
+                if self._cuda_threads < CUDA_THREADS:
+                    self._cuda_threads += 1
+                    self._workers.start("dcp-cuda", self._encode, self._cuda_tasks)
                 self._cuda_tasks.put(task)
 
     def _feed_lane(self, lane: _Lane) -> Iterator[Task]:
@@ -233,13 +227,14 @@ class SaveJob:
         while (task := tasks.get()) is not None:
             start = time.perf_counter()
             try:
-                if self._error is None:
+                if self._workers.error is None:
                     task.blocks = encode_parts(task.parts, task.buffer, bench)
             except BaseException as error:
-                self._fail(error)
+                self._workers.fail(error)
             task.parts = []
             task.done.release()
             busy += time.perf_counter() - start
+        tasks.put(None)  # for the next of the threads that share this queue
         self._busy["encode"].append(busy)
 
     # --- write threads ----------------------------------------------------------------------------------------------
@@ -252,10 +247,10 @@ class SaveJob:
                 message.done.acquire()
             start = time.perf_counter()
             try:
-                if self._error is None:
+                if self._workers.error is None:
                     output = self._handle(message, output)
             except BaseException as error:
-                self._fail(error)
+                self._workers.fail(error)
             if isinstance(message, Task) and message.pool is not None:
                 message.pool.give_back(message.buffer)
             busy += time.perf_counter() - start
@@ -265,9 +260,7 @@ class SaveJob:
 
     def _handle(self, message: PlannedFile | Task | _EndOfFile, output: OpenFile | None) -> OpenFile | None:
         if isinstance(message, PlannedFile):
-            opened = OpenFile(
-                self._filesystem.open_output(message.name), message.name, self._options.identity, self._options.progress
-            )
+            opened = OpenFile(self._filesystem.open_output(message.name), message.name, self._identity, self._progress)
             self._opened.append(message.name)  # only now: a file that could not be made is not ours to remove
             return opened
         assert output is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import TracebackType
 from typing import Any
 
 __all__ = ["ProgressBar"]
@@ -22,6 +23,14 @@ class ProgressBar:
             from tqdm import tqdm
 
             self._bar = tqdm(total=total_nbytes, unit="B", unit_scale=True, desc="saving", file=sys.stderr, leave=False)
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def update(self, nbytes: int) -> None:
         """Add to what is done."""

@@ -12,6 +12,7 @@ no other save has.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -19,7 +20,7 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
@@ -72,21 +73,30 @@ _VERSION: Final = _own_version()
 
 @dataclass
 class _Save:
-    """One save of this rank, from `set_up_storage_writer` on."""
+    """One save of this rank: announced by `reset` or `storage_meta`, begun by `set_up_storage_writer`.
 
-    path: str
-    save_id: str
-    rank: int
-    is_coordinator: bool
-    use_collectives: bool
-    started_seconds: float = field(default_factory=time.perf_counter)
+    Attributes:
+        path: the checkpoint. Empty until `reset` or the beginning fixes it: until then the writer's path counts.
+        save_id: its id, in the names of its files.
+    """
+
+    path: str = ""
+    save_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    has_begun: bool = False
+    has_ended: bool = False
+    rank: int = 0
+    is_coordinator: bool = False
+    use_collectives: bool = True
+    started_seconds: float = 0.0
     own_files: tuple[str, ...] = ()
 
 
 class RankResults(list[WriteResult]):
     """The write results of one rank, and what it measured: DCP carries the list to the coordinator as it is."""
 
-    totals: RankTotals
+    def __init__(self, results: Iterable[WriteResult], totals: RankTotals) -> None:
+        super().__init__(results)
+        self.totals = totals
 
 
 class NvcompWriter(StorageWriter, BlockingAsyncStager):
@@ -151,7 +161,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         **storage_options: Any,
     ) -> None:
         BlockingAsyncStager.__init__(self)
-        self.path = os.fspath(path)
+        self._path = os.fspath(path)
         self.codec = codec
         self.thread_count = check_thread_count(thread_count)
         self.single_file_per_rank = single_file_per_rank
@@ -170,17 +180,19 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         self._chooser = parse_codec(codec)
         self._engine_choice = EngineChoice(self.engine)
         self._begin_life()
-        self._open(self.path)  # tells at once what can't work
+        self._open(self._path)  # fail fast on invalid options
 
     def _begin_life(self) -> None:
         """What belongs to one process and is never pickled."""
         self._local = threading.local()
+        self._thread = threading.current_thread()
+        self._latest: _Save | None = None
         self._orphans = Orphans()
         self._unfinished = False
 
     def __getstate__(self) -> dict[str, Any]:
         # the process checkpointer of dcp.async_save sends the writer anew for each save
-        left_behind = ("_local", "_orphans", "_unfinished")
+        left_behind = ("_local", "_thread", "_latest", "_orphans", "_unfinished")
         return {name: value for name, value in self.__dict__.items() if name not in left_behind}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -193,6 +205,43 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         save: _Save = self._local.save
         return save
 
+    @property
+    def _own(self) -> _Save | None:
+        return getattr(self._local, "save", None)
+
+    def _announced(self) -> _Save:
+        """The save that this thread is about to begin."""
+        save = self._own
+        if save is None or save.has_begun:
+            save = self._local.save = self._latest = _Save()
+        return save
+
+    @property
+    def path(self) -> str:
+        """Where saves without `checkpoint_id` go. It may be set between saves.
+
+        An asynchronous save looks it up when its thread begins: give `checkpoint_id=` to `dcp.async_save` instead of
+        setting it.
+        """
+        return self._path
+
+    @path.setter
+    def path(self, path: str | os.PathLike[str]) -> None:
+        self._path = os.fspath(path)
+        save = self._own
+        if save is not None and save.has_begun:
+            save.has_ended = True
+        elif save is not None:
+            save.path = ""  # what `reset` said before counts no longer
+
+    @property
+    def save_id(self) -> str:
+        """Id of the save that this thread is in; else of the writer's latest save; before the first, of the next."""
+        save = self._own
+        if save is None or save.has_ended:
+            save = self._latest or self._announced()
+        return save.save_id
+
     def _open(self, path: str) -> Filesystem:
         # made anew for each use: never pickled, and never shared with a process that was forked or spawned
         return open_filesystem(
@@ -204,22 +253,25 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         )
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """DCP: a new save begins, perhaps at another place. Options stay."""
-        if checkpoint_id:
-            self.path = self._local.path = os.fspath(checkpoint_id)
-            self._local.announced = None
+        """DCP: a new save begins, perhaps at another place. Options are kept.
+
+        On the thread that made the writer, later saves without `checkpoint_id` go to that place too. On other threads,
+        as those of `dcp.async_save`, it is the place of this save only.
+        """
+        place = os.fspath(checkpoint_id) if checkpoint_id else ""
+        if place and threading.current_thread() is self._thread:
+            self._path = place
+        self._local.save = self._latest = _Save(place)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """DCP: what this rank is in this save. Draws the id that makes this save's file names unique."""
-        meta = self.storage_meta()
-        self._local.announced = None
-        self._local.save = _Save(
-            path=str(meta.checkpoint_id),
-            save_id=str(meta.save_id),
-            rank=kwargs.get("rank") or 0,
-            is_coordinator=is_coordinator,
-            use_collectives=kwargs.get("use_collectives", True),
-        )
+        """DCP: the save begins, at the place and with the id that `storage_meta` announced."""
+        save = self._announced()
+        save.path = save.path or self._path
+        save.rank = kwargs.get("rank") or 0
+        save.is_coordinator = is_coordinator
+        save.use_collectives = kwargs.get("use_collectives", True)
+        save.started_seconds = time.perf_counter()
+        save.has_begun = True
         self.last_save = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -232,13 +284,12 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         """
         save = self._save
         self._engine_choice.check_codec(self._chooser)
-        filesystem = self._open(save.path)
-        if not save.use_collectives:
-            refuse_existing(filesystem, rank=save.rank)
-        elif save.is_coordinator and not self.overwrite:
-            refuse_existing(filesystem, rank=None)
-        filesystem.create_directory()
-        filesystem.close()
+        with contextlib.closing(self._open(save.path)) as filesystem:
+            if not save.use_collectives:
+                refuse_existing(filesystem, rank=save.rank)
+            elif save.is_coordinator and not self.overwrite:
+                refuse_existing(filesystem, rank=None)
+            filesystem.create_directory()
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -255,55 +306,60 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         save = self._save
         if plan.storage_data is True:
             self._orphans.remove(self._open)
-        filesystem = self._open(save.path)
-        total_nbytes = sum(planned_nbytes(item) for item in plan.items)
         planned_seconds = time.perf_counter() - save.started_seconds
-        bar = ProgressBar(total_nbytes, enabled=self.progress and save.rank == 0)
-        options = SaveOptions(
-            self.thread_count,
-            self.host_memory_budget,
-            self.device_memory_budget,
-            self._identity(),
-            bar.update,
-            state_nbytes=total_nbytes,
-            may_use_cuda=self._engine_choice.may_use_cuda(),
-        )
-        job = SaveJob(
-            filesystem,
-            plan_files(
-                plan.items,
-                save.rank,
-                save.save_id,
-                single_file_per_rank=self.single_file_per_rank,
-                streams=filesystem.output_streams(self.thread_count, self.host_memory_budget),
-                file_nbytes=filesystem.file_nbytes_worthwhile,
-            ),
-            lambda: RecordMaker(self._chooser, self._engine_choice, pack=self.single_file_per_rank),
-            planner.resolve_data,
-            options,
-        )
-        try:
-            results = RankResults(job.run())
-        finally:
-            bar.close()
-            filesystem.close()
-        results.totals = job.totals
+        nbytes = sum(planned_nbytes(item) for item in plan.items)
+        bar = ProgressBar(nbytes, enabled=self.progress and save.rank == 0)
+        with contextlib.closing(self._open(save.path)) as filesystem, bar:
+            job = self._job(plan, planner, filesystem, progress=bar.update, state_nbytes=nbytes)
+            results = RankResults(job.run(), job.totals)
         results.totals.seconds["plan"] = planned_seconds
         save.own_files = tuple(job.totals.files)
         if save.use_collectives:
             self._orphans.wrote(save.path, save.own_files)
         self.last_save = self._summarize([results.totals])
+        save.has_ended = save.use_collectives and not save.is_coordinator  # DCP calls nothing more on such a rank
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
-    def _identity(self) -> dict[str, Any]:
-        return {
-            "save_id": self._save.save_id,
-            "file_id": self._save.save_id,
-            "rank": self._save.rank,
-            "writer": {"dcp_nvcomp": _VERSION, "torch": torch.__version__},
-        }
+    def _job(
+        self,
+        plan: SavePlan,
+        planner: SavePlanner,
+        filesystem: Filesystem,
+        *,
+        progress: Callable[[int], None],
+        state_nbytes: int,
+    ) -> SaveJob:
+        save = self._save
+        lanes = plan_files(
+            plan.items,
+            save.rank,
+            save.save_id,
+            single_file_per_rank=self.single_file_per_rank,
+            streams=filesystem.output_streams(self.thread_count, self.host_memory_budget),
+            file_nbytes=filesystem.file_nbytes_worthwhile,
+        )
+        return SaveJob(
+            filesystem,
+            lanes,
+            lambda: RecordMaker(self._chooser, self._engine_choice, pack=self.single_file_per_rank),
+            planner.resolve_data,
+            SaveOptions(
+                thread_count=self.thread_count,
+                host_memory_budget=self.host_memory_budget,
+                device_memory_budget=self.device_memory_budget,
+                may_use_cuda=self._engine_choice.may_use_cuda(),
+            ),
+            identity={
+                "save_id": save.save_id,
+                "file_id": save.save_id,
+                "rank": save.rank,
+                "writer": {"dcp_nvcomp": _VERSION, "torch": torch.__version__},
+            },
+            progress=progress,
+            state_nbytes=state_nbytes,
+        )
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """DCP, coordinator (with `use_collectives=False`: each rank): commit.
@@ -320,27 +376,30 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         metadata.version = "1.0.0"
         metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
         metadata.storage_meta = StorageMeta(checkpoint_id=save.path, save_id=save.save_id)
-        filesystem = self._open(save.path)
-        if save.use_collectives:
-            try:
-                commit_checkpoint(filesystem, metadata, save.save_id, save.own_files, overwrite=self.overwrite)
-            except BaseException as error:
-                # whether it was published is unknown, or it was interrupted: then no rank may remove its files
-                if not isinstance(error, CheckpointError) or error.outcome_unknown:
-                    self._unfinished = False
-                raise
-        else:
-            commit_rank(filesystem, metadata, save.rank)
-        filesystem.close()
+        with contextlib.closing(self._open(save.path)) as filesystem:
+            if save.use_collectives:
+                self._commit(filesystem, metadata, save)
+            else:
+                commit_rank(filesystem, metadata, save.rank)
         self._unfinished = False
         totals = [rank.totals for rank in results if isinstance(rank, RankResults)]
         totals.append(RankTotals(seconds={"commit": time.perf_counter() - start}))
         self._tell(self._summarize(totals))
 
+    def _commit(self, filesystem: Filesystem, metadata: Metadata, save: _Save) -> None:
+        try:
+            commit_checkpoint(filesystem, metadata, save.save_id, save.own_files, overwrite=self.overwrite)
+        except BaseException as error:
+            # whether it was published is unknown, or it was interrupted: then no rank may remove its files
+            if not isinstance(error, CheckpointError) or error.outcome_unknown:
+                self._unfinished = False
+            raise
+
     def _tell(self, stats: SaveStats) -> None:
         """Tell of a save that is published: nothing here may make it look as if it had failed."""
-        self.last_save = stats
-        if self._save.is_coordinator:
+        save, self.last_save = self._save, stats
+        save.has_ended = True
+        if save.is_coordinator:
             logger.info("%s", stats)
         if self.on_save is not None:
             try:
@@ -355,16 +414,14 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
 
     def storage_meta(self) -> StorageMeta:
         """DCP: place and id of the save that this thread is about to begin."""
-        announced: StorageMeta | None = getattr(self._local, "announced", None)
-        if announced is None:
-            path = getattr(self._local, "path", None) or self.path
-            announced = self._local.announced = StorageMeta(checkpoint_id=path, save_id=uuid.uuid4().hex)
-        return announced
+        save = self._announced()
+        return StorageMeta(checkpoint_id=save.path or self._path, save_id=save.save_id)
 
     @property
     def checkpoint_id(self) -> str:
-        """Where the next save goes."""
-        return getattr(self._local, "path", None) or self.path
+        """Where the save goes that this thread is in; else where its next one would go."""
+        save = self._own
+        return self._path if save is None or save.has_ended else save.path or self._path
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

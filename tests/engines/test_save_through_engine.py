@@ -208,8 +208,16 @@ def test_engines_share_the_device_memory_budget(tmp_path: Path, on_the_engine: O
 def test_all_buffers_together_keep_to_the_host_memory_budget(budget: int) -> None:
     for state_nbytes in (0, 100 << 20, 1 << 40):
         for threads in (1, 8, 64):
-            options = SaveOptions(threads, budget, budget, {}, lambda nbytes: None, state_nbytes, may_use_cuda=True)
-            job = SaveJob(None, [[]] * 4, None, None, options)  # type: ignore[arg-type]
+            job = SaveJob(
+                None,  # type: ignore[arg-type]
+                [[]] * 4,
+                None,  # type: ignore[arg-type]
+                None,  # type: ignore[arg-type]
+                SaveOptions(threads, budget, budget, may_use_cuda=True),
+                identity={},
+                progress=lambda nbytes: None,
+                state_nbytes=state_nbytes,
+            )
             assert job._host_pool.limit_nbytes + job._cuda_pool.limit_nbytes <= budget
             assert job._cuda_pool.buffer_nbytes.bit_count() == 1, "torch would round it up"
             assert job._cuda_pool.limit_nbytes >= 2 * job._cuda_pool.buffer_nbytes

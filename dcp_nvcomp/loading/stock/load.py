@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner
 
 from dcp_nvcomp.errors import CheckpointError, MetadataError, ShapeMismatchError
+from dcp_nvcomp.format.blocks import Box
 from dcp_nvcomp.format.metadata.stored import StockItem
-from dcp_nvcomp.loading.destinations import Conversions
+from dcp_nvcomp.loading.destinations import Conversions, part_of
 from dcp_nvcomp.loading.read_plan import Wanted
 from dcp_nvcomp.loading.safe_objects import SafeLoader
 from dcp_nvcomp.loading.stock.items import MAX_STOCK_NBYTES, read_stock_bytes, read_stock_tensor
@@ -63,15 +64,13 @@ def _load_tensor(
         raise MetadataError("`.metadata` says that this is a Python object, but a tensor is asked for.")
     # not checked against the dtype of `.metadata`: planners may convert what they save
     saved = read_stock_tensor(filesystem, wanted.stored, sizes=shard.sizes, trusted=safe.trusted)
-    if saved.dim() != len(item.lengths):
-        raise ShapeMismatchError(f"The stored tensor has shape {tuple(saved.shape)}; the plan wants {item.lengths}.")
-    for dim, (offset, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-        if offset + size > saved.shape[dim]:
-            raise ShapeMismatchError(f"The stored tensor has shape {tuple(saved.shape)}, too small for what is asked.")
-        saved = saved.narrow(dim, offset, size)
+    region = Box(tuple(item.storage_offsets), tuple(item.lengths))
+    part = part_of(saved, region)
+    if part is None:
+        raise ShapeMismatchError(f"The stored tensor has shape {tuple(saved.shape)}, which does not contain {region}.")
     destination = planner.resolve_tensor(item).detach()
-    if destination.shape != saved.shape:
-        raise ShapeMismatchError(f"The destination has shape {tuple(destination.shape)}, not {tuple(saved.shape)}.")
+    if destination.shape != part.shape:
+        raise ShapeMismatchError(f"The destination has shape {tuple(destination.shape)}, not {tuple(part.shape)}.")
     conversions.check(item.dest_index.fqn, saved.dtype, destination.dtype)
-    destination.copy_(saved)
+    destination.copy_(part)
     planner.commit_tensor(item, destination)

@@ -136,7 +136,7 @@ MUTATIONS = (
     ),
     *_mutations(
         "objects",
-        "loading/job.py",
-        ("if saved.dim() != len(region.sizes) or any(", "if False and any(", f"{_OBJECTS} -k payload_of_another"),
+        "loading/destinations.py",
+        ("    if not inside:\n", "    if False:\n", f"{_OBJECTS} -k payload_of_another"),
     ),
 )

@@ -53,16 +53,16 @@ MUTATIONS = (
     ),
     Mutation(
         row="one rank raises: the first error of any thread is raised",
-        file=SAVING,
-        old="            self._remove_files()\n            raise self._error\n",
-        new="            self._remove_files()\n",
+        file="dcp_nvcomp/engines/threads.py",
+        old="            raise self.error\n",
+        new="            pass\n",
         tests=RAISES + "test_save[encode-1]",
     ),
     Mutation(
         row="one rank raises: errors of encode threads are kept",
         file=SAVING,
         old="                    task.blocks = encode_parts(task.parts, task.buffer, bench)\n"
-        "            except BaseException as error:\n                self._fail(error)\n",
+        "            except BaseException as error:\n                self._workers.fail(error)\n",
         new="                    task.blocks = encode_parts(task.parts, task.buffer, bench)\n"
         "            except BaseException as error:\n                pass\n",
         tests=RAISES + "test_save[encode-1]",
@@ -71,7 +71,7 @@ MUTATIONS = (
         row="one rank raises: errors of write threads are kept",
         file=SAVING,
         old="                    output = self._handle(message, output)\n"
-        "            except BaseException as error:\n                self._fail(error)\n",
+        "            except BaseException as error:\n                self._workers.fail(error)\n",
         new="                    output = self._handle(message, output)\n"
         "            except BaseException as error:\n                pass\n",
         tests=RAISES + "test_save[fsync-1]",
@@ -79,8 +79,8 @@ MUTATIONS = (
     Mutation(
         row="one rank raises: it removes its own files",
         file=SAVING,
-        old="            self._remove_files()\n            raise self._error\n",
-        new="            raise self._error\n",
+        old="            self._remove_files()\n            raise\n",
+        new="            raise\n",
         tests=RAISES + "test_save[close-1]",
     ),
     Mutation(
@@ -115,7 +115,7 @@ MUTATIONS = (
         row="one rank raises: errors of load threads are kept",
         file="dcp_nvcomp/loading/job.py",
         old="                                self._finished.put(target)\n"
-        "            except BaseException as error:\n                self._fail(error)\n",
+        "            except BaseException as error:\n                self._workers.fail(error)\n",
         new="                                self._finished.put(target)\n"
         "            except BaseException as error:\n                pass\n",
         tests=RAISES + "test_load[fetch-1]",

@@ -185,7 +185,7 @@ MUTATIONS = (
         row="flipped on the way: headers are read once more",
         file="dcp_nvcomp/loading/decoder.py",
         old="check_header(self._filesystem.read(read.name, 0, data_offset), path=path)",
-        new="check_header(self._buffer[:data_offset], path=path)",
+        new="check_header(fetched.data[:data_offset], path=path)",
         tests=f"{DAMAGED} -k healed",
     ),
     Mutation(

@@ -1,0 +1,206 @@
+"""Where a save goes, and under which id: the constructor, `checkpoint_id=`, `reset` and `writer.path = ...`."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner
+
+from dcp_nvcomp import NvcompReader, NvcompWriter
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def save(writer: NvcompWriter, value: float, place: Path | None = None, **options: Any) -> None:
+    dcp.save({"w": torch.full((8,), float(value))}, storage_writer=writer, checkpoint_id=place, no_dist=True, **options)
+
+
+def value_at(place: Path) -> float:
+    state = {"w": torch.zeros(8)}
+    dcp.load(state, storage_reader=NvcompReader(place), no_dist=True)
+    return state["w"][0].item()
+
+
+class FailsToSetUp(DefaultSavePlanner):
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        raise RuntimeError("no memory")
+
+
+def test_path_after_checkpoint_id(tmp_path: Path) -> None:
+    writer = NvcompWriter(tmp_path / "unused")
+    save(writer, 1, tmp_path / "a")
+    writer.path = str(tmp_path / "b")
+    assert writer.checkpoint_id == str(tmp_path / "b")
+    save(writer, 2)
+    assert (value_at(tmp_path / "a"), value_at(tmp_path / "b")) == (1, 2)
+    assert writer.last_save is not None and writer.last_save.checkpoint_id == str(tmp_path / "b")
+
+
+def test_path_after_reset(tmp_path: Path) -> None:
+    writer = NvcompWriter(tmp_path / "unused")
+    writer.reset(tmp_path / "a")
+    assert writer.path == writer.checkpoint_id == str(tmp_path / "a")
+    writer.path = tmp_path / "b"  # a Path too
+    assert writer.path == writer.checkpoint_id == str(tmp_path / "b")
+    save(writer, 1)
+    assert value_at(tmp_path / "b") == 1 and not (tmp_path / "a").exists()
+
+
+def test_path_after_storage_meta(tmp_path: Path) -> None:
+    writer = NvcompWriter(tmp_path / "a")
+    announced = writer.storage_meta()
+    writer.path = str(tmp_path / "b")
+    save(writer, 1)
+    assert value_at(tmp_path / "b") == 1 and not (tmp_path / "a").exists()
+    assert NvcompReader(tmp_path / "b").read_metadata().storage_meta.save_id == announced.save_id
+
+
+def test_the_last_place_holds_without_checkpoint_id(tmp_path: Path) -> None:
+    """As with the stock writer."""
+    writer = NvcompWriter(tmp_path / "unused")
+    save(writer, 1, tmp_path / "a")
+    save(writer, 2)
+    assert value_at(tmp_path / "a") == 2
+    writer.path = str(tmp_path / "b")
+    save(writer, 3, tmp_path / "c")
+    assert value_at(tmp_path / "c") == 3 and not (tmp_path / "b").exists()
+
+
+def test_path_set_on_another_thread(tmp_path: Path) -> None:
+    """An executor's thread saved before, to a `checkpoint_id`; then the main thread sets the path."""
+    writer = NvcompWriter(tmp_path / "unused")
+    may_go_on, saved = threading.Event(), threading.Event()
+
+    def saves() -> None:
+        save(writer, 1, tmp_path / "a")
+        saved.set()
+        assert may_go_on.wait(60)
+        save(writer, 2)
+
+    thread = threading.Thread(target=saves)
+    thread.start()
+    assert saved.wait(60)
+    writer.path = str(tmp_path / "b")
+    may_go_on.set()
+    thread.join()
+    assert (value_at(tmp_path / "a"), value_at(tmp_path / "b")) == (1, 2)
+
+
+def test_path_after_a_save_that_never_began(tmp_path: Path) -> None:
+    writer = NvcompWriter(tmp_path / "unused")
+    for place in (None, tmp_path / "a"):
+        with pytest.raises(CheckpointException, match="no memory"):
+            save(writer, 1, place, planner=FailsToSetUp())
+    writer.path = str(tmp_path / "b")
+    save(writer, 2)
+    assert value_at(tmp_path / "b") == 2 and not (tmp_path / "a").exists()
+
+
+def test_asynchronous_saves_leave_the_path_alone(tmp_path: Path) -> None:
+    """A `checkpoint_id` that a background thread begins with must not move what this thread saves next."""
+    writer = NvcompWriter(tmp_path / "unused")
+    writer.path = str(tmp_path / "b")
+    upload = dcp.async_save({"w": torch.ones(8)}, storage_writer=writer, checkpoint_id=tmp_path / "a", no_dist=True)
+    upload.result(60)
+    save(writer, 2)
+    assert (value_at(tmp_path / "a"), value_at(tmp_path / "b")) == (1, 2)
+
+
+def test_an_asynchronous_save_keeps_its_place(tmp_path: Path) -> None:
+    reached, may_go_on = threading.Event(), threading.Event()
+
+    class Waits(DefaultSavePlanner):
+        def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+            reached.set()  # between `reset` and `set_up_storage_writer`
+            assert may_go_on.wait(60)
+            super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+    writer = NvcompWriter(tmp_path / "unused")
+    upload = dcp.async_save(
+        {"w": torch.ones(8)}, storage_writer=writer, checkpoint_id=tmp_path / "a", planner=Waits(), no_dist=True
+    )
+    assert reached.wait(60)
+    writer.path = str(tmp_path / "b")
+    may_go_on.set()
+    upload.result(60)
+    save(writer, 2)
+    assert (value_at(tmp_path / "a"), value_at(tmp_path / "b")) == (1, 2)
+
+
+def test_cached_plans_do_not_bring_the_old_place_back(tmp_path: Path) -> None:
+    planner = DefaultSavePlanner(enable_plan_caching=True)
+    planner._cached_plans_key = f"test-{tmp_path}"  # the cache is the class's
+    writer = NvcompWriter(tmp_path / "unused")
+    save(writer, 1, tmp_path / "a", planner=planner)
+    for value, name in enumerate("bcd", start=2):
+        writer.path = str(tmp_path / name)
+        save(writer, value, planner=planner)
+    assert [value_at(tmp_path / name) for name in "abcd"] == [1, 2, 3, 4]
+
+
+def test_path_travels_with_a_pickle(tmp_path: Path) -> None:
+    writer = NvcompWriter(tmp_path / "unused")
+    save(writer, 1, tmp_path / "a")
+    writer.path = str(tmp_path / "b")
+    sent = pickle.loads(pickle.dumps(writer))
+    assert sent.path == sent.checkpoint_id == str(tmp_path / "b")
+    save(sent, 2)
+    assert (value_at(tmp_path / "a"), value_at(tmp_path / "b")) == (1, 2)
+
+
+def test_checkpoint_id_in_a_hook_is_that_of_the_save(tmp_path: Path) -> None:
+    """A subclass that looks where it is, on a background thread."""
+
+    class Looks(NvcompWriter):
+        seen: str
+
+        def finish(self, metadata: Any, results: Any) -> None:
+            self.seen = self.checkpoint_id
+            super().finish(metadata, results)
+
+    writer = Looks(tmp_path / "unused")
+    dcp.async_save({"w": torch.ones(8)}, storage_writer=writer, checkpoint_id=tmp_path / "a", no_dist=True).result(60)
+    assert writer.seen == str(tmp_path / "a")
+
+
+def test_path_set_in_on_save(tmp_path: Path) -> None:
+    """The next place may be chosen when a save is done."""
+    writer = NvcompWriter(tmp_path / "0", on_save=lambda stats: setattr(writer, "path", str(tmp_path / "1")))
+    save(writer, 1)
+    save(writer, 2)
+    assert (value_at(tmp_path / "0"), value_at(tmp_path / "1")) == (1, 2)
+
+
+def test_save_id_and_load_id_and_storage_data(tmp_path: Path) -> None:
+    """The stock writer's and reader's public attributes."""
+    writer, reader = NvcompWriter(tmp_path), NvcompReader(tmp_path)
+    before = writer.save_id
+    assert before == writer.save_id == writer.storage_meta().save_id
+    save(writer, 1)
+    assert writer.save_id == before == reader.read_metadata().storage_meta.save_id
+    save(writer, 2)
+    assert writer.save_id == reader.read_metadata().storage_meta.save_id != before
+    writer.reset()
+    assert writer.save_id not in (before, reader.read_metadata().storage_meta.save_id)
+    dcp.async_save({"w": torch.ones(8)}, storage_writer=writer, checkpoint_id=tmp_path / "a", no_dist=True).result(60)
+
+    assert reader.storage_data == {}
+    assert reader.read_metadata().storage_meta.load_id == reader.load_id
+    dcp.load({"w": torch.zeros(8)}, storage_reader=reader, no_dist=True)
+    assert [index.fqn for index in reader.storage_data] == ["w"]
+    before = reader.load_id
+    reader.reset(tmp_path / "a")
+    assert reader.load_id != before and reader.storage_data == {}
+
+
+def test_save_id_of_an_asynchronous_save(tmp_path: Path) -> None:
+    writer = NvcompWriter(tmp_path)
+    save(writer, 1)
+    dcp.async_save({"w": torch.ones(8)}, storage_writer=writer, checkpoint_id=tmp_path / "a", no_dist=True).result(60)
+    assert writer.save_id == NvcompReader(tmp_path / "a").read_metadata().storage_meta.save_id
