@@ -3,12 +3,14 @@
 #   PYTHON   the interpreter .venv is made from, 3.10 or newer        (python3)
 #   VENV     where the environment goes                               (.venv)
 #   TORCH    what pip installs as torch                               (2.13.0 without an NVIDIA GPU, else 2.9 or newer)
+#   WORKERS  how many tests run at a time                             (2)
 #   SUITE    which benchmark `make bench` runs                        (ratio)
 #   ARGS     further arguments for the program that a target runs
 
 PYTHON ?= python3
 VENV ?= .venv
 SUITE ?= ratio
+WORKERS ?= 2
 BIN := $(VENV)/bin
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 ifeq ($(HAS_GPU),0)
@@ -17,17 +19,20 @@ else
 TORCH ?= torch>=2.9
 endif
 
+PARALLEL := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+
 # what has to be installed anew after a change: editable installs see all other changes at once
 PACKAGING := setup.cfg setup.py $(wildcard dcp_nvcomp/codecs/*/*.c)
 
-.PHONY: demo figures test test-slow test-faults test-gpu bench lint format clean help
+.PHONY: demo figures test test-slow test-faults fuzz soak test-gpu bench lint format clean help
 
 help:
 	@echo "make demo       train, crash, resume on fewer ranks, compare with stock DCP; the picture is demo-out/demo.png"
 	@echo "make figures    the demo, and its table and picture into README.md and docs/images"
-	@echo "make test       the test suite, without the slow tests"
-	@echo "make test-slow  the tests that need minutes or gigabytes"
+	@echo "make test       the test suite, without what is slow, and with few examples of each property"
+	@echo "make test-slow  what make test leaves out: long tests, benchmarks and the demo, stock DCP against itself"
 	@echo "make test-faults  the whole fault matrix, 50,000 fuzz executions and two minutes of soak"
+	@echo "make fuzz, make soak  the second and the third of these alone"
 	@echo "make test-gpu   the tests that need a GPU"
 	@echo "make bench      a benchmark: SUITE=ratio, cpu, overlap, reshard, scale, s3, gpu or slices"
 	@echo "make lint       ruff, mypy, codespell"
@@ -41,15 +46,23 @@ figures: demo
 	$(BIN)/python examples/demo_report.py demo-out
 
 test: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest $(ARGS)
+	$(PARALLEL) $(ARGS)
 
+test-slow: export DCP_NVCOMP_TEST_PROFILE := ci
 test-slow: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(PARALLEL) -m "slow or tools or oracle" $(ARGS)
 
-# the executions are of each of the five targets; with DCP_NVCOMP_TEST_S3 half of the soak is on that server
+test-faults: export DCP_NVCOMP_TEST_PROFILE := ci
 test-faults: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest tests/faults -m "" $(ARGS)
+	$(PARALLEL) tests/faults -m "" $(ARGS)
+	$(MAKE) fuzz soak
+
+# of each of the five targets
+fuzz: $(VENV)/dev.stamp
 	$(BIN)/python -m tests.faults.fuzz --executions 10000
+
+# with DCP_NVCOMP_TEST_S3 half of it is on that server
+soak: $(VENV)/dev.stamp
 ifdef DCP_NVCOMP_TEST_S3
 	$(BIN)/python -m tests.soak --minutes 1 --faults
 	$(BIN)/python -m tests.soak --minutes 1 --faults --place s3

@@ -4,11 +4,18 @@
 #     .ci/ceph_up.sh [DIRECTORY [PORT]]       then:  export DCP_NVCOMP_TEST_S3=http://127.0.0.1:PORT
 #
 # Needs root and the packages radosgw, ceph-mon, ceph-osd and ceph-common. Keys: ci / cisecret. Bucket names of three
-# characters or more. The monitor listens on PORT+1 and PORT+2. Anything that DIRECTORY held is removed.
+# characters or more. The monitor listens on PORT+1 and PORT+2; PORT 0 stands for three that are free. The last line of
+# the output is the endpoint. Anything that DIRECTORY held is removed.
 set -euo pipefail
 
 dir=${1:-/var/tmp/dcp-nvcomp-ceph}
 port=${2:-7480}
+is_used() { (: < "/dev/tcp/127.0.0.1/$1") 2> /dev/null; }
+if [ "$port" = 0 ]; then
+    for port in $(shuf -i 20000-30000 -n 100); do # below the ports that the system gives out itself
+        is_used "$port" || is_used $((port + 1)) || is_used $((port + 2)) || break
+    done
+fi
 mon_address="[v2:127.0.0.1:$((port + 1)),v1:127.0.0.1:$((port + 2))]"
 export CEPH_CONF=$dir/ceph.conf
 
@@ -85,7 +92,7 @@ ceph-osd --id 0 >> "$dir/log/mkfs.log" 2>&1
 
 timeout 60 radosgw --name client.rgw
 for _ in $(seq 120); do
-    (: < "/dev/tcp/127.0.0.1/$port") 2> /dev/null && break
+    is_used "$port" && break
     sleep 0.5
 done
 : < "/dev/tcp/127.0.0.1/$port"

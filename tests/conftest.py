@@ -13,8 +13,24 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+from tests.effort import examples
 
 S3Store = tuple[str, dict[str, Any]]
+
+
+settings.register_profile("dcp_nvcomp", max_examples=examples(100), deadline=None)
+settings.load_profile("dcp_nvcomp")
+
+# Tests that share what is slow to make run on one worker of pytest-xdist.
+_GROUPS = {"ranks": "ranks", "single_rank": "ranks", "compiled_library": "kernels", "kernels": "kernels"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for group in {_GROUPS[name] for name in getattr(item, "fixturenames", ()) if name in _GROUPS}:
+            item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session")

@@ -73,6 +73,7 @@ def test_ratio(tmp_path: Path) -> None:
             assert row["large tensors"] == pytest.approx(row["together"], rel=0.005), coder
 
 
+@pytest.mark.tools
 def test_cpu(tmp_path: Path) -> None:
     rows = run_quick("cpu", tmp_path)
     assert [(row["writer"], row["threads"]) for row in rows["checkpoints"]] == [
@@ -82,6 +83,7 @@ def test_cpu(tmp_path: Path) -> None:
     assert {row["state"] for row in rows["coders"]} == {"bf16", "fp32", "together"}
 
 
+@pytest.mark.tools
 def test_overlap(tmp_path: Path) -> None:
     rows = run_quick("overlap", tmp_path)
     slowest = rows["sinks"][0]
@@ -91,6 +93,7 @@ def test_overlap(tmp_path: Path) -> None:
     assert [row["writer"] for row in rows["target"]] == ["dcp_nvcomp", "dcp", "dcp+zstd"]
 
 
+@pytest.mark.tools
 def test_reshard(tmp_path: Path) -> None:
     rows = run_quick("reshard", tmp_path)["reshard"]
     whole = rows[1]
@@ -99,6 +102,7 @@ def test_reshard(tmp_path: Path) -> None:
     assert rows[0]["factor"] == pytest.approx(2.0, rel=0.01)  # blocks are whole rows, a rank wants half of each
 
 
+@pytest.mark.tools
 @pytest.mark.parametrize("part", ["tensors", "size", "ranks", "planning"])
 def test_scale(tmp_path: Path, part: str) -> None:
     rows = run_quick("scale", tmp_path, parts=(part,))
@@ -109,6 +113,7 @@ def test_scale(tmp_path: Path, part: str) -> None:
         assert {row["writer"] for row in rows["planning"]} == {"dcp", "dcp_nvcomp"}
 
 
+@pytest.mark.tools
 @pytest.mark.s3
 def test_s3(tmp_path: Path, moto_endpoint: str) -> None:
     rows = run_quick("s3", tmp_path, s3=moto_endpoint)["s3"]
@@ -117,6 +122,7 @@ def test_s3(tmp_path: Path, moto_endpoint: str) -> None:
     assert rows[0]["stored"] == pytest.approx(rows[4]["stored"], rel=0.01)
 
 
+@pytest.mark.tools
 @pytest.mark.s3
 def test_memory(tmp_path: Path, moto_endpoint: str) -> None:
     rows = run_quick("scale", tmp_path, parts=("memory",), s3=moto_endpoint)["memory"]
@@ -189,6 +195,7 @@ def test_gpu_checkpoints_on_a_stand_in(tmp_path: Path) -> None:
     assert [row["writer"] for row in rows] == list(names)
 
 
+@pytest.mark.tools
 @pytest.mark.skipif(REASON is None, reason="there is a GPU")
 @pytest.mark.parametrize("module", ["benchmarks gpu", "benchmarks.slices"])
 def test_without_a_gpu_it_says_so(module: str) -> None:
@@ -197,6 +204,7 @@ def test_without_a_gpu_it_says_so(module: str) -> None:
     assert done.returncode == 2 and "can't run here" in done.stdout and "Traceback" not in done.stderr
 
 
+@pytest.mark.tools
 def test_the_command_line(tmp_path: Path) -> None:
     words = ["overlap", "--quick", "--part", "sinks", "--repeats", "2", "--megabytes", "4"]
     files = ["--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.png")]

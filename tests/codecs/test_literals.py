@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from dcp_nvcomp.codecs import Zstd
 from dcp_nvcomp.codecs.coders import zstd
+from tests.effort import examples
 
 # compiled where there is a C compiler
 encode_literals = pytest.importorskip("dcp_nvcomp.codecs.coders._literals").encode_literals
@@ -56,7 +57,7 @@ def misleading(count: int) -> bytes:
     return data.tobytes()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     count=st.integers(1, 5000) | st.integers(16 * KIB, 17 * KIB) | st.integers(128 * KIB - 5, 130 * KIB),
     symbols=st.integers(1, 129),
@@ -77,7 +78,7 @@ def test_zstd_decodes_it(count: int, symbols: int, first: int, skew: float, seed
         assert count % (128 * KIB) in range(1, 1024) or nearly_random(data)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     # each run of a byte hides from a sample of the block, or is all that a sample sees
     runs=st.lists(st.tuples(st.integers(0, 128), st.integers(1, 3000)), min_size=1, max_size=120),

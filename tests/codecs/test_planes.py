@@ -14,9 +14,12 @@ from hypothesis import strategies as st
 from dcp_nvcomp.codecs.scratch import ScratchArrays
 from dcp_nvcomp.codecs.transforms import planes
 from dcp_nvcomp.codecs.transforms.planes import Planes
+from tests.effort import examples
 
 DRAWN = settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=examples(100),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 

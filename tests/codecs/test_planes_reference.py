@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from dcp_nvcomp.codecs.scratch import ScratchArrays
 from dcp_nvcomp.codecs.transforms.planes import Planes
 from tests.codecs import planes_reference
+from tests.effort import examples
 from tests.engines.cases import SIGNS, floats
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     width=st.sampled_from([2, 4, 8]),
     count=st.integers(1, 70) | st.sampled_from([1023, 4096]),

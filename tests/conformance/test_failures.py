@@ -17,7 +17,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from dcp_nvcomp import errors
 from tests.distributed.launch import RankFailure, RankPool
 
-from .plugins import OURS, STOCK, Plugin, cause_of, file_names, on_every_plugin, on_every_reader, quiet_stock
+from .plugins import ORACLE, OURS, Plugin, cause_of, file_names, on_every_plugin, on_every_reader, quiet_stock
 from .sabotage import LOAD_STEPS, SAVE_STEPS, FailingLoadPlanner, FailingSavePlanner, Sabotage, Unsaveable
 from .values import assert_same_bits, opposite_of, trained
 
@@ -294,7 +294,7 @@ def test_ans_without_a_gpu_says_what_is_missing(tmp_path: Path) -> None:
     assert file_names(tmp_path) == set()
 
 
-@pytest.mark.parametrize("plugin", [STOCK], ids=str)
+@pytest.mark.parametrize("plugin", [ORACLE], ids=str)
 def test_the_sabotage_is_what_fails(tmp_path: Path, plugin: Plugin) -> None:
     """Without a step to fail at, the failing planners are the default ones."""
     dcp.save(_state("one"), storage_writer=plugin.writer(tmp_path), planner=FailingSavePlanner("nothing"))

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 
 from dcp_nvcomp import errors
 
-from .plugins import OURS, OURS_FROM_STOCK, STOCK, Plugin, cause_of, on_every_reader, quiet_stock
+from .plugins import ORACLE, OURS, OURS_FROM_STOCK, Plugin, cause_of, on_every_reader, quiet_stock
 from .values import assert_same_bits, opposite_of, random_bits, trained
 
 pytestmark = quiet_stock
@@ -147,7 +147,7 @@ def test_other_dtype_is_converted_with_one_warning(
     assert_same_bits(state["same"], same)
 
 
-@pytest.mark.parametrize("plugin", [STOCK, OURS, OURS_FROM_STOCK], ids=str)
+@pytest.mark.parametrize("plugin", [ORACLE, OURS, OURS_FROM_STOCK], ids=str)
 @pytest.mark.parametrize("rows", [(0, 1), (699, 700), (123, 456)], ids=str)
 def test_some_rows(tmp_path: Path, plugin: Plugin, rows: tuple[int, int]) -> None:
     """What a rank of a larger job asks for: a part of the tensor, here asked for by a planner of its own."""

@@ -26,6 +26,7 @@ from dcp_nvcomp.engines.cuda.coders import NvcompCoders
 from dcp_nvcomp.engines.cuda.device import Kernels, NvcompMemory
 from dcp_nvcomp.engines.cuda.encode import BatchEncoder
 from dcp_nvcomp.engines.cuda.engine import CudaEngine, EncodeJob
+from tests.effort import examples
 
 from .cases import BUDGET, SLICE, U8, cpu_encode, encode, engine_on, job, tensor, weights
 from .kernels_on_cpu import ReferenceKernels
@@ -65,7 +66,7 @@ def batches(draw: st.DrawFn) -> tuple[CodecChain, list[U8], list[int]]:
     return chain, blocks, [draw(st.sampled_from([0, 0, 1, 2, 4, 8])) for _ in blocks]
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(120), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(batch=batches(), budget=st.sampled_from([1, 40 << 10, BUDGET]))
 def test_the_cpu_engine_reads_it(kernels: Kernels, batch: tuple[CodecChain, list[U8], list[int]], budget: int) -> None:
     chain, blocks, misaligned = batch
@@ -95,7 +96,7 @@ def assert_padding_is_zero(encoded: EncodedBlock, chain: CodecChain) -> None:
     assert position == encoded.data.nbytes
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(120), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     batch=batches(), budget=st.sampled_from([1, 40 << 10, BUDGET]), verify=st.sampled_from(["stored", "full", "off"])
 )

@@ -18,6 +18,7 @@ from dcp_nvcomp.engines.cuda.batches import TILE_NBYTES, block_table, copy_table
 from dcp_nvcomp.engines.cuda.crc_tables import power_table, stride_table
 from dcp_nvcomp.engines.cuda.device import LaunchedKernels
 from tests.codecs import planes_reference
+from tests.effort import examples
 
 from .cases import SIGNS, floats
 from .kernels_on_cpu import compiled_kernels
@@ -58,7 +59,7 @@ AROUND_TILES = [TILE_NBYTES // 8, TILE_NBYTES // 4 + 1, TILE_NBYTES // 2 + 9, TI
 counts = st.integers(1, 70) | st.sampled_from(AROUND_TILES)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     width=st.sampled_from([2, 4, 8]),
     blocks=st.lists(
@@ -102,7 +103,7 @@ def test_split_and_merge(
         memory.check()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     runs=st.lists(
         st.tuples(

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from dcp_nvcomp import NvcompReader, NvcompWriter, errors
 from dcp_nvcomp.codecs import Bytes, CodecChain, Zstd
+from tests.effort import sampled
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -121,7 +122,7 @@ def test_every_flipped_byte_is_noticed(tmp_path: Path) -> None:
     original = bytearray(file.read_bytes())
     outcomes: dict[int, BaseException] = {}
     positions = [*range(200), *range(200, len(original) - 2500, 397), *range(len(original) - 2500, len(original), 3)]
-    for position in positions:
+    for position in sampled(positions, 7):
         damaged = bytearray(original)
         damaged[position] ^= 0x40
         file.write_bytes(damaged)
@@ -131,7 +132,7 @@ def test_every_flipped_byte_is_noticed(tmp_path: Path) -> None:
             dcp.load(into, storage_reader=reader, no_dist=True)
         except CheckpointException as caught:
             outcomes[position] = caught.failures[0][0]
-    missed = [at for at in positions if not isinstance(outcomes.get(at), errors.CheckpointError)]
+    missed = [at for at in sampled(positions, 7) if not isinstance(outcomes.get(at), errors.CheckpointError)]
     assert missed == []
 
 

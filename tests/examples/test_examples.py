@@ -21,7 +21,7 @@ def run(*command: str | Path, **environment: str) -> str:
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **environment},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=280,
     )
     assert done.returncode == 0, f"{command} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
     assert not re.search(r"dcp_nvcomp/\S+\.py:\d+: \w*Warning", done.stderr), done.stderr
@@ -32,6 +32,7 @@ def test_save_load(tmp_path: Path) -> None:
     assert "equal to what was saved" in run(EXAMPLES / "save_load.py", tmp_path / "checkpoint")
 
 
+@pytest.mark.tools
 def test_reshard(tmp_path: Path) -> None:
     printed = run(EXAMPLES / "reshard.py", tmp_path / "checkpoint")
     assert "rows loaded as (1000, 150)" in printed
@@ -39,6 +40,7 @@ def test_reshard(tmp_path: Path) -> None:
     assert "whole loaded as (1000, 300)" in printed
 
 
+@pytest.mark.tools
 @pytest.mark.s3
 def test_s3(s3_store: tuple[str, dict[str, Any]]) -> None:
     url, options = s3_store
@@ -47,6 +49,7 @@ def test_s3(s3_store: tuple[str, dict[str, Any]]) -> None:
     assert "loaded 1.weight alone" in printed
 
 
+@pytest.mark.tools
 def test_demo_and_train_fsdp(tmp_path: Path) -> None:
     quick = ["--save-at", "3", "--steps", "6", "--width", "32", "--repeats", "1"]
     printed = run(EXAMPLES / "demo.py", "--output", tmp_path, *quick)

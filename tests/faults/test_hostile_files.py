@@ -26,6 +26,7 @@ from dcp_nvcomp.format.names import METADATA_NAME
 from dcp_nvcomp.loading.stock.items import read_stock_bytes, read_stock_tensor
 from dcp_nvcomp.storage.base import check_relative_path
 from dcp_nvcomp.storage.open import open_filesystem
+from tests.effort import examples
 from tests.format.forgery import MAGIC
 
 from .fuzz.seeds import zstd_bomb
@@ -102,7 +103,7 @@ NAMES = st.lists(
 )
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=examples(1000), deadline=None)
 @given(NAMES.map("".join) | NAMES.map("/".join) | st.text(max_size=12))
 def test_no_name_leaves_the_checkpoint(name: str) -> None:
     try:

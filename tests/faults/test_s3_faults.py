@@ -486,28 +486,28 @@ def test_a_dead_server_fails_every_rank_in_time(ranks: RankPool, how: str) -> No
 
 
 @pytest.fixture
-def own_ceph(tmp_path: Path) -> Iterator[Path]:
-    """A Ceph of this test's own, in a directory: its S3 server can be killed."""
+def own_ceph(tmp_path: Path) -> Iterator[tuple[Path, str]]:
+    """A Ceph of this test's own, as its directory and endpoint: its S3 server can be killed."""
     if "DCP_NVCOMP_TEST_S3" not in os.environ or shutil.which("radosgw") is None:
         pytest.skip("needs Ceph's programs; .ci/run installs them")
     directory = tmp_path / "ceph"
-    subprocess.run([CI / "ceph_up.sh", directory, str(OWN_CEPH_PORT)], check=True, capture_output=True, timeout=200)
-    yield directory
-    subprocess.run([CI / "ceph_down.sh", directory], check=True, timeout=60)
+    up = subprocess.run([CI / "ceph_up.sh", directory, "0"], check=True, capture_output=True, text=True, timeout=280)
+    yield directory, up.stdout.splitlines()[-1]
+    subprocess.run([CI / "ceph_down.sh", directory], check=True, timeout=120)
 
 
 CI = Path(__file__).resolve().parents[2] / ".ci"
-OWN_CEPH_PORT = 7690
 
 
 @pytest.mark.slow
-def test_a_server_killed_and_restarted_during_a_save(own_ceph: Path) -> None:
-    options = {"endpoint_url": f"http://127.0.0.1:{OWN_CEPH_PORT}", "key": "ci", "secret": "cisecret"}
+def test_a_server_killed_and_restarted_during_a_save(own_ceph: tuple[Path, str]) -> None:
+    directory, endpoint = own_ceph
+    options = {"endpoint_url": endpoint, "key": "ci", "secret": "cisecret"}
     client = s3fs.S3FileSystem(**options, skip_instance_cache=True)
     client.mkdir("restarts")
     url = "s3://restarts/run"
     dcp.save(state(1, large=True), storage_writer=NvcompWriter(url, **options), no_dist=True)
-    pid_file = own_ceph / "run" / "client.rgw.pid"
+    pid_file = directory / "run" / "client.rgw.pid"
 
     def save() -> None:
         writer = NvcompWriter(url, storage_deadline_seconds=120, **options, **PARTS)
@@ -520,7 +520,7 @@ def test_a_server_killed_and_restarted_during_a_save(own_ceph: Path) -> None:
             time.sleep(1)
             os.kill(int(pid_file.read_text()), signal.SIGKILL)
             time.sleep(3)
-            environment = {**os.environ, "CEPH_CONF": str(own_ceph / "ceph.conf")}
+            environment = {**os.environ, "CEPH_CONF": str(directory / "ceph.conf")}
             subprocess.run(["radosgw", "--name", "client.rgw"], env=environment, check=True, timeout=60)
         assert not saving.done(), "the save was over before the server was killed"
         saving.result(200)

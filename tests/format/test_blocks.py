@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from dcp_nvcomp.codecs.base import BLOCK_NBYTES
 from dcp_nvcomp.format.blocks import BlockGrid, Box, default_block_shape
+from tests.effort import examples
 
-DRAWN = settings(max_examples=200, deadline=None)
+DRAWN = settings(max_examples=examples(200), deadline=None)
 
 
 @st.composite

@@ -22,10 +22,11 @@ from dcp_nvcomp.codecs import Ans, Bytes, CodecChain, Deflate, Planes, Zstd
 from dcp_nvcomp.codecs.encoded import BlockRow
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.errors import CheckpointError, CodecUnavailableError, CorruptDataError, FormatError
+from tests.effort import examples
 from tests.format.forgery import Forgery, deflate_stream, small_forgery, zstd_frame
 from tests.format.library import read_file, read_footer
 
-DRAWN = settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+DRAWN = settings(max_examples=examples(400), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 # ---- footers ----
 
@@ -97,11 +98,11 @@ def test_mutated_tables(data: st.DataObject) -> None:
 def check_that_it_is_harmless(forgery: Forgery) -> None:
     data = forgery.build()
     tracemalloc.start()
-    started = time.perf_counter()
+    started = time.process_time()
     try:
         with contextlib.suppress(CheckpointError):
             read_file(data)
-        seconds = time.perf_counter() - started
+        seconds = time.process_time() - started
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -110,7 +111,7 @@ def check_that_it_is_harmless(forgery: Forgery) -> None:
     assert peak < (8 + 64 * len(forgery.rows)) << 20
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.binary(max_size=400), st.integers(0, 3), st.integers(0, 3))
 def test_random_json_text(text: bytes, blocks: int, slices: int) -> None:
     forgery = small_forgery()
@@ -134,14 +135,14 @@ def one_record(shape: list[int], block_shape: list[int], slice_nbytes: int = 16)
 def refuse_in_little_memory(forgery: Forgery, match: str | None = None) -> None:
     data = forgery.build()
     tracemalloc.start()
-    started = time.perf_counter()
+    started = time.process_time()
     try:
         with pytest.raises(FormatError, match=match):
             read_footer(data)
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
     finally:
         tracemalloc.stop()
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1
 
 
 def test_millions_of_slices_that_are_not_there() -> None:
@@ -270,7 +271,7 @@ def test_frames_cut_anywhere(coder: Any) -> None:
 
 
 @pytest.mark.parametrize("coder", [Zstd(4096), Deflate(4096)], ids=lambda coder: coder.name)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(data=st.data())
 def test_frames_with_random_damage(coder: Any, data: st.DataObject) -> None:
     frame = bytearray(coder.encoder()(memoryview(HONEST)))

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from dcp_nvcomp.codecs import Bytes, CodecChain, Deflate, Planes, Zstd
 from dcp_nvcomp.codecs.dtypes import ELEMENT_TYPES
+from tests.effort import examples
 from tests.format.independent_reader import read_data_file
 from tests.format.library import read_file, read_footer, write_file
 from tests.format.strategies import chains, element_types, elements, shapes
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_any_record(data: st.DataObject) -> None:
     element = data.draw(element_types)

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from tests.conformance.plugins import OURS, STOCK, Plugin
 from tests.conformance.values import VALUES, assert_same_bits, opposite_of, random_bits, trained
 from tests.distributed.launch import RankPool, ranks
+from tests.effort import examples
 
 __all__ = ["ranks"]
 
@@ -126,7 +127,7 @@ def _check(ranks: RankPool, plugin: Plugin, data: st.DataObject) -> None:
 
 def _settings(case_count: int) -> Any:
     return settings(
-        max_examples=case_count,
+        max_examples=examples(case_count),
         deadline=None,
         database=None,
         derandomize="CI" in os.environ,
@@ -141,6 +142,7 @@ def test_any_placement_on_any_number_of_ranks(ranks: RankPool, data: st.DataObje
     _check(ranks, OURS, data)
 
 
+@pytest.mark.oracle
 @_settings(10)
 @given(data=st.data())
 def test_stock_passes_the_same_test(ranks: RankPool, data: st.DataObject) -> None:

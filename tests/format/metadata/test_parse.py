@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError, MetadataError, UnsafeMetadataError
 from dcp_nvcomp.format.metadata.serialization import parse_metadata, serialize_metadata
 from dcp_nvcomp.format.metadata.stored import StockItem
+from tests.effort import examples
 
 from . import assembler as asm
 
@@ -170,7 +171,7 @@ def metadatas(draw: st.DrawFn) -> Metadata:
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(metadatas())
 def test_round_trip(metadata: Metadata) -> None:
     assert parse(serialize_metadata(metadata)) == metadata
@@ -293,7 +294,7 @@ def test_more_after_the_end() -> None:
         parse(pickle.dumps(small_metadata(), 4) + b"x")
 
 
-@settings(max_examples=300, deadline=1000)
+@settings(max_examples=examples(300), deadline=30_000)
 @given(st.data())
 def test_flipped_bytes_raise_nothing_else(data: st.DataObject) -> None:
     content = bytearray(asm.metadata() if data.draw(st.booleans()) else pickle.dumps(small_metadata(), 4))
@@ -303,7 +304,7 @@ def test_flipped_bytes_raise_nothing_else(data: st.DataObject) -> None:
         assert isinstance(parse(bytes(content)), Metadata)
 
 
-@settings(max_examples=300, deadline=1000)
+@settings(max_examples=examples(300), deadline=30_000)
 @given(st.lists(st.sampled_from([op.code.encode("latin-1") for op in pickletools.opcodes] + [b"\x00", b"\x01"])))
 def test_random_opcodes_raise_nothing_else(opcodes: list[bytes]) -> None:
     with pytest.raises(CheckpointError):

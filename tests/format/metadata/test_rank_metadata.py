@@ -26,6 +26,7 @@ from dcp_nvcomp.format.metadata.serialization import (
     prefer_rank,
     serialize_metadata,
 )
+from tests.effort import examples
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 
@@ -214,7 +215,7 @@ def divided(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
     return size, draw(st.permutations(split(draw, (0,) * len(size), size, 4)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(divided(), st.data())
 def test_any_division_is_complete_and_nothing_less(
     division: tuple[tuple[int, ...], list[Box]], data: st.DataObject

@@ -1,0 +1,27 @@
+"""How much a run tries: a sample by default; all of it in CI, which sets DCP_NVCOMP_TEST_PROFILE=ci."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TypeVar
+
+__all__ = ["SAMPLE", "THOROUGH", "examples", "sampled"]
+
+T = TypeVar("T")
+
+_PROFILE = os.environ.get("DCP_NVCOMP_TEST_PROFILE") or "default"
+assert _PROFILE in ("default", "ci"), f"DCP_NVCOMP_TEST_PROFILE is 'default' or 'ci', not {_PROFILE!r}"
+
+THOROUGH = _PROFILE == "ci"
+SAMPLE = 15
+
+
+def examples(count: int) -> int:
+    """Return how many examples hypothesis draws for a test that gets `count` of them in CI."""
+    return count if THOROUGH else min(count, SAMPLE)
+
+
+def sampled(values: Sequence[T], step: int) -> Sequence[T]:
+    """Return all values in CI, and by default every `step`-th and the last one."""
+    return values if THOROUGH else [*values[:-1:step], *values[-1:]]

@@ -1,0 +1,46 @@
+"""CI's plugin fails a run that skipped what it should not, in one process and with workers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FORBIDDEN = {
+    "test_skipped": "import pytest\ndef test(): pytest.skip('no disk')",
+    "test_module": "import pytest\npytest.skip('no network', allow_module_level=True)",
+}
+ALLOWED = {
+    "test_marked": "import pytest\n@pytest.mark.gpu\ndef test(): pytest.skip('no GPU')",
+    "test_expected": "import pytest\n@pytest.mark.xfail\ndef test(): assert False",
+    "test_passes": "def test(): pass",
+}
+
+
+def run(directory: Path, sources: dict[str, str], worker_count: int) -> subprocess.CompletedProcess[str]:
+    (directory / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs a GPU\n")
+    for name, source in sources.items():
+        (directory / f"{name}.py").write_text(source)
+    plugins = ["-p", "xdist", "-p", "tests.skips", "-p", "no:cacheprovider", "--no-skips-but=gpu"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command = [sys.executable, "-m", "pytest", *plugins, "-n", str(worker_count), "--dist", "loadgroup", str(directory)]
+    return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("worker_count", [0, 2])
+def test_a_forbidden_skip_fails_the_run(tmp_path: Path, worker_count: int) -> None:
+    done = run(tmp_path, {**FORBIDDEN, **ALLOWED}, worker_count)
+    assert done.returncode == 1, done.stdout + done.stderr
+    listed = done.stdout.partition("skipped, though not marked gpu")[2]
+    assert listed.count("no disk") == 1 and listed.count("no network") == 1 and "no GPU" not in listed
+
+
+@pytest.mark.parametrize("worker_count", [0, 2])
+def test_others_do_not(tmp_path: Path, worker_count: int) -> None:
+    done = run(tmp_path, ALLOWED, worker_count)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "though not marked" not in done.stdout
