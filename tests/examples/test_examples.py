@@ -40,6 +40,15 @@ def test_reshard(tmp_path: Path) -> None:
     assert "whole loaded as (1000, 300)" in printed
 
 
+def test_train_async(tmp_path: Path) -> None:
+    """On one group for training and saves it deadlocks or aborts."""
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    size = ["--width", "32", "--depth", "2", "--steps", "7", "--save-every", "2"]
+    printed = run(*ranks, EXAMPLES / "train_async.py", "--checkpoints", tmp_path, *size)
+    assert printed.count("saving in the background") == printed.count("saved ") == 3
+    assert "loaded step 6" in printed
+
+
 @pytest.mark.tools
 @pytest.mark.s3
 def test_s3(s3_store: tuple[str, dict[str, Any]]) -> None:
