@@ -1,24 +1,30 @@
-"""Checks of constructor options that writer and reader share: wrong ones are refused before anything is touched."""
+"""Constructor options of writer and reader: checks that fail before anything is touched, and how they are shown."""
 
 from __future__ import annotations
 
 import inspect
 import math
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 from dcp_nvcomp.errors import ConfigurationError
+from dcp_nvcomp.redaction import without_secrets
 
 __all__ = [
     "DEADLINE_OPTION",
     "DEADLINE_SECONDS",
     "ENGINES",
+    "STOCK_READER",
+    "STOCK_WRITER",
     "check_budget",
     "check_choice",
+    "check_flag",
     "check_seconds",
     "check_thread_count",
+    "drop_stock_arguments",
     "option_names",
+    "shown",
     "unknown_option",
 ]
 
@@ -32,6 +38,13 @@ def check_budget(name: str, value: int) -> int:
     """A memory budget in bytes: a positive integer."""
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise ConfigurationError(f"{name}={value!r} must be a positive number of bytes.")
+    return value
+
+
+def check_flag(name: str, value: bool) -> bool:
+    """True or False, and nothing that merely counts as one of them."""
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{name}={value!r} must be True or False.")
     return value
 
 
@@ -59,10 +72,78 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
     return str(value)
 
 
+_Stock = Mapping[str, tuple[Callable[[Any], bool], str]]
+
+# Arguments of stock DCP's writers and readers that have no counterpart here: the values that change nothing, and what
+# to do instead of any other value.
+STOCK_WRITER: Final[_Stock] = {
+    "per_thread_copy_ahead": (
+        lambda value: value == 10_000_000,
+        "Bound the memory of a save with host_memory_budget= and device_memory_budget= instead.",
+    ),
+    "cache_staged_state_dict": (
+        lambda value: value is False,
+        "Pass async_stager=BlockingAsyncStager(cache_staged_state_dict=True) to dcp.async_save instead.",
+    ),
+    "_extensions": (lambda value: not value, "The writer compresses by itself: choose how with codec= instead."),
+    "serialization_format": (
+        lambda value: getattr(value, "name", None) == "TORCH_SAVE",
+        "The format is always that of docs/format.md: leave the argument out.",
+    ),
+}
+STOCK_READER: Final[_Stock] = {
+    "_extension_registry": (
+        lambda value: value is None,
+        "DCP's zstd extension is read without it. Load checkpoints with other extensions with FileSystemReader.",
+    ),
+}
+
+
+def drop_stock_arguments(options: dict[str, Any], stock: _Stock, owner: type) -> None:
+    """Take the arguments of stock DCP's classes out of `options`.
+
+    Raises:
+        ConfigurationError: one of them has a value that would change something.
+    """
+    for name in stock.keys() & options.keys():
+        value = options.pop(name)
+        is_harmless, advice = stock[name]
+        if not is_harmless(value):
+            theirs = "FileSystemWriter" if stock is STOCK_WRITER else "FileSystemReader"
+            raise ConfigurationError(
+                f"{name}={value!r} is an argument of stock DCP's {theirs}, not of {owner.__name__}. {advice}"
+            )
+
+
+def _own_options(cls: type) -> list[inspect.Parameter]:
+    parameters = inspect.signature(cls).parameters.values()
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [parameter for parameter in parameters if parameter.kind in named and parameter.name != "path"]
+
+
 def option_names(cls: type) -> list[str]:
     """Names of the options of a constructor, to tell a mistyped one from a storage option."""
-    parameters = inspect.signature(cls).parameters.values()
-    return [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    return [parameter.name for parameter in _own_options(cls)]
+
+
+def shown(cls: type, path: str, values: Mapping[str, Any], storage_options: Mapping[str, Any]) -> str:
+    """Return the `repr` of a writer or reader: its path and the options that are not the default, without secrets.
+
+    Args:
+        cls: its class.
+        path: its path or URL; passwords in it are hidden.
+        values: its options by name.
+        storage_options: only their names are shown.
+    """
+    parts = [repr(without_secrets(path))]
+    for option in _own_options(cls):
+        value = values.get(option.name, option.default)
+        default = check_thread_count(None) if option.name == "thread_count" else option.default
+        if value is not default and value != default:
+            # a callback could have been bound to anything
+            parts.append(f"{option.name}=..." if callable(value) else f"{option.name}={value!r}")
+    parts += [f"{name}=..." for name in storage_options]
+    return f"{cls.__name__}({', '.join(parts)})"
 
 
 def unknown_option(option: str, close: Sequence[str], otherwise: str) -> ConfigurationError:

@@ -41,11 +41,15 @@ from dcp_nvcomp.loading.stock.load import load_stock_items
 from dcp_nvcomp.options import (
     DEADLINE_SECONDS,
     ENGINES,
+    STOCK_READER,
     check_budget,
     check_choice,
+    check_flag,
     check_seconds,
     check_thread_count,
+    drop_stock_arguments,
     option_names,
+    shown,
 )
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.open import open_filesystem
@@ -102,6 +106,7 @@ class NvcompReader(StorageReader):
         **storage_options: Any,
     ) -> None:
         super().__init__()
+        drop_stock_arguments(storage_options, STOCK_READER, type(self))
         self.path = os.fspath(path)
         self.trusted_globals = tuple(trusted_globals)
         self.storage_deadline_seconds = check_seconds("storage_deadline_seconds", storage_deadline_seconds)
@@ -112,7 +117,7 @@ class NvcompReader(StorageReader):
             device_memory_budget=check_budget("device_memory_budget", device_memory_budget),
             verify=check_choice("verify", verify, VERIFY_MODES),
             engine=check_choice("engine", engine, ENGINES),
-            safe=SafeLoader(self.trusted_globals, check_objects=safe_objects),
+            safe=SafeLoader(self.trusted_globals, check_objects=check_flag("safe_objects", safe_objects)),
         )
         self.load_id = uuid.uuid4().hex
         self.storage_data: dict[MetadataIndex, Any] = {}
@@ -121,6 +126,10 @@ class NvcompReader(StorageReader):
         self._failure: Exception | None = None
         self._save_id: str | None = None
         self._open()  # fail fast on invalid options
+
+    def __repr__(self) -> str:
+        values = {**vars(self._options), **vars(self), "safe_objects": self._options.safe.checks_objects}
+        return shown(type(self), self.path, values, self.storage_options)
 
     def _open(self) -> Filesystem:
         # made anew for each use, so that no connection is carried into another process

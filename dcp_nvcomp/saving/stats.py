@@ -1,12 +1,15 @@
-"""What a save tells: sizes by codec and dtype, seconds by stage, files."""
+"""Save statistics: sizes by codec and dtype, seconds by stage, data files."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from torch.distributed.checkpoint.metadata import Metadata
+
 __all__ = ["RankTotals", "SaveStats", "Totals", "summarize"]
 
+_ATTRIBUTE = "dcp_nvcomp_save_stats"
 STAGES = ("plan", "encode", "write", "commit")
 
 
@@ -15,9 +18,9 @@ class Totals:
     """Sums over some records.
 
     Attributes:
-        records: how many shards and bytes items.
+        records: number of shards and bytes items.
         uncompressed_nbytes: their size in memory.
-        encoded_nbytes: their size in data files, footers not counted.
+        encoded_nbytes: size of their encoded blocks, without the headers, footers and gaps of the data files.
     """
 
     records: int = 0
@@ -26,7 +29,7 @@ class Totals:
 
     @property
     def ratio(self) -> float:
-        """Uncompressed over encoded size; 1.0 where there is nothing."""
+        """`uncompressed_nbytes` over `encoded_nbytes`; 1.0 if nothing was saved."""
         return self.uncompressed_nbytes / self.encoded_nbytes if self.encoded_nbytes else 1.0
 
     def __add__(self, other: Totals) -> Totals:
@@ -39,11 +42,11 @@ class Totals:
 
 @dataclass
 class RankTotals:
-    """What one rank measured; travels to the coordinator with its write results.
+    """Measurements of one rank, which travel to the coordinator with its write results.
 
     Attributes:
         by: totals by codec and dtype.
-        seconds: time in each stage. Of stages in which several threads work, the time of the busiest.
+        seconds: time in each stage; of the busiest thread if there are several.
         files: names and sizes of the data files.
     """
 
@@ -58,16 +61,26 @@ class RankTotals:
 
 @dataclass(frozen=True)
 class SaveStats:
-    """What a save did. On the coordinator it speaks of all ranks, on the others of their own part.
+    """Statistics of one save. They cover all ranks on the coordinator, and only the local rank elsewhere.
 
     Attributes:
-        checkpoint_id: where the checkpoint is.
+        checkpoint_id: where the checkpoint is; without a password, if its URL has one.
         save_id: its id.
         by_codec: totals by codec name, such as `planes-zstd`.
         by_dtype: totals by dtype name, such as `bfloat16`.
         seconds: time in `plan`, `encode`, `write` and `commit`, of the slowest rank; encode and write overlap.
         total_seconds: time from the start of planning to the commit, on this rank.
         file_nbytes: size of each data file by name.
+
+    Example:
+        >>> import tempfile, torch, torch.distributed.checkpoint as dcp
+        >>> from dcp_nvcomp import NvcompWriter, SaveStats
+        >>> writer = NvcompWriter(tempfile.mkdtemp())
+        >>> metadata = dcp.save({"w": torch.arange(1000)}, storage_writer=writer, no_dist=True)
+        >>> writer.last_save.uncompressed_nbytes
+        8000
+        >>> SaveStats.of(metadata) == writer.last_save
+        True
     """
 
     checkpoint_id: str
@@ -77,6 +90,27 @@ class SaveStats:
     seconds: dict[str, float]
     total_seconds: float
     file_nbytes: dict[str, int]
+
+    @staticmethod
+    def of(metadata: Metadata) -> SaveStats | None:
+        """Return the statistics of the save that returned `metadata`.
+
+        `dcp.save` and the future of `dcp.async_save` give it to every rank, from the process checkpointer too, whose
+        child process keeps `writer.last_save` to itself.
+
+        Args:
+            metadata: what `dcp.save` or the future returned.
+
+        Returns:
+            The statistics of all ranks (with `use_collectives=False`, of this one); None for the metadata of another
+            writer, and for metadata that was read from a checkpoint.
+        """
+        return getattr(metadata.storage_meta, _ATTRIBUTE, None)
+
+    def attach_to(self, metadata: Metadata) -> None:
+        """Let `SaveStats.of(metadata)` find these statistics. Only after the commit: `.metadata` must not hold them."""
+        # in storage_meta, which every save replaces: planners may cache `metadata` itself and save it again
+        setattr(metadata.storage_meta, _ATTRIBUTE, self)
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -95,24 +129,37 @@ class SaveStats:
 
     @property
     def encoded_nbytes(self) -> int:
-        """Size of the data files, their footers included."""
+        """Size of the encoded blocks, without the headers, footers and gaps of the data files."""
+        return self.totals.encoded_nbytes
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Size of the data files."""
         return sum(self.file_nbytes.values())
 
     @property
     def ratio(self) -> float:
-        """Uncompressed over encoded size; 1.0 where there is nothing."""
-        return self.uncompressed_nbytes / self.encoded_nbytes if self.uncompressed_nbytes else 1.0
+        """`uncompressed_nbytes` over `stored_nbytes`; 1.0 if nothing was saved."""
+        return self.uncompressed_nbytes / self.stored_nbytes if self.uncompressed_nbytes else 1.0
 
     def __str__(self) -> str:
         stages = ", ".join(f"{stage} {self.seconds.get(stage, 0.0):.2f} s" for stage in STAGES)
         return (
-            f"saved {self.uncompressed_nbytes / 1e9:.3f} GB as {self.encoded_nbytes / 1e9:.3f} GB "
+            f"saved {_readable(self.uncompressed_nbytes)} as {_readable(self.stored_nbytes)} "
             f"(ratio {self.ratio:.3f}) in {self.total_seconds:.2f} s ({stages}) to {self.checkpoint_id}"
         )
 
 
+def _readable(nbytes: int) -> str:
+    """Return a size in decimal units."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:.2f} {unit}"
+    return f"{nbytes} bytes"
+
+
 def summarize(checkpoint_id: str, save_id: str, ranks: Iterable[RankTotals], total_seconds: float) -> SaveStats:
-    """The stats of a save from those of its ranks."""
+    """Combine the measurements of all ranks of a save."""
     by_codec: dict[str, Totals] = {}
     by_dtype: dict[str, Totals] = {}
     seconds: dict[str, float] = {}

@@ -39,12 +39,17 @@ from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.options import (
     DEADLINE_SECONDS,
     ENGINES,
+    STOCK_WRITER,
     check_budget,
     check_choice,
+    check_flag,
     check_seconds,
     check_thread_count,
+    drop_stock_arguments,
     option_names,
+    shown,
 )
+from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.saving.commit import commit_checkpoint, commit_rank, refuse_existing
 from dcp_nvcomp.saving.encode.records import RecordMaker
 from dcp_nvcomp.saving.file_plan import plan_files, planned_nbytes
@@ -146,12 +151,12 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
     def __init__(
         self,
         path: str | os.PathLike[str],
+        single_file_per_rank: bool = True,
+        sync_files: bool = True,
+        thread_count: int | None = None,
         *,
         codec: str | CodecChain | CodecChooser = "auto",
-        thread_count: int | None = None,
-        single_file_per_rank: bool = True,
         overwrite: bool = True,
-        sync_files: bool = True,
         host_memory_budget: int = 1 << 30,
         device_memory_budget: int = 512 << 20,
         progress: bool = False,
@@ -161,15 +166,16 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         **storage_options: Any,
     ) -> None:
         BlockingAsyncStager.__init__(self)
+        drop_stock_arguments(storage_options, STOCK_WRITER, type(self))
         self._path = os.fspath(path)
         self.codec = codec
         self.thread_count = check_thread_count(thread_count)
-        self.single_file_per_rank = single_file_per_rank
-        self.overwrite = overwrite
-        self.sync_files = sync_files
+        self.single_file_per_rank = check_flag("single_file_per_rank", single_file_per_rank)
+        self.overwrite = check_flag("overwrite", overwrite)
+        self.sync_files = check_flag("sync_files", sync_files)
         self.host_memory_budget = check_budget("host_memory_budget", host_memory_budget)
         self.device_memory_budget = check_budget("device_memory_budget", device_memory_budget)
-        self.progress = progress
+        self.progress = check_flag("progress", progress)
         if on_save is not None and not callable(on_save):
             raise ConfigurationError(f"on_save={on_save!r} is not callable.")
         self.on_save = on_save
@@ -198,6 +204,9 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._begin_life()
+
+    def __repr__(self) -> str:
+        return shown(type(self), self._path, vars(self), self.storage_options)
 
     @property
     def _save(self) -> _Save:
@@ -375,7 +384,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         save, start = self._save, time.perf_counter()
         metadata.version = "1.0.0"
         metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
-        metadata.storage_meta = StorageMeta(checkpoint_id=save.path, save_id=save.save_id)
+        metadata.storage_meta = StorageMeta(checkpoint_id=without_secrets(save.path), save_id=save.save_id)
         with contextlib.closing(self._open(save.path)) as filesystem:
             if save.use_collectives:
                 self._commit(filesystem, metadata, save)
@@ -384,7 +393,9 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         self._unfinished = False
         totals = [rank.totals for rank in results if isinstance(rank, RankResults)]
         totals.append(RankTotals(seconds={"commit": time.perf_counter() - start}))
-        self._tell(self._summarize(totals))
+        stats = self._summarize(totals)
+        stats.attach_to(metadata)
+        self._tell(stats)
 
     def _commit(self, filesystem: Filesystem, metadata: Metadata, save: _Save) -> None:
         try:
@@ -410,7 +421,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
 
     def _summarize(self, totals: Sequence[RankTotals]) -> SaveStats:
         save = self._save
-        return summarize(save.path, save.save_id, totals, time.perf_counter() - save.started_seconds)
+        return summarize(without_secrets(save.path), save.save_id, totals, time.perf_counter() - save.started_seconds)
 
     def storage_meta(self) -> StorageMeta:
         """DCP: place and id of the save that this thread is about to begin."""

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import AsyncStager, BlockingAsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
-from dcp_nvcomp import errors
+from dcp_nvcomp import SaveStats, errors
 from tests.distributed.launch import RankPool
 
 from .plugins import OURS, Plugin, cause_of, file_names, on_every_plugin, quiet_stock
@@ -196,6 +196,7 @@ def _save_in_a_process(path: Path, plugin: Plugin) -> None:
         _assert_holds(plugin.reader(path / seed), seed)
         if plugin == OURS:
             stats = pickle.loads(from_child.read_bytes())
+            assert SaveStats.of(metadata) == stats, "and so it is known in this process too"
             assert stats.checkpoint_id == str(path / seed) and stats.uncompressed_nbytes >= 300 * 500 * 4
             assert stats.save_id == plugin.reader(path / seed).read_metadata().storage_meta.save_id
 

@@ -1,4 +1,4 @@
-"""What a save tells: `writer.last_save`, `on_save` and one line in the log."""
+"""Reports of a save: `writer.last_save`, `on_save`, one line in the log; and the `repr` of writer and reader."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+
+from dcp_nvcomp import NvcompReader, NvcompWriter, SaveStats, inspect_checkpoint
 
 from .plugins import OURS, file_names, quiet_stock
 from .values import random_bits, trained
@@ -51,12 +55,22 @@ def test_last_save(tmp_path: Path) -> None:
     assert stats.save_id == metadata.storage_meta.save_id and len(stats.save_id) == 32
     assert stats.checkpoint_id == str(tmp_path)
     assert stats.uncompressed_nbytes == _tensor_nbytes() + _payload_nbytes(5)
-    assert stats.ratio == pytest.approx(stats.uncompressed_nbytes / stats.encoded_nbytes)
-    assert stats.ratio > 1.15
+    assert stats.ratio == stats.uncompressed_nbytes / stats.stored_nbytes > 1.15
 
     assert set(stats.files) == {name for name in file_names(tmp_path) if name.endswith(".distcp")}
     on_disk = sum((tmp_path / name).stat().st_size for name in stats.files)
-    assert stats.encoded_nbytes <= on_disk < stats.encoded_nbytes + 40_000
+    assert stats.encoded_nbytes < on_disk == stats.stored_nbytes < stats.encoded_nbytes + 40_000
+
+
+def test_encoded_size_means_the_same_everywhere(tmp_path: Path) -> None:
+    """The blocks alone; headers, footers and the gaps of alignment are in `stored_nbytes` only, as in `inspect`."""
+    writer = OURS.writer(tmp_path)
+    dcp.save(_state(), storage_writer=writer)
+    stats, found = writer.last_save, inspect_checkpoint(tmp_path)
+    assert stats.encoded_nbytes == stats.totals.encoded_nbytes
+    assert stats.encoded_nbytes == pytest.approx(found.totals.encoded_nbytes, abs=4200)
+    assert stats.stored_nbytes == found.file_nbytes == sum(stats.file_nbytes.values())
+    assert stats.ratio == found.ratio
 
 
 def test_totals_add_up(tmp_path: Path) -> None:
@@ -65,9 +79,7 @@ def test_totals_add_up(tmp_path: Path) -> None:
     stats = writer.last_save
     for totals in (stats.by_codec, stats.by_dtype):
         assert sum(total.uncompressed_nbytes for total in totals.values()) == stats.uncompressed_nbytes
-        # The whole counts what no record owns too: headers, footers and the gaps of alignment.
-        encoded_nbytes = sum(total.encoded_nbytes for total in totals.values())
-        assert encoded_nbytes <= stats.encoded_nbytes < encoded_nbytes + 20_000
+        assert sum(total.encoded_nbytes for total in totals.values()) == stats.encoded_nbytes
         assert sum(total.records for total in totals.values()) == len(_state())
         for total in totals.values():
             assert total.ratio == pytest.approx(total.uncompressed_nbytes / total.encoded_nbytes)
@@ -118,6 +130,78 @@ def test_on_save_gets_it_once_after_the_commit(tmp_path: Path) -> None:
     assert told == [(writer.last_save, True)]
     dcp.save(_state(), storage_writer=writer)
     assert len(told) == 2 and told[1] == (writer.last_save, True)
+
+
+@pytest.mark.parametrize(
+    ("elements", "printed"),
+    [
+        (0, "saved 0 bytes as "),
+        (100, "saved 400 bytes as "),
+        (3000, "saved 12.00 kB as 12."),
+        (2500000, "saved 10.00 MB"),
+    ],
+)
+def test_printed_sizes_fit_the_save(tmp_path: Path, elements: int, printed: str) -> None:
+    writer = OURS.writer(tmp_path, codec="none")
+    dcp.save({"x": torch.zeros(elements)} if elements else {}, storage_writer=writer)
+    assert printed in str(writer.last_save) and "0.000" not in str(writer.last_save)
+
+
+def test_stats_of_what_save_returned(tmp_path: Path) -> None:
+    writer = OURS.writer(tmp_path)
+    metadata = dcp.save(_state(), storage_writer=writer)
+    assert SaveStats.of(metadata) == writer.last_save
+    assert SaveStats.of(OURS.reader(tmp_path).read_metadata()) is None
+    assert SaveStats.of(dcp.save(_state(), storage_writer=FileSystemWriter(tmp_path / "stock"))) is None
+
+
+def test_stats_never_get_into_a_checkpoint(tmp_path: Path) -> None:
+    """Planners may cache the metadata object, and save it again."""
+    planner = DefaultSavePlanner(enable_plan_caching=True)
+    planner._cached_plans_key = f"test-{tmp_path}"  # the cache is the class's
+    writer = OURS.writer(tmp_path)
+    for name in "ab":
+        metadata = dcp.save(_state(), storage_writer=writer, checkpoint_id=tmp_path / name, planner=planner)
+        assert SaveStats.of(metadata) == writer.last_save
+    for path in tmp_path.glob("*/.metadata"):
+        assert b"SaveStats" not in path.read_bytes(), path
+
+
+def test_repr_shows_path_and_options(tmp_path: Path) -> None:
+    path = str(tmp_path)
+    assert repr(NvcompWriter(path)) == f"NvcompWriter({path!r})"
+    assert repr(NvcompReader(path)) == f"NvcompReader({path!r})"
+    writer = NvcompWriter(path, False, codec="zstd", thread_count=64, on_save=print, auto_mkdir=True)
+    options = "single_file_per_rank=False, thread_count=64, codec='zstd', on_save=..., auto_mkdir=..."
+    assert repr(writer) == f"NvcompWriter({path!r}, {options})"
+    reader = NvcompReader(path, verify="full", safe_objects=True, trusted_globals=["torch.Size"], engine="cpu")
+    assert repr(reader) == (
+        f"NvcompReader({path!r}, verify='full', trusted_globals=('torch.Size',), safe_objects=True, engine='cpu')"
+    )
+    reader.reset("elsewhere")
+    writer.path = "there"
+    assert "'elsewhere'" in repr(reader) and "'there'" in repr(writer)
+
+
+@pytest.mark.parametrize("kind", [NvcompWriter, NvcompReader])
+def test_repr_shows_no_secret(kind: Any) -> None:
+    made = kind("s3://bucket/run", key="AKIDEXAMPLE", secret="hunter2", config_kwargs={"proxies": {"http": "hunter2"}})
+    assert repr(made) == f"{kind.__name__}('s3://bucket/run', key=..., secret=..., config_kwargs=...)"
+    made.path = "smb://user:hunter2@host/share"
+    assert "hunter2" not in repr(made) and "user" in repr(made) and "host/share" in repr(made)
+
+
+def test_url_passwords_stay_out_of_stats_log_and_metadata(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="dcp_nvcomp")
+    url = "memory://user:hunter2@host/passwords"
+    writer = NvcompWriter(url)
+    metadata = dcp.save({"x": torch.ones(3)}, storage_writer=writer)
+    published = NvcompReader(url).read_metadata()
+    assert published.storage_meta is not None and metadata.storage_meta is not None
+    for text in (*caplog.messages, str(writer.last_save), repr(writer.last_save), repr(metadata), repr(published)):
+        assert "hunter2" not in text and "passwords" in text
+    with fsspec.open("memory://user:hunter2@host/passwords/.metadata", "rb") as file:
+        assert b"hunter2" not in file.read()
 
 
 def test_one_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

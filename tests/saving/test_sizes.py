@@ -161,7 +161,7 @@ def test_random_bytes_are_stored(tmp_path: Path) -> None:
     writer = save(tmp_path, {"noise": noise})
     assert writer.last_save is not None
     assert list(writer.last_save.by_codec) == ["none"]
-    assert writer.last_save.encoded_nbytes < noise.nbytes + 8192
+    assert writer.last_save.stored_nbytes < noise.nbytes + 8192
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
