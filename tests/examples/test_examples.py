@@ -40,6 +40,7 @@ def test_reshard(tmp_path: Path) -> None:
     assert "whole loaded as (1000, 300)" in printed
 
 
+@pytest.mark.tools
 def test_train_async(tmp_path: Path) -> None:
     """On one group for training and saves it deadlocks or aborts."""
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
