@@ -20,19 +20,23 @@ from dataclasses import dataclass
 
 from dcp_nvcomp.errors import (
     CheckpointError,
+    ConcurrentSaveError,
     FormatError,
     StorageError,
     TruncatedFileError,
     UnsafePathError,
 )
+from dcp_nvcomp.redaction import Redactor
 
 __all__ = [
     "FileInfo",
     "Filesystem",
     "OutputStream",
     "UnfinishedUpload",
+    "already_published",
     "check_relative_path",
     "completed",
+    "is_not_found",
     "storage_errors",
     "too_large",
     "too_short",
@@ -202,12 +206,15 @@ _REFUSALS = (
 
 
 @contextlib.contextmanager
-def storage_errors(what: str, path: str, *, may_be_done: bool = False) -> Iterator[None]:
+def storage_errors(
+    what: str, path: str, redact: Redactor | None = None, *, may_be_done: bool = False
+) -> Iterator[None]:
     """Turn whatever a storage client raises while it tries to do `what` into StorageError.
 
     Args:
         what: as in "Could not {what}".
         path: of what file.
+        redact: hides the storage's secrets in what the client says.
         may_be_done: whether it matters that it may be done although it failed: sets `outcome_unknown` then, unless the
             error says for certain that it is not.
     """
@@ -216,17 +223,40 @@ def storage_errors(what: str, path: str, *, may_be_done: bool = False) -> Iterat
     except (CheckpointError, MemoryError, AssertionError):
         raise
     except Exception as error:
-        failure = StorageError.from_os_error(what, path, completed(error))
+        redact = redact or _REDACT_URLS
+        failure = StorageError.from_os_error(what, path, completed(error), redact=redact)
         failure.outcome_unknown = may_be_done and failure.errno not in _REFUSALS
-        raise failure from error
+        raise failure from redact.error(error)
+
+
+_REDACT_URLS = Redactor("", {})
+
+# What clients raise for a missing file that is no OSError: Azure, Google, asyncssh, WebDAV.
+_NOT_FOUND = ("ResourceNotFoundError", "NotFound", "SFTPNoSuchFile", "SFTPNoSuchPath", "ResourceNotFound")
+
+
+def is_not_found(error: Exception) -> bool:
+    """True if a client says that a file, or the directory that it is in, does not exist."""
+    if isinstance(error, FileNotFoundError) or getattr(error, "errno", None) == errno.ENOENT:  # SMB has only the errno
+        return True
+    if getattr(error, "status", None) == 404 or getattr(error, "status_code", None) == 404:
+        return True
+    return any(base.__name__ in _NOT_FOUND for base in type(error).__mro__)
 
 
 def completed(error: Exception) -> Exception:
     """The same error with its errno, and with the client's words where its own are missing (Ceph sends only codes)."""
+    if getattr(error, "errno", None) is None and is_not_found(error) and not isinstance(error, FileNotFoundError):
+        return FileNotFoundError(errno.ENOENT, f"{type(error).__name__}: {error}")
     if not isinstance(error, OSError) or error.errno is not None:
         return error
     text = str(error.__cause__) if str(error) in ("", "None") and error.__cause__ else str(error)
     return next((known(number, text) for known, number in _ERRNO if isinstance(error, known)), error)
+
+
+def already_published(path: str) -> ConcurrentSaveError:
+    """Return what `publish` raises if it may not replace the file at `path`, and there is one."""
+    return ConcurrentSaveError("Another save has published here already.", path=path)
 
 
 def too_large(path: str, limit_nbytes: int) -> FormatError:

@@ -18,9 +18,8 @@ import fsspec
 
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.options import DEADLINE_OPTION, DEADLINE_SECONDS, check_seconds, unknown_option
-from dcp_nvcomp.storage.base import (
-    Filesystem,
-)
+from dcp_nvcomp.redaction import Redactor
+from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.fsspec_files import FsspecFilesystem
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.remote import PARALLEL_READS, part_nbytes
@@ -32,6 +31,7 @@ __all__ = ["open_filesystem"]
 
 _S3 = ("s3", "s3a")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)(::.*)?://", re.DOTALL)
+_LAST_PROTOCOL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://")
 
 
 def open_filesystem(
@@ -69,38 +69,44 @@ def open_filesystem(
         return PosixFilesystem(text, os.path.abspath(local), sync_files=sync_files)
     if protocol in _S3 and not chained:
         return _open_s3(text, options, deadline_seconds)
-    return _open_fsspec(text, protocol, options)
+    return _open_fsspec(text, options)
 
 
 def _open_s3(path: str, options: dict[str, Any], deadline_seconds: float) -> Filesystem:
     pool = {"max_pool_connections": 2 * PARALLEL_READS}  # botocore's 10 would queue our parallel reads
     config = s3_client.client_options({**pool, **(options.get("config_kwargs") or {})})
     nbytes = part_nbytes(options)
-    with _configuration_errors(path):
+    with _configuration_errors(path, options):
         fs, root = fsspec.url_to_fs(path, **{"use_listings_cache": False, **options, "config_kwargs": config})
         fs.connect()  # no request yet, but wrong client options show here
         s3.check_additional_kwargs(fs)
         s3.drop_expect_header(fs)
     grow = not options.get("fixed_upload_size")
-    return s3.S3Filesystem(path, fs, root, part_nbytes=nbytes, parts_grow=grow, deadline_seconds=deadline_seconds)
+    return s3.S3Filesystem(
+        path, fs, root, options=options, part_nbytes=nbytes, parts_grow=grow, deadline_seconds=deadline_seconds
+    )
 
 
-def _open_fsspec(path: str, protocol: str, options: dict[str, Any]) -> Filesystem:
+def _open_fsspec(path: str, options: dict[str, Any]) -> Filesystem:
     nbytes = part_nbytes(options)
-    with _configuration_errors(path):
+    with _configuration_errors(path, options):
         # a stale listing hides new files and shows removed ones
         fs, root = fsspec.url_to_fs(path, **{"use_listings_cache": False, **options})
-    return FsspecFilesystem(path, fs, root, part_nbytes=nbytes, makes_directories=protocol not in _OBJECT_STORES)
+    innermost = _LAST_PROTOCOL.findall(path)[-1].lower()  # of a chain, it stores the bytes
+    is_object_store = innermost in _OBJECT_STORES
+    return FsspecFilesystem(path, fs, root, options=options, part_nbytes=nbytes, is_object_store=is_object_store)
 
 
 @contextlib.contextmanager
-def _configuration_errors(path: str) -> Iterator[None]:
+def _configuration_errors(path: str, options: Mapping[str, Any]) -> Iterator[None]:
     try:
         yield
     except ConfigurationError:
         raise
     except Exception as error:
-        raise ConfigurationError(f"These storage options do not work: {error}.", path=path) from error
+        redact = Redactor(path, options)
+        message = f"These storage options do not work: {redact(str(error))}."
+        raise ConfigurationError(message, path=path) from redact.error(error)
 
 
 def _filesystem_class(protocol: str, path: str) -> type:
@@ -110,7 +116,7 @@ def _filesystem_class(protocol: str, path: str) -> type:
         package = "'dcp-nvcomp[s3]'" if protocol in _S3 else f"the package fsspec needs for it ({error})"
         raise ConfigurationError(f"{protocol}:// is not available here: pip install {package}.", path=path) from error
     except ValueError as error:
-        raise ConfigurationError(f"No storage is known by the name of {protocol}://.", path=path) from error
+        raise ConfigurationError(f"Unknown storage protocol {protocol!r}.", path=path) from error
     return found
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from dcp_nvcomp.errors import ConfigurationError, StorageError, TruncatedFileError
-from dcp_nvcomp.storage.base import Filesystem, check_relative_path, too_large, too_short
+from dcp_nvcomp.redaction import Redactor, without_secrets
+from dcp_nvcomp.storage.base import Filesystem, check_relative_path, storage_errors, too_large, too_short
 
 __all__ = ["PARALLEL_READS", "RemoteFilesystem", "part_nbytes"]
 
@@ -33,14 +35,16 @@ class RemoteFilesystem(Filesystem):
         path: the checkpoint, as the user gave it.
         root: its keys' beginning.
         part_nbytes: how long the parts of large files are.
+        options: the storage options, whose secrets no message shows.
     """
 
     parallel_reads = PARALLEL_READS
     read_copies = 3  # as the client received it, joined, and where it is wanted
     file_nbytes_worthwhile = 64 << 20
 
-    def __init__(self, path: str, root: str, part_nbytes: int) -> None:
-        self.path = path
+    def __init__(self, path: str, root: str, part_nbytes: int, options: Mapping[str, Any]) -> None:
+        self.path = without_secrets(path)
+        self._redact = Redactor(path, options)
         self._root = root.rstrip("/")
         self._part_nbytes = part_nbytes
 
@@ -51,6 +55,9 @@ class RemoteFilesystem(Filesystem):
     def _key(self, name: str) -> str:
         name = check_relative_path(name, path=self.path)
         return f"{self._root}/{name}" if self._root else name
+
+    def _errors(self, what: str, where: str, *, may_be_done: bool = False) -> contextlib.AbstractContextManager[None]:
+        return storage_errors(what, where, self._redact, may_be_done=may_be_done)
 
     @abstractmethod
     def _get(self, name: str, start: int, stop: int) -> bytes:

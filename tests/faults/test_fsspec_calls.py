@@ -68,7 +68,7 @@ class Place:
 
 def _open(path: str) -> FsspecFilesystem:
     fs, root = fsspec.url_to_fs(path)
-    return FsspecFilesystem(path, fs, root, part_nbytes=16 << 20, makes_directories="://" not in path)
+    return FsspecFilesystem(path, fs, root, options={}, part_nbytes=16 << 20, is_object_store="://" in path)
 
 
 @pytest.fixture(params=["memory", "local"])

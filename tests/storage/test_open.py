@@ -53,7 +53,7 @@ def test_a_colon_is_no_protocol(tmp_path: Path) -> None:
 
 
 def test_unknown_protocol() -> None:
-    with pytest.raises(ConfigurationError, match="s4://"):
+    with pytest.raises(ConfigurationError, match="Unknown storage protocol 's4'"):
         open_filesystem("s4://bucket/run")
 
 

@@ -21,11 +21,13 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
-from dcp_nvcomp.errors import ConcurrentSaveError, StorageError, UnsafePathError
+from dcp_nvcomp.errors import StorageError, UnsafePathError
+from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.storage.base import (
     FileInfo,
     Filesystem,
     OutputStream,
+    already_published,
     check_relative_path,
     storage_errors,
     too_large,
@@ -112,7 +114,7 @@ class PosixFilesystem(Filesystem):
     file_nbytes_worthwhile = 256 << 20
 
     def __init__(self, path: str, root: str, *, sync_files: bool = True) -> None:
-        self.path = path
+        self.path = without_secrets(path)
         self._root = root
         self._sync_files = sync_files
         self._parents_synced = False
@@ -178,8 +180,7 @@ class PosixFilesystem(Filesystem):
         except FileExistsError as error:
             if _same_file(temporary, final):  # a network filesystem asked twice, as the first reply was lost
                 return
-            message = "Another save has published here already."
-            raise ConcurrentSaveError(message, path=self.location(name)) from error
+            raise already_published(self.location(name)) from error
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
@@ -193,7 +194,7 @@ class PosixFilesystem(Filesystem):
         )
         warnings.warn(message, RuntimeWarning, stacklevel=2)
         if os.path.lexists(final):
-            raise ConcurrentSaveError("Another save has published here already.", path=self.location(name))
+            raise already_published(self.location(name))
         os.rename(temporary, final)
 
     def read(self, name: str, start: int, stop: int) -> bytes:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from dcp_nvcomp.errors import CheckpointError, StorageError
+from dcp_nvcomp.redaction import Redactor
 from dcp_nvcomp.storage.base import completed
 
 __all__ = ["REMOVAL_SECONDS", "Done", "S3Client", "ShortReplyError", "answer_of", "body_of", "client_options"]
@@ -112,6 +113,7 @@ class S3Client:
         creating: further parameters of each request that makes an object.
         first_pause_seconds: the pause after the first failed attempt; each further one is twice as long.
         longest_pause_seconds: no pause is longer than this.
+        redact: hides secrets in what the client says.
     """
 
     def __init__(
@@ -122,8 +124,10 @@ class S3Client:
         *,
         first_pause_seconds: float = 0.1,
         longest_pause_seconds: float = 5.0,
+        redact: Redactor,
     ) -> None:
         self._fs = fs
+        self._redact = redact
         self._creating = dict(creating or {})
         self._first_pause_seconds = first_pause_seconds
         self._longest_pause_seconds = longest_pause_seconds
@@ -182,11 +186,12 @@ class S3Client:
                 transient = _is_transient(error)
                 may_be_done |= transient
                 if not transient or took + pause >= seconds:
-                    raise _failure(what, where, error, attempts, took, may_be_done) from error
-                logger.info("Could not %s %s, trying again: %s", what, where, error)
+                    raise self._failure(what, where, error, attempts, took, may_be_done) from self._redact.error(error)
+                words = self._redact(str(error))
+                logger.info("Could not %s %s, trying again: %s", what, where, words)
                 if took > _QUIET_SECONDS and not warned:
                     warned = True
-                    logger.warning("Still trying to %s %s after %.0f s: %s", what, where, took, error)
+                    logger.warning("Still trying to %s %s after %.0f s: %s", what, where, took, words)
             await asyncio.sleep(pause)
 
     async def _attempt(self, attempt: Callable[[], Awaitable[T]], end: float, longest_seconds: float) -> T:
@@ -197,15 +202,16 @@ class S3Client:
             text = f"no answer from {self._fs.endpoint_url or 'the server'} within {limit:.1f} s"
             raise TimeoutError(errno.ETIMEDOUT, text) from error
 
-
-def _failure(what: str, where: str, error: Exception, attempts: int, took: float, may_be_done: bool) -> StorageError:
-    tried = f", after {attempts} attempts in {took:.0f} s" if attempts > 1 else ""
-    failure = StorageError.from_os_error(what, where, completed(error), tried)
-    if failure.errno is None and answer_of(error) == (0, ""):
-        failure.errno = errno.ETIMEDOUT if may_be_done else None
-    failure.attempts = attempts
-    failure.outcome_unknown = may_be_done
-    return failure
+    def _failure(
+        self, what: str, where: str, error: Exception, attempts: int, took: float, may_be_done: bool
+    ) -> StorageError:
+        tried = f", after {attempts} attempts in {took:.0f} s" if attempts > 1 else ""
+        failure = StorageError.from_os_error(what, where, completed(error), tried, redact=self._redact)
+        if failure.errno is None and answer_of(error) == (0, ""):
+            failure.errno = errno.ETIMEDOUT if may_be_done else None
+        failure.attempts = attempts
+        failure.outcome_unknown = may_be_done
+        return failure
 
 
 async def body_of(reply: dict[str, Any]) -> bytes:

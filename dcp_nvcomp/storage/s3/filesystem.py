@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from dcp_nvcomp.errors import ConcurrentSaveError, StorageError
+from dcp_nvcomp.errors import StorageError
 from dcp_nvcomp.options import unknown_option
-from dcp_nvcomp.storage.base import FileInfo, OutputStream, UnfinishedUpload, too_short
+from dcp_nvcomp.storage.base import FileInfo, OutputStream, UnfinishedUpload, already_published, too_short
 from dcp_nvcomp.storage.remote import RemoteFilesystem
 from dcp_nvcomp.storage.s3.client import REMOVAL_SECONDS, S3Client, answer_of, body_of
 from dcp_nvcomp.storage.s3.publish import Replacement, refuses_conditions
@@ -48,20 +48,29 @@ class S3Filesystem(RemoteFilesystem):
         path: the checkpoint's URL.
         fs: the s3fs filesystem.
         root: `bucket/prefix`.
+        options: the storage options, which hold secrets.
         part_nbytes: how long the first parts of large files are.
         parts_grow: whether later ones are longer.
         deadline_seconds: how long one operation may take with all its retries.
     """
 
     def __init__(
-        self, path: str, fs: Any, root: str, *, part_nbytes: int, parts_grow: bool, deadline_seconds: float
+        self,
+        path: str,
+        fs: Any,
+        root: str,
+        *,
+        options: Mapping[str, Any],
+        part_nbytes: int,
+        parts_grow: bool,
+        deadline_seconds: float,
     ) -> None:
         self._bucket, prefix, _ = fs.split_path(root)
-        super().__init__(path, prefix, part_nbytes)
+        super().__init__(path, prefix, part_nbytes, options)
         self._parts_grow = parts_grow
         # s3fs sends it with its own files only
         acl = fs.s3_additional_kwargs.get("acl")
-        self._client = S3Client(fs, deadline_seconds, {"ACL": acl} if acl else {})
+        self._client = S3Client(fs, deadline_seconds, {"ACL": acl} if acl else {}, redact=self._redact)
         self._witness: tuple[str, bytes] | None = None  # what this object published last: it is certainly there
 
     def _call(self, what: str, where: str, operation: str, **parameters: Any) -> dict[str, Any]:
@@ -102,7 +111,7 @@ class S3Filesystem(RemoteFilesystem):
         """PUT if there is nothing. Where the server does not see to that itself, look before and after."""
         honoured = self._honours_conditions()
         if honoured is not True and self.file_nbytes(name) is not None:
-            raise self._came_second(name)
+            raise already_published(self.location(name))
         put = self._put_if_none(name, data) if honoured is not False else None
         if put is True and honoured is True:
             return
@@ -116,7 +125,7 @@ class S3Filesystem(RemoteFilesystem):
             self._replace(name, data)
         # also where it was refused: the request may have been sent twice, and the first one was ours
         if not self._is_there(name, data):
-            raise self._came_second(name)
+            raise already_published(self.location(name))
 
     def _put_if_none(self, name: str, data: bytes) -> bool | None:
         """Whether it was put; None where the server refuses conditions."""
@@ -142,9 +151,6 @@ class S3Filesystem(RemoteFilesystem):
     def _is_there(self, name: str, data: bytes) -> bool:
         # twice, as bytes may be flipped on the way
         return any(self._get_checked(name, 0, len(data) + 1) == data for _ in range(2))
-
-    def _came_second(self, name: str) -> ConcurrentSaveError:
-        return ConcurrentSaveError("Another save has published here already.", path=self.location(name))
 
     def _get(self, name: str, start: int, stop: int) -> bytes:
         key, where = self._key(name), self.location(name)
