@@ -20,6 +20,7 @@ from dcp_nvcomp.storage.base import (
     FileInfo,
     OutputStream,
     already_published,
+    check_relative_path,
     is_not_found,
     storage_errors,
     too_short,
@@ -88,6 +89,7 @@ class FsspecFilesystem(RemoteFilesystem):
         return _FsspecOutput(self._fs, self._key(name), self.location(name), self._part_nbytes, self._redact)
 
     def publish(self, name: str, data: bytes, *, overwrite: bool = True) -> None:
+        check_relative_path(name, path=self.path)
         # Only a check: two saves that publish at the very same time both pass it, and if the filesystem has no
         # exclusive mode the later one stays.
         if not overwrite and self.file_nbytes(name) is not None:

@@ -1,0 +1,142 @@
+"""Filesystems with nothing but what fsspec asks of each, and what is made of the moves that they have."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.dirfs import DirFileSystem
+
+from dcp_nvcomp.errors import ConcurrentSaveError, StorageError
+from dcp_nvcomp.storage.base import is_not_found
+from dcp_nvcomp.storage.moving import Moves
+from dcp_nvcomp.storage.open import open_filesystem
+
+from .plain import ATOMIC, PROTOCOLS, carry_out, hooked
+from .suite import FilesystemSuite, Place
+
+GAP = "can't replace a file in one step"
+
+
+class TestMoving(FilesystemSuite):
+    @pytest.fixture
+    def place(self, tmp_path: Path) -> Place:
+        return f"plain-moving://{tmp_path}", {}
+
+
+class TestPosixRename(FilesystemSuite):
+    @pytest.fixture
+    def place(self, tmp_path: Path) -> Place:
+        return f"plain-posix://{tmp_path}", {}
+
+
+@pytest.mark.filterwarnings(f"ignore:.*{GAP}")
+class TestRefusing(FilesystemSuite):
+    @pytest.fixture
+    def place(self, tmp_path: Path) -> Place:
+        return f"plain-refusing://{tmp_path}", {}
+
+    test_publish_is_atomic_for_readers = None  # type: ignore[assignment]  # it is not, as the warning says
+
+
+@pytest.mark.filterwarnings(f"ignore:.*{GAP}")
+class TestPlain(FilesystemSuite):
+    @pytest.fixture
+    def place(self, tmp_path: Path) -> Place:
+        return f"plain://{tmp_path}", {}
+
+    test_publish_is_atomic_for_readers = None  # type: ignore[assignment]  # it is not, as the warning says
+
+
+@pytest.mark.parametrize("chain", ["dir://::", "simplecache::"])
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_chains_have_what_the_innermost_has(protocol: str, chain: str, tmp_path: Path) -> None:
+    fs, root = fsspec.url_to_fs(f"{protocol}://{tmp_path}")
+    chained = DirFileSystem(root, fs) if chain.startswith("dir") else fsspec.url_to_fs(f"{chain}{protocol}://{root}")[0]
+    assert Moves(chained).can_move == Moves(fs).can_move == (protocol != "plain")
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_only_what_is_not_atomic_warns(protocol: str, tmp_path: Path) -> None:
+    filesystem = open_filesystem(f"{protocol}://{tmp_path}")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        filesystem.publish(".metadata", b"first")
+        assert not caught
+        filesystem.publish(".metadata", b"second")
+    assert [GAP in str(one.message) for one in caught] == ([] if protocol in ATOMIC else [True])
+    assert [file.name for file in tmp_path.iterdir()] == [".metadata"]
+    assert (tmp_path / ".metadata").read_bytes() == b"second"
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_another_save_is_faster(protocol: str, tmp_path: Path) -> None:
+    """It publishes between the check and the move. Only a move that refuses finds out."""
+    filesystem = open_filesystem(f"{protocol}://{tmp_path}")
+
+    def hook(name: str, call: Any, *arguments: Any) -> Any:
+        if name == "mv":
+            (tmp_path / ".metadata").write_bytes(b"first")
+        return carry_out(name, call, *arguments)
+
+    if protocol in ("plain-refusing", "plain-silent", "plain-replace"):
+        with hooked(hook), pytest.raises(ConcurrentSaveError):
+            filesystem.publish(".metadata", b"second", overwrite=False)
+        assert (tmp_path / ".metadata").read_bytes() == b"first"
+        assert [file.name for file in tmp_path.iterdir()] == [".metadata"]
+    else:
+        filesystem.publish(".metadata", b"second", overwrite=False)
+        with pytest.raises(ConcurrentSaveError):
+            filesystem.publish(".metadata", b"third", overwrite=False)
+        assert (tmp_path / ".metadata").read_bytes() == b"second"
+
+
+class SMBOSError(OSError):
+    """As smbprotocol has it: errno 2, but no FileNotFoundError."""
+
+
+class ResourceNotFoundError(Exception):
+    """As azure.core has it."""
+
+
+class SFTPError(Exception):
+    """As asyncssh has it."""
+
+
+class SFTPNoSuchFile(SFTPError):
+    """As asyncssh has it."""
+
+
+class ClientResponseError(Exception):
+    """As aiohttp has it."""
+
+    status = 404
+
+
+MISSING = [
+    SMBOSError(2, "No such file"),
+    ResourceNotFoundError("The specified blob does not exist."),
+    SFTPNoSuchFile("No such file"),
+    ClientResponseError("Not Found"),
+]
+
+
+@pytest.mark.parametrize("error", MISSING, ids=lambda error: type(error).__name__)
+def test_not_found_in_many_words(error: Exception, tmp_path: Path) -> None:
+    assert is_not_found(error)
+    assert not any(map(is_not_found, (SMBOSError(13, "denied"), SFTPError("broken"), ModuleNotFoundError("x"))))
+    filesystem = open_filesystem(f"plain://{tmp_path}")
+
+    def hook(name: str, call: Any, *arguments: Any) -> Any:
+        raise error
+
+    with hooked(hook):
+        assert filesystem.file_nbytes("x") is None
+        assert filesystem.list_files() == []
+        filesystem.remove(["x"])
+        with pytest.raises(StorageError) as caught:
+            filesystem.read("x", 0, 1)
+        assert caught.value.errno == 2
