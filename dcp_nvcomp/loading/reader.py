@@ -29,7 +29,7 @@ from dcp_nvcomp.errors import (
     StorageError,
 )
 from dcp_nvcomp.format.collector import collector_paused
-from dcp_nvcomp.format.metadata.roots import nothing_there, read_root
+from dcp_nvcomp.format.metadata.roots import nothing_there, read_current, read_root
 from dcp_nvcomp.format.metadata.serialization import merge_rank_metadata, prefer_rank
 from dcp_nvcomp.format.metadata.stored import StoredAt
 from dcp_nvcomp.format.names import METADATA_NAME, rank_of_metadata_name
@@ -199,6 +199,8 @@ class NvcompReader(StorageReader):
         return merged
 
     def _parsed(self, filesystem: Filesystem, name: str) -> Metadata:
+        if name == METADATA_NAME:
+            return read_current(filesystem, trusted_globals=self.trusted_globals).metadata
         return read_root(filesystem, name, trusted_globals=self.trusted_globals).metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

@@ -37,6 +37,9 @@ class ReadFile(io.FileIO):
         most = os.fstat(self.fileno()).st_size
         return super().read(most if nbytes is None or nbytes < 0 else min(nbytes, most)) or b""
 
+    def forget(self) -> None:
+        self.close()
+
 
 class PlainFile:
     """A file that is being written."""
@@ -51,6 +54,10 @@ class PlainFile:
 
     def _write(self, data: memoryview) -> int:
         return os.write(self._descriptor, data)
+
+    def forget(self) -> None:
+        """It was made, but whoever asked for it does not know."""
+        os.close(self._descriptor)
 
     def close(self) -> None:
         if not self.closed:

@@ -12,7 +12,15 @@ from dataclasses import dataclass, field
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp_nvcomp.errors import CheckpointError, CheckpointNotFoundError, IncompleteCheckpointError, StorageError
+from dcp_nvcomp.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    FormatError,
+    IncompleteCheckpointError,
+    MetadataError,
+    StorageError,
+    UnsafeMetadataError,
+)
 from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.metadata.serialization import parse_metadata
@@ -22,11 +30,12 @@ from dcp_nvcomp.format.names import (
     METADATA_NAME,
     copy_name_of,
     rank_of_metadata_name,
+    save_id_of_copy,
 )
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.reread import SIGNS_OF_DAMAGE
 
-__all__ = ["Root", "is_missing", "nothing_there", "read_root", "read_roots"]
+__all__ = ["Root", "is_missing", "nothing_there", "read_current", "read_root", "read_roots"]
 
 
 @dataclass(frozen=True)
@@ -85,14 +94,17 @@ def read_root(filesystem: Filesystem, name: str, *, trusted_globals: Sequence[st
 
     Raises:
         ConfigurationError: a trusted global is no dotted name.
-        FormatError: it is larger than any metadata.
-        MetadataError: it can't be read, or asks for something unsafe.
+        MetadataError: it can't be read, is larger than any metadata, or asks for something unsafe.
         StorageError: it is missing, or the storage fails.
         UnsafePathError: it names a file outside of the directory.
     """
 
     def read() -> bytes:
-        return filesystem.read_all(name, limit_nbytes=MAX_METADATA_NBYTES)
+        try:
+            return filesystem.read_all(name, limit_nbytes=MAX_METADATA_NBYTES)
+        except FormatError as error:
+            message = f"It is larger than {MAX_METADATA_NBYTES} bytes, so it is no metadata of a checkpoint."
+            raise MetadataError(message, path=filesystem.location(name)) from error
 
     def parsed(data: bytes) -> Root:
         path = filesystem.location(name)
@@ -106,6 +118,31 @@ def read_root(filesystem: Filesystem, name: str, *, trusted_globals: Sequence[st
         if again == data:  # it would only be refused again, and a hostile file takes its time
             raise
     return parsed(again)
+
+
+def read_current(filesystem: Filesystem, *, trusted_globals: Sequence[str] = ()) -> Root:
+    """Read `.metadata` as `read_root` does; if it can't be read and a save left a copy, the error points to `recover`.
+
+    Args:
+        filesystem: the directory.
+        trusted_globals: dotted names that it may use beyond what is safe by itself.
+
+    Raises:
+        CheckpointError: as `read_root`.
+    """
+    try:
+        return read_root(filesystem, METADATA_NAME, trusted_globals=trusted_globals)
+    except MetadataError as error:
+        if not isinstance(error, UnsafeMetadataError) and _has_copy(filesystem):
+            error.message += " A save left a copy of its metadata here: try `dcp-nvcomp recover`."
+        raise
+
+
+def _has_copy(filesystem: Filesystem) -> bool:
+    try:
+        return any(map(save_id_of_copy, filesystem.list_names()))
+    except CheckpointError:  # credentials may allow to read and not to list
+        return False
 
 
 def read_roots(filesystem: Filesystem, names: Iterable[str]) -> list[Root]:
@@ -123,7 +160,8 @@ def read_roots(filesystem: Filesystem, names: Iterable[str]) -> list[Root]:
     names = sorted(names)
     ranks = [name for name in names if rank_of_metadata_name(name) is not None]
     has_metadata = filesystem.file_nbytes(METADATA_NAME) is not None
-    roots = [read_root(filesystem, name) for name in ([METADATA_NAME] if has_metadata else []) + ranks]
+    roots = [read_current(filesystem)] if has_metadata else []
+    roots += [read_root(filesystem, name) for name in ranks]
     if roots:
         return roots
     raise nothing_there(filesystem, names)

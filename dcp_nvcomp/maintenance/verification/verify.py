@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_nvcomp.errors import CheckpointError, CheckpointReplacedError, MetadataError, StorageError, UnsafeObjectError
 from dcp_nvcomp.format.data_file import DataFileRef
-from dcp_nvcomp.format.metadata.roots import Root, is_missing, read_root, read_roots
+from dcp_nvcomp.format.metadata.roots import Root, is_missing, read_current, read_roots
 from dcp_nvcomp.format.metadata.serialization import merge_rank_metadata
 from dcp_nvcomp.format.metadata.stored import StockItem, StoredAt
 from dcp_nvcomp.format.names import METADATA_NAME, copy_name_of, rank_of_metadata_name
@@ -108,7 +108,7 @@ def verify_checkpoint(
 def _roots(filesystem: Filesystem) -> list[Root]:
     """What a load reads: `.metadata`; only without it, that of the ranks."""
     if filesystem.file_nbytes(METADATA_NAME) is not None:
-        return [read_root(filesystem, METADATA_NAME)]
+        return [read_current(filesystem)]
     return read_roots(filesystem, filesystem.list_names())
 
 

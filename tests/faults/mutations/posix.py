@@ -77,9 +77,37 @@ MUTATIONS = (
     Mutation(
         row=f"{CALLS}: errors of fsspec's client are ours",
         file="dcp_nvcomp/storage/fsspec_files.py",
-        old="        with storage_errors(what, self._location):\n",
+        old="        with storage_errors(what, self._location, self._redact):\n",
         new="        with contextlib.nullcontext():\n",
         tests="tests/faults/test_fsspec_calls.py -k test_save",
+    ),
+    Mutation(
+        row=f"{CALLS}: on other filesystems the new metadata is moved over the old",
+        file="dcp_nvcomp/storage/fsspec_files.py",
+        old="        if self._is_object_store or not self._moves.can_move:\n",
+        new="        if True:\n",
+        tests="tests/faults/test_plain_fsspec.py -k overwriting-full",
+    ),
+    Mutation(
+        row=f"{CALLS}: metadata that was moved aside is moved back",
+        file="dcp_nvcomp/storage/fsspec_files.py",
+        old="                self._try_to_move(aside, name)  # refused",
+        new="                pass  # refused",
+        tests="tests/faults/test_plain_fsspec.py -k refusing-overwriting",
+    ),
+    Mutation(
+        row=f"{CALLS}: fsspec's own mv is a copy",
+        file="dcp_nvcomp/storage/moving.py",
+        old=" is not default\n",
+        new=" is not None\n",
+        tests="tests/storage/test_plain.py -k chains",
+    ),
+    Mutation(
+        row=f"{CALLS}: a move that is refused without a word",
+        file="dcp_nvcomp/storage/fsspec_files.py",
+        old="        if self.file_nbytes(source) is None:\n            return None\n",
+        new="        if refusal.args[1].startswith('the storage did not'):\n            return None\n",
+        tests="tests/storage/test_plain.py -k warns",
     ),
     Mutation(
         row=f"{POWER}: fsync of data files",

@@ -66,7 +66,7 @@ MUTATIONS = (
     Mutation(
         row="S3, no reply to the commit: the error says so",
         file="dcp_nvcomp/storage/s3/client.py",
-        old="    failure.outcome_unknown = may_be_done\n",
+        old="        failure.outcome_unknown = may_be_done\n",
         new="",
         tests=FAULTS + "lands_after",
     ),

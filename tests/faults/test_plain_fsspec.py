@@ -1,0 +1,233 @@
+"""A save to storage that has only what fsspec asks of it, every call of which fails in turn, or is the last one.
+
+After each: the earlier checkpoint loads, or the new one does. If the storage can't replace a file in one step, a load
+may say `recover` instead, which brings one of the two back.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dcp_nvcomp import NvcompReader, errors
+from dcp_nvcomp.maintenance.recovery import AMBIGUOUS, RECOVERED, recover_checkpoint
+from tests.storage.plain import ATOMIC, PROTOCOLS, hooked
+
+from .small import Failure, a_state, failure_of, nothing_leaks, save, what_loads
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore:.*can't replace a file in one step"),
+]
+
+OLD, NEW = a_state(1), a_state(2)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to a call.
+
+    Attributes:
+        at: which one, counted from 0.
+        number: the errno of the error that it raises; 0 for an exception that is no OSError.
+        done: whether it takes effect nevertheless.
+        halfway: whether a write does half of it.
+        lasting: whether all later ones fail too, without any effect, as after a kill or on a network that is gone.
+    """
+
+    at: int
+    number: int = errno.EIO
+    done: bool = False
+    halfway: bool = False
+    lasting: bool = False
+
+
+class ClientError(Exception):
+    """What a client raises that knows no OSError."""
+
+
+class Faulty:
+    """A hook that counts the calls and lets one fail, or all from one on."""
+
+    def __init__(self, fault: Fault | None = None) -> None:
+        self._fault = fault
+        self.names: list[str] = []
+        self._lock = threading.Lock()
+
+    def __call__(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        with self._lock:
+            at = len(self.names)
+            self.names.append(name)
+        fault = self._fault
+        if fault is None or not (at == fault.at or (fault.lasting and at > fault.at)):
+            return call(*arguments)
+        if fault.halfway and name == "write" and at == fault.at:
+            call(arguments[0][: len(arguments[0]) // 2])
+        elif name == "close" or (fault.done and at == fault.at):
+            made = call(*arguments)
+            if name in ("create", "open to read"):
+                made.forget()
+        raise OSError(fault.number, os.strerror(fault.number)) if fault.number else ClientError("broken")
+
+
+FAULTS = {
+    "not done": Fault(0),
+    "done": Fault(0, done=True),
+    "full": Fault(0, errno.ENOSPC, halfway=True),
+    "no errno": Fault(0, 0),
+    "no errno, done": Fault(0, 0, done=True),
+    "gone": Fault(0, halfway=True, lasting=True),
+    "gone, done": Fault(0, done=True, lasting=True),
+}
+
+
+def begin(folder: Path, url: str, *, old: bool) -> None:
+    if folder.exists():
+        for file in folder.iterdir():
+            file.unlink()
+    if old:
+        save(url, OLD)
+
+
+def reading_fails_with(url: str) -> str:
+    with pytest.raises(errors.CheckpointError) as caught:
+        NvcompReader(url).read_metadata()
+    return str(caught.value)
+
+
+def check(url: str, *, old: bool, where: str, lasting: bool = True) -> int | None:
+    """Which checkpoint loads, if need be after a recovery.
+
+    Args:
+        url: the checkpoint's.
+        old: whether there was one before the save.
+        where: which trial this is, for messages.
+        lasting: whether nothing could be put right after the fault.
+    """
+    try:
+        found = what_loads(url, OLD, NEW)
+        if found is not None or not old:
+            return found
+        problem = reading_fails_with(url)
+    except errors.CheckpointError as error:
+        problem = str(error)
+    whole = ATOMIC if lasting else (*ATOMIC, "plain-refusing", "plain-silent")
+    assert not url.startswith(tuple(f"{protocol}://" for protocol in whole)), f"{where}: {problem}"
+    assert "dcp-nvcomp recover" in problem, f"{where}: {problem}"
+    done = recover_checkpoint(url)
+    if done.outcome == AMBIGUOUS:
+        complete = [one.save_id for one in done.candidates if one.is_complete]
+        assert len(complete) == 2, f"{where}: {done}"
+        done = recover_checkpoint(url, save_id=complete[-1])
+    assert done.outcome == RECOVERED, f"{where}: {done}"
+    found = what_loads(url, OLD, NEW)
+    assert found is not None, where
+    return found
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # pytest's handlers would keep the errors that are logged, and with them all that their tracebacks hold
+    monkeypatch.setattr(logging.getLogger(), "handlers", [logging.NullHandler()])
+    gc.freeze()  # the search for leaks collects garbage often
+    yield
+    gc.unfreeze()
+
+
+CASES = {"overwriting": (True, True), "fresh": (False, True), "not replacing": (False, False)}
+# In the others nothing can be lost, or the same things are said by another exception.
+FAST = {*(("overwriting", kind) for kind in ("not done", "done", "full", "gone")), ("not replacing", "gone")}
+TRIALS = [
+    pytest.param(*CASES[case], kind, id=f"{case}-{kind}", marks=[] if (case, kind) in FAST else pytest.mark.slow)
+    for case in CASES
+    for kind in FAULTS
+]
+
+
+@pytest.mark.parametrize(("old", "overwrite", "kind"), TRIALS)
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_every_call_fails(protocol: str, old: bool, overwrite: bool, kind: str, tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    url = f"{protocol}://{folder}"
+
+    def trial(fault: Fault | None) -> tuple[list[str], Failure | None]:
+        begin(folder, url, old=old)
+        hook = Faulty(fault)
+        with nothing_leaks(), hooked(hook):
+            return hook.names, failure_of(lambda: save(url, NEW, overwrite=overwrite))
+
+    names, failure = trial(None)
+    assert failure is None and what_loads(url, OLD, NEW) == 1
+    model = FAULTS[kind]
+    for at in range(len(names)):
+        made, failure = trial(Fault(at, model.number, model.done, model.halfway, model.lasting))
+        where = f"{kind} at call {at}, {made[at]}: {failure}"
+        found = check(url, old=old, where=where, lasting=model.lasting)
+        if failure is None:
+            assert found == 1, where
+        else:
+            assert issubclass(failure.kind, errors.CheckpointError), where
+            assert old <= (found is not None), where
+
+
+def _save_until_killed(url: str, at: int) -> None:
+    lock, calls = threading.Lock(), [0]
+
+    def hook(name: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        with lock:
+            now, calls[0] = calls[0], calls[0] + 1
+        if now == at:
+            if name == "write":
+                call(arguments[0][: len(arguments[0]) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(*arguments)
+
+    warnings.simplefilter("ignore")
+    with hooked(hook):
+        save(url, NEW)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_killed_while_it_publishes(protocol: str, tmp_path: Path) -> None:
+    """A process that is really killed: at each call from the first one for metadata on."""
+    folder = tmp_path / "c"
+    url = f"{protocol}://{folder}"
+    begin(folder, url, old=True)
+    hook = Faulty()
+    with hooked(hook):
+        save(url, NEW)
+    first = hook.names.index("close")  # of the data file
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.checkpoint", "fsspec.implementations.local", __name__])
+    found = set()
+    for at in range(first, len(hook.names)):
+        begin(folder, url, old=True)
+        child = context.Process(target=_save_until_killed, args=(url, at))
+        child.start()
+        child.join(60)
+        assert child.exitcode == -signal.SIGKILL, f"call {at}, {hook.names[at]}"
+        found.add(check(url, old=True, where=f"killed at call {at}, {hook.names[at]}"))
+    assert found == {0, 1}
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 100, -1])
+def test_a_torn_metadata_file_says_recover(nbytes: int, tmp_path: Path) -> None:
+    save(tmp_path, OLD)
+    torn = (tmp_path / ".metadata").read_bytes()[:nbytes]
+    (tmp_path / ".metadata").write_bytes(torn)
+    with pytest.raises(errors.MetadataError, match="left a copy of its metadata here: try `dcp-nvcomp recover`"):
+        NvcompReader(tmp_path).read_metadata()
+    assert recover_checkpoint(tmp_path).outcome == RECOVERED
+    assert what_loads(tmp_path, OLD, NEW) == 0
