@@ -589,7 +589,7 @@ def test_an_hour_is_the_least(path: Path, seconds: Any) -> None:
 def test_as_a_command(path: Path) -> None:
     _, left = leave_save(path, seed=2)
     command = [sys.executable, "-m", "dcp_nvcomp.cli", "clean", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert not left & names(path)
     assert loaded_seed(path) == 1

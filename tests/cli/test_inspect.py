@@ -314,7 +314,7 @@ def test_storage_options_reach_the_storage(s3_store: S3Store) -> None:
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "dcp_nvcomp.cli", *arguments], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "dcp_nvcomp.cli", *arguments], capture_output=True, text=True, timeout=240
     )
 
 

@@ -117,7 +117,7 @@ def test_as_a_command(path: Path) -> None:
     save(path, seed=1)
     (path / ".metadata").unlink()
     command = [sys.executable, "-m", "dcp_nvcomp.cli", "recover", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert loaded_seed(path) == 1
 

@@ -87,7 +87,7 @@ def test_json(copy: Path) -> None:
 def test_as_a_command(copy: Path) -> None:
     command = [sys.executable, "-m", "dcp_nvcomp.cli", "verify", str(copy)]
     flip(data_file(copy), 20)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert (done.returncode, done.stderr) == (1, "")
     assert data_file(copy).name in done.stdout
     assert "DAMAGED" in done.stdout

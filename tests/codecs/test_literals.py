@@ -180,4 +180,4 @@ stop.set()
 writer.join()
 assert 0 in made and any(made)  # it was seen changing
 """
-    subprocess.run([sys.executable, "-X", "faulthandler", "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-X", "faulthandler", "-c", code], check=True, timeout=240)

@@ -63,7 +63,7 @@ STAGERS: dict[str, Any] = {
 
 def _upload_of(response: Future[Any] | AsyncSaveResponse) -> Future[Any]:
     if isinstance(response, AsyncSaveResponse):
-        response.staging_completion.result(timeout=60)
+        response.staging_completion.result(timeout=180)
         return response.upload_completion
     return response
 
@@ -86,7 +86,7 @@ def test_training_goes_on_while_the_save_runs(tmp_path: Path, plugin: Plugin, st
             dcp.async_save(state, storage_writer=writer, checkpoint_id=tmp_path / seed, async_stager=stager)
         )
         _spoil(state)
-        upload.result(timeout=60)
+        upload.result(timeout=180)
         _assert_holds(plugin.reader(tmp_path / seed), seed)
     if stager is not None:
         stager.close()
@@ -102,7 +102,7 @@ def test_error_reaches_the_future(tmp_path: Path, plugin: Plugin, stager_name: s
         planner=FailingSavePlanner("resolve_data"),
         async_stager=stager,
     )
-    error = _upload_of(response).exception(timeout=60)
+    error = _upload_of(response).exception(timeout=180)
     assert isinstance(error, dcp.CheckpointException) and isinstance(cause_of(error), Sabotage)
     assert ".metadata" not in file_names(tmp_path)
     if plugin == OURS:
@@ -114,7 +114,7 @@ def test_error_reaches_the_future(tmp_path: Path, plugin: Plugin, stager_name: s
 @on_every_plugin
 @pytest.mark.usefixtures("process_group")
 def test_async_save_with_a_process_group(tmp_path: Path, plugin: Plugin) -> None:
-    dcp.async_save(_state("one"), storage_writer=plugin.writer(tmp_path / "c")).result(timeout=60)
+    dcp.async_save(_state("one"), storage_writer=plugin.writer(tmp_path / "c")).result(timeout=180)
     _assert_holds(plugin.reader(tmp_path / "c"), "one")
 
 
@@ -127,7 +127,7 @@ class _Gate(FailingSavePlanner):
 
     def resolve_data(self, write_item: Any) -> Any:
         self.reached.set()
-        assert self.open.wait(timeout=60)
+        assert self.open.wait(timeout=180)
         return super().resolve_data(write_item)
 
 
@@ -136,11 +136,11 @@ def test_earlier_checkpoint_loads_while_a_save_to_another_path_runs(tmp_path: Pa
     dcp.save(_state("one"), storage_writer=plugin.writer(tmp_path / "one"))
     gate = _Gate()
     upload = _upload_of(dcp.async_save(_state("two"), storage_writer=plugin.writer(tmp_path / "two"), planner=gate))
-    assert gate.reached.wait(timeout=60)
+    assert gate.reached.wait(timeout=180)
     _assert_holds(plugin.reader(tmp_path / "one"), "one")
     assert ".metadata" not in file_names(tmp_path / "two")
     gate.open.set()
-    upload.result(timeout=60)
+    upload.result(timeout=180)
     _assert_holds(plugin.reader(tmp_path / "two"), "two")
 
 
@@ -149,10 +149,10 @@ def test_earlier_checkpoint_loads_while_it_is_overwritten(tmp_path: Path) -> Non
     dcp.save(_state("one"), storage_writer=OURS.writer(tmp_path))
     gate = _Gate()
     upload = _upload_of(dcp.async_save(_state("two"), storage_writer=OURS.writer(tmp_path), planner=gate))
-    assert gate.reached.wait(timeout=60)
+    assert gate.reached.wait(timeout=180)
     _assert_holds(OURS.reader(tmp_path), "one")
     gate.open.set()
-    upload.result(timeout=60)
+    upload.result(timeout=180)
     _assert_holds(OURS.reader(tmp_path), "two")
 
 
@@ -162,11 +162,11 @@ def test_two_saves_to_one_path_at_once(tmp_path: Path, overwrite: bool) -> None:
     gate = _Gate()
     first = OURS.writer(tmp_path, overwrite=overwrite)
     upload = _upload_of(dcp.async_save(_state("first"), storage_writer=first, planner=gate))
-    assert gate.reached.wait(timeout=60)
+    assert gate.reached.wait(timeout=180)
     dcp.save(_state("second"), storage_writer=OURS.writer(tmp_path, overwrite=overwrite))
     _assert_holds(OURS.reader(tmp_path), "second")
     gate.open.set()
-    error = upload.exception(timeout=60)
+    error = upload.exception(timeout=180)
     if error is None:
         assert overwrite
         _assert_holds(OURS.reader(tmp_path), "first")
@@ -191,7 +191,7 @@ def _save_in_a_process(path: Path, plugin: Plugin) -> None:
         state = _state(seed)
         response = save(state, checkpoint_id=path / seed)
         _spoil(state)
-        metadata = _upload_of(response).result(timeout=90)
+        metadata = _upload_of(response).result(timeout=180)
         assert set(metadata.state_dict_metadata) == {"w", "view", "nested.list.0", "nested.list.1", "seed"}
         _assert_holds(plugin.reader(path / seed), seed)
         if plugin == OURS:
@@ -201,18 +201,18 @@ def _save_in_a_process(path: Path, plugin: Plugin) -> None:
             assert stats.save_id == plugin.reader(path / seed).read_metadata().storage_meta.save_id
 
     response = save(_state("three"), checkpoint_id=path / "three", planner=FailingSavePlanner("resolve_data"))
-    error = _upload_of(response).exception(timeout=90)
+    error = _upload_of(response).exception(timeout=180)
     assert isinstance(error, dcp.CheckpointException) and isinstance(cause_of(error), Sabotage), repr(error)
     assert ".metadata" not in file_names(path / "three")
 
     response = save(_state("four"), checkpoint_id=path / "four")
-    _upload_of(response).result(timeout=90)
+    _upload_of(response).result(timeout=180)
     _assert_holds(plugin.reader(path / "four"), "four")
 
 
 @on_every_plugin
 def test_process_checkpointer(tmp_path: Path, plugin: Plugin, single_rank: RankPool) -> None:
-    single_rank.run(_save_in_a_process, tmp_path, plugin, timeout_s=100)
+    single_rank.run(_save_in_a_process, tmp_path, plugin, timeout_s=500)
 
 
 @on_every_plugin

@@ -96,7 +96,7 @@ def test_async_save(any_s3_store: S3Store) -> None:
     state = _state("one")
     upload = dcp.async_save(state, storage_writer=OURS.writer(url, **options))
     state["w"].zero_()
-    upload.result(timeout=60)
+    upload.result(timeout=180)
     _assert_holds(OURS.reader(url, **options), "one")
 
 

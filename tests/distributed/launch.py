@@ -35,7 +35,8 @@ import pytest
 
 RANK_COUNT = 4
 MEETING_ATTEMPTS = 3
-MEETING_TIMEOUT_S = 20.0
+MEETING_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 240.0
 
 # What torch itself warns of in code paths that these tests take on purpose: regular expressions of messages.
 STOCK_WARNINGS = (
@@ -64,7 +65,7 @@ class RankPool:
         grace_s: how long the other ranks may go on once one has raised: they may wait for it in a collective.
     """
 
-    def __init__(self, size: int, directory: str | os.PathLike[str], *, grace_s: float = 10.0) -> None:
+    def __init__(self, size: int, directory: str | os.PathLike[str], *, grace_s: float = 30.0) -> None:
         self.size = size
         self.grace_s = grace_s
         self._directory = Path(directory)
@@ -76,7 +77,7 @@ class RankPool:
         function: Callable[..., Any],
         *arguments: Any,
         world_size: int | None = None,
-        timeout_s: float = 60.0,
+        timeout_s: float = 200.0,
         **options: Any,
     ) -> list[Any]:
         """Run `function(*arguments, **options)` on ranks 0 to `world_size`, and return their results in rank order."""
@@ -100,6 +101,8 @@ class RankPool:
         for _ in range(MEETING_ATTEMPTS):
             if not self._workers:
                 self._workers = [_Worker() for _ in range(self.size)]
+                for worker in self._workers:
+                    worker.wait()
             self._call_count += 1
             meeting_point = self._directory / f"call-{os.getpid()}-{self._call_count}"
             for rank, worker in enumerate(self._workers[:world_size]):
@@ -158,6 +161,11 @@ class _Worker:
         child_end.close()
         self.died = False
 
+    def wait(self) -> None:
+        """Return when the process has imported torch, which takes long on a busy machine."""
+        if not self.connection.poll(START_TIMEOUT_S) or self.connection.recv() != "ready":
+            raise RankFailure("a rank's process did not start")
+
     def stop(self) -> None:
         self.connection.close()
         self.process.join(timeout=1.0)
@@ -173,6 +181,7 @@ def _serve(connection: multiprocessing.connection.Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
+    connection.send("ready")
     while True:
         try:
             rank, world_size, meeting_point, timeout_s = connection.recv()

@@ -209,7 +209,7 @@ def test_killed_rank(tmp_path: Path) -> None:
     pool = RankPool(2, tmp_path, grace_s=30.0)
     try:
         with pytest.raises(RankFailure, match="rank 1: died"):
-            pool.run(_save_and_lose_a_rank, tmp_path / "c", tmp_path / "outcome", timeout_s=40.0)
+            pool.run(_save_and_lose_a_rank, tmp_path / "c", tmp_path / "outcome", timeout_s=120.0)
     finally:
         pool.close()
     assert (tmp_path / "outcome").exists(), "rank 0 was told"
@@ -221,14 +221,14 @@ def test_killed_rank(tmp_path: Path) -> None:
 
 def _fail_async(plugin: Plugin, path: Path, failing_rank: int) -> str:
     writer = plugin.writer(path)
-    dcp.async_save(_state("one"), storage_writer=writer).result(timeout=60)
+    dcp.async_save(_state("one"), storage_writer=writer).result(timeout=180)
     planner = FailingSavePlanner("resolve_data", rank=failing_rank)
-    error = dcp.async_save(_state("two"), storage_writer=writer, planner=planner).exception(timeout=60)
+    error = dcp.async_save(_state("two"), storage_writer=writer, planner=planner).exception(timeout=180)
     assert isinstance(error, dcp.CheckpointException), error
     _assert_alive()
     if plugin == OURS:
         _load(plugin, path, "one")
-    dcp.async_save(_state("three"), storage_writer=writer).result(timeout=60)
+    dcp.async_save(_state("three"), storage_writer=writer).result(timeout=180)
     _load(plugin, path, "three")
     return type(error.failures[failing_rank][0]).__name__
 

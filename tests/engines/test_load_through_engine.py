@@ -243,7 +243,7 @@ def test_others_fetch_while_one_decodes(
 
     def wait_for_two_more(name: str, slices: int) -> None:
         if not met.is_set():
-            assert all(fetched.acquire(timeout=20) for _ in range(3)), "nobody fetches the next reads"
+            assert all(fetched.acquire(timeout=120) for _ in range(3)), "nobody fetches the next reads"
             met.set()
 
     monkeypatch.setattr(PosixFilesystem, "read_into", counted)

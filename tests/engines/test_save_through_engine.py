@@ -185,7 +185,7 @@ def test_one_batch_is_encoded_while_another_is_copied(tmp_path: Path, on_the_eng
             return
         met.once = True
         try:
-            both.wait(timeout=10)
+            both.wait(timeout=120)
         except threading.BrokenBarrierError as error:  # a RuntimeError, which the engine takes for the GPU's
             raise AssertionError("one at a time") from error
 

@@ -21,7 +21,7 @@ def run(*command: str | Path, **environment: str) -> str:
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **environment},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=1100,
     )
     assert done.returncode == 0, f"{command} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
     assert not re.search(r"dcp_nvcomp/\S+\.py:\d+: \w*Warning", done.stderr), done.stderr
@@ -60,6 +60,7 @@ def test_s3(s3_store: tuple[str, dict[str, Any]]) -> None:
 
 
 @pytest.mark.tools
+@pytest.mark.timeout(1200)
 def test_demo_and_train_fsdp(tmp_path: Path) -> None:
     quick = ["--save-at", "3", "--steps", "6", "--width", "32", "--repeats", "1"]
     printed = run(EXAMPLES / "demo.py", "--output", tmp_path, *quick)

@@ -36,7 +36,7 @@ __all__ = ["Probe", "make_checkpoint", "table", "varied_state"]
 
 EXACT = "the same bits"
 LIE = "a lie"
-HANG_SECONDS = 20.0
+HANG_SECONDS = 60.0
 VERIFY = ("stored", "full")
 
 

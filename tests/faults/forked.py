@@ -25,7 +25,8 @@ import torch.distributed as dist
 from tests.distributed.launch import STOCK_WARNINGS
 
 WORLD_SIZE = 2
-LIMIT_SECONDS = 60.0
+LIMIT_SECONDS = 240.0  # ends what hangs
+GROUP_SECONDS = 60.0  # for what waits for a rank that died
 # the second is what a DTensor imports when it is made
 PRELOADED = ["torch.distributed.checkpoint", "torch._dynamo", "fsspec.implementations.local", __name__]
 
@@ -115,7 +116,7 @@ def _rank(
             init_method=f"file://{directory / 'meeting'}",
             rank=rank,
             world_size=WORLD_SIZE,
-            timeout=timedelta(seconds=LIMIT_SECONDS / 2),
+            timeout=timedelta(seconds=GROUP_SECONDS),
         )
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -90,7 +90,7 @@ def _save_killed(case: Case, directory: Path, checkpoint: Path) -> None:
     for value in state.values():  # training goes on
         if not isinstance(value, str):
             value.to_local().fill_(-1)
-    future.result(timeout=forked.LIMIT_SECONDS / 2)
+    future.result(timeout=forked.GROUP_SECONDS)
 
 
 def save_earlier(writer: str, directory: Path) -> Path:

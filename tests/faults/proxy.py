@@ -67,7 +67,7 @@ class FaultProxy:
     Attributes:
         rates: probability of each fault.
         counts: how often each was made; `requests` are all.
-        late_seconds: how much later what is `late` is done.
+        late_seconds: how much later what is `late` is done; None: when `land` is called.
         refuses_conditions: whether If-Match and If-None-Match are answered with 501, as OpenStack Swift does.
         swallowed: request headers that the server never sees: a server that ignores them.
     """
@@ -76,7 +76,7 @@ class FaultProxy:
         self.upstream = upstream.rstrip("/")
         self.rates: dict[str, float] = {}
         self.counts: collections.Counter[str] = collections.Counter()
-        self.late_seconds = 1.0
+        self.late_seconds: float | None = 1.0
         self.refuses_conditions = False
         self.swallowed: tuple[str, ...] = ()
         self.url = ""
@@ -92,21 +92,31 @@ class FaultProxy:
         self._targets.append(target)
         return target
 
+    def land(self) -> None:
+        """Do what was `late`, and return when it is done; `late_seconds` must have been None before it came."""
+        asyncio.run_coroutine_threadsafe(self._land(), self._loop).result(120)
+
+    async def _land(self) -> None:
+        self._landing.set()
+        while self.counts["landed"] < self.counts["late"]:
+            await asyncio.sleep(0.001)
+
     def __enter__(self) -> FaultProxy:
         self._thread.start()
-        self.url = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(10)
+        self.url = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(60)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(60)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(60)
         self._loop.close()
 
     async def _start(self) -> str:
         self._ended = asyncio.Event()
+        self._landing = asyncio.Event()
         limits = aiohttp.ClientTimeout(total=60)
         connector = aiohttp.TCPConnector(limit=64, force_close=True)
         self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False, timeout=limits)
@@ -150,12 +160,13 @@ class FaultProxy:
             await self._ended.wait()
         if fault == "late":
             _cut(request)
-            await asyncio.sleep(self.late_seconds)
+            await (asyncio.sleep(self.late_seconds) if self.late_seconds is not None else self._landing.wait())
         if fault in ("reset", "silent"):
             _cut(request)
             return web.Response()
         try:
             status, headers, data = await self._forward(request, body)
+            self.counts["landed"] += fault == "late"
         except aiohttp.ClientError:  # the server is down: so is what the client sees
             self.counts["down"] += 1
             _cut(request)

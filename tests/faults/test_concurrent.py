@@ -71,7 +71,7 @@ def _publish_at_once(place: Place, rounds: int) -> list[errors.CheckpointError |
 
 @pytest.mark.parametrize("rounds", [2, pytest.param(15, marks=pytest.mark.slow)])
 def test_without_overwriting_exactly_one_wins(place: Place, ranks: RankPool, rounds: int) -> None:
-    outcomes = ranks.run(_publish_at_once, place, rounds, world_size=3, timeout_s=120)
+    outcomes = ranks.run(_publish_at_once, place, rounds, world_size=3, timeout_s=240)
     for number in range(rounds):
         of_round = [of_rank[number] for of_rank in outcomes]
         assert of_round.count(None) == 1, of_round
@@ -103,7 +103,7 @@ def _overwrite_and_read(place: Place, rounds: int) -> list[Any]:
 @pytest.mark.parametrize("rounds", [2, pytest.param(10, marks=pytest.mark.slow)])
 def test_overwriting_at_once_and_reading_meanwhile(place: Place, ranks: RankPool, rounds: int) -> None:
     assert _save(place, 0) is None
-    *writers, read = ranks.run(_overwrite_and_read, place, rounds, world_size=3, timeout_s=120)
+    *writers, read = ranks.run(_overwrite_and_read, place, rounds, world_size=3, timeout_s=240)
     for of_round in zip(*writers, strict=True):
         assert None in of_round, of_round
         for outcome in of_round:

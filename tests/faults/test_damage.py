@@ -91,7 +91,7 @@ def test_flipped_bits(first: tuple[Path, State]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_every_byte_flipped(first: tuple[Path, State]) -> None:
     """All bytes of all files, one bit of each; `python -m tests.faults.damage` flips the others too."""
     path, state = first

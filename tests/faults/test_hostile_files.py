@@ -86,7 +86,7 @@ def test_checkpoint_that_is_a_link_is_the_callers_choice(tmp_path: Path) -> None
     assert torch.equal(load(tmp_path / "latest")["w"], STATE["w"])
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 def test_fifos_are_not_waited_for(tmp_path: Path) -> None:
     path = save(tmp_path / "run")
     file = data_file(path)

@@ -37,7 +37,7 @@ def run_child(folder: Path, points: tuple[str, ...], number: str, probability: f
     command = ["fiu-run", "-x", "-f", "", sys.executable, "-m", "tests.faults.libfiu_child", str(folder), str(ROUNDS)]
     command += [number, str(probability), *points]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, cwd=ROOT)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     rounds = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(rounds) == ROUNDS

@@ -31,7 +31,7 @@ from . import forked
 from .failpoints import Seam, in_a_file, of_metadata, of_the_copy
 from .saves import loaded, new_writer, sharded
 
-LIMIT_SECONDS = 15.0
+LIMIT_SECONDS = 120.0
 
 
 @dataclass(frozen=True)

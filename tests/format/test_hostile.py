@@ -247,14 +247,14 @@ BAD_DEFLATE = {
 }
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("what", list(BAD_ZSTD))
 def test_bad_zstd_slices(what: str) -> None:
     with pytest.raises(CorruptDataError):
         decode(BAD_ZSTD[what], Zstd(4096), len(HONEST))
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("what", list(BAD_DEFLATE))
 def test_bad_deflate_slices(what: str) -> None:
     with pytest.raises(CorruptDataError):

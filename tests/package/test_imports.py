@@ -25,7 +25,7 @@ assert torch.equal(state["w"], into["w"])
 
 def run(path: Path, before: str = "", after: str = "") -> None:
     program = SAVE_AND_LOAD.format(path=str(path), before=before, after=after)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
 
 
