@@ -12,6 +12,7 @@ from dcp_nvcomp.loading.reader import NvcompReader
 from dcp_nvcomp.maintenance.cleaning import Cleaning, clean_checkpoint
 from dcp_nvcomp.maintenance.inspection import Inspection, inspect_checkpoint
 from dcp_nvcomp.maintenance.recovery import Recovery, recover_checkpoint
+from dcp_nvcomp.maintenance.run_cleaning import RunCleaning, clean_run
 from dcp_nvcomp.maintenance.verification.verify import Verification, verify_checkpoint
 from dcp_nvcomp.saving.stats import SaveStats, Totals
 from dcp_nvcomp.saving.writer import NvcompWriter
@@ -22,10 +23,12 @@ __all__ = [
     "NvcompReader",
     "NvcompWriter",
     "Recovery",
+    "RunCleaning",
     "SaveStats",
     "Totals",
     "Verification",
     "clean_checkpoint",
+    "clean_run",
     "codecs",
     "errors",
     "inspect_checkpoint",

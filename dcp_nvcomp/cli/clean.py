@@ -1,4 +1,4 @@
-"""`dcp-nvcomp recover` and `dcp-nvcomp clean`: the commands that change a checkpoint's directory."""
+"""`dcp-nvcomp clean`: remove what dead saves left."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 from rich.filesize import decimal
 
-from dcp_nvcomp.cli.common import AsJson, Options, Output, Url, one_line_errors, parse_storage_options
+from dcp_nvcomp.cli.common import AsJson, Options, Output, Url, one_line_errors, parse_storage_options, table
 from dcp_nvcomp.maintenance.cleaning import MIN_AGE_SECONDS, Cleaning, clean_checkpoint
+from dcp_nvcomp.maintenance.run_cleaning import RunCleaning, clean_run
 
 __all__ = ["clean_command"]
 
@@ -21,29 +22,39 @@ OlderThan = Annotated[
     typer.Option(
         "--older-than",
         metavar="AGE",
-        help="What is younger stays, such as 90m, 12h or 1d; at least 1h. It must be longer than the longest save "
-        "takes: nothing else tells a save under way from a dead one.",
+        help="Keep what is younger, such as 90m, 12h or 1d; at least 1h. It must be longer than the longest save "
+        "takes: nothing else tells a running save from a dead one.",
     ),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only report what would be removed.")]
+Recursive = Annotated[bool, typer.Option("--recursive", help="Clean every checkpoint at or below URL, such as a run.")]
 
 
 def clean_command(
     url: Url,
     older_than: OlderThan = "1d",
     dry_run: DryRun = False,
+    recursive: Recursive = False,
     option: Options = None,
     as_json: AsJson = False,
 ) -> None:
-    """Remove files and unfinished uploads that failed or killed saves left. Refuses where a checkpoint is damaged."""
+    """Remove files and unfinished uploads of failed or killed saves. Refuses if the checkpoint is corrupt.
+
+    Exit status 1 if nothing could be cleaned, with --recursive if any of the checkpoints was refused.
+    """
     seconds = _seconds(older_than)
     storage_options = parse_storage_options(option)
+    clean = clean_run if recursive else clean_checkpoint
     with one_line_errors():
-        found = clean_checkpoint(url, older_than_seconds=seconds, dry_run=dry_run, storage_options=storage_options)
+        found = clean(url, older_than_seconds=seconds, dry_run=dry_run, storage_options=storage_options)
     if as_json:
         typer.echo(json.dumps(found.to_json(), indent=1))
+    elif isinstance(found, RunCleaning):
+        _print_run(found)
     else:
         _print_cleaning(found)
+    if isinstance(found, RunCleaning) and found.refused:
+        raise typer.Exit(1)
 
 
 def _seconds(age: str) -> float:
@@ -63,5 +74,22 @@ def _print_cleaning(found: Cleaning) -> None:
         output.print(f"{done} {orphan.kind} {orphan.name}, {decimal(orphan.nbytes)}")
     count = f"{len(found.orphans)} orphan{'' if len(found.orphans) == 1 else 's'}"
     output.print(f"{found.path}: {done} {count}, {decimal(found.nbytes)}; {found.young} too young to tell.")
+    for save_id in found.recoverable:
+        output.print(f"Kept save {save_id}: there is no `.metadata`, but `dcp-nvcomp recover` can bring it back.")
     if found.foreign:
         output.print(f"{len(found.foreign)} unused files of stock DCP stay: {', '.join(found.foreign)}")
+
+
+def _print_run(found: RunCleaning) -> None:
+    output = Output()
+    done = "would remove" if found.dry_run else "removed"
+    rows = table(("checkpoint", "note"), "checkpoint", done, "size", "too young", "note")
+    for one in found.checkpoints:
+        note = f"`recover` can bring back {', '.join(one.recoverable)}" if one.recoverable else ""
+        cells = (one.path, str(len(one.orphans)), decimal(one.nbytes), str(one.young), note)
+        rows.add_row(*map(output.cell, cells))
+    for refusal in found.refused:
+        rows.add_row(*map(output.cell, (refusal.path, "-", "-", "-", f"refused: {refusal.error}")))
+    output.print(rows)
+    count = sum(len(one.orphans) for one in found.checkpoints)
+    output.print(f"{found.path}: {done} {count} orphan{'' if count == 1 else 's'}, {decimal(found.nbytes)}.")

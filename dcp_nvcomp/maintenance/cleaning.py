@@ -9,8 +9,9 @@ what is removed need not be what was looked at. They are counted as `foreign`.
 
 1  list the files, then the unfinished uploads
 2  read the roots: `.metadata`, and each `__<rank>.metadata`. All must be readable and all of their data files must be
-   there, or nothing is done: in a damaged checkpoint an orphan may be what `recover` needs. Then ask the storage for
-   the time
+   there, or nothing is done: in a damaged checkpoint an orphan may be what `recover` needs. If there is no root at all,
+   as after a first save that died, each `__<save_id>.metadata` whose files are all there counts as one: `recover` could
+   bring it back. Then ask the storage for the time
 3  an orphan is what no root names and what is older than `older_than`. What has the same id, hence is of the same rank
    and save, is as old as the youngest of it; and what a young `__<save_id>.metadata` names is as young as that (one
    that can't be read ends the cleaning)
@@ -28,8 +29,9 @@ Why nothing live is removed:
   its ranks, however old. A save whose files were removed all the same does not publish: after its
   `__<save_id>.metadata` it looks whether all files are there. What is left is a save longer than `older_than` whose
   `__<save_id>.metadata` and that look both fall between 4 and 5.
-- `recover` acts only where `.metadata` is lost, damaged or misses files, and this does nothing there. A recovery
-  between 2 and 5 is seen in 4.
+- What `recover` could bring back: if `.metadata` is damaged or misses files, this does nothing; if it is lost, a save
+  that is complete is kept, and `recoverable` names it. A recovery between 2 and 5 is seen in 4.
+- A first save under way, in a directory without any root: as any other save under way.
 - Another cleaning removes the same: what is gone already is fine.
 - Ages are by the storage's own clock, so that a machine whose clock is wrong does no harm. What the storage tells no
   age of stays. (S3 counts from when an upload was begun, not from when it was completed.)
@@ -45,7 +47,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dcp_nvcomp.errors import CheckpointError, ConfigurationError, FileMismatchError, StorageError
+from dcp_nvcomp.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigurationError,
+    FileMismatchError,
+    StorageError,
+)
 from dcp_nvcomp.format.metadata.roots import Root, is_missing, read_root, read_roots
 from dcp_nvcomp.format.names import save_id_of_copy
 from dcp_nvcomp.maintenance.inspection import checked_storage_options
@@ -54,7 +62,7 @@ from dcp_nvcomp.storage.open import open_filesystem
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["MIN_AGE_SECONDS", "Cleaning", "Orphan", "clean_checkpoint"]
+__all__ = ["MIN_AGE_SECONDS", "Cleaning", "Orphan", "check_age", "clean_checkpoint", "is_ours"]
 
 MIN_AGE_SECONDS: Final = 3600.0
 # Files that are removed after one look at the roots.
@@ -99,6 +107,8 @@ class Cleaning:
         orphans: what was removed, or would have been.
         young: how many files and uploads no root names, but are too young.
         foreign: files of the names that stock DCP uses, which no root names; they stay.
+        recoverable: ids of complete saves that were kept although there is no `.metadata`: `recover` could bring one
+            back.
     """
 
     path: str
@@ -107,6 +117,7 @@ class Cleaning:
     orphans: tuple[Orphan, ...]
     young: int
     foreign: tuple[str, ...]
+    recoverable: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -127,6 +138,7 @@ class Cleaning:
             ],
             "young": self.young,
             "foreign": list(self.foreign),
+            "recoverable": list(self.recoverable),
         }
 
 
@@ -151,22 +163,39 @@ def clean_checkpoint(
 
     Raises:
         ConfigurationError: an option can't work or is unknown.
-        CheckpointNotFoundError: there is no checkpoint, so it is not known what is live; nothing was removed.
+        CheckpointNotFoundError: there is no checkpoint, and nothing that a save of ours left.
         FormatError, MetadataError, UnsafePathError: a root can't be read; nothing was removed.
         FileMismatchError, StorageError: a file that a root names is missing or of another size; nothing was removed.
             Or the storage fails.
     """
-    if not isinstance(older_than_seconds, int | float) or not older_than_seconds >= MIN_AGE_SECONDS:
-        raise ConfigurationError(f"older_than_seconds={older_than_seconds!r} must be at least {MIN_AGE_SECONDS:.0f}.")
+    check_age(older_than_seconds)
     filesystem = open_filesystem(path, storage_options=checked_storage_options(storage_options))
     try:
         found = _look(filesystem, older_than_seconds)
         removed = found.orphans if dry_run else list(_remove(filesystem, older_than_seconds, found))
         return Cleaning(
-            filesystem.path, dry_run, float(older_than_seconds), tuple(removed), found.young, tuple(found.foreign)
+            filesystem.path,
+            dry_run,
+            float(older_than_seconds),
+            tuple(removed),
+            found.young,
+            tuple(found.foreign),
+            found.recoverable,
         )
     finally:
         filesystem.close()
+
+
+def check_age(older_than_seconds: float) -> None:
+    """Raise ConfigurationError if files of this age may belong to a save under way."""
+    if not isinstance(older_than_seconds, int | float) or not older_than_seconds >= MIN_AGE_SECONDS:
+        raise ConfigurationError(f"older_than_seconds={older_than_seconds!r} must be at least {MIN_AGE_SECONDS:.0f}.")
+
+
+def is_ours(path: str) -> bool:
+    """True if a file or an upload at this path is part of a checkpoint of ours, or of what a save left."""
+    name = path.rpartition("/")[2]
+    return _describe(name) is not None or _describe_upload(name) is not None
 
 
 @dataclass
@@ -177,6 +206,7 @@ class _Found:
     uploads: list[tuple[Orphan, UnfinishedUpload]]
     young: int
     foreign: list[str]
+    recoverable: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -207,7 +237,14 @@ def _look(filesystem: Filesystem, older_than_seconds: float) -> _Found:
     files = filesystem.list_files()
     uploads = _uploads(filesystem)
     sizes = {file.name: file.nbytes for file in files}
-    roots = _whole_roots(filesystem, sizes)
+    recoverable: tuple[str, ...] = ()
+    try:
+        roots = _whole_roots(filesystem, sizes)
+    except CheckpointNotFoundError:
+        if not any(map(_describe, sizes)) and not any(_describe_upload(upload.name) for upload in uploads):
+            raise
+        roots = _whole_copies(filesystem, sizes)
+        recoverable = tuple(str(root.save_id) for root in roots)
     now = filesystem.now_seconds()
     live = set().union(*(root.names() for root in roots))
     items = [
@@ -221,7 +258,8 @@ def _look(filesystem: Filesystem, older_than_seconds: float) -> _Found:
         if (described := _describe_upload(upload.name)) is not None
     ]
     written = _youngest(filesystem, items, now - older_than_seconds)
-    found = _Found([], [], 0, [name for name in sizes if _FOREIGN_NAME.fullmatch(name) and name not in live])
+    foreign = [name for name in sizes if _FOREIGN_NAME.fullmatch(name) and name not in live]
+    found = _Found([], [], 0, foreign, recoverable)
     for item in items:
         age = now - written[item]
         if age <= older_than_seconds:
@@ -270,6 +308,26 @@ def _whole_roots(filesystem: Filesystem, sizes: Mapping[str, int]) -> list[Root]
         before = now
     assert problem is not None
     raise problem
+
+
+def _whole_copies(filesystem: Filesystem, sizes: Mapping[str, int]) -> list[Root]:
+    """Return the `__<save_id>.metadata` all of whose files are there: what `recover` could make `.metadata` of.
+
+    One that can't be read ends the cleaning, as it is not known which files it names.
+    """
+    found = []
+    for name in sizes:
+        if save_id_of_copy(name) is None:
+            continue
+        try:
+            root = read_root(filesystem, name)
+        except CheckpointError as error:
+            if is_missing(error):  # its save failed, or another cleaning was faster
+                continue
+            raise
+        if root.save_id == save_id_of_copy(name) and _problem(filesystem, [root], sizes) is None:
+            found.append(root)
+    return found
 
 
 def _problem(filesystem: Filesystem, roots: Iterable[Root], sizes: Mapping[str, int]) -> CheckpointError | None:

@@ -15,7 +15,8 @@ metadata is there, which a load would no longer see: in these cases what is ther
 Races. A lost `.metadata` is published so that it replaces nothing: where a save is faster, the save wins. A damaged one
 is read again right before it is replaced; a save that publishes between these two is replaced, and its own
 `__<save_id>.metadata` and files stay: do not recover while a save to the same path is running. `clean` refuses to run
-where `.metadata` is lost, damaged or misses files, so it never takes away what a recovery needs.
+if `.metadata` is damaged or misses files, and keeps complete saves if it is lost, so it never takes away what a
+recovery needs.
 """
 
 from __future__ import annotations

@@ -147,6 +147,10 @@ class Filesystem(ABC):
     def list_files(self) -> list[FileInfo]:
         """The plain files directly in the directory, by name; empty where there is none."""
 
+    @abstractmethod
+    def list_below(self) -> list[str]:
+        """Return the relative paths of all files at any depth, and of what unfinished uploads are to become."""
+
     def list_names(self) -> list[str]:
         """Sorted names of the plain files directly in the directory; empty where there is none."""
         return [file.name for file in self.list_files()]

@@ -225,6 +225,17 @@ class FsspecFilesystem(RemoteFilesystem):
         ]
         return sorted((file for file in inside if file.name and "/" not in file.name), key=lambda file: file.name)
 
+    def list_below(self) -> list[str]:
+        with self._errors("list", self.path):
+            self._fs.invalidate_cache()
+            try:
+                found = self._fs.find(self._root)
+            except Exception as error:
+                if not is_not_found(error):
+                    raise
+                return []
+        return [str(path).removeprefix(f"{self._root}/") for path in found]
+
     def now_seconds(self) -> float:
         with self._errors("ask for the time", self.path):
             key = f"{self._root}/.clock-{uuid.uuid4().hex}"

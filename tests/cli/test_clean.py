@@ -30,10 +30,13 @@ from dcp_nvcomp.errors import (
 )
 from dcp_nvcomp.format.metadata.serialization import parse_metadata, serialize_metadata
 from dcp_nvcomp.maintenance.cleaning import Cleaning, clean_checkpoint
+from dcp_nvcomp.maintenance.recovery import recover_checkpoint
+from dcp_nvcomp.maintenance.run_cleaning import clean_run
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.open import open_filesystem
 from tests.cli.checkpoints import data_file, flip, loaded_seed, make_old, names, new_id, run, save, state
 from tests.conftest import S3Store
+from tests.storage import plain  # noqa: F401  registers its protocols
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -242,9 +245,102 @@ def refused(path: Path, error: type[Exception], message: str | None = None) -> N
     assert names(path) == before
 
 
-def test_no_root(path: Path) -> None:
+def test_metadata_was_lost(path: Path) -> None:
+    """What `recover` could bring back stays, and is named; the rest goes."""
     (path / ".metadata").unlink()
-    refused(path, IncompleteCheckpointError, "recover")
+    live = names(path)
+    (save_id,) = [name[2:-9] for name in live if name.endswith(".metadata")]
+    put(path, data_name())
+    status, output, errors = run("clean", str(path))
+    assert (status, errors) == (0, "")
+    assert "removed 1 orphan," in output
+    assert f"Kept save {save_id}: there is no `.metadata`, but `dcp-nvcomp recover` can bring it back." in output
+    assert names(path) == live
+    assert clean_checkpoint(path).recoverable == (save_id,)
+    assert recover_checkpoint(path).outcome == "recovered"
+    assert loaded_seed(path) == 1
+    assert clean_checkpoint(path).recoverable == ()
+
+
+def test_a_young_save_without_a_root_stays(tmp_path: Path) -> None:
+    path = tmp_path / "step-1"
+    path.mkdir()
+    file_id = new_id()
+    put(path, data_name(0, 0, file_id), data_name(1, 0, file_id))
+    put(path, data_name(1, 1, file_id), f".metadata.{new_id()}.tmp", days=0.5)
+    before = names(path)
+    found = clean_checkpoint(path)
+    assert (found.orphans, found.young) == ((), 4)
+    assert names(path) == before
+
+
+@pytest.mark.parametrize("files", [1, 3])
+def test_the_first_save_died(tmp_path: Path, files: int) -> None:
+    """The usual layout, a directory for each step: no root was ever there."""
+    path = tmp_path / "step-1"
+    path.mkdir()
+    left = put(path, *(data_name(rank) for rank in range(files)))
+    found = clean_checkpoint(path, dry_run=True)
+    assert removed(found) == {file.name for file in left} == names(path)
+    status, output, errors = run("clean", str(path))
+    assert (status, errors) == (0, "")
+    assert f"removed {files} orphan" in output
+    assert names(path) == set()
+    with pytest.raises(CheckpointNotFoundError):
+        clean_checkpoint(path)
+
+
+def test_the_first_save_died_before_a_file_was_whole(tmp_path: Path) -> None:
+    """Its copy names a file that is gone, so nothing could be recovered."""
+    path = tmp_path / "step-1"
+    path.mkdir()
+    _, left = leave_save(path, seed=2)
+    gone = next(path.glob("*.distcp"))
+    gone.unlink()
+    found = clean_checkpoint(path)
+    assert (found.recoverable, removed(found)) == ((), left - {gone.name})
+    assert names(path) == set()
+
+
+def test_a_copy_that_can_not_be_read_and_no_root(tmp_path: Path) -> None:
+    """Which files it names is not known, so all stay."""
+    path = tmp_path / "step-1"
+    path.mkdir()
+    put(path, f"__{new_id()}.metadata")
+    refused(path, MetadataError)
+
+
+def test_files_of_stock_dcp_without_a_root(tmp_path: Path) -> None:
+    """They may be anything."""
+    path = tmp_path / "step-1"
+    path.mkdir()
+    put(path, "__0_0.distcp")
+    with pytest.raises(IncompleteCheckpointError):
+        clean_checkpoint(path)
+    (ours,) = put(path, data_name())
+    found = clean_checkpoint(path)
+    assert (removed(found), found.foreign) == ({ours.name}, ("__0_0.distcp",))
+    assert names(path) == {"__0_0.distcp"}
+
+
+def test_the_first_save_publishes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right before its files would go, as a save that takes longer than the age."""
+    path = tmp_path / "step-1"
+    path.mkdir()
+    save_id, left = leave_save(path, seed=2)
+    copy = path / f"__{save_id}.metadata"
+    data = copy.read_bytes()
+    copy.unlink()
+
+    def publish() -> None:
+        copy.write_bytes(data)
+        make_old(copy)
+        publish_old(path, save_id)
+
+    between(monkeypatch, "list_files", 2, publish, before=True)
+    assert removed(clean_checkpoint(path)) == set()
+    assert left <= names(path)
+    assert loaded_seed(path) == 2
 
 
 def test_nothing_there(tmp_path: Path) -> None:
@@ -504,6 +600,27 @@ def test_uploads_on_s3(any_s3_store: S3Store, monkeypatch: pytest.MonkeyPatch) -
     assert loaded_seed(url, **options) == 1
 
 
+def test_the_first_save_died_on_s3(any_s3_store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file and an unfinished upload, or that alone, in a place where nothing was ever published."""
+    url, options = any_s3_store
+    filesystem = open_filesystem(url, storage_options=options)
+    stream = filesystem.open_output(data_name())
+    stream.write(bytes(17 << 20))
+    object.__setattr__(stream, "_state", "aborted")  # as if killed
+    later = filesystem.now_seconds() + 2e5
+    monkeypatch.setattr(type(filesystem), "now_seconds", lambda self: later)
+    filesystem.publish(data_name(), b"12345")
+    found = clean_checkpoint(url, storage_options=options)
+    assert sorted(orphan.kind for orphan in found.orphans) == ["data", "upload"]
+    assert (filesystem.list_names(), filesystem.list_uploads()) == ([], [])
+    stream = filesystem.open_output(data_name())
+    stream.write(bytes(17 << 20))
+    object.__setattr__(stream, "_state", "aborted")
+    assert len(clean_checkpoint(url, storage_options=options).orphans) == 1
+    with pytest.raises(CheckpointNotFoundError):
+        clean_checkpoint(url, storage_options=options)
+
+
 def test_uploads_that_may_not_be_listed(
     s3_store: S3Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -531,6 +648,99 @@ def test_who_may_not_write_may_look(path: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
     assert [one.name for one in clean_checkpoint(path, dry_run=True).orphans] == [orphan.name]
+
+
+# ---- a run: many checkpoints ----
+
+
+@pytest.fixture
+def steps(tmp_path: Path) -> Path:
+    """A good checkpoint, a first save that died, a corrupt checkpoint, one to recover, and folders of others."""
+    run_path = tmp_path / "run"
+    for step in (1, 3, 4):
+        save(run_path / f"step-{step}", seed=step)
+    leave_save(run_path / "step-1", seed=7)
+    (run_path / "more" / "step-2").mkdir(parents=True)
+    put(run_path / "more" / "step-2", data_name())
+    (run_path / "step-3" / ".metadata").write_bytes(b"torn")
+    (run_path / "step-4" / ".metadata").unlink()
+    (run_path / "logs").mkdir()
+    put(run_path / "logs", "log.txt", "__0_0.distcp")
+    (run_path / "link").symlink_to(run_path / "step-1")
+    make_old(*(file for file in run_path.rglob("*") if file.is_file()))
+    return run_path
+
+
+def test_recursive(steps: Path) -> None:
+    corrupt, kept = names(steps / "step-3"), names(steps / "step-4")
+    dry = clean_run(steps, dry_run=True)
+    found = clean_run(steps)
+    assert [(one.path, len(one.orphans), len(one.recoverable)) for one in found.checkpoints] == [
+        (f"{steps}/more/step-2", 1, 0),
+        (f"{steps}/step-1", 6, 0),
+        (f"{steps}/step-4", 0, 1),
+    ]
+    assert [one.nbytes for one in dry.checkpoints] == [one.nbytes for one in found.checkpoints]
+    assert found.nbytes == sum(one.nbytes for one in found.checkpoints) > 0
+    ((path, error),) = [(one.path, one.error) for one in found.refused]
+    assert path == f"{steps}/step-3" and "recover" in error
+    assert names(steps / "more" / "step-2") == set()
+    assert (names(steps / "step-3"), names(steps / "step-4")) == (corrupt, kept)
+    assert names(steps / "logs") == {"log.txt", "__0_0.distcp"}
+    assert loaded_seed(steps / "step-1") == 1
+
+
+def test_recursive_command(steps: Path) -> None:
+    status, output, errors = run("clean", str(steps), "--recursive", "--dry-run", "--json")
+    document = json.loads(output)
+    assert (status, errors) == (1, "")
+    assert (document["schema"], document["run"], document["dry_run"]) == (1, str(steps), True)
+    assert [len(one["orphans"]) for one in document["checkpoints"]] == [1, 6, 0]
+    assert [one["checkpoint"] for one in document["refused"]] == [f"{steps}/step-3"]
+    status, output, errors = run("clean", str(steps), "--recursive")
+    assert (status, errors) == (1, "")
+    assert len(output.splitlines()) == 6
+    assert f"{steps}: removed 7 orphans" in output
+    shutil.rmtree(steps / "step-3")
+    assert run("clean", str(steps), "--recursive")[0] == 0
+
+
+def test_recursive_where_nothing_is(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_bytes(b"x")
+    for path in (tmp_path, tmp_path / "nothing"):
+        with pytest.raises(CheckpointNotFoundError, match="at or below"):
+            clean_run(path)
+        assert run("clean", str(path), "--recursive")[0] == 1
+
+
+def test_recursive_on_a_checkpoint_itself(path: Path) -> None:
+    _, left = leave_save(path, seed=2)
+    (found,) = clean_run(path).checkpoints
+    assert (found.path, removed(found)) == (str(path), left)
+
+
+def test_recursive_elsewhere(tmp_path: Path) -> None:
+    url = f"plain-moving://{tmp_path}"
+    save(f"{url}/step-1", seed=1)
+    leave_save(tmp_path / "step-1", seed=2)
+    make_old(*(tmp_path / "step-1").iterdir())
+    (found,) = clean_run(url).checkpoints
+    assert (found.path, len(found.orphans)) == (f"{url}/step-1", 6)
+
+
+def test_recursive_on_s3(s3_store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, options = s3_store
+    save(f"{url}/step-1", seed=1, **options)
+    filesystem = open_filesystem(f"{url}/step-2", storage_options=options)
+    stream = filesystem.open_output(data_name())
+    stream.write(bytes(17 << 20))
+    object.__setattr__(stream, "_state", "aborted")  # as if killed
+    later = filesystem.now_seconds() + 2e5
+    monkeypatch.setattr(type(filesystem), "now_seconds", lambda self: later)
+    found = clean_run(url, storage_options=options)
+    assert [(one.path, len(one.orphans)) for one in found.checkpoints] == [(f"{url}/step-1", 0), (f"{url}/step-2", 1)]
+    assert filesystem.list_uploads() == []
+    assert loaded_seed(f"{url}/step-1", **options) == 1
 
 
 # ---- the command ----

@@ -292,6 +292,18 @@ class PosixFilesystem(Filesystem):
                 return []
         return sorted((file for file in found if file is not None), key=lambda file: file.name)
 
+    def list_below(self) -> list[str]:
+        def fail(error: OSError) -> None:
+            if not isinstance(error, FileNotFoundError | NotADirectoryError):  # there is none, or it was removed since
+                raise error
+
+        with storage_errors("list", self.path):
+            return [
+                os.path.relpath(os.path.join(folder, name), self._root)
+                for folder, _, names in os.walk(self._root, onerror=fail)
+                for name in names
+            ]
+
     def now_seconds(self) -> float:
         # a network file system stamps files by the server's clock: so ask it for a stamp
         with storage_errors("write", self.path):

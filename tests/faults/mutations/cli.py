@@ -199,12 +199,11 @@ MUTATIONS = (
         tests=CLEAN + "hour_is_the_least",
     ),
     Mutation(
-        row="clean: no root, no cleaning",
+        row="clean: no root, but a save that can be recovered",
         file="dcp_nvcomp/maintenance/cleaning.py",
-        old="        roots = read_roots(filesystem, sizes)\n",
-        new="        try:\n            roots = read_roots(filesystem, sizes)\n        except CheckpointError:\n"
-        "            return []\n",
-        tests=CLEAN + "no_root",
+        old="        roots = _whole_copies(filesystem, sizes)\n",
+        new="        roots = []\n",
+        tests=CLEAN + "was_lost",
     ),
     Mutation(
         row="clean: metadata of ranks is a root",
