@@ -23,14 +23,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 from dcp_nvcomp.errors import (
     CheckpointError,
     CheckpointExistsError,
-    MetadataError,
     StorageError,
     TruncatedFileError,
 )
 from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
+from dcp_nvcomp.format.metadata.publishing import metadata_to_publish
 from dcp_nvcomp.format.metadata.roots import read_root
-from dcp_nvcomp.format.metadata.serialization import parse_metadata, serialize_metadata
+from dcp_nvcomp.format.metadata.serialization import parse_metadata
 from dcp_nvcomp.format.names import (
     METADATA_NAME,
     rank_metadata_name,
@@ -84,21 +84,6 @@ def _files_of_ranks(filesystem: Filesystem) -> set[str]:
         logger.warning("Metadata of single ranks is there and can't be read, so it stays: %s", error)
         return set()
     return found
-
-
-def _check_readable(metadata: Metadata, path: str) -> None:
-    """Make sure that what a planner put into the metadata can be read again, before an old checkpoint is given up.
-
-    Only what planners may choose freely is tried: one small value per key, not one per shard.
-    """
-    probe = Metadata(state_dict_metadata={}, planner_data=metadata.planner_data, storage_data={})
-    try:
-        parse_metadata(serialize_metadata(probe), path=path)
-    except MetadataError as error:
-        raise MetadataError(
-            f"The planner's planner_data can't be stored: {error.message} Use plain containers of text and numbers.",
-            path=path,
-        ) from error
 
 
 def _data_files(metadata: Metadata) -> dict[str, int]:
@@ -163,14 +148,13 @@ def commit_checkpoint(
 
     Raises:
         ConcurrentSaveError: it may not, and another save was published in the meantime.
-        MetadataError: what the planner wants stored could not be read again.
+        MetadataError: no load could read the metadata.
         StorageError: a data file is missing; or it could not be published, or it is unknown whether it was.
     """
     copy, files = save_metadata_name(save_id), _data_files(metadata)
     try:
-        _check_readable(metadata, filesystem.location(METADATA_NAME))
+        data = metadata_to_publish(metadata, path=filesystem.location(METADATA_NAME))
         replaced = (files_of_current(filesystem) or set()) | _files_of_ranks(filesystem)
-        data = serialize_metadata(metadata)
         filesystem.publish(copy, data)
         _check_present(filesystem, files)
     except CheckpointError:
@@ -212,6 +196,23 @@ def _is_published(filesystem: Filesystem, metadata: Metadata, data: bytes) -> bo
         return None
 
 
-def commit_rank(filesystem: Filesystem, metadata: Metadata, rank: int) -> None:
-    """Publish one rank's metadata of a save with `use_collectives=False`."""
-    filesystem.publish(rank_metadata_name(rank), serialize_metadata(metadata), overwrite=False)
+def commit_rank(filesystem: Filesystem, metadata: Metadata, rank: int, own_files: Iterable[str]) -> None:
+    """Publish one rank's metadata of a save with `use_collectives=False`.
+
+    Args:
+        filesystem: the checkpoint's directory.
+        metadata: this rank's, its data files all durable.
+        rank: the rank.
+        own_files: the data files that it wrote; removed if no load could read the metadata.
+
+    Raises:
+        MetadataError: no load could read the metadata.
+        StorageError: it could not be published.
+    """
+    name = rank_metadata_name(rank)
+    try:
+        data = metadata_to_publish(metadata, path=filesystem.location(name))
+    except CheckpointError:
+        remove_files(filesystem, own_files, "a save that was not published")
+        raise
+    filesystem.publish(name, data, overwrite=False)

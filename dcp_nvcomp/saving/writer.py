@@ -389,7 +389,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
             if save.use_collectives:
                 self._commit(filesystem, metadata, save)
             else:
-                commit_rank(filesystem, metadata, save.rank)
+                commit_rank(filesystem, metadata, save.rank, save.own_files)
         self._unfinished = False
         totals = [rank.totals for rank in results if isinstance(rank, RankResults)]
         totals.append(RankTotals(seconds={"commit": time.perf_counter() - start}))

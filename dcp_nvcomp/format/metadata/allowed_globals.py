@@ -22,7 +22,9 @@ __all__ = [
     "BYTES",
     "INDEX",
     "LIMIT",
+    "MAX_DIMS",
     "METADATA",
+    "OLD_PROPERTIES",
     "PROPERTIES",
     "SHARD",
     "STORAGE_INFO",
@@ -30,21 +32,31 @@ __all__ = [
     "TENSOR",
     "PickledPath",
     "shown",
+    "size_of",
 ]
 
 LIMIT: Final = 1 << 63  # sizes and offsets are int64 in torch
-_MAX_DIMS: Final = 64  # torch's own kernels stop there
+MAX_DIMS: Final = 64  # torch's own kernels stop there
 _MODULE: Final = "torch.distributed.checkpoint.metadata"
+_OLD_MODULE: Final = "torch.distributed._shard.sharded_tensor.metadata"  # TensorProperties of older releases
 
 
-def _size(args: tuple[Any, ...]) -> torch.Size:
-    dims = args[0] if len(args) == 1 else None
-    if type(dims) is not tuple or len(dims) > _MAX_DIMS:
+def size_of(dims: object) -> torch.Size:
+    """Return a torch.Size of a tuple of lengths.
+
+    Raises:
+        MetadataError: it is something else.
+    """
+    if type(dims) is not tuple or len(dims) > MAX_DIMS:
         raise MetadataError("A torch.Size is not made of one tuple.")
     for dim in dims:
         if type(dim) is not int or not 0 <= dim < LIMIT:
             raise MetadataError(f"A torch.Size has the dimension {shown(dim)}.")
     return torch.Size(dims)
+
+
+def _size(args: tuple[Any, ...]) -> torch.Size:
+    return size_of(args[0] if len(args) == 1 else None)
 
 
 def _lookup(what: str, table: dict[Any, Any]) -> Callable[[tuple[Any, ...]], Any]:
@@ -77,6 +89,7 @@ def _allowed() -> dict[tuple[str, str], Global]:
     names = ["Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata"]
     names += ["TensorProperties", "ChunkStorageMetadata"]
     classes = [(_MODULE, name) for name in names] + [("torch.distributed.checkpoint.filesystem", "_StorageInfo")]
+    classes.append((_OLD_MODULE, "TensorProperties"))
     found = {pair: Global(".".join(pair), is_class=True) for pair in classes}
 
     memory_formats = {0: torch.contiguous_format, 1: torch.channels_last, 2: torch.preserve_format}
@@ -85,6 +98,7 @@ def _allowed() -> dict[tuple[str, str], Global]:
         ("torch", "Size"): _size,
         ("torch.serialization", "_get_layout"): _lookup("layout", layouts),
         (_MODULE, "_MEM_FORMAT_ENCODING"): _lookup("memory format", memory_formats),
+        (_OLD_MODULE, "MEM_FORMAT_ENCODING"): _lookup("memory format", memory_formats),
     }
     for name, kind in _paths().items():
         for module in ("pathlib", "pathlib._local"):  # Python 3.13 pickles the second
@@ -109,6 +123,7 @@ STORAGE_META: Final = _class("StorageMeta")
 TENSOR: Final = _class("TensorStorageMetadata")
 BYTES: Final = _class("BytesStorageMetadata")
 PROPERTIES: Final = _class("TensorProperties")
+OLD_PROPERTIES: Final = _class("TensorProperties", _OLD_MODULE)
 SHARD: Final = _class("ChunkStorageMetadata")
 STORAGE_INFO: Final = _class("_StorageInfo", "torch.distributed.checkpoint.filesystem")
 

@@ -23,6 +23,7 @@ from dcp_nvcomp.format.metadata.allowed_globals import (
     INDEX,
     LIMIT,
     METADATA,
+    OLD_PROPERTIES,
     PROPERTIES,
     SHARD,
     STORAGE_INFO,
@@ -30,6 +31,7 @@ from dcp_nvcomp.format.metadata.allowed_globals import (
     TENSOR,
     PickledPath,
     shown,
+    size_of,
 )
 from dcp_nvcomp.format.metadata.pickle_machine import Global, Instance, PickledDict, PickledList, TrustedCall
 from dcp_nvcomp.format.metadata.stored import StockItem, StoredAt
@@ -115,9 +117,8 @@ class MetadataReader:
 
     def _tensor(self, node: Instance) -> TensorStorageMetadata:
         properties, size, shards = self._values(node, TENSOR, ("properties", "size", "chunks"))
-        if type(size) is not torch.Size:
-            raise MetadataError(f"A tensor's size is {shown(size)}.")
-        if type(shards) is not PickledList or not shards:
+        size = _size(size, "A tensor's size")
+        if type(shards) not in (PickledList, tuple) or not shards:
             raise MetadataError("A tensor has no list of shards.")
         self._reader.spend(len(shards))
         built = self._properties(properties)
@@ -140,15 +141,13 @@ class MetadataReader:
 
     def _new_shard(self, node: object) -> ChunkStorageMetadata:
         offsets, sizes = self._values(node, SHARD, ("offsets", "sizes"))
-        if type(offsets) is not torch.Size or type(sizes) is not torch.Size:
-            raise MetadataError("A shard's offsets or sizes are not a torch.Size.")
         assert type(node) is Instance
-        node.built = built = ChunkStorageMetadata(offsets, sizes)
+        node.built = built = ChunkStorageMetadata(_size(offsets, "A shard's offset"), _size(sizes, "A shard's size"))
         node.state = None
         return built
 
     def _properties(self, node: object) -> TensorProperties:
-        if type(node) is not Instance or node.kind is not PROPERTIES:
+        if type(node) is not Instance or node.kind not in (PROPERTIES, OLD_PROPERTIES):
             raise MetadataError(f"There is {shown(node)} where a {PROPERTIES.name} must be.")
         if type(node.built) is TensorProperties:
             return node.built
@@ -200,8 +199,8 @@ class MetadataReader:
             raise MetadataError(f"A key of storage_data names {shown(fqn)}.")
         if index is not None and (type(index) is not int or not 0 <= index < LIMIT):
             raise MetadataError(f"A key of storage_data has the index {shown(index)}.")
-        if offset is not None and type(offset) is not torch.Size:
-            raise MetadataError(f"A key of storage_data has the offset {shown(offset)}.")
+        if offset is not None:
+            offset = _size(offset, "The offset of a key of storage_data")
         assert type(node) is Instance
         node.built = built = MetadataIndex(fqn, offset, index)
         node.state = None
@@ -266,6 +265,15 @@ class MetadataReader:
         if isinstance(node, PickledPath | TrustedCall):
             return self._reader.value(node, 0)
         return _optional_text(node, "checkpoint_id")
+
+
+def _size(node: object, what: str) -> torch.Size:
+    """Return a size. Planners may have left it a tuple or a list, which stock DCP takes for one."""
+    if type(node) is torch.Size:
+        return node
+    if type(node) is tuple or type(node) is PickledList:
+        return size_of(tuple(node))
+    raise MetadataError(f"{what} is {shown(node)}.")
 
 
 def _optional_text(node: object, what: str) -> str | None:

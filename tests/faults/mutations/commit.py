@@ -22,6 +22,13 @@ MUTATIONS = (
         tests="tests/faults/test_commit.py -k gone_before",
     ),
     Mutation(
+        row="commit: metadata that no load could read",
+        file="dcp_nvcomp/format/metadata/publishing.py",
+        old="        parse_metadata(data if few else _serialize(sample(normal, doubtful)), path=path)\n",
+        new="",
+        tests="tests/saving/test_unreadable_metadata.py -k leaves_the_old",
+    ),
+    Mutation(
         row="commit: a listing may be old",
         file=COMMIT,
         old="""        filesystem.read(name, nbytes - 1, nbytes)

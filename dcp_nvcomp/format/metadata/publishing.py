@@ -1,0 +1,236 @@
+"""Makes the bytes of a `.metadata` to publish, and refuses what a load would refuse, before the commit.
+
+Planners, and tensors with DCP's checkpointable protocol, may put into the metadata what stock DCP happily pickles and
+what this package's reader does not take. So:
+
+1  what has an equivalent is replaced by it: tuples and lists by torch.Size, subclasses of DCP's classes by these, an
+   old TensorProperties by today's; attributes that are no fields of these classes are left out
+2  the reader reads the result: the very bytes if there are few shards, else a sample. Reading half a million shards
+   takes twice as long as writing them, so each shard is looked at here, and only what is not plainly readable, and one
+   item of each kind of what is, goes into the sample
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Container
+from typing import Any, Final, TypeVar
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from dcp_nvcomp.errors import CheckpointError, MetadataError
+from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
+from dcp_nvcomp.format.metadata.allowed_globals import LIMIT, MAX_DIMS
+from dcp_nvcomp.format.metadata.serialization import parse_metadata, serialize_metadata
+
+__all__ = ["metadata_to_publish", "normalize", "sample"]
+
+T = TypeVar("T")
+
+# Metadata of no more shards than this is read back as a whole, in a fraction of a second.
+_FEW_SHARDS: Final = 10_000
+
+
+def metadata_to_publish(metadata: Metadata, *, path: str) -> bytes:
+    """Serialize the metadata of a save, and make sure that a load can read it.
+
+    Args:
+        metadata: the save's; normalized in place.
+        path: the file, for messages.
+
+    Raises:
+        MetadataError: it holds something that this package's reader would refuse.
+    """
+    try:
+        normal, doubtful = normalize(metadata)
+        data = _serialize(normal)
+        if len(data) > MAX_METADATA_NBYTES:
+            raise MetadataError(f"It has {len(data)} bytes; a load accepts {MAX_METADATA_NBYTES}.")
+        few = len(normal.storage_data) <= _FEW_SHARDS
+        parse_metadata(data if few else _serialize(sample(normal, doubtful)), path=path)
+    except CheckpointError as error:
+        raise MetadataError(
+            f"The save is not published, because no load could read its metadata: {error.message} If a planner or a "
+            "tensor subclass of yours made this: planner_data takes plain containers of text and numbers, all else "
+            "DCP's own classes.",
+            path=path,
+            fqn=error.fqn,
+        ) from error
+    return data
+
+
+def _serialize(metadata: Metadata) -> bytes:
+    try:
+        return serialize_metadata(metadata)
+    except Exception as error:  # pickle lets through whatever an object's own methods raise
+        raise MetadataError(f"It can't be pickled: {type(error).__name__}: {error}.") from error
+
+
+# ---- 1: equivalents
+
+
+def normalize(metadata: Metadata) -> tuple[Metadata, set[str | MetadataIndex]]:
+    """Replace, in place, what stock DCP accepts by what the reader takes.
+
+    Returns:
+        The same object, or if its class is a subclass of DCP's, a copy in DCP's; and the keys of what was not plainly
+        readable, which the reader has to judge.
+    """
+    items: dict[str, Any] = metadata.state_dict_metadata
+    if type(items) is not dict:
+        items = metadata.state_dict_metadata = dict(items)
+    doubtful = {fqn for fqn, item in items.items() if not _is_readable_item(fqn, item)}
+    for fqn in doubtful:
+        items[fqn] = _normal_item(items[fqn])
+    indices = {index for index in metadata.storage_data if not _is_readable_index(index)}
+    if indices:
+        metadata.storage_data = {
+            _normal_index(index) if index in indices else index: place for index, place in metadata.storage_data.items()
+        }
+    return _as(Metadata, metadata), doubtful | indices
+
+
+def _as(kind: type[T], value: Any) -> T:
+    """Return a value of one of DCP's dataclasses; of a subclass's value, the fields that DCP knows."""
+    if type(value) is kind or not isinstance(value, kind):
+        return value  # what is something else is the reader's to refuse
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+    return kind(**{field.name: getattr(value, field.name) for field in fields})
+
+
+def _normal_item(item: Any) -> Any:
+    if isinstance(item, BytesStorageMetadata):
+        return dataclasses.replace(_as(BytesStorageMetadata, item))
+    if not isinstance(item, TensorStorageMetadata):
+        return item
+    chunks: Any = item.chunks
+    if isinstance(chunks, tuple | list):
+        chunks = [_normal_shard(shard) for shard in chunks]
+    normal = _as(TensorStorageMetadata, item)
+    return dataclasses.replace(
+        normal, properties=_normal_properties(item.properties), size=_size(item.size), chunks=chunks
+    )
+
+
+def _normal_shard(shard: Any) -> Any:
+    if not isinstance(shard, ChunkStorageMetadata):
+        return shard
+    normal = _as(ChunkStorageMetadata, shard)
+    return dataclasses.replace(normal, offsets=_size(shard.offsets), sizes=_size(shard.sizes))
+
+
+def _normal_index(index: MetadataIndex) -> MetadataIndex:
+    offset = _size(index.offset)
+    if offset is not None and not isinstance(offset, torch.Size):
+        return index
+    return MetadataIndex(index.fqn, offset, index.index)
+
+
+def _normal_properties(properties: Any) -> Any:
+    """Return today's TensorProperties; in older releases they were a class of sharded tensors with the same fields."""
+    if type(properties) is TensorProperties or not hasattr(properties, "memory_format"):
+        return properties
+    names = [field.name for field in dataclasses.fields(TensorProperties)]
+    return TensorProperties(**{name: getattr(properties, name) for name in names if hasattr(properties, name)})
+
+
+def _size(value: Any) -> Any:
+    """Return a torch.Size of Python's ints; what is not made of integers is returned as it is."""
+    if not isinstance(value, tuple | list):
+        return value
+    try:
+        return torch.Size([operator.index(length) for length in value])
+    except TypeError:
+        return value
+
+
+# ---- 2: what the reader has to see
+
+
+def sample(metadata: Metadata, doubtful: Container[str | MetadataIndex]) -> Metadata:
+    """Return metadata with few of the shards, which the reader refuses if it refuses the whole.
+
+    Args:
+        metadata: normalized.
+        doubtful: the keys that the sample must have.
+    """
+    items: dict[str, Any] = {}
+    kinds = set()
+    for fqn, item in metadata.state_dict_metadata.items():
+        if fqn in doubtful:
+            items[fqn] = item
+        elif (kind := _kind(item)) not in kinds:
+            items[fqn] = item
+            kinds.add(kind)
+    places: dict[MetadataIndex, Any] = {}
+    files = set()
+    for index, (file, record) in metadata.storage_data.items():
+        if id(file) not in files or type(record) is not int or not 0 <= record < 1 << 32 or index in doubtful:
+            places[index] = (file, record)
+            files.add(id(file))
+    return dataclasses.replace(metadata, state_dict_metadata=items, storage_data=places)
+
+
+def _kind(item: Any) -> str:
+    """Return what the reader's view of a readable item depends on; as text, in which 1 and True differ."""
+    if not isinstance(item, TensorStorageMetadata):
+        return ""
+    return f"{len(item.size)} {vars(item.properties)!r}"
+
+
+def _is_readable_item(fqn: str, item: Any) -> bool:
+    """True if this is plainly an item that the reader takes, provided that it takes another of its kind."""
+    if type(fqn) is not str:
+        return False
+    if type(item) is BytesStorageMetadata:
+        return not vars(item)
+    if type(item) is not TensorStorageMetadata or len(vars(item)) != 3:
+        return False
+    properties, size, shards = item.properties, item.size, item.chunks
+    if type(properties) is not TensorProperties or type(size) is not torch.Size or type(shards) is not list:
+        return False
+    if not _are_lengths(size) or not shards:
+        return False
+    width = getattr(properties.dtype, "itemsize", LIMIT)
+    return math.prod([length or 1 for length in size]) * width < LIMIT and _are_inside(shards, size)
+
+
+def _are_lengths(size: torch.Size) -> bool:
+    for length in size:
+        if type(length) is not int or not 0 <= length < LIMIT:
+            return False
+    return len(size) <= MAX_DIMS
+
+
+def _are_inside(shards: list[Any], size: torch.Size) -> bool:
+    """True if all shards are DCP's, of ints, and inside the tensor. Each takes a microsecond: there are many."""
+    dims = len(size)
+    for shard in shards:
+        if type(shard) is not ChunkStorageMetadata or len(shard.__dict__) != 2:
+            return False
+        offsets, sizes = shard.offsets, shard.sizes
+        if type(offsets) is not torch.Size or type(sizes) is not torch.Size or not len(offsets) == len(sizes) == dims:
+            return False
+        for start, length, stop in zip(offsets, sizes, size, strict=True):
+            if type(start) is not int or type(length) is not int or start < 0 or length < 0 or start + length > stop:
+                return False
+    return True
+
+
+def _is_readable_index(index: Any) -> bool:
+    if type(index) is not MetadataIndex or len(index.__dict__) != 3 or type(index.fqn) is not str:
+        return False
+    hint, offset = index.index, index.offset
+    if hint is not None and (type(hint) is not int or not 0 <= hint < LIMIT):
+        return False
+    return offset is None or (type(offset) is torch.Size and _are_lengths(offset))
