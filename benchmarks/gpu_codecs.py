@@ -29,7 +29,7 @@ from dcp_nvcomp.codecs.encoded import EncodedBlock
 from dcp_nvcomp.engines.cuda.device import Device
 from dcp_nvcomp.engines.cuda.engine import CudaEngine, DecodeJob, EncodeJob
 from dcp_nvcomp.engines.tensors import element_type
-from dcp_nvcomp.saving.encode.records import spread_sample
+from dcp_nvcomp.saving.encode.policy import spread_sample
 from dcp_nvcomp.saving.job import CUDA_THREADS
 
 MIB = 1 << 20

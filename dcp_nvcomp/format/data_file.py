@@ -1,7 +1,6 @@
-"""One data file: encoded blocks appended in order, the footer last; and the footer read back.
+"""One data file, read: `read_footer` returns its footer, checked against what `.metadata` says of the file.
 
-write   saving/data_file_writer.py: add_record, add_block ..., finish -> the DataFileRef that `.metadata` names
-read    read_footer(filesystem, file) -> Footer, checked against that DataFileRef
+saving/data_file_writer.py writes data files.
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
-"""What a data file holds: the footer's records, checked against docs/format.md before anybody relies on them. Pure.
+"""The footer's records, written as JSON, and read and checked against docs/format.md. Pure.
 
-A footer is untrusted input: every number is checked before memory is allocated for it, and where each block and slice
-lies follows from sums that must come out at the footer's own offset.
+write   Record.to_json() ..., footer_json(identity, ..., records) -> the footer's JSON object
+read    parse_footer(the object, tables, trailer) -> Footer
+
+A footer is untrusted input: every number is checked before memory is allocated for it, and the place of each block and
+slice follows from sums that must come out at the footer's own offset.
 """
 
 from __future__ import annotations
@@ -22,7 +25,17 @@ from dcp_nvcomp.errors import CheckpointError, FormatError, UnsupportedVersionEr
 from dcp_nvcomp.format.blocks import BlockGrid
 from dcp_nvcomp.format.framing import HEADER_NBYTES, Tables, Trailer
 
-__all__ = ["KIND_BYTES", "KIND_PACK", "KIND_TENSOR", "KIND_TORCH_SAVE", "Footer", "Record", "parse_footer"]
+__all__ = [
+    "KIND_BYTES",
+    "KIND_PACK",
+    "KIND_TENSOR",
+    "KIND_TORCH_SAVE",
+    "FileIdentity",
+    "Footer",
+    "Record",
+    "footer_json",
+    "parse_footer",
+]
 
 KIND_TENSOR = "tensor"
 KIND_BYTES = "bytes"
@@ -52,7 +65,7 @@ class Record:
         pack: index of the pack it lies in and its first element there; None for a record with blocks of its own.
         grid: how it is cut into blocks; None in a pack.
         chain: its codec chain; None in a pack.
-        first_block: row of its first block in the block table.
+        first_block: row of its first block in the block table; 0 until the record is read.
         block_count: how many rows it has there.
     """
 
@@ -77,6 +90,74 @@ class Record:
     def uncompressed_nbytes(self) -> int:
         """Bytes of the shard."""
         return self.elements * self.element.nbytes
+
+    def to_json(self, codec: int | None) -> dict[str, Any]:
+        """Return the record as a footer describes it; `_parse_record` is the inverse.
+
+        Args:
+            codec: index of its chain in the footer; None for a record in a pack.
+        """
+        row: dict[str, Any] = {}
+        if self.kind in (KIND_BYTES, KIND_PACK):
+            row["kind"] = self.kind
+        if self.kind != KIND_PACK:
+            row["fqn"] = self.fqn
+        row["shape"] = self.shape
+        if self.kind == KIND_TORCH_SAVE:
+            row |= {"kind": self.kind, "offsets": self.offsets, "global_shape": self.global_shape}
+        elif self.kind == KIND_TENSOR:
+            if any(self.offsets):
+                row["offsets"] = self.offsets
+            if self.global_shape != self.shape:
+                row["global_shape"] = self.global_shape
+        if self.pack is not None:
+            row["pack"] = self.pack
+            return row
+        assert self.grid is not None and codec is not None
+        return row | {"dtype": self.element.name, "block_shape": self.grid.block_shape, "codec": codec}
+
+
+@dataclass(frozen=True)
+class FileIdentity:
+    """Where a data file is from.
+
+    Attributes:
+        save_id: id of the writing process's save.
+        file_id: id of the file.
+        rank: rank that writes it.
+        writer: versions of the packages that write it, for people.
+    """
+
+    save_id: str
+    file_id: str
+    rank: int
+    writer: dict[str, str]
+
+
+def footer_json(
+    identity: FileIdentity, data_offset: int, tables: Tables, codecs: Sequence[Any], records: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return a footer's JSON object.
+
+    Args:
+        identity: where the file is from.
+        data_offset: where its first block begins.
+        tables: its tables.
+        codecs: its codec chains as JSON.
+        records: `Record.to_json` of its records.
+    """
+    return {
+        "save_id": identity.save_id,
+        "file_id": identity.file_id,
+        "rank": identity.rank,
+        "writer": identity.writer,
+        "features": [],
+        "data_offset": data_offset,
+        "blocks": len(tables.flags),
+        "slices": len(tables.slice_nbytes),
+        "codecs": codecs,
+        "records": records,
+    }
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,18 @@
-"""One data file, written front to back: header, blocks, footer, trailer."""
+"""One data file, written front to back: header, blocks, footer, trailer; and the place of each item in it."""
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.encoded import EncodedBlock, checksum
 from dcp_nvcomp.format.data_file import DataFileRef
+from dcp_nvcomp.format.footer import FileIdentity, Record, footer_json
 from dcp_nvcomp.format.framing import (
     DIRECT_IO_NBYTES,
     HEADER_NBYTES,
@@ -19,10 +22,14 @@ from dcp_nvcomp.format.framing import (
     encode_footer,
     encode_header,
 )
+from dcp_nvcomp.saving.encode.pending import Member, PendingRecord
+from dcp_nvcomp.saving.stats import Totals
 from dcp_nvcomp.storage.base import OutputStream
 
-__all__ = ["DataFileWriter"]
+__all__ = ["LARGE_NBYTES", "DataFileWriter"]
 
+# Records from here on begin at multiples of 4096 in the file.
+LARGE_NBYTES = 1 << 20
 
 _ZEROS = bytes(DIRECT_IO_NBYTES)
 
@@ -31,93 +38,126 @@ class DataFileWriter:
     """Writes one data file. Blocks must come in the order of their records.
 
     Args:
-        stream: where the bytes go; the caller closes or aborts it.
+        stream: where the bytes go; the caller aborts it if `finish` was not reached.
         name: the file's name in the checkpoint.
-        identity: what the footer says of the file: save_id, file_id, rank, writer.
-        align: whether the first record begins at a multiple of 4096.
+        identity: for the footer.
+        progress: called with the uncompressed size of what was written.
+
+    Attributes:
+        stream: where the bytes go.
+        totals: codec name, dtype name and totals of each record that is complete.
     """
 
-    def __init__(self, stream: OutputStream, name: str, identity: dict[str, Any], *, align: bool) -> None:
-        self._stream = stream
+    def __init__(
+        self, stream: OutputStream, name: str, identity: FileIdentity, progress: Callable[[int], None]
+    ) -> None:
+        self.stream = stream
+        self.totals: list[tuple[str, str, Totals]] = []
         self._name = name
         self._identity = identity
-        self._data_offset = DIRECT_IO_NBYTES if align else HEADER_NBYTES
-        self._position = self._data_offset
+        self._progress = progress
+        self._data_offset = 0  # not known before the first record
+        self._position = 0
         self._chains: dict[str, int] = {}
         self._codecs: list[Any] = []
         self._records: list[dict[str, Any]] = []
         self._columns = tuple(array("I") for _ in range(4))
         self._slices = array("I")
-        stream.write(encode_header(self._data_offset))
+        self._pending: PendingRecord | None = None
+        self._encoded_nbytes = 0
+        self._items: list[tuple[Member, int, int]] = []
+        self._first_item = 0
 
-    def add_record(self, description: dict[str, Any], chain: CodecChain | None) -> int:
-        """Begin a record.
+    def begin(self, pending: PendingRecord) -> None:
+        """Begin a record, and end the one before."""
+        is_large = pending.nbytes >= LARGE_NBYTES
+        self._write_header(is_large)
+        self._end_record(is_large)
+        number = self.add_record(pending.record)
+        self._pending, self._first_item = pending, len(self._items)
+        if not pending.is_pack:
+            self._items.append((pending.members[0], number, 0))
+            return
+        start = 0
+        for member in pending.members:
+            record = replace(member.record, pack=(number, start))
+            self._items.append((member, self.add_record(record), 0))
+            start += record.elements
 
-        Args:
-            description: its row of the footer, without the codec.
-            chain: its codec chain; None for a record in a pack.
-
-        Returns:
-            Its index in the footer.
-        """
-        if chain is not None:
-            described = chain.to_json()
-            number = self._chains.setdefault(repr(described), len(self._codecs))
-            if number == len(self._codecs):
+    def add_record(self, record: Record) -> int:
+        """Append a record to the footer and return its index there."""
+        codec = None
+        if record.chain is not None:
+            described = record.chain.to_json()
+            codec = self._chains.setdefault(repr(described), len(self._codecs))
+            if codec == len(self._codecs):
                 self._codecs.append(described)
-            description = {**description, "codec": number}
-        self._records.append(description)
+        self._records.append(record.to_json(codec))
         return len(self._records) - 1
 
-    def add_block(self, block: EncodedBlock) -> int:
-        """Append the next block of the last record.
-
-        Returns:
-            How many bytes it takes in the file.
-        """
-        self._stream.write(block.data)
-        self._position += len(block.data)
-        row = (len(block.data), block.row.flags, block.row.encoded_crc, block.row.uncompressed_crc)
-        for column, value in zip(self._columns, row, strict=True):
-            column.append(value)
-        self._slices.extend(block.row.slice_nbytes)
-        return len(block.data)
-
-    def align(self) -> int:
-        """Let the next record begin at a multiple of 4096: pads the last block with zero bytes, if there is one.
-
-        Returns:
-            How many bytes were added.
-        """
-        nbytes, _, crc, _ = self._columns
-        gap = -self._position % DIRECT_IO_NBYTES
-        if not gap or not nbytes:
-            return 0
-        padding = memoryview(_ZEROS)[:gap]
-        self._stream.write(padding)
-        self._position += gap
-        nbytes[-1] += gap
-        crc[-1] = checksum(padding, crc[-1])
-        return gap
+    def append(self, blocks: Sequence[EncodedBlock]) -> None:
+        """Append blocks of the record; their buffer may be used again afterwards."""
+        for block in blocks:
+            self.stream.write(block.data)
+            self._position += len(block.data)
+            self._encoded_nbytes += len(block.data)
+            row = (len(block.data), block.row.flags, block.row.encoded_crc, block.row.uncompressed_crc)
+            for column, value in zip(self._columns, row, strict=True):
+                column.append(value)
+            self._slices.extend(block.row.slice_nbytes)
+            self._progress(block.uncompressed_nbytes)
 
     def finish(self) -> DataFileRef:
-        """Write the footer and the trailer.
+        """Write the footer and the trailer, and make the file durable.
 
         Returns:
             The file, as `.metadata` names it.
         """
-        columns = [np.array(column, np.uint32) for column in (*self._columns, self._slices)]
-        description = {
-            **self._identity,
-            "features": [],
-            "data_offset": self._data_offset,
-            "blocks": len(columns[0]),
-            "slices": len(columns[4]),
-            "codecs": self._codecs,
-            "records": self._records,
-        }
-        tail = encode_footer(description, Tables(*columns), self._position)
-        self._stream.write(tail)
-        file_nbytes = self._position + len(tail)
-        trailer = decode_trailer(tail[-TRAILER_NBYTES:], path=self._name, file_nbytes=file_nbytes)
-        return DataFileRef(self._name, file_nbytes, trailer.footer_nbytes, trailer.footer_crc)
+        self._write_header(False)
+        self._end_record(False)
+        tables = Tables(*(np.array(column, np.uint32) for column in (*self._columns, self._slices)))
+        description = footer_json(self._identity, self._data_offset, tables, self._codecs, self._records)
+        tail = encode_footer(description, tables, self._position)
+        self.stream.write(tail)
+        nbytes = self._position + len(tail)
+        trailer = decode_trailer(tail[-TRAILER_NBYTES:], path=self._name, file_nbytes=nbytes)
+        self.stream.close()
+        return DataFileRef(self._name, nbytes, trailer.footer_nbytes, trailer.footer_crc)
+
+    def results(self, file: DataFileRef) -> list[WriteResult]:
+        """Return what `.metadata` needs to know of each item; the file is one plain tuple for all of them."""
+        shared = tuple(file)
+        return [WriteResult(member.index, nbytes, (shared, number)) for member, number, nbytes in self._items]
+
+    def _write_header(self, is_large: bool) -> None:
+        """Write the header before the first record, so that a large one begins at a multiple of 4096."""
+        if not self._data_offset:
+            self._data_offset = self._position = DIRECT_IO_NBYTES if is_large else HEADER_NBYTES
+            self.stream.write(encode_header(self._data_offset))
+
+    def _end_record(self, is_large_next: bool) -> None:
+        pending = self._pending
+        if pending is None:
+            return
+        if is_large_next:
+            self._align()
+        encoded, nbytes = self._encoded_nbytes, pending.nbytes
+        self.totals.append((pending.chain.label, pending.dtype, Totals(len(pending.members), nbytes, encoded)))
+        for at in range(self._first_item, len(self._items)):
+            member, number, _ = self._items[at]
+            share = encoded * member.record.uncompressed_nbytes // nbytes if nbytes else 0
+            self._items[at] = (member, number, share)
+        self._pending, self._encoded_nbytes = None, 0
+
+    def _align(self) -> None:
+        """Pad the last block, if there is one, so that the next record begins at a multiple of 4096."""
+        nbytes, _, crc, _ = self._columns
+        gap = -self._position % DIRECT_IO_NBYTES
+        if not gap or not nbytes:
+            return
+        padding = memoryview(_ZEROS)[:gap]
+        self.stream.write(padding)
+        self._position += gap
+        self._encoded_nbytes += gap
+        nbytes[-1] += gap
+        crc[-1] = checksum(padding, crc[-1])

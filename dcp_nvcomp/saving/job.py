@@ -31,12 +31,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 from dcp_nvcomp.engines.memory import pinned_allocate
 from dcp_nvcomp.engines.threads import WorkerGroup
 from dcp_nvcomp.errors import StorageError
+from dcp_nvcomp.format.footer import FileIdentity
+from dcp_nvcomp.saving.data_file_writer import DataFileWriter
 from dcp_nvcomp.saving.encode.buffers import BufferPool, cuda_buffer_nbytes
 from dcp_nvcomp.saving.encode.records import RecordMaker
 from dcp_nvcomp.saving.encode.sources import Source, Workbench, encode_parts
 from dcp_nvcomp.saving.encode.tasks import Task, Tasks
 from dcp_nvcomp.saving.file_plan import PlannedFile
-from dcp_nvcomp.saving.open_file import OpenFile
 from dcp_nvcomp.saving.stats import RankTotals
 from dcp_nvcomp.storage.base import Filesystem
 
@@ -91,7 +92,7 @@ class SaveJob:
         new_record_maker: makes the record maker of a file.
         resolve: gives an item's data; called on the calling thread.
         options: see `SaveOptions`.
-        identity: for the footers: save_id, file_id, rank, writer.
+        identity: for the footers.
         progress: called with the uncompressed size of what was written, from any thread.
         state_nbytes: about how much is saved.
     """
@@ -104,7 +105,7 @@ class SaveJob:
         resolve: Callable[[WriteItem], Any],
         options: SaveOptions,
         *,
-        identity: dict[str, Any],
+        identity: FileIdentity,
         progress: Callable[[int], None],
         state_nbytes: int,
     ) -> None:
@@ -240,7 +241,7 @@ class SaveJob:
     # --- write threads ----------------------------------------------------------------------------------------------
 
     def _write_lane(self, lane: _Lane) -> None:
-        output: OpenFile | None = None
+        output: DataFileWriter | None = None
         busy = 0.0
         while (message := lane.messages.get()) is not None:
             if isinstance(message, Task):
@@ -258,9 +259,10 @@ class SaveJob:
             output.stream.abort()
         self._busy["write"].append(busy)
 
-    def _handle(self, message: PlannedFile | Task | _EndOfFile, output: OpenFile | None) -> OpenFile | None:
+    def _handle(self, message: PlannedFile | Task | _EndOfFile, output: DataFileWriter | None) -> DataFileWriter | None:
         if isinstance(message, PlannedFile):
-            opened = OpenFile(self._filesystem.open_output(message.name), message.name, self._identity, self._progress)
+            stream = self._filesystem.open_output(message.name)
+            opened = DataFileWriter(stream, message.name, self._identity, self._progress)
             self._opened.append(message.name)  # only now: a file that could not be made is not ours to remove
             return opened
         assert output is not None

@@ -36,6 +36,7 @@ from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.choose import CodecChooser, parse_codec
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
+from dcp_nvcomp.format.footer import FileIdentity
 from dcp_nvcomp.options import (
     DEADLINE_SECONDS,
     ENGINES,
@@ -360,12 +361,9 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
                 device_memory_budget=self.device_memory_budget,
                 may_use_cuda=self._engine_choice.may_use_cuda(),
             ),
-            identity={
-                "save_id": save.save_id,
-                "file_id": save.save_id,
-                "rank": save.rank,
-                "writer": {"dcp_nvcomp": _VERSION, "torch": torch.__version__},
-            },
+            identity=FileIdentity(
+                save.save_id, save.save_id, save.rank, {"dcp_nvcomp": _VERSION, "torch": torch.__version__}
+            ),
             progress=progress,
             state_nbytes=state_nbytes,
         )

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from dcp_nvcomp import NvcompReader, NvcompWriter
 from dcp_nvcomp.engines.cuda.engine import cuda_unavailable_reason
-from dcp_nvcomp.saving.encode import records
+from dcp_nvcomp.saving.encode import packing, policy
 
 REASON = cuda_unavailable_reason()
 pytestmark = [
@@ -84,7 +84,8 @@ def no_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     def sample(tensor: torch.Tensor, nbytes: int) -> np.ndarray:
         return np.zeros(nbytes, np.uint8)
 
-    monkeypatch.setattr(records, "spread_sample", sample)
+    for module in (policy, packing):
+        monkeypatch.setattr(module, "spread_sample", sample)
 
 
 @pytest.mark.usefixtures("no_samples")

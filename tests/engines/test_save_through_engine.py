@@ -28,13 +28,13 @@ from dcp_nvcomp.engines.memory import plain_allocate
 from dcp_nvcomp.format.names import data_file_name
 from dcp_nvcomp.saving import job as saving
 from dcp_nvcomp.saving import writer
+from dcp_nvcomp.saving.data_file_writer import DataFileWriter
 from dcp_nvcomp.saving.encode import buffers as staging
 from dcp_nvcomp.saving.encode import sources
 from dcp_nvcomp.saving.encode.buffers import cuda_buffer_nbytes
-from dcp_nvcomp.saving.encode.records import PendingRecord
+from dcp_nvcomp.saving.encode.pending import PendingRecord
 from dcp_nvcomp.saving.file_plan import PlannedFile
 from dcp_nvcomp.saving.job import SaveJob, SaveOptions
-from dcp_nvcomp.saving.open_file import OpenFile
 
 from .cases import engine_on
 from .nvcomp_stand_in import NvcompStandIn, StandInDevice
@@ -150,14 +150,14 @@ def test_lanes_and_a_sink_that_is_slow(
     monkeypatch.setattr(staging, "_MIN_CUDA_BUFFER_NBYTES", 1 << 20)
     monkeypatch.setattr(writer, "plan_files", three_lanes)
     monkeypatch.setattr(EngineChoice, "on_cuda", lambda self, device: self.option != "cpu" and next(turn) % 5 != 0)
-    turn, append = itertools.count(), OpenFile.append
+    turn, append = itertools.count(), DataFileWriter.append
 
-    def slow(self: OpenFile, blocks: Sequence[EncodedBlock]) -> None:
+    def slow(self: DataFileWriter, blocks: Sequence[EncodedBlock]) -> None:
         if blocks and self._name.startswith(f"__0_{slow_file}_"):
             time.sleep(0.01)
         append(self, blocks)
 
-    monkeypatch.setattr(OpenFile, "append", slow)
+    monkeypatch.setattr(DataFileWriter, "append", slow)
     state = many(160, 200_000)
     options: dict[str, Any] = {"codec": "planes-zstd", "host_memory_budget": 1, "thread_count": 3}
     errors: list[BaseException] = []
@@ -243,15 +243,15 @@ def test_what_is_encoded_is_let_go(tmp_path: Path, on_the_engine: OnTheEngine, m
                 data = torch.from_numpy(memory).view(data.dtype).reshape(data.shape)
             return data
 
-    begin = OpenFile.begin
+    begin = DataFileWriter.begin
 
-    def slow_begin(self: OpenFile, record: PendingRecord) -> None:
+    def slow_begin(self: DataFileWriter, record: PendingRecord) -> None:
         begin(self, record)
-        if record.row.get("fqn") == "00000":
+        if record.record.fqn == "00000":
             time.sleep(0.3)
             left.append(sum(memory() is not None for memory in alive))
 
-    monkeypatch.setattr(OpenFile, "begin", slow_begin)
+    monkeypatch.setattr(DataFileWriter, "begin", slow_begin)
     monkeypatch.setattr(staging, "_MIN_CUDA_BUFFER_NBYTES", 1 << 20)
     state = many(60, 400_000)
     planner = Planner()

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_nvcomp.codecs import CodecChain
-from dcp_nvcomp.codecs.dtypes import ELEMENT_TYPES
 from dcp_nvcomp.engines.cpu import CpuEngine
-from dcp_nvcomp.format.blocks import BlockGrid
 from dcp_nvcomp.format.data_file import block_row
-from dcp_nvcomp.format.footer import Footer, parse_footer
+from dcp_nvcomp.format.footer import FileIdentity, Footer, Record, _parse_record, parse_footer
 from dcp_nvcomp.format.framing import TRAILER_NBYTES, check_header, decode_footer, decode_trailer
+from dcp_nvcomp.saving import data_file_writer
 from dcp_nvcomp.saving.data_file_writer import DataFileWriter
+from dcp_nvcomp.saving.encode.pending import Member, PendingRecord
 from dcp_nvcomp.storage.base import OutputStream
 
 PATH = "run/__0_0_00000000000000000000000000000002.distcp"
-IDENTITY = {
-    "save_id": "0" * 31 + "1",
-    "file_id": "0" * 31 + "2",
-    "rank": 0,
-    "writer": {"dcp_nvcomp": "0", "torch": "0"},
-}
+IDENTITY = FileIdentity("0" * 31 + "1", "0" * 31 + "2", 0, {"dcp_nvcomp": "0", "torch": "0"})
 
 Contents = dict[tuple[str, tuple[int, ...]], tuple[str, str, tuple[int, ...], tuple[int, ...], bytes]]
 
@@ -45,23 +42,38 @@ class MemoryStream(OutputStream):
 
 
 def write_file(records: Iterable[tuple[dict[str, Any], CodecChain | None, bytes]], *, align: bool = False) -> bytes:
-    """A data file of records `(description without codec, chain, elements)`; chain None for those in a pack."""
+    """A data file of records `(description without codec, chain, elements)`; chain None for those in a pack.
+
+    With `align`, each record with blocks begins at a multiple of 4096, as only large ones do otherwise.
+    """
     stream, engine = MemoryStream(), CpuEngine()
-    writer = DataFileWriter(stream, PATH, IDENTITY, align=align)
-    for description, chain, elements in records:
-        if align:
-            writer.align()
-        writer.add_record(description, chain)
-        if chain is None:
-            continue
-        grid = BlockGrid(tuple(description["shape"]), tuple(description["block_shape"]))
-        array = np.frombuffer(elements, np.uint8).reshape(*grid.shape, ELEMENT_TYPES[description["dtype"]].nbytes)
-        for index in range(grid.block_count):
-            block = np.ascontiguousarray(array[grid.box(index).index]).reshape(-1)
-            out = memoryview(bytearray(chain.max_encoded_nbytes(block.nbytes)))
-            writer.add_block(engine.encode(block, chain, out))
-    writer.finish()
+    writer = DataFileWriter(stream, PATH, IDENTITY, lambda nbytes: None)
+    made: list[Record] = []
+    with patch.object(data_file_writer, "LARGE_NBYTES", 0 if align else data_file_writer.LARGE_NBYTES):
+        for description, chain, elements in records:
+            if chain is None:
+                made.append(_parse_record(description, made, [], 0))
+                writer.add_record(made[-1])
+                continue
+            record = _parse_record({**description, "codec": 0}, made, [chain], 0)
+            made.append(record)
+            members = () if record.kind == "pack" else (Member(MetadataIndex(record.fqn), record),)
+            writer.begin(PendingRecord(record, record.element.name, members))
+            writer.append([engine.encode(block, chain, room(block, chain)) for block in blocks_of(record, elements)])
+        writer.finish()
     return bytes(stream.data)
+
+
+def blocks_of(record: Record, elements: bytes) -> list[np.ndarray]:
+    """The blocks of a record, each the bytes of its elements."""
+    assert record.grid is not None
+    array = np.frombuffer(elements, np.uint8).reshape(*record.shape, record.element.nbytes)
+    boxes = map(record.grid.box, range(record.block_count))
+    return [np.ascontiguousarray(array[box.index]).reshape(-1) for box in boxes]
+
+
+def room(block: np.ndarray, chain: CodecChain) -> memoryview:
+    return memoryview(bytearray(chain.max_encoded_nbytes(block.nbytes)))
 
 
 def read_footer(data: bytes) -> Footer:

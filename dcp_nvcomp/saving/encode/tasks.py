@@ -14,7 +14,7 @@ import torch
 from dcp_nvcomp.codecs.encoded import EncodedBlock
 from dcp_nvcomp.format.blocks import Box
 from dcp_nvcomp.saving.encode.buffers import BufferPool
-from dcp_nvcomp.saving.encode.records import PendingRecord
+from dcp_nvcomp.saving.encode.pending import PendingRecord
 from dcp_nvcomp.saving.encode.sources import Part, Source
 
 __all__ = ["Task", "Tasks"]
@@ -71,13 +71,14 @@ class Tasks:
         Yields:
             The tasks that are complete then.
         """
+        grid, chain, element_nbytes = record.grid, record.chain, record.record.element.nbytes
         # a record without elements has nothing to encode, but begins all the same, and in its turn
-        if record.grid.block_count:
+        if grid.block_count:
             yield from self._change_to(source)
         begins, boxes = True, list[Box]()
-        for number in range(record.grid.block_count):
-            box = record.grid.box(number)
-            needs = record.chain.max_encoded_nbytes(box.elements * record.element.nbytes)
+        for number in range(grid.block_count):
+            box = grid.box(number)
+            needs = chain.max_encoded_nbytes(box.elements * element_nbytes)
             full = needs > self._room_nbytes or source.cuda_device is None
             if full and (boxes or self._task.parts):
                 if boxes:

@@ -1,0 +1,67 @@
+"""Records that wait to be encoded and written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from dcp_nvcomp.codecs.base import CodecChain
+from dcp_nvcomp.format.blocks import BlockGrid
+from dcp_nvcomp.format.footer import KIND_PACK, Record
+from dcp_nvcomp.saving.encode.sources import Source
+
+__all__ = ["Member", "PendingRecord", "Ready"]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One write item of a record: `.metadata` will name its place.
+
+    Attributes:
+        index: DCP's index of the item.
+        record: the item's own record; of an item in a pack, without `pack`, which the file's writer knows.
+    """
+
+    index: MetadataIndex
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class PendingRecord:
+    """A record with blocks, ready to be encoded. Its elements are in a `Source`, which may be dropped earlier.
+
+    Attributes:
+        record: the record, but for `first_block`.
+        dtype: dtype name for stats (`bytes` for Python objects).
+        members: the items in it: one, or those of a pack.
+    """
+
+    record: Record
+    dtype: str
+    members: tuple[Member, ...]
+
+    @property
+    def grid(self) -> BlockGrid:
+        """Its blocks."""
+        assert self.record.grid is not None
+        return self.record.grid
+
+    @property
+    def chain(self) -> CodecChain:
+        """Its codec chain."""
+        assert self.record.chain is not None
+        return self.record.chain
+
+    @property
+    def nbytes(self) -> int:
+        """Its uncompressed size."""
+        return self.record.uncompressed_nbytes
+
+    @property
+    def is_pack(self) -> bool:
+        """True if the members have footer records of their own."""
+        return self.record.kind == KIND_PACK
+
+
+Ready = tuple[PendingRecord, Source]

@@ -1,0 +1,99 @@
+"""The codec chain of each record: the user's choice, measured on a sample, and what can run where the elements are."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dcp_nvcomp.codecs.base import CodecChain
+from dcp_nvcomp.codecs.choose import CodecChooser, parse_codec, sample_nbytes
+from dcp_nvcomp.codecs.dtypes import ELEMENT_TYPES, ElementType
+from dcp_nvcomp.codecs.registry import check_chain
+from dcp_nvcomp.engines.cuda.engine import stamped_chain
+from dcp_nvcomp.engines.tensors import host_array
+
+__all__ = ["CodecPolicy", "spread_sample"]
+
+U8 = npt.NDArray[np.uint8]
+
+
+class CodecPolicy:
+    """Picks codec chains.
+
+    Args:
+        chooser: the user's choice.
+    """
+
+    def __init__(self, chooser: CodecChooser) -> None:
+        self._chooser = chooser
+        self._auto = parse_codec("auto")
+        self._checked: set[tuple[str, str]] = set()
+
+    def chain(self, element: ElementType, sample: U8, nbytes: int, *, on_cuda: bool) -> CodecChain:
+        """Return the chain for a record.
+
+        Args:
+            element: its element type.
+            sample: bytes from several places of it, whole elements.
+            nbytes: its size.
+            on_cuda: whether the CUDA engine encodes it. Chains that need a GPU are replaced by `auto`'s elsewhere.
+
+        Raises:
+            ConfigurationError: no reader could decode the chosen chain.
+        """
+        chain = self._chooser.choose(element, sample, nbytes)
+        described = repr(chain), element.name
+        if described not in self._checked:  # before anything depends on it
+            check_chain(chain, element)
+            self._checked.add(described)
+        if on_cuda:
+            return stamped_chain(chain)
+        return self._auto.choose(element, sample, nbytes) if chain.needs_gpu else chain
+
+    def tensor_chain(self, element: ElementType, tensor: torch.Tensor, *, on_cuda: bool) -> CodecChain:
+        """Return the chain for a tensor without lazy bits, measured on a sample of it."""
+        nbytes = tensor.numel() * tensor.element_size()
+        sample = spread_sample(tensor, sample_nbytes(nbytes)) if nbytes else np.zeros(0, np.uint8)
+        return self.chain(element, sample, nbytes, on_cuda=on_cuda)
+
+    def payload_chain(self, payload: U8) -> CodecChain:
+        """Return the chain for a pickled object: `auto`'s, as the user's choice is for tensors."""
+        step, count = max(payload.size // 4, 1), sample_nbytes(payload.size) // 4
+        parts = [payload[at : at + count] for at in range(0, payload.size, step)][:4]
+        return self._auto.choose(ELEMENT_TYPES["uint8"], np.concatenate(parts or [payload]), payload.size)
+
+
+def spread_sample(tensor: torch.Tensor, nbytes: int, pieces: int = 4) -> U8:
+    """Return bytes from several places of a tensor, to measure codecs on.
+
+    Args:
+        tensor: without lazy bits, on any device.
+        nbytes: how much to take in all.
+        pieces: from how many places.
+
+    Returns:
+        At most about `nbytes` bytes, whole elements, on the host.
+    """
+    width = tensor.element_size()
+    if tensor.numel() * width <= nbytes:
+        parts = [tensor.reshape(-1)]
+    elif tensor.is_contiguous():
+        flat, count = tensor.view(-1), nbytes // pieces // width
+        step = (tensor.numel() - count) // max(pieces - 1, 1)
+        parts = [flat[at * step : at * step + count] for at in range(pieces)]
+    else:
+        # boxes of a strided tensor, so that no full-size copy is ever made
+        places = sorted({tensor.shape[0] * at // pieces for at in range(pieces)})
+        parts = [_leading(tensor[at:], nbytes // pieces // width) for at in places]
+    return np.concatenate([host_array(part.cpu().contiguous()).view(np.uint8) for part in parts])
+
+
+def _leading(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """Return at most `count` elements, and at least one, from the start of a strided tensor, as a run."""
+    for dim in range(tensor.dim()):
+        inner = math.prod(tensor.shape[dim + 1 :])
+        tensor = tensor.narrow(dim, 0, max(1, min(tensor.shape[dim], count // inner)))
+    return tensor.reshape(-1)
