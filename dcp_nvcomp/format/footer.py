@@ -91,11 +91,11 @@ class Record:
         """Bytes of the shard."""
         return self.elements * self.element.nbytes
 
-    def to_json(self, codec: int | None) -> dict[str, Any]:
+    def to_json(self, place: int | tuple[int, int]) -> dict[str, Any]:
         """Return the record as a footer describes it; `_parse_record` is the inverse.
 
         Args:
-            codec: index of its chain in the footer; None for a record in a pack.
+            place: index of its codec chain in the footer; or, in a pack, the pack's index and its first element there.
         """
         row: dict[str, Any] = {}
         if self.kind in (KIND_BYTES, KIND_PACK):
@@ -110,11 +110,11 @@ class Record:
                 row["offsets"] = self.offsets
             if self.global_shape != self.shape:
                 row["global_shape"] = self.global_shape
-        if self.pack is not None:
-            row["pack"] = self.pack
+        if isinstance(place, tuple):
+            row["pack"] = place
             return row
-        assert self.grid is not None and codec is not None
-        return row | {"dtype": self.element.name, "block_shape": self.grid.block_shape, "codec": codec}
+        assert self.grid is not None
+        return row | {"dtype": self.element.name, "block_shape": self.grid.block_shape, "codec": place}
 
 
 @dataclass(frozen=True)

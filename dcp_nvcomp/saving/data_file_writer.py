@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from torch.distributed.checkpoint.storage import WriteResult
 
+from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.encoded import EncodedBlock, checksum
 from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.format.footer import FileIdentity, Record, footer_json
@@ -73,27 +73,28 @@ class DataFileWriter:
         is_large = pending.nbytes >= LARGE_NBYTES
         self._write_header(is_large)
         self._end_record(is_large)
-        number = self.add_record(pending.record)
+        number = self.add_record(pending.record, self._codec(pending.chain))
         self._pending, self._first_item = pending, len(self._items)
         if not pending.is_pack:
             self._items.append((pending.members[0], number, 0))
             return
         start = 0
         for member in pending.members:
-            record = replace(member.record, pack=(number, start))
-            self._items.append((member, self.add_record(record), 0))
-            start += record.elements
+            self._items.append((member, self.add_record(member.record, (number, start)), 0))
+            start += member.nbytes // member.record.element.nbytes
 
-    def add_record(self, record: Record) -> int:
-        """Append a record to the footer and return its index there."""
-        codec = None
-        if record.chain is not None:
-            described = record.chain.to_json()
-            codec = self._chains.setdefault(repr(described), len(self._codecs))
-            if codec == len(self._codecs):
-                self._codecs.append(described)
-        self._records.append(record.to_json(codec))
+    def add_record(self, record: Record, place: int | tuple[int, int]) -> int:
+        """Append a record to the footer and return its index there; `place` as for `Record.to_json`."""
+        self._records.append(record.to_json(place))
         return len(self._records) - 1
+
+    def _codec(self, chain: CodecChain) -> int:
+        """Return the index of a chain in the footer."""
+        described = chain.to_json()
+        codec = self._chains.setdefault(repr(described), len(self._codecs))
+        if codec == len(self._codecs):
+            self._codecs.append(described)
+        return codec
 
     def append(self, blocks: Sequence[EncodedBlock]) -> None:
         """Append blocks of the record; their buffer may be used again afterwards."""
@@ -127,7 +128,7 @@ class DataFileWriter:
     def results(self, file: DataFileRef) -> list[WriteResult]:
         """Return what `.metadata` needs to know of each item; the file is one plain tuple for all of them."""
         shared = tuple(file)
-        return [WriteResult(member.index, nbytes, (shared, number)) for member, number, nbytes in self._items]
+        return [WriteResult(member.item_index, nbytes, (shared, number)) for member, number, nbytes in self._items]
 
     def _write_header(self, is_large: bool) -> None:
         """Write the header before the first record, so that a large one begins at a multiple of 4096."""
@@ -145,7 +146,7 @@ class DataFileWriter:
         self.totals.append((pending.chain.label, pending.dtype, Totals(len(pending.members), nbytes, encoded)))
         for at in range(self._first_item, len(self._items)):
             member, number, _ = self._items[at]
-            share = encoded * member.record.uncompressed_nbytes // nbytes if nbytes else 0
+            share = encoded * member.nbytes // nbytes if nbytes else 0
             self._items[at] = (member, number, share)
         self._pending, self._encoded_nbytes = None, 0
 

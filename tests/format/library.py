@@ -53,15 +53,19 @@ def write_file(records: Iterable[tuple[dict[str, Any], CodecChain | None, bytes]
         for description, chain, elements in records:
             if chain is None:
                 made.append(_parse_record(description, made, [], 0))
-                writer.add_record(made[-1])
+                writer.add_record(made[-1], made[-1].pack or (0, 0))
                 continue
             record = _parse_record({**description, "codec": 0}, made, [chain], 0)
             made.append(record)
-            members = () if record.kind == "pack" else (Member(MetadataIndex(record.fqn), record),)
+            members = () if record.kind == "pack" else (member_of(record),)
             writer.begin(PendingRecord(record, record.element.name, members))
             writer.append([engine.encode(block, chain, room(block, chain)) for block in blocks_of(record, elements)])
         writer.finish()
     return bytes(stream.data)
+
+
+def member_of(record: Record) -> Member:
+    return Member(MetadataIndex(record.fqn), record, record.uncompressed_nbytes)
 
 
 def blocks_of(record: Record, elements: bytes) -> list[np.ndarray]:

@@ -87,7 +87,7 @@ class Packer:
     def _pack_for(
         self, member: Member, dtype: str, device: torch.device | None, *, on_cuda: bool
     ) -> tuple[_Pack, list[Ready]]:
-        record, nbytes = member.record, member.record.uncompressed_nbytes
+        record, nbytes = member.record, member.nbytes
         key = (record.kind, record.element.name, device, on_cuda)
         pack, ready = self._packs.get(key), []
         if pack is not None and pack.nbytes + nbytes > BLOCK_NBYTES:

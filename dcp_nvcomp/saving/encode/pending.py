@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
@@ -14,17 +15,18 @@ from dcp_nvcomp.saving.encode.sources import Source
 __all__ = ["Member", "PendingRecord", "Ready"]
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(NamedTuple):
     """One write item of a record: `.metadata` will name its place.
 
     Attributes:
-        index: DCP's index of the item.
-        record: the item's own record; of an item in a pack, without `pack`, which the file's writer knows.
+        item_index: DCP's index of the item.
+        record: the item's own record. That of an item in a pack lacks `pack`, which follows when it is written.
+        nbytes: its uncompressed size.
     """
 
-    index: MetadataIndex
+    item_index: MetadataIndex
     record: Record
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,13 +85,14 @@ class RecordMaker:
 
     def _add_payload(self, index: MetadataIndex, record: Record, payload: U8, dtype: str) -> list[Ready]:
         if 0 < payload.size < self._packed_nbytes:
-            return self._packer.add_bytes(Member(index, record), payload, "bytes")
+            return self._packer.add_bytes(Member(index, record, payload.size), payload, "bytes")
         return [_ready(index, record, dtype, self._policy.payload_chain(payload), HostSource(payload))]
 
     def _add_tensor(self, index: MetadataIndex, record: Record, tensor: torch.Tensor) -> list[Ready]:
         element, on_cuda = record.element, self._engine.on_cuda(tensor.device)
-        if 0 < record.uncompressed_nbytes < self._packed_nbytes:
-            return self._packer.add_tensor(Member(index, record), tensor, on_cuda=on_cuda)
+        nbytes = record.uncompressed_nbytes
+        if 0 < nbytes < self._packed_nbytes:
+            return self._packer.add_tensor(Member(index, record, nbytes), tensor, on_cuda=on_cuda)
         chain = self._policy.tensor_chain(element, tensor, on_cuda=on_cuda)
         return [_ready(index, record, element.name, chain, _source(tensor, on_cuda=on_cuda))]
 
@@ -106,7 +107,7 @@ def _ready(index: MetadataIndex, record: Record, dtype: str, chain: CodecChain, 
     """Return a record with blocks of its own."""
     grid = BlockGrid(record.shape, default_block_shape(record.shape, record.element.nbytes, chain.block_nbytes))
     record = replace(record, grid=grid, chain=chain, block_count=grid.block_count)
-    return PendingRecord(record, dtype, (Member(index, record),)), source
+    return PendingRecord(record, dtype, (Member(index, record, record.uncompressed_nbytes),)), source
 
 
 def _planned_region(item: WriteItem, tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
