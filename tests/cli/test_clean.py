@@ -7,8 +7,6 @@ import json
 import random
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -36,6 +34,7 @@ from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.open import open_filesystem
 from tests.cli.checkpoints import data_file, flip, loaded_seed, make_old, names, new_id, run, save, state
 from tests.conftest import S3Store
+from tests.faults import forked
 from tests.storage import plain  # noqa: F401  registers its protocols
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -798,8 +797,7 @@ def test_an_hour_is_the_least(path: Path, seconds: Any) -> None:
 
 def test_as_a_command(path: Path) -> None:
     _, left = leave_save(path, seed=2)
-    command = [sys.executable, "-m", "dcp_nvcomp.cli", "clean", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = forked.execute_module("dcp_nvcomp.cli", "clean", str(path))
     assert (done.returncode, done.stderr) == (0, "")
     assert not left & names(path)
     assert loaded_seed(path) == 1

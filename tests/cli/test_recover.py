@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from dcp_nvcomp.maintenance.verification.verify import verify_checkpoint
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from tests.cli.checkpoints import data_file, flip, loaded_seed, make_old, names, new_id, run, save, state
 from tests.conftest import S3Store
+from tests.faults import forked
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -116,8 +115,7 @@ def test_on_s3(any_s3_store: S3Store) -> None:
 def test_as_a_command(path: Path) -> None:
     save(path, seed=1)
     (path / ".metadata").unlink()
-    command = [sys.executable, "-m", "dcp_nvcomp.cli", "recover", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = forked.execute_module("dcp_nvcomp.cli", "recover", str(path))
     assert (done.returncode, done.stderr) == (0, "")
     assert loaded_seed(path) == 1
 

@@ -6,8 +6,6 @@ import errno
 import json
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from tests.cli.checkpoints import change_footer, change_metadata, data_file, flip, names, run, save, state
 from tests.conftest import S3Store
 from tests.effort import sampled
+from tests.faults import forked
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -85,9 +84,8 @@ def test_json(copy: Path) -> None:
 
 
 def test_as_a_command(copy: Path) -> None:
-    command = [sys.executable, "-m", "dcp_nvcomp.cli", "verify", str(copy)]
     flip(data_file(copy), 20)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = forked.execute_module("dcp_nvcomp.cli", "verify", str(copy))
     assert (done.returncode, done.stderr) == (1, "")
     assert data_file(copy).name in done.stdout
     assert "DAMAGED" in done.stdout

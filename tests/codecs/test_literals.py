@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import zstandard
@@ -14,6 +11,7 @@ from hypothesis import strategies as st
 from dcp_nvcomp.codecs import Zstd
 from dcp_nvcomp.codecs.coders import zstd
 from tests.effort import examples
+from tests.faults import forked
 
 # compiled where there is a C compiler
 encode_literals = pytest.importorskip("dcp_nvcomp.codecs.coders._literals").encode_literals
@@ -180,4 +178,5 @@ stop.set()
 writer.join()
 assert 0 in made and any(made)  # it was seen changing
 """
-    subprocess.run([sys.executable, "-X", "faulthandler", "-c", code], check=True, timeout=240)
+    done = forked.execute("import faulthandler; faulthandler.enable()\n" + code)
+    assert done.returncode == 0, done.stderr

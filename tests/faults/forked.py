@@ -1,4 +1,4 @@
-"""Ranks that may be killed: a gloo process group of processes that live for one call.
+"""Processes that may be killed: ranks of a gloo process group that live for one call, and programs.
 
 `import torch` costs seconds. So the ranks are forked from a server process that has imported it and has no threads yet
 (the "forkserver" of multiprocessing), and so is the child process of the process checkpointer. The pool of
@@ -10,6 +10,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import runpy
+import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -27,8 +30,8 @@ from tests.distributed.launch import STOCK_WARNINGS
 WORLD_SIZE = 2
 LIMIT_SECONDS = 240.0  # ends what hangs
 GROUP_SECONDS = 60.0  # for what waits for a rank that died
-# the second is what a DTensor imports when it is made
-PRELOADED = ["torch.distributed.checkpoint", "torch._dynamo", "fsspec.implementations.local", __name__]
+# the third is what a DTensor imports when it is made
+PRELOADED = ["dcp_nvcomp", "torch.distributed.checkpoint", "torch._dynamo", "fsspec.implementations.local", __name__]
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,66 @@ class End:
     value: Any
     checkpointer_exit_code: int | None
     log: str
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a program ended; like `subprocess.CompletedProcess`.
+
+    Attributes:
+        returncode: of its process.
+        stdout: what it printed.
+        stderr: what it printed there.
+    """
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def execute(source: str, *arguments: str) -> Finished:
+    """Run a program like `python -c SOURCE ARGUMENTS`, but with torch imported already.
+
+    Args:
+        source: the program.
+        arguments: its `sys.argv[1:]`.
+    """
+    return _finish(_run_source, (source,), ["-c", *arguments])
+
+
+def execute_module(name: str, *arguments: str) -> Finished:
+    """Run a module like `python -m NAME ARGUMENTS`, but with torch imported already."""
+    return _finish(_run_module, (name,), [name, *arguments])
+
+
+def _run_source(source: str) -> None:
+    exec(compile(source, "<program>", "exec"), {"__name__": "__main__"})
+
+
+def _run_module(name: str) -> None:
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def _finish(function: Callable[[str], None], given: tuple[str], argv: list[str]) -> Finished:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with tempfile.TemporaryDirectory() as directory:
+        streams = Path(directory, "stdout"), Path(directory, "stderr")
+        process = context.Process(target=_program, args=(function, given, argv, *streams))
+        process.start()
+        process.join(LIMIT_SECONDS)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+        assert process.exitcode is not None
+        return Finished(process.exitcode, *(stream.read_text() if stream.exists() else "" for stream in streams))
+
+
+def _program(function: Callable[[str], None], given: tuple[str], argv: list[str], stdout: Path, stderr: Path) -> None:
+    for path, descriptor in ((stdout, 1), (stderr, 2)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    sys.argv = argv
+    function(*given)
 
 
 def run(

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults import forked
+
 from .fuzz.corpus import CORPUS, corpus_files
 from .fuzz.targets import TARGETS
 
@@ -22,7 +24,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_corpus_is_harmless() -> None:
     assert all(corpus_files(target) for target in TARGETS)
-    done = run("-m", "tests.faults.fuzz.replay")
+    done = forked.execute_module("tests.faults.fuzz.replay")
     assert done.returncode == 0, done.stdout + done.stderr
     found = re.search(r"(\d+) inputs, 0 findings", done.stdout)
     assert found and int(found[1]) > sum(len(corpus_files(target)) for target in TARGETS)
@@ -66,7 +68,7 @@ for target in (spin, hide, refuse, lambda data: bytes(65 << 20), lambda data: by
 
 
 def test_the_limits_bite() -> None:
-    done = run("-c", LIMITS)
+    done = forked.execute(LIMITS)
     assert done.stdout.split() == ["FindingError", "FindingError", "passes", "FindingError", "passes", "IndexError"]
 
 

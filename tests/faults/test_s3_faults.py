@@ -13,7 +13,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -35,6 +34,7 @@ from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.open import open_filesystem
 from dcp_nvcomp.storage.s3.client import S3Client
 from tests.distributed.launch import RankPool, ranks
+from tests.faults import forked
 
 from .proxy import FaultProxy
 
@@ -441,7 +441,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_killed_clients_upload_does_no_harm_and_can_be_ended(any_s3_store: Store) -> None:
     url, options = any_s3_store
     dcp.save(state(1), storage_writer=NvcompWriter(url, **options), no_dist=True)
-    killed = subprocess.run([sys.executable, "-c", KILLED, url, repr(options)], check=False, timeout=240)
+    killed = forked.execute(KILLED, url, repr(options))
     assert killed.returncode == -signal.SIGKILL
     filesystem = open_filesystem(url, storage_options=options)
     assert [upload.name for upload in filesystem.list_uploads()] == ["__0_0_dead.distcp"]

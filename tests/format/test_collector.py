@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 
@@ -12,6 +10,7 @@ import pytest
 
 from dcp_nvcomp.format import collector
 from dcp_nvcomp.format.collector import collector_paused
+from tests.faults import forked
 
 
 @pytest.fixture(autouse=True)
@@ -77,4 +76,5 @@ with collector_paused():
     assert not gc.isenabled()
 assert gc.isenabled()
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
+    done = forked.execute(code)
+    assert done.returncode == 0, done.stderr

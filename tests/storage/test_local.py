@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
-import sys
 import tempfile
 import tracemalloc
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 
 from dcp_nvcomp.errors import ConcurrentSaveError, StorageError, TruncatedFileError, UnsafePathError
 from dcp_nvcomp.storage.open import open_filesystem
+from tests.faults import forked
 
 from .suite import FilesystemSuite, Place, write_file
 
@@ -75,7 +76,7 @@ def test_a_limit_of_the_process(tmp_path: Path) -> None:
         except StorageError as error:
             print(error.errno, filesystem.list_names(), filesystem.read_all(".metadata", limit_nbytes=10))
     """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = forked.execute(code)
     assert done.stdout.splitlines() == [f"{errno.EFBIG} {1 << 16}", f"{errno.EFBIG} ['.metadata'] b'old'"]
 
 
@@ -355,35 +356,30 @@ def test_descriptors_are_few_and_are_closed(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_one_of_two_processes_wins(tmp_path: Path) -> None:
-    code = """if True:
-        import sys
-        from dcp_nvcomp.errors import ConcurrentSaveError
-        from dcp_nvcomp.storage.open import open_filesystem
-        filesystem, me = open_filesystem(sys.argv[1]), sys.argv[2]
-        print("ready", flush=True)
-        sys.stdin.readline()
-        for number in range(100):
-            try:
-                filesystem.publish(f"file-{number}", me.encode() * 1000, overwrite=False)
-                print(number)
-            except ConcurrentSaveError:
-                pass
-    """
-    pipe = subprocess.PIPE
-    racers = [
-        subprocess.Popen([sys.executable, "-c", code, str(tmp_path), me], stdin=pipe, stdout=pipe, text=True)
-        for me in "ab"
-    ]
-    for racer in racers:
-        assert racer.stdout is not None and racer.stdin is not None
-        assert racer.stdout.readline() == "ready\n"
-    for racer in racers:
-        assert racer.stdin is not None
-        racer.stdin.write("go\n")
-        racer.stdin.flush()
-    won = [set(racer.communicate(timeout=240)[0].split()) for racer in racers]
-    assert [racer.returncode for racer in racers] == [0, 0]
+RACER = """
+import os, sys, time
+from dcp_nvcomp.errors import ConcurrentSaveError
+from dcp_nvcomp.storage.open import open_filesystem
+path, meeting, me = sys.argv[1:]
+filesystem = open_filesystem(path)
+open(f"{meeting}/{me}", "w").close()
+while len(os.listdir(meeting)) < 2:
+    time.sleep(0.001)
+for number in range(100):
+    try:
+        filesystem.publish(f"file-{number}", me.encode() * 1000, overwrite=False)
+        print(number)
+    except ConcurrentSaveError:
+        pass
+"""
+
+
+def test_one_of_two_processes_wins(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    meeting = str(tmp_path_factory.mktemp("meeting"))
+    with ThreadPoolExecutor(2) as pool:
+        racers = list(pool.map(lambda me: forked.execute(RACER, str(tmp_path), meeting, me), "ab"))
+    assert [racer.returncode for racer in racers] == [0, 0], racers
+    won = [set(racer.stdout.split()) for racer in racers]
     assert not won[0] & won[1]
     assert won[0] | won[1] == {str(number) for number in range(100)}
     filesystem = open_filesystem(tmp_path)

@@ -12,6 +12,7 @@ import pytest
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.open import open_filesystem
+from tests.faults import forked
 
 WRITER_OPTIONS = ("codec", "thread_count", "overwrite", "sync_files", "host_memory_budget")
 
@@ -68,7 +69,7 @@ def test_missing_package_is_named() -> None:
         except ConfigurationError as error:
             print(error)
     """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = forked.execute(code)
     assert "pip install 'dcp-nvcomp[s3]'" in done.stdout
 
 

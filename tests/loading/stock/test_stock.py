@@ -6,8 +6,6 @@ import contextlib
 import io
 import pickle
 import struct
-import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +34,7 @@ from dcp_nvcomp.format.names import METADATA_NAME
 from dcp_nvcomp.loading.stock.items import read_stock_bytes, read_stock_tensor
 from dcp_nvcomp.storage.open import open_filesystem
 from tests.effort import sampled
+from tests.faults import forked
 
 from .make_golden import GOLDEN, KINDS, VERSIONS, golden_state
 
@@ -124,8 +123,8 @@ def test_crc_switched_off(tmp_path: Path) -> None:
         "warnings.simplefilter('ignore'); torch.serialization.set_crc32_options(False)\n"
         "dcp.save(golden_state(), checkpoint_id=sys.argv[1], no_dist=True)\n"
     )
-    root = Path(__file__).parents[3]
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "c")], check=True, cwd=root)
+    done = forked.execute(code, str(tmp_path / "c"))
+    assert done.returncode == 0, done.stderr
     assert_same(load_all(tmp_path / "c"), flat_golden_state())
 
 
