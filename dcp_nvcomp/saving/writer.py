@@ -1,13 +1,13 @@
 """NvcompWriter: a save, from top to bottom.
 
-    set_up_storage_writer   an id of its own for each save
-    prepare_local_plan      the directory; is there a checkpoint that may not be replaced?
-    prepare_global_plan     (coordinator) whether the last save failed, so that its files may go
+    set_up_storage_writer   begins a save with an id of its own, see saves.py
+    prepare_local_plan      creates the directory, and refuses to replace a checkpoint that must be kept
+    prepare_global_plan     (coordinator) tells the ranks whether the previous save failed, see orphans.py
     write_data              plan -> encode -> stage -> write, see job.py
-    finish                  (coordinator) commit: `.metadata` is published last, then what it replaced is removed
+    finish                  (coordinator) commit: publishes `.metadata` last, then removes what it replaced
 
-A checkpoint exists from the moment its `.metadata` is published. Everything before that only adds files with names that
-no other save has.
+A checkpoint exists from the moment its `.metadata` is published. Until then a save only adds files, under names that no
+other save uses.
 """
 
 from __future__ import annotations
@@ -16,12 +16,9 @@ import contextlib
 import dataclasses
 import logging
 import os
-import threading
 import time
-import uuid
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
@@ -57,6 +54,7 @@ from dcp_nvcomp.saving.file_plan import plan_files, planned_nbytes
 from dcp_nvcomp.saving.job import SaveJob, SaveOptions
 from dcp_nvcomp.saving.orphans import Orphans
 from dcp_nvcomp.saving.progress import ProgressBar
+from dcp_nvcomp.saving.saves import Save, Saves
 from dcp_nvcomp.saving.stats import RankTotals, SaveStats, summarize
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.open import open_filesystem
@@ -73,32 +71,12 @@ def _own_version() -> str:
         return "unknown"
 
 
-# read at the import, as files of the installation may be out of reach later, and no save must fail for that
+# read at import time: the package metadata may be unreadable later, and that must not fail a save
 _VERSION: Final = _own_version()
 
 
-@dataclass
-class _Save:
-    """One save of this rank: announced by `reset` or `storage_meta`, begun by `set_up_storage_writer`.
-
-    Attributes:
-        path: the checkpoint. Empty until `reset` or the beginning fixes it: until then the writer's path counts.
-        save_id: its id, in the names of its files.
-    """
-
-    path: str = ""
-    save_id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    has_begun: bool = False
-    has_ended: bool = False
-    rank: int = 0
-    is_coordinator: bool = False
-    use_collectives: bool = True
-    started_seconds: float = 0.0
-    own_files: tuple[str, ...] = ()
-
-
 class RankResults(list[WriteResult]):
-    """The write results of one rank, and what it measured: DCP carries the list to the coordinator as it is."""
+    """The write results of one rank with its measurements. DCP sends the list to the coordinator as it is."""
 
     def __init__(self, results: Iterable[WriteResult], totals: RankTotals) -> None:
         super().__init__(results)
@@ -106,36 +84,42 @@ class RankResults(list[WriteResult]):
 
 
 class NvcompWriter(StorageWriter, BlockingAsyncStager):
-    """Saves DCP checkpoints compressed, losslessly, to anything fsspec can reach.
+    """Save DCP checkpoints, losslessly compressed, to any storage that fsspec supports.
 
-    Pass it as `storage_writer=` to `dcp.save` or `dcp.async_save`. One writer serves many saves.
+    Pass it as `storage_writer=` to `dcp.save` or `dcp.async_save`. One writer can be used for any number of saves.
 
     Args:
-        path: where the checkpoint goes: a local path or any fsspec URL. `checkpoint_id` of `dcp.save` replaces it.
-        codec: `"auto"` (chosen for each tensor from dtype, size and a sample; every machine can read it),
-            `"planes-zstd"`, `"planes-deflate"`, `"zstd"`, `"ans"` (nvCOMP on NVIDIA GPUs only), `"none"`, a
-            `CodecChain`, or an object with `choose()`.
-        thread_count: encoding threads; by default one per CPU core, at most 8.
-        single_file_per_rank: whether a rank's items share files (several only if they are large and the storage takes
-            parallel streams). Otherwise each item is a file of its own.
-        overwrite: whether a checkpoint at the same path may be replaced. The old one stays loadable until the new one
-            is complete.
-        sync_files: whether files are on stable storage before the checkpoint is published. Without it a power failure
+        path: local path or fsspec URL of the checkpoint. `checkpoint_id=` of `dcp.save` overrides it.
+        single_file_per_rank: if True, the items of a rank share a file, or a few files if they are large and the
+            storage writes several at once faster. If False, each item gets a file of its own.
+        sync_files: if True, files are on stable storage before the checkpoint is published. If False, a power failure
             can lose a checkpoint that `dcp.save` reported as saved.
+        thread_count: number of encoding threads; by default one per CPU core, at most 8.
+        codec: `"auto"` (chosen for each tensor from its dtype, size and a sample; readable on every machine),
+            `"planes-zstd"`, `"planes-deflate"`, `"zstd"`, `"ans"` (NVIDIA GPUs with nvCOMP only), `"none"`, a
+            `CodecChain`, or an object with a `choose` method.
+        overwrite: if True, a checkpoint at the same path may be replaced. The old one can be loaded until the new one
+            is complete.
         host_memory_budget: bytes of host memory for encoded data.
         device_memory_budget: bytes of memory on each GPU for encoding.
-        progress: whether to draw a progress bar on a terminal, on rank 0.
-        on_save: called on the coordinator after each commit with the `SaveStats` (with `use_collectives=False` on each
-            rank); what it raises becomes a warning. With the process checkpointer of `dcp.async_save` it must be
-            picklable and runs in the child process.
-        engine: `"auto"` encodes GPU tensors on the GPU where nvCOMP is installed, `"cuda"` insists on it, `"cpu"` never
-            does. Tensors in host memory are always encoded on the CPU.
-        storage_deadline_seconds: on `s3://`, how long one operation of the storage may take with all its retries:
-            sending a part, reading a range, publishing. Then a `StorageError` is raised.
-        **storage_options: for the fsspec filesystem, such as `endpoint_url` and `key` for S3.
+        progress: if True, rank 0 draws a progress bar, provided that standard error is a terminal.
+        on_save: called with the `SaveStats` after each commit, on the coordinator (with `use_collectives=False`, on
+            each rank). An exception that it raises becomes a warning. With the process checkpointer of
+            `dcp.async_save` it must be picklable, and runs in the child process.
+        engine: `"auto"` encodes GPU tensors on their GPU if nvCOMP is installed, `"cuda"` requires that, `"cpu"` never
+            uses the GPU. Tensors in host memory are always encoded on the CPU.
+        storage_deadline_seconds: on `s3://`, time limit of one storage operation (sending a part, reading a range,
+            publishing) with all its retries. After that it raises `StorageError`.
+        **storage_options: for the fsspec filesystem, such as `endpoint_url` and `key` for S3. Arguments of stock DCP's
+            writers that have no counterpart here are accepted if their value changes nothing.
+
+    Attributes:
+        last_save: the `SaveStats` of the last save, of all ranks on the coordinator and of the local rank elsewhere.
+            None before the first save and while one is planned, and with the process checkpointer, whose child
+            process has a writer of its own: `SaveStats.of` works there too.
 
     Raises:
-        ConfigurationError: an option has a value that can't work, or is unknown.
+        ConfigurationError: an option is unknown or has an invalid value.
 
     Example:
         >>> import tempfile, torch, torch.distributed.checkpoint as dcp
@@ -168,7 +152,6 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
     ) -> None:
         BlockingAsyncStager.__init__(self)
         drop_stock_arguments(storage_options, STOCK_WRITER, type(self))
-        self._path = os.fspath(path)
         self.codec = codec
         self.thread_count = check_thread_count(thread_count)
         self.single_file_per_rank = check_flag("single_file_per_rank", single_file_per_rank)
@@ -186,45 +169,25 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         self.last_save: SaveStats | None = None
         self._chooser = parse_codec(codec)
         self._engine_choice = EngineChoice(self.engine)
-        self._begin_life()
-        self._open(self._path)  # fail fast on invalid options
+        self._begin_life(os.fspath(path))
+        self._open(self.path)  # fail fast on invalid options
 
-    def _begin_life(self) -> None:
-        """What belongs to one process and is never pickled."""
-        self._local = threading.local()
-        self._thread = threading.current_thread()
-        self._latest: _Save | None = None
+    def _begin_life(self, path: str) -> None:
+        """Set what belongs to one writer in one process, and no copy shares."""
+        self._saves = Saves(path)
         self._orphans = Orphans()
         self._unfinished = False
 
     def __getstate__(self) -> dict[str, Any]:
-        # the process checkpointer of dcp.async_save sends the writer anew for each save
-        left_behind = ("_local", "_thread", "_latest", "_orphans", "_unfinished")
-        return {name: value for name, value in self.__dict__.items() if name not in left_behind}
+        # the process checkpointer of dcp.async_save sends the writer to its child process for each save
+        return {name: value for name, value in self.__dict__.items() if name not in ("_orphans", "_unfinished")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._begin_life()
+        self._begin_life(state["_saves"].path)
 
     def __repr__(self) -> str:
-        return shown(type(self), self._path, vars(self), self.storage_options)
-
-    @property
-    def _save(self) -> _Save:
-        """The save that this thread is in. Asynchronous saves of one writer may overlap, each on its own thread."""
-        save: _Save = self._local.save
-        return save
-
-    @property
-    def _own(self) -> _Save | None:
-        return getattr(self._local, "save", None)
-
-    def _announced(self) -> _Save:
-        """The save that this thread is about to begin."""
-        save = self._own
-        if save is None or save.has_begun:
-            save = self._local.save = self._latest = _Save()
-        return save
+        return shown(type(self), self.path, vars(self), self.storage_options)
 
     @property
     def path(self) -> str:
@@ -233,27 +196,24 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         An asynchronous save looks it up when its thread begins: give `checkpoint_id=` to `dcp.async_save` instead of
         setting it.
         """
-        return self._path
+        return self._saves.path
 
     @path.setter
     def path(self, path: str | os.PathLike[str]) -> None:
-        self._path = os.fspath(path)
-        save = self._own
-        if save is not None and save.has_begun:
-            save.has_ended = True
-        elif save is not None:
-            save.path = ""  # what `reset` said before counts no longer
+        self._saves.path = os.fspath(path)
 
     @property
     def save_id(self) -> str:
-        """Id of the save that this thread is in; else of the writer's latest save; before the first, of the next."""
-        save = self._own
-        if save is None or save.has_ended:
-            save = self._latest or self._announced()
-        return save.save_id
+        """The id of the save that this thread is in; else of the latest save; before the first one, of that."""
+        return self._saves.save_id
+
+    @property
+    def checkpoint_id(self) -> str:
+        """Where the save of this thread goes, or its next one if it is in none."""
+        return self._saves.checkpoint_id
 
     def _open(self, path: str) -> Filesystem:
-        # made anew for each use: never pickled, and never shared with a process that was forked or spawned
+        # opened for each use: never pickled, and never shared with a forked or spawned process
         return open_filesystem(
             path,
             sync_files=self.sync_files,
@@ -263,36 +223,31 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         )
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """DCP: a new save begins, perhaps at another place. Options are kept.
+        """Announce another save, perhaps at another place; called by DCP. The options are kept.
 
         On the thread that made the writer, later saves without `checkpoint_id` go to that place too. On other threads,
-        as those of `dcp.async_save`, it is the place of this save only.
+        such as those of `dcp.async_save`, it is the place of this save only.
         """
-        place = os.fspath(checkpoint_id) if checkpoint_id else ""
-        if place and threading.current_thread() is self._thread:
-            self._path = place
-        self._local.save = self._latest = _Save(place)
+        self._saves.reset(os.fspath(checkpoint_id) if checkpoint_id else "")
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """DCP: the save begins, at the place and with the id that `storage_meta` announced."""
-        save = self._announced()
-        save.path = save.path or self._path
-        save.rank = kwargs.get("rank") or 0
-        save.is_coordinator = is_coordinator
-        save.use_collectives = kwargs.get("use_collectives", True)
-        save.started_seconds = time.perf_counter()
-        save.has_begun = True
+        """Begin a save, at the place and with the id that `storage_meta` announced; called by DCP."""
+        self._saves.begin(
+            rank=kwargs.get("rank") or 0,
+            is_coordinator=is_coordinator,
+            use_collectives=kwargs.get("use_collectives", True),
+        )
         self.last_save = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """DCP: make the directory, and refuse to replace what may not be replaced.
+        """Create the directory, and refuse to replace a checkpoint that must be kept; called by DCP.
 
         Raises:
             CheckpointExistsError: there is a checkpoint, and `overwrite=False` or `use_collectives=False`.
-            CodecUnavailableError: the codec needs a GPU or a package that is not here.
-            StorageError: the target can't be written.
+            CodecUnavailableError: the codec needs a GPU or a package that is not available.
+            StorageError: the path cannot be written.
         """
-        save = self._save
+        save = self._saves.current
         self._engine_choice.check_codec(self._chooser)
         with contextlib.closing(self._open(save.path)) as filesystem:
             if not save.use_collectives:
@@ -303,17 +258,17 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """DCP, coordinator: tell the ranks whether the last save came to nothing; see `Orphans`."""
+        """Tell the ranks whether the previous save failed; called by DCP on the coordinator. See `Orphans`."""
         earlier_failed, self._unfinished = self._unfinished, True
         return [dataclasses.replace(plan, storage_data=earlier_failed) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """DCP: write this rank's items.
+        """Write this rank's items; called by DCP.
 
         Raises:
-            BaseException: the first error on any thread; what was written is removed then.
+            BaseException: the first error of any thread. The files of this save have been removed.
         """
-        save = self._save
+        save = self._saves.current
         if plan.storage_data is True:
             self._orphans.remove(self._open)
         planned_seconds = time.perf_counter() - save.started_seconds
@@ -341,7 +296,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         progress: Callable[[int], None],
         state_nbytes: int,
     ) -> SaveJob:
-        save = self._save
+        save = self._saves.current
         lanes = plan_files(
             plan.items,
             save.rank,
@@ -369,17 +324,17 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         )
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """DCP, coordinator (with `use_collectives=False`: each rank): commit.
+        """Commit the save; called by DCP on the coordinator (with `use_collectives=False`, on each rank).
 
         Args:
-            metadata: what was saved; `storage_data`, `storage_meta` and `version` are set in place.
-            results: the results of all ranks.
+            metadata: of all that was saved; `storage_data`, `storage_meta` and `version` are set in place.
+            results: the write results of all ranks.
 
         Raises:
             ConcurrentSaveError: `overwrite=False`, and another save was published first.
-            StorageError: it could not be published.
+            StorageError: the checkpoint could not be published.
         """
-        save, start = self._save, time.perf_counter()
+        save, start = self._saves.current, time.perf_counter()
         metadata.version = "1.0.0"
         metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
         metadata.storage_meta = StorageMeta(checkpoint_id=without_secrets(save.path), save_id=save.save_id)
@@ -393,20 +348,20 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         totals.append(RankTotals(seconds={"commit": time.perf_counter() - start}))
         stats = self._summarize(totals)
         stats.attach_to(metadata)
-        self._tell(stats)
+        self._report(stats)
 
-    def _commit(self, filesystem: Filesystem, metadata: Metadata, save: _Save) -> None:
+    def _commit(self, filesystem: Filesystem, metadata: Metadata, save: Save) -> None:
         try:
             commit_checkpoint(filesystem, metadata, save.save_id, save.own_files, overwrite=self.overwrite)
         except BaseException as error:
-            # whether it was published is unknown, or it was interrupted: then no rank may remove its files
+            # it may be published, or may still be: then no rank may remove its files
             if not isinstance(error, CheckpointError) or error.outcome_unknown:
                 self._unfinished = False
             raise
 
-    def _tell(self, stats: SaveStats) -> None:
-        """Tell of a save that is published: nothing here may make it look as if it had failed."""
-        save, self.last_save = self._save, stats
+    def _report(self, stats: SaveStats) -> None:
+        """Report a published save. Nothing here may make it look as if it had failed."""
+        save, self.last_save = self._saves.current, stats
         save.has_ended = True
         if save.is_coordinator:
             logger.info("%s", stats)
@@ -418,23 +373,17 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
                 warnings.warn(message, RuntimeWarning, stacklevel=2)
 
     def _summarize(self, totals: Sequence[RankTotals]) -> SaveStats:
-        save = self._save
+        save = self._saves.current
         return summarize(without_secrets(save.path), save.save_id, totals, time.perf_counter() - save.started_seconds)
 
     def storage_meta(self) -> StorageMeta:
-        """DCP: place and id of the save that this thread is about to begin."""
-        save = self._announced()
-        return StorageMeta(checkpoint_id=save.path or self._path, save_id=save.save_id)
-
-    @property
-    def checkpoint_id(self) -> str:
-        """Where the save goes that this thread is in; else where its next one would go."""
-        save = self._own
-        return self._path if save is None or save.has_ended else save.path or self._path
+        """Return place and id of the save that this thread is about to begin; called by DCP."""
+        save = self._saves.upcoming
+        return StorageMeta(checkpoint_id=save.path or self.path, save_id=save.save_id)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """DCP: whether this writer could save there."""
+        """True if a writer could save there; called by DCP."""
         try:
             open_filesystem(checkpoint_id)
         except (ConfigurationError, TypeError):

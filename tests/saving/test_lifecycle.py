@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from dcp_nvcomp import NvcompReader, NvcompWriter, errors
 from dcp_nvcomp.codecs import Bytes, CodecChain, Planes, Zstd
 from dcp_nvcomp.codecs.base import Coder
+from dcp_nvcomp.saving import saves
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 
@@ -137,9 +138,7 @@ def test_overlapping_saves_of_one_writer(tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_taken_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import dcp_nvcomp.saving.writer
-
-    monkeypatch.setattr(dcp_nvcomp.saving.writer.uuid, "uuid4", lambda: copy.copy(UUID))
+    monkeypatch.setattr(saves.uuid, "uuid4", lambda: copy.copy(UUID))
     save(tmp_path, state(1))
     assert isinstance(failure_of(lambda: save(tmp_path, state(2))), errors.StorageError)
     check_loads(tmp_path, state(1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import threading
 from pathlib import Path
@@ -152,6 +153,13 @@ def test_path_travels_with_a_pickle(tmp_path: Path) -> None:
     assert sent.path == sent.checkpoint_id == str(tmp_path / "b")
     save(sent, 2)
     assert (value_at(tmp_path / "a"), value_at(tmp_path / "b")) == (1, 2)
+
+
+def test_a_copy_has_its_own_path(tmp_path: Path) -> None:
+    writer = NvcompWriter(tmp_path / "a")
+    other = copy.copy(writer)
+    other.path = str(tmp_path / "b")
+    assert (writer.path, other.path) == (str(tmp_path / "a"), str(tmp_path / "b"))
 
 
 def test_checkpoint_id_in_a_hook_is_that_of_the_save(tmp_path: Path) -> None:

@@ -1,0 +1,127 @@
+"""The saves of one writer: which save each thread is in, where it goes, and under which id.
+
+A save is announced on a thread, by `reset` or `storage_meta`, and begun there by `set_up_storage_writer`. Asynchronous
+saves of one writer may overlap, each on a thread of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from dataclasses import dataclass, field
+
+__all__ = ["Save", "Saves"]
+
+
+@dataclass
+class Save:
+    """One save of this rank.
+
+    Attributes:
+        path: the checkpoint. Empty until it is fixed: by `reset` with a place, or when the save begins.
+        save_id: an id of its own, in the names of its files.
+        has_begun: True from `set_up_storage_writer` on.
+        has_ended: True once DCP calls nothing more for it on this rank.
+        rank: this rank.
+        is_coordinator: True if this rank plans and commits for all.
+        use_collectives: as given to `dcp.save`.
+        started_seconds: when it began, on the clock of `time.perf_counter`.
+        own_files: names of the data files that this rank wrote.
+    """
+
+    path: str = ""
+    save_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    has_begun: bool = False
+    has_ended: bool = False
+    rank: int = 0
+    is_coordinator: bool = False
+    use_collectives: bool = True
+    started_seconds: float = 0.0
+    own_files: tuple[str, ...] = ()
+
+
+class Saves:
+    """The latest save of each thread, and the path of saves that are given none.
+
+    A pickle of it holds the path alone.
+
+    Args:
+        path: where saves go by default.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._local = threading.local()
+        self._owner = threading.current_thread()
+        self._latest: Save | None = None
+
+    def __reduce__(self) -> tuple[type[Saves], tuple[str]]:
+        return type(self), (self._path,)
+
+    @property
+    def path(self) -> str:
+        """Where saves go by default."""
+        return self._path
+
+    @path.setter
+    def path(self, path: str) -> None:
+        self._path = path
+        save = self._own
+        if save is not None and save.has_begun:
+            save.has_ended = True
+        elif save is not None:
+            save.path = ""  # it was announced for another place
+
+    @property
+    def _own(self) -> Save | None:
+        return getattr(self._local, "save", None)
+
+    @property
+    def current(self) -> Save:
+        """The save that this thread has begun."""
+        save: Save = self._local.save
+        return save
+
+    @property
+    def upcoming(self) -> Save:
+        """The save that this thread is about to begin; its `path` may still be empty."""
+        save = self._own
+        return self._announce(Save()) if save is None or save.has_begun else save
+
+    def _announce(self, save: Save) -> Save:
+        self._local.save = self._latest = save
+        return save
+
+    def reset(self, place: str) -> None:
+        """Announce another save.
+
+        Args:
+            place: where it goes; empty for the path. On the thread that made this object it becomes the path; on other
+                threads, such as those of `dcp.async_save`, it is the place of the announced save only.
+        """
+        if place and threading.current_thread() is self._owner:
+            self._path = place
+        self._announce(Save(place))
+
+    def begin(self, *, rank: int, is_coordinator: bool, use_collectives: bool) -> None:
+        """Begin the upcoming save of this thread."""
+        save = self.upcoming
+        save.path = save.path or self._path
+        save.rank, save.is_coordinator, save.use_collectives = rank, is_coordinator, use_collectives
+        save.started_seconds = time.perf_counter()
+        save.has_begun = True
+
+    @property
+    def checkpoint_id(self) -> str:
+        """Where the save of this thread goes, or its next one if it is in none."""
+        save = self._own
+        return self._path if save is None or save.has_ended else save.path or self._path
+
+    @property
+    def save_id(self) -> str:
+        """The id of the save that this thread is in; else of the latest save; before the first one, of that."""
+        save = self._own
+        if save is None or save.has_ended:
+            save = self._latest or self.upcoming
+        return save.save_id
