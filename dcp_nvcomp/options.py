@@ -31,32 +31,32 @@ __all__ = [
 ENGINES = ("auto", "cpu", "cuda")
 MAX_DEFAULT_THREADS = 8
 DEADLINE_OPTION = "storage_deadline_seconds"
-DEADLINE_SECONDS = 300.0  # a server that restarts, or a store that is too busy for minutes, is survived
+DEADLINE_SECONDS = 300.0  # survives a server's restart, and a store that is too busy for minutes
 
 
 def check_budget(name: str, value: int) -> int:
-    """A memory budget in bytes: a positive integer."""
+    """Return a memory budget: a positive number of bytes."""
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise ConfigurationError(f"{name}={value!r} must be a positive number of bytes.")
     return value
 
 
 def check_flag(name: str, value: bool) -> bool:
-    """True or False, and nothing that merely counts as one of them."""
+    """Return a flag: True or False, and nothing that is merely truthy or falsy."""
     if not isinstance(value, bool):
         raise ConfigurationError(f"{name}={value!r} must be True or False.")
     return value
 
 
 def check_seconds(name: str, value: float) -> float:
-    """A time limit: a positive, finite number of seconds."""
+    """Return a time limit: a positive, finite number of seconds."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
         raise ConfigurationError(f"{name}={value!r} must be a positive number of seconds.")
     return float(value)
 
 
 def check_thread_count(value: int | None) -> int:
-    """A number of threads; None means one per CPU that this process may use, at most 8."""
+    """Return a number of threads; None means one per CPU that this process may use, at most 8."""
     if value is None:
         available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return min(available, MAX_DEFAULT_THREADS)
@@ -66,7 +66,7 @@ def check_thread_count(value: int | None) -> int:
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
-    """One of some words."""
+    """Return a word that must be one of `choices`."""
     if value not in choices:
         raise ConfigurationError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}.")
     return str(value)
@@ -100,7 +100,7 @@ STOCK_READER: Final[_Stock] = {
 
 
 def drop_stock_arguments(options: dict[str, Any], stock: _Stock, owner: type) -> None:
-    """Take the arguments of stock DCP's classes out of `options`.
+    """Remove the arguments of stock DCP's classes from `options`.
 
     Raises:
         ConfigurationError: one of them has a value that would change something.
@@ -122,7 +122,7 @@ def _own_options(cls: type) -> list[inspect.Parameter]:
 
 
 def option_names(cls: type) -> list[str]:
-    """Names of the options of a constructor, to tell a mistyped one from a storage option."""
+    """Return the names of a constructor's options, to tell a mistyped one from a storage option."""
     return [parameter.name for parameter in _own_options(cls)]
 
 
@@ -147,12 +147,12 @@ def shown(cls: type, path: str, values: Mapping[str, Any], storage_options: Mapp
 
 
 def unknown_option(option: str, close: Sequence[str], otherwise: str) -> ConfigurationError:
-    """The error for an option that nobody takes.
+    """Return the error for an unknown option.
 
     Args:
         option: its name.
-        close: names that were perhaps meant.
-        otherwise: what to say where there is none.
+        close: similar names that may have been meant.
+        otherwise: the hint if there are none.
     """
     hint = f"did you mean {close[0]!r}?" if close else f"{otherwise}."
     return ConfigurationError(f"Unknown option {option!r}: {hint}")

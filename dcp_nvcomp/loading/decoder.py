@@ -1,4 +1,4 @@
-"""What one load thread does: fetch a range of a file, check and decode its blocks, place them."""
+"""The work of one load thread: fetch a range of a file, check and decode its blocks, place them."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ U8 = npt.NDArray[np.uint8]
 
 
 class GpuShare:
-    """What the threads of a load share of its GPUs: engines, so many of them that they stay within the budget together.
+    """The GPU engines that the threads of a load share, as many as fit into the budget together.
 
-    Each engine has a stream of its own, and torch keeps what is freed for the stream that had it; so an engine for each
+    Each engine has a stream of its own, and torch keeps freed memory for the stream that used it, so an engine for each
     thread would hold a budget for each thread.
 
     Args:
         count: how many threads may decode at the same time.
-        memory_budget: bytes that all may take on a device.
-        read_nbytes: how long reads are, so that a buffer of page-locked memory is made but once.
-        device: the caller's current device; None where it has not used any.
+        memory_budget: bytes that all engines may take on a device.
+        read_nbytes: maximum length of a read, so that each buffer of page-locked memory is allocated only once.
+        device: the caller's current device; None if it has not used any.
     """
 
     def __init__(self, count: int, memory_budget: int, read_nbytes: int, device: torch.device | None) -> None:
         self.read_nbytes = read_nbytes
         self.device = device
         share_nbytes = max(1, memory_budget // count)
-        # of a share, how much is for decoded blocks that can't be decoded where they belong
+        # the part of a share for blocks that cannot be decoded in their destination
         self.scratch_nbytes = share_nbytes // 4
         self._engine_nbytes = max(1, share_nbytes - self.scratch_nbytes)
         self._free: SimpleQueue[dict[torch.device, CudaEngine]] = SimpleQueue()
@@ -56,7 +56,7 @@ class GpuShare:
 
     @contextmanager
     def engine(self, device: torch.device) -> Iterator[CudaEngine]:
-        """An engine for a while; waits until one is free."""
+        """Lend an engine, after waiting for a free one."""
         engines = self._free.get()
         try:
             if device not in engines:
@@ -86,12 +86,12 @@ class Fetched:
 
 
 class Decoder:
-    """One thread's buffers and engines, reused from read to read.
+    """The buffers and engines of one thread, reused from read to read.
 
     Args:
         filesystem: the checkpoint.
         verify: `"stored"`, `"full"` or `"off"`.
-        engine: the `engine` option; shared, so that it warns once.
+        engine: the `engine` option, shared by all threads so that it warns once.
         gpu: see `GpuShare`.
     """
 
@@ -166,14 +166,14 @@ class Decoder:
         self._decode_block(block, memoryview(data), read)
 
     def _gpu_of(self, block: BlockRead) -> torch.device | None:
-        """The device whose engine decodes this block; None for the CPU engine."""
+        """Return the device whose engine decodes this block; None for the CPU engine."""
         assert block.record.chain is not None
         devices = {target.destination.device for target in block.targets}
         device = next(iter(devices))
         if len(devices) == 1 and self._choice.on_cuda(device):
             return device
         if block.record.chain.needs_gpu and torch.cuda.is_available():
-            # only a GPU can decode it, wherever it goes then
+            # only a GPU can decode it, whatever its destination
             device = self._gpu.device or torch.device("cuda", torch.cuda.current_device())
             return device if self._choice.on_cuda(device) else None
         return None
@@ -192,7 +192,7 @@ class Decoder:
                 start += count
 
     def _checked(self, block: BlockRead, fetched: Fetched, device: torch.device) -> DecodeJob:
-        """The engine's job for a block, its stored bytes checked."""
+        """Return the engine's job for a block, after checking the stored bytes."""
         job, read = self._gpu_job(block, fetched, device), fetched.read
         with located(block, read):
             return twice(partial(self._check, job), lambda: self._check(self._read_again(job, read)))
@@ -208,7 +208,7 @@ class Decoder:
         out = None
         if len(destinations) == 1 and destinations[0].device == device:
             out = destinations[0].direct_on_device(block.box)
-        if out is None:  # memory follows when it is this block's turn
+        if out is None:  # memory is allocated when it is this block's turn
             out = torch.empty(int(read.footer.block_nbytes[block.number]), dtype=torch.uint8, device="meta")
         return DecodeJob(
             fetched.block(block),
@@ -225,7 +225,7 @@ class Decoder:
         return replace(job, data=memoryview(self._filesystem.read(read.name, *job.byte_range)))
 
     def _run(self, engine: CudaEngine, jobs: Sequence[DecodeJob], read: Read) -> None:
-        """Decode checked blocks; one that turns out to be damaged is read once more."""
+        """Decode checked blocks; one that turns out to be corrupt is read once more."""
         jobs, again = list(jobs), set[int]()
         while True:
             try:
@@ -263,7 +263,7 @@ class Decoder:
 
 @contextmanager
 def located(block: BlockRead, read: Read) -> Iterator[None]:
-    """Adds to an error where it happened."""
+    """Add the file, the key and the bytes of a block to an error."""
     try:
         yield
     except CheckpointError as error:

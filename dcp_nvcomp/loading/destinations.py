@@ -1,8 +1,4 @@
-"""Between tensors and bytes: what a shard's elements look like in memory, and where decoded blocks belong.
-
-save   tensor  --describe-->  StorableTensor  --block_bytes-->  the bytes of a block
-load   decoded block  --Region.place-->  the right slice of the destination
-"""
+"""Destinations of decoded blocks: regions of tensors, members of packs, and runs of bytes."""
 
 from __future__ import annotations
 
@@ -28,13 +24,13 @@ U8 = npt.NDArray[np.uint8]
 
 
 class Conversions:
-    """Warns of the first destination that is not of the saved dtype."""
+    """Warns about the first destination whose dtype is not the saved one."""
 
     def __init__(self) -> None:
         self._warned = False
 
     def check(self, fqn: str, saved: torch.dtype, wanted: torch.dtype) -> None:
-        """Compare the dtypes of one key."""
+        """Warn if the dtypes of a key differ and no warning was issued before."""
         if saved == wanted or self._warned:
             return
         self._warned = True
@@ -59,37 +55,37 @@ def part_of(tensor: torch.Tensor, region: Box) -> torch.Tensor | None:
 
 
 class Destination(ABC):
-    """Where decoded blocks of a record go. Blocks come from several threads, each block once."""
+    """The place of a record's decoded blocks. Several threads place blocks, each block once."""
 
     @property
     def device(self) -> torch.device:
-        """Where the destination's memory is."""
+        """The device of its memory."""
         return torch.device("cpu")
 
     def direct(self, block: Box) -> U8 | None:
-        """Host memory where this whole block belongs as one run of bytes, to decode it there; None if there is none."""
+        """Return the host memory that this block fills as one run of bytes, to decode it there; None if it does not."""
         return None
 
     def direct_on_device(self, block: Box) -> torch.Tensor | None:
-        """The same as a uint8 tensor on the destination's device."""
+        """Return the same memory as a uint8 tensor on the destination's device; None if there is no such run."""
         return None
 
     @abstractmethod
     def place(self, block: Box, data: torch.Tensor) -> None:
-        """Copy what belongs here out of a decoded block.
+        """Copy the part of a decoded block that belongs here.
 
         Args:
-            block: where the block lies in the record.
+            block: the box of the block in the record.
             data: its bytes in C order: 1-D, uint8, on the host or on the destination's device.
         """
 
 
 class Region(Destination):
-    """The part of a tensor record that one read item wants.
+    """The destination of a region of a tensor record.
 
     Args:
-        box: the wanted region, in the record's coordinates.
-        tensor: where it goes: of the region's shape; any device, strides and dtype.
+        box: the region, in the record's coordinates.
+        tensor: its destination, of the region's shape, with any device, strides and dtype.
         dtype: dtype of the record.
     """
 
@@ -99,7 +95,7 @@ class Region(Destination):
         self._dtype = dtype
         self._array: HostArray | None = None
         visible = tensor.dtype == dtype and is_transparent(tensor) and not (tensor.is_conj() or tensor.is_neg())
-        # elements that share memory (an expanded tensor) can't be loaded into; torch says so when it copies
+        # elements that share memory (an expanded tensor) cannot be loaded into: torch raises when it copies
         visible = visible and 0 not in [
             step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1
         ]
@@ -139,13 +135,13 @@ class Region(Destination):
 
 
 class PackMember(Destination):
-    """A shard that lies with others in one block, and is copied from there on the device where it was decoded.
+    """A shard packed with others into one block, copied from it on the device that decoded the block.
 
     Args:
         start: its first byte in the block.
         shape: its shape.
         nbytes: its size.
-        region: where it goes.
+        region: its destination.
     """
 
     def __init__(self, start: int, shape: Sequence[int], nbytes: int, region: Region) -> None:
@@ -169,8 +165,8 @@ class Run(Destination):
         start: its first element in the record.
         nbytes: its size.
         element_nbytes: bytes of one element.
-        complete: called once with all its bytes, from the thread that brought the last of them; they are valid only
-            during the call if they came in one block.
+        complete: called once with all its bytes, on the thread that placed the last of them. If they came in one
+            block, they are valid only during the call.
     """
 
     def __init__(self, start: int, nbytes: int, element_nbytes: int, complete: Callable[[U8], None]) -> None:

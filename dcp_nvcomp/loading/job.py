@@ -1,15 +1,15 @@
-"""The load of one rank's items: fetch, decode, place, all at once.
+"""The load of one rank's items: fetch, decode and place at the same time.
 
     calling thread   reads footers, plans reads, resolves destinations just before they are needed, commits items
     load threads     fetch a range, check and decode its blocks, place them
 
-Each load thread has one buffer for encoded bytes and one for a decoded block, so memory is bounded by their number.
-Where storage answers slowly but takes many requests at once there are more threads than cores: those that wait cost
+Each load thread has one buffer for encoded bytes and one for a decoded block, so their number bounds the memory. If the
+storage responds slowly but serves many requests at once, there are more threads than cores: a waiting thread costs
 nothing, and only `thread_count` of them decode at a time.
 
-On a GPU two of them decode at a time, each with an engine, hence a stream, of its own: what one has read is copied
-to it while the other's is decoded. The rest fetch and check meanwhile. A read is decoded at once, so reads are longer
-where a GPU may take part.
+On a GPU two threads decode at a time, each with an engine, and therefore a stream, of its own: one copies in while the
+other decodes, and the remaining threads fetch and check. The blocks of a read are decoded in one batch, so reads are
+longer if a GPU may take part.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class LoadJob:
         filesystem: the checkpoint.
         planner: DCP's planner.
         options: see `LoadOptions`.
-        conversions: warns once if dtypes differ.
+        conversions: warns, once, if dtypes differ.
     """
 
     def __init__(
@@ -103,10 +103,10 @@ class LoadJob:
         """Load some items.
 
         Args:
-            items: what is wanted, all of it stored as this project stores it.
+            items: the items, all of them stored by `NvcompWriter`.
 
         Raises:
-            BaseException: the first error of any thread. The destinations are undefined then.
+            BaseException: the first error of any thread. The contents of the destinations are undefined then.
         """
         by_file: dict[DataFileRef, list[Wanted]] = {}
         for item in items:
@@ -129,15 +129,15 @@ class LoadJob:
         self._commit_finished()
 
     def _longest_read(self, wanted_nbytes: int) -> int:
-        """How long a read may be: all threads' buffers together stay within the budget."""
-        # an eighth is for what else a load needs
+        """Return the maximum length of a read, such that the buffers of all threads are within the budget."""
+        # an eighth is for everything else that a load needs
         budget_nbytes = self._options.host_memory_budget // self._threads // self._filesystem.read_copies * 7 // 8
         if not self._may_use_cuda:
             return max(1 << 20, min(READ_NBYTES, budget_nbytes))
-        # longer only where there is enough to read for all threads, as nobody knows yet what is for the GPU
+        # longer only if every thread still gets work; which blocks go to the GPU is not known yet
         fair_nbytes = max(READ_NBYTES, wanted_nbytes // (2 * self._threads))
         longest = max(1 << 20, min(CUDA_READ_NBYTES, budget_nbytes, fair_nbytes))
-        return 1 << (longest.bit_length() - 1)  # as torch rounds page-locked memory up to a power of two
+        return 1 << (longest.bit_length() - 1)  # torch rounds page-locked memory up to a power of two
 
     def _read_footers(self, files: Sequence[DataFileRef]) -> list[Footer]:
         if len(files) == 1:
@@ -163,7 +163,7 @@ class LoadJob:
             self._commit_finished()
 
     def _resolve_targets(self, read: Read) -> None:
-        # a GPU's stream may have to be waited for, and nothing should wait while the collector is paused
+        # this may wait for a GPU's stream, and nothing should wait while the collector is paused
         with nullcontext() if self._may_use_cuda else collector_paused():
             for block in read.blocks:
                 for target in block.targets:
@@ -171,7 +171,7 @@ class LoadJob:
                         target.resolve(self._destination(target))
 
     def _destination(self, target: Target) -> Destination:
-        """Ask the planner where an item goes."""
+        """Return where the blocks of an item go, which the planner decides."""
         record = target.record
         if record.kind != KIND_TENSOR:
             start = 0 if record.pack is None else record.pack[1]
@@ -195,7 +195,7 @@ class LoadJob:
         )
 
     def _resolve_tensor(self, item: ReadItem) -> torch.Tensor:
-        """The tensor that an item goes into, ready to be written by other threads."""
+        """Return the tensor that an item goes into, ready to be written by other threads."""
         tensor = self._planner.resolve_tensor(item).detach()
         if tuple(tensor.shape) != tuple(item.lengths):
             raise ShapeMismatchError(
@@ -204,12 +204,12 @@ class LoadJob:
             )
         if tensor.device.type == "cuda":
             self._engine.on_cuda(tensor.device)  # emit its fallback warning on the caller's thread
-            # load threads write on streams of their own; what the caller has queued for this tensor comes first
+            # load threads write on streams of their own: first finish what the caller has queued for this tensor
             torch.cuda.current_stream(tensor.device).synchronize()
         return tensor
 
     def _commit_finished(self) -> None:
-        """Hand complete items to the planner; on the calling thread, as planners expect."""
+        """Hand complete items to the planner, on the calling thread as planners expect."""
         while self._workers.error is None:
             try:
                 target = self._finished.get_nowait()
@@ -256,14 +256,14 @@ class LoadJob:
 
 
 def _current_device() -> torch.device | None:
-    """The calling thread's CUDA device, which other threads do not share; None where CUDA was not used yet."""
+    """Return the calling thread's CUDA device, which other threads do not share; None if CUDA was not used yet."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def _copy_payload(saved: torch.Tensor, target: Target, destination: torch.Tensor) -> None:
-    """Place a tensor whose storage is hidden: only its own operations can be used."""
+    """Copy from a tensor whose storage is hidden, with its own operations only."""
     part = part_of(saved, target.region)
     if part is None:
         raise CorruptDataError(

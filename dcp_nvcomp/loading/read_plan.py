@@ -1,4 +1,4 @@
-"""What a load fetches: from read items to the blocks that hold them, and to few, larger reads of the data files.
+"""The reads of a load: from read items to the blocks that hold them, and on to few, larger reads of the data files.
 
 ReadItem  --locate-->  Target: its record, the region it wants
 targets of a file  --plan_reads-->  reads: a byte range, and the blocks in it with the targets that want them
@@ -29,13 +29,13 @@ __all__ = ["BlockRead", "Read", "Shard", "Target", "Wanted", "locate", "plan_rea
 
 U8 = npt.NDArray[np.uint8]
 
-# Reading along a gap costs less than another request, up to about this much.
+# Up to about this size, reading a gap costs less than another request.
 GAP_NBYTES = 16 << 10
 
 
 @dataclass(frozen=True)
 class Shard:
-    """What `.metadata` says of the shard that a read item is about: its offsets and sizes, and the tensor's."""
+    """The shard of a read item according to `.metadata`: its offsets and sizes, and the tensor's shape and dtype."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -45,7 +45,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A read item, where `.metadata` says that it is stored, and as what (None for a Python object)."""
+    """A read item, where it is stored according to `.metadata`, and its shard (None for a Python object)."""
 
     item: ReadItem
     stored: Any
@@ -53,7 +53,7 @@ class Wanted:
 
 
 def shard_of(item: ReadItem, state_dict_metadata: Mapping[str, Any]) -> Shard | None:
-    """The shard of a read item; None for a Python object.
+    """Return the shard of a read item; None for a Python object.
 
     Raises:
         MetadataError: `.metadata` does not list it.
@@ -73,13 +73,13 @@ def shard_of(item: ReadItem, state_dict_metadata: Mapping[str, Any]) -> Shard | 
 
 @dataclass
 class Target:
-    """One read item: where its bytes are, and, once it is needed, where they go.
+    """A read item with the blocks that hold it and, once resolved, its destination.
 
     Attributes:
         item: DCP's read item.
         record: its record.
-        holder: the record whose blocks hold it: itself, or its pack.
-        region: what it wants, in the coordinates of `record`; of a bytes item or a payload, all of it.
+        holder: the record whose blocks hold it: `record` itself, or its pack.
+        region: the region to load, in the coordinates of `record`; all of a bytes item or a payload.
         blocks: numbers of the holder's blocks that it needs.
         missing: how many of them are not placed yet.
         payload: for the planner: the tensor that it resolved, or the bytes of an object.
@@ -97,7 +97,7 @@ class Target:
 
     @property
     def nbytes(self) -> int:
-        """How much it wants, decoded."""
+        """Decoded size of the region."""
         return math.prod(self.region.sizes) * self.record.element.nbytes
 
     @property
@@ -107,12 +107,12 @@ class Target:
 
     @property
     def destination(self) -> Destination:
-        """Where its blocks go."""
+        """The destination of its blocks."""
         assert self._destination is not None, "resolved before its first block is fetched"
         return self._destination
 
     def resolve(self, destination: Destination) -> None:
-        """Set where its blocks go."""
+        """Set the destination of its blocks."""
         self._destination = destination
 
     def keep(self, data: U8) -> None:
@@ -120,7 +120,7 @@ class Target:
         self.payload = data.tobytes()
 
     def block_placed(self) -> bool:
-        """Count one block as placed; whether it was the last."""
+        """Count a block as placed; return True if it was the last one."""
         with self._lock:
             self.missing -= 1
             return self.missing == 0
@@ -128,15 +128,15 @@ class Target:
 
 @dataclass(frozen=True)
 class BlockRead:
-    """A block that is wanted, by whom, and where it lies.
+    """A block to read, and the targets that need it.
 
     Attributes:
         number: its row in the block table.
-        record: the record it is part of.
-        box: where it lies in the record.
-        start: where it begins in the file.
-        stop: where it ends there.
-        targets: who wants it.
+        record: the record that it is part of.
+        box: its box in the record.
+        start: its first byte in the file.
+        stop: its end in the file.
+        targets: the targets that need it.
     """
 
     number: int
@@ -149,7 +149,7 @@ class BlockRead:
 
 @dataclass(frozen=True)
 class Read:
-    """One range of a file, and the wanted blocks in it."""
+    """One range of a file, and the blocks to load from it."""
 
     name: str
     footer: Footer
@@ -162,12 +162,12 @@ def locate(wanted_item: Wanted, footer: Footer) -> Target:
     """Find the record of a read item, and which blocks it needs.
 
     Args:
-        wanted_item: the read item, stored in the footer's file.
+        wanted_item: the read item, stored in the file of the footer.
         footer: the footer.
 
     Raises:
         FileMismatchError: the footer disagrees with `.metadata`.
-        ShapeMismatchError: the wanted region is not inside the record.
+        ShapeMismatchError: the requested region is not inside the record.
     """
     item, number = wanted_item.item, wanted_item.stored.record
     index = item.storage_index
@@ -202,7 +202,7 @@ def locate(wanted_item: Wanted, footer: Footer) -> Target:
 
 
 def _agrees(record: Record, item: ReadItem, shard: Shard | None) -> bool:
-    """Whether a record is what `.metadata` says. Its dtype may differ: planners may convert what they save."""
+    """True if a record matches `.metadata`. Its dtype may differ: planners may convert what they save."""
     if record.fqn != item.storage_index.fqn:
         return False
     if item.type == LoadItemType.BYTE_IO:
@@ -224,13 +224,13 @@ def _check_inside(region: Box, record: Record, footer: Footer) -> None:
 
 
 def plan_reads(file: DataFileRef, footer: Footer, targets: Iterable[Target], limit_nbytes: int) -> list[Read]:
-    """The reads that fetch everything some targets of a file want, each block once.
+    """Plan the reads that fetch every block that some targets of a file need, each block once.
 
     Args:
         file: the file.
         footer: its footer.
         targets: the targets.
-        limit_nbytes: how long a read may be, unless it is of a single block.
+        limit_nbytes: maximum length of a read of more than one block.
 
     Returns:
         Reads in the order of the file.
@@ -247,7 +247,7 @@ def plan_reads(file: DataFileRef, footer: Footer, targets: Iterable[Target], lim
                 block = wanted[number] = BlockRead(number, target.holder, grid.box(index), start, stop, [])
             block.targets.append(target)
     blocks: Sequence[BlockRead] = list(wanted.values())
-    # The first block's read begins at the file's first byte: so a load of the whole file checks every byte of it.
+    # The first block's read begins at the file's first byte, so that a load of the whole file checks every byte of it.
     spans = [(0 if block.number == 0 else block.start, block.stop) for block in blocks]
     return [
         Read(file.name, footer, read.start, read.stop, tuple(blocks[piece] for piece in read.pieces))

@@ -1,7 +1,7 @@
 """NvcompReader: a load, from top to bottom.
 
-read_metadata           `.metadata`, read without executing anything; or all rank-local metadata, merged
-prepare_local_plan      says which save this rank saw
+read_metadata           reads `.metadata` without executing anything in it; or merges all rank-local metadata
+prepare_local_plan      reports which save this rank saw
 prepare_global_plan     (coordinator) refuses a mixture of saves
 read_data               fetch -> decode -> place, see job.py; stock checkpoints item by item, see stock/load.py
 """
@@ -58,29 +58,35 @@ __all__ = ["NvcompReader"]
 
 
 class NvcompReader(StorageReader):
-    """Loads checkpoints that `NvcompWriter` wrote, under any world size and placement, and stock DCP checkpoints.
+    """Load checkpoints of `NvcompWriter`, under any world size and placement, and checkpoints of stock DCP.
 
-    Pass it as `storage_reader=` to `dcp.load`.
+    Pass it as `storage_reader=` to `dcp.load`. One reader can be used for any number of loads.
 
     Args:
-        path: where the checkpoint is: a local path or any fsspec URL. `checkpoint_id` given to `dcp.load` replaces it.
-        thread_count: threads that decode; by default one per CPU core, at most 8.
-        verify: `"stored"` checks the stored bytes of each block before they are decoded, `"full"` the decoded ones too,
-            `"off"` neither (footers are always checked).
-        trusted_globals: dotted names that stored objects may use beyond what is safe by itself: in `.metadata`, in
-            tensors stored as `torch.save` payloads, and, with `safe_objects`, in Python objects.
-        safe_objects: whether stored Python objects are checked with `weights_only=True` before DCP's planner unpickles
-            them. Without it, a checkpoint from someone else can execute code.
+        path: local path or fsspec URL of the checkpoint. `checkpoint_id=` of `dcp.load` overrides it.
+        thread_count: number of decoding threads; by default one per CPU core, at most 8.
+        verify: `"stored"` checks the stored bytes of each block before they are decoded, `"full"` checks the decoded
+            bytes too, `"off"` checks neither. Footers are always checked.
+        trusted_globals: dotted names that stored objects may use in addition to those that are safe by themselves: in
+            `.metadata`, in tensors stored as `torch.save` payloads, and, with `safe_objects`, in Python objects.
+        safe_objects: if True, stored Python objects are checked with `weights_only=True` before DCP's planner unpickles
+            them. If False, a checkpoint from someone else can execute code.
         host_memory_budget: bytes of host memory for fetched data.
         device_memory_budget: bytes of memory on each GPU for decoding.
-        engine: `"auto"` decodes on the GPU what goes to the GPU where nvCOMP is installed, `"cuda"` insists on it,
-            `"cpu"` never does. Read checkpoints from someone else with `"cpu"`.
-        storage_deadline_seconds: on `s3://`, how long one operation of the storage may take with all its retries:
-            sending a part, reading a range, publishing. Then a `StorageError` is raised.
-        **storage_options: for the fsspec filesystem, such as `endpoint_url` and `key` for S3.
+        engine: `"auto"` decodes what goes to a GPU on that GPU if nvCOMP is installed, `"cuda"` requires that, `"cpu"`
+            never uses the GPU. Read checkpoints from someone else with `"cpu"`.
+        storage_deadline_seconds: on `s3://`, time limit of one storage operation (reading a range, say) with all its
+            retries. After that it raises `StorageError`.
+        **storage_options: for the fsspec filesystem, such as `endpoint_url` and `key` for S3. Arguments of stock DCP's
+            readers that have no counterpart here are accepted if their value changes nothing.
+
+    Attributes:
+        path: the checkpoint of the next load.
+        load_id: the id of this load; `reset` draws another one.
+        storage_data: where each shard of the checkpoint is stored, from `set_up_storage_reader` on.
 
     Raises:
-        ConfigurationError: an option has a value that can't work, or is unknown.
+        ConfigurationError: an option is unknown or has an invalid value.
 
     Example:
         >>> import tempfile, torch, torch.distributed.checkpoint as dcp
@@ -132,7 +138,7 @@ class NvcompReader(StorageReader):
         return shown(type(self), self.path, values, self.storage_options)
 
     def _open(self) -> Filesystem:
-        # made anew for each use, so that no connection is carried into another process
+        # opened for each use, so that no connection is carried into another process
         return open_filesystem(
             self.path,
             deadline_seconds=self.storage_deadline_seconds,
@@ -141,34 +147,34 @@ class NvcompReader(StorageReader):
         )
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """DCP: a new load begins, perhaps from another place. Options stay."""
+        """Begin another load, perhaps from another place; called by DCP. The options are kept."""
         if checkpoint_id:
             self.path = os.fspath(checkpoint_id)
         self.load_id = uuid.uuid4().hex
         self.storage_data, self._rank_parts, self._failure, self._save_id = {}, {}, None, None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read what the checkpoint holds. Nothing that the file names is executed or imported.
+        """Read the checkpoint's metadata. Nothing that the file names is executed or imported.
 
         Args:
             *args: unused.
             **kwargs: `rank`: read that rank's own metadata, of a save with `use_collectives=False`.
 
         Returns:
-            The metadata. Where there is no `.metadata`, all rank-local metadata merged.
+            The metadata. If there is no `.metadata`, all rank-local metadata merged.
 
         Raises:
             CheckpointNotFoundError: there is nothing.
             IncompleteCheckpointError: there are data files only: the save never finished.
-            MetadataError: it can't be read, or asks for something unsafe.
+            MetadataError: it cannot be read, or asks for something unsafe.
         """
         rank = kwargs.get("rank")
         if rank is None:
             self._rank_parts, self._failure = {}, None
         elif self._failure is not None:
-            # DCP asks so after the read for all ranks failed. From an answer it concludes that this load is one without
-            # collectives, and the other ranks would wait for this one for ever; and one rank's part of an incomplete
-            # checkpoint would leave rows of the destinations as they were.
+            # DCP asks for a rank's metadata after the read for all ranks failed. If it gets one, it takes this load for
+            # one without collectives, and the other ranks wait for this one until their timeout; and one rank's part of
+            # an incomplete checkpoint would leave rows of the destinations as they were.
             raise self._failure
         filesystem = self._open()
         try:
@@ -185,7 +191,7 @@ class NvcompReader(StorageReader):
 
     def _read_metadata(self, filesystem: Filesystem, rank: int | None) -> Metadata:
         if filesystem.file_nbytes(METADATA_NAME) is not None:
-            # also when DCP asks for a rank's: rank-local metadata beside an unreadable `.metadata` is of another save
+            # also if DCP asks for a rank's: rank-local metadata next to an unreadable `.metadata` is of another save
             return self._parsed(filesystem, METADATA_NAME)
         names = filesystem.list_names()
         ranks = {number: name for name in names if (number := rank_of_metadata_name(name)) is not None}
@@ -204,10 +210,10 @@ class NvcompReader(StorageReader):
         return read_root(filesystem, name, trusted_globals=self.trusted_globals).metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """DCP: what will be loaded, and as which rank.
+        """Prepare to load from a checkpoint with this metadata; called by DCP.
 
         Raises:
-            MetadataError: the metadata says nothing of where the data is.
+            MetadataError: the metadata does not list where the data is.
         """
         if metadata.storage_data is None:
             raise MetadataError(
@@ -221,11 +227,11 @@ class NvcompReader(StorageReader):
         self._save_id = metadata.storage_meta.save_id if metadata.storage_meta is not None else None
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """DCP: the plan says which save this rank saw."""
+        """Add to the plan which save this rank saw; called by DCP."""
         return dataclasses.replace(plan, storage_data=self._save_id)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """DCP, coordinator: all ranks must have seen the same save.
+        """Check that all ranks saw the same save; called by DCP on the coordinator.
 
         Raises:
             CheckpointReplacedError: another save replaced the checkpoint between two ranks' reads.
@@ -239,10 +245,10 @@ class NvcompReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """DCP: load this rank's items.
+        """Load this rank's items; called by DCP.
 
         Raises:
-            BaseException: the first error on any thread. What was to be loaded is undefined then.
+            BaseException: the first error of any thread. The contents of the destinations are undefined then.
         """
         filesystem = self._open()
         ours: list[Wanted] = []
@@ -256,8 +262,8 @@ class NvcompReader(StorageReader):
             LoadJob(filesystem, planner, self._options, conversions=conversions).run(ours)
             load_stock_items(filesystem, stock, planner, self._options.safe, conversions)
         except CheckpointError as error:
-            error.message += " What was being loaded into is undefined now: load again before using it."
-            # ESTALE is what NFS makes of a file that another machine removed
+            error.message += " The contents of the destinations are undefined now: load again before using them."
+            # NFS reports ESTALE for a file that another machine removed
             if isinstance(error, StorageError) and error.errno in (errno.ENOENT, errno.ESTALE):
                 self._raise_if_replaced(filesystem, error)
             raise
@@ -268,7 +274,7 @@ class NvcompReader(StorageReader):
         return future
 
     def _raise_if_replaced(self, filesystem: Filesystem, error: StorageError) -> None:
-        """A data file is missing: because another save replaced the checkpoint, and removed it?"""
+        """Raise a clearer error if a data file is missing because another save has replaced the checkpoint."""
         try:
             meta = self._read_metadata(filesystem, None).storage_meta
         except CheckpointError:
@@ -291,12 +297,12 @@ class NvcompReader(StorageReader):
 
     @property
     def checkpoint_id(self) -> str:
-        """Where the next load reads."""
+        """The checkpoint of the next load."""
         return self.path
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """DCP: whether this reader could load from there."""
+        """True if a reader could load from there; called by DCP."""
         try:
             open_filesystem(checkpoint_id)
         except (ConfigurationError, TypeError):

@@ -1,4 +1,4 @@
-"""Stored Python objects: what may be loaded of them, and how."""
+"""Loading of stored Python objects without executing anything that is not trusted."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class SafeLoader:
 
     Args:
         trusted_globals: dotted names, such as `"torchao.dtypes.AffineQuantizedTensor"`.
-        check_objects: whether DCP's bytes items are checked too, before the planner unpickles them without limits.
+        check_objects: if True, DCP's bytes items are checked too, before the planner unpickles them without limits.
 
     Raises:
-        ConfigurationError: a name can't be imported.
+        ConfigurationError: a name cannot be imported.
     """
 
     def __init__(self, trusted_globals: Sequence[str], *, check_objects: bool) -> None:
@@ -34,11 +34,11 @@ class SafeLoader:
         self.checks_objects = check_objects
 
     def checked(self, data: io.BytesIO, fqn: str) -> io.BytesIO:
-        """A bytes item, unchanged; loaded safely once before if that was asked for.
+        """Return a bytes item unchanged, after loading it safely once if `check_objects` asked for that.
 
         Raises:
             UnsafeObjectError: it needs a global that is not allowed.
-            CorruptDataError: it is not what `torch.save` wrote.
+            CorruptDataError: it is not an archive of `torch.save`.
         """
         if self.checks_objects:
             try:
@@ -50,7 +50,7 @@ class SafeLoader:
         return data
 
     def load_tensor(self, data: io.BytesIO, fqn: str) -> torch.Tensor:
-        """A tensor that was stored as `torch.save` writes it.
+        """Load a tensor that is stored as `torch.save` writes it.
 
         Raises:
             UnsafeObjectError: it needs a global that is not allowed.
@@ -64,19 +64,19 @@ class SafeLoader:
 
 
 def load_tensor_safely(data: io.BytesIO, trusted: Sequence[Any] = ()) -> torch.Tensor:
-    """A tensor that `torch.save` wrote; nothing in it is executed.
+    """Load a tensor that `torch.save` wrote, without executing anything in it.
 
     Args:
-        data: what was written.
+        data: the archive.
         trusted: further classes and functions that it may use.
 
     Raises:
         UnsafeObjectError: it needs a global that is not allowed.
-        CorruptDataError: it is damaged, or not a tensor.
+        CorruptDataError: it is corrupt, or not a tensor.
     """
     loaded = _load(data, trusted)
     if not isinstance(loaded, torch.Tensor):
-        raise CorruptDataError(f"A {type(loaded).__name__} is stored where a tensor must be.")
+        raise CorruptDataError(f"A {type(loaded).__name__} is stored in place of a tensor.")
     return loaded
 
 
@@ -93,14 +93,14 @@ def _load(data: io.BytesIO, trusted: Sequence[Any]) -> Any:
             "globals in trusted_globals=, or register them with torch.serialization.add_safe_globals. "
             f"torch says: {error}"
         ) from error
-    except Exception as error:  # torch.load raises almost anything for damaged input
-        raise CorruptDataError(f"A stored object can't be loaded: {type(error).__name__}: {error}") from error
+    except Exception as error:  # torch.load raises almost anything for corrupt input
+        raise CorruptDataError(f"A stored object cannot be loaded: {type(error).__name__}: {error}") from error
 
 
 def _check_archive(data: io.BytesIO, trusted: Sequence[Any]) -> None:
-    """What torch.load trusts although it is a few bytes that may ask for any amount of memory."""
+    """Refuse archives of a few bytes that would make torch.load allocate any amount of memory."""
     if bytes(data.getbuffer()[:4]) != b"PK\x03\x04":
-        # torch.load would try the formats of before torch 1.6, whose sizes are nobody's but the file's own
+        # torch.load would try the formats from before torch 1.6, in which the file alone determines the sizes
         raise CorruptDataError("A stored object is not an archive of torch.save.")
     with zipfile.ZipFile(data) as archive:
         members = archive.infolist()
@@ -109,9 +109,9 @@ def _check_archive(data: io.BytesIO, trusted: Sequence[Any]) -> None:
         raise CorruptDataError("A stored object is a compressed archive, which torch.save never writes.")
     if sum(member.file_size for member in members) > data.getbuffer().nbytes:
         raise CorruptDataError("A stored object is an archive whose files overlap.")
-    # as pickles of protocol 2 name it; wherever that is, as there may be more than one opinion of what a file contains
+    # as pickles of protocol 2 name it; searched in all bytes, because parsers may disagree on what an archive contains
     if bytearray not in trusted and any(name in data.getvalue() for name in _BYTEARRAY):
         raise UnsafeObjectError(
-            "A stored object needs bytearray, which weights_only loading allows, but which can be told to fill the "
+            "A stored object needs bytearray, which weights_only loading allows, but which can be made to fill the "
             "memory. If you trust this checkpoint, name 'builtins.bytearray' in trusted_globals=."
         )

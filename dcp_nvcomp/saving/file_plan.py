@@ -1,4 +1,4 @@
-"""Which of a rank's items go into which data file."""
+"""The data files of a rank: how many, and which items each of them holds."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["PlannedFile", "distribute", "file_count", "plan_files", "planned_nby
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """A data file to write: its name and its items, the large ones first."""
+    """A data file to write: its name and its items, the largest first."""
 
     name: str
     items: tuple[WriteItem, ...]
 
 
 def planned_nbytes(item: WriteItem) -> int:
-    """Size of an item as planned, in bytes; 0 for bytes items, which are not known before they are resolved."""
+    """Return the planned size of an item; 0 for bytes items, whose size is unknown until they are resolved."""
     if item.tensor_data is None:
         return 0
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
@@ -38,18 +38,18 @@ def plan_files(
     streams: int,
     file_nbytes: int,
 ) -> list[list[PlannedFile]]:
-    """The data files of one rank.
+    """Plan the data files of one rank.
 
     Args:
-        items: what it saves.
+        items: the items that it saves.
         rank: the rank, for the names.
         file_id: the id in the names.
-        single_file_per_rank: whether items share files; otherwise each gets its own.
-        streams: how many output streams it may write at once.
-        file_nbytes: from what size on a file is worth the opening and the syncing.
+        single_file_per_rank: if True, items share files; if False, each gets its own.
+        streams: how many output streams the rank may write at once.
+        file_nbytes: minimum size that justifies another file's open and fsync.
 
     Returns:
-        Lanes, which are written at the same time: the files of each are written one after the other.
+        Lanes, which are written at the same time: the files of a lane are written one after the other.
     """
     if not items:
         return []
@@ -66,25 +66,22 @@ def plan_files(
 
 
 def file_count(total_nbytes: int, streams: int, file_nbytes: int) -> int:
-    """How many data files a rank writes: one for each stream, none of them tiny.
+    """Return the number of data files of a rank: one for each stream unless they would be tiny, and at least one.
 
     Args:
         total_nbytes: bytes that the rank saves.
-        streams: how many output streams it may write at once.
-        file_nbytes: from what size on a file is worth the opening and the syncing.
-
-    Returns:
-        At least 1.
+        streams: how many output streams the rank may write at once.
+        file_nbytes: minimum size that justifies another file's open and fsync.
     """
     return max(1, min(streams, total_nbytes // file_nbytes))
 
 
 def distribute(sizes: Sequence[int], bins: int) -> list[list[int]]:
-    """Spread items over bins so that these come out about equally large.
+    """Distribute items over bins of about equal size.
 
     Args:
         sizes: size of each item, in any unit.
-        bins: how many bins.
+        bins: the number of bins.
 
     Returns:
         For each bin the indexes of its items, the largest first; equal sizes keep their order.

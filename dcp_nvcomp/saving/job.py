@@ -1,18 +1,17 @@
-"""The save of one rank's data files: encode, stage, write, all at once.
+"""The save of one rank's data files: encode, stage and write at the same time.
 
-    calling thread   resolves items, makes records, gathers them in tasks, hands these out in order, a buffer with each
+    calling thread   resolves items, makes records, gathers them in tasks, hands out each task with a buffer, in order
     encode threads   fill the buffers, in any order: `thread_count` with the CPU engine, two with CUDA engines
-    write threads    one per lane: append the blocks of the lane's files in order, give the buffers back
+    write threads    one per lane: append the blocks of the lane's files in order, return the buffers
 
-A lane is a list of files written one after the other; lanes are written at the same time. A task takes its buffer when
-it is complete and is handed out at once, so whoever waits for a buffer holds none, and a lane's tasks are handed out in
-the order of its files. So the oldest task that holds a buffer is always one that its lane is waiting for, and nothing
-can wait for a buffer for ever.
+A lane is a list of files that are written one after the other; lanes are written at the same time. This cannot
+deadlock: no task waits for a buffer while holding one, and the oldest task with a buffer is always the next one that
+its lane writes.
 
-Two threads encode on a GPU, each with an engine, hence a stream, of its own: while one batch is encoded, the one before
-it is copied to the host, and the one before that is written.
+Two threads encode on a GPU, each with an engine, and therefore a stream, of its own: while one batch is encoded, the
+previous one is copied to the host, and the one before that is written.
 
-The first error stops everything: tasks are no longer encoded, blocks no longer written, streams are aborted.
+The first error stops everything: tasks are no longer encoded, blocks are no longer written, streams are aborted.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ __all__ = ["SaveJob", "SaveOptions"]
 
 logger = logging.getLogger(__name__)
 
-HOST_BUFFER_NBYTES = (1 << 20) + (64 << 10)  # a block of 1 MiB with the padding of its slices
+HOST_BUFFER_NBYTES = (1 << 20) + (64 << 10)  # a block of 1 MiB and the padding of its slices
 BUFFERS_PER_THREAD = 8
 CUDA_BUFFERS = 8
 CUDA_THREADS = 2
@@ -88,9 +87,9 @@ class SaveJob:
 
     Args:
         filesystem: the checkpoint.
-        lanes: the files, in lanes.
-        new_record_maker: makes the record maker of a file.
-        resolve: gives an item's data; called on the calling thread.
+        lanes: the files of each lane.
+        new_record_maker: returns a record maker for one file.
+        resolve: returns the data of an item; called on the calling thread.
         options: see `SaveOptions`.
         identity: for the footers.
         progress: called with the uncompressed size of what was written, from any thread.
@@ -116,13 +115,13 @@ class SaveJob:
         self._options = options
         self._identity = identity
         self._progress = progress
-        # enough to keep all busy, and more where the budget allows: some tensors are encoded faster than they are
-        # written and others slower, and only what was encoded ahead evens that out
+        # enough to keep every thread busy, plus read-ahead within the budget to absorb tensors that encode slower than
+        # they write
         most = max(
             BUFFERS_PER_THREAD * (options.thread_count + len(lanes)),
             options.host_memory_budget // 8 // HOST_BUFFER_NBYTES,
         )
-        # where a GPU may take part, most of the budget is for its larger batches
+        # if a GPU may take part, most of the budget is for its larger batches
         host_budget = options.host_memory_budget // (4 if options.may_use_cuda else 1)
         self._host_pool = BufferPool(HOST_BUFFER_NBYTES, host_budget, most)
         cuda_budget = options.host_memory_budget - self._host_pool.limit_nbytes
@@ -146,7 +145,7 @@ class SaveJob:
             One result per item.
 
         Raises:
-            BaseException: the first error of any thread. What was written is removed.
+            BaseException: the first error of any thread. The files have been removed.
         """
         try:
             self._workers.run(self._start_and_feed)
@@ -182,7 +181,7 @@ class SaveJob:
         self._feed()
 
     def _feed(self) -> None:
-        """Hand out all tasks, always to the lane that has got least, so that lanes end together."""
+        """Hand out all tasks, always to the lane with the fewest bytes so far, so that lanes end together."""
         feeds = [(lane, self._feed_lane(lane)) for lane in self._lanes]
         while feeds:
             lane, tasks = min(feeds, key=lambda feed: feed[0].fed_nbytes)
@@ -263,7 +262,7 @@ class SaveJob:
         if isinstance(message, PlannedFile):
             stream = self._filesystem.open_output(message.name)
             opened = DataFileWriter(stream, message.name, self._identity, self._progress)
-            self._opened.append(message.name)  # only now: a file that could not be made is not ours to remove
+            self._opened.append(message.name)  # only now: a file that could not be created is not ours
             return opened
         assert output is not None
         if isinstance(message, Task):

@@ -1,4 +1,4 @@
-"""The progress bar of a save: tqdm on a terminal, nothing elsewhere."""
+"""The progress bar of a save: tqdm on a terminal, nothing otherwise."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["ProgressBar"]
 
 
 class ProgressBar:
-    """A bar over bytes. Threads may update it at once.
+    """A bar that counts bytes. Several threads may update it.
 
     Args:
-        total_nbytes: what 100 % is.
-        enabled: whether it was asked for. It is drawn only if standard error is a terminal.
+        total_nbytes: the size that counts as 100 %.
+        enabled: if True, the bar is drawn, provided that standard error is a terminal.
     """
 
     def __init__(self, total_nbytes: int, *, enabled: bool) -> None:
@@ -33,11 +33,11 @@ class ProgressBar:
         self.close()
 
     def update(self, nbytes: int) -> None:
-        """Add to what is done."""
+        """Advance the bar."""
         if self._bar is not None:
             self._bar.update(nbytes)
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.close()

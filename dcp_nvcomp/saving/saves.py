@@ -47,7 +47,7 @@ class Saves:
     A pickle of it holds the path alone.
 
     Args:
-        path: where saves go by default.
+        path: the checkpoint of saves that are given none.
     """
 
     def __init__(self, path: str) -> None:
@@ -61,7 +61,7 @@ class Saves:
 
     @property
     def path(self) -> str:
-        """Where saves go by default."""
+        """The checkpoint of saves that are given none."""
         return self._path
 
     @path.setter
@@ -114,7 +114,7 @@ class Saves:
 
     @property
     def checkpoint_id(self) -> str:
-        """Where the save of this thread goes, or its next one if it is in none."""
+        """The checkpoint of the save that this thread is in, or of its next one if it is in none."""
         save = self._own
         return self._path if save is None or save.has_ended else save.path or self._path
 

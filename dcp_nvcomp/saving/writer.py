@@ -191,7 +191,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
 
     @property
     def path(self) -> str:
-        """Where saves without `checkpoint_id` go. It may be set between saves.
+        """The checkpoint of saves without `checkpoint_id`. It may be set between saves.
 
         An asynchronous save looks it up when its thread begins: give `checkpoint_id=` to `dcp.async_save` instead of
         setting it.
@@ -209,7 +209,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
 
     @property
     def checkpoint_id(self) -> str:
-        """Where the save of this thread goes, or its next one if it is in none."""
+        """The checkpoint of the save that this thread is in, or of its next one if it is in none."""
         return self._saves.checkpoint_id
 
     def _open(self, path: str) -> Filesystem:
