@@ -38,7 +38,8 @@ def parse_storage_options(given: list[str] | None) -> dict[str, Any]:
     for text in given or []:
         key, equals, value = text.partition("=")
         if not key.isidentifier() or not equals:
-            raise typer.BadParameter(f"{text!r} is not of the form KEY=VALUE.", param_hint="--option")
+            # without the text, which may hold a password
+            raise typer.BadParameter("An option has the form KEY=VALUE, and KEY is a name.", param_hint="--option")
         try:
             options[key] = json.loads(value)
         except (ValueError, RecursionError):

@@ -51,6 +51,7 @@ from dcp_nvcomp.options import (
     option_names,
     shown,
 )
+from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.open import open_filesystem
 
@@ -297,8 +298,8 @@ class NvcompReader(StorageReader):
 
     @property
     def checkpoint_id(self) -> str:
-        """The checkpoint of the next load."""
-        return self.path
+        """The checkpoint of the next load, without passwords: DCP logs it."""
+        return without_secrets(self.path)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -209,8 +209,8 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
 
     @property
     def checkpoint_id(self) -> str:
-        """The checkpoint of the save that this thread is in, or of its next one if it is in none."""
-        return self._saves.checkpoint_id
+        """The checkpoint of the save that this thread is in, else of its next one; without passwords: DCP logs it."""
+        return without_secrets(self._saves.checkpoint_id)
 
     def _open(self, path: str) -> Filesystem:
         # opened for each use: never pickled, and never shared with a forked or spawned process
@@ -379,7 +379,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
     def storage_meta(self) -> StorageMeta:
         """Return place and id of the save that this thread is about to begin; called by DCP."""
         save = self._saves.upcoming
-        return StorageMeta(checkpoint_id=save.path or self.path, save_id=save.save_id)
+        return StorageMeta(checkpoint_id=without_secrets(save.path or self.path), save_id=save.save_id)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

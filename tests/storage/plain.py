@@ -21,6 +21,7 @@ from typing import Any
 
 import fsspec
 from fsspec.spec import AbstractFileSystem
+from fsspec.utils import infer_storage_options
 
 Hook = Callable[..., Any]
 
@@ -170,3 +171,27 @@ def hooked(hook: Hook) -> Iterator[None]:
         yield
     finally:
         PlainFilesystem.hook = staticmethod(carry_out)
+
+
+class LoginFilesystem(MovingFilesystem):
+    """As SMB's and SFTP's: the URL holds a login."""
+
+    protocol = "plain-login"
+
+    def __init__(self, host: str = "", username: str = "", password: str = "", token: str = "", **options: Any) -> None:
+        super().__init__(**options)
+        self.password, self.token = password, token
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        if isinstance(path, list):
+            return [cls._strip_protocol(one) for one in path]
+        return super()._strip_protocol(infer_storage_options(path)["path"].partition("?")[0])
+
+    @staticmethod
+    def _get_kwargs_from_urls(path: str) -> dict[str, Any]:
+        found = infer_storage_options(path)
+        return {name: found[name] for name in ("host", "username", "password") if name in found}
+
+
+fsspec.register_implementation("plain-login", LoginFilesystem, clobber=True)

@@ -220,6 +220,27 @@ MUTATIONS = (
         tests=CLEAN + "live_file",
     ),
     Mutation(
+        row="no secret in a message: URLs",
+        file="dcp_nvcomp/errors.py",
+        old="        message = without_secrets(message)\n",
+        new="",
+        tests="tests/errors/test_secrets.py -k hidden",
+    ),
+    Mutation(
+        row="no secret in a message: what a client quotes",
+        file="dcp_nvcomp/storage/base.py",
+        old=", completed(error), redact=redact)",
+        new=", completed(error))",
+        tests="tests/errors/test_secrets_everywhere.py -k failing",
+    ),
+    Mutation(
+        row="no secret in a message: causes",
+        file="dcp_nvcomp/storage/base.py",
+        old="        raise failure from redact.error(error)\n",
+        new="        raise failure from error\n",
+        tests="tests/errors/test_secrets_everywhere.py -k failing",
+    ),
+    Mutation(
         row="clean: metadata goes first",
         file="dcp_nvcomp/maintenance/cleaning.py",
         old="    batches = [metadata] + [data[start : start + BATCH] for start in range(0, len(data), BATCH)]\n",

@@ -1,0 +1,198 @@
+"""A marked password and a marked token go through everything that says something; nothing repeats them."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from dcp_nvcomp import NvcompReader, NvcompWriter, clean_run, recover_checkpoint, verify_checkpoint
+from dcp_nvcomp.errors import CheckpointError
+from dcp_nvcomp.storage.open import open_filesystem
+from tests.cli.checkpoints import run
+from tests.storage.plain import carry_out, hooked
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+PASSWORD, TOKEN = "pa55w0rd", "t0k3n-t0k3n"
+OPTIONS = {"token": TOKEN}
+
+
+class Listener(logging.Handler):
+    """Keeps what is logged, but for the requests that S3's client logs in full when it is debugged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.said: list[str] = []
+        self.setFormatter(logging.Formatter("%(name)s %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "boto" not in record.name:
+            self.said.append(self.format(record))
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """All that is logged or warned of, and what a test adds. In the end no secret may be in it."""
+    listener, root = Listener(), logging.getLogger()
+    level = root.level
+    root.addHandler(listener)
+    root.setLevel(logging.DEBUG)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield listener.said
+    root.removeHandler(listener)
+    root.setLevel(level)
+    everything = "\n".join([*listener.said, *(str(one.message) for one in caught)])
+    for word in (PASSWORD, TOKEN):
+        at = everything.find(word)
+        assert at < 0, everything[max(0, at - 1500) : at + 100]
+
+
+@pytest.fixture(params=["", "simplecache::"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return f"{request.param}plain-login://user:{PASSWORD}@host{tmp_path}/c?sig={TOKEN}"
+
+
+@pytest.fixture
+def plain_url(tmp_path: Path) -> str:
+    return f"plain-login://user:{PASSWORD}@host{tmp_path}/c"
+
+
+def state() -> dict[str, Any]:
+    return {"w": torch.arange(1000.0), "step": 3}
+
+
+def save(url: str, **options: Any) -> NvcompWriter:
+    writer = NvcompWriter(url, engine="cpu", **options)
+    dcp.save(state(), storage_writer=writer, no_dist=True)
+    return writer
+
+
+def what_is_said(work: Callable[[], object]) -> str:
+    """What a person sees of an error: its traceback with all its causes, and its parts."""
+    try:
+        work()
+    except BaseException as error:  # DCP's CheckpointException is no Exception
+        parts = [*traceback.format_exception(error), repr(error), str(error)]
+        if isinstance(error, CheckpointError):
+            parts += [repr(vars(error)), repr(error.args)]
+        return "\n".join(parts)
+    raise AssertionError("nothing was raised")
+
+
+def broken(name: str, call: Any, *arguments: Any) -> Any:
+    """A client that quotes everything it knows."""
+    raise OSError(errno.EIO, f"plain-login://user:{PASSWORD}@host refused {PASSWORD!r} and {TOKEN}", f"x?sig={TOKEN}")
+
+
+def test_a_save_and_a_load(plain_url: str, tmp_path: Path, said: list[str]) -> None:
+    writer = save(plain_url, **OPTIONS)
+    reader = NvcompReader(plain_url, **OPTIONS)
+    into = state()
+    into["w"].zero_()
+    dcp.load(into, storage_reader=reader, no_dist=True)
+    assert torch.equal(into["w"], state()["w"])
+    assert writer.last_save is not None
+    said += [str(writer.last_save), repr(writer.last_save), repr(writer), repr(reader), repr(writer.storage_meta())]
+    said += [writer.checkpoint_id, reader.checkpoint_id]
+    metadata = reader.read_metadata()
+    assert metadata.storage_meta is not None
+    assert metadata.storage_meta.checkpoint_id == f"plain-login://user:***@host{tmp_path}/c"
+    for file in (tmp_path / "c").iterdir():
+        said.append(file.read_bytes().decode("latin-1"))
+    assert len(said) > 10
+
+
+def test_failing_calls(url: str, said: list[str]) -> None:
+    with hooked(broken):
+        said.append(what_is_said(lambda: save(url, **OPTIONS)))
+        said.append(what_is_said(lambda: NvcompReader(url, **OPTIONS).read_metadata()))
+        said.append(what_is_said(lambda: dcp.load(state(), storage_reader=NvcompReader(url, **OPTIONS), no_dist=True)))
+    assert all("EIO" in text or "Errno 5" in text for text in said if "Error" in text)
+
+
+@pytest.mark.parametrize("name", ["create", "write", "close", "mv", "rm"])
+def test_one_failing_call(plain_url: str, said: list[str], name: str) -> None:
+    """Warnings too: of what could not be cleaned up after it."""
+
+    def hook(now: str, call: Any, *arguments: Any) -> Any:
+        return broken(now, call) if now in (name, "rm") else carry_out(now, call, *arguments)
+
+    save(plain_url, **OPTIONS)
+    with hooked(hook):
+        said.append(
+            what_is_said(lambda: save(plain_url, **OPTIONS)) if name != "rm" else repr(save(plain_url, **OPTIONS))
+        )
+    assert any("***" in text for text in said)
+
+
+def test_nothing_there(url: str, said: list[str]) -> None:
+    said.append(what_is_said(lambda: NvcompReader(url, **OPTIONS).read_metadata()))
+    said.append(what_is_said(lambda: verify_checkpoint(url, storage_options=OPTIONS)))
+    said.append(what_is_said(lambda: recover_checkpoint(url, storage_options=OPTIONS)))
+    said.append(what_is_said(lambda: clean_run(url, storage_options=OPTIONS)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"passwort": PASSWORD},
+        {"pasword": PASSWORD},
+        {"default_block_size": 3, "token": TOKEN},
+        {"thread_count": 0, "password": PASSWORD},
+        {"storage_deadline_seconds": -1, "password": PASSWORD},
+    ],
+)
+def test_options_that_cannot_work(plain_url: str, said: list[str], options: dict[str, Any]) -> None:
+    said.append(what_is_said(lambda: NvcompWriter(plain_url, **options)))
+
+
+@pytest.mark.parametrize("protocol", ["nosuch", "s3", "simplecache::nosuch", "memory", "file"])
+def test_other_protocols(protocol: str, said: list[str], tmp_path: Path) -> None:
+    wrong = {"whatever": PASSWORD, "secret": PASSWORD, "endpoint_url": f"no-url:{PASSWORD}"}
+    url = f"{protocol}://user:{PASSWORD}@host{tmp_path}/c?sig={TOKEN}"
+    said.append(what_is_said(lambda: open_filesystem(url, storage_options=wrong)))
+
+
+def test_an_endpoint_that_holds_a_password(said: list[str]) -> None:
+    options = {"endpoint_url": f"http://user:{PASSWORD}@127.0.0.1:1", "key": "x", "secret": TOKEN}
+    reader = NvcompReader("s3://bucket/run", storage_deadline_seconds=0.5, **options)
+    said += [what_is_said(reader.read_metadata), repr(reader)]
+
+
+def test_commands(plain_url: str, tmp_path: Path, said: list[str]) -> None:
+    save(plain_url, **OPTIONS)
+    commands = [("inspect",), ("verify",), ("verify", "--full"), ("clean",), ("clean", "--recursive")]
+    for command in commands:
+        for form in ((), ("--json",)):
+            status, output, errors = run(*command, plain_url, "-o", f"token={TOKEN}", *form)
+            assert (status, errors) == (0, "")
+            assert not form or json.loads(output)
+            said.append(output)
+    os.unlink(tmp_path / "c" / ".metadata")
+    for command in (*commands, ("recover",)):
+        said += map(str, run(*command, plain_url, "-o", f"token={TOKEN}"))
+    next((tmp_path / "c").glob("*.distcp")).write_bytes(b"short")
+    for command in (*commands, ("recover",)):
+        said += map(str, run(*command, plain_url, "-o", f"token={TOKEN}"))
+    with hooked(broken):
+        for command in (*commands, ("recover",)):
+            status, output, errors = run(*command, plain_url, "-o", f"token={TOKEN}")
+            assert (status, output, errors.count("\n")) == (1, "", 1)
+            said.append(errors)
+    for bad in (f"-{PASSWORD}=x", PASSWORD, f"pass-word={PASSWORD}"):
+        status, output, errors = run("inspect", plain_url, "-o", bad)
+        assert status == 2 and "KEY=VALUE" in errors
+        if not bad.startswith("-"):
+            said += [output, errors]
