@@ -1,4 +1,4 @@
-"""Which engine encodes or decodes a tensor, by the `engine` option and by what this machine has."""
+"""The engine for each tensor, by the `engine` option and by what this machine has."""
 
 from __future__ import annotations
 
@@ -28,10 +28,22 @@ class EngineChoice:
     _known: tuple[int, str | None] = (0, None)
 
     def _unavailable_reason(self) -> str | None:
-        """`cuda_unavailable_reason`, asked once in each process: blocks ask by the thousand."""
+        """Return `cuda_unavailable_reason`, asked once in each process: blocks ask by the thousand."""
         if self._known[0] != os.getpid():
             self._known = (os.getpid(), cuda_unavailable_reason())
         return self._known[1]
+
+    def check(self) -> None:
+        """Make sure, before a save or load does anything, that `engine="cuda"` is not asked for in vain.
+
+        Where CUDA can run, tensors in host memory are no reason to refuse: the option is about those on a GPU.
+
+        Raises:
+            CodecUnavailableError: `engine="cuda"`, and it can't run here.
+        """
+        reason = self._unavailable_reason() if self.option == "cuda" else None
+        if reason is not None:
+            raise CodecUnavailableError(f"engine='cuda' can't run here: {reason}. Use engine='auto' or 'cpu'.")
 
     def check_codec(self, chooser: CodecChooser) -> None:
         """Make sure, before anything is written, that the codec can run here.
@@ -49,11 +61,11 @@ class EngineChoice:
             )
 
     def may_use_cuda(self) -> bool:
-        """Whether tensors may come that the CUDA engine handles. Imports nothing: perhaps none will."""
+        """Return True if there can be tensors for the CUDA engine. Imports nothing: perhaps there are none."""
         return self.option != "cpu" and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
 
     def on_cuda(self, device: torch.device) -> bool:
-        """Whether the CUDA engine handles what is on this device.
+        """Return True if the CUDA engine handles the tensors of this device.
 
         Raises:
             CodecUnavailableError: `engine="cuda"`, and it can't run here.
@@ -63,8 +75,7 @@ class EngineChoice:
         reason = self._unavailable_reason()
         if reason is None:
             return True
-        if self.option == "cuda":
-            raise CodecUnavailableError(f"engine='cuda' can't run here: {reason}. Use engine='auto' or 'cpu'.")
+        self.check()
         if not self._warned:
             self._warned = True
             warnings.warn(

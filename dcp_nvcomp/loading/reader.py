@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp_nvcomp.codecs.encoded import VERIFY_MODES
+from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.errors import (
     CheckpointError,
     CheckpointReplacedError,
@@ -74,8 +75,9 @@ class NvcompReader(StorageReader):
             them. If False, a checkpoint from someone else can execute code.
         host_memory_budget: bytes of host memory for fetched data.
         device_memory_budget: bytes of memory on each GPU for decoding.
-        engine: `"auto"` decodes what goes to a GPU on that GPU if nvCOMP is installed, `"cuda"` requires that, `"cpu"`
-            never uses the GPU. Read checkpoints from someone else with `"cpu"`.
+        engine: `"auto"` decodes what goes to a GPU on that GPU if nvCOMP is installed, `"cuda"` fails the load
+            if that is impossible on this machine, `"cpu"` never uses the GPU. Read checkpoints from someone else with
+            `"cpu"`.
         storage_deadline_seconds: on `s3://`, time limit of one storage operation (reading a range, say) with all its
             retries. After that it raises `StorageError`.
         **storage_options: for the fsspec filesystem, such as `endpoint_url` and `key` for S3. Arguments of stock DCP's
@@ -228,7 +230,12 @@ class NvcompReader(StorageReader):
         self._save_id = metadata.storage_meta.save_id if metadata.storage_meta is not None else None
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Add to the plan which save this rank saw; called by DCP."""
+        """Add to the plan which save this rank saw; called by DCP.
+
+        Raises:
+            CodecUnavailableError: `engine="cuda"` needs a GPU or a package that is not available.
+        """
+        EngineChoice(self._options.engine).check()
         return dataclasses.replace(plan, storage_data=self._save_id)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:

@@ -106,8 +106,9 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         on_save: called with the `SaveStats` after each commit, on the coordinator (with `use_collectives=False`, on
             each rank). An exception that it raises becomes a warning. With the process checkpointer of
             `dcp.async_save` it must be picklable, and runs in the child process.
-        engine: `"auto"` encodes GPU tensors on their GPU if nvCOMP is installed, `"cuda"` requires that, `"cpu"` never
-            uses the GPU. Tensors in host memory are always encoded on the CPU.
+        engine: `"auto"` encodes GPU tensors on their GPU if nvCOMP is installed, `"cuda"` fails the save if that is
+            impossible on this machine, `"cpu"` never uses the GPU. Tensors in host memory are always encoded on the
+            CPU.
         storage_deadline_seconds: on `s3://`, time limit of one storage operation (sending a part, reading a range,
             publishing) with all its retries. After that it raises `StorageError`.
         **storage_options: for the fsspec filesystem, such as `endpoint_url` and `key` for S3. Arguments of stock DCP's
@@ -244,10 +245,11 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
 
         Raises:
             CheckpointExistsError: there is a checkpoint, and `overwrite=False` or `use_collectives=False`.
-            CodecUnavailableError: the codec needs a GPU or a package that is not available.
+            CodecUnavailableError: the codec or `engine="cuda"` needs a GPU or a package that is not available.
             StorageError: the path cannot be written.
         """
         save = self._saves.current
+        self._engine_choice.check()
         self._engine_choice.check_codec(self._chooser)
         with contextlib.closing(self._open(save.path)) as filesystem:
             if not save.use_collectives:
