@@ -1,7 +1,7 @@
 """Host memory for encoded blocks: a pool of reused buffers, bounded by the user's budget.
 
-An encoder takes a buffer, fills it, and hands it over; the thread that writes it gives it back. Whoever asks for a
-buffer when all are out waits: that is how a slow sink holds back the encoders.
+An encoder takes a buffer, fills it, and hands it over; the thread that writes it gives it back. While all buffers are
+out, `take` waits: that is how a slow sink holds back the encoders.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _MAX_CUDA_BUFFER_NBYTES = 128 << 20
 
 
 def cuda_buffer_nbytes(budget_nbytes: int, state_nbytes: int) -> int:
-    """How large a buffer is whose content one batch of the CUDA engine makes.
+    """Return the size of a buffer for one batch of the CUDA engine.
 
     Args:
-        budget_nbytes: what all buffers may take together.
-        state_nbytes: how much there is to save: a small state too is encoded, copied and written at the same time.
+        budget_nbytes: limit of all buffers together.
+        state_nbytes: size of the state: even a small one should be encoded, copied and written at the same time.
 
     Returns:
         A power of two, as torch rounds page-locked memory up to one.
@@ -35,7 +35,7 @@ def cuda_buffer_nbytes(budget_nbytes: int, state_nbytes: int) -> int:
 
 
 class Cancelled(Exception):
-    """The pool was closed while somebody waited for a buffer."""
+    """The pool was closed while a thread waited for a buffer."""
 
 
 class BufferPool:
@@ -43,14 +43,14 @@ class BufferPool:
 
     Args:
         buffer_nbytes: size of each, in bytes.
-        budget_nbytes: how much they may take together. At least two are allowed whatever the budget, as one alone
-            would make encoding and writing take turns.
-        most: never more than this many: beyond what keeps all threads busy, buffers only make page faults.
-        allocate: where the memory comes from.
+        budget_nbytes: limit of all buffers together. Two are allowed whatever the budget: with one, encoding and
+            writing would take turns.
+        most: maximum number of buffers: beyond what keeps all threads busy, they only cause page faults.
+        allocate: allocates one.
 
     Attributes:
         buffer_nbytes: size of each buffer.
-        limit_nbytes: what all of them can take.
+        limit_nbytes: the most that all buffers take together.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class BufferPool:
         self._free: SimpleQueue[memoryview | None] = SimpleQueue()
 
     def take(self) -> memoryview:
-        """A free buffer; waits for one. Only for one thread.
+        """Return a free buffer; wait for one if necessary. Only for one thread.
 
         Raises:
             Cancelled: the pool was closed.

@@ -1,4 +1,4 @@
-"""What a save reads from: a shard's elements, block by block, and the engine that encodes them where they are.
+"""Sources of a save: a shard's elements, block by block, and the engine that encodes them where they are.
 
 HostSource          host memory, CPU engine
 AcceleratorSource   memory of a device, CPU engine: each block is copied to the host
@@ -20,9 +20,7 @@ from dcp_nvcomp.codecs.encoded import EncodedBlock
 from dcp_nvcomp.codecs.scratch import ScratchArrays
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda.engine import CudaEngine, EncodeJob
-from dcp_nvcomp.engines.tensors import (
-    HostArray,
-)
+from dcp_nvcomp.engines.tensors import HostArray
 from dcp_nvcomp.format.blocks import Box
 
 __all__ = [
@@ -42,10 +40,10 @@ U8 = npt.NDArray[np.uint8]
 
 
 class Workbench:
-    """What an encoding thread keeps from task to task: engines and scratch memory.
+    """Engines and scratch memory that an encoding thread keeps from task to task.
 
     Args:
-        device_memory_budget: what CUDA engines may take on each device, in bytes.
+        device_memory_budget: bytes that CUDA engines may take on each device.
     """
 
     def __init__(self, device_memory_budget: int) -> None:
@@ -55,7 +53,7 @@ class Workbench:
         self._cuda: dict[torch.device, CudaEngine] = {}
 
     def cuda(self, device: torch.device) -> CudaEngine:
-        """The engine of a device, made when first needed."""
+        """Return the engine of a device, made when first needed."""
         engine = self._cuda.get(device)
         if engine is None:
             engine = self._cuda[device] = CudaEngine(device, device_memory_budget=self._device_memory_budget)
@@ -68,7 +66,7 @@ class Source(ABC):
     @property
     @abstractmethod
     def cuda_device(self) -> torch.device | None:
-        """The device whose CUDA engine encodes them; None for the CPU engine."""
+        """Device of the CUDA engine that encodes them; None for the CPU engine."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ class Part:
 
 
 def encode_parts(parts: Sequence[Part], out: memoryview, bench: Workbench) -> list[EncodedBlock]:
-    """Encode parts, of which one engine encodes all.
+    """Encode parts that all belong to one engine.
 
     Args:
         parts: the parts.
@@ -118,7 +116,7 @@ class _HostEncoded(Source):
 
     @abstractmethod
     def block(self, box: Box, bench: Workbench) -> U8:
-        """The bytes of a block in host memory, valid until the next call."""
+        """Return the bytes of a block in host memory, valid until the next call."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +151,7 @@ class AcceleratorSource(_HostEncoded):
         object.__setattr__(self, "ready", _ready_event(self.tensor.device))
 
     def block(self, box: Box, bench: Workbench) -> U8:
-        # other threads have a current stream of their own, which knows nothing of the caller's
+        # this thread has a current stream of its own, which does not wait for the caller's
         if self.ready is not None:
             torch.cuda.current_stream(self.tensor.device).wait_event(self.ready)
         data: U8 = device_block(self.tensor, box).cpu().numpy()
@@ -165,8 +163,8 @@ class AcceleratorSource(_HostEncoded):
 class _CudaEncoded(Source):
     """Elements on a CUDA device, encoded there, many blocks at once.
 
-    Must be made on the caller's thread. The engine's stream waits for what the caller has queued until then, and for
-    nothing that it queues later.
+    Must be made on the caller's thread. The engine's stream waits for the work that the caller has queued by then, and
+    for no later work.
     """
 
     tensors: Sequence[torch.Tensor]
@@ -181,7 +179,7 @@ class _CudaEncoded(Source):
 
     @abstractmethod
     def jobs(self, boxes: Sequence[Box], chain: CodecChain) -> list[EncodeJob]:
-        """What the engine is to do for some of the blocks."""
+        """Return the engine's jobs for some of the blocks."""
 
 
 class CudaSource(_CudaEncoded):
@@ -201,7 +199,7 @@ class CudaPackSource(_CudaEncoded):
 
 
 def block_bytes(array: HostArray, box: Box, scratch: ScratchArrays) -> U8:
-    """The bytes of one block of a shard in host memory, in C order: a view where they lie so, else a copy."""
+    """Return the bytes of one block of a shard in host memory in C order: a view if possible, else a copy."""
     part = array[box.index]
     if not part.flags.c_contiguous:
         copy = scratch.array("block", part.nbytes, np.uint8).view(array.dtype).reshape(part.shape)
@@ -212,5 +210,5 @@ def block_bytes(array: HostArray, box: Box, scratch: ScratchArrays) -> U8:
 
 
 def device_block(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """The bytes of one block of a shard on an accelerator, as a contiguous uint8 tensor there."""
+    """Return the bytes of one block of a shard on an accelerator, as a contiguous uint8 tensor there."""
     return tensor[box.index].contiguous().reshape(-1).view(torch.uint8)
