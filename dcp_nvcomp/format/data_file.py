@@ -5,6 +5,7 @@ saving/data_file_writer.py writes data files.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from dcp_nvcomp.codecs.encoded import BlockRow
@@ -20,7 +21,7 @@ from dcp_nvcomp.format.framing import (
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.reread import twice
 
-__all__ = ["DataFileRef", "block_row", "read_footer", "read_footer_of"]
+__all__ = ["DataFileRef", "block_row", "read_footer", "read_footer_of", "read_footers"]
 
 
 class DataFileRef(NamedTuple):
@@ -82,6 +83,11 @@ def read_footer(filesystem: Filesystem, file: DataFileRef) -> Footer:
             path=path,
         )
     return footer
+
+
+def read_footers(filesystem: Filesystem, files: Iterable[DataFileRef]) -> list[Footer]:
+    """Return `read_footer` of each file, some at a time."""
+    return filesystem.map(lambda file: read_footer(filesystem, file), files)
 
 
 def read_footer_of(filesystem: Filesystem, name: str) -> Footer:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import io
 import threading
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -31,8 +30,8 @@ from dcp_nvcomp.engines.threads import WorkerGroup
 from dcp_nvcomp.errors import CorruptDataError, ShapeMismatchError
 from dcp_nvcomp.format.blocks import Box
 from dcp_nvcomp.format.collector import collector_paused
-from dcp_nvcomp.format.data_file import DataFileRef, read_footer
-from dcp_nvcomp.format.footer import KIND_BYTES, KIND_TENSOR, KIND_TORCH_SAVE, Footer
+from dcp_nvcomp.format.data_file import DataFileRef, read_footers
+from dcp_nvcomp.format.footer import KIND_BYTES, KIND_TENSOR, KIND_TORCH_SAVE
 from dcp_nvcomp.loading.decoder import Decoder, GpuShare
 from dcp_nvcomp.loading.destinations import Conversions, Destination, PackMember, Region, Run, part_of
 from dcp_nvcomp.loading.read_plan import Read, Target, Wanted, locate, plan_reads
@@ -111,7 +110,7 @@ class LoadJob:
         by_file: dict[DataFileRef, list[Wanted]] = {}
         for item in items:
             by_file.setdefault(item.stored.file, []).append(item)
-        footers = self._read_footers(list(by_file))
+        footers = read_footers(self._filesystem, list(by_file))
         with collector_paused():
             targets = [
                 [locate(item, footer) for item in wanted]
@@ -138,12 +137,6 @@ class LoadJob:
         fair_nbytes = max(READ_NBYTES, wanted_nbytes // (2 * self._threads))
         longest = max(1 << 20, min(CUDA_READ_NBYTES, budget_nbytes, fair_nbytes))
         return 1 << (longest.bit_length() - 1)  # torch rounds page-locked memory up to a power of two
-
-    def _read_footers(self, files: Sequence[DataFileRef]) -> list[Footer]:
-        if len(files) == 1:
-            return [read_footer(self._filesystem, files[0])]
-        with ThreadPoolExecutor(self._filesystem.parallel_reads, "dcp-footer") as pool:
-            return list(pool.map(lambda file: read_footer(self._filesystem, file), files))
 
     # --- calling thread ---------------------------------------------------------------------------------------------
 

@@ -56,9 +56,8 @@ from dcp_nvcomp.errors import (
 )
 from dcp_nvcomp.format.metadata.roots import Root, is_missing, read_root, read_roots
 from dcp_nvcomp.format.names import save_id_of_copy
-from dcp_nvcomp.maintenance.inspection import checked_storage_options
+from dcp_nvcomp.maintenance.opening import opened
 from dcp_nvcomp.storage.base import Filesystem, UnfinishedUpload
-from dcp_nvcomp.storage.open import open_filesystem
 
 logger = logging.getLogger(__name__)
 
@@ -169,8 +168,7 @@ def clean_checkpoint(
             Or the storage fails.
     """
     check_age(older_than_seconds)
-    filesystem = open_filesystem(path, storage_options=checked_storage_options(storage_options))
-    try:
+    with opened(path, storage_options) as filesystem:
         found = _look(filesystem, older_than_seconds)
         removed = found.orphans if dry_run else list(_remove(filesystem, older_than_seconds, found))
         return Cleaning(
@@ -182,8 +180,6 @@ def clean_checkpoint(
             tuple(found.foreign),
             found.recoverable,
         )
-    finally:
-        filesystem.close()
 
 
 def check_age(older_than_seconds: float) -> None:

@@ -10,28 +10,25 @@ as stored, as nothing outside of them tells their true size.
 from __future__ import annotations
 
 import errno
-import inspect
 import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from dcp_nvcomp.errors import ConfigurationError, FileMismatchError, MetadataError, StorageError
-from dcp_nvcomp.format.data_file import DataFileRef, read_footer
+from dcp_nvcomp.errors import FileMismatchError, MetadataError, StorageError
+from dcp_nvcomp.format.data_file import DataFileRef, read_footers
 from dcp_nvcomp.format.footer import KIND_BYTES, KIND_TENSOR, Footer, Record
 from dcp_nvcomp.format.metadata.stored import StockItem, StoredAt
 from dcp_nvcomp.loading.reader import NvcompReader
-from dcp_nvcomp.options import DEADLINE_OPTION
+from dcp_nvcomp.maintenance.opening import checked_storage_options, opened
 from dcp_nvcomp.saving.stats import Totals
 from dcp_nvcomp.storage.base import Filesystem
-from dcp_nvcomp.storage.open import open_filesystem
 
-__all__ = ["DataFile", "Inspection", "Item", "checked_storage_options", "inspect_checkpoint"]
+__all__ = ["DataFile", "Inspection", "Item", "inspect_checkpoint"]
 
 LAYOUT_OURS = "dcp_nvcomp"
 LAYOUT_STOCK = "stock"
@@ -171,25 +168,9 @@ def inspect_checkpoint(path: str | os.PathLike[str], *, storage_options: Mapping
         CheckpointNotFoundError: there is no checkpoint.
         CheckpointError: it can't be read, or contradicts itself.
     """
-    options = checked_storage_options(storage_options)
-    metadata = NvcompReader(path, **options).read_metadata()
-    filesystem = open_filesystem(path, storage_options=options)
-    try:
+    metadata = NvcompReader(path, **checked_storage_options(storage_options)).read_metadata()
+    with opened(path, storage_options) as filesystem:
         return _inspect(filesystem, metadata)
-    finally:
-        filesystem.close()
-
-
-def checked_storage_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Options for the storage alone.
-
-    Raises:
-        ConfigurationError: one of them is `NvcompReader`'s own, and not of its storage.
-    """
-    options = dict(given or {})
-    for name in (inspect.signature(NvcompReader).parameters.keys() - {DEADLINE_OPTION}) & options.keys():
-        raise ConfigurationError(f"{name!r} is not an option of the storage.")
-    return options
 
 
 @dataclass(frozen=True)
@@ -213,12 +194,11 @@ def _inspect(filesystem: Filesystem, metadata: Metadata) -> Inspection:
             ours.setdefault(value.file, []).append((index, value.record))
         else:
             stock.setdefault(value.relative_path, []).append((index, value))
-    with ThreadPoolExecutor(filesystem.parallel_reads, "dcp-inspect") as pool:
-        files = [DataFile(file.name, file.nbytes, file.footer_nbytes) for file in ours]
-        stored: list[_Stored] = []
-        for found in pool.map(lambda file: list(_read_records(filesystem, file, ours[file])), ours):
-            stored += found
-        files += pool.map(lambda name: _stock_file(filesystem, name), stock)
+    files = [DataFile(file.name, file.nbytes, file.footer_nbytes) for file in ours]
+    files += filesystem.map(lambda name: _stock_file(filesystem, name), stock)
+    stored: list[_Stored] = []
+    for footer, entries in zip(read_footers(filesystem, ours), ours.values(), strict=True):
+        stored += _records(footer, entries)
     stored += _stock_shards(metadata, [entry for entries in stock.values() for entry in entries])
     by_dtype: dict[str, Totals] = {}
     by_codec: dict[str, Totals] = {}
@@ -260,11 +240,8 @@ def _items(metadata: Metadata, stored: Sequence[_Stored]) -> tuple[Item, ...]:
     return tuple(items)
 
 
-def _read_records(
-    filesystem: Filesystem, file: DataFileRef, entries: Sequence[tuple[MetadataIndex, int]]
-) -> Iterator[_Stored]:
+def _records(footer: Footer, entries: Sequence[tuple[MetadataIndex, int]]) -> Iterator[_Stored]:
     """What one data file's footer says of the shards that `.metadata` places there."""
-    footer = read_footer(filesystem, file)
     for index, number in entries:
         record = footer.records[number] if 0 <= number < len(footer.records) else None
         if record is None or record.fqn != index.fqn:

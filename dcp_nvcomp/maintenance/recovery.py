@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,9 +39,8 @@ from dcp_nvcomp.format.data_file import DataFileRef, read_footer
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.metadata.roots import Root, read_root
 from dcp_nvcomp.format.names import METADATA_NAME, copy_name_of, rank_of_metadata_name, save_id_of_copy
-from dcp_nvcomp.maintenance.inspection import checked_storage_options
+from dcp_nvcomp.maintenance.opening import opened
 from dcp_nvcomp.storage.base import FileInfo, Filesystem
-from dcp_nvcomp.storage.open import open_filesystem
 
 __all__ = ["AMBIGUOUS", "IMPOSSIBLE", "INTACT", "RECOVERED", "Candidate", "Recovery", "recover_checkpoint"]
 
@@ -127,11 +125,8 @@ def recover_checkpoint(
     """
     if save_id is not None and copy_name_of(save_id) is None:
         raise ConfigurationError(f"save_id={save_id!r} must be 32 hexadecimal digits.")
-    filesystem = open_filesystem(path, storage_options=checked_storage_options(storage_options))
-    try:
+    with opened(path, storage_options) as filesystem:
         return _recover(filesystem, save_id)
-    finally:
-        filesystem.close()
 
 
 def _recover(filesystem: Filesystem, save_id: str | None) -> Recovery:
@@ -216,8 +211,7 @@ def _problems(filesystem: Filesystem, root: Root) -> list[str]:
             return f"{name}: {error.message}"
         return None
 
-    with ThreadPoolExecutor(filesystem.parallel_reads, "dcp-recover") as pool:
-        return [found for found in pool.map(problem, sorted(root.files().items())) if found is not None]
+    return [found for found in filesystem.map(problem, sorted(root.files().items())) if found is not None]
 
 
 def _publish(filesystem: Filesystem, save_id: str, current: _Current) -> None:

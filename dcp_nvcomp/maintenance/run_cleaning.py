@@ -15,8 +15,7 @@ from typing import Any
 
 from dcp_nvcomp.errors import CheckpointError, CheckpointNotFoundError
 from dcp_nvcomp.maintenance.cleaning import Cleaning, check_age, clean_checkpoint, is_ours
-from dcp_nvcomp.maintenance.inspection import checked_storage_options
-from dcp_nvcomp.storage.open import open_filesystem
+from dcp_nvcomp.maintenance.opening import opened
 
 __all__ = ["Refusal", "RunCleaning", "clean_run"]
 
@@ -94,11 +93,8 @@ def clean_run(
         StorageError: the storage fails while the directories are listed.
     """
     check_age(older_than_seconds)
-    filesystem = open_filesystem(path, storage_options=checked_storage_options(storage_options))
-    try:
+    with opened(path, storage_options) as filesystem:
         folders = sorted({name.rpartition("/")[0] for name in filesystem.list_below() if is_ours(name)})
-    finally:
-        filesystem.close()
     if not folders:
         raise CheckpointNotFoundError("There is no checkpoint at or below this path.", path=filesystem.path)
     cleaned, refused = [], []

@@ -15,7 +15,6 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from itertools import starmap
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -105,9 +104,8 @@ def _check_present(filesystem: Filesystem, files: Mapping[str, int]) -> None:
             raise
         listed = {}  # credentials may allow to read and write, and not to list
     unseen = sorted(name for name, nbytes in files.items() if listed.get(name) != nbytes)
-    with ThreadPoolExecutor(filesystem.parallel_reads, "dcp-commit") as pool:
-        states = pool.map(lambda name: _missing(filesystem, name, files[name]), unseen)
-        problem = next(((name, state) for name, state in zip(unseen, states, strict=True) if state), None)
+    states = filesystem.map(lambda name: _missing(filesystem, name, files[name]), unseen)
+    problem = next(((name, state) for name, state in zip(unseen, states, strict=True) if state), None)
     if problem is not None:
         name, state = problem
         raise StorageError(

@@ -15,8 +15,10 @@ import contextlib
 import errno
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 from dcp_nvcomp.errors import (
     CheckpointError,
@@ -41,6 +43,10 @@ __all__ = [
     "too_large",
     "too_short",
 ]
+
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -170,6 +176,14 @@ class Filesystem(ABC):
     @abstractmethod
     def remove(self, names: Iterable[str]) -> None:
         """Remove files; those that are missing already are fine."""
+
+    def map(self, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
+        """Return the result of `function` for each item, as many at once as reads pay off; the first error ends it."""
+        items = list(items)
+        if len(items) < 2:
+            return [function(item) for item in items]
+        with ThreadPoolExecutor(self.parallel_reads, "dcp-storage") as pool:
+            return list(pool.map(function, items))
 
     @abstractmethod
     def close(self) -> None:

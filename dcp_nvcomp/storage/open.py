@@ -69,7 +69,7 @@ def open_filesystem(
         return PosixFilesystem(text, os.path.abspath(local), sync_files=sync_files)
     if protocol in _S3 and not chained:
         return _open_s3(text, options, deadline_seconds)
-    return _open_fsspec(text, options)
+    return _open_fsspec(text, protocol, options)
 
 
 def _open_s3(path: str, options: dict[str, Any], deadline_seconds: float) -> Filesystem:
@@ -87,11 +87,12 @@ def _open_s3(path: str, options: dict[str, Any], deadline_seconds: float) -> Fil
     )
 
 
-def _open_fsspec(path: str, options: dict[str, Any]) -> Filesystem:
+def _open_fsspec(path: str, protocol: str, options: dict[str, Any]) -> Filesystem:
     nbytes = part_nbytes(options)
     with _configuration_errors(path, options):
         # a stale listing hides new files and shows removed ones
-        fs, root = fsspec.url_to_fs(path, **{"use_listings_cache": False, **options})
+        fresh = {} if protocol in _WITHOUT_LISTINGS else {"use_listings_cache": False}
+        fs, root = fsspec.url_to_fs(path, **{**fresh, **options})
     innermost = _LAST_PROTOCOL.findall(path)[-1].lower()  # of a chain, it stores the bytes
     is_object_store = innermost in _OBJECT_STORES
     return FsspecFilesystem(path, fs, root, options=options, part_nbytes=nbytes, is_object_store=is_object_store)
@@ -145,3 +146,5 @@ def _check_options(
 
 # A PUT is atomic and directories do not exist. Elsewhere directories are made, as on a disk.
 _OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "ocilake", "oss", "memory")
+# They keep no listings, and pass every option on to the SSH client, which refuses those that it does not know.
+_WITHOUT_LISTINGS = ("sftp", "ssh")

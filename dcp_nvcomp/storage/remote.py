@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from dcp_nvcomp.errors import ConfigurationError, StorageError, TruncatedFileError
@@ -98,8 +97,7 @@ class RemoteFilesystem(Filesystem):
 
     def remove(self, names: Iterable[str]) -> None:
         known = {self._key(name): name for name in names}  # checks all of them before any is removed
-        with ThreadPoolExecutor(self.parallel_reads) as pool:
-            list(pool.map(self._remove, known.values()))  # the first failure cancels what has not begun
+        self.map(self._remove, known.values())
 
     def close(self) -> None:
         pass  # fsspec shares one client among all users of the same options, and closes it when the process ends

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch.distributed.checkpoint as dcp
 
-import dcp_nvcomp.maintenance.cleaning
+import dcp_nvcomp.maintenance.opening
 from dcp_nvcomp import NvcompWriter
 from dcp_nvcomp.errors import (
     CheckpointNotFoundError,
@@ -423,7 +423,7 @@ def between(monkeypatch: pytest.MonkeyPatch, method: str, call: int, act: Callab
         setattr(filesystem, method, patched.__get__(filesystem))
         return filesystem
 
-    monkeypatch.setattr(dcp_nvcomp.maintenance.cleaning, "open_filesystem", open_patched)
+    monkeypatch.setattr(dcp_nvcomp.maintenance.opening, "open_filesystem", open_patched)
 
 
 def publish_old(path: Path, save_id: str) -> None:

@@ -21,7 +21,7 @@ import pytest
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
-import dcp_nvcomp.maintenance.cleaning
+import dcp_nvcomp.maintenance.opening
 from dcp_nvcomp import NvcompWriter
 from dcp_nvcomp.errors import CheckpointReplacedError, ConcurrentSaveError
 from dcp_nvcomp.format.metadata.roots import read_roots
@@ -115,7 +115,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         return PosixPlace(str(tmp_path / "c"), {})
     store: S3Store = request.getfixturevalue("s3_store" if request.param == "moto" else "real_s3_store")
     place = Place(*store)
-    monkeypatch.setattr(dcp_nvcomp.maintenance.cleaning, "open_filesystem", place.open_aged)
+    monkeypatch.setattr(dcp_nvcomp.maintenance.opening, "open_filesystem", place.open_aged)
     return place
 
 

@@ -33,7 +33,8 @@ from dcp_nvcomp.format.metadata.serialization import merge_rank_metadata
 from dcp_nvcomp.format.metadata.stored import StockItem, StoredAt
 from dcp_nvcomp.format.names import METADATA_NAME, copy_name_of, rank_of_metadata_name
 from dcp_nvcomp.loading.stock.items import most_nbytes, read_stock_bytes, read_stock_tensor
-from dcp_nvcomp.maintenance.inspection import LAYOUT_OURS, LAYOUT_STOCK, checked_storage_options
+from dcp_nvcomp.maintenance.inspection import LAYOUT_OURS, LAYOUT_STOCK
+from dcp_nvcomp.maintenance.opening import opened
 from dcp_nvcomp.maintenance.verification.block_checks import (
     BlockChecker,
     Checked,
@@ -46,7 +47,6 @@ from dcp_nvcomp.maintenance.verification.findings import ERROR, WARNING, Finding
 from dcp_nvcomp.maintenance.verification.metadata_checks import Expected, check_items, check_records, expectations
 from dcp_nvcomp.options import check_thread_count
 from dcp_nvcomp.storage.base import Filesystem
-from dcp_nvcomp.storage.open import open_filesystem
 
 __all__ = ["Finding", "Progress", "Verification", "verify_checkpoint"]
 
@@ -92,17 +92,13 @@ def verify_checkpoint(
         CheckpointReplacedError: another save replaced it meanwhile.
         StorageError: the storage fails.
     """
-    options = checked_storage_options(storage_options)
     threads = check_thread_count(thread_count)
-    filesystem = open_filesystem(path, storage_options=options)
-    try:
+    with opened(path, storage_options) as filesystem:
         roots = _roots(filesystem)
         try:
             return _verify(filesystem, roots, full, max(threads, filesystem.parallel_reads), progress)
         finally:
             _check_not_replaced(filesystem, roots)
-    finally:
-        filesystem.close()
 
 
 def _roots(filesystem: Filesystem) -> list[Root]:
@@ -206,15 +202,15 @@ def _spans(
     files = list(ours)
     for first in range(0, len(files), threads):
         some = files[first : first + threads]
-        for file, opened in zip(some, pool.map(partial(_try_open, filesystem), some), strict=True):
-            if isinstance(opened, Finding):
-                tally.findings.append(opened)
+        for file, found in zip(some, pool.map(partial(_try_open, filesystem), some), strict=True):
+            if isinstance(found, Finding):
+                tally.findings.append(found)
                 tally.nbytes += file.nbytes
                 continue
-            tally.findings += check_records(opened, ours[file])
-            covered = int(opened.footer.block_offsets[-1] - opened.footer.block_offsets[0])
+            tally.findings += check_records(found, ours[file])
+            covered = int(found.footer.block_offsets[-1] - found.footer.block_offsets[0])
             tally.nbytes += file.nbytes - covered
-            yield from spans_of(opened)
+            yield from spans_of(found)
 
 
 def _try_open(filesystem: Filesystem, file: DataFileRef) -> CheckedFile | Finding:
