@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import time
 from typing import Any, Final
 
@@ -14,7 +13,8 @@ __all__ = ["Moves"]
 _REPLACING: Final = ("posix_rename", "replace")
 _MOVING: Final = ("mv", "rename", "move")
 _SMB: Final = "fsspec.implementations.smb"
-# Windows and Samba let nobody replace a file that a reader holds open.
+# Windows and Samba let nobody replace a file that a reader holds open: "sharing violation", "access denied".
+_SMB_HELD_OPEN: Final = (0xC0000043, 0xC0000022)
 _SMB_PAUSES_SECONDS: Final = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 0.0)
 
 
@@ -82,6 +82,6 @@ def _replace_on_smb(fs: Any, source: str, target: str) -> None:
             smbclient.replace(*unc, port=fs.port or 445)
             return
         except OSError as error:
-            if error.errno != errno.EPERM or not pause_seconds:  # the errno of a sharing violation
+            if getattr(error, "ntstatus", 0) not in _SMB_HELD_OPEN or not pause_seconds:
                 raise
         time.sleep(pause_seconds)
