@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from queue import SimpleQueue
 from typing import Any
 
 __all__ = ["WorkerGroup"]
@@ -12,19 +13,21 @@ __all__ = ["WorkerGroup"]
 class WorkerGroup:
     """Threads that take their work from queues which the calling thread fills.
 
-    A worker keeps taking messages after a failure, without acting on them, so that nothing waits for it; it reports
-    its errors to `fail` and ends at the message that `stop` sends.
+    A worker keeps taking messages after a failure, without acting on them, so that nothing waits for it. It reports its
+    errors to `fail`, and ends at the message None; if workers share a queue, each passes that message on.
 
     Args:
-        stop: makes every started worker end after the messages it was sent before.
-        on_failure: called after each failure, on the thread that failed; wakes whatever waits for a worker.
+        queues: all queues that workers take messages from.
+        on_failure: called after each failure, on the thread that failed; wakes whatever waits for a worker. It must not
+            refer to the owner of this group: a reference cycle would keep what is saved or loaded in memory until the
+            next garbage collection.
 
     Attributes:
         error: the first error of any thread; None as long as there is none.
     """
 
-    def __init__(self, *, stop: Callable[[], None], on_failure: Callable[[], None] | None = None) -> None:
-        self._stop = stop
+    def __init__(self, queues: Iterable[SimpleQueue[Any]], on_failure: Callable[[], None] | None = None) -> None:
+        self._queues = tuple(queues)
         self._on_failure = on_failure
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
@@ -57,7 +60,8 @@ class WorkerGroup:
             feed()
         except BaseException as error:  # KeyboardInterrupt too must not leave threads and files behind
             self.fail(error)
-        self._stop()
+        for queue in self._queues:
+            queue.put(None)
         self._join()
         if self.error is not None:
             raise self.error

@@ -94,8 +94,7 @@ class LoadJob:
         self._reads: SimpleQueue[Read | None] = SimpleQueue()
         self._finished: SimpleQueue[Target] = SimpleQueue()
         self._decode_slots = threading.BoundedSemaphore(options.thread_count)
-        # one message for all: each thread that gets it passes it on
-        self._workers = WorkerGroup(stop=lambda: self._reads.put(None))
+        self._workers = WorkerGroup([self._reads])
         self._device = _current_device()
 
     def run(self, items: Sequence[Wanted]) -> None:

@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -131,7 +132,8 @@ class SaveJob:
         self._host_tasks: SimpleQueue[Task | None] = SimpleQueue()
         self._cuda_tasks: SimpleQueue[Task | None] = SimpleQueue()
         self._cuda_threads = 0
-        self._workers = WorkerGroup(stop=self._stop_workers, on_failure=self._close_pools)
+        queues: list[SimpleQueue[Any]] = [*(lane.messages for lane in self._lanes), self._host_tasks, self._cuda_tasks]
+        self._workers = WorkerGroup(queues, partial(_close_pools, self._host_pool, self._cuda_pool))
         self._lock = threading.Lock()
         self._opened: list[str] = []
         self._results: list[WriteResult] = []
@@ -160,16 +162,6 @@ class SaveJob:
             self._filesystem.remove(self._opened)
         except StorageError as error:  # must not hide the error that stopped the save
             logger.warning("Could not remove the files of a failed save: %s", error)
-
-    def _close_pools(self) -> None:
-        self._host_pool.close()
-        self._cuda_pool.close()
-
-    def _stop_workers(self) -> None:
-        for lane in self._lanes:
-            lane.messages.put(None)
-        self._host_tasks.put(None)
-        self._cuda_tasks.put(None)
 
     # --- calling thread ---------------------------------------------------------------------------------------------
 
@@ -281,3 +273,8 @@ class SaveJob:
                 self._results.extend(output.results(file))
             return None
         return output
+
+
+def _close_pools(*pools: BufferPool) -> None:
+    for pool in pools:
+        pool.close()

@@ -18,9 +18,7 @@ class Group:
     def __init__(self) -> None:
         self.jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self.failures: list[BaseException | None] = []
-        self.workers = WorkerGroup(
-            stop=lambda: self.jobs.put(None), on_failure=lambda: self.failures.append(self.workers.error)
-        )
+        self.workers = WorkerGroup([self.jobs], lambda: self.failures.append(self.workers.error))
 
     def run(self, *jobs: Callable[[], None], then: Callable[[], None] = lambda: None) -> None:
         self.workers.run(lambda: self._feed(jobs, then))
