@@ -31,7 +31,7 @@ from dcp_nvcomp.errors import CorruptDataError, ShapeMismatchError
 from dcp_nvcomp.format.blocks import Box
 from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.data_file import DataFileRef, read_footers
-from dcp_nvcomp.format.footer import KIND_BYTES, KIND_TENSOR, KIND_TORCH_SAVE
+from dcp_nvcomp.format.record import KIND_BYTES, KIND_TENSOR, KIND_TORCH_SAVE
 from dcp_nvcomp.loading.decoder import Decoder, GpuShare
 from dcp_nvcomp.loading.destinations import Conversions, Destination, PackMember, Region, Run, part_of
 from dcp_nvcomp.loading.read_plan import Read, Target, Wanted, locate, plan_reads

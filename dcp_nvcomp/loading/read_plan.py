@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from dcp_nvcomp.errors import FileMismatchError, MetadataError, ShapeMismatchError
 from dcp_nvcomp.format.blocks import BlockGrid, Box
 from dcp_nvcomp.format.data_file import DataFileRef
-from dcp_nvcomp.format.footer import KIND_BYTES, KIND_TENSOR, KIND_TORCH_SAVE, Footer, Record
+from dcp_nvcomp.format.footer import Footer
+from dcp_nvcomp.format.record import KIND_BYTES, KIND_TENSOR, KIND_TORCH_SAVE, Record
 from dcp_nvcomp.loading.destinations import Destination
 from dcp_nvcomp.storage.ranges import coalesce
 

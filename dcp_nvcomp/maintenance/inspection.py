@@ -21,8 +21,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from dcp_nvcomp.errors import FileMismatchError, MetadataError, StorageError
 from dcp_nvcomp.format.data_file import DataFileRef, read_footers
-from dcp_nvcomp.format.footer import KIND_BYTES, KIND_TENSOR, Footer, Record
+from dcp_nvcomp.format.footer import Footer
 from dcp_nvcomp.format.metadata.stored import StockItem, StoredAt
+from dcp_nvcomp.format.record import KIND_BYTES, KIND_TENSOR, Record
 from dcp_nvcomp.loading.reader import NvcompReader
 from dcp_nvcomp.maintenance.opening import checked_storage_options, opened
 from dcp_nvcomp.saving.stats import Totals

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.encoded import EncodedBlock, checksum
 from dcp_nvcomp.format.data_file import DataFileRef
-from dcp_nvcomp.format.footer import FileIdentity, Record, footer_json
+from dcp_nvcomp.format.footer import FileIdentity, footer_json
 from dcp_nvcomp.format.framing import (
     DIRECT_IO_NBYTES,
     HEADER_NBYTES,
@@ -22,6 +22,7 @@ from dcp_nvcomp.format.framing import (
     encode_footer,
     encode_header,
 )
+from dcp_nvcomp.format.record import Record
 from dcp_nvcomp.saving.encode.pending import Member, PendingRecord
 from dcp_nvcomp.saving.stats import Totals
 from dcp_nvcomp.storage.base import OutputStream

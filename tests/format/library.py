@@ -12,8 +12,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from dcp_nvcomp.codecs import CodecChain
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.format.data_file import block_row
-from dcp_nvcomp.format.footer import FileIdentity, Footer, Record, _parse_record, parse_footer
+from dcp_nvcomp.format.footer import FileIdentity, Footer, parse_footer
 from dcp_nvcomp.format.framing import TRAILER_NBYTES, check_header, decode_footer, decode_trailer
+from dcp_nvcomp.format.record import Record, parse_record
 from dcp_nvcomp.saving import data_file_writer
 from dcp_nvcomp.saving.data_file_writer import DataFileWriter
 from dcp_nvcomp.saving.encode.pending import Member, PendingRecord
@@ -52,10 +53,10 @@ def write_file(records: Iterable[tuple[dict[str, Any], CodecChain | None, bytes]
     with patch.object(data_file_writer, "LARGE_NBYTES", 0 if align else data_file_writer.LARGE_NBYTES):
         for description, chain, elements in records:
             if chain is None:
-                made.append(_parse_record(description, made, [], 0))
+                made.append(parse_record(description, made, [], 0))
                 writer.add_record(made[-1], made[-1].pack or (0, 0))
                 continue
-            record = _parse_record({**description, "codec": 0}, made, [chain], 0)
+            record = parse_record({**description, "codec": 0}, made, [chain], 0)
             made.append(record)
             members = () if record.kind == "pack" else (member_of(record),)
             writer.begin(PendingRecord(record, record.element.name, members))

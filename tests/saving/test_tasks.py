@@ -8,7 +8,7 @@ import torch
 from dcp_nvcomp.codecs import Bytes, CodecChain
 from dcp_nvcomp.codecs.dtypes import ELEMENT_TYPES
 from dcp_nvcomp.format.blocks import BlockGrid
-from dcp_nvcomp.format.footer import KIND_TENSOR, Record
+from dcp_nvcomp.format.record import KIND_TENSOR, Record
 from dcp_nvcomp.saving.encode.buffers import BufferPool
 from dcp_nvcomp.saving.encode.pending import PendingRecord
 from dcp_nvcomp.saving.encode.sources import CudaSource, HostSource, Source

@@ -14,8 +14,9 @@ from dcp_nvcomp.codecs.encoded import checksum
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.errors import CheckpointError, CodecUnavailableError, CorruptDataError, FormatError
 from dcp_nvcomp.format.data_file import DataFileRef, block_row, read_footer
-from dcp_nvcomp.format.footer import KIND_PACK, MAX_BLOCK_NBYTES, Footer, Record
+from dcp_nvcomp.format.footer import Footer
 from dcp_nvcomp.format.framing import HEADER_NBYTES, check_header
+from dcp_nvcomp.format.record import KIND_PACK, MAX_BLOCK_NBYTES, Record
 from dcp_nvcomp.maintenance.verification.findings import Finding, finding_of
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.ranges import coalesce

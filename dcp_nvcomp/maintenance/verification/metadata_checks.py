@@ -10,9 +10,9 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from dcp_nvcomp.errors import CheckpointError
-from dcp_nvcomp.format.footer import KIND_BYTES, KIND_TENSOR, KIND_TORCH_SAVE, Record
 from dcp_nvcomp.format.metadata.ranks import check_cover
 from dcp_nvcomp.format.metadata.stored import StoredAt
+from dcp_nvcomp.format.record import KIND_BYTES, KIND_TENSOR, KIND_TORCH_SAVE, Record
 from dcp_nvcomp.maintenance.verification.block_checks import CheckedFile
 from dcp_nvcomp.maintenance.verification.findings import ERROR, WARNING, Finding
 

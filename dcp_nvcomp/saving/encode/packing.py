@@ -14,7 +14,7 @@ from dcp_nvcomp.codecs.choose import sample_nbytes
 from dcp_nvcomp.codecs.dtypes import ElementType
 from dcp_nvcomp.engines.tensors import host_array, torch_dtype
 from dcp_nvcomp.format.blocks import BlockGrid
-from dcp_nvcomp.format.footer import KIND_PACK, Record
+from dcp_nvcomp.format.record import KIND_PACK, Record
 from dcp_nvcomp.saving.encode.pending import Member, PendingRecord, Ready
 from dcp_nvcomp.saving.encode.policy import CodecPolicy, spread_sample
 from dcp_nvcomp.saving.encode.sources import AcceleratorSource, CudaPackSource, HostSource, Source

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.format.blocks import BlockGrid
-from dcp_nvcomp.format.footer import KIND_PACK, Record
+from dcp_nvcomp.format.record import KIND_PACK, Record
 from dcp_nvcomp.saving.encode.sources import Source
 
 __all__ = ["Member", "PendingRecord", "Ready"]

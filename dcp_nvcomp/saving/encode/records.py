@@ -21,7 +21,7 @@ from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.engines.tensors import element_type, host_array, is_transparent, without_lazy_bits
 from dcp_nvcomp.errors import CheckpointError, ShapeMismatchError
 from dcp_nvcomp.format.blocks import BlockGrid, default_block_shape
-from dcp_nvcomp.format.footer import KIND_BYTES, KIND_TENSOR, KIND_TORCH_SAVE, Record
+from dcp_nvcomp.format.record import KIND_BYTES, KIND_TENSOR, KIND_TORCH_SAVE, Record
 from dcp_nvcomp.saving.encode.packing import SMALL_NBYTES, Packer
 from dcp_nvcomp.saving.encode.pending import Member, PendingRecord, Ready
 from dcp_nvcomp.saving.encode.policy import CodecPolicy

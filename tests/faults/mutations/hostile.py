@@ -66,13 +66,17 @@ MUTATIONS = (
     ),
     *_mutations(
         "footers",
-        "format/footer.py",
+        "format/record.py",
         ("* element.nbytes > MAX_BLOCK_NBYTES:", "* element.nbytes > 1 << 80:", f"{_BAD} -k a_file_can_be_bad"),
-        ("if total > blocks:", "if False:", f"{_BAD} -k a_file_can_be_bad"),
         ("not 0 <= value <= MAX_INTEGER:", "value < 0:", f"{_BAD} -k absurd"),
+        ("if start + elements > holder.elements:", "if False:", f"{_BAD} -k member"),
+    ),
+    *_mutations(
+        "footers",
+        "format/footer.py",
+        ("if total > blocks:", "if False:", f"{_BAD} -k a_file_can_be_bad"),
         ("if max(counts) > MAX_BLOCK_SLICES:", "if False:", f"{_HOSTILE} -k millions_of_slices"),
         ("if offsets[-1] != trailer.footer_offset:", "if False:", f"{_BAD} -k a_file_can_be_bad"),
-        ("if start + elements > holder.elements:", "if False:", f"{_BAD} -k member"),
     ),
     *_mutations(
         "footers",

@@ -1,0 +1,229 @@
+"""One record of a footer: written as JSON, and read and checked against docs/format.md. Pure.
+
+A footer is untrusted input: every number is checked before memory is allocated for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from reprlib import repr as shown  # short and shallow: what is shown may be long, and nested too deep for repr
+from typing import Any
+
+from dcp_nvcomp.codecs.base import CodecChain
+from dcp_nvcomp.codecs.dtypes import ELEMENT_TYPES, ElementType
+from dcp_nvcomp.errors import UnsupportedVersionError
+from dcp_nvcomp.format.blocks import BlockGrid
+
+__all__ = [
+    "KIND_BYTES",
+    "KIND_PACK",
+    "KIND_TENSOR",
+    "KIND_TORCH_SAVE",
+    "MAX_BLOCK_NBYTES",
+    "Invalid",
+    "Record",
+    "integer",
+    "parse_record",
+    "text",
+]
+
+KIND_TENSOR = "tensor"
+KIND_BYTES = "bytes"
+KIND_TORCH_SAVE = "torch_save"
+KIND_PACK = "pack"
+_KINDS = (KIND_TENSOR, KIND_BYTES, KIND_TORCH_SAVE, KIND_PACK)
+
+# So decoding takes less than 64 MiB in addition to the decoded block: planes, one of them unpacked, and a slice.
+MAX_BLOCK_NBYTES = 16 << 20
+MAX_DIMENSIONS = 64
+MAX_ELEMENTS = 1 << 62
+MAX_INTEGER = 1 << 62  # of any other number
+
+
+@dataclass(frozen=True)
+class Record:
+    """One record of a footer.
+
+    Attributes:
+        kind: `tensor`, `bytes`, `torch_save` or `pack`.
+        fqn: the state-dict key; empty for a pack.
+        shape: shape of the shard.
+        offsets: where it begins in the global tensor.
+        global_shape: the global tensor's shape.
+        element: the element type.
+        pack: index of the pack it lies in and its first element there; None for a record with blocks of its own.
+        grid: how it is cut into blocks; None in a pack.
+        chain: its codec chain; None in a pack.
+        first_block: row of its first block in the block table; 0 until the record is read.
+        block_count: how many rows it has there.
+    """
+
+    kind: str
+    fqn: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    element: ElementType
+    pack: tuple[int, int] | None = None
+    grid: BlockGrid | None = None
+    chain: CodecChain | None = None
+    first_block: int = 0
+    block_count: int = 0
+
+    @property
+    def elements(self) -> int:
+        """How many elements the shard has."""
+        return math.prod(self.shape)
+
+    @property
+    def uncompressed_nbytes(self) -> int:
+        """Bytes of the shard."""
+        return self.elements * self.element.nbytes
+
+    def to_json(self, place: int | tuple[int, int]) -> dict[str, Any]:
+        """Return the record as a footer describes it; `parse_record` is the inverse.
+
+        Args:
+            place: index of its codec chain in the footer; or, in a pack, the pack's index and its first element there.
+        """
+        row: dict[str, Any] = {}
+        if self.kind in (KIND_BYTES, KIND_PACK):
+            row["kind"] = self.kind
+        if self.kind != KIND_PACK:
+            row["fqn"] = self.fqn
+        row["shape"] = self.shape
+        if self.kind == KIND_TORCH_SAVE:
+            row |= {"kind": self.kind, "offsets": self.offsets, "global_shape": self.global_shape}
+        elif self.kind == KIND_TENSOR:
+            if any(self.offsets):
+                row["offsets"] = self.offsets
+            if self.global_shape != self.shape:
+                row["global_shape"] = self.global_shape
+        if isinstance(place, tuple):
+            row["pack"] = place
+            return row
+        assert self.grid is not None
+        return row | {"dtype": self.element.name, "block_shape": self.grid.block_shape, "codec": place}
+
+
+class Invalid(Exception):
+    """A footer breaks a rule of docs/format.md; becomes a FormatError with the file's path."""
+
+
+def _dimensions(value: Any, what: str, low: int = 0) -> tuple[int, ...]:
+    if not isinstance(value, list) or len(value) > MAX_DIMENSIONS:
+        raise Invalid(f"{what} must be a list of at most {MAX_DIMENSIONS} integers")
+    for size in value:
+        if type(size) is not int or not low <= size <= MAX_ELEMENTS:
+            raise Invalid(f"{what} holds {shown(size)}, which is not an integer from {low} to 2^62")
+    return tuple(value)
+
+
+def text(description: dict[str, Any], key: str) -> str:
+    """Return a text of a footer's JSON object."""
+    value = description.get(key)
+    if not isinstance(value, str):
+        raise Invalid(f"{key} must be text")
+    return value
+
+
+def integer(description: dict[str, Any], key: str) -> int:
+    """Return a number of a footer's JSON object."""
+    value = description.get(key)
+    if type(value) is not int or not 0 <= value <= MAX_INTEGER:
+        raise Invalid(f"{key} must be an integer from 0 to 2^62")
+    return value
+
+
+def _element_type(name: Any) -> ElementType:
+    element = ELEMENT_TYPES.get(name) if isinstance(name, str) else None
+    if element is None:
+        raise Invalid(f"the dtype {shown(name)} is unknown")
+    return element
+
+
+def _region(description: dict[str, Any], shape: tuple[int, ...], kind: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offsets and global shape of a record."""
+    offsets = _dimensions(description["offsets"], "offsets") if "offsets" in description else None
+    whole = _dimensions(description["global_shape"], "global_shape") if "global_shape" in description else None
+    if kind in (KIND_BYTES, KIND_PACK):
+        return (0,) * len(shape), shape
+    if kind == KIND_TORCH_SAVE:
+        # shape is that of the payload; where it belongs speaks of the tensor inside
+        return offsets or (), whole or ()
+    offsets = offsets if offsets is not None else (0,) * len(shape)
+    whole = whole if whole is not None else shape
+    if not len(offsets) == len(whole) == len(shape):
+        raise Invalid("shape, offsets and global_shape differ in their number of dimensions")
+    if any(offset + size > limit for offset, size, limit in zip(offsets, shape, whole, strict=True)):
+        raise Invalid("the shard reaches out of its global tensor")
+    return offsets, whole
+
+
+def parse_record(description: Any, earlier: Sequence[Record], chains: Sequence[CodecChain], first_block: int) -> Record:
+    """Check and return a record; the inverse of `Record.to_json`.
+
+    Args:
+        description: its JSON, which can be anything.
+        earlier: the records before it.
+        chains: the footer's codec chains.
+        first_block: row of its first block in the block table.
+
+    Raises:
+        Invalid: it breaks a rule of docs/format.md.
+        UnsupportedVersionError: it depends on another save.
+    """
+    if not isinstance(description, dict):
+        raise Invalid("it is not an object")
+    kind = description.get("kind", KIND_TENSOR)
+    if kind not in _KINDS:
+        raise Invalid(f"its kind {shown(kind)} is unknown")
+    if description.get("depends_on", []) != []:
+        raise UnsupportedVersionError(
+            "A record depends on another save, which this reader does not know. Update dcp-nvcomp."
+        )
+    fqn = "" if kind == KIND_PACK else text(description, "fqn")
+    shape = _dimensions(description.get("shape"), "shape")
+    if math.prod(shape) > MAX_ELEMENTS:
+        raise Invalid("it has more than 2^62 elements")
+    if kind != KIND_TENSOR and len(shape) != 1:
+        raise Invalid(f"a {kind} record must have one dimension")
+    offsets, whole = _region(description, shape, kind)
+    if "pack" in description:
+        pack, element = _parse_pack(description["pack"], earlier, math.prod(shape), kind)
+        return Record(kind, fqn, shape, offsets, whole, element, pack, first_block=first_block)
+    element = _element_type(description.get("dtype"))
+    if kind in (KIND_BYTES, KIND_TORCH_SAVE) and element.name != "uint8":
+        raise Invalid(f"a {kind} record must be uint8")
+    block_shape = _dimensions(description.get("block_shape"), "block_shape", low=1)
+    if len(block_shape) != len(shape):
+        raise Invalid("block_shape and shape differ in their number of dimensions")
+    grid = BlockGrid(shape, block_shape)
+    if math.prod(map(min, block_shape, shape)) * element.nbytes > MAX_BLOCK_NBYTES:
+        raise Invalid(f"its blocks are larger than {MAX_BLOCK_NBYTES} bytes")
+    codec = description.get("codec")
+    if type(codec) is not int or not 0 <= codec < len(chains):
+        raise Invalid(f"its codec {shown(codec)} is not in the list of codecs")
+    if not chains[codec].array_to_bytes.fits(element):
+        raise Invalid(f"its codec can't be that of {element.name} elements")
+    return Record(kind, fqn, shape, offsets, whole, element, None, grid, chains[codec], first_block, grid.block_count)
+
+
+def _parse_pack(value: Any, earlier: Sequence[Record], elements: int, kind: str) -> tuple[tuple[int, int], ElementType]:
+    if (
+        not isinstance(value, list)
+        or len(value) != 2
+        or not all(type(number) is int and number >= 0 for number in value)
+    ):
+        raise Invalid("pack must be two non-negative integers")
+    index, start = value
+    if kind == KIND_PACK or index >= len(earlier) or earlier[index].kind != KIND_PACK:
+        raise Invalid("pack must name an earlier pack")
+    holder = earlier[index]
+    if start + elements > holder.elements:
+        raise Invalid("it reaches out of its pack")
+    if kind in (KIND_BYTES, KIND_TORCH_SAVE) and holder.element.name != "uint8":
+        raise Invalid(f"a {kind} record can't lie in a pack of {holder.element.name}")
+    return (index, start), holder.element
