@@ -144,6 +144,7 @@ def test_slices(tmp_path: Path) -> None:
     assert {row["dtype"] for row in rows} == {"bfloat16", "float32"}
 
 
+@pytest.mark.tools
 def test_gpu_measurements_on_a_stand_in(tmp_path: Path) -> None:
     """All that does not need the GPU itself: blocks, batches, arenas, sums."""
     device = StandInDevice(ReferenceKernels())
@@ -185,6 +186,7 @@ class HostArray:
     cuda = cpu
 
 
+@pytest.mark.tools
 def test_gpu_checkpoints_on_a_stand_in(tmp_path: Path) -> None:
     device = StandInDevice(ReferenceKernels())
     device.nvcomp = SimpleNamespace(Codec=ContainerCodec, as_array=lambda data: HostArray(np.asarray(data)))

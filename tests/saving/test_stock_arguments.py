@@ -71,7 +71,8 @@ def test_mistyped_options_are_still_found(tmp_path: Path, option: str) -> None:
         NvcompWriter(tmp_path, **{option: 1})
 
 
-@pytest.mark.gpu  # it stages to page-locked memory
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: it stages to page-locked memory")
 def test_the_advice_for_cached_staging(tmp_path: Path) -> None:
     stager, writer = BlockingAsyncStager(cache_staged_state_dict=True), NvcompWriter(tmp_path)
     for seed in (1.0, 2.0):
