@@ -1,4 +1,4 @@
-"""`python -m dcp_nvcomp.cli`: the command where no script is installed."""
+"""`python -m dcp_nvcomp.cli`: the command without its installed script."""
 
 from dcp_nvcomp.cli.app import main
 

@@ -1,6 +1,6 @@
-"""The command `dcp-nvcomp`: what is in a checkpoint, whether it is whole, and how it is repaired.
+"""The command `dcp-nvcomp`: inspect, verify and repair checkpoints.
 
-Results go to stdout, errors to stderr in one line. Exit status: 0, 1 where the checkpoint or the storage is at fault,
+Results go to stdout, errors to stderr in one line. Exit status: 0, 1 if the checkpoint or the storage is at fault,
 2 for a wrong command line.
 """
 

@@ -73,11 +73,11 @@ def _print_cleaning(found: Cleaning) -> None:
     for orphan in found.orphans:
         output.print(f"{done} {orphan.kind} {orphan.name}, {decimal(orphan.nbytes)}")
     count = f"{len(found.orphans)} orphan{'' if len(found.orphans) == 1 else 's'}"
-    output.print(f"{found.path}: {done} {count}, {decimal(found.nbytes)}; {found.young} too young to tell.")
+    output.print(f"{found.path}: {done} {count}, {decimal(found.nbytes)}; {found.young} too young to remove.")
     for save_id in found.recoverable:
         output.print(f"Kept save {save_id}: there is no `.metadata`, but `dcp-nvcomp recover` can bring it back.")
     if found.foreign:
-        output.print(f"{len(found.foreign)} unused files of stock DCP stay: {', '.join(found.foreign)}")
+        output.print(f"{len(found.foreign)} unused files of stock DCP kept: {', '.join(found.foreign)}")
 
 
 def _print_run(found: RunCleaning) -> None:

@@ -1,4 +1,4 @@
-"""What the commands of `dcp-nvcomp` share: their arguments, storage options, one-line errors, a safe console."""
+"""Shared by the commands of `dcp-nvcomp`: arguments, storage options, one-line errors, a safe console."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Options = Annotated[
         "--option",
         "-o",
         metavar="KEY=VALUE",
-        help="An option of the storage, such as anon=true; may be repeated. VALUE is JSON where it parses as such, "
+        help="An option of the storage, such as anon=true; may be repeated. VALUE is JSON if it parses as such, "
         """e.g. client_kwargs='{"endpoint_url": "http://127.0.0.1:9000"}', else text.""",
     ),
 ]
@@ -33,7 +33,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON document instead 
 
 
 def parse_storage_options(given: list[str] | None) -> dict[str, Any]:
-    """The options of the storage from the command line."""
+    """Return the storage options given on the command line."""
     options: dict[str, Any] = {}
     for text in given or []:
         key, equals, value = text.partition("=")
@@ -49,7 +49,7 @@ def parse_storage_options(given: list[str] | None) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Exit with status 1 and one line instead of a traceback where a checkpoint or its storage is at fault."""
+    """Exit with status 1 and one line instead of a traceback if a checkpoint or its storage is at fault."""
     try:
         yield
     except CheckpointError as error:
@@ -58,7 +58,7 @@ def one_line_errors() -> Iterator[None]:
 
 
 def printable(text: str) -> str:
-    """Text from a checkpoint, without anything that a terminal would obey or an encoding would choke on."""
+    """Return text from a checkpoint without anything that a terminal would obey or an encoding would choke on."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

@@ -1,4 +1,4 @@
-"""`dcp-nvcomp recover`: publish `.metadata` again."""
+"""`dcp-nvcomp recover`: restore `.metadata`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["recover_command"]
 
 
 SaveId = Annotated[
-    str | None, typer.Option("--save-id", metavar="ID", help="The save to bring back, where several are possible.")
+    str | None, typer.Option("--save-id", metavar="ID", help="The save to restore, if several are possible.")
 ]
 
 
 def recover_command(url: Url, save_id: SaveId = None, option: Options = None) -> None:
-    """Publish `.metadata` again where it was lost or damaged, from the copy that each save leaves.
+    """Restore a lost or corrupt `.metadata` from the copy that each save leaves.
 
-    Never replaces a good checkpoint. Exit status 1 where nothing could be brought back, or a save must be named.
+    Never replaces a good checkpoint. Exit status 1 if nothing could be restored, or a save must be named.
     """
     if save_id is not None and copy_name_of(save_id) is None:
         raise typer.BadParameter(f"{save_id!r} is not of 32 hexadecimal digits.", param_hint="--save-id")

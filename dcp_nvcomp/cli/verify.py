@@ -1,4 +1,4 @@
-"""`dcp-nvcomp verify`: what is wrong with a checkpoint, one line each."""
+"""`dcp-nvcomp verify`: list what is wrong with a checkpoint, one line each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Full = Annotated[bool, typer.Option("--full", help="Decode every block too, and 
 
 
 def verify_command(url: Url, full: Full = False, option: Options = None, as_json: AsJson = False) -> None:
-    """Check every byte of a checkpoint against its checksums, and name all that is damaged or missing.
+    """Check every byte of a checkpoint against its checksums, and name all that is corrupt or missing.
 
     Exit status 1 if anything is; warnings do not count, nor do blocks that only a GPU could decode.
     """
@@ -62,7 +62,7 @@ def _print(found: Verification) -> None:
     state = "sound" if found.is_sound else "DAMAGED"
     output.print(f"{found.path} is {state}: {counted}, {decimal(found.nbytes)} in {files} checked.")
     if is_stock:
-        output.print("Stock DCP stores no checksums of its own, so not every damage can be found.")
+        output.print("Stock DCP stores no checksums of its own, so some corruption can't be found.")
     if found.undecoded_blocks:
         output.print(
             f"{found.undecoded_blocks} of the blocks were not decoded, as that takes a GPU (codec ans); their stored "

@@ -1,23 +1,23 @@
-"""Removes what saves that failed or were killed left behind; safe while saves, loads and other cleanings run.
+"""Remove what failed and killed saves left behind; safe while saves, loads and other cleanings run.
 
     clean_checkpoint(path) -> Cleaning        prints nothing: cli/clean.py does
 
 What may go is a name that only this project gives, and gives once: `__<rank>_<n>_<id>.distcp`, `__<save_id>.metadata`,
-the temporaries of a publish, and unfinished multipart uploads of these. Anything else stays. Stock DCP's
-`__<rank>_<n>.distcp` stay too, although no root may name them: stock DCP uses these names again in each save, so that
-what is removed need not be what was looked at. They are counted as `foreign`.
+the temporaries of a publish, and unfinished multipart uploads of these. Anything else is kept. Stock DCP's
+`__<rank>_<n>.distcp` are kept too, although no root may name them: stock DCP uses these names again in each save, so
+the file that is removed need not be the one that was looked at. They are counted as `foreign`.
 
 1  list the files, then the unfinished uploads
 2  read the roots: `.metadata`, and each `__<rank>.metadata`. All must be readable and all of their data files must be
    there, or nothing is done: in a damaged checkpoint an orphan may be what `recover` needs. If there is no root at all,
    as after a first save that died, each `__<save_id>.metadata` whose files are all there counts as one: `recover` could
    bring it back. Then ask the storage for the time
-3  an orphan is what no root names and what is older than `older_than`. What has the same id, hence is of the same rank
-   and save, is as old as the youngest of it; and what a young `__<save_id>.metadata` names is as young as that (one
-   that can't be read ends the cleaning)
-4  list once more and read the roots once more, right before removing; what is live or young by now stays
-5  remove: temporaries and `__<save_id>.metadata` first, so that none of these ever names files that are gone; then data
-   files, some at a time with step 4 before each; then abort the uploads
+3  an orphan is what no root names and what is older than `older_than`. Files with the same id belong to the same rank
+   and save, and count as old as the youngest of them; and what a young `__<save_id>.metadata` names is as young as
+   that (one that can't be read ends the cleaning)
+4  list once more and read the roots once more, right before removing; what is live or young by now is kept
+5  remove: temporaries and `__<save_id>.metadata` first, so that none of these ever names deleted files; then data files,
+   some at a time with step 4 before each; then abort the uploads
 
 Why nothing live is removed:
 
@@ -32,9 +32,9 @@ Why nothing live is removed:
 - What `recover` could bring back: if `.metadata` is damaged or misses files, this does nothing; if it is lost, a save
   that is complete is kept, and `recoverable` names it. A recovery between 2 and 5 is seen in 4.
 - A first save under way, in a directory without any root: as any other save under way.
-- Another cleaning removes the same: what is gone already is fine.
-- Ages are by the storage's own clock, so that a machine whose clock is wrong does no harm. What the storage tells no
-  age of stays. (S3 counts from when an upload was begun, not from when it was completed.)
+- Another cleaning removes the same: a file that is missing already is fine.
+- Ages are by the storage's own clock, so a machine whose clock is wrong does no harm. Files of unknown age are
+  kept. (S3 counts from when an upload was begun, not from when it was completed.)
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ __all__ = ["MIN_AGE_SECONDS", "Cleaning", "Orphan", "check_age", "clean_checkpoi
 MIN_AGE_SECONDS: Final = 3600.0
 # Files that are removed after one look at the roots.
 BATCH: Final = 1000
-# How often the roots are read again where a save replaces them meanwhile.
+# How often the roots are read again if a save replaces them in between.
 ATTEMPTS: Final = 5
 
 _ID = "[0-9a-f]{32}"
@@ -85,7 +85,7 @@ class Orphan:
     Attributes:
         kind: `data`, `metadata` (an immutable copy), `temporary` or `upload`.
         name: the file; of an upload, the one it was to become.
-        nbytes: its size; of an upload 0, as it is not told.
+        nbytes: its size; 0 for an upload, whose size is unknown.
         age_seconds: by the storage's clock, since it or what belongs to it was last written.
     """
 
@@ -97,15 +97,15 @@ class Orphan:
 
 @dataclass(frozen=True)
 class Cleaning:
-    """What `clean_checkpoint` did.
+    """Result of `clean_checkpoint`.
 
     Attributes:
         path: the checkpoint.
-        dry_run: whether nothing was removed.
-        older_than_seconds: what was too young to go.
+        dry_run: True if nothing was removed.
+        older_than_seconds: nothing younger than this was removed.
         orphans: what was removed, or would have been.
         young: how many files and uploads no root names, but are too young.
-        foreign: files of the names that stock DCP uses, which no root names; they stay.
+        foreign: files of the names that stock DCP uses, which no root names; they are kept.
         recoverable: ids of complete saves that were kept although there is no `.metadata`: `recover` could bring one
             back.
     """
@@ -152,9 +152,9 @@ def clean_checkpoint(
 
     Args:
         path: a local path or any fsspec URL.
-        older_than_seconds: what was written later than so many seconds ago stays; at least an hour. It must be longer
-            than the longest save to this path takes, as nothing else tells a save under way from a dead one.
-        dry_run: only say what would be removed.
+        older_than_seconds: files written less than this long ago are kept; at least an hour. It must be longer than
+            the longest save to this path takes: nothing else distinguishes a running save from a dead one.
+        dry_run: only report what would be removed.
         storage_options: for the fsspec filesystem, such as `endpoint_url` and `key` for S3.
 
     Returns:
@@ -211,14 +211,14 @@ class _Item:
 
     kind: str
     name: str
-    file_id: str  # empty where its name has none
+    file_id: str  # empty if its name has none
     nbytes: int
     seconds: float  # when it was written
     upload: UnfinishedUpload | None = None
 
 
 def _uploads(filesystem: Filesystem) -> list[UnfinishedUpload]:
-    """Unfinished uploads, where the store lists them: some do not, or not to everybody."""
+    """Return the unfinished uploads; none if the store, or these credentials, can't list them."""
     try:
         return filesystem.list_uploads()
     except StorageError as error:
@@ -229,7 +229,7 @@ def _uploads(filesystem: Filesystem) -> list[UnfinishedUpload]:
 
 
 def _look(filesystem: Filesystem, older_than_seconds: float) -> _Found:
-    """Steps 1 to 3."""
+    """Do steps 1 to 3."""
     files = filesystem.list_files()
     uploads = _uploads(filesystem)
     sizes = {file.name: file.nbytes for file in files}
@@ -269,7 +269,7 @@ def _look(filesystem: Filesystem, older_than_seconds: float) -> _Found:
 
 
 def _describe(name: str) -> tuple[str, str, str] | None:
-    """Kind, name and id of a file of ours; None for any other."""
+    """Return kind, name and id of a file of ours; None for any other."""
     if match := _DATA_NAME.fullmatch(name):
         return "data", name, match[1]
     if save_id := save_id_of_copy(name):
@@ -286,7 +286,7 @@ def _describe_upload(name: str) -> tuple[str, str, str] | None:
 
 
 def _whole_roots(filesystem: Filesystem, sizes: Mapping[str, int]) -> list[Root]:
-    """The roots, all of whose files are there.
+    """Return the roots, all of whose files are there.
 
     Args:
         filesystem: the directory.
@@ -333,7 +333,7 @@ def _problem(filesystem: Filesystem, roots: Iterable[Root], sizes: Mapping[str, 
             if nbytes is None or (file is not None and nbytes != file.nbytes):
                 nbytes = filesystem.file_nbytes(name)  # newer than the listing, perhaps
             path = filesystem.location(name)
-            advice = "Nothing was removed: `dcp-nvcomp verify` tells what is damaged, `recover` may need the orphans."
+            advice = "Nothing was removed: run `dcp-nvcomp verify`; `recover` may need the orphans."
             if nbytes is None:
                 return StorageError(f"{root.name} names a file that is missing. {advice}", path=path)
             if file is not None and nbytes != file.nbytes:
@@ -342,7 +342,7 @@ def _problem(filesystem: Filesystem, roots: Iterable[Root], sizes: Mapping[str, 
 
 
 def _youngest(filesystem: Filesystem, items: Sequence[_Item], limit_seconds: float) -> dict[_Item, float]:
-    """For each item, when the youngest of what belongs to it was written.
+    """Return, for each item, when the youngest of what belongs to it was written.
 
     Args:
         filesystem: the directory.
@@ -364,7 +364,7 @@ def _youngest(filesystem: Filesystem, items: Sequence[_Item], limit_seconds: flo
 
 
 def _named_by_copy(filesystem: Filesystem, name: str) -> set[str]:
-    """The files of a save that is about to be published, or was about to be."""
+    """Return the files of a save that is about to be published, or was about to be."""
     try:
         return read_root(filesystem, name).names()
     except CheckpointError as error:
@@ -374,7 +374,7 @@ def _named_by_copy(filesystem: Filesystem, name: str) -> set[str]:
 
 
 def _remove(filesystem: Filesystem, older_than_seconds: float, found: _Found) -> Iterator[Orphan]:
-    """Steps 4 and 5. Gives what was removed."""
+    """Do steps 4 and 5, and yield what was removed."""
     metadata = [orphan for orphan in found.orphans if orphan.kind in ("metadata", "temporary")]
     data = [orphan for orphan in found.orphans if orphan.kind == "data"]
     batches = [metadata] + [data[start : start + BATCH] for start in range(0, len(data), BATCH)]
@@ -391,6 +391,6 @@ def _remove(filesystem: Filesystem, older_than_seconds: float, found: _Found) ->
 
 
 def _still_orphans(filesystem: Filesystem, older_than_seconds: float, batch: Sequence[Orphan]) -> list[Orphan]:
-    """Those that are orphans still: a save may have been published since, or be about to."""
+    """Return the orphans that still are: a save may have been published since, or be about to."""
     names = {orphan.name for orphan in _look(filesystem, older_than_seconds).orphans if orphan.kind != "upload"}
     return [orphan for orphan in batch if orphan.name in names]

@@ -1,10 +1,10 @@
-"""What a checkpoint holds and what it takes: from its metadata and its files' footers; payloads are never read.
+"""List the contents and sizes of a checkpoint from its metadata and footers; payloads are never read.
 
     inspect_checkpoint(path) -> Inspection        prints nothing: cli/inspect.py does
 
 A tensor that lies in a pack has no bytes of its own in the file: it is given its share of the pack's, in proportion to
 its own size. Shares are rounded so that those of a pack add up. Python objects and payloads of stock checkpoints count
-as stored, as nothing outside of them tells their true size.
+as stored, because nothing outside of them holds their true size.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class DataFile:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What `inspect_checkpoint` found.
+    """Result of `inspect_checkpoint`.
 
     Attributes:
         path: the checkpoint.
@@ -108,7 +108,7 @@ class Inspection:
 
     @property
     def ratio(self) -> float:
-        """Uncompressed size over that of the data files; 1.0 where there is nothing."""
+        """Uncompressed size over that of the data files; 1.0 if there is nothing."""
         uncompressed_nbytes = self.totals.uncompressed_nbytes
         return uncompressed_nbytes / self.file_nbytes if uncompressed_nbytes and self.file_nbytes else 1.0
 
@@ -155,7 +155,7 @@ def _totals_json(totals: Totals) -> dict[str, Any]:
 
 
 def inspect_checkpoint(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Inspection:
-    """Say what a checkpoint holds. Reads its metadata and footers only.
+    """Return the contents of a checkpoint. Reads its metadata and footers only.
 
     Args:
         path: a local path or any fsspec URL.
@@ -176,7 +176,7 @@ def inspect_checkpoint(path: str | os.PathLike[str], *, storage_options: Mapping
 
 @dataclass(frozen=True)
 class _Stored:
-    """What was found out of one shard."""
+    """What is known of one shard."""
 
     fqn: str
     kind: str
@@ -219,7 +219,7 @@ def _inspect(filesystem: Filesystem, metadata: Metadata) -> Inspection:
 
 
 def _items(metadata: Metadata, stored: Sequence[_Stored]) -> tuple[Item, ...]:
-    """Shards gathered by key; also the keys of which nothing is stored."""
+    """Gather shards by key; keys without any shard are included."""
     by_fqn: dict[str, list[_Stored]] = {fqn: [] for fqn in metadata.state_dict_metadata}
     for one in stored:
         by_fqn.setdefault(one.fqn, []).append(one)
@@ -242,7 +242,7 @@ def _items(metadata: Metadata, stored: Sequence[_Stored]) -> tuple[Item, ...]:
 
 
 def _records(footer: Footer, entries: Sequence[tuple[MetadataIndex, int]]) -> Iterator[_Stored]:
-    """What one data file's footer says of the shards that `.metadata` places there."""
+    """Yield what a footer holds of the shards that `.metadata` places in its file."""
     for index, number in entries:
         record = footer.records[number] if 0 <= number < len(footer.records) else None
         if record is None or record.fqn != index.fqn:
@@ -258,7 +258,7 @@ def _records(footer: Footer, entries: Sequence[tuple[MetadataIndex, int]]) -> It
 
 
 def _encoded_nbytes(footer: Footer, record: Record, holder: Record) -> int:
-    """Bytes in the file; in a pack, the record's share of them."""
+    """Return the record's bytes in the file; in a pack, its share of them."""
     encoded_nbytes = footer.record_encoded_nbytes(holder)
     if record.pack is None or not holder.elements:
         return encoded_nbytes

@@ -1,21 +1,21 @@
-"""Brings back a checkpoint whose `.metadata` was lost or damaged, from its immutable `__<save_id>.metadata`.
+"""Restore a checkpoint whose `.metadata` is lost or corrupt from its immutable `__<save_id>.metadata`.
 
-    recover_checkpoint(path) -> Recovery        prints nothing: cli/clean.py does
+    recover_checkpoint(path) -> Recovery        prints nothing: cli/recover.py does
 
-1  how is `.metadata`? Where it can be read and all of its files are there, there is nothing to do, and nothing is done
-   whatever was asked for: a good checkpoint is never replaced
-2  which `__<save_id>.metadata` are there, and which of them are complete: it can be read, is of the save in its name,
-   and each file that it names has the size and the footer that it says
+1  check `.metadata`. If it can be read and all of its files are there, do nothing, whatever was asked for: a good
+   checkpoint is never replaced
+2  find each `__<save_id>.metadata` that is complete: it can be read, is of the save in its name, and each file that it
+   names has the size and the footer that it says
 3  if exactly one save is complete, or the complete one that was named, its bytes are published as `.metadata`
 
-A save must be named (`save_id`) where several are complete, and also where `.metadata` can be read but misses files,
-where it asks for globals that are not allowed (it may be good, and need `trusted_globals`), and where ranks' own
-metadata is there, which a load would no longer see: in these cases what is there may still be worth something.
+A save must be named (`save_id`) if several are complete. The same holds if `.metadata` can be read but misses files,
+if it asks for globals that are not allowed (it may be good, and need `trusted_globals`), and if there is metadata of
+single ranks, which a load would no longer see: in these cases the existing metadata may still be of use.
 
-Races. A lost `.metadata` is published so that it replaces nothing: where a save is faster, the save wins. A damaged one
+Races. A lost `.metadata` is published so that it replaces nothing: if a save is faster, the save wins. A corrupt one
 is read again right before it is replaced; a save that publishes between these two is replaced, and its own
-`__<save_id>.metadata` and files stay: do not recover while a save to the same path is running. `clean` refuses to run
-if `.metadata` is damaged or misses files, and keeps complete saves if it is lost, so it never takes away what a
+`__<save_id>.metadata` and files are kept: do not recover while a save to the same path is running. `clean` refuses to
+run if `.metadata` is corrupt or misses files, and keeps complete saves if it is lost, so it never removes what a
 recovery needs.
 """
 
@@ -56,10 +56,10 @@ class Candidate:
 
     Attributes:
         save_id: its id.
-        modified_seconds: when that was written, in seconds since 1970 by the storage's clock; None if it is not told.
-        keys: how many keys it has; 0 where that can't be read.
+        modified_seconds: when that was written, in seconds since 1970 by the storage's clock; None if unknown.
+        keys: number of its keys; 0 if it can't be read.
         nbytes: size of its data files together.
-        problems: what is missing or damaged; empty if it is complete.
+        problems: what is missing or corrupt; empty if it is complete.
     """
 
     save_id: str
@@ -70,20 +70,20 @@ class Candidate:
 
     @property
     def is_complete(self) -> bool:
-        """Whether it can be brought back."""
+        """True if it can be restored."""
         return not self.problems
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """What `recover_checkpoint` did, or why it did nothing.
+    """Result of `recover_checkpoint`.
 
     Attributes:
         path: the checkpoint.
         outcome: `recovered`: `.metadata` was published again. `intact`: there was nothing to do. `ambiguous`: a save
             must be named, and nothing was done. `impossible`: there is none that could be brought back.
-        save_id: the save that `.metadata` is of now; None where there is none, or stock DCP's.
-        reason: what was wrong with `.metadata`, and, where nothing was done, why.
+        save_id: the save that `.metadata` is of now; None if there is none, or stock DCP's.
+        reason: what was wrong with `.metadata`, and, if nothing was done, why.
         candidates: the saves that were looked at, the latest first.
     """
 
@@ -96,7 +96,7 @@ class Recovery:
 
 @dataclass(frozen=True)
 class _Current:
-    """How `.metadata` is: whether a load could use it, and whether it may be replaced only by a save that was named."""
+    """State of `.metadata`: can a load use it, and may only a named save replace it?"""
 
     is_good: bool
     must_be_named: bool
@@ -108,11 +108,11 @@ class _Current:
 def recover_checkpoint(
     path: str | os.PathLike[str], *, save_id: str | None = None, storage_options: Mapping[str, Any] | None = None
 ) -> Recovery:
-    """Publish a complete save's metadata as `.metadata` again, where that was lost or damaged.
+    """Restore a lost or corrupt `.metadata` from the copy of a complete save.
 
     Args:
         path: a local path or any fsspec URL.
-        save_id: the save to bring back, 32 hexadecimal digits; only needed where more than one could be meant.
+        save_id: the save to restore, 32 hexadecimal digits; only needed if more than one could be meant.
         storage_options: for the fsspec filesystem, such as `endpoint_url` and `key` for S3.
 
     Returns:
@@ -151,13 +151,13 @@ def _recover(filesystem: Filesystem, save_id: str | None) -> Recovery:
         which = "No save here is complete" if save_id is None else f"Save {save_id} is not here, or not complete"
         return result(IMPOSSIBLE, None, f"{current.what} {which}.")
     if len(complete) > 1 or (current.must_be_named and save_id is None):
-        return result(AMBIGUOUS, None, f"{current.what} Name the save that is to be brought back.")
+        return result(AMBIGUOUS, None, f"{current.what} Name the save to restore.")
     _publish(filesystem, complete[0].save_id, current)
     return result(RECOVERED, complete[0].save_id, current.what)
 
 
 def _look_at_current(filesystem: Filesystem, names: Sequence[str]) -> _Current:
-    """What a load would find. Raises where the storage, not the file, is at fault."""
+    """Return what a load would find. Raises if the storage, not the file, is at fault."""
     if filesystem.file_nbytes(METADATA_NAME) is None:
         if any(rank_of_metadata_name(name) is not None for name in names):
             return _Current(False, True, "`.metadata` is missing, but there is metadata of single ranks.", None)
@@ -198,7 +198,7 @@ def _candidate(filesystem: Filesystem, file: FileInfo, save_id: str) -> Candidat
 
 
 def _problems(filesystem: Filesystem, root: Root) -> list[str]:
-    """What is wrong with the files that a metadata file names."""
+    """Return what is wrong with the files that a metadata file names."""
 
     def problem(item: tuple[str, DataFileRef | None]) -> str | None:
         name, file = item
@@ -220,7 +220,7 @@ def _publish(filesystem: Filesystem, save_id: str, current: _Current) -> None:
     data = read_root(filesystem, copy).data
     if current.data is not None:
         if filesystem.read_all(METADATA_NAME, limit_nbytes=MAX_METADATA_NBYTES) != current.data:
-            message = "Another save was published meanwhile. Nothing was changed."
+            message = "Another save was published in the meantime. Nothing was changed."
             raise ConcurrentSaveError(message, path=filesystem.location(METADATA_NAME))
         filesystem.publish(METADATA_NAME, data)
     else:

@@ -1,1 +1,1 @@
-"""Where bytes live: the contract, and one folder for each kind of storage."""
+"""Storage: the contract, and one folder for each kind."""

@@ -1,4 +1,4 @@
-"""What the package asks of storage, and the few rules that every implementation shares.
+"""The contract of storage, and the few rules that every implementation shares.
 
     data files    open_output -> write ... -> close      or abort, which leaves nothing
     commit        publish: readers see all of the bytes or none of them
@@ -56,8 +56,8 @@ class FileInfo:
     Attributes:
         name: its name.
         nbytes: its size.
-        modified_seconds: when it was last written, in seconds since 1970 by the storage's clock; None where the storage
-            does not tell.
+        modified_seconds: when it was last written, in seconds since 1970 by the storage's clock; None if the storage
+            does not report it.
     """
 
     name: str
@@ -67,7 +67,7 @@ class FileInfo:
 
 @dataclass(frozen=True)
 class UnfinishedUpload:
-    """A multipart upload that was begun and neither completed nor aborted: an object store keeps its parts for ever.
+    """A multipart upload that was begun and neither completed nor aborted: an object store keeps its parts until then.
 
     Attributes:
         name: the file it was to become.
@@ -97,16 +97,16 @@ class OutputStream(ABC):
 
 
 class Filesystem(ABC):
-    """One checkpoint's directory. Used by several threads at once; made anew in each process, never pickled."""
+    """One checkpoint's directory. Used by several threads at once; opened in each process, never pickled."""
 
     path: str  # as the user gave it, for messages
-    parallel_reads: int  # how many range reads at once pay off here
-    file_nbytes_worthwhile: int  # from what size on a file is worth the opening and the syncing
-    read_copies: int  # how often what is read is in memory, for a moment, while `read_into` runs
+    parallel_reads: int  # how many concurrent range reads pay off
+    file_nbytes_worthwhile: int  # minimum size that justifies another file's open and fsync
+    read_copies: int  # peak number of copies of the data in memory during `read_into`
 
     @abstractmethod
     def output_streams(self, thread_count: int, memory_budget: int) -> int:
-        """How many output streams at once pay off here.
+        """Return how many concurrent output streams pay off.
 
         Args:
             thread_count: threads that make what is written.
@@ -114,7 +114,7 @@ class Filesystem(ABC):
         """
 
     def location(self, name: str) -> str:
-        """The full path of a file of the checkpoint, for messages."""
+        """Return the full path of a file of the checkpoint, for messages."""
         return f"{self.path.rstrip('/')}/{name}"
 
     @abstractmethod
@@ -135,7 +135,7 @@ class Filesystem(ABC):
 
     @abstractmethod
     def read(self, name: str, start: int, stop: int) -> bytes:
-        """Exactly the bytes `start` to `stop` (half-open), or TruncatedFileError."""
+        """Return exactly the bytes `start` to `stop` (half-open), or raise TruncatedFileError."""
 
     @abstractmethod
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
@@ -143,39 +143,39 @@ class Filesystem(ABC):
 
     @abstractmethod
     def read_all(self, name: str, *, limit_nbytes: int) -> bytes:
-        """A whole small file as it is now; FormatError where it is larger than the limit."""
+        """Return a whole small file as it is now, or raise FormatError if it is larger than the limit."""
 
     @abstractmethod
     def file_nbytes(self, name: str) -> int | None:
-        """The size of a file as the storage sees it now, or None where there is no such file."""
+        """Return the size of a file as the storage sees it now, or None if there is no such file."""
 
     @abstractmethod
     def list_files(self) -> list[FileInfo]:
-        """The plain files directly in the directory, by name; empty where there is none."""
+        """Return the plain files directly in the directory, by name; none if there is no directory."""
 
     @abstractmethod
     def list_below(self) -> list[str]:
         """Return the relative paths of all files at any depth, and of what unfinished uploads are to become."""
 
     def list_names(self) -> list[str]:
-        """Sorted names of the plain files directly in the directory; empty where there is none."""
+        """Return the sorted names of the plain files directly in the directory; none if there is no directory."""
         return [file.name for file in self.list_files()]
 
     def list_uploads(self) -> list[UnfinishedUpload]:
-        """Unfinished multipart uploads of files directly in the directory. Only object stores have any."""
+        """Return unfinished multipart uploads of files directly in the directory. Only object stores have any."""
         return []
 
     def abort_uploads(self, uploads: Iterable[UnfinishedUpload]) -> None:
-        """Throw away the parts of unfinished uploads; those that are gone already are fine."""
+        """Delete the parts of unfinished uploads; missing ones are fine."""
         assert not list(uploads)
 
     @abstractmethod
     def now_seconds(self) -> float:
-        """Seconds since 1970 by the clock that `FileInfo.modified_seconds` was taken from."""
+        """Return seconds since 1970 by the clock that `FileInfo.modified_seconds` was taken from."""
 
     @abstractmethod
     def remove(self, names: Iterable[str]) -> None:
-        """Remove files; those that are missing already are fine."""
+        """Remove files; missing ones are fine."""
 
     def map(self, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
         """Return the result of `function` for each item, as many at once as reads pay off; the first error ends it."""
@@ -207,7 +207,7 @@ def check_relative_path(name: str, *, path: str) -> str:
     raise UnsafePathError(f"The checkpoint names a file {name!r}, which is not allowed: {reason}.", path=path)
 
 
-# What clients leave out when they raise one of Python's own subclasses of OSError.
+# The errno that clients leave out when they raise one of Python's own subclasses of OSError.
 _ERRNO: tuple[tuple[type[OSError], int], ...] = (
     (FileNotFoundError, errno.ENOENT),
     (PermissionError, errno.EACCES),
@@ -216,7 +216,7 @@ _ERRNO: tuple[tuple[type[OSError], int], ...] = (
 )
 
 
-# Answers after which it is certain that nothing was done.
+# Errors after which it is certain that nothing was done.
 _REFUSALS = (
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOENT, errno.EEXIST, errno.ENOTDIR),
     *(errno.EISDIR, errno.EINVAL, errno.ENAMETOOLONG, errno.ENOSYS, errno.ENOTSUP),
@@ -263,7 +263,7 @@ def is_not_found(error: Exception) -> bool:
 
 
 def completed(error: Exception) -> Exception:
-    """The same error with its errno, and with the client's words where its own are missing (Ceph sends only codes)."""
+    """Return the error with its errno, and with the client's words if its own are missing (Ceph sends only codes)."""
     if getattr(error, "errno", None) is None and is_not_found(error) and not isinstance(error, FileNotFoundError):
         return FileNotFoundError(errno.ENOENT, f"{type(error).__name__}: {error}")
     if not isinstance(error, OSError) or error.errno is not None:
@@ -278,11 +278,11 @@ def already_published(path: str) -> ConcurrentSaveError:
 
 
 def too_large(path: str, limit_nbytes: int) -> FormatError:
-    """What `read_all` raises for a file beyond its limit."""
+    """Return what `read_all` raises for a file beyond its limit."""
     return FormatError(f"The file is larger than {limit_nbytes} bytes, the most that is read at once.", path=path)
 
 
 def too_short(path: str, start: int, stop: int, file_nbytes: int) -> TruncatedFileError:
-    """What range reads raise beyond the end of a file."""
+    """Return what range reads raise beyond the end of a file."""
     message = f"The file ends after {file_nbytes} bytes, before what is asked for: it was truncated or replaced."
     return TruncatedFileError(message, path=path, byte_range=(start, stop))

@@ -91,7 +91,7 @@ class FsspecFilesystem(RemoteFilesystem):
     def publish(self, name: str, data: bytes, *, overwrite: bool = True) -> None:
         check_relative_path(name, path=self.path)
         # Only a check: two saves that publish at the very same time both pass it, and if the filesystem has no
-        # exclusive mode the later one stays.
+        # exclusive mode the later one wins.
         if not overwrite and self.file_nbytes(name) is not None:
             raise already_published(self.location(name))
         if self._is_object_store or not self._moves.can_move:
@@ -285,7 +285,7 @@ class _FsspecOutput(OutputStream):
     def abort(self) -> None:
         if self._state in ("closed", "aborted"):
             return
-        may_exist = self._state == "broken"  # a close that failed may have been heard nevertheless
+        may_exist = self._state == "broken"  # a close that failed may have taken effect nevertheless
         self._state = "aborted"
         try:
             if not self._discard():
@@ -303,7 +303,7 @@ class _FsspecOutput(OutputStream):
                     logger.warning("Could not remove the unfinished %s: %s", self._location, words)
 
     def _discard(self) -> bool:
-        """Throw away what was uploaded so far; False where this kind of file can't."""
+        """Discard what was uploaded so far; return False if this kind of file can't."""
         if not isinstance(self._file, AbstractBufferedFile) or type(self._file).discard is AbstractBufferedFile.discard:
             return False
         self._file.closed = True  # its close() and __del__ would commit the truncated file
@@ -311,7 +311,7 @@ class _FsspecOutput(OutputStream):
         return True
 
     def __del__(self) -> None:
-        # Dropped without close or abort. Commit nothing; and no requests here, the loop may be gone.
+        # Dropped without close or abort. Commit nothing; and send no requests here: the loop may be closed.
         if getattr(self, "_state", "closed") in ("open", "broken") and isinstance(
             getattr(self, "_file", None), AbstractBufferedFile
         ):

@@ -13,7 +13,7 @@ __all__ = ["Moves"]
 _REPLACING: Final = ("posix_rename", "replace")
 _MOVING: Final = ("mv", "rename", "move")
 _SMB: Final = "fsspec.implementations.smb"
-# Windows and Samba let nobody replace a file that a reader holds open: "sharing violation", "access denied".
+# Windows and Samba refuse to replace a file that a reader holds open: "sharing violation", "access denied".
 _SMB_HELD_OPEN: Final = (0xC0000043, 0xC0000022)
 _SMB_PAUSES_SECONDS: Final = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 0.0)
 

@@ -1,4 +1,4 @@
-"""Where a checkpoint's bytes live: `open_filesystem` gives the `Filesystem` for a path or URL.
+"""`open_filesystem` returns the `Filesystem` for a path or URL.
 
 Local paths use system calls (local/filesystem.py); every other URL goes through fsspec, which is imported nowhere else.
 The contract that both keep is in base.py.
@@ -50,7 +50,7 @@ def open_filesystem(
         deadline_seconds: on S3, how long one operation may take with all its retries.
         storage_options: for the fsspec filesystem, as they are; never changed. `storage_deadline_seconds` among them
             counts instead of `deadline_seconds`: so the commands take it.
-        known_options: names of the options that the caller itself takes, to tell a typing error by.
+        known_options: names of the caller's own options, for hints at typing errors.
 
     Raises:
         ConfigurationError: an option or the protocol is unknown, or its package is not installed.
@@ -132,7 +132,7 @@ _CLOSED = ("file", "local", "memory", "s3", "s3a")
 def _check_options(
     filesystem_class: type, protocol: str, options: Mapping[str, Any], known_options: Sequence[str], *, may_pass: bool
 ) -> None:
-    """Refuse options that nobody takes: fsspec and s3fs would swallow them, or fail late and unclearly."""
+    """Refuse unknown options: fsspec and s3fs would ignore them, or fail late and unclearly."""
     names = set(_COMMON_OPTIONS + (_S3_SESSION_OPTIONS if protocol in _S3 else ()))
     for base in filesystem_class.__mro__:
         if "__init__" in vars(base) and base is not object:

@@ -1,4 +1,4 @@
-"""What all remote filesystems share: keys below a root, range reads of exactly what was asked for, parallel removal."""
+"""Shared by all remote filesystems: keys below a root, exact range reads, parallel removal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PART_NBYTES = 16 << 20
 
 
 def part_nbytes(options: Mapping[str, Any]) -> int:
-    """How long the parts of large files are that go to an object store."""
+    """Return the part size of uploads to an object store."""
     nbytes = options.get("default_block_size") or _PART_NBYTES
     if nbytes < _MIN_PART_NBYTES:
         raise ConfigurationError(f"default_block_size must be at least {_MIN_PART_NBYTES}, S3's smallest part.")
@@ -33,12 +33,12 @@ class RemoteFilesystem(Filesystem):
     Args:
         path: the checkpoint, as the user gave it.
         root: its keys' beginning.
-        part_nbytes: how long the parts of large files are.
+        part_nbytes: part size of uploads.
         options: the storage options, whose secrets no message shows.
     """
 
     parallel_reads = PARALLEL_READS
-    read_copies = 3  # as the client received it, joined, and where it is wanted
+    read_copies = 3  # as the client received it, joined, and in the caller's buffer
     file_nbytes_worthwhile = 64 << 20
 
     def __init__(self, path: str, root: str, part_nbytes: int, options: Mapping[str, Any]) -> None:
@@ -48,7 +48,7 @@ class RemoteFilesystem(Filesystem):
         self._part_nbytes = part_nbytes
 
     def output_streams(self, thread_count: int, memory_budget: int) -> int:
-        # a stream waits for one part at a time, however many threads made it, and holds it up to five times meanwhile
+        # a stream waits for one part at a time, however many threads made it, and holds up to five copies of it
         return max(1, min(_PARALLEL_WRITES, memory_budget // (5 * self._part_nbytes)))
 
     def _key(self, name: str) -> str:
@@ -86,7 +86,7 @@ class RemoteFilesystem(Filesystem):
         target[:] = self.read(name, start, start + len(target))
 
     def read_all(self, name: str, *, limit_nbytes: int) -> bytes:
-        # One request, so that a file that is replaced meanwhile is never mixed from two versions.
+        # One request, so that the bytes are never mixed from two versions of a file that is being replaced.
         try:
             data = self._get_checked(name, 0, limit_nbytes + 1)
         except TruncatedFileError:  # no byte at all: an empty file has no range

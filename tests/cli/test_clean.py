@@ -755,8 +755,8 @@ def test_command(path: Path) -> None:
     status, output, errors = run("clean", str(path))
     assert (status, errors) == (0, "")
     assert {line.split()[2].rstrip(",") for line in output.splitlines() if line.startswith("removed")} == left
-    assert re.search(rf"removed {len(left)} orphans, .*; 1 too young to tell\.", output)
-    assert "1 unused files of stock DCP stay: __9_9.distcp" in output
+    assert re.search(rf"removed {len(left)} orphans, .*; 1 too young to remove\.", output)
+    assert "1 unused files of stock DCP kept: __9_9.distcp" in output
     assert not left & names(path)
 
 

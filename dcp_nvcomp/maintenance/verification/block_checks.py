@@ -114,7 +114,7 @@ def spans_of(file: CheckedFile) -> Iterator[Span]:
 
 @dataclass(frozen=True)
 class Checked:
-    """What came of one span."""
+    """Result of checking one span."""
 
     nbytes: int
     blocks: int

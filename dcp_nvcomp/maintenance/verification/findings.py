@@ -1,4 +1,4 @@
-"""What a verification found."""
+"""Findings of a verification."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Finding:
     """One thing that is wrong.
 
     Attributes:
-        severity: `error` where stored bytes are damaged, contradict each other, or are missing for a load; `warning`
-            where everything loads and at most a precaution is lost.
+        severity: `error` if stored bytes are corrupt, contradict each other, or are missing for a load; `warning` if
+            everything loads and at most a precaution is lost.
         what: what is wrong.
-        file: the file's name in the checkpoint; None where it is no file's fault.
+        file: the file's name in the checkpoint; None if no file is at fault.
         fqns: the keys that are concerned, as far as it is known; of a block of small tensors, all that lie in it.
-        byte_range: half-open range of bytes in the file, where it is known.
+        byte_range: half-open range of bytes in the file, if known.
     """
 
     severity: str
@@ -50,7 +50,7 @@ def finding_of(error: CheckpointError, file: str | None, fqns: tuple[str, ...] =
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verify_checkpoint` found.
+    """Result of `verify_checkpoint`.
 
     Attributes:
         path: the checkpoint.
@@ -77,7 +77,7 @@ class Verification:
 
     @property
     def is_sound(self) -> bool:
-        """Whether nothing but warnings was found."""
+        """True if nothing but warnings was found."""
         return not any(finding.severity == ERROR for finding in self.findings)
 
     def to_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Whether metadata agrees with itself, and footers with it. Pure."""
+"""Check that metadata agrees with itself, and footers with it. Pure."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["Expected", "check_items", "check_records", "expectations"]
 
 @dataclass(frozen=True)
 class Expected:
-    """What metadata says of one stored shard or Python object.
+    """One stored shard or Python object as metadata describes it.
 
     Attributes:
         fqn: the key.
-        record: the record's index in its file; -1 where stock DCP stored it.
-        shard: its box; None for a Python object, or where metadata lists no such shard.
+        record: the record's index in its file; -1 if stock DCP stored it.
+        shard: its box; None for a Python object, or if metadata lists no such shard.
         size: the whole tensor's shape.
         dtype: the tensor's element type; None for a Python object.
     """
@@ -39,7 +39,7 @@ class Expected:
 
 
 def expectations(metadata: Metadata) -> Iterator[tuple[Any, Expected]]:
-    """Where each item is stored, and what it must be."""
+    """Yield where each item is stored, and what it must be."""
     boxes: dict[str, dict[torch.Size, ChunkStorageMetadata]] = {}
     for index, stored in metadata.storage_data.items():
         record = stored.record if isinstance(stored, StoredAt) else -1
@@ -58,7 +58,7 @@ def _offsets(index: MetadataIndex, described: TensorStorageMetadata) -> torch.Si
 
 
 def check_items(metadata: Metadata, name: str) -> list[Finding]:
-    """Whether every shard that is listed is stored, every stored one listed, and no part of a tensor left out.
+    """Check that every listed shard is stored, every stored one listed, and no part of a tensor left out.
 
     Args:
         metadata: the metadata; of ranks, merged.
@@ -92,7 +92,7 @@ def check_items(metadata: Metadata, name: str) -> list[Finding]:
 
 
 def check_records(file: CheckedFile, expected: Sequence[Expected]) -> list[Finding]:
-    """Whether a file has the records that metadata places there.
+    """Check that a file has the records that metadata places there.
 
     A dtype that differs is a warning: a planner may have converted what it saved, and a load converts it back.
     """

@@ -1,10 +1,10 @@
-"""Whether a checkpoint is whole: its metadata, its files, and every block's CRC. Needs no GPU, changes nothing.
+"""Verify a checkpoint: its metadata, its files, and every block's CRC. Needs no GPU, changes nothing.
 
     verify_checkpoint(path) -> Verification        prints nothing: cli/verify.py does
 
-1  the roots are read: `.metadata`, or the ranks' own metadata where there is none
-2  the immutable copy of `.metadata` must hold the same bytes. A difference is an error, as one of the two is damaged;
-   where the copy is missing nothing is, and everything loads, so that is a warning
+1  the roots are read: `.metadata`, or if there is none the ranks' own metadata
+2  the immutable copy of `.metadata` must hold the same bytes. A difference is an error, since one of the two is
+   corrupt; a missing copy is only a warning, since everything loads
 3  every shard that the metadata lists must be stored somewhere, and the shards must cover their tensors
 4  every data file must have its size, footer and header, and the records that the metadata places there
 5  every block must pass its CRC; with `full` it is decoded too, and must pass the CRC of the decoded bytes
@@ -57,7 +57,7 @@ R = TypeVar("R")
 Progress = Callable[[int, int], None]
 # Stock DCP's items are read whole, however large they are.
 STOCK_THREADS = 2
-# The most that a Python object may decode to here: nothing but its own stream tells its size.
+# The most that a Python object may decode to here: nothing but its own stream holds its size.
 STOCK_OBJECT_NBYTES = 1 << 30
 TASKS_AHEAD = 2
 
@@ -79,7 +79,7 @@ def verify_checkpoint(
         full: whether every block is decoded too, on the CPU, and its decoded bytes checked. What only a GPU can decode
             is counted in `undecoded_blocks`; its stored bytes are checked.
         storage_options: for the fsspec filesystem, such as `endpoint_url` and `key` for S3.
-        thread_count: threads that check; by default one per CPU core, at most 8, and more where storage is remote.
+        thread_count: threads that check; by default one per CPU core, at most 8, and more if storage is remote.
         progress: called now and then, on this thread.
 
     Returns:
@@ -89,7 +89,7 @@ def verify_checkpoint(
         ConfigurationError: an option is unknown.
         CheckpointNotFoundError: there is no checkpoint.
         MetadataError: `.metadata` can't be read, so nothing is known of what must be there.
-        CheckpointReplacedError: another save replaced it meanwhile.
+        CheckpointReplacedError: another save replaced it in the meantime.
         StorageError: the storage fails.
     """
     threads = check_thread_count(thread_count)
@@ -102,7 +102,7 @@ def verify_checkpoint(
 
 
 def _roots(filesystem: Filesystem) -> list[Root]:
-    """What a load reads: `.metadata`; only without it, that of the ranks."""
+    """Return what a load reads: `.metadata`; only without it, that of the ranks."""
     if filesystem.file_nbytes(METADATA_NAME) is not None:
         return [read_current(filesystem)]
     return read_roots(filesystem, filesystem.list_names())
@@ -116,7 +116,7 @@ def _check_not_replaced(filesystem: Filesystem, roots: Sequence[Root]) -> None:
         except CheckpointError as error:
             if isinstance(error, StorageError) and not is_missing(error):
                 continue
-            now = b""  # gone, or longer
+            now = b""  # deleted, or longer
         if now != root.data:
             message = "The checkpoint was replaced while it was verified: verify again."
             raise CheckpointReplacedError(message, path=filesystem.location(root.name))
@@ -221,7 +221,7 @@ def _try_open(filesystem: Filesystem, file: DataFileRef) -> CheckedFile | Findin
 
 
 def _check_whole(filesystem: Filesystem, roots: Sequence[Root]) -> list[Finding]:
-    """Whether every shard is stored, and all of every tensor is."""
+    """Check that every shard is stored, and all of every tensor."""
     metadata: Metadata = roots[0].metadata
     if roots[0].name != METADATA_NAME:
         parts = {rank: root.metadata for root in roots if (rank := rank_of_metadata_name(root.name)) is not None}
@@ -259,7 +259,7 @@ def _check_copies(filesystem: Filesystem, roots: Sequence[Root]) -> list[Finding
 
 
 def _check_stock_item(filesystem: Filesystem, full: bool, stored: tuple[StockItem, Expected]) -> Checked:
-    """What stock DCP stored must be inside its file, and decode; with `full` to a tensor of the right shape."""
+    """Check that an item of stock DCP lies inside its file and decodes; with `full` to a tensor of the right shape."""
     item, expected = stored
     findings = []
     try:

@@ -2,7 +2,7 @@
 
 A file is durable once it was fsynced, a name once its directory was, and that one's name once the directory above it
 was. Data files are created exclusively, so no save ever writes into another one's. A small file is published as a
-temporary in the same directory, fsynced, and then renamed (or linked, where it must not replace another), so that a
+temporary in the same directory, fsynced, and then renamed (or linked, if it must not replace another), so that a
 reader sees the old bytes or the new ones.
 """
 
@@ -40,7 +40,7 @@ __all__ = ["PosixFilesystem"]
 logger = logging.getLogger(__name__)
 
 _MAX_OPEN_FILES = 64
-# What says that a directory above can't be synced by this user or here; then somebody else made what is in it.
+# A directory above that can't be synced, by this user or here: someone else made it.
 _UNSYNCED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSYS, errno.EBADF, errno.EINVAL, errno.ENOTSUP)
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _MAX_READ_NBYTES = 1 << 30  # Linux gives at most 2 GiB a call
@@ -57,7 +57,7 @@ class _Descriptor:
 
 
 def _close_quietly(descriptor: int) -> None:
-    """Close what was only read from: Linux lets go of a descriptor also where it reports an error."""
+    """Close what was only read from: Linux releases a descriptor even if it reports an error."""
     with contextlib.suppress(OSError):
         os.close(descriptor)
 
@@ -132,7 +132,7 @@ class PosixFilesystem(Filesystem):
             os.makedirs(self._root, exist_ok=True)
 
     def _sync_parents(self) -> None:
-        """Make the directory's own name durable, and those above it: they may be new, whoever made them."""
+        """Make the directory's own name durable, and those above it, which may be new too."""
         if self._parents_synced or not self._sync_files:
             return
         device, path = os.stat(self._root).st_dev, self._root
@@ -190,7 +190,7 @@ class PosixFilesystem(Filesystem):
         """As near as it gets on a filesystem without hard links (FAT, some FUSE)."""
         message = (
             f"{self.path} is on a filesystem without hard links, so overwrite=False is only a check there: of two "
-            "saves that publish at the very same time, the later one stays."
+            "saves that publish at the very same time, the later one wins."
         )
         warnings.warn(message, RuntimeWarning, stacklevel=2)
         if os.path.lexists(final):

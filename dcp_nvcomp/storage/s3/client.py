@@ -1,4 +1,4 @@
-"""S3 requests that end: in an answer, or in a StorageError when the deadline is over.
+"""S3 requests with a time limit: each returns a response or raises StorageError.
 
 The client libraries retry too, but that does not suffice. s3fs gives up after five tries within two seconds. botocore's
 waits grow without limit in one mode and end with a bucket of tokens in the other, and neither knows a deadline. Nested
@@ -31,10 +31,10 @@ T = TypeVar("T")
 _CONNECT_SECONDS = 5.0
 _READ_SECONDS = 30.0
 _ATTEMPT_SHARE = 1 / 3  # of the deadline, for one attempt: a silent server leaves time to ask again
-REMOVAL_SECONDS = 10.0  # what is left does no harm: after a failure nobody waits for another whole deadline
+REMOVAL_SECONDS = 10.0  # leftovers do no harm: do not wait for another whole deadline after a failure
 _QUIET_SECONDS = 10.0  # after that, retrying is worth a warning
 
-# Answers that are not final though their status is 4xx: mangled on the way, too slow, or in each other's way.
+# Transient although their status is 4xx: garbled in transit, too slow, or in conflict with each other.
 _TRANSIENT_CODES = (
     "BadDigest",
     "ConditionalRequestConflict",
@@ -45,7 +45,7 @@ _TRANSIENT_CODES = (
     "Throttling",
     "XAmzContentSHA256Mismatch",
 )
-_FINAL_STATUSES = (501, 505, 507)  # not implemented, a version nobody speaks, storage full
+_FINAL_STATUSES = (501, 505, 507)  # not implemented, unknown HTTP version, storage full
 
 
 class ShortReplyError(Exception):
@@ -54,7 +54,7 @@ class ShortReplyError(Exception):
 
 @dataclass(frozen=True)
 class Done(Generic[T]):
-    """What a request returned, and how often it was sent for that."""
+    """The response to a request, and how often it was sent."""
 
     value: T
     attempts: int
@@ -71,7 +71,7 @@ def client_options(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def answer_of(error: BaseException | None) -> tuple[int, str]:
-    """HTTP status and S3 code of the server's answer that an error comes from; 0 and "" where there was none."""
+    """Return HTTP status and S3 code of the response that caused an error; 0 and "" if there was none."""
     while error is not None:
         response = getattr(error, "response", None)
         if isinstance(response, dict):
@@ -82,7 +82,7 @@ def answer_of(error: BaseException | None) -> tuple[int, str]:
 
 
 def _is_transient(error: Exception) -> bool:
-    """Whether the same request may succeed a moment later."""
+    """True if the same request may succeed a moment later."""
     status, code = answer_of(error)
     if status:
         return (status >= 500 and status not in _FINAL_STATUSES) or status in (408, 429) or code in _TRANSIENT_CODES
@@ -147,7 +147,7 @@ class S3Client:
             **parameters: the operation's.
 
         Raises:
-            StorageError: refused, or not answered in time; `answer_of` tells what the server said.
+            StorageError: refused, or no response in time; `answer_of` returns the server's code.
         """
         return self.perform(what, where, lambda: self.send(operation, **parameters), deadline_seconds=deadline_seconds)
 

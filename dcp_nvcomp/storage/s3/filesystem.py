@@ -1,7 +1,7 @@
 """A checkpoint's directory on S3: objects below a prefix, through an s3fs filesystem.
 
 data files    one PUT, or a multipart upload: upload.py
-publish       one PUT, which is atomic: publish.py; If-None-Match where an existing object must stay
+publish       one PUT, which is atomic: publish.py; If-None-Match if an existing object must be kept
 requests      client.py retries them inside the deadline
 """
 
@@ -42,7 +42,7 @@ def drop_expect_header(fs: Any) -> None:
 
 
 class S3Filesystem(RemoteFilesystem):
-    """S3 and what speaks it.
+    """S3 and compatible stores.
 
     Args:
         path: the checkpoint's URL.
@@ -123,12 +123,12 @@ class S3Filesystem(RemoteFilesystem):
                 stacklevel=2,
             )
             self._replace(name, data)
-        # also where it was refused: the request may have been sent twice, and the first one was ours
+        # also after a refusal: the request may have been sent twice, and the first one was ours
         if not self._is_there(name, data):
             raise already_published(self.location(name))
 
     def _put_if_none(self, name: str, data: bytes) -> bool | None:
-        """Whether it was put; None where the server refuses conditions."""
+        """Return True if it was put; None if the server refuses conditions."""
         try:
             self._call("write", self.location(name), "put_object", Key=self._key(name), Body=data, IfNoneMatch="*")
         except StorageError as error:
@@ -140,7 +140,7 @@ class S3Filesystem(RemoteFilesystem):
         return True
 
     def _honours_conditions(self) -> bool | None:
-        """Whether the server keeps an existing object if a PUT asks for that; None where that can't be tried.
+        """Return True if the server keeps an existing object when a PUT asks for that; None if that can't be tried.
 
         Tried with an object of ours that exists: a server that ignores the condition writes the same bytes again.
         """

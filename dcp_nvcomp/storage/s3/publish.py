@@ -2,7 +2,7 @@
 
 An attempt that was never answered may have been done, and may still be done a while from now. If it lands after another
 save has published and removed our files, it brings back metadata that names nothing. So every PUT says what it
-replaces (If-Match, or If-None-Match where there is nothing): once this one, a repeated one or another save's has
+replaces (If-Match, or If-None-Match if there is nothing): once this one, a repeated one or another save's has
 landed, whatever else is still on its way is refused by the server.
 
 Servers that do not know these conditions get plain PUTs, repeated only while the object is as it was.
@@ -25,7 +25,7 @@ _FORMS: Final = ("{}", '"{}"', None)
 
 
 def refuses_conditions(error: BaseException) -> bool:
-    """Whether a server answered that it does not know conditional writes."""
+    """True if the server's response is that it does not know conditional writes."""
     status, code = answer_of(error)
     return status in (405, 501) or code in REFUSED_CONDITIONS
 
@@ -77,7 +77,7 @@ class Replacement:
         raise self._refusal()
 
     async def _put(self) -> bool:
-        """Whether it was put; False where the server says that it was not, because of the condition."""
+        """Return True if it was put, False if the server refused because of the condition."""
         form, before = self._forms[0], self._unsure
         condition: dict[str, str] = {}
         if form is not None and self._before is None:

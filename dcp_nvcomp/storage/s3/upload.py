@@ -24,7 +24,7 @@ _PARTS_BEFORE_GROWTH = 2000  # S3 takes 10,000 parts: with this growth nearly 1 
 def abort_upload(
     client: S3Client, where: str, bucket: str, key: str, upload_id: str, *, deadline_seconds: float | None = None
 ) -> None:
-    """Throw away the parts of an upload; one that is gone already is fine."""
+    """Delete the parts of an upload; a missing one is fine."""
     what = "abort an unfinished upload of"
     place: dict[str, Any] = {"Bucket": bucket, "Key": key, "UploadId": upload_id}
     try:
@@ -40,7 +40,7 @@ class S3Output(OutputStream):
     Args:
         client: sends the requests.
         bucket: its bucket.
-        key: its key, which nobody else uses.
+        key: its key, which no other save uses.
         location: its name in messages.
         part_nbytes: how long its first parts are.
         parts_grow: whether later parts are longer, so that ten thousand suffice.
@@ -110,7 +110,7 @@ class S3Output(OutputStream):
         try:
             self._client.call("complete", self._location, "complete_multipart_upload", **place)
         except StorageError as error:
-            # an upload that is gone: completed by an attempt whose reply was lost?
+            # a missing upload: completed by an attempt whose reply was lost?
             if answer_of(error)[0] != 404 or not self._is_complete():
                 raise
 
@@ -131,7 +131,7 @@ class S3Output(OutputStream):
             self._clean_up(self._abort_upload)
         if self._uploads_lost:
             self._clean_up(self._abort_lost_uploads)
-        if self._may_exist:  # a close that failed may have been heard nevertheless
+        if self._may_exist:  # a close that failed may have taken effect nevertheless
             self._clean_up(self._remove)
 
     def _clean_up(self, step: Callable[[float], None]) -> None:
