@@ -9,7 +9,6 @@ read_data               fetch -> decode -> place, see job.py; stock checkpoints 
 from __future__ import annotations
 
 import dataclasses
-import errno
 import os
 import uuid
 from collections.abc import Sequence
@@ -27,10 +26,9 @@ from dcp_nvcomp.errors import (
     CheckpointReplacedError,
     ConfigurationError,
     MetadataError,
-    StorageError,
 )
 from dcp_nvcomp.format.collector import collector_paused
-from dcp_nvcomp.format.metadata.roots import nothing_there, read_current, read_root
+from dcp_nvcomp.format.metadata.roots import is_missing, nothing_there, read_current, read_root
 from dcp_nvcomp.format.metadata.serialization import merge_rank_metadata, prefer_rank
 from dcp_nvcomp.format.metadata.stored import StoredAt
 from dcp_nvcomp.format.names import METADATA_NAME, rank_of_metadata_name
@@ -271,8 +269,7 @@ class NvcompReader(StorageReader):
             load_stock_items(filesystem, stock, planner, self._options.safe, conversions)
         except CheckpointError as error:
             error.message += " The contents of the destinations are undefined now: load again before using them."
-            # NFS reports ESTALE for a file that another machine removed
-            if isinstance(error, StorageError) and error.errno in (errno.ENOENT, errno.ESTALE):
+            if is_missing(error):
                 self._raise_if_replaced(filesystem, error)
             raise
         finally:
@@ -281,7 +278,7 @@ class NvcompReader(StorageReader):
         future.set_result(None)
         return future
 
-    def _raise_if_replaced(self, filesystem: Filesystem, error: StorageError) -> None:
+    def _raise_if_replaced(self, filesystem: Filesystem, error: CheckpointError) -> None:
         """Raise a clearer error if a data file is missing because another save has replaced the checkpoint."""
         try:
             meta = self._read_metadata(filesystem, None).storage_meta

@@ -28,7 +28,7 @@ from dcp_nvcomp.errors import (
 from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.metadata.publishing import metadata_to_publish
-from dcp_nvcomp.format.metadata.roots import read_root
+from dcp_nvcomp.format.metadata.roots import is_missing, read_root
 from dcp_nvcomp.format.metadata.serialization import parse_metadata
 from dcp_nvcomp.format.names import (
     METADATA_NAME,
@@ -126,7 +126,7 @@ def _missing(filesystem: Filesystem, name: str, nbytes: int) -> str:
     except StorageError as error:
         if error.errno in _DENIED:  # who may only write can't look
             return ""
-        if error.errno in (errno.ENOENT, errno.ESTALE):
+        if is_missing(error):
             return "is not there"
         raise
     return ""

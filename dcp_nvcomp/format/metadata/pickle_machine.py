@@ -20,6 +20,7 @@ of it, the memo grows by one at a time, marks nest `MAX_MARKS` deep, and a conta
 
 from __future__ import annotations
 
+import pickle
 import pickletools
 import pkgutil
 import struct
@@ -118,7 +119,61 @@ def resolve_trusted_globals(names: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-_CONSTANTS: Final = {0x4E: None, 0x88: True, 0x89: False}  # NONE, NEWTRUE, NEWFALSE
+_MEMOIZE: Final = pickle.MEMOIZE[0]
+_BINGET: Final = pickle.BINGET[0]
+_LONG_BINGET: Final = pickle.LONG_BINGET[0]
+_BININT1: Final = pickle.BININT1[0]
+_TUPLE1: Final = pickle.TUPLE1[0]
+_TUPLE2: Final = pickle.TUPLE2[0]
+_EMPTY_TUPLE: Final = pickle.EMPTY_TUPLE[0]
+_NEWOBJ: Final = pickle.NEWOBJ[0]
+_REDUCE: Final = pickle.REDUCE[0]
+_EMPTY_DICT: Final = pickle.EMPTY_DICT[0]
+_MARK: Final = pickle.MARK[0]
+_SETITEMS: Final = pickle.SETITEMS[0]
+_APPENDS: Final = pickle.APPENDS[0]
+_BUILD: Final = pickle.BUILD[0]
+_SHORT_BINUNICODE: Final = pickle.SHORT_BINUNICODE[0]
+_BININT2: Final = pickle.BININT2[0]
+_TUPLE: Final = pickle.TUPLE[0]
+_EMPTY_LIST: Final = pickle.EMPTY_LIST[0]
+_APPEND: Final = pickle.APPEND[0]
+_SETITEM: Final = pickle.SETITEM[0]
+_TUPLE3: Final = pickle.TUPLE3[0]
+_STACK_GLOBAL: Final = pickle.STACK_GLOBAL[0]
+_GLOBAL: Final = pickle.GLOBAL[0]
+_BINPUT: Final = pickle.BINPUT[0]
+_LONG_BINPUT: Final = pickle.LONG_BINPUT[0]
+_FRAME: Final = pickle.FRAME[0]
+_PROTO: Final = pickle.PROTO[0]
+_STOP: Final = pickle.STOP[0]
+_INST: Final = pickle.INST[0]
+_NONE: Final = pickle.NONE[0]
+_NEWTRUE: Final = pickle.NEWTRUE[0]
+_NEWFALSE: Final = pickle.NEWFALSE[0]
+_BININT: Final = pickle.BININT[0]
+_BINFLOAT: Final = pickle.BINFLOAT[0]
+_BINUNICODE: Final = pickle.BINUNICODE[0]
+_LONG1: Final = pickle.LONG1[0]
+_SHORT_BINBYTES: Final = pickle.SHORT_BINBYTES[0]
+_BINBYTES: Final = pickle.BINBYTES[0]
+_CALLS: Final = (_NEWOBJ, _REDUCE)
+_EXTENSIONS: Final = (_SETITEMS, _APPENDS)
+_PUTS: Final = (_BINPUT, _LONG_BINPUT)
+# `_run` has these in local variables.
+_FREQUENT: Final = (_MEMOIZE, _BINGET, _LONG_BINGET, _BININT1, _TUPLE1, _TUPLE2, _EMPTY_TUPLE, _NEWOBJ)
+_LESS_FREQUENT: Final = (
+    _CALLS,
+    _EMPTY_DICT,
+    _MARK,
+    _EXTENSIONS,
+    _SETITEMS,
+    _BUILD,
+    _SHORT_BINUNICODE,
+    _BININT2,
+)
+
+_CONSTANTS: Final = {_NONE: None, _NEWTRUE: True, _NEWFALSE: False}
 
 
 def _text(raw: bytes) -> str:
@@ -136,14 +191,14 @@ def _float(raw: bytes) -> float:
 
 _Read = Callable[[bytes], Any]
 _FIXED: Final[dict[int, tuple[int, _Read]]] = {  # opcode -> (length, how those bytes are read)
-    0x4A: (4, _signed),  # BININT
-    0x47: (8, _float),  # BINFLOAT
+    _BININT: (4, _signed),
+    _BINFLOAT: (8, _float),
 }
 _COUNTED: Final[dict[int, tuple[int, _Read]]] = {  # opcode -> (bytes that hold the length, how what follows is read)
-    0x58: (4, _text),  # BINUNICODE
-    0x8A: (1, _signed),  # LONG1
-    0x43: (1, bytes),  # SHORT_BINBYTES
-    0x42: (4, bytes),  # BINBYTES
+    _BINUNICODE: (4, _text),
+    _LONG1: (1, _signed),
+    _SHORT_BINBYTES: (1, bytes),
+    _BINBYTES: (4, bytes),
 }
 
 
@@ -181,6 +236,8 @@ def run_pickle(data: bytes, allowed: Mapping[tuple[str, str], Global], trusted: 
 # frequency are what makes Python quick at it. It reads beyond the end of `data` only by slices, which are then short;
 # the next opcode's index raises IndexError.
 def _run(data: bytes, find: Callable[[object, object], Global]) -> Any:
+    memoize_, binget, long_binget, binint1, tuple1, tuple2, empty_tuple, newobj = _FREQUENT
+    calls, empty_dict, mark, extensions, setitems, build, short_binunicode, binint2 = _LESS_FREQUENT
     memo: list[Any] = []
     marks: list[list[Any]] = []  # the stacks below the current one
     stack: list[Any] = []
@@ -190,31 +247,31 @@ def _run(data: bytes, find: Callable[[object, object], Global]) -> Any:
     while True:
         opcode = data[pos]
         pos += 1
-        if opcode == 0x94:  # MEMOIZE
+        if opcode == memoize_:
             memoize(stack[-1])
-        elif opcode == 0x68:  # BINGET
+        elif opcode == binget:
             push(memo[data[pos]])
             pos += 1
-        elif opcode == 0x6A:  # LONG_BINGET
+        elif opcode == long_binget:
             push(memo[data[pos] | data[pos + 1] << 8 | data[pos + 2] << 16 | data[pos + 3] << 24])
             pos += 4
-        elif opcode == 0x4B:  # BININT1
+        elif opcode == binint1:
             push(data[pos])
             pos += 1
-        elif opcode == 0x85:  # TUPLE1
+        elif opcode == tuple1:
             if not budget:
                 break
             budget -= 1
             stack[-1] = (stack[-1],)
-        elif opcode == 0x86:  # TUPLE2
+        elif opcode == tuple2:
             if not budget:
                 break
             budget -= 1
             last = pop()
             stack[-1] = (stack[-1], last)
-        elif opcode == 0x29:  # EMPTY_TUPLE
+        elif opcode == empty_tuple:
             push(())
-        elif opcode == 0x81 or opcode == 0x52:  # NEWOBJ, REDUCE
+        elif opcode in calls:
             if not budget:
                 break
             budget -= 1
@@ -222,35 +279,35 @@ def _run(data: bytes, find: Callable[[object, object], Global]) -> Any:
             kind = stack[-1]
             if type(kind) is not Global or type(args) is not tuple:
                 raise UnsafeMetadataError("The pickle calls something that is not a global.")
-            if opcode == 0x81 and kind.is_class and not args:
+            if opcode == newobj and kind.is_class and not args:
                 stack[-1] = Instance(kind)
-            elif opcode == 0x52 and kind.reduce is not None:
+            elif opcode == _REDUCE and kind.reduce is not None:
                 stack[-1] = kind.reduce(args)
             elif kind.is_trusted:
-                stack[-1] = TrustedCall(kind, args, is_new=opcode == 0x81)
+                stack[-1] = TrustedCall(kind, args, is_new=opcode == newobj)
             else:
                 raise UnsafeMetadataError(f"The pickle calls {kind.name!r}, which is only data here.")
-        elif opcode == 0x7D:  # EMPTY_DICT
+        elif opcode == empty_dict:
             if not budget:
                 break
             budget -= 1
             push(PickledDict())
-        elif opcode == 0x28:  # MARK
+        elif opcode == mark:
             if len(marks) >= MAX_MARKS:
                 raise UnsafeMetadataError(f"The pickle nests more than {MAX_MARKS} containers.")
             marks.append(stack)
             stack = []
             push, pop = stack.append, stack.pop
-        elif opcode == 0x75 or opcode == 0x65:  # SETITEMS, APPENDS
+        elif opcode in extensions:
             items = stack
             stack = marks.pop()
             push, pop = stack.append, stack.pop
             target = stack[-1]
-            if type(target) is PickledDict and opcode == 0x75 and not len(items) & 1:
+            if type(target) is PickledDict and opcode == setitems and not len(items) & 1:
                 target.extend(items)
             else:
-                _extend(target, items, are_pairs=opcode == 0x75)
-        elif opcode == 0x62:  # BUILD
+                _extend(target, items, are_pairs=opcode == setitems)
+        elif opcode == build:
             state = pop()
             target = stack[-1]
             if not isinstance(target, Instance) or target.state is not None:
@@ -258,11 +315,11 @@ def _run(data: bytes, find: Callable[[object, object], Global]) -> Any:
             if state is None:
                 raise MetadataError("The pickle sets a state of None.")
             target.state = state
-        elif opcode == 0x8C:  # SHORT_BINUNICODE
+        elif opcode == short_binunicode:
             stop = pos + 1 + data[pos]
             push(str(data[pos + 1 : stop], "utf-8", "surrogatepass"))
             pos = stop
-        elif opcode == 0x4D:  # BININT2
+        elif opcode == binint2:
             push(data[pos] | data[pos + 1] << 8)
             pos += 2
         elif opcode in _CONSTANTS:
@@ -271,7 +328,7 @@ def _run(data: bytes, find: Callable[[object, object], Global]) -> Any:
             width, read = _FIXED[opcode]
             push(read(data[pos : pos + width]))
             pos += width
-        elif opcode == 0x74:  # TUPLE
+        elif opcode == _TUPLE:
             if not budget:
                 break
             budget -= 1
@@ -279,29 +336,29 @@ def _run(data: bytes, find: Callable[[object, object], Global]) -> Any:
             stack = marks.pop()
             push, pop = stack.append, stack.pop
             push(tuple(items))
-        elif opcode == 0x5D:  # EMPTY_LIST
+        elif opcode == _EMPTY_LIST:
             if not budget:
                 break
             budget -= 1
             push(PickledList())
-        elif opcode == 0x61:  # APPEND
+        elif opcode == _APPEND:
             last = pop()
             _extend(stack[-1], [last], are_pairs=False)
-        elif opcode == 0x73:  # SETITEM
+        elif opcode == _SETITEM:
             pair = [stack[-2], stack[-1]]
             del stack[-2:]
             _extend(stack[-1], pair, are_pairs=True)
-        elif opcode == 0x87:  # TUPLE3
+        elif opcode == _TUPLE3:
             if not budget:
                 break
             budget -= 1
             triple = tuple(stack[-3:])
             del stack[-2:]
             stack[-1] = triple
-        elif opcode == 0x93:  # STACK_GLOBAL
+        elif opcode == _STACK_GLOBAL:
             last = pop()
             stack[-1] = find(stack[-1], last)
-        elif opcode == 0x63:  # GLOBAL
+        elif opcode == _GLOBAL:
             module, name, pos = _global_lines(data, pos)
             push(find(module, name))
         elif opcode in _COUNTED:
@@ -309,19 +366,19 @@ def _run(data: bytes, find: Callable[[object, object], Global]) -> Any:
             stop = pos + width + int.from_bytes(data[pos : pos + width], "little")
             push(read(data[pos + width : stop]))
             pos = stop
-        elif opcode == 0x71 or opcode == 0x72:  # BINPUT, LONG_BINPUT
-            width = 1 if opcode == 0x71 else 4
+        elif opcode in _PUTS:
+            width = 1 if opcode == _BINPUT else 4
             _put(memo, int.from_bytes(data[pos : pos + width], "little"), stack[-1])
             pos += width
-        elif opcode == 0x95:  # FRAME
+        elif opcode == _FRAME:
             if int.from_bytes(data[pos : pos + 8], "little") > len(data) - pos - 8:
                 raise MetadataError("The pickle ends before its last frame does: it was cut off.")
             pos += 8
-        elif opcode == 0x80:  # PROTO
+        elif opcode == _PROTO:
             if not 2 <= data[pos] <= 5:
                 raise MetadataError(f"The pickle has protocol {data[pos]}; 2 to 5 are understood.")
             pos += 1
-        elif opcode == 0x2E:  # STOP
+        elif opcode == _STOP:
             if marks or len(stack) != 1 or pos != len(data):
                 raise MetadataError("The pickle does not end with its one value.")
             return stack[0]
@@ -369,7 +426,7 @@ def _refused_global(name: str) -> UnsafeMetadataError:
 
 
 def _refused_opcode(data: bytes, opcode: int, pos: int) -> MetadataError:
-    if opcode == 0x69:  # INST
+    if opcode == _INST:
         module, name, _ = _global_lines(data, pos)
         return _refused_global(f"{module}.{name}")
     known = next((known.name for known in pickletools.opcodes if known.code == chr(opcode)), None)

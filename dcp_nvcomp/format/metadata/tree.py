@@ -40,6 +40,7 @@ from dcp_nvcomp.storage.base import check_relative_path
 
 __all__ = ["MetadataReader"]
 
+_new_tuple: Final = tuple.__new__
 _HAS_STRIDES: Final = "strides" in TensorProperties.__dataclass_fields__  # torch >= 2.15
 
 
@@ -142,7 +143,9 @@ class MetadataReader:
     def _new_shard(self, node: object) -> ChunkStorageMetadata:
         offsets, sizes = self._values(node, SHARD, ("offsets", "sizes"))
         assert type(node) is Instance
-        node.built = built = ChunkStorageMetadata(_size(offsets, "A shard's offset"), _size(sizes, "A shard's size"))
+        if type(offsets) is not torch.Size or type(sizes) is not torch.Size:
+            offsets, sizes = _size(offsets, "A shard's offset"), _size(sizes, "A shard's size")
+        node.built = built = ChunkStorageMetadata(offsets, sizes)
         node.state = None
         return built
 
@@ -199,7 +202,7 @@ class MetadataReader:
             raise MetadataError(f"A key of storage_data names {shown(fqn)}.")
         if index is not None and (type(index) is not int or not 0 <= index < LIMIT):
             raise MetadataError(f"A key of storage_data has the index {shown(index)}.")
-        if offset is not None:
+        if offset is not None and type(offset) is not torch.Size:
             offset = _size(offset, "The offset of a key of storage_data")
         assert type(node) is Instance
         node.built = built = MetadataIndex(fqn, offset, index)
@@ -213,7 +216,7 @@ class MetadataReader:
             if file is None:
                 file = self._files[id(node)] = self._file(node)
             if type(record) is int and 0 <= record < 1 << 32:
-                return StoredAt(file, record)
+                return _new_tuple(StoredAt, (file, record))  # half a million of them: skips the constructor
         if type(value) is Instance and value.kind is STORAGE_INFO:
             names = ("relative_path", "offset", "length", "transform_descriptors")
             return self._stock_item(*self._values(value, STORAGE_INFO, names))
