@@ -1,4 +1,4 @@
-"""What the bytes are: codecs without IO and without DCP."""
+"""Codecs: they define the stored bytes, and know neither IO nor DCP."""
 
 from __future__ import annotations
 

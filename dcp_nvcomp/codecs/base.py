@@ -1,4 +1,4 @@
-"""The codec contract: what the bytes of a block are, without IO, threads or DCP.
+"""The codec contract: the stored bytes of a block, without IO, threads or DCP.
 
     block's bytes  --ArrayToBytes.split-->  planes, stored or coded  --Coder-->  slices  -->  one encoded block
 
@@ -70,7 +70,7 @@ def check_slice_nbytes(slice_nbytes: int) -> None:
 
 
 def padded(nbytes: int) -> int:
-    """`nbytes` rounded up to the alignment of slices and planes in a block, in bytes."""
+    """Return `nbytes` rounded up to the alignment of slices and planes in a block."""
     return (nbytes + ALIGNMENT_NBYTES - 1) // ALIGNMENT_NBYTES * ALIGNMENT_NBYTES
 
 
@@ -85,11 +85,11 @@ class Plane:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of a plane that lies together in the encoded block: a whole stored plane, or one slice.
+    """A contiguous run of a plane in the encoded block: a whole stored plane, or one slice.
 
     Attributes:
         plane: index of the plane.
-        start: where in the plane the piece begins, in bytes.
+        start: first byte of the piece in the plane.
         nbytes: its length when decoded.
         coded: whether a coder may have coded it (its encoded size is then in the slice table).
     """
@@ -173,7 +173,7 @@ class Coder(ABC):
     Attributes:
         name: its name in a footer, a promise: what it once decoded, it always will.
         slice_nbytes: how many bytes of a plane one slice covers, a multiple of 16.
-        block_nbytes: how large blocks should be.
+        block_nbytes: preferred size of blocks.
         needs_gpu: True if only the CUDA engine runs it.
         needs_plain: True if it must follow an array -> bytes codec that is plain.
     """
@@ -219,7 +219,7 @@ class Coder(ABC):
 
 @dataclass(frozen=True)
 class CodecChain:
-    """What is done to the blocks of a record: planes, then perhaps an entropy coder.
+    """The codecs of a record's blocks: planes, then perhaps an entropy coder.
 
     Example:
         >>> from dcp_nvcomp.codecs import Planes, Zstd
@@ -235,7 +235,7 @@ class CodecChain:
     )
 
     def to_json(self) -> list[dict[str, Any]]:
-        """The chain as the footer names it."""
+        """Return the chain as a footer describes it."""
         codecs: list[ArrayToBytes | Coder] = [self.array_to_bytes]
         if self.coder is not None:
             codecs.append(self.coder)
@@ -254,7 +254,7 @@ class CodecChain:
 
     @property
     def block_nbytes(self) -> int:
-        """How large blocks should be."""
+        """Preferred size of blocks."""
         return BLOCK_NBYTES if self.coder is None else self.coder.block_nbytes
 
     def layout(self, nbytes: int, flags: int) -> tuple[Piece, ...]:
@@ -270,12 +270,12 @@ class CodecChain:
         return pieces
 
     def max_encoded_nbytes(self, nbytes: int) -> int:
-        """An upper bound of the encoded size of a block of `nbytes`: no piece is ever stored longer than it is."""
+        """Return an upper bound of the encoded size of a block: no piece is ever stored longer than it is."""
         return sum(padded(piece.nbytes) for piece in self.layout(nbytes, 0))
 
 
 def layout_block(chain: CodecChain, nbytes: int, flags: int) -> tuple[Piece, ...]:
-    """The pieces of a block, in the order in which they are stored.
+    """Return the pieces of a block, in the order in which they are stored.
 
     Args:
         chain: the record's codec chain.

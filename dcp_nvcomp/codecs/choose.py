@@ -1,4 +1,4 @@
-"""Which codec chain for which tensor: by dtype, size and a measured sample.
+"""The codec chain for a tensor, chosen by dtype, size and a measured sample.
 
 codec option  --parse_codec-->  CodecChooser  --choose(element, sample, nbytes)-->  CodecChain, one per record
 """
@@ -39,10 +39,10 @@ TINY_NBYTES = 256
 
 @runtime_checkable
 class CodecChooser(Protocol):
-    """What `codec=` may be, beside a name or a `CodecChain`."""
+    """An object that picks codec chains: `codec=` takes one instead of a name or a `CodecChain`."""
 
     def choose(self, element: ElementType, sample: U8, nbytes: int) -> CodecChain:
-        """The chain for one record.
+        """Return the chain for one record.
 
         Args:
             element: its element type.
@@ -108,7 +108,7 @@ class _Auto:
 
 
 def sample_nbytes(nbytes: int) -> int:
-    """How long a sample of a record of `nbytes` should be, in bytes."""
+    """Return the size of a sample of a record of `nbytes`."""
     wanted = max(_MIN_SAMPLE_NBYTES, min(_MAX_SAMPLE_NBYTES, nbytes // _SAMPLED_PART))
     return wanted // 16 * 16  # whole elements of any type
 
@@ -120,7 +120,7 @@ def _coded_nbytes(data: U8, coder: Coder) -> int:
 
 
 def _auto_floats(sample: U8, float_nbytes: int) -> CodecChain:
-    """Code the exponent plane, and those other planes that gain by it, with matches where they help."""
+    """Code the exponent plane and the other planes that gain by it, with matches if they help."""
     count = sample.size // float_nbytes
     codec = Planes(float_nbytes, PLANE_NAMES)
     planes = {p.name: np.empty(p.nbytes, np.uint8) for p in codec.layout(sample.size, 0, True)}
@@ -164,7 +164,7 @@ def needs_gpu(chooser: CodecChooser) -> bool:
 
 
 def parse_codec(codec: str | CodecChain | CodecChooser) -> CodecChooser:
-    """What the user gave as `codec=`.
+    """Return the chooser for the value of `codec=`.
 
     Args:
         codec: one of `CODEC_NAMES`, a chain, or a chooser.

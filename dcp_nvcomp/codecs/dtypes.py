@@ -1,4 +1,4 @@
-"""The element types of docs/format.md: what a codec must know of each. Knows no torch."""
+"""The element types of docs/format.md, as codecs need them. Independent of torch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ __all__ = ["ELEMENT_TYPES", "ElementType"]
 
 @dataclass(frozen=True)
 class ElementType:
-    """How the elements of one dtype lie in memory.
+    """Memory layout of the elements of one dtype.
 
     Attributes:
         name: PyTorch's name of the dtype, without `torch.`.
         nbytes: bytes of one element.
-        float_nbytes: bytes of each float in it, 0 where there is no float of two bytes or more to split.
+        float_nbytes: bytes of each float in it; 0 if it has no float of two bytes or more to split.
     """
 
     name: str

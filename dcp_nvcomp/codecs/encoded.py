@@ -1,6 +1,6 @@
-"""The engine contract: blocks in, encoded blocks out, and back. An engine knows codecs and memory, never files or DCP.
+"""Encoded blocks, which engines make and take: host bytes, and their rows of the footer's tables.
 
-An encoded block is a value of its own: host bytes and its rows of the footer's tables. It may outlive the tensor.
+An encoded block is a value of its own and may outlive the tensor. Engines know codecs and memory, never files or DCP.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ VERIFY_MODES = ("stored", "full", "off")
 
 @dataclass(frozen=True, slots=True)
 class BlockRow:
-    """What the footer's tables say of one block.
+    """One block's rows of the footer's tables.
 
     Attributes:
         flags: the block's flags.
@@ -56,5 +56,5 @@ _RELEASE_GIL = 1
 
 
 def checksum(data: U8 | memoryview | bytes, value: int = 0) -> int:
-    """CRC32C, without holding the GIL. `value` is the CRC of what comes before `data`."""
+    """Return the CRC32C of `data`, without holding the GIL. `value` is the CRC of the bytes before it."""
     return crc32c(data.data if isinstance(data, np.ndarray) else data, value, _RELEASE_GIL)

@@ -1,4 +1,4 @@
-"""The codecs there are, and from the names in a footer to codecs."""
+"""All codecs by name, and the way from a footer's description to a codec chain."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _codec(description: Any) -> ArrayToBytes | Coder:
 
 
 def chain_from_json(description: Any) -> CodecChain:
-    """The chain that a footer describes.
+    """Return the chain that a footer describes.
 
     Args:
         description: a JSON list of `{"name", "configuration"}`.

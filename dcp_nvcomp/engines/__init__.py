@@ -1,1 +1,1 @@
-"""Where codecs run: on the CPU everywhere, on NVIDIA GPUs with nvCOMP."""
+"""Engines run codecs: on the CPU everywhere, on NVIDIA GPUs with nvCOMP."""

@@ -44,7 +44,7 @@ class CpuEngine:
         Args:
             block: its bytes, contiguous.
             chain: the codec chain.
-            out: where the encoded block goes; at least `chain.max_encoded_nbytes(block.nbytes)` bytes.
+            out: receives the encoded block; at least `chain.max_encoded_nbytes(block.nbytes)` bytes.
 
         Returns:
             The encoded block, a view of `out`.
@@ -68,7 +68,7 @@ class CpuEngine:
                     target[position : position + data.size] = data
                 position = _pad(target, position + data.size)
         encoded = out[:position]
-        # of the copy, if there is one: another process may write into the tensor meanwhile
+        # of the copy, if there is one: another process may write into the tensor at the same time
         encoded_from = arrays[0] if codec.is_plain else block
         row = BlockRow(flags, tuple(sizes), checksum(encoded), checksum(encoded_from))
         return EncodedBlock(encoded, row, block.nbytes)
@@ -137,7 +137,7 @@ class CpuEngine:
     def _fill_planes(
         self, source: U8, row: BlockRow, chain: CodecChain, nbytes: int, planes: Sequence[U8 | None]
     ) -> list[U8]:
-        """Decode coded slices into their planes; a stored plane without an array is used where it lies."""
+        """Decode coded slices into their planes; a stored plane without an array is used in place."""
         filled = list(planes)
         sizes = iter(row.slice_nbytes)
         position = 0
@@ -145,7 +145,7 @@ class CpuEngine:
             stored_nbytes = next(sizes, -1) if piece.coded else piece.nbytes
             stop = position + stored_nbytes
             if not 0 <= stored_nbytes <= piece.nbytes or stop > source.size:
-                raise CorruptDataError("A slice has not the size that its block has room for.")
+                raise CorruptDataError("A slice does not fit into its block.")
             stored = source[position:stop]
             target = filled[piece.plane]
             if target is None:
@@ -160,7 +160,7 @@ class CpuEngine:
                 decode(stored.data, target[piece.start : piece.start + piece.nbytes].data)
             position = padded(stop)
         if next(sizes, None) is not None or position > source.size:
-            raise CorruptDataError("The block has not the slices that its codec makes.")
+            raise CorruptDataError("The block does not have the slices that its codec makes.")
         return [plane for plane in filled if plane is not None]
 
 

@@ -21,12 +21,12 @@ _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def element_type(dtype: torch.dtype) -> ElementType | None:
-    """The format's element type of a torch dtype; None if it has none."""
+    """Return the format's element type for a torch dtype; None if it has none."""
     return ELEMENT_TYPES.get(str(dtype).removeprefix("torch."))
 
 
 def torch_dtype(element: ElementType, *, path: str | None = None) -> torch.dtype:
-    """The torch dtype of an element type.
+    """Return the torch dtype of an element type.
 
     Raises:
         CheckpointError: this torch release does not have it.
@@ -40,7 +40,7 @@ def torch_dtype(element: ElementType, *, path: str | None = None) -> torch.dtype
 
 
 def is_transparent(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements can be seen in memory: strided, of a dtype of the format, no wrapper subclass."""
+    """Return True if a tensor's elements lie in memory: strided, a dtype of the format, no wrapper subclass."""
     plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
     return (
         plain and tensor.layout == torch.strided and not tensor.is_quantized and element_type(tensor.dtype) is not None
@@ -48,12 +48,12 @@ def is_transparent(tensor: torch.Tensor) -> bool:
 
 
 def without_lazy_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor detached, its value in memory: conjugate and negative views are flags over other bits."""
+    """Return the tensor detached, with its value in memory: conjugate and negative views are flags over other bits."""
     return tensor.detach().resolve_conj().resolve_neg()
 
 
 def host_array(tensor: torch.Tensor) -> HostArray:
-    """A numpy view of a CPU tensor's elements as integers of their width (complex128 as itself). Strides are kept."""
+    """Return a numpy view of a CPU tensor as integers of its width (complex128 as itself), with its strides."""
     same_width = _SAME_WIDTH.get(tensor.element_size())
     array: HostArray = (tensor if same_width is None else tensor.view(same_width)).numpy()
     return array

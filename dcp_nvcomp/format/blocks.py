@@ -1,4 +1,4 @@
-"""Pure geometry: how a shard's box is cut into blocks, and which of them a region needs."""
+"""Pure geometry: the blocks of a shard's box, and those that a region needs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Box:
 
     @property
     def elements(self) -> int:
-        """How many elements are inside."""
+        """Number of elements in it."""
         return math.prod(self.sizes)
 
     @property
@@ -36,7 +36,7 @@ class Box:
         return (*slices, ...)
 
     def intersect(self, other: Box) -> Box | None:
-        """What is in both, or None."""
+        """Return the part that is in both, or None."""
         starts = tuple(map(max, self.offsets, other.offsets))
         stops = (
             min(a + m, b + n) for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
@@ -45,17 +45,17 @@ class Box:
         return None if any(size <= 0 for size in sizes) else Box(starts, sizes)
 
     def relative_to(self, origin: Sequence[int]) -> Box:
-        """The same region, seen from `origin`."""
+        """Return the same region relative to `origin`."""
         return Box(tuple(a - b for a, b in zip(self.offsets, origin, strict=True)), self.sizes)
 
 
 def default_block_shape(shape: Sequence[int], element_nbytes: int, block_nbytes: int = BLOCK_NBYTES) -> tuple[int, ...]:
-    """Whole rows of about `block_nbytes` together; pieces of a row where one alone is larger.
+    """Return blocks of whole rows, about `block_nbytes` together; of pieces of a row if a row is larger.
 
     Args:
         shape: the shard's shape, in elements.
         element_nbytes: bytes of one element.
-        block_nbytes: how large a block may be, in bytes.
+        block_nbytes: maximum size of a block.
 
     Returns:
         The block shape: ones in the leading dimensions, then one dimension that is cut, then whole dimensions.
@@ -100,7 +100,7 @@ class BlockGrid:
         return math.prod(self.counts)
 
     def box(self, index: int) -> Box:
-        """Where block `index` lies in the shard."""
+        """Return the box of block `index` in the shard."""
         offsets, sizes = [], []
         for size, block, count in zip(
             reversed(self.shape), reversed(self.block_shape), reversed(self.counts), strict=True
@@ -111,7 +111,7 @@ class BlockGrid:
         return Box(tuple(reversed(offsets)), tuple(reversed(sizes)))
 
     def block_elements(self) -> npt.NDArray[np.int64]:
-        """How many elements each block has, in order. Allocates `block_count` integers: check that number first."""
+        """Return the number of elements of each block, in order. Check `block_count` first: it allocates that many."""
         elements = np.ones(1, np.int64)
         for size, block, count in zip(self.shape, self.block_shape, self.counts, strict=True):
             sizes = np.full(count, block, np.int64)
@@ -121,7 +121,7 @@ class BlockGrid:
         return elements
 
     def overlapping(self, region: Box) -> Iterator[int]:
-        """Numbers of the blocks that share an element with `region`, in order."""
+        """Yield the numbers of the blocks that share an element with `region`, in order."""
         if region.elements == 0 or self.block_count == 0:
             return
         ranges = [

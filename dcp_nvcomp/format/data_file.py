@@ -41,7 +41,7 @@ class DataFileRef(NamedTuple):
 
 
 def block_row(footer: Footer, number: int) -> BlockRow:
-    """The tables' rows of one block."""
+    """Return the tables' rows of one block."""
     tables, starts = footer.tables, footer.slice_starts
     return BlockRow(
         int(tables.flags[number]),

@@ -35,7 +35,7 @@ MAX_BLOCK_SLICES = 1 << 16
 
 @dataclass(frozen=True)
 class FileIdentity:
-    """Where a data file is from.
+    """Origin of a data file.
 
     Attributes:
         save_id: id of the writing process's save.
@@ -56,8 +56,8 @@ def footer_json(
     """Return a footer's JSON object.
 
     Args:
-        identity: where the file is from.
-        data_offset: where its first block begins.
+        identity: origin of the file.
+        data_offset: offset of its first block.
         tables: its tables.
         codecs: its codec chains as JSON.
         records: `Record.to_json` of its records.
@@ -87,7 +87,7 @@ class Footer:
         rank: rank that wrote it.
         records: the records, in the order in which `.metadata` numbers them.
         tables: the block and slice tables.
-        block_offsets: where each block begins in the file, and, last, where the last one ends.
+        block_offsets: offset of each block in the file and, last, the end of the last one.
         slice_starts: row of each block's first slice in the slice table, and, last, the number of rows.
         block_nbytes: decoded size of each block.
     """
@@ -103,13 +103,13 @@ class Footer:
     block_nbytes: npt.NDArray[np.int64] = field(repr=False)
 
     def record_encoded_nbytes(self, record: Record) -> int:
-        """Bytes of the record's blocks in the file. A packed record has none of its own."""
+        """Return the size of the record's blocks in the file. A packed record has none of its own."""
         offsets = self.block_offsets
         return int(offsets[record.first_block + record.block_count] - offsets[record.first_block])
 
 
 def _slices_per_block(record: Record, block_nbytes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """How many slices each block has. Flags don't change it: a packed plane is never a coded one."""
+    """Return the number of slices of each block. Flags don't change it: a packed plane is never a coded one."""
     assert record.chain is not None
     coder = record.chain.coder
     if coder is None:
@@ -146,7 +146,7 @@ def parse_records(description: dict[str, Any], chains: list[CodecChain], blocks:
 def _locate(
     records: Sequence[Record], tables: Tables, data_offset: int, trailer: Trailer
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Where blocks and slices lie; checks that the sums come out."""
+    """Return the places of blocks and slices; check that the sums come out."""
     empty = np.zeros(0, np.int64)
     nbytes, counts = [empty], [empty]
     for record in records:
@@ -177,7 +177,7 @@ def _locate(
 
 
 def parse_footer(description: dict[str, Any], tables: Tables, trailer: Trailer, *, path: str) -> Footer:
-    """Check what a footer says.
+    """Check and return a footer.
 
     Args:
         description: its JSON object.

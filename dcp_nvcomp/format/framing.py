@@ -90,7 +90,7 @@ class Trailer:
 
 
 def encode_header(data_offset: int) -> bytes:
-    """The first `data_offset` bytes of a data file: header and zero bytes."""
+    """Return the first `data_offset` bytes of a data file: header and zero bytes."""
     return _HEADER.pack(HEADER_MAGIC, FORMAT_VERSION, 0).ljust(data_offset, b"\0")
 
 
@@ -108,7 +108,7 @@ def check_header(header: bytes | memoryview, *, path: str) -> None:
     magic, version, reserved = _HEADER.unpack_from(header)
     if magic != HEADER_MAGIC:
         raise WrongMagicError(
-            "The file does not begin like a data file of this format: it is something else, or damaged.",
+            "The file does not begin like a data file of this format: it is something else, or corrupt.",
             path=path,
             byte_range=(0, 8),
         )
@@ -126,7 +126,7 @@ def _check_version(version: int, path: str) -> None:
 
 
 def encode_footer(description: dict[str, Any], tables: Tables, footer_offset: int) -> bytes:
-    """Footer and trailer of a data file.
+    """Return footer and trailer of a data file.
 
     Args:
         description: the footer's JSON.
@@ -181,7 +181,7 @@ def decode_trailer(tail: bytes | memoryview, *, path: str, file_nbytes: int) -> 
     trailer = Trailer(footer_offset, footer_nbytes, json_nbytes, crc)
     if trailer.file_nbytes != file_nbytes or footer_offset < HEADER_NBYTES or json_nbytes > footer_nbytes:
         raise TruncatedFileError(
-            f"The trailer speaks of a file of {trailer.file_nbytes} bytes, but this one has {file_nbytes}.",
+            f"The file has {file_nbytes} bytes, but {trailer.file_nbytes} according to its trailer.",
             path=path,
             byte_range=(file_nbytes - TRAILER_NBYTES, file_nbytes),
         )
@@ -225,6 +225,6 @@ def decode_footer(
         or min(blocks, slices) < 0
         or start + 4 * (4 * blocks + slices) != trailer.footer_nbytes
     ):
-        raise FormatError("The footer's tables have not the size that it names.", path=path, byte_range=span)
+        raise FormatError("The footer's tables do not have the size that it states.", path=path, byte_range=span)
     columns = np.frombuffer(footer, "<u4", 4 * blocks + slices, start)
     return description, Tables(*np.split(columns, [blocks, 2 * blocks, 3 * blocks, 4 * blocks]))

@@ -50,14 +50,14 @@ class Record:
         kind: `tensor`, `bytes`, `torch_save` or `pack`.
         fqn: the state-dict key; empty for a pack.
         shape: shape of the shard.
-        offsets: where it begins in the global tensor.
+        offsets: its first element in the global tensor.
         global_shape: the global tensor's shape.
         element: the element type.
         pack: index of the pack it lies in and its first element there; None for a record with blocks of its own.
-        grid: how it is cut into blocks; None in a pack.
+        grid: its blocks; None in a pack.
         chain: its codec chain; None in a pack.
         first_block: row of its first block in the block table; 0 until the record is read.
-        block_count: how many rows it has there.
+        block_count: number of its rows there.
     """
 
     kind: str
@@ -74,12 +74,12 @@ class Record:
 
     @property
     def elements(self) -> int:
-        """How many elements the shard has."""
+        """Number of elements of the shard."""
         return math.prod(self.shape)
 
     @property
     def uncompressed_nbytes(self) -> int:
-        """Bytes of the shard."""
+        """Size of the shard."""
         return self.elements * self.element.nbytes
 
     def to_json(self, place: int | tuple[int, int]) -> dict[str, Any]:
@@ -145,13 +145,13 @@ def _element_type(name: Any) -> ElementType:
 
 
 def _region(description: dict[str, Any], shape: tuple[int, ...], kind: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offsets and global shape of a record."""
+    """Return offsets and global shape of a record."""
     offsets = _dimensions(description["offsets"], "offsets") if "offsets" in description else None
     whole = _dimensions(description["global_shape"], "global_shape") if "global_shape" in description else None
     if kind in (KIND_BYTES, KIND_PACK):
         return (0,) * len(shape), shape
     if kind == KIND_TORCH_SAVE:
-        # shape is that of the payload; where it belongs speaks of the tensor inside
+        # the shape is that of the payload; offsets and global shape are those of the tensor in it
         return offsets or (), whole or ()
     offsets = offsets if offsets is not None else (0,) * len(shape)
     whole = whole if whole is not None else shape

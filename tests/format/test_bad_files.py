@@ -100,13 +100,13 @@ FRAMING: dict[str, tuple[Spoil, type[CheckpointError], str]] = {
     "magic at the end": (override("magic", MAGIC), WrongMagicError, "does not end"),
     "another version in the trailer": (override("version", 7), UnsupportedVersionError, "version 7"),
     "version zero": (override("version", 0), UnsupportedVersionError, "version 0"),
-    "footer_offset too small": (override("footer_offset", 16), TruncatedFileError, "trailer speaks of"),
+    "footer_offset too small": (override("footer_offset", 16), TruncatedFileError, "according to its trailer"),
     "footer_offset beyond the file": (
         override("footer_offset", (1 << 64) - 1),
         TruncatedFileError,
-        "trailer speaks of",
+        "according to its trailer",
     ),
-    "footer_nbytes too large": (override("footer_nbytes", 1 << 63), TruncatedFileError, "trailer speaks of"),
+    "footer_nbytes too large": (override("footer_nbytes", 1 << 63), TruncatedFileError, "according to its trailer"),
     "json_nbytes too large": (override("json_nbytes", 1 << 40), TruncatedFileError, "trailer"),
     "json_nbytes too small": (override("json_nbytes", 20), FormatError, "JSON can't be read"),
     "footer CRC": (override("footer_crc", 12345), CorruptDataError, "footer fails its CRC"),
@@ -118,18 +118,18 @@ FRAMING: dict[str, tuple[Spoil, type[CheckpointError], str]] = {
 }
 
 TABLES: dict[str, tuple[Spoil, type[CheckpointError], str]] = {
-    "more blocks than the table": (described("blocks", 6), FormatError, "tables have not the size"),
-    "fewer blocks than the table": (described("blocks", 4), FormatError, "tables have not the size"),
+    "more blocks than the table": (described("blocks", 6), FormatError, "tables do not have the size"),
+    "fewer blocks than the table": (described("blocks", 4), FormatError, "tables do not have the size"),
     "negative blocks": (
         both(described("blocks", -1), described("slices", 30)),
         FormatError,
-        "tables have not the size",
+        "tables do not have the size",
     ),
-    "huge blocks": (described("blocks", HUGE), FormatError, "tables have not the size"),
-    "blocks as text": (described("blocks", "5"), FormatError, "tables have not the size"),
-    "blocks as true": (described("blocks", True), FormatError, "tables have not the size"),
-    "blocks as a float": (described("blocks", 5.0), FormatError, "tables have not the size"),
-    "no slices": (without("slices"), FormatError, "tables have not the size"),
+    "huge blocks": (described("blocks", HUGE), FormatError, "tables do not have the size"),
+    "blocks as text": (described("blocks", "5"), FormatError, "tables do not have the size"),
+    "blocks as true": (described("blocks", True), FormatError, "tables do not have the size"),
+    "blocks as a float": (described("blocks", 5.0), FormatError, "tables do not have the size"),
+    "no slices": (without("slices"), FormatError, "tables do not have the size"),
     "blocks traded for slices": (
         both(described("blocks", 4), described("slices", 10)),
         FormatError,

@@ -82,7 +82,7 @@ class Zstd(Coder):
 
 
 def _literals_encoder(slice_nbytes: int, otherwise: SliceEncoder) -> SliceEncoder:
-    """The compiled encoder, and libzstd for what it leaves alone. A frame is valid until the next call."""
+    """Return the compiled encoder, with libzstd for slices that it declines. A frame is valid until the next call."""
     # codes are at most 11 bits long, so this is more than the longest frame takes before it is found to be too long
     buffer = memoryview(bytearray(slice_nbytes * 11 // 8 + (slice_nbytes >> 17) * 256 + 1024))
 

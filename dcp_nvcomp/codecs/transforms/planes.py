@@ -1,9 +1,9 @@
 """`planes`: floats split into an exponent plane, which packs well, and the rest, which is random and stored.
 
 Trained floats are random in the mantissa and skewed in the exponent, so only the exponent's 8 bits are worth an entropy
-coder (ZipNN, arXiv:2411.05239, makes the same observation). This module says where the bits go, and takes blocks apart
-and together for the CPU engine: with the compiled kernels of `_planes.c`, or, where no C compiler was there when the
-package was installed, those of planes_numpy.py. The CUDA engine has kernels of its own.
+coder (ZipNN, arXiv:2411.05239, makes the same observation). This module defines the planes, and splits and merges
+blocks on the CPU: with the compiled kernels of `_planes.c` or, if the package was installed without a C compiler, with
+those of planes_numpy.py. The CUDA engine has kernels of its own.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Planes(ArrayToBytes):
 
     @property
     def plane_names(self) -> tuple[str, ...]:
-        """Names of the planes there are, in stored order: two-byte floats have no `low`."""
+        """Names of the planes in stored order: two-byte floats have no `low`."""
         return PLANE_NAMES if self.float_nbytes > 2 else PLANE_NAMES[1:]
 
     def check_flags(self, flags: int) -> bool:

@@ -1,6 +1,6 @@
-"""The kernels of planes.py in numpy: for where `_planes.c`, which does the same several times as fast, is not compiled.
+"""The kernels of planes.py in numpy, used if `_planes.c`, which is several times as fast, is not compiled.
 
-Whole passes over contiguous arrays, tile by tile, so that what a tile needs stays in the processor's cache.
+Whole passes over contiguous arrays, tile by tile, so that the data of a tile stays in the processor's cache.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _tiles(count: int) -> Iterator[slice]:
 
 
 def _high_halves(block: U8, width: int, tile: slice) -> U16:
-    """The top 16 bits of a tile's floats. For two-byte floats that is the block itself, not a copy."""
+    """Return the top 16 bits of a tile's floats. For two-byte floats that is the block itself, not a copy."""
     if width == 2:
         return block.view(np.uint16)[tile]
     if width == 4:
@@ -39,12 +39,12 @@ def split_floats(block: U8, width: int, low: U8 | None, rest: U8, exponent: U8) 
     Args:
         block: n floats of `width` bytes: their bytes, contiguous.
         width: 2, 4 or 8.
-        low: receives all but the top two bytes of each float; None where there are no others.
+        low: receives all but the top two bytes of each float; None if there are no others.
         rest: receives n bytes: the sign and the seven lowest of the top 16 bits.
         exponent: receives n bytes: the eight bits below the sign.
 
     Returns:
-        Which signs were seen: 1 if there was a positive one, plus 2 if there was a negative one.
+        The signs that were seen: 1 for a positive one, plus 2 for a negative one.
 
     Raises:
         ValueError: the sizes do not fit together.
@@ -108,7 +108,7 @@ def _check(block: U8, width: int, low: U8 | None, rest: U8, exponent: U8) -> Non
 
 
 def pack_rest(rest: U8) -> None:
-    """Pack the low seven bits of n bytes into the first n - n // 8 of them; what is behind those is undefined then.
+    """Pack the low seven bits of n bytes into the first n - n // 8 of them; the rest is undefined afterwards.
 
     The last eighth's bits ride on the free top bits of the first seven eighths. Whole eighths instead of neighbouring
     bytes, so that every step is one pass over contiguous bytes.
@@ -123,7 +123,7 @@ def pack_rest(rest: U8) -> None:
 
 
 def unpack_rest(packed: U8, rest: U8, is_negative: bool) -> None:
-    """The inverse of `pack_rest`.
+    """Unpack what `pack_rest` packed.
 
     Args:
         packed: n - n // 8 bytes.

@@ -1,1 +1,1 @@
-"""The CUDA engine: nvCOMP, and kernels of our own."""
+"""The CUDA engine: nvCOMP, and the kernels of kernels.cu."""

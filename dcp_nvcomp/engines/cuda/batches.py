@@ -1,4 +1,4 @@
-"""Where everything of a GPU batch lies: tables of addresses and lengths, built with numpy for many blocks at once.
+"""The layout of a GPU batch: tables of addresses and lengths, built with numpy for many blocks at once.
 
 A block's pieces (codecs/base.py) depend only on the chain, its length and its flags, so a `BlockLayout` is worked out
 once and a batch's tables are those of its blocks joined: no Python runs per slice. Pure: knows no GPU.
@@ -44,7 +44,7 @@ _MAX_ROW_NBYTES = 1 << 31
 
 @dataclass(frozen=True)
 class RowTable:
-    """What a kernel is launched over: rows of u64 columns, and for each tile the number of its row."""
+    """The table that a kernel is launched over: rows of u64 columns, and for each tile the number of its row."""
 
     rows: npt.NDArray[np.uint64]
     tiles: npt.NDArray[np.uint32]
@@ -59,7 +59,7 @@ def _row_table(columns: Sequence[I64], more: Sequence[I64], lengths: I64) -> Row
 
 
 def block_table(data: I64, nbytes: I64, width: I64, flags: I64, planes: I64) -> RowTable:
-    """The table of inspect_blocks, split_blocks and merge_blocks.
+    """Return the table of inspect_blocks, split_blocks and merge_blocks.
 
     Args:
         data: addresses of the blocks.
@@ -72,17 +72,17 @@ def block_table(data: I64, nbytes: I64, width: I64, flags: I64, planes: I64) -> 
 
 
 def copy_table(source: I64, target: I64, nbytes: I64, zeros: I64) -> RowTable:
-    """The table of copy_pieces: `nbytes` bytes from `source` to `target`, then `zeros` zero bytes."""
+    """Return the table of copy_pieces: `nbytes` bytes from `source` to `target`, then `zeros` zero bytes."""
     return _row_table([source, target, nbytes, zeros], [], nbytes + zeros)
 
 
 def padded_nbytes(nbytes: I64) -> I64:
-    """Each length rounded up to the alignment of slices and planes."""
+    """Return each length rounded up to the alignment of slices and planes."""
     return (nbytes + (ALIGNMENT_NBYTES - 1)) // ALIGNMENT_NBYTES * ALIGNMENT_NBYTES
 
 
 def starts_of(lengths: I64) -> I64:
-    """Where each of several things begins that lie one after the other, and where the last one ends."""
+    """Return the starts of adjacent ranges of these lengths and, last, the end of the last one."""
     starts = np.zeros(lengths.size + 1, np.int64)
     np.cumsum(lengths, out=starts[1:])
     return starts
@@ -161,7 +161,7 @@ class Layouts:
         self._layouts: dict[tuple[CodecChain, int, int], BlockLayout] = {}
 
     def get(self, chain: CodecChain, nbytes: int, flags: int) -> BlockLayout:
-        """The layout of a block of `nbytes` decoded bytes with these flags."""
+        """Return the layout of a block of `nbytes` decoded bytes with these flags."""
         key = (chain, nbytes, flags)
         layout = self._layouts.get(key)
         if layout is None:
@@ -191,7 +191,7 @@ class Pieces:
 
 
 def join_pieces(layouts: Sequence[BlockLayout]) -> Pieces:
-    """The pieces of several blocks, one block after the other."""
+    """Return the pieces of several blocks, one block after the other."""
     counts = np.array([layout.lengths.size for layout in layouts], np.int64)
     return Pieces(
         block=np.repeat(np.arange(counts.size), counts),
@@ -227,7 +227,7 @@ def size_classes(lengths: I64, slice_nbytes: int) -> list[tuple[int, I64]]:
 
 
 def fitting(costs: Sequence[int], start: int, most: int, budget_nbytes: int) -> int:
-    """How many things from `start` on fit into a budget together: at least one, at most `most`."""
+    """Return how many items from `start` on fit into a budget together: at least one, at most `most`."""
     spent, count = 0, 0
     while count < most and start + count < len(costs):
         spent += costs[start + count]

@@ -5,7 +5,7 @@
 encode   scratch memory, where its slices lie  -->  where their frames lie, how long they are
 decode   encoded memory, where its frames lie  -->  scratch memory, how much came out of each
 
-Both only start the work, so that several coders of a batch, and what follows them, are queued before anybody waits.
+Both only start the work: several coders of a batch, and the steps after them, are queued before the first wait.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class _EncodedGroup:
 
 
 class Frames:
-    """What slices are encoded to.
+    """Frames of slices, encoded or under way.
 
     Attributes:
-        addresses: where each slice's frame lies; 0 for one that nvCOMP was not given.
+        addresses: address of each slice's frame; 0 for a slice that nvCOMP was not given.
     """
 
     def __init__(self, lengths: I64) -> None:
@@ -71,7 +71,7 @@ class Frames:
         self.addresses[group.members] = slots.data_ptr() + at
 
     def nbytes(self) -> I64:
-        """How long each frame is, the slice's own length for one that nvCOMP was not given. Waits."""
+        """Wait, and return the length of each frame; the slice's own length if nvCOMP was not given it."""
         groups, self._groups = self._groups, []
         for group in groups:
             found = np.asarray(group.batch.buffer_sizes, np.int64)
@@ -96,14 +96,14 @@ class Decoding:
         self._lengths = lengths
 
     def good(self) -> npt.NDArray[np.bool_]:
-        """For each slice whether nvCOMP decoded it to its length. Waits."""
+        """Wait, and return for each slice True if nvCOMP decoded it to its length."""
         found = np.asarray(self._batch.buffer_sizes, np.int64)
         return found == self._lengths if found.shape == self._lengths.shape else np.zeros(self._lengths.shape, np.bool_)
 
 
 @dataclass(frozen=True)
 class _Workspace:
-    """How much scratch memory nvCOMP takes for itself: so much a decoded byte, and so much a slice."""
+    """Scratch memory that nvCOMP takes for itself: per decoded byte, and per slice."""
 
     per_byte: float
     per_slice: int
@@ -138,7 +138,7 @@ _ANS_ITEM_NBYTES = {"<f2": 2, "<f4": 4}
 
 @dataclass(frozen=True)
 class _Algorithm:
-    """How nvCOMP serves a coder.
+    """The algorithm of nvCOMP that serves a coder.
 
     Attributes:
         kind: names its workspaces.
@@ -191,7 +191,7 @@ class NvcompCoders:
     """nvCOMP codecs on a device's stream, made when first needed.
 
     Args:
-        device: where they run.
+        device: the device that runs them.
     """
 
     def __init__(self, device: Device) -> None:
@@ -204,7 +204,7 @@ class NvcompCoders:
 
     @property
     def version(self) -> str:
-        """Which nvCOMP this is."""
+        """Version of nvCOMP."""
         return str(self._device.nvcomp.__version__)
 
     def check_decodable(self, coder: Coder | None) -> None:
@@ -223,7 +223,7 @@ class NvcompCoders:
             )
 
     def slot_nbytes(self, coder: Coder, ceiling: int) -> int:
-        """Room for the frame of a slice of at most `ceiling` bytes."""
+        """Return the room that the frame of a slice of at most `ceiling` bytes needs."""
         bound = self._bounds.get((coder, ceiling))
         if bound is None:
             sample = self._device.nvcomp.as_array(self._device.empty(ceiling), cuda_stream=self._device.stream_handle)
@@ -231,7 +231,7 @@ class NvcompCoders:
         return padded(bound)
 
     def encode_nbytes(self, coder: Coder, lengths: I64) -> int:
-        """How much device memory it takes to encode slices of these lengths, beside the slices."""
+        """Return the device memory that encoding slices of these lengths takes, in addition to the slices."""
         slots = sum(
             self.slot_nbytes(coder, ceiling) * members.size
             for ceiling, members in size_classes(lengths, coder.slice_nbytes)
@@ -239,7 +239,7 @@ class NvcompCoders:
         return slots + self._encode_workspace[_algorithm(coder).kind].nbytes(int(lengths.sum()), lengths.size)
 
     def decode_nbytes(self, coder: Coder, lengths: I64) -> int:
-        """How much device memory it takes to decode slices of these lengths, beside the slices and their frames."""
+        """Return the device memory that decoding slices of these lengths takes, in addition to slices and frames."""
         return self._decode_workspace[_algorithm(coder).kind].nbytes(int(lengths.sum()), lengths.size)
 
     def encode(self, coder: Coder, scratch: Tensor, places: I64, lengths: I64) -> Frames:
@@ -280,12 +280,12 @@ class NvcompCoders:
             encoded: the memory in which the frames lie.
             at: where each begins in it, multiples of 16.
             nbytes: how long each is.
-            scratch: where the slices go.
+            scratch: memory that receives the slices.
             places: where each begins in it, multiples of 16.
             lengths: how long each must become.
 
         Returns:
-            What tells how it went.
+            The work under way.
         """
         codec, config = self._codec(coder), self._decompress_config(coder, lengths)
         source, target = self._batch(encoded, at, nbytes), self._batch(scratch, places, lengths)
@@ -294,7 +294,7 @@ class NvcompCoders:
         return Decoding(batch, source, lengths)
 
     def _decompress_config(self, coder: Coder, lengths: I64) -> Any:
-        """What nvCOMP wants to know beforehand. Made from the lengths, so that it neither waits nor reads the frames.
+        """Return nvCOMP's configuration, made from the lengths so that it neither waits nor reads the frames.
 
         Without it `decode` stops the stream to parse all of them, which for Deflate means to decode them twice.
         """

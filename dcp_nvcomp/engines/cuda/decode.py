@@ -72,15 +72,15 @@ def _refuse(job: DecodeJob, message: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Where everything of a batch lies, as addresses in device memory.
+    """Addresses of all parts of a batch in device memory.
 
     Attributes:
-        out: of each block, where it goes.
+        out: of each block, its destination.
         scratch: of each block, its scratch memory.
-        frames: of each piece, where it lies as it was stored.
-        stored_nbytes: of each piece, how long it is as it was stored.
-        places: of each piece, where it goes: scratch memory, or the block itself.
-        plain: of each piece, whether its block is not split into planes.
+        frames: of each piece, its stored form.
+        stored_nbytes: of each piece, the length of its stored form.
+        places: of each piece, its destination: scratch memory, or the block itself.
+        plain: of each piece, True if its block is not split into planes.
     """
 
     out: I64
@@ -92,7 +92,7 @@ class _Batch:
 
 
 class JobChecks:
-    """All that the host can see of a block before a GPU does. Not for several threads at once."""
+    """Checks of a block on the host, before a GPU sees it. Not for several threads at once."""
 
     def __init__(self) -> None:
         self._layouts = Layouts(every_plane=False)
@@ -113,11 +113,11 @@ class JobChecks:
         layout = self._layouts.get(job.chain, job.out.numel(), job.row.flags)
         stored_nbytes = layout.lengths.copy()
         if len(job.row.slice_nbytes) != layout.slice_count:
-            _refuse(job, "The block has not the slices that its codec makes.")
+            _refuse(job, "The block does not have the slices that its codec makes.")
         stored_nbytes[layout.coded] = job.row.slice_nbytes
         too_large = stored_nbytes > layout.lengths
         if too_large.any() or (stored_nbytes[layout.coded] < 1).any():
-            _refuse(job, "A slice has not the size that its block has room for.")
+            _refuse(job, "A slice does not fit into its block.")
         if int(padded_nbytes(stored_nbytes).sum()) > job.data.nbytes:
             _refuse(job, "The block is shorter than its slices.")
 
@@ -139,7 +139,7 @@ class BatchDecoder:
         return self._layouts.get(job.chain, job.out.numel(), job.row.flags)
 
     def cost_nbytes(self, job: DecodeJob) -> int:
-        """How much device memory a block takes while it is decoded, beside itself."""
+        """Return the device memory that decoding a block takes, in addition to the block."""
         layout = self._layout(job)
         cost = job.data.nbytes + layout.scratch_nbytes + _OVERHEAD_NBYTES
         if job.chain.coder is not None and layout.slice_count:
@@ -194,7 +194,7 @@ class BatchDecoder:
     def _decode_slices(
         self, jobs: Sequence[DecodeJob], pieces: Pieces, batch: _Batch, framed: Bools, encoded: Tensor, scratch: Tensor
     ) -> list[tuple[str, I64, Decoding]]:
-        """Start to decode all slices; returns for each coder its name, the numbers of its pieces, and how it goes."""
+        """Start to decode all slices; return each coder's name, the numbers of its pieces, and the work under way."""
         coders: dict[Coder, int] = {}
         coder_of_job = np.full(len(jobs), -1, np.int64)
         for index, job in enumerate(jobs):
@@ -248,7 +248,7 @@ class BatchDecoder:
 
 
 def _host_runs(jobs: Sequence[DecodeJob], nbytes: I64, starts: I64) -> tuple[list[memoryview], list[int]]:
-    """The blocks' host memory, joined where it lies one after the other, as that of one read does; and the starts."""
+    """Return the blocks' host memory, with adjacent blocks (those of one read) joined, and the starts of the runs."""
     addresses = np.array([np.frombuffer(job.data, np.uint8).ctypes.data for job in jobs], np.int64)
     joined = (addresses[:-1] + nbytes[:-1] == addresses[1:]) & (starts[:-1] + nbytes[:-1] == starts[1:])
     first = np.flatnonzero(np.concatenate([[True], ~joined]))

@@ -44,12 +44,12 @@ Launch = Callable[[str, int, tuple[int, ...]], None]
 
 
 def kernel_source() -> str:
-    """The text of kernels.cu."""
+    """Return the text of kernels.cu."""
     return importlib.resources.files("dcp_nvcomp.engines.cuda").joinpath("kernels.cu").read_text(encoding="utf-8")
 
 
 def host_tensor(memory: memoryview) -> Tensor:
-    """Host memory as a tensor, which must not outlive it. Memory that may only be read is fine where nobody writes."""
+    """Host memory as a tensor, which must not outlive it. Read-only memory is fine if the tensor is only read."""
     array = np.frombuffer(memory, np.uint8)
     if array.size == 0:
         return torch.empty(0, dtype=torch.uint8)
@@ -76,7 +76,7 @@ class Kernels(Protocol):
 class NvcompMemory:
     """nvCOMP's device memory, from torch's caching allocator: plain cudaMalloc and cudaFree synchronise the device.
 
-    Knows how much nvCOMP holds for each stream, as nothing else tells how much scratch memory a coder takes. Any thread
+    Counts what nvCOMP holds for each stream: nothing else reports how much scratch memory a coder takes. Any thread
     may allocate. Memory is given back wherever the garbage collector happens to run, perhaps on a thread that is inside
     one of these methods: so `release` takes no lock, it leaves a note that the next of them reads.
 
@@ -104,25 +104,25 @@ class NvcompMemory:
         return allocation
 
     def _settled(self, stream_handle: int) -> int:
-        """What is held for a stream, all notes read."""
+        """Return the bytes held for a stream, after reading all notes."""
         while self._released:
             stream, nbytes = self._released.popleft()
             self._held_nbytes[stream] = self._held_nbytes.get(stream, 0) - nbytes
         return self._held_nbytes.get(stream_handle, 0)
 
     def peak_nbytes(self, stream_handle: int) -> int:
-        """The most that was held for a stream since `reset_peak`."""
+        """Return the most that was held for a stream since `reset_peak`."""
         with self._lock:
             return self._peak_nbytes.get(stream_handle, 0)
 
     def reset_peak(self, stream_handle: int) -> int:
-        """Let `peak_nbytes` begin anew from what is held now; returns that."""
+        """Restart `peak_nbytes` from what is held now, and return that."""
         with self._lock:
             held_nbytes = self._peak_nbytes[stream_handle] = self._settled(stream_handle)
             return held_nbytes
 
     def release(self, allocation: _Allocation) -> None:
-        """What an allocation calls when nvCOMP drops it."""
+        """Called by an allocation when nvCOMP drops it."""
         self._released.append((allocation.stream, allocation.nbytes))
         self._free(allocation.ptr)
 
@@ -162,7 +162,7 @@ def _install_memory() -> NvcompMemory:
 
 
 class Device(Protocol):
-    """Where batches are encoded and decoded.
+    """A device on which batches are encoded and decoded.
 
     Attributes:
         torch_device: the device of the blocks' tensors.
@@ -208,7 +208,7 @@ class LaunchedKernels:
     """The kernels, given their tables in device memory.
 
     Args:
-        torch_device: where the tables go.
+        torch_device: device that receives the tables.
         launch: starts a kernel.
     """
 
@@ -315,7 +315,7 @@ class CudaDevice:
 
 
 class _StreamHandle:
-    """A stream by the CUDA stream protocol, which torch's own streams do not speak in all versions."""
+    """A stream by the CUDA stream protocol, which torch's own streams do not support in all versions."""
 
     def __init__(self, handle: int) -> None:
         self._handle = handle

@@ -55,16 +55,16 @@ class EncodeJob:
 
     @property
     def nbytes(self) -> int:
-        """The block's size."""
+        """Size of the block."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
 
     @property
     def is_run(self) -> bool:
-        """Whether the block lies in memory as one run of bytes; else encoding makes a copy that does."""
+        """True if the block is one contiguous run in memory; else encoding makes a copy that is."""
         return len(self.tensors) == 1 and self.tensors[0].is_contiguous()
 
     def bytes(self) -> Tensor:
-        """The block as a contiguous uint8 tensor: a view where it lies so, else a copy."""
+        """Return the block as a contiguous uint8 tensor: a view if possible, else a copy."""
         runs = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in self.tensors]
         return runs[0] if len(runs) == 1 else torch.cat(runs)
 
@@ -93,7 +93,7 @@ class BatchEncoder:
         self._layouts = Layouts(every_plane=True)
 
     def cost_nbytes(self, job: EncodeJob) -> int:
-        """How much device memory a block takes while it is encoded, beside itself."""
+        """Return the device memory that encoding a block takes, in addition to the block."""
         chain, nbytes = job.chain, job.nbytes
         layout = self._layouts.get(chain, nbytes, 0)
         cost = layout.scratch_nbytes + chain.max_encoded_nbytes(nbytes) + _OVERHEAD_NBYTES

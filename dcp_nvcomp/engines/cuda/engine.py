@@ -29,7 +29,7 @@ from dcp_nvcomp.errors import CheckpointError, CodecUnavailableError, CorruptDat
 
 __all__ = ["CudaEngine", "DecodeJob", "EncodeJob", "JobChecks", "cuda_unavailable_reason", "stamped_chain"]
 
-# What nvCOMP, torch and CuPy raise where the GPU runs out of memory or a call fails.
+# What nvCOMP, torch and CuPy raise if the GPU runs out of memory or a call fails.
 _GPU_ERRORS = (RuntimeError, ValueError, MemoryError)
 
 
@@ -41,8 +41,8 @@ class CudaEngine:
 
     Args:
         device: the CUDA device of the blocks.
-        device_memory_budget: how many bytes of device memory a batch may take beside the blocks themselves. A block
-            that alone takes more is a batch of its own.
+        device_memory_budget: bytes of device memory that a batch may take in addition to the blocks themselves. A
+            block that alone takes more is a batch of its own.
         backend: what the engine runs on; by default CuPy and nvCOMP on `device`.
 
     Raises:
@@ -150,14 +150,14 @@ class CudaEngine:
         return self._device.session(tensors)
 
     def _costs(self, work: Callable[[], list[int]], count: int) -> list[int]:
-        """What each block takes; where nvCOMP can't even say that, every block is a batch of its own."""
+        """Return the cost of each block; if nvCOMP can't even compute that, every block is a batch of its own."""
         costs: list[int] = []
         with self._device.current():
             known = self._attempt(lambda: costs.extend(work()))
         return costs if known else [self._budget_nbytes] * count
 
     def _attempt(self, work: Callable[[], None]) -> bool:
-        """Whether `work` was done; False where the GPU failed. What it held is free again by then."""
+        """Do some work; return False if the GPU failed. All that it held is free again by then."""
         try:
             work()
         except CheckpointError:

@@ -1,6 +1,6 @@
-"""Whether the CUDA engine can run here, and if not, what is missing. The only importer of nvCOMP and CuPy.
+"""Finds out if the CUDA engine can run here and, if not, what is missing. The only importer of nvCOMP and CuPy.
 
-Both are imported inside functions: this package works without them, and with them where there is no driver.
+Both are imported inside functions: this package works without them, and with them but without a driver.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ Loader = Callable[[], Any]
 
 
 def load_nvcomp() -> Any:
-    """NvCOMP's Python module."""
+    """Import nvCOMP's Python module."""
     return importlib.import_module("nvidia.nvcomp")
 
 
 def load_cupy() -> Any:
-    """CuPy."""
+    """Import CuPy."""
     return importlib.import_module("cupy")
 
 
 def cuda_unavailable_reason() -> str | None:
-    """Why the CUDA engine can't run here.
+    """Return the reason why the CUDA engine can't run here.
 
     Returns:
-        None where it can; else what is missing and how to get it, a clause that fits after "because" or a colon.
+        None if it can; else what is missing and how to get it, a clause that fits after "because" or a colon.
     """
     built_for = getattr(torch.version, "cuda", None)
     return find_reason(built_for, _device_count() if built_for else 0, load_nvcomp, load_cupy)
@@ -46,7 +46,7 @@ def _device_count() -> int:
     if not hasattr(torch, "cuda"):
         return 0
     with warnings.catch_warnings():
-        # a driver that is too old is told by torch in a warning; we tell it as a reason
+        # torch warns of a driver that is too old; here that is a reason
         warnings.simplefilter("ignore")
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
@@ -85,7 +85,7 @@ def _try_import(package: str, loader: Loader, advice: str) -> tuple[str | None, 
 
 
 def nvcomp_version() -> str:
-    """The version of nvCOMP that is installed, such as `6.0.0`.
+    """Return the version of nvCOMP that is installed, such as `6.0.0`.
 
     Raises:
         CodecUnavailableError: it is not installed.
