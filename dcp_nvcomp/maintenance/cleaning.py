@@ -16,8 +16,8 @@ the file that is removed need not be the one that was looked at. They are counte
    and save, and count as old as the youngest of them; and what a young `__<save_id>.metadata` names is as young as
    that (one that can't be read ends the cleaning)
 4  list once more and read the roots once more, right before removing; what is live or young by now is kept
-5  remove: temporaries and `__<save_id>.metadata` first, so that none of these ever names deleted files; then data files,
-   some at a time with step 4 before each; then abort the uploads
+5  remove: temporaries and `__<save_id>.metadata` first, so that none of these ever names deleted files; then data
+   files, some at a time with step 4 before each; then abort the uploads
 
 Why nothing live is removed:
 

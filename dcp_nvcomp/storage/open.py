@@ -93,7 +93,7 @@ def _open_fsspec(path: str, protocol: str, options: dict[str, Any]) -> Filesyste
         # a stale listing hides new files and shows removed ones
         fresh = {} if protocol in _WITHOUT_LISTINGS else {"use_listings_cache": False}
         fs, root = fsspec.url_to_fs(path, **{**fresh, **options})
-    innermost = _LAST_PROTOCOL.findall(path)[-1].lower()  # of a chain, it stores the bytes
+    innermost = _LAST_PROTOCOL.findall(path)[-1].lower() if "::" in path else protocol  # stores the bytes
     is_object_store = innermost in _OBJECT_STORES
     return FsspecFilesystem(path, fs, root, options=options, part_nbytes=nbytes, is_object_store=is_object_store)
 

@@ -148,7 +148,6 @@ def test_nothing_there(url: str, said: list[str]) -> None:
     "options",
     [
         {"passwort": PASSWORD},
-        {"pasword": PASSWORD},
         {"default_block_size": 3, "token": TOKEN},
         {"thread_count": 0, "password": PASSWORD},
         {"storage_deadline_seconds": -1, "password": PASSWORD},

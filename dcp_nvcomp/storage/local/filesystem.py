@@ -213,7 +213,7 @@ class PosixFilesystem(Filesystem):
                 part = os.pread(descriptor.number, min(stop - position, _MAX_READ_NBYTES), position)
             if not part:
                 raise too_short(self.location(name), start, stop, position)
-            data = data + part if data else part  # one part is the rule
+            data = data + part if data else part  # usually there is only one part
         return data
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:

@@ -131,7 +131,7 @@ class S3Client:
         self._creating = dict(creating or {})
         self._first_pause_seconds = first_pause_seconds
         self._longest_pause_seconds = longest_pause_seconds
-        fs.retries = 1  # see above
+        fs.retries = 1  # `perform` retries
         self.deadline_seconds = deadline_seconds
 
     def call(

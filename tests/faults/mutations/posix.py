@@ -20,7 +20,7 @@ MUTATIONS = (
     Mutation(
         row=f"{CALLS}: short reads go on",
         file="dcp_nvcomp/storage/local/filesystem.py",
-        old="            data = data + part if data else part  # one part is the rule\n",
+        old="            data = data + part if data else part  # usually there is only one part\n",
         new="            return part\n",
         tests=f"{EVERY_CALL} -k all_short",
     ),
