@@ -1,8 +1,8 @@
 """Every error a user of this package can meet.
 
-    CheckpointError                      something is wrong with a checkpoint, or with what was asked of it
+    CheckpointError                      base class: something is wrong with a checkpoint or a request
     ├── ConfigurationError               an option has a value that can't work           (also ValueError)
-    ├── CodecUnavailableError            the codec or engine asked for can't run here    (also RuntimeError)
+    ├── CodecUnavailableError            the requested codec or engine can't run here    (also RuntimeError)
     ├── CheckpointNotFoundError          there is nothing at the path                    (also FileNotFoundError)
     │   └── IncompleteCheckpointError    data files, but no `.metadata`: a save that never finished
     ├── CheckpointExistsError            there is a checkpoint already and it may not be replaced (also FileExistsError)
@@ -10,7 +10,7 @@
     ├── ConcurrentSaveError              another save won the same path
     ├── StorageError                     the storage refused or failed: permissions, disk full, network (also OSError)
     ├── MetadataError                    `.metadata` can't be read or contradicts itself
-    │   └── UnsafeMetadataError          `.metadata` asks for something that is never done while reading
+    │   └── UnsafeMetadataError          `.metadata` asks for a global, a call or more memory than is allowed
     ├── UnsafePathError                  a path inside the checkpoint leads out of it
     ├── UnsafeObjectError                a stored Python object needs more than weights_only loading allows
     ├── FormatError                      a data file is not what docs/format.md says
@@ -20,7 +20,7 @@
     │   ├── TruncatedFileError           shorter than `.metadata` or the footer says
     │   └── FileMismatchError            not the file that `.metadata` names: another save's, swapped, grown
     ├── CorruptDataError                 bytes that fail their CRC, or decode to something else
-    └── ShapeMismatchError               the destination's shape is not the saved shape
+    └── ShapeMismatchError               the requested shape differs from the saved shape
 
 DCP gathers errors across ranks with pickle, so each of them survives it with all of its attributes.
 """
@@ -75,7 +75,8 @@ class CheckpointError(Exception):
         byte_range: half-open range of bytes `(start, stop)` in the file at `path`.
 
     Attributes:
-        outcome_unknown: whether what failed may be done nevertheless, now or later: no answer came that says it is not.
+        outcome_unknown: True if the failed operation may still take, or have taken, effect: the storage never confirmed
+            that it did not.
 
     Example:
         >>> str(CheckpointError("CRC mismatch", path="run/__0_0_ab.distcp", fqn="w", byte_range=(16, 32)))
@@ -121,7 +122,7 @@ class ConfigurationError(CheckpointError, ValueError):
 
 
 class CodecUnavailableError(CheckpointError, RuntimeError):
-    """The codec or engine asked for needs hardware or a package that is not here."""
+    """The requested codec or engine needs hardware or a package that is not available."""
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
@@ -148,8 +149,8 @@ class StorageError(CheckpointError, OSError):
     """The storage refused or failed.
 
     Attributes:
-        errno: that of the OSError it comes from, where there is one; ETIMEDOUT where nobody answered in time.
-        attempts: how often it was tried; None where there are no retries.
+        errno: that of the underlying OSError, if there is one; ETIMEDOUT if no response came in time.
+        attempts: the number of attempts; None if the storage does not retry.
     """
 
     attempts: int | None = None
@@ -176,13 +177,13 @@ class StorageError(CheckpointError, OSError):
         *,
         redact: Callable[[str], str] = without_secrets,
     ) -> StorageError:
-        """Wrap what the storage client raised, and say in words what the usual errno values mean.
+        """Wrap an error of the storage client, and explain the usual errno values.
 
         Args:
-            what: what it could not do.
-            path: with which file.
+            what: the operation that failed, as in "Could not {what}".
+            path: the file.
             error: what the client raised.
-            tried: how often and how long it was tried, to be put behind the client's words.
+            tried: the number of attempts and their duration, appended to the client's words.
             redact: removes secrets from the client's words.
         """
         number = getattr(error, "errno", None)
@@ -202,7 +203,7 @@ class MetadataError(CheckpointError):
 
 
 class UnsafeMetadataError(MetadataError):
-    """`.metadata` asks for something that is never done while reading: a global that is not allowed, a call, a bomb."""
+    """`.metadata` asks for a global that is not allowed, for a call, or for far more memory than its size."""
 
 
 class UnsafePathError(CheckpointError):
@@ -242,4 +243,4 @@ class CorruptDataError(CheckpointError):
 
 
 class ShapeMismatchError(CheckpointError):
-    """What is asked for has not the shape of what was saved."""
+    """The requested shape differs from the saved shape."""

@@ -2,10 +2,10 @@
 
 1  read which files the checkpoint that is there now names
 2  publish __<save_id>.metadata: the same bytes under a name of its own, for recovery
-3  look whether every data file is there, whole: ranks may have written elsewhere, or somebody removed some
+3  check that every data file is there, whole: ranks may have written elsewhere, or files may have been removed
 4  publish .metadata: from here on the new checkpoint exists, and the old one does not
 5  remove the old one's files, its __<save_id>.metadata first, so that this never names files that are gone;
-   a crash in between leaves orphans, which do no harm
+   a crash in between leaves harmless orphans
 
 docs/reliability.md has the reason for each step.
 """
@@ -47,7 +47,7 @@ _DENIED = (errno.EACCES, errno.EPERM)
 
 
 def refuse_existing(filesystem: Filesystem, *, rank: int | None) -> None:
-    """Make sure that there is no checkpoint.
+    """Raise if there is a checkpoint.
 
     Args:
         filesystem: the checkpoint's directory.
@@ -102,15 +102,15 @@ def _check_present(filesystem: Filesystem, files: Mapping[str, int]) -> None:
     except StorageError as error:
         if error.errno not in _DENIED:
             raise
-        listed = {}  # credentials may allow to read and write, and not to list
+        listed = {}  # some credentials may read and write but not list
     unseen = sorted(name for name, nbytes in files.items() if listed.get(name) != nbytes)
     states = filesystem.map(lambda name: _missing(filesystem, name, files[name]), unseen)
     problem = next(((name, state) for name, state in zip(unseen, states, strict=True) if state), None)
     if problem is not None:
         name, state = problem
         raise StorageError(
-            f"A data file of this save {state}, as one of {len(unseen)} of {len(files)} that the coordinator does "
-            "not see as they were written. All ranks must save to the same storage, and nothing may remove files "
+            f"A data file of this save {state}: the coordinator cannot see {len(unseen)} of its {len(files)} data files "
+            "as they were written. All ranks must save to the same storage, and no other process may remove files "
             "from it during a save.",
             path=filesystem.location(name),
             errno=errno.ENOENT,
@@ -118,13 +118,13 @@ def _check_present(filesystem: Filesystem, files: Mapping[str, int]) -> None:
 
 
 def _missing(filesystem: Filesystem, name: str, nbytes: int) -> str:
-    """What is wrong with a data file, "" if nothing. Network filesystems list and stat from caches: so it is opened."""
+    """Return what is wrong with a data file, or "". Network filesystems list and stat from caches, so open it."""
     try:
         filesystem.read(name, nbytes - 1, nbytes)
     except TruncatedFileError:
         return f"is shorter than the {nbytes} bytes that were written"
     except StorageError as error:
-        if error.errno in _DENIED:  # who may only write can't look
+        if error.errno in _DENIED:  # write-only credentials cannot verify
             return ""
         if is_missing(error):
             return "is not there"
@@ -142,7 +142,7 @@ def commit_checkpoint(
         metadata: complete, its data files all durable.
         save_id: its id.
         own_files: the data files that this rank wrote; removed if the checkpoint is certainly not published.
-        overwrite: whether it may replace another.
+        overwrite: True if it may replace another.
 
     Raises:
         ConcurrentSaveError: it may not, and another save was published in the meantime.
@@ -162,7 +162,7 @@ def commit_checkpoint(
         filesystem.publish(METADATA_NAME, data, overwrite=overwrite)
     except CheckpointError as error:
         published = _is_published(filesystem, metadata, data)
-        # not where the storage may yet do what it did not answer: `.metadata` would name files that are gone
+        # if the storage may still carry it out, `.metadata` would name files that were removed
         if published is False and not error.outcome_unknown:
             remove_files(filesystem, {copy, *own_files}, "a save that could not be published")
         if published is not True:
@@ -172,7 +172,7 @@ def commit_checkpoint(
                     "`dcp-nvcomp clean` removes them if it is not."
                 )
             raise
-        # it is there, but perhaps not for good (an fsync that failed, say): so the old files stay
+        # it is there, but perhaps not durably (after a failed fsync, say), so keep the old files
         logger.warning("The checkpoint was published, though the storage reported an error: %s", error)
         return
     kept = {METADATA_NAME, copy, *files}
@@ -180,11 +180,11 @@ def commit_checkpoint(
 
 
 def _is_published(filesystem: Filesystem, metadata: Metadata, data: bytes) -> bool | None:
-    """Whether `.metadata` is ours after all: storage may do what it fails to confirm. None: it can't be told."""
+    """Return True if `.metadata` is this save's: storage may carry out what it fails to confirm. None if unknown."""
     try:
         if filesystem.file_nbytes(METADATA_NAME) is None:
             return False
-        # read twice: bytes may be flipped on the way, and after a False our files are removed
+        # read twice: bytes may flip in transit, and our files are removed after a False
         first, second = (filesystem.read_all(METADATA_NAME, limit_nbytes=MAX_METADATA_NBYTES) for _ in range(2))
         if data in (first, second):
             return True

@@ -1,4 +1,4 @@
-"""Files that no checkpoint needs any more: those of a checkpoint that was replaced, and of saves that failed."""
+"""Removes files that no checkpoint needs any more: of replaced checkpoints and of failed saves."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ logger = logging.getLogger(__name__)
 
 
 class Orphans:
-    """A rank's own files of saves that failed on other ranks: of such a save it never hears the end.
+    """Files this rank wrote for a save that failed on another rank; DCP does not notify ranks that had finished.
 
-    At the next save the coordinator tells all ranks, in their plans, whether its last save failed before it was
-    published. A rank that hears so looks at what the checkpoint at that path names, and removes those of its files
-    that are not among it. A message that is lost or replayed by cached plans does no harm: it only decides whether a
-    rank looks, never what it removes.
+    At the next save, the plans from the coordinator say whether the previous save failed before it was published. If
+    so, a rank reads which files the checkpoint at that path names, and removes its own files that are not among them.
+    A message that is lost or replayed by cached plans does no harm: it only decides whether a rank looks, never what it
+    removes.
     """
 
     def __init__(self) -> None:
@@ -38,11 +38,11 @@ class Orphans:
         self._thread = threading.current_thread()
 
     def wrote(self, path: str, names: Iterable[str]) -> None:
-        """This thread's save wrote these files to the checkpoint at `path`."""
+        """Remember that this thread's save wrote these files to the checkpoint at `path`."""
         self._path, self._names, self._thread = path, tuple(names), threading.current_thread()
 
     def remove(self, open_at: Callable[[str], Filesystem]) -> None:
-        """The last save failed: remove this rank's files of it that belong to no checkpoint.
+        """Remove this rank's files of the last save, which failed, unless a checkpoint names them.
 
         Args:
             open_at: opens the filesystem of a checkpoint.
@@ -58,10 +58,10 @@ class Orphans:
 
 
 def files_of_current(filesystem: Filesystem) -> set[str] | None:
-    """The files of the checkpoint that is there now; none if there is none, None if it can't be read.
+    """Return the files of the current checkpoint: an empty set if there is none, None if it can't be read.
 
     Raises:
-        StorageError: the storage did not answer until the deadline: it need not be asked again.
+        StorageError: the storage did not respond within the time limit; asking again would take as long.
     """
     try:
         if filesystem.file_nbytes(METADATA_NAME) is None:
@@ -75,9 +75,9 @@ def files_of_current(filesystem: Filesystem) -> set[str] | None:
 
 
 def remove_files(filesystem: Filesystem, names: Iterable[str], whose: str) -> None:
-    """Remove files whose fate changes nothing: a failure is no reason to fail the save, or to hide why it failed.
+    """Remove leftovers. A failure is only logged: it must not fail the save, or hide why the save failed.
 
-    Metadata goes first: what is left of it when this is cut short never names files that are gone.
+    Metadata is removed first, so that if this is interrupted, no remaining metadata names removed files.
     """
     names = set(names)
     data_files = {name for name in names if name.endswith(DATA_FILE_SUFFIX)}

@@ -1,4 +1,4 @@
-"""Bits flip on the way too: what is damaged in a file is damaged as well when it is read a second time."""
+"""Reads that look corrupt are repeated once: a bit flipped in transit goes away, damage on disk does not."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ __all__ = ["SIGNS_OF_DAMAGE", "twice"]
 
 T = TypeVar("T")
 
-# A flipped bit can also make a name that leads out of the checkpoint: stock DCP's metadata has no CRC to tell.
+# Stock DCP's metadata has no CRC, so a flipped bit can also turn up as a path that leads out of the checkpoint.
 SIGNS_OF_DAMAGE: Final = (CorruptDataError, FormatError, MetadataError, UnsafePathError)
 
 
 def twice(work: Callable[[], T], again: Callable[[], T] | None = None) -> T:
-    """Read and check something, once more where it turns out to be damaged.
+    """Read and check something, and once more if it turns out to be corrupt.
 
     Args:
         work: reads and checks; or only checks what was read already.
-        again: reads and checks anew; by default `work` does.
+        again: reads and checks for the second time; `work` by default.
 
     Returns:
-        What the first of them that worked returned.
+        The result of the first of them that succeeded.
 
     Raises:
-        CheckpointError: what the second one raised; or the first, where that is no sign of damage (`StorageError`).
+        CheckpointError: the error of the second; or of the first if it is no sign of corruption (`StorageError`).
     """
     try:
         return work()
     except SIGNS_OF_DAMAGE:
-        pass  # and let go of what was read before more is
+        pass  # free the first read before the second
     return (again or work)()

@@ -72,7 +72,7 @@ def test_a_data_file_that_is_gone_before_the_commit(
     writer = Harmed(tmp_path, single_file_per_rank=False, overwrite=overwrite)
     error = failure_of(lambda: dcp.save(state(2), storage_writer=writer, no_dist=True))
     assert isinstance(error, errors.StorageError) and error.errno == errno.ENOENT
-    assert told in str(error) and "one of 1 of 3" in str(error) and "__0_1_" in str(error.path)
+    assert told in str(error) and "cannot see 1 of its 3" in str(error) and "__0_1_" in str(error.path)
     assert sorted(os.listdir(tmp_path)) == before
     if overwrite:
         check_loads(tmp_path, 1)

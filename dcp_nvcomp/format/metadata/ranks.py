@@ -1,4 +1,4 @@
-"""Checkpoints saved with `use_collectives=False`: one metadata file per rank, and what they say together."""
+"""Merges the metadata of checkpoints saved with `use_collectives=False`, one file per rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _Shards = dict[torch.Size, tuple[torch.Size, int]]  # offsets -> (sizes, the ran
 
 
 def merge_rank_metadata(parts: Mapping[int, Metadata], *, path: str) -> Metadata:
-    """The metadata of the whole checkpoint, from that of every rank.
+    """Merge the metadata of every rank into that of the whole checkpoint.
 
     A shard or bytes item that several ranks saved is taken from the lowest of them (see `prefer_rank`).
 
@@ -65,7 +65,7 @@ def merge_rank_metadata(parts: Mapping[int, Metadata], *, path: str) -> Metadata
 
 
 def prefer_rank(merged: Metadata, own: Metadata) -> dict[MetadataIndex, Any]:
-    """The merged `storage_data`, but with one rank's own copy of whatever it saved itself.
+    """Return the merged `storage_data`, with one rank's own copy of each item it saved itself.
 
     Without collectives, plain tensors and bytes items may differ from rank to rank; each rank then loads its own.
     """
@@ -83,7 +83,7 @@ def prefer_rank(merged: Metadata, own: Metadata) -> dict[MetadataIndex, Any]:
 
 
 def _merge_item(fqn: str, parts: dict[int, Metadata], storage: dict[MetadataIndex, Any]) -> Any:
-    """One key of the state dict, from the ranks that have it; adds where its shards are to `storage`."""
+    """Merge one key of the state dict from the ranks that have it, and add its shards to `storage`."""
     items: dict[int, Any] = {rank: part.state_dict_metadata[fqn] for rank, part in parts.items()}
     rank, first = next(iter(items.items()))
     for other_rank, other in items.items():
@@ -158,7 +158,7 @@ def check_cover(size: torch.Size, shards: Sequence[tuple[torch.Size, torch.Size]
 
 
 def _is_grid(size: torch.Size, boxes: Sequence[tuple[torch.Size, torch.Size]]) -> bool:
-    """Whether the boxes are all cells of a grid over the whole tensor: so in practice, and quick to see."""
+    """True if the boxes are all cells of a grid over the whole tensor, the usual case and a quick check."""
     cells = 1
     for dim, length in enumerate(size):
         cuts = sorted({(offsets[dim], offsets[dim] + sizes[dim]) for offsets, sizes in boxes})

@@ -1,7 +1,7 @@
 """The metadata files that say which data files of a directory are live, and the names that a save gives to its files.
 
 A root is `.metadata`, ours or stock DCP's, or the `__<rank>.metadata` of a save with `use_collectives=False`. The
-immutable `__<save_id>.metadata` is none: it makes no checkpoint, it only helps to bring one back.
+immutable `__<save_id>.metadata` is not a root: it is a backup used only by `recover`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Root:
     Attributes:
         name: its name.
         data: its bytes.
-        metadata: what they say.
+        metadata: the parsed metadata.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Root:
         return meta.save_id if meta is not None else None
 
     def files(self) -> dict[str, DataFileRef | None]:
-        """The data files that it names; None where it does not say what they must look like (stock DCP)."""
+        """Return the data files that it names; None for a file of stock DCP, whose size is not recorded."""
         found: dict[str, DataFileRef | None] = {}
         for value in (self.metadata.storage_data or {}).values():
             if isinstance(value, StoredAt):
@@ -69,10 +69,10 @@ class Root:
         return found
 
     def names(self) -> set[str]:
-        """Every file that belongs to it: itself, its data files, its immutable copy.
+        """Return every file that belongs to it: itself, its data files, its immutable copy.
 
-        Metadata is untrusted, and what it names may be removed once it is replaced: of what it says, only data files of
-        this directory count.
+        Metadata is untrusted, and the files it names may be removed once it is replaced, so only data files in this
+        directory count.
         """
         data_files = {name for name in self.files() if name.endswith(DATA_FILE_SUFFIX) and "/" not in name}
         copy = copy_name_of(self.save_id)
@@ -80,12 +80,12 @@ class Root:
 
 
 def is_missing(error: CheckpointError) -> bool:
-    """Whether it was raised because a file is not there; ESTALE is what NFS says of one that was removed."""
+    """True if a file is missing; NFS reports ESTALE for one that another machine removed."""
     return isinstance(error, StorageError) and error.errno in (errno.ENOENT, errno.ESTALE)
 
 
 def read_root(filesystem: Filesystem, name: str, *, trusted_globals: Sequence[str] = ()) -> Root:
-    """Read one metadata file, once more where it turns out to be damaged.
+    """Read one metadata file, and once more if it turns out to be corrupt.
 
     Args:
         filesystem: the directory.
@@ -96,7 +96,7 @@ def read_root(filesystem: Filesystem, name: str, *, trusted_globals: Sequence[st
         ConfigurationError: a trusted global is no dotted name.
         MetadataError: it can't be read, is larger than any metadata, or asks for something unsafe.
         StorageError: it is missing, or the storage fails.
-        UnsafePathError: it names a file outside of the directory.
+        UnsafePathError: it names a file outside the directory.
     """
 
     def read() -> bytes:
@@ -168,7 +168,7 @@ def read_roots(filesystem: Filesystem, names: Iterable[str]) -> list[Root]:
 
 
 def nothing_there(filesystem: Filesystem, names: Iterable[str]) -> CheckpointNotFoundError:
-    """What to raise where none of the files in a directory is a root.
+    """Return the error to raise if no file in a directory is a root.
 
     Args:
         filesystem: the directory.

@@ -1,7 +1,7 @@
-"""`.metadata`: what is in a checkpoint, read without trusting it, and written so that stock torch can read it.
+"""Reads `.metadata` without trusting it, and writes it so that stock torch can read it.
 
-    read    bytes -> pickle_machine (an inert tree) -> metadata_reader (checks; torch's own classes)
-    write   torch's Metadata, with tuples of plain values as `storage_data` -> pickle, protocol 4 -> its CRC behind it
+    read    bytes -> pickle_machine.py (an inert tree) -> tree.py (checks; torch's own classes)
+    write   torch's Metadata, with tuples of plain values as `storage_data` -> pickle, protocol 4, followed by its CRC
 
 The values of `storage_data` are those of stored.py.
 """
@@ -27,13 +27,13 @@ from dcp_nvcomp.format.metadata.tree import MetadataReader
 
 __all__ = ["merge_rank_metadata", "parse_metadata", "prefer_rank", "serialize_metadata"]
 
-# Pickles end with their STOP opcode, and whoever unpickles reads no further: so stock tools never see what follows.
+# Unpicklers stop at the STOP opcode, so stock tools never see what follows.
 _TRAILER: Final = struct.Struct("<I8s")
 _TRAILER_MAGIC: Final = b"DCPNVcrc"
 
 
 def serialize_metadata(metadata: Metadata) -> bytes:
-    """The bytes of `.metadata`: a pickle that needs torch only and that stock DCP reads, and its CRC behind it."""
+    """Return the bytes of `.metadata`: a pickle that stock DCP reads with torch alone, followed by its CRC."""
     if not all(type(value) is tuple and type(value[0]) is tuple for value in metadata.storage_data.values()):
         metadata = dataclasses.replace(metadata, storage_data=plain_storage_data(metadata.storage_data))
     data = pickle.dumps(metadata, protocol=4)
@@ -41,7 +41,7 @@ def serialize_metadata(metadata: Metadata) -> bytes:
 
 
 def _checked_pickle(data: bytes) -> bytes:
-    """The pickle without its trailer, which must fit it. Stock DCP writes none, and pickles never end like one."""
+    """Return the pickle without its trailer, whose CRC must match. Stock DCP writes no trailer."""
     if not data.endswith(_TRAILER_MAGIC):
         return data
     crc, _ = _TRAILER.unpack(data[-_TRAILER.size :].rjust(_TRAILER.size))

@@ -22,7 +22,7 @@ from dcp_nvcomp.storage.base import Filesystem
 
 __all__ = ["MAX_STOCK_NBYTES", "most_nbytes", "read_stock_bytes", "read_stock_tensor"]
 
-# What an item may decode to where nothing on disk tells its true size: pickles grow a few times, zstd 32768 times.
+# The most an item may decode to if its true size is not recorded: pickles grow a few times, zstd 32768 times.
 MAX_STOCK_NBYTES: Final = 64 << 30
 _SMALL_NBYTES: Final = 16 << 20
 _GROWTH: Final = 1024
@@ -37,7 +37,7 @@ _WINDOW_NBYTES: Final = 8 << 20
 
 
 def read_stock_bytes(filesystem: Filesystem, item: StockItem, *, limit_nbytes: int | None = None) -> io.BytesIO:
-    """The bytes item as DCP's planner gave it to the stock writer.
+    """Read a bytes item as DCP's planner gave it to the stock writer.
 
     Args:
         filesystem: the checkpoint's.
@@ -70,7 +70,7 @@ def read_stock_tensor(
     dtype: torch.dtype | None = None,
     trusted: Sequence[Any] = (),
 ) -> torch.Tensor:
-    """The shard that `torch.save` wrote, on the CPU. Read with `weights_only=True`, so nothing in it is executed.
+    """Read a shard that `torch.save` wrote, on the CPU, with `weights_only=True`, so nothing in it is executed.
 
     Args:
         filesystem: the checkpoint's.
@@ -100,7 +100,7 @@ def read_stock_tensor(
 
 
 def most_nbytes(sizes: Sequence[int], dtype: torch.dtype | None = None) -> int:
-    """The most that a tensor of this shape takes as `torch.save` writes it, of any dtype where none is given."""
+    """Return the most bytes that `torch.save` writes for a tensor of this shape, of any dtype if none is given."""
     return math.prod(sizes) * (_MAX_ITEMSIZE if dtype is None else dtype.itemsize) + _TORCH_SAVE_NBYTES
 
 

@@ -1,4 +1,4 @@
-"""The load of items of stock DCP checkpoints, one after the other: a running job can switch over to this reader."""
+"""Loads items of stock DCP checkpoints one after the other, so that a running job can switch to this reader."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def load_stock_items(
 
     Args:
         filesystem: the checkpoint.
-        items: what is wanted, all of it stored as stock DCP stores it.
+        items: the items to load, all stored by stock DCP.
         planner: DCP's planner.
         safe: how stored Python objects are loaded.
-        conversions: tells the user, once, that dtypes differ.
+        conversions: warns once if dtypes differ.
 
     Raises:
         CheckpointError: an item can't be read, or does not have the shape that `.metadata` says.
