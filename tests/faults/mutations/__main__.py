@@ -45,7 +45,8 @@ def failures(mutation: Mutation, directory: Path) -> list[str]:
     path.write_text(text.replace(mutation.old, mutation.new))
     options = "-q -x --show-capture=no --tb=no"
     command = [sys.executable, "-m", "pytest", *options.split(), "-m", "", *mutation.tests.split()]
-    environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    every = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "DCP_NVCOMP_TEST_PROFILE": "ci"}
+    environment = {**os.environ, **every}
     run = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
     if run.returncode not in (0, 1):
         raise SystemExit(f"pytest could not run:\n{run.stdout}\n{run.stderr}")
