@@ -62,7 +62,8 @@ def test_a_data_file_that_is_gone_before_the_commit(
 
     class Harmed(NvcompWriter):
         def finish(self, metadata: Any, results: Any) -> None:
-            (file,) = (one for one in self._save.own_files if "__0_1_" in one)
+            files = {result.storage_data[0][0] for rank in results for result in rank}
+            (file,) = (one for one in files if "__0_1_" in one)
             harm(tmp_path / file)
             super().finish(metadata, results)
 
