@@ -110,8 +110,8 @@ def _check_present(filesystem: Filesystem, files: Mapping[str, int]) -> None:
         name, state = problem
         raise StorageError(
             f"A data file of this save {state}: the coordinator cannot see {len(unseen)} of its {len(files)} data "
-            "files as they were written. All ranks must save to the same storage, and no other process may remove files "
-            "from it during a save.",
+            "files as they were written. All ranks must save to the same storage, and no other process may remove "
+            "files from it during a save.",
             path=filesystem.location(name),
             errno=errno.ENOENT,
         )
