@@ -29,7 +29,6 @@ from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.metadata.publishing import metadata_to_publish
 from dcp_nvcomp.format.metadata.roots import is_missing, read_root
-from dcp_nvcomp.format.metadata.serialization import parse_metadata
 from dcp_nvcomp.format.names import (
     METADATA_NAME,
     rank_metadata_name,
@@ -38,6 +37,7 @@ from dcp_nvcomp.format.names import (
 )
 from dcp_nvcomp.saving.orphans import files_of_current, remove_files
 from dcp_nvcomp.storage.base import Filesystem
+from dcp_nvcomp.storage.reread import is_stored
 
 __all__ = ["commit_checkpoint", "commit_rank", "refuse_existing"]
 
@@ -184,12 +184,11 @@ def _is_published(filesystem: Filesystem, metadata: Metadata, data: bytes) -> bo
     try:
         if filesystem.file_nbytes(METADATA_NAME) is None:
             return False
-        # read twice: bytes may flip in transit, and our files are removed after a False
-        first, second = (filesystem.read_all(METADATA_NAME, limit_nbytes=MAX_METADATA_NBYTES) for _ in range(2))
-        if data in (first, second):
+        if is_stored(lambda: filesystem.read_all(METADATA_NAME, limit_nbytes=MAX_METADATA_NBYTES), data):
             return True
-        there = parse_metadata(first, path=filesystem.location(METADATA_NAME))
-        return None if first != second or there.storage_meta == metadata.storage_meta else False
+        # a False has our files removed: so only if what is there can be read, and is of another save
+        there = read_root(filesystem, METADATA_NAME).metadata
+        return None if there.storage_meta == metadata.storage_meta else False
     except CheckpointError:
         return None
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-from dcp_nvcomp.errors import CorruptDataError, FormatError, MetadataError, UnsafePathError
+from dcp_nvcomp.errors import CorruptDataError, FormatError, MetadataError, UnsafeObjectError, UnsafePathError
 
-__all__ = ["SIGNS_OF_DAMAGE", "twice"]
+__all__ = ["is_stored", "reread", "twice"]
 
 T = TypeVar("T")
 
-# Stock DCP's metadata has no CRC, so a flipped bit can also turn up as a path that leads out of the checkpoint.
-SIGNS_OF_DAMAGE: Final = (CorruptDataError, FormatError, MetadataError, UnsafePathError)
+# Not all that stock DCP writes has a CRC, so a flipped bit can also turn up as a path that leads out of the checkpoint,
+# or as a global that is not allowed.
+_SIGNS_OF_CORRUPTION: Final = (CorruptDataError, FormatError, MetadataError, UnsafeObjectError, UnsafePathError)
 
 
 def twice(work: Callable[[], T], again: Callable[[], T] | None = None) -> T:
@@ -30,6 +31,35 @@ def twice(work: Callable[[], T], again: Callable[[], T] | None = None) -> T:
     """
     try:
         return work()
-    except SIGNS_OF_DAMAGE:
+    except _SIGNS_OF_CORRUPTION:
         pass  # free the first read before the second
     return (again or work)()
+
+
+def reread(read: Callable[[], bytes], check: Callable[[bytes], T]) -> T:
+    """Read some bytes and check them, and once more if they turn out to be corrupt and the second read differs.
+
+    Args:
+        read: reads the bytes.
+        check: makes something of them. It is not asked twice about the same bytes: what it refuses may be hostile, and
+            take its time.
+
+    Returns:
+        The result of `check`.
+
+    Raises:
+        CheckpointError: that of the last `check`, or of `read`.
+    """
+    data = read()
+    try:
+        return check(data)
+    except _SIGNS_OF_CORRUPTION:
+        again = read()
+        if again == data:
+            raise
+    return check(again)
+
+
+def is_stored(read: Callable[[], bytes], expected: bytes) -> bool:
+    """Return True if one of two reads gives the expected bytes; the second is made only if the first differs."""
+    return any(read() == expected for _ in range(2))

@@ -33,7 +33,7 @@ from dcp_nvcomp.format.names import (
     save_id_of_copy,
 )
 from dcp_nvcomp.storage.base import Filesystem
-from dcp_nvcomp.storage.reread import SIGNS_OF_DAMAGE
+from dcp_nvcomp.storage.reread import reread
 
 __all__ = ["Root", "is_missing", "nothing_there", "read_current", "read_root", "read_roots"]
 
@@ -110,14 +110,7 @@ def read_root(filesystem: Filesystem, name: str, *, trusted_globals: Sequence[st
         path = filesystem.location(name)
         return Root(name, data, parse_metadata(data, path=path, trusted_globals=trusted_globals))
 
-    data = read()
-    try:
-        return parsed(data)
-    except SIGNS_OF_DAMAGE:
-        again = read()
-        if again == data:  # it would only be refused again, and a hostile file takes its time
-            raise
-    return parsed(again)
+    return reread(read, parsed)
 
 
 def read_current(filesystem: Filesystem, *, trusted_globals: Sequence[str] = ()) -> Root:

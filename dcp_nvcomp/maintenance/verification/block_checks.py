@@ -6,6 +6,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -145,14 +146,10 @@ class BlockChecker:
         undecoded = 0
         for number in span.blocks:
             start, stop = (int(offset) for offset in span.file.footer.block_offsets[number : number + 2])
+            alone = partial(self._is_good_alone, span.file, number)
+            part = data[start - span.start : stop - span.start]
             try:
-                if data:
-                    try:
-                        undecoded += not self._is_good(data[start - span.start : stop - span.start], span.file, number)
-                        continue
-                    except CorruptDataError:
-                        pass
-                undecoded += not self._is_good(self._read_block(span.file, start, stop), span.file, number)
+                undecoded += not twice(partial(self._is_good, part, span.file, number) if data else alone, alone)
             except CheckpointError as error:
                 error.byte_range = (start, stop)
                 findings.append(finding_of(error, span.file.name, span.file.fqns_of(number)))
@@ -161,10 +158,12 @@ class BlockChecker:
     def _read(self, span: Span) -> memoryview:
         return memoryview(self._filesystem.read(span.file.name, span.start, span.stop))
 
-    def _read_block(self, file: CheckedFile, start: int, stop: int) -> memoryview:
+    def _is_good_alone(self, file: CheckedFile, number: int) -> bool:
+        """Read one block, and check it as `_is_good` does."""
+        start, stop = (int(offset) for offset in file.footer.block_offsets[number : number + 2])
         if stop - start > _MAX_ENCODED_NBYTES:
             raise FormatError("The footer gives a block more bytes than any block can have.")
-        return memoryview(self._filesystem.read(file.name, start, stop))
+        return self._is_good(memoryview(self._filesystem.read(file.name, start, stop)), file, number)
 
     def _is_good(self, data: memoryview, file: CheckedFile, number: int) -> bool:
         """Whether all that was to be checked could be; False where decoding takes a GPU.

@@ -47,6 +47,7 @@ from dcp_nvcomp.maintenance.verification.findings import ERROR, WARNING, Finding
 from dcp_nvcomp.maintenance.verification.metadata_checks import Expected, check_items, check_records, expectations
 from dcp_nvcomp.options import check_thread_count
 from dcp_nvcomp.storage.base import Filesystem
+from dcp_nvcomp.storage.reread import is_stored, twice
 
 __all__ = ["Finding", "Progress", "Verification", "verify_checkpoint"]
 
@@ -242,16 +243,14 @@ def _check_copies(filesystem: Filesystem, roots: Sequence[Root]) -> list[Finding
     if copy is None:
         return [Finding(WARNING, f"`.metadata` names a save {root.save_id!r}, which is no id of a save.", root.name)]
     try:
+        if is_stored(lambda: filesystem.read_all(copy, limit_nbytes=len(root.data) + 1), root.data):
+            return []
         data = filesystem.read_all(copy, limit_nbytes=len(root.data) + 1)
-        if data != root.data:
-            data = filesystem.read_all(copy, limit_nbytes=len(root.data) + 1)
     except CheckpointError as error:
         if is_missing(error):
             what = "The immutable copy of `.metadata` is missing, so `recover` could not bring this checkpoint back."
             return [Finding(WARNING, what, copy)]
         return [finding_of(error, copy)]
-    if data == root.data:
-        return []
     pairs = enumerate(zip(data, root.data, strict=False))
     at = next((at for at, (one, other) in pairs if one != other), min(len(data), len(root.data)))
     what = "It differs from `.metadata` from here on; they were written as the same bytes, so one of them is damaged."
@@ -265,10 +264,10 @@ def _check_stock_item(filesystem: Filesystem, full: bool, stored: tuple[StockIte
     try:
         sizes = None if expected.shard is None else tuple(expected.shard.sizes)
         if full and sizes is not None:
-            _again(lambda: read_stock_tensor(filesystem, item, sizes=sizes))
+            twice(lambda: read_stock_tensor(filesystem, item, sizes=sizes))
         else:
             limit_nbytes = STOCK_OBJECT_NBYTES if sizes is None else most_nbytes(sizes)
-            _again(lambda: read_stock_bytes(filesystem, item, limit_nbytes=limit_nbytes))
+            twice(lambda: read_stock_bytes(filesystem, item, limit_nbytes=limit_nbytes))
     except UnsafeObjectError as error:
         # a subclass of tensors, which is none of ours to import; its bytes have been checked
         findings.append(Finding(WARNING, f"Its shape was not checked: {error.message}", None, (expected.fqn,)))
@@ -276,10 +275,3 @@ def _check_stock_item(filesystem: Filesystem, full: bool, stored: tuple[StockIte
         error.byte_range = error.byte_range or (item.offset, item.offset + item.length)
         findings.append(finding_of(error, item.relative_path, (expected.fqn,)))
     return Checked(item.length, 1, 0, tuple(findings))
-
-
-def _again(read: Callable[[], Any]) -> None:
-    try:
-        read()
-    except CheckpointError:
-        read()

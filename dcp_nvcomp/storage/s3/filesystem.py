@@ -17,6 +17,7 @@ from dcp_nvcomp.errors import StorageError
 from dcp_nvcomp.options import unknown_option
 from dcp_nvcomp.storage.base import FileInfo, OutputStream, UnfinishedUpload, already_published, too_short
 from dcp_nvcomp.storage.remote import RemoteFilesystem
+from dcp_nvcomp.storage.reread import is_stored
 from dcp_nvcomp.storage.s3.client import REMOVAL_SECONDS, S3Client, answer_of, body_of
 from dcp_nvcomp.storage.s3.publish import Replacement, refuses_conditions
 from dcp_nvcomp.storage.s3.upload import S3Output, abort_upload
@@ -149,8 +150,7 @@ class S3Filesystem(RemoteFilesystem):
         return self._put_if_none(*self._witness) is False
 
     def _is_there(self, name: str, data: bytes) -> bool:
-        # twice, as bytes may be flipped on the way
-        return any(self._get_checked(name, 0, len(data) + 1) == data for _ in range(2))
+        return is_stored(lambda: self._get_checked(name, 0, len(data) + 1), data)
 
     def _get(self, name: str, start: int, stop: int) -> bytes:
         key, where = self._key(name), self.location(name)

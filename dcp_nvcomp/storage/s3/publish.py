@@ -114,7 +114,7 @@ class Replacement:
             raise self._refusal()
 
     async def _is_ours(self) -> bool:
-        # twice, as bytes may be flipped on the way
+        # twice, as bits may flip in transit (reread.is_stored, but asynchronous)
         for _ in range(2):
             try:
                 if await body_of(await self._client.send("get_object", **self._place)) == self._data:
