@@ -78,7 +78,7 @@ class LimitedFileSystem(LocalFileSystem):
     Args:
         rate: of the link.
         label: of the link.
-        discard: whether what is written is thrown away.
+        discard: whether the content of data files is thrown away.
     """
 
     protocol = "limited"
@@ -95,11 +95,8 @@ class LimitedFileSystem(LocalFileSystem):
         return super()._strip_protocol(os.fspath(path).removeprefix("limited://"))
 
     def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
-        if self.discard and "w" in mode:
-            # of data files a commit wants to see that they are there
-            if path.endswith(".distcp"):
-                return _LimitedFile(_Hole(path), self.link)
-            path = os.devnull
+        if self.discard and "w" in mode and path.endswith(".distcp"):
+            return _LimitedFile(_Hole(path), self.link)  # the commit checks that it is there
         return _LimitedFile(open(path, mode), self.link)
 
 

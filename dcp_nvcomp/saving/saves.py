@@ -84,10 +84,10 @@ class Saves:
         return save
 
     @property
-    def upcoming(self) -> Save:
-        """The save that this thread is about to begin; its `path` may still be empty."""
+    def announced(self) -> Save:
+        """The save that this thread is in, else the one that it is about to begin; its `path` may still be empty."""
         save = self._own
-        return self._announce(Save()) if save is None or save.has_begun else save
+        return self._announce(Save()) if save is None or save.has_ended else save
 
     def _announce(self, save: Save) -> Save:
         self._local.save = self._latest = save
@@ -105,8 +105,10 @@ class Saves:
         self._announce(Save(place))
 
     def begin(self, *, rank: int, is_coordinator: bool, use_collectives: bool) -> None:
-        """Begin the upcoming save of this thread."""
-        save = self.upcoming
+        """Begin the announced save of this thread; another one if that has begun already, and failed."""
+        save = self.announced
+        if save.has_begun:
+            save = self._announce(Save())
         save.path = save.path or self._path
         save.rank, save.is_coordinator, save.use_collectives = rank, is_coordinator, use_collectives
         save.started_seconds = time.perf_counter()
@@ -123,5 +125,5 @@ class Saves:
         """The id of the save that this thread is in; else of the latest save; before the first one, of that."""
         save = self._own
         if save is None or save.has_ended:
-            save = self._latest or self.upcoming
+            save = self._latest or self.announced
         return save.save_id

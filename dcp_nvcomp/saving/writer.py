@@ -379,8 +379,8 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         return summarize(without_secrets(save.path), save.save_id, totals, time.perf_counter() - save.started_seconds)
 
     def storage_meta(self) -> StorageMeta:
-        """Return place and id of the save that this thread is about to begin; called by DCP."""
-        save = self._saves.upcoming
+        """Return place and id of the save that this thread is in, or is about to begin; called by DCP."""
+        save = self._saves.announced
         return StorageMeta(checkpoint_id=without_secrets(save.path or self.path), save_id=save.save_id)
 
     @classmethod

@@ -62,6 +62,33 @@ def test_path_after_storage_meta(tmp_path: Path) -> None:
     assert NvcompReader(tmp_path / "b").read_metadata().storage_meta.save_id == announced.save_id
 
 
+def test_storage_meta_during_a_save(tmp_path: Path) -> None:
+    """It describes the save under way, and does not move it."""
+    writer, seen = NvcompWriter(tmp_path / "unused"), []
+
+    class Asks(DefaultSavePlanner):
+        def create_local_plan(self) -> Any:
+            seen.append(writer.storage_meta())
+            return super().create_local_plan()
+
+    save(writer, 1, tmp_path / "a", planner=Asks())
+    stored = NvcompReader(tmp_path / "a").read_metadata().storage_meta
+    assert [(meta.checkpoint_id, meta.save_id) for meta in seen] == [(str(tmp_path / "a"), stored.save_id)]
+
+
+def test_an_id_of_its_own_after_a_failed_save(tmp_path: Path) -> None:
+    class Fails(DefaultSavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            raise RuntimeError("no memory")
+
+    writer = NvcompWriter(tmp_path)
+    with pytest.raises(CheckpointException, match="no memory"):
+        save(writer, 1, planner=Fails())
+    failed = writer.save_id
+    save(writer, 2)
+    assert NvcompReader(tmp_path).read_metadata().storage_meta.save_id == writer.save_id != failed
+
+
 def test_the_last_place_holds_without_checkpoint_id(tmp_path: Path) -> None:
     """As with the stock writer."""
     writer = NvcompWriter(tmp_path / "unused")
