@@ -1,23 +1,44 @@
-"""Names of the files in a checkpoint."""
+"""Names of the files in a checkpoint: how they are made, and what a name says of a file.
+
+.metadata                      the root
+__<rank>.metadata              a rank's root, of a save with `use_collectives=False`
+__<save_id>.metadata           the immutable copy of a save's `.metadata`
+__<rank>_<n>_<id>.distcp       a data file; without `_<id>` it is stock DCP's
+"""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Final
+
+from dcp_nvcomp.storage.temporary import is_clock, published_name
 
 __all__ = [
     "DATA_FILE_SUFFIX",
     "METADATA_NAME",
+    "OwnFile",
     "copy_name_of",
     "data_file_name",
+    "is_stock_data_file",
+    "own_file",
+    "own_upload",
     "rank_metadata_name",
     "rank_of_metadata_name",
     "save_id_of_copy",
     "save_metadata_name",
 ]
 
+DATA_FILE_SUFFIX: Final = ".distcp"
+METADATA_NAME: Final = ".metadata"
 
-DATA_FILE_SUFFIX = ".distcp"
+_ID: Final = "[0-9a-f]{32}"
+_NUMBER: Final = "(?:0|[1-9][0-9]{0,8})"  # at most 9 digits: an id may happen to have no letter in it
+_SAVE_ID: Final = re.compile(_ID)
+_RANK_NAME: Final = re.compile(rf"__({_NUMBER})\.metadata")
+_COPY_NAME: Final = re.compile(rf"__({_ID})\.metadata")
+_DATA_NAME: Final = re.compile(rf"__{_NUMBER}_{_NUMBER}_({_ID})\.distcp")
+_STOCK_DATA_NAME: Final = re.compile(rf"__{_NUMBER}_{_NUMBER}\.distcp")
 
 
 def data_file_name(rank: int, number: int, file_id: str) -> str:
@@ -25,11 +46,9 @@ def data_file_name(rank: int, number: int, file_id: str) -> str:
     return f"__{rank}_{number}_{file_id}{DATA_FILE_SUFFIX}"
 
 
-METADATA_NAME: Final = ".metadata"
-
-
-# At most 9 digits: a save_id may happen to have no letter in it.
-_RANK_NAME: Final = re.compile(r"__(0|[1-9][0-9]{0,8})\.metadata")
+def is_stock_data_file(name: str) -> bool:
+    """True for the name of a data file of stock DCP."""
+    return _STOCK_DATA_NAME.fullmatch(name) is not None
 
 
 def rank_metadata_name(rank: int) -> str:
@@ -48,12 +67,6 @@ def save_metadata_name(save_id: str) -> str:
     return f"__{save_id}.metadata"
 
 
-_SAVE_ID: Final = re.compile("[0-9a-f]{32}")
-
-
-_COPY_NAME: Final = re.compile(r"__([0-9a-f]{32})\.metadata")
-
-
 def copy_name_of(save_id: str | None) -> str | None:
     """Return the name of a save's immutable metadata, None if the id is not one of this package."""
     return save_metadata_name(save_id) if save_id is not None and _SAVE_ID.fullmatch(save_id) else None
@@ -63,3 +76,37 @@ def save_id_of_copy(name: str) -> str | None:
     """Return the id in a name made by `save_metadata_name`, None for any other name."""
     match = _COPY_NAME.fullmatch(name)
     return match[1] if match else None
+
+
+@dataclass(frozen=True)
+class OwnFile:
+    """What the name of a file says, if only this package gives such names, and each of them once.
+
+    Attributes:
+        kind: `data`, `metadata` (an immutable copy), `temporary` or `upload`.
+        file_id: the id in the name, of the rank and save that wrote the file; empty if the name has none.
+    """
+
+    kind: str
+    file_id: str
+
+
+def own_file(name: str) -> OwnFile | None:
+    """Return what the name of a file says; None if it may be anything else, or a root."""
+    if match := _DATA_NAME.fullmatch(name):
+        return OwnFile("data", match[1])
+    if save_id := save_id_of_copy(name):
+        return OwnFile("metadata", save_id)
+    target = published_name(name)
+    if is_clock(name) or (target is not None and _is_metadata(target)):
+        return OwnFile("temporary", (target and save_id_of_copy(target)) or "")
+    return None
+
+
+def own_upload(name: str) -> OwnFile | None:
+    """Return what the name says that an unfinished upload was to get: large metadata is uploaded in parts too."""
+    return OwnFile("upload", save_id_of_copy(name) or "") if _is_metadata(name) else own_file(name)
+
+
+def _is_metadata(name: str) -> bool:
+    return name == METADATA_NAME or rank_of_metadata_name(name) is not None or save_id_of_copy(name) is not None

@@ -42,7 +42,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -55,27 +54,19 @@ from dcp_nvcomp.errors import (
     StorageError,
 )
 from dcp_nvcomp.format.metadata.roots import Root, is_missing, read_root, read_roots
-from dcp_nvcomp.format.names import save_id_of_copy
+from dcp_nvcomp.format.names import OwnFile, is_stock_data_file, own_file, own_upload, save_id_of_copy
 from dcp_nvcomp.maintenance.opening import opened
 from dcp_nvcomp.storage.base import Filesystem, UnfinishedUpload
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["MIN_AGE_SECONDS", "Cleaning", "Orphan", "check_age", "clean_checkpoint", "is_ours"]
+__all__ = ["MIN_AGE_SECONDS", "Cleaning", "Orphan", "check_age", "clean_checkpoint"]
 
 MIN_AGE_SECONDS: Final = 3600.0
 # Files that are removed after one look at the roots.
 BATCH: Final = 1000
 # How often the roots are read again if a save replaces them in between.
 ATTEMPTS: Final = 5
-
-_ID = "[0-9a-f]{32}"
-_NUMBER = "(?:0|[1-9][0-9]{0,8})"
-_DATA_NAME: Final = re.compile(rf"__{_NUMBER}_{_NUMBER}_({_ID})\.distcp")
-_METADATA_NAME: Final = rf"(?:__({_ID})|__{_NUMBER}|)\.metadata"
-_TEMPORARY_NAME: Final = re.compile(rf"{_METADATA_NAME}\.{_ID}\.tmp|()\.clock-{_ID}")
-_UPLOAD_NAME: Final = re.compile(_METADATA_NAME)
-_FOREIGN_NAME: Final = re.compile(rf"__{_NUMBER}_{_NUMBER}\.distcp")
 
 
 @dataclass(frozen=True)
@@ -188,12 +179,6 @@ def check_age(older_than_seconds: float) -> None:
         raise ConfigurationError(f"older_than_seconds={older_than_seconds!r} must be at least {MIN_AGE_SECONDS:.0f}.")
 
 
-def is_ours(path: str) -> bool:
-    """True if a file or an upload at this path is part of a checkpoint of ours, or of what a save left."""
-    name = path.rpartition("/")[2]
-    return _describe(name) is not None or _describe_upload(name) is not None
-
-
 @dataclass
 class _Found:
     """One look at a directory."""
@@ -209,9 +194,8 @@ class _Found:
 class _Item:
     """A file or an upload with a name of ours."""
 
-    kind: str
+    own: OwnFile
     name: str
-    file_id: str  # empty if its name has none
     nbytes: int
     seconds: float  # when it was written
     upload: UnfinishedUpload | None = None
@@ -237,52 +221,35 @@ def _look(filesystem: Filesystem, older_than_seconds: float) -> _Found:
     try:
         roots = _whole_roots(filesystem, sizes)
     except CheckpointNotFoundError:
-        if not any(map(_describe, sizes)) and not any(_describe_upload(upload.name) for upload in uploads):
+        if not any(map(own_file, sizes)) and not any(own_upload(upload.name) for upload in uploads):
             raise
         roots = _whole_copies(filesystem, sizes)
         recoverable = tuple(str(root.save_id) for root in roots)
     now = filesystem.now_seconds()
     live = set().union(*(root.names() for root in roots))
     items = [
-        _Item(*described, file.nbytes, math.inf if file.modified_seconds is None else file.modified_seconds)
+        _Item(own, file.name, file.nbytes, math.inf if file.modified_seconds is None else file.modified_seconds)
         for file in files
-        if (described := _describe(file.name)) is not None and file.name not in live
+        if (own := own_file(file.name)) is not None and file.name not in live
     ]
     items += [
-        _Item("upload", upload.name, described[2], 0, upload.begun_seconds, upload)
+        _Item(OwnFile("upload", own.file_id), upload.name, 0, upload.begun_seconds, upload)
         for upload in uploads
-        if (described := _describe_upload(upload.name)) is not None
+        if (own := own_upload(upload.name)) is not None
     ]
     written = _youngest(filesystem, items, now - older_than_seconds)
-    foreign = [name for name in sizes if _FOREIGN_NAME.fullmatch(name) and name not in live]
+    foreign = [name for name in sizes if is_stock_data_file(name) and name not in live]
     found = _Found([], [], 0, foreign, recoverable)
     for item in items:
         age = now - written[item]
         if age <= older_than_seconds:
             found.young += 1
             continue
-        orphan = Orphan(item.kind, item.name, item.nbytes, age)
+        orphan = Orphan(item.own.kind, item.name, item.nbytes, age)
         found.orphans.append(orphan)
         if item.upload is not None:
             found.uploads.append((orphan, item.upload))
     return found
-
-
-def _describe(name: str) -> tuple[str, str, str] | None:
-    """Return kind, name and id of a file of ours; None for any other."""
-    if match := _DATA_NAME.fullmatch(name):
-        return "data", name, match[1]
-    if save_id := save_id_of_copy(name):
-        return "metadata", name, save_id
-    if match := _TEMPORARY_NAME.fullmatch(name):
-        return "temporary", name, match[1] or ""
-    return None
-
-
-def _describe_upload(name: str) -> tuple[str, str, str] | None:
-    # large metadata is uploaded in parts too
-    match = _UPLOAD_NAME.fullmatch(name)
-    return ("upload", name, match[1] or "") if match else _describe(name)
 
 
 def _whole_roots(filesystem: Filesystem, sizes: Mapping[str, int]) -> list[Root]:
@@ -351,14 +318,14 @@ def _youngest(filesystem: Filesystem, items: Sequence[_Item], limit_seconds: flo
     """
     by_id: dict[str, float] = {}
     for item in items:
-        by_id[item.file_id] = max(item.seconds, by_id.get(item.file_id, -math.inf))
+        by_id[item.own.file_id] = max(item.seconds, by_id.get(item.own.file_id, -math.inf))
     by_name: dict[str, float] = {}
     for item in items:
-        if item.kind == "metadata" and by_id[item.file_id] >= limit_seconds:
+        if item.own.kind == "metadata" and by_id[item.own.file_id] >= limit_seconds:
             for name in _named_by_copy(filesystem, item.name):
-                by_name[name] = max(by_id[item.file_id], by_name.get(name, -math.inf))
+                by_name[name] = max(by_id[item.own.file_id], by_name.get(name, -math.inf))
     return {
-        item: max(by_id[item.file_id] if item.file_id else item.seconds, by_name.get(item.name, -math.inf))
+        item: max(by_id[item.own.file_id] if item.own.file_id else item.seconds, by_name.get(item.name, -math.inf))
         for item in items
     }
 

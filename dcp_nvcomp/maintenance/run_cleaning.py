@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dcp_nvcomp.errors import CheckpointError, CheckpointNotFoundError
-from dcp_nvcomp.maintenance.cleaning import Cleaning, check_age, clean_checkpoint, is_ours
+from dcp_nvcomp.format.names import own_file, own_upload
+from dcp_nvcomp.maintenance.cleaning import Cleaning, check_age, clean_checkpoint
 from dcp_nvcomp.maintenance.opening import opened
 
 __all__ = ["Refusal", "RunCleaning", "clean_run"]
@@ -94,7 +95,8 @@ def clean_run(
     """
     check_age(older_than_seconds)
     with opened(path, storage_options) as filesystem:
-        folders = sorted({name.rpartition("/")[0] for name in filesystem.list_below() if is_ours(name)})
+        paths = [path_below.rpartition("/") for path_below in filesystem.list_below()]
+        folders = sorted({folder for folder, _, name in paths if own_file(name) or own_upload(name)})
     if not folders:
         raise CheckpointNotFoundError("There is no checkpoint at or below this path.", path=filesystem.path)
     cleaned, refused = [], []

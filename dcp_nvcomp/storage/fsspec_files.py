@@ -6,7 +6,6 @@ import contextlib
 import errno
 import inspect
 import logging
-import uuid
 import warnings
 from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
@@ -27,6 +26,7 @@ from dcp_nvcomp.storage.base import (
 )
 from dcp_nvcomp.storage.moving import Moves
 from dcp_nvcomp.storage.remote import RemoteFilesystem
+from dcp_nvcomp.storage.temporary import clock_name, temporary_name
 
 __all__ = ["FsspecFilesystem"]
 
@@ -49,10 +49,6 @@ def _modified_seconds(info: Mapping[str, Any]) -> float | None:
                 parsed = datetime.fromisoformat(value.replace("Z", "+00:00"))
                 return parsed.replace(tzinfo=parsed.tzinfo or timezone.utc).timestamp()
     return None
-
-
-def _temporary_name(name: str) -> str:
-    return f"{name}.{uuid.uuid4().hex}.tmp"
 
 
 class FsspecFilesystem(RemoteFilesystem):
@@ -100,7 +96,7 @@ class FsspecFilesystem(RemoteFilesystem):
             self._put_by_move(name, data, overwrite=overwrite)
 
     def _put_by_move(self, name: str, data: bytes, *, overwrite: bool) -> None:
-        temporary = _temporary_name(name)
+        temporary = temporary_name(name)
         try:
             with self._errors("write", self.location(name)):
                 self._fs.pipe_file(self._key(temporary), data)
@@ -142,7 +138,7 @@ class FsspecFilesystem(RemoteFilesystem):
         if not overwrite:
             raise already_published(self.location(name)) from refusal
         self._warn_of_gap()
-        aside = _temporary_name(name)
+        aside = temporary_name(name)
         try:
             for source, target in ((name, aside), (temporary, name)):
                 if refusal := self._try_to_move(source, target):
@@ -238,7 +234,7 @@ class FsspecFilesystem(RemoteFilesystem):
 
     def now_seconds(self) -> float:
         with self._errors("ask for the time", self.path):
-            key = f"{self._root}/.clock-{uuid.uuid4().hex}"
+            key = f"{self._root}/{clock_name()}"
             self._fs.pipe_file(key, b"")
             try:
                 seconds = _modified_seconds(self._fs.info(key))

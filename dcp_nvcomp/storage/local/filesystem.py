@@ -16,7 +16,6 @@ import stat
 import tempfile
 import threading
 import time
-import uuid
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -34,6 +33,7 @@ from dcp_nvcomp.storage.base import (
     too_short,
 )
 from dcp_nvcomp.storage.local.output import PosixOutput, create_file, sync_directory, write_all
+from dcp_nvcomp.storage.temporary import temporary_name
 
 __all__ = ["PosixFilesystem"]
 
@@ -150,7 +150,7 @@ class PosixFilesystem(Filesystem):
 
     def publish(self, name: str, data: bytes, *, overwrite: bool = True) -> None:
         final = self._full(name)
-        temporary = f"{final}.{uuid.uuid4().hex}.tmp"
+        temporary = temporary_name(final)
         try:
             with storage_errors("write", self.location(name)):
                 self._write_temporary(temporary, data)

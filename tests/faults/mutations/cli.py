@@ -159,14 +159,14 @@ MUTATIONS = (
     Mutation(
         row="clean: files of one id are of one age",
         file="dcp_nvcomp/maintenance/cleaning.py",
-        old="max(by_id[item.file_id] if item.file_id else item.seconds,",
+        old="max(by_id[item.own.file_id] if item.own.file_id else item.seconds,",
         new="max(item.seconds,",
         tests=CLEAN + "for_long",
     ),
     Mutation(
         row="clean: a save about to publish",
         file="dcp_nvcomp/maintenance/cleaning.py",
-        old='        if item.kind == "metadata" and',
+        old='        if item.own.kind == "metadata" and',
         new='        if item.kind == "nothing" and',
         tests=CLEAN + "about_to_publish",
     ),
@@ -179,16 +179,16 @@ MUTATIONS = (
     ),
     Mutation(
         row="clean: names of ours only (data files)",
-        file="dcp_nvcomp/maintenance/cleaning.py",
+        file="dcp_nvcomp/format/names.py",
         old='_{_NUMBER}_({_ID})\\.distcp")',
         new='_{_NUMBER}_?({_ID}|)\\.distcp")',
         tests=CLEAN + "only_our_names",
     ),
     Mutation(
         row="clean: names of ours only (temporaries)",
-        file="dcp_nvcomp/maintenance/cleaning.py",
-        old='rf"{_METADATA_NAME}\\.{_ID}\\.tmp',
-        new='rf".*()\\.{_ID}\\.tmp',
+        file="dcp_nvcomp/format/names.py",
+        old="(target is not None and _is_metadata(target))",
+        new="target is not None",
         tests=CLEAN + "only_our_names",
     ),
     Mutation(
