@@ -1,7 +1,7 @@
-"""What each global in `.metadata` stands for. This is the whole list of what it may name.
+"""The globals that `.metadata` may name, and what each of them stands for.
 
-Only data comes of these: a class is a mark on an `Instance`, and the few callables are functions of this module that
-check their arguments: a size is a tuple of ints, a layout is one of torch's.
+None of them executes anything: a class only marks an `Instance`, and the few callables are functions of this module
+that check their arguments: a size is a tuple of ints, a layout is one of torch's.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ STORAGE_INFO: Final = _class("_StorageInfo", "torch.distributed.checkpoint.files
 
 
 def shown(value: object) -> str:
-    """A short description of a part of the tree, for messages: it may be huge, or contain itself."""
+    """Describe a part of the tree briefly, for messages: it may be huge, or contain itself."""
     if isinstance(value, Instance | Global):
         return (value.kind if isinstance(value, Instance) else value).name
     if isinstance(value, str | int | float | bytes) or value is None:

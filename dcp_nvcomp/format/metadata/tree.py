@@ -61,7 +61,7 @@ class MetadataReader:
         self._names: set[str] = set()
 
     def metadata(self, tree: object) -> Metadata:
-        """The checked metadata. The tree is used up."""
+        """Return the checked metadata. Consumes the tree."""
         tensors, planner, storage, meta, version = self._values(
             tree, METADATA, ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version")
         )
@@ -74,7 +74,7 @@ class MetadataReader:
         )
 
     def _values(self, node: object, kind: Global, names: tuple[str, ...]) -> list[Any]:
-        """The attributes `names` of an instance of `kind`, None for those that it has not."""
+        """Return the attributes `names` of an instance of `kind`; None for missing ones."""
         if type(node) is not Instance or node.kind is not kind:
             raise MetadataError(f"There is {shown(node)} where a {kind.name} must be.")
         state = node.state
@@ -271,7 +271,7 @@ class MetadataReader:
 
 
 def _size(node: object, what: str) -> torch.Size:
-    """Return a size. Planners may have left it a tuple or a list, which stock DCP takes for one."""
+    """Return a size. A planner may have left it a tuple or a list, which stock DCP accepts."""
     if type(node) is torch.Size:
         return node
     if type(node) is tuple or type(node) is PickledList:

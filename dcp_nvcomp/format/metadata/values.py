@@ -20,8 +20,8 @@ _PATH_KINDS: Final = {str, int}
 class ValueReader:
     """Turns parts of one tree into Python values.
 
-    What the file names several times is looked at as often, and paid for from one budget, so that time and memory are
-    linear in the size of the file.
+    A part that the file references several times is visited as often. All visits are paid for from one budget, so time
+    and memory are linear in the size of the file.
 
     Args:
         data_nbytes: the size of the file.
@@ -31,13 +31,13 @@ class ValueReader:
         self._budget = (1 << 16) + data_nbytes
 
     def spend(self, amount: int) -> None:
-        """Pay for looking at `amount` parts; UnsafeMetadataError where the file is too small for so many."""
+        """Pay for visiting `amount` parts; raise UnsafeMetadataError if the file is too small for so many."""
         self._budget -= amount
         if self._budget < 0:
             raise UnsafeMetadataError("The metadata repeats its parts more often than its size allows.")
 
     def planner_data(self, node: object) -> Any:
-        """What the planner keeps: any plain values; the default planner's are each key's path in the state dict."""
+        """Return the planner's data: any plain values. The default planner stores each key's path in the state dict."""
         if type(node) is not PickledDict:
             return self.value(node, 0)
         paths = {}
@@ -54,7 +54,7 @@ class ValueReader:
         return paths
 
     def _path_in_state_dict(self, path: Any, last_indices: dict[tuple[Any, ...], int]) -> Any:
-        """A value of planner_data; notes the list indices in it, by the path to their list."""
+        """Return a value of planner_data, and record the list indices in it by the path to their list."""
         if type(path) is PickledDict and not all(type(key) is str for key in path[::2]):
             raise MetadataError("planner_data has a dict with keys that are not text.")
         if type(path) is not tuple and type(path) is not PickledList:
@@ -79,7 +79,7 @@ class ValueReader:
                 last_indices[prefix] = max(part, last_indices.get(prefix, 0))
 
     def value(self, node: Any, depth: int) -> Any:
-        """A value of Python's own, or of a class that the user trusts; `depth` counts what it is nested in."""
+        """Return a plain Python value, or one of a class that the user trusts; `depth` is its nesting."""
         self.spend(1)
         if depth > _MAX_DEPTH:
             raise UnsafeMetadataError(f"The metadata nests values more than {_MAX_DEPTH} deep, or inside themselves.")
@@ -133,14 +133,14 @@ class ValueReader:
 
 
 def pairs_of(node: object, what: str) -> PickledDict:
-    """The flat keys and values of a part that must be a dict; `what` is its name."""
+    """Return the flat keys and values of a part that must be a dict; `what` is its name."""
     if type(node) is not PickledDict:
         raise MetadataError(f"{what} is {shown(node)}, not a dict.")
     return node
 
 
 def check_hashes(hashes: list[int]) -> None:
-    """Numbers hash alike in every process, so keys that all collide, and make a dict quadratic, could be prepared."""
+    """Refuse colliding keys: numbers hash alike in every process, so a file could make a dict quadratic."""
     if len(set(hashes)) + 100 < len(hashes):
         raise UnsafeMetadataError("The metadata has a dict whose keys are equal, or made to collide.")
 
