@@ -10,11 +10,41 @@ from typing import Any
 __all__ = ["WorkerGroup"]
 
 
+class _Worker:
+    """A thread of a group, and whether it has ended.
+
+    `Thread.is_alive` can't tell: in CPython 3.11 it is False after an interrupted `join`, whatever the thread does. An
+    Event would do, were it not that an interrupt of the waiting thread may leave its lock held.
+    """
+
+    def __init__(self) -> None:
+        self.thread: threading.Thread | None = None
+        self.has_ended = False
+        self._begun = threading.Lock()
+        self._running = threading.Lock()
+        self._running.acquire()
+
+    def begin(self) -> bool:
+        """True for the first caller: only it may do the work."""
+        return self._begun.acquire(blocking=False)
+
+    def end(self) -> None:
+        self.has_ended = True
+        self._running.release()
+
+    def wait(self) -> None:
+        while not self.has_ended:
+            self._running.acquire()
+        if self.thread is not None:
+            self.thread.join()  # it has nothing left to do
+
+
 class WorkerGroup:
     """Threads that take their work from queues which the calling thread fills.
 
     A worker keeps taking messages after a failure, without acting on them, so that nothing waits for it. It reports its
-    errors to `fail`, and ends at the message None; if workers share a queue, each passes that message on.
+    errors to `fail`, and ends at the message None; if workers share a queue, each passes that message on. An error that
+    it raises counts too, but what waits for the messages that it no longer takes has to look at `error`.
 
     Args:
         queues: all queues that workers take messages from.
@@ -29,15 +59,32 @@ class WorkerGroup:
     def __init__(self, queues: Iterable[SimpleQueue[Any]], on_failure: Callable[[], None] | None = None) -> None:
         self._queues = tuple(queues)
         self._on_failure = on_failure
-        self._threads: list[threading.Thread] = []
+        self._started: list[_Worker] = []
         self._lock = threading.Lock()
         self.error: BaseException | None = None
 
     def start(self, name: str, work: Callable[..., None], *args: Any) -> None:
         """Start a worker. To be called on the calling thread only."""
-        thread = threading.Thread(target=work, args=args, name=name)
-        thread.start()
-        self._threads.append(thread)
+        worker = _Worker()
+        self._started.append(worker)
+        try:
+            thread = threading.Thread(target=self._run_worker, args=(worker, work, args), name=name)
+            thread.start()
+        except BaseException:
+            if worker.begin():  # it is not running, nor will it if an interrupt came first
+                worker.end()
+            raise
+        worker.thread = thread
+
+    def _run_worker(self, worker: _Worker, work: Callable[..., None], args: tuple[Any, ...]) -> None:
+        if not worker.begin():
+            return
+        try:
+            work(*args)
+        except BaseException as error:
+            self.fail(error)
+        finally:
+            worker.end()
 
     def fail(self, error: BaseException) -> None:
         """Record an error, of any thread. Only the first one counts."""
@@ -67,10 +114,11 @@ class WorkerGroup:
             raise self.error
 
     def _join(self) -> None:
-        for thread in self._threads:
-            while thread.is_alive():
+        for worker in self._started:
+            while True:
                 try:
-                    thread.join()
+                    worker.wait()
+                    break
                 except BaseException as error:
                     # An interrupted wait goes on: a thread that outlived the call would write into files or tensors
                     # that are no longer the call's.

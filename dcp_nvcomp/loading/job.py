@@ -96,6 +96,7 @@ class LoadJob:
         self._decode_slots = threading.BoundedSemaphore(options.thread_count)
         self._workers = WorkerGroup([self._reads])
         self._device = _current_device()
+        self._committed = 0
 
     def run(self, items: Sequence[Wanted]) -> None:
         """Load some items.
@@ -125,6 +126,11 @@ class LoadJob:
                     self._finish_empty(target)
         self._workers.run(lambda: self._feed(reads, read_nbytes))
         self._commit_finished()
+        count = sum(map(len, targets))
+        if self._committed != count:
+            raise RuntimeError(
+                f"{count - self._committed} of {count} items were not loaded, and no error was reported."
+            )
 
     def _longest_read(self, wanted_nbytes: int) -> int:
         """Return the maximum length of a read, such that the buffers of all threads are within the budget."""
@@ -145,7 +151,7 @@ class LoadJob:
         ahead = threading.Semaphore(READS_AHEAD * self._threads)
         for number, read in enumerate(reads):
             self._resolve_targets(read)
-            while not ahead.acquire(timeout=0.05):
+            while self._workers.error is None and not ahead.acquire(timeout=0.05):
                 self._commit_finished()
             if self._workers.error is not None:
                 return
@@ -212,6 +218,7 @@ class LoadJob:
     def _commit(self, target: Target) -> None:
         item, fqn, payload = target.item, target.record.fqn, target.payload
         target.payload = None
+        self._committed += 1
         if target.record.kind == KIND_BYTES:
             self._planner.load_bytes(item, self._options.safe.checked(io.BytesIO(payload), fqn))
             return
@@ -230,10 +237,11 @@ class LoadJob:
     # --- load threads -----------------------------------------------------------------------------------------------
 
     def _load(self, ahead: threading.Semaphore, gpu: GpuShare) -> None:
-        decoder = Decoder(self._filesystem, self._options.verify, self._engine, gpu)
+        decoder: Decoder | None = None
         while (read := self._reads.get()) is not None:
             try:
                 if self._workers.error is None:
+                    decoder = decoder or Decoder(self._filesystem, self._options.verify, self._engine, gpu)
                     fetched = decoder.fetch(read)
                     with self._decode_slots:
                         decoder.decode(fetched)

@@ -215,11 +215,14 @@ class SaveJob:
     # --- encode threads ---------------------------------------------------------------------------------------------
 
     def _encode(self, tasks: SimpleQueue[Task | None]) -> None:
-        bench, busy = Workbench(max(1, self._options.device_memory_budget // CUDA_THREADS)), 0.0
+        bench: Workbench | None = None
+        busy = 0.0
         while (task := tasks.get()) is not None:
             start = time.perf_counter()
             try:
                 if self._workers.error is None:
+                    # only now: whatever fails, the tasks have to be taken, because writers wait for them
+                    bench = bench or Workbench(max(1, self._options.device_memory_budget // CUDA_THREADS))
                     task.blocks = encode_parts(task.parts, task.buffer, bench)
             except BaseException as error:
                 self._workers.fail(error)

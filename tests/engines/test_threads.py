@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -83,3 +84,43 @@ def test_an_error_of_the_calling_thread_waits_for_the_workers() -> None:
     with pytest.raises(KeyboardInterrupt):
         group.run(lambda: late.wait(60) and None, then=interrupted)
     assert late.is_set() and no_worker_is_left()
+
+
+def test_an_interrupted_wait_waits_on() -> None:
+    """Thread.join takes a thread for dead once it was interrupted (in CPython 3.11)."""
+    group, may_end, ended = Group(), threading.Event(), threading.Event()
+
+    def interrupts() -> None:
+        time.sleep(0.2)  # until `run` waits
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        time.sleep(0.5)
+        may_end.set()
+
+    def job() -> None:
+        assert may_end.wait(60)
+        time.sleep(0.2)
+        ended.set()
+
+    timer = threading.Thread(target=interrupts)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        group.run(job)
+    assert ended.is_set() and no_worker_is_left()
+    timer.join()
+
+
+def test_an_error_outside_of_the_worker_s_own_handling_counts() -> None:
+    queue: SimpleQueue[None] = SimpleQueue()
+    workers = WorkerGroup([queue])
+    with pytest.raises(OSError, match="at once"):
+        workers.run(lambda: workers.start("test-1", fails("at once")))
+    assert no_worker_is_left()
+
+
+def test_a_thread_that_can_not_start_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def can_not(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", can_not)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        Group().run()
