@@ -7,24 +7,21 @@ import errno
 import inspect
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import Any
 
-from fsspec.spec import AbstractBufferedFile
-
 from dcp_nvcomp.errors import StorageError
-from dcp_nvcomp.redaction import Redactor
 from dcp_nvcomp.storage.base import (
     FileInfo,
     OutputStream,
     already_published,
     check_relative_path,
     is_not_found,
-    storage_errors,
     too_short,
 )
-from dcp_nvcomp.storage.moving import Moves
+from dcp_nvcomp.storage.fsspec_output import FsspecOutput
+from dcp_nvcomp.storage.moving import Moves, may_mean_existing, says_existing
 from dcp_nvcomp.storage.remote import RemoteFilesystem
 from dcp_nvcomp.storage.temporary import clock_name, temporary_name
 
@@ -35,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 # What fsspec's filesystems call the time of the last write, in `info` and `ls`.
 _MODIFIED = ("LastModified", "mtime", "modified", "updated", "last_modified", "created")
+_PUT_BACK_ATTEMPTS = 3
 
 
 def _modified_seconds(info: Mapping[str, Any]) -> float | None:
@@ -55,9 +53,9 @@ class FsspecFilesystem(RemoteFilesystem):
     """Whatever fsspec reaches, other than local disks and S3. Retries are the client's own.
 
     An object store's PUT replaces an object in one step, so a small file is published by one. Elsewhere it is written
-    under a temporary name and moved to its own (moving.py). If the filesystem refuses to move it over an existing
-    file, that one is moved aside first; if it can't move files at all, the file is written in place. Both warn: a save
-    that is interrupted there leaves no `.metadata`, or a torn one, and `recover` is needed.
+    under a temporary name and moved to its own (moving.py). If the filesystem certainly refuses to move it over an
+    existing file, that one is moved aside first; if it can't move files at all, the file is written in place. Both
+    warn: a save that is interrupted there leaves no `.metadata`, or a torn one, and `recover` is needed.
 
     Args:
         path: the checkpoint, as the user gave it.
@@ -75,6 +73,8 @@ class FsspecFilesystem(RemoteFilesystem):
         self._fs = fs
         self._is_object_store = is_object_store
         self._moves = Moves(fs)
+        self._can_move = self._moves.can_move
+        self._has_moved = False
 
     def create_directory(self) -> None:
         if not self._is_object_store:
@@ -82,32 +82,36 @@ class FsspecFilesystem(RemoteFilesystem):
                 self._fs.makedirs(self._root, exist_ok=True)
 
     def open_output(self, name: str) -> OutputStream:
-        return _FsspecOutput(self._fs, self._key(name), self.location(name), self._part_nbytes, self._redact)
+        return FsspecOutput(self._fs, self._key(name), self.location(name), self._part_nbytes, self._redact)
 
     def publish(self, name: str, data: bytes, *, overwrite: bool = True) -> None:
         check_relative_path(name, path=self.path)
+        exists = not (overwrite and self._is_object_store) and self.file_nbytes(name) is not None
         # Only a check: two saves that publish at the very same time both pass it, and if the filesystem has no
         # exclusive mode the later one wins.
-        if not overwrite and self.file_nbytes(name) is not None:
+        if not overwrite and exists:
             raise already_published(self.location(name))
-        if self._is_object_store or not self._moves.can_move:
-            self._put(name, data, overwrite=overwrite)
-        else:
-            self._put_by_move(name, data, overwrite=overwrite)
+        if self._is_object_store or not self._can_move:
+            self._put(name, data, overwrite=overwrite, tears=exists and not self._is_object_store)
+        elif not self._put_by_move(name, data, overwrite=overwrite):
+            self._can_move = False  # although the client has a method for it, as SFTP's without posix-rename
+            self._put(name, data, overwrite=overwrite, tears=False)
 
-    def _put_by_move(self, name: str, data: bytes, *, overwrite: bool) -> None:
+    def _put_by_move(self, name: str, data: bytes, *, overwrite: bool) -> bool:
+        """Return False if nothing was done because the storage can't move files at all."""
         temporary = temporary_name(name)
+        moved = False
         try:
             with self._errors("write", self.location(name)):
                 self._fs.pipe_file(self._key(temporary), data)
             with self._errors("write", self.location(name), may_be_done=True):
-                self._move_into_place(temporary, name, overwrite=overwrite)
-        except BaseException:
-            self._remove_quietly(temporary)
-            raise
+                moved = self._move_into_place(temporary, name, overwrite=overwrite)
+        finally:
+            if not moved:
+                self._remove_quietly(temporary)
+        return moved
 
-    def _put(self, name: str, data: bytes, *, overwrite: bool) -> None:
-        tears = overwrite and not self._is_object_store and self.file_nbytes(name) is not None
+    def _put(self, name: str, data: bytes, *, overwrite: bool, tears: bool) -> None:
         if tears:
             self._warn_of_gap()
         exclusive = {"mode": "create"} if not overwrite and self._knows_exclusive_mode() else {}
@@ -128,44 +132,94 @@ class FsspecFilesystem(RemoteFilesystem):
         method = getattr(self._fs, "_pipe_file", None) or self._fs.pipe_file
         return "mode" in inspect.signature(method).parameters
 
-    def _move_into_place(self, temporary: str, name: str, *, overwrite: bool) -> None:
-        if overwrite and self._moves.can_replace:
-            self._moves.replace(self._fs, self._key(temporary), self._key(name))
-            return
-        refusal = self._try_to_move(temporary, name)
+    def _move_into_place(self, temporary: str, name: str, *, overwrite: bool) -> bool:
+        """Move a file to its own name; return False if the storage turns out not to move files at all."""
+        replaces = overwrite and self._moves.can_replace
+        refusal = self._try_to_move(temporary, name, replaces=replaces)
+        if refusal is not None and not says_existing(refusal) and (may_mean_existing(refusal) or not self._has_moved):
+            refusal = self._try_to_move(temporary, name, replaces=replaces)  # not if it was a hitch
         if refusal is None:
-            return
+            self._has_moved = True
+            return True
+        if self.file_nbytes(name) is None:
+            if self._has_moved:
+                raise refusal
+            return False
+        if not may_mean_existing(refusal):
+            raise refusal
         if not overwrite:
             raise already_published(self.location(name)) from refusal
+        if replaces or not (says_existing(refusal) or self._refuses_existing(name, refusal)):
+            raise refusal
         self._warn_of_gap()
-        aside = temporary_name(name)
-        try:
-            for source, target in ((name, aside), (temporary, name)):
-                if refusal := self._try_to_move(source, target):
-                    raise refusal
-        except BaseException:
-            with contextlib.suppress(Exception):
-                self._try_to_move(aside, name)  # refused, if the new one is there after all
-            raise
-        self._remove_quietly(aside)
+        self._replace_by_moving_aside(temporary, name)
+        return True
 
-    def _try_to_move(self, source: str, target: str) -> Exception | None:
-        """Move a file, and return what speaks against it if an existing target is in the way.
+    def _try_to_move(self, source: str, target: str, *, replaces: bool = False) -> Exception | None:
+        """Move a file; return what the client said if it is still where it was.
 
-        Clients say so by FileExistsError, by an error without errno, or not at all (WebHDFS).
+        The client may say nothing at all if the target exists (WebHDFS).
         """
         refusal: Exception = FileExistsError(errno.EEXIST, f"the storage did not move {source}")
         try:
-            self._moves.move(self._fs, self._key(source), self._key(target))
+            move = self._moves.replace if replaces else self._moves.move
+            move(self._fs, self._key(source), self._key(target))
         except Exception as error:
-            if getattr(error, "errno", None) not in (None, 0, errno.EEXIST):
-                raise
             refusal = error
-        if self.file_nbytes(source) is None:
-            return None
-        if self.file_nbytes(target) is None:
-            raise refusal
-        return refusal
+        try:
+            return None if self.file_nbytes(source) is None else refusal
+        except StorageError as error:
+            error.outcome_unknown = True
+            raise
+
+    def _refuses_existing(self, name: str, refusal: Exception) -> bool:
+        """Try with two other files: is that how the storage refuses to move a file over an existing one?
+
+        A web service's "bad request" has no errno, and neither has a connection that breaks. To move the old file
+        aside after the latter would leave none.
+        """
+        source, target = temporary_name(name), temporary_name(name)
+        try:
+            self._fs.pipe_file(self._key(source), b"x")
+            if self._try_to_move(source, target) is not None:
+                return False
+            self._fs.pipe_file(self._key(source), b"x")
+            return type(self._try_to_move(source, target)) is type(refusal)
+        except Exception as error:
+            logger.info("It could not be tried whether files can be replaced: %s", self._redact(str(error)))
+            return False
+        finally:
+            self._remove_quietly(source)
+            self._remove_quietly(target)
+
+    def _replace_by_moving_aside(self, temporary: str, name: str) -> None:
+        aside = temporary_name(name)
+        try:
+            with self._errors("write", self.location(name), may_be_done=True):
+                for source, target in ((name, aside), (temporary, name)):
+                    if refusal := self._try_to_move(source, target):
+                        raise refusal
+        except BaseException as error:
+            if not self._put_back(aside, name):
+                advice = (
+                    f" If there is no {name} now, its old content is in {aside}, which could not be moved back: rename "
+                    f"that to {name}, or run `dcp-nvcomp recover`."
+                )
+                if not isinstance(error, StorageError):
+                    logger.error("%s was not written.%s", self.location(name), advice)
+                    raise
+                error.message += advice
+                error.outcome_unknown = True  # so that nothing is removed which a recovery may need
+            raise
+        self._remove_quietly(aside)
+
+    def _put_back(self, aside: str, name: str) -> bool:
+        """Move a file back, unless there is one after all; return True if there is one now."""
+        for _ in range(_PUT_BACK_ATTEMPTS):
+            with contextlib.suppress(Exception):
+                if self.file_nbytes(name) is not None or self._try_to_move(aside, name) is None:
+                    return True
+        return False
 
     def _warn_of_gap(self) -> None:
         message = (
@@ -251,64 +305,3 @@ class FsspecFilesystem(RemoteFilesystem):
             except Exception as error:
                 if not is_not_found(error):
                     raise
-
-
-class _FsspecOutput(OutputStream):
-    def __init__(self, fs: Any, key: str, location: str, part_nbytes: int, redact: Redactor) -> None:
-        self._fs, self._key, self._location, self._redact = fs, key, location, redact
-        self._state = "open"  # then "broken", "closed" or "aborted"
-        with storage_errors("create", location, redact):
-            self._file = fs.open(key, "wb", block_size=part_nbytes)
-
-    def write(self, data: memoryview | bytes) -> None:
-        assert self._state == "open"
-        with self._broken_unless_done("write"):
-            self._file.write(memoryview(data).cast("B"))
-
-    def close(self) -> None:
-        assert self._state == "open"
-        with self._broken_unless_done("write"):
-            self._file.close()
-        self._state = "closed"
-
-    @contextlib.contextmanager
-    def _broken_unless_done(self, what: str) -> Iterator[None]:
-        self._state, before = "broken", self._state
-        with storage_errors(what, self._location, self._redact):
-            yield
-        self._state = before
-
-    def abort(self) -> None:
-        if self._state in ("closed", "aborted"):
-            return
-        may_exist = self._state == "broken"  # a close that failed may have taken effect nevertheless
-        self._state = "aborted"
-        try:
-            if not self._discard():
-                self._file.close()
-                may_exist = True
-        except Exception as error:
-            words = self._redact(str(error))
-            logger.warning("Could not discard %s, an unfinished upload may be left: %s", self._location, words)
-        if may_exist:
-            try:
-                self._fs.rm_file(self._key)
-            except Exception as error:
-                if not is_not_found(error):
-                    words = self._redact(str(error))
-                    logger.warning("Could not remove the unfinished %s: %s", self._location, words)
-
-    def _discard(self) -> bool:
-        """Discard what was uploaded so far; return False if this kind of file can't."""
-        if not isinstance(self._file, AbstractBufferedFile) or type(self._file).discard is AbstractBufferedFile.discard:
-            return False
-        self._file.closed = True  # its close() and __del__ would commit the truncated file
-        self._file.discard()
-        return True
-
-    def __del__(self) -> None:
-        # Dropped without close or abort. Commit nothing; and send no requests here: the loop may be closed.
-        if getattr(self, "_state", "closed") in ("open", "broken") and isinstance(
-            getattr(self, "_file", None), AbstractBufferedFile
-        ):
-            self._file.closed = True

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from typing import Any, Final
 
 from fsspec.spec import AbstractFileSystem
 
-__all__ = ["Moves"]
+__all__ = ["Moves", "may_mean_existing", "says_existing"]
 
 # Replace an existing target by their name; `rename` and `mv` may replace it or refuse to.
 _REPLACING: Final = ("posix_rename", "replace")
 _MOVING: Final = ("mv", "rename", "move")
+# Their `mv` replaces an existing target: it is SFTP's posix-rename.
+_MV_REPLACES: Final = ("fsspec.implementations.sftp",)
 _SMB: Final = "fsspec.implementations.smb"
 # Windows and Samba refuse to replace a file that a reader holds open: "sharing violation", "access denied".
 _SMB_HELD_OPEN: Final = (0xC0000043, 0xC0000022)
@@ -21,18 +24,19 @@ _SMB_PAUSES_SECONDS: Final = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 0.0)
 class Moves:
     """Which ways of moving a file a filesystem has.
 
-    fsspec's own `mv` copies the file and removes the original, so it counts for nothing; a chained filesystem
-    (`dir::`, `simplecache::`) has what the innermost one has.
+    fsspec's own `mv` copies the file and removes the original, so it counts for nothing. In a chain (`dir::`,
+    `simplecache::`) a method counts if the outermost filesystem hands it on, and the innermost one has it.
 
     Args:
         fs: the filesystem.
     """
 
     def __init__(self, fs: Any) -> None:
-        inner = _innermost(fs)
         self._is_smb = type(fs).__module__ == _SMB
         self._replacing = next((name for name in _REPLACING if callable(getattr(fs, name, None))), None)
-        self._moving = next((name for name in _MOVING if _is_own(inner, name)), None)
+        self._moving = next((name for name in _MOVING if _owner(fs, name) is not None), None)
+        if self._replacing is None and any(base.__module__ in _MV_REPLACES for base in type(_owner(fs, "mv")).__mro__):
+            self._replacing = "mv"
 
     @property
     def can_replace(self) -> bool:
@@ -60,16 +64,28 @@ class Moves:
             getattr(fs, self._moving)(source, target)
 
 
-def _innermost(fs: Any) -> Any:
-    while isinstance(inner := getattr(fs, "fs", None) or getattr(fs, "sync_fs", None), AbstractFileSystem):
-        fs = inner
-    return fs
+def _owner(fs: Any, name: str) -> Any:
+    """Return the filesystem of a chain whose own method is called in the end; None if fsspec copies and removes."""
+    method = getattr(fs, name, None)
+    if not callable(method):
+        return None
+    if getattr(method, "__func__", method) is getattr(AbstractFileSystem, name):
+        return None if name == "mv" else _owner(fs, "mv")  # `rename` and `move` of fsspec call `mv`
+    bound_to = getattr(method, "__self__", fs)
+    if bound_to is not fs and isinstance(bound_to, AbstractFileSystem):  # the caching ones hand out the inner method
+        return _owner(bound_to, name)
+    inner = getattr(fs, "fs", None) or getattr(fs, "sync_fs", None)
+    return _owner(inner, name) if isinstance(inner, AbstractFileSystem) else fs
 
 
-def _is_own(fs: Any, name: str) -> bool:
-    """True if the filesystem brings this method itself, instead of fsspec's copy and remove."""
-    method, default = getattr(fs, name, None), getattr(AbstractFileSystem, name)
-    return callable(method) and getattr(method, "__func__", method) is not default
+def says_existing(error: Exception) -> bool:
+    """True if a client certainly refuses a move because the target exists."""
+    return isinstance(error, FileExistsError) or getattr(error, "errno", None) == errno.EEXIST
+
+
+def may_mean_existing(error: Exception) -> bool:
+    """True if a client may mean that the target exists: many have no errno for it, or for anything."""
+    return says_existing(error) or getattr(error, "errno", None) in (None, 0)
 
 
 def _replace_on_smb(fs: Any, source: str, target: str) -> None:

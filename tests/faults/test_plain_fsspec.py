@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed.checkpoint as dcp
 
 from dcp_nvcomp import NvcompReader, errors
 from dcp_nvcomp.maintenance.recovery import AMBIGUOUS, RECOVERED, recover_checkpoint
-from tests.storage.plain import ATOMIC, PROTOCOLS, hooked
+from tests.storage.plain import ATOMIC, PROTOCOLS, VagueError, carry_out, hooked
 
-from .small import Failure, a_state, failure_of, nothing_leaks, save, what_loads
+from .small import Failure, a_state, failure_of, file_names, nothing_leaks, save, what_loads
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -54,10 +55,6 @@ class Fault:
     lasting: bool = False
 
 
-class ClientError(Exception):
-    """What a client raises that knows no OSError."""
-
-
 class Faulty:
     """A hook that counts the calls and lets one fail, or all from one on."""
 
@@ -79,7 +76,7 @@ class Faulty:
             made = call(*arguments)
             if name in ("create", "open to read"):
                 made.forget()
-        raise OSError(fault.number, os.strerror(fault.number)) if fault.number else ClientError("broken")
+        raise OSError(fault.number, os.strerror(fault.number)) if fault.number else VagueError("broken")
 
 
 FAULTS = {
@@ -123,7 +120,7 @@ def check(url: str, *, old: bool, where: str, lasting: bool = True) -> int | Non
         problem = reading_fails_with(url)
     except errors.CheckpointError as error:
         problem = str(error)
-    whole = ATOMIC if lasting else (*ATOMIC, "plain-refusing", "plain-silent")
+    whole = ATOMIC if lasting else (*ATOMIC, "plain-refusing", "plain-silent", "plain-vague")
     assert not url.startswith(tuple(f"{protocol}://" for protocol in whole)), f"{where}: {problem}"
     assert "dcp-nvcomp recover" in problem, f"{where}: {problem}"
     done = recover_checkpoint(url)
@@ -220,6 +217,101 @@ def test_killed_while_it_publishes(protocol: str, tmp_path: Path) -> None:
         assert child.exitcode == -signal.SIGKILL, f"call {at}, {hook.names[at]}"
         found.add(check(url, old=True, where=f"killed at call {at}, {hook.names[at]}"))
     assert found == {0, 1}
+
+
+MOVES = ("mv", "rename", "replace", "posix_rename")
+CAN_MOVE = [protocol for protocol in PROTOCOLS if protocol != "plain"]
+
+
+class Unmovable:
+    """A hook under which moves fail by an error without errno, and without any effect.
+
+    Args:
+        target: how the names end that can't be moved to.
+        times: so many moves fail.
+    """
+
+    def __init__(self, target: str, *, times: int = 1_000_000) -> None:
+        self._target, self._left = target, times
+
+    def __call__(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        if name in MOVES and arguments[1].endswith(self._target) and self._left:
+            self._left -= 1
+            raise VagueError("connection reset")
+        return carry_out(name, call, *arguments)
+
+
+def save_stock(folder: Path) -> None:
+    dcp.save(OLD, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+
+
+@pytest.mark.parametrize("times", [1, 2, 3, 1_000_000])
+@pytest.mark.parametrize("stock", [False, True])
+@pytest.mark.parametrize("protocol", [protocol for protocol in CAN_MOVE if protocol != "plain-vague"])
+def test_an_error_of_unknown_cause_moves_nothing_aside(protocol: str, stock: bool, times: int, tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    url = f"{protocol}://{folder}"
+    save_stock(folder) if stock else save(url, OLD)
+    refuses = protocol in ("plain-refusing", "plain-silent")
+    with warnings.catch_warnings(record=True) as caught, hooked(Unmovable("/.metadata", times=times)):
+        warnings.simplefilter("always")
+        failure = failure_of(lambda: save(url, NEW))
+    warned = any("can't replace a file in one step" in str(one.message) for one in caught)
+    assert what_loads(url, OLD, NEW) == (1 if failure is None else 0)
+    assert (failure is None) == (times == 1)
+    assert warned == (refuses and times == 1)
+    assert [name for name in file_names(folder) if name.endswith(".tmp")] == []
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_a_refusal_without_a_reason_and_errors_of_unknown_cause(times: int, tmp_path: Path) -> None:
+    """Moves onto `.metadata` fail also after the old one was moved aside: it is moved back."""
+    url = f"plain-vague://{tmp_path}/c"
+    save(url, OLD)
+    with hooked(Unmovable("/.metadata", times=2 + times)):
+        failure = failure_of(lambda: save(url, NEW))
+    assert failure is not None
+    assert what_loads(url, OLD, NEW) == 0
+
+
+@pytest.mark.parametrize("stock", [False, True])
+@pytest.mark.parametrize("protocol", ["plain-refusing", "plain-silent", "plain-vague"])
+def test_what_was_moved_aside_can_not_be_moved_back(protocol: str, stock: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    url = f"{protocol}://{folder}"
+    save_stock(folder) if stock else save(url, OLD)
+    old = file_names(folder)
+
+    def hook(name: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        if name == "mv" and arguments[1].endswith("/.metadata") and not (folder / ".metadata").exists():
+            raise FileExistsError(errno.EEXIST, "the server is confused")
+        return carry_out(name, call, *arguments)
+
+    with hooked(hook):
+        failure = failure_of(lambda: save(url, NEW))
+    (aside,) = [name for name in file_names(folder) if name.endswith(".tmp")]
+    assert failure is not None
+    assert aside in failure.text and "dcp-nvcomp recover" in failure.text
+    new = file_names(folder) - old - {aside}
+    assert len(new) == 2, "the new save's data file and its copy are kept"
+    assert old - {".metadata"} <= file_names(folder)
+    (folder / aside).rename(folder / ".metadata")
+    assert what_loads(url, OLD, NEW) == 0
+
+
+@pytest.mark.parametrize("protocol", CAN_MOVE)
+def test_a_server_that_can_not_move(protocol: str, tmp_path: Path) -> None:
+    """As SFTP without posix-rename: the client has a method, but no move ever works."""
+    url = f"{protocol}://{tmp_path}/c"
+    with warnings.catch_warnings(record=True) as caught, hooked(Unmovable("")):
+        warnings.simplefilter("always")
+        save(url, OLD)
+        assert what_loads(url, OLD, NEW) == 0
+        assert not any("can't replace a file" in str(one.message) for one in caught)
+        save(url, NEW)
+        assert what_loads(url, OLD, NEW) == 1
+    assert sum("can't replace a file" in str(one.message) for one in caught) == 1
+    assert [name for name in file_names(tmp_path / "c") if name.endswith(".tmp")] == []
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 100, -1])

@@ -3,6 +3,7 @@
     plain://            can't move files: fsspec's own `mv` copies
     plain-refusing://   `mv` refuses an existing target by FileExistsError, as DBFS does
     plain-silent://     `mv` refuses an existing target without a word, as WebHDFS does
+    plain-vague://      `mv` refuses an existing target by an error without errno, as a web service may
     plain-moving://     `mv` replaces an existing target, as Arrow's HDFS does
     plain-posix://      `posix_rename`, which `mv` calls, as with SFTP
     plain-replace://    `replace`
@@ -123,6 +124,19 @@ class SilentFilesystem(RefusingFilesystem):
             os.rename(path1, path2)
 
 
+class VagueError(Exception):
+    """What a client raises that knows no OSError."""
+
+
+class VagueFilesystem(RefusingFilesystem):
+    protocol = "plain-vague"
+
+    def _move(self, path1: str, path2: str) -> None:
+        if os.path.lexists(path2):
+            raise VagueError("status 400")
+        os.rename(path1, path2)
+
+
 class MovingFilesystem(RefusingFilesystem):
     protocol = "plain-moving"
 
@@ -151,6 +165,7 @@ KINDS = (
     PlainFilesystem,
     RefusingFilesystem,
     SilentFilesystem,
+    VagueFilesystem,
     MovingFilesystem,
     PosixRenameFilesystem,
     ReplaceFilesystem,

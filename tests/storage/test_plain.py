@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
+from fsspec.implementations.cached import SimpleCacheFileSystem
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.registry import _registry
+from fsspec.spec import AbstractFileSystem
 
 from dcp_nvcomp.errors import ConcurrentSaveError, StorageError
 from dcp_nvcomp.storage.base import is_not_found
+from dcp_nvcomp.storage.fsspec_files import FsspecFilesystem
 from dcp_nvcomp.storage.moving import Moves
 from dcp_nvcomp.storage.open import open_filesystem
 
-from .plain import ATOMIC, PROTOCOLS, StrictFilesystem, carry_out, hooked
+from .plain import ATOMIC, PROTOCOLS, MovingFilesystem, PlainFilesystem, StrictFilesystem, carry_out, hooked
 from .suite import FilesystemSuite, Place
 
 GAP = "can't replace a file in one step"
@@ -60,6 +65,56 @@ def test_chains_have_what_the_innermost_has(protocol: str, chain: str, tmp_path:
     assert Moves(chained).can_move == Moves(fs).can_move == (protocol != "plain")
 
 
+class RenamingFilesystem(PlainFilesystem):
+    """It has nothing but `rename`, so fsspec's `mv` copies."""
+
+    protocol = "plain-renaming"
+
+    def rename(self, path1: str, path2: str, **_: Any) -> None:
+        self.hook("rename", os.rename, path1, path2)
+
+    def cp_file(self, path1: str, path2: str, **_: Any) -> None:
+        self.hook("copy", shutil.copyfile, path1, path2)
+
+
+@pytest.mark.parametrize(("chain", "expected"), [("", "rename"), ("dir", None), ("simplecache", "rename")])
+def test_a_method_that_is_not_handed_on_does_not_count(chain: str, expected: str | None, tmp_path: Path) -> None:
+    """`dir::` hands on `mv` and not `rename`: that of fsspec, called there, would copy."""
+    fs: Any = RenamingFilesystem(skip_instance_cache=True)
+    path = str(tmp_path)
+    if chain == "dir":
+        fs, path = DirFileSystem(path, fs), ""
+    elif chain == "simplecache":
+        fs = SimpleCacheFileSystem(fs=fs)
+    filesystem = FsspecFilesystem("it", fs, path, options={}, part_nbytes=1 << 20, is_object_store=False)
+    calls: list[str] = []
+
+    def hook(name: str, call: Any, *arguments: Any) -> Any:
+        calls.append(name)
+        return carry_out(name, call, *arguments)
+
+    (tmp_path / ".metadata").write_bytes(b"first")
+    with warnings.catch_warnings(record=True) as caught, hooked(hook):
+        warnings.simplefilter("always")
+        filesystem.publish(".metadata", b"second")
+    assert "copy" not in calls
+    assert ("rename" in calls) == (expected == "rename")
+    assert [GAP in str(one.message) for one in caught] == ([] if expected else [True])
+    assert (tmp_path / ".metadata").read_bytes() == b"second"
+
+
+def test_the_move_of_sftp_replaces() -> None:
+    class SFTPFileSystem(AbstractFileSystem):  # type: ignore[misc]
+        __module__ = "fsspec.implementations.sftp"
+
+        def mv(self, old: str, new: str) -> None:
+            raise AssertionError
+
+    assert Moves(SFTPFileSystem()).can_replace
+    assert Moves(DirFileSystem("/x", SFTPFileSystem())).can_replace
+    assert not Moves(DirFileSystem("/x", MovingFilesystem())).can_replace
+
+
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_only_what_is_not_atomic_warns(protocol: str, tmp_path: Path) -> None:
     filesystem = open_filesystem(f"{protocol}://{tmp_path}")
@@ -83,7 +138,7 @@ def test_another_save_is_faster(protocol: str, tmp_path: Path) -> None:
             (tmp_path / ".metadata").write_bytes(b"first")
         return carry_out(name, call, *arguments)
 
-    if protocol in ("plain-refusing", "plain-silent", "plain-replace"):
+    if protocol in ("plain-refusing", "plain-silent", "plain-vague", "plain-replace"):
         with hooked(hook), pytest.raises(ConcurrentSaveError):
             filesystem.publish(".metadata", b"second", overwrite=False)
         assert (tmp_path / ".metadata").read_bytes() == b"first"
