@@ -93,12 +93,31 @@ class CheckpointError(Exception):
         fqn: str | None = None,
         byte_range: tuple[int, int] | None = None,
     ) -> None:
-        message = without_secrets(message)
-        super().__init__(message)
+        super().__init__(without_secrets(message))
         self.message = message
-        self.path = None if path is None else without_secrets(path)
+        self.path = path
         self.fqn = fqn
         self.byte_range = byte_range
+
+    # Kept in __dict__ by the names of the properties, as pickles have always had them.
+    @property
+    def message(self) -> str:
+        """The words, without the secrets of URLs, however they are assigned."""
+        return str(self.__dict__["message"])
+
+    @message.setter
+    def message(self, message: str) -> None:
+        self.__dict__["message"] = without_secrets(message)
+
+    @property
+    def path(self) -> str | None:
+        """The file or checkpoint, without the secrets of URLs, however it is assigned."""
+        path: str | None = self.__dict__["path"]
+        return path
+
+    @path.setter
+    def path(self, path: str | None) -> None:
+        self.__dict__["path"] = None if path is None else without_secrets(path)
 
     def __str__(self) -> str:
         where = []

@@ -28,8 +28,8 @@ from dcp_nvcomp.errors import (
     MetadataError,
 )
 from dcp_nvcomp.format.collector import collector_paused
+from dcp_nvcomp.format.metadata.ranks import merge_rank_metadata, prefer_rank
 from dcp_nvcomp.format.metadata.roots import is_missing, nothing_there, read_current, read_root
-from dcp_nvcomp.format.metadata.serialization import merge_rank_metadata, prefer_rank
 from dcp_nvcomp.format.metadata.stored import StoredAt
 from dcp_nvcomp.format.names import METADATA_NAME, rank_of_metadata_name
 from dcp_nvcomp.loading.destinations import Conversions
@@ -201,7 +201,7 @@ class NvcompReader(StorageReader):
         if rank is not None and rank in ranks:
             return self._parsed(filesystem, ranks[rank])
         parts = {number: self._parsed(filesystem, name) for number, name in sorted(ranks.items())}
-        merged = merge_rank_metadata(parts, path=self.path)
+        merged = merge_rank_metadata(parts, path=filesystem.path)
         self._rank_parts = parts
         return merged
 

@@ -54,6 +54,28 @@ def test_shown(text: str) -> None:
     assert without_secrets(text) == text
 
 
+def test_assigned_later() -> None:
+    """Much code adds the path to an error on its way up."""
+    error = StorageError("Broken.")
+    error.path, error.message = "ftp://u:s3cr3t@h/x", "No ftp://u:s3cr3t@h/y."
+    setattr(error, "path", "ftp://u:s3cr3t@h/x")  # noqa: B010  as unpickling does
+    assert (error.path, error.message) == ("ftp://u:***@h/x", "No ftp://u:***@h/y.")
+    for form in (str(error), repr(vars(error)), repr(pickle.dumps(error))):
+        assert "s3cr3t" not in form
+    loaded = pickle.loads(pickle.dumps(error))
+    assert (str(loaded), vars(loaded)) == (str(error), vars(error))
+    error.path = None
+    assert error.path is None
+
+
+def test_pickles_keep_the_attributes_by_name() -> None:
+    """Ranks with another version of this package set them by name."""
+    error = StorageError("Broken.", path="x", fqn="w", byte_range=(1, 2), errno=5)
+    _, (_, message, attributes) = error.__reduce__()
+    public = {"message": "Broken.", "path": "x", "fqn": "w", "byte_range": (1, 2), "errno": 5}
+    assert (message, {name: attributes[name] for name in public}) == ("Broken.", public)
+
+
 def test_what_a_client_says() -> None:
     error = StorageError.from_os_error("write", "smb://u:s3cr3t@h/x", OSError(5, "smb://u:s3cr3t@h/x is gone"))
     assert str(error) == "Could not write: OSError: [Errno 5] smb://u:***@h/x is gone. (file 'smb://u:***@h/x')"

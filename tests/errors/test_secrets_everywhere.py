@@ -144,6 +144,17 @@ def test_nothing_there(url: str, said: list[str]) -> None:
     said.append(what_is_said(lambda: clean_run(url, storage_options=OPTIONS)))
 
 
+def test_ranks_that_disagree(plain_url: str, tmp_path: Path, said: list[str]) -> None:
+    """The key and the path are added to the error on its way up."""
+    for place, count in (("c", 10), ("d", 11)):
+        writer = NvcompWriter(plain_url[:-1] + place, engine="cpu", **OPTIONS)
+        dcp.save({"w": torch.arange(float(count))}, storage_writer=writer, use_collectives=False)
+    (tmp_path / "d" / "__0.metadata").rename(tmp_path / "c" / "__1.metadata")
+    said.append(what_is_said(NvcompReader(plain_url, **OPTIONS).read_metadata))
+    assert "rank 1 saved" in said[-1]
+    said.append(repr(verify_checkpoint(plain_url, storage_options=OPTIONS)))
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -21,11 +21,10 @@ from dcp_nvcomp.errors import CheckpointError, MetadataError
 from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.metadata.allowed_globals import ALLOWED
 from dcp_nvcomp.format.metadata.pickle_machine import resolve_trusted_globals, run_pickle
-from dcp_nvcomp.format.metadata.ranks import merge_rank_metadata, prefer_rank
 from dcp_nvcomp.format.metadata.stored import plain_storage_data
 from dcp_nvcomp.format.metadata.tree import MetadataReader
 
-__all__ = ["merge_rank_metadata", "parse_metadata", "prefer_rank", "serialize_metadata"]
+__all__ = ["parse_metadata", "serialize_metadata"]
 
 # Unpicklers stop at the STOP opcode, so stock tools never see what follows.
 _TRAILER: Final = struct.Struct("<I8s")

@@ -20,12 +20,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_nvcomp.errors import IncompleteCheckpointError, MetadataError
-from dcp_nvcomp.format.metadata.serialization import (
-    merge_rank_metadata,
-    parse_metadata,
-    prefer_rank,
-    serialize_metadata,
-)
+from dcp_nvcomp.format.metadata.ranks import merge_rank_metadata, prefer_rank
+from dcp_nvcomp.format.metadata.serialization import parse_metadata, serialize_metadata
 from tests.effort import examples
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
