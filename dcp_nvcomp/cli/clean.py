@@ -23,7 +23,7 @@ OlderThan = Annotated[
         "--older-than",
         metavar="AGE",
         help="Keep what is younger, such as 90m, 12h or 1d; at least 1h. It must be longer than the longest save "
-        "takes: nothing else tells a running save from a dead one.",
+        "takes: nothing else distinguishes a running save from a dead one.",
     ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only report what would be removed.")]
@@ -39,6 +39,8 @@ def clean_command(
     as_json: AsJson = False,
 ) -> None:
     """Remove files and unfinished uploads of failed or killed saves. Refuses if the checkpoint is corrupt.
+
+    Don't clean a checkpoint while it is being restored or copied there: its files may not be recognized as needed.
 
     Exit status 1 if nothing could be cleaned, with --recursive if any of the checkpoints was refused.
     """

@@ -11,7 +11,7 @@ the file that is removed need not be the one that was looked at. They are counte
 2  read the roots: `.metadata`, and each `__<rank>.metadata`. All must be readable and all of their data files must be
    there, or nothing is done: in a damaged checkpoint an orphan may be what `recover` needs. If there is no root at all,
    as after a first save that died, each `__<save_id>.metadata` whose files are all there counts as one: `recover` could
-   bring it back. Then ask the storage for the time
+   bring it back; if files are missing, nothing is done either. Then ask the storage for the time
 3  an orphan is what no root names and what is older than `older_than`. Files with the same id belong to the same rank
    and save, and count as old as the youngest of them; and what a young `__<save_id>.metadata` names is as young as
    that (one that can't be read ends the cleaning)
@@ -32,6 +32,8 @@ Why nothing live is removed:
 - What `recover` could bring back: if `.metadata` is damaged or misses files, this does nothing; if it is lost, a save
   that is complete is kept, and `recoverable` names it. A recovery between 2 and 5 is seen in 4.
 - A first save under way, in a directory without any root: as any other save under way.
+- A checkpoint that is being copied there, `.metadata` last: on local disks, files in a directory without any root are
+  as young as their ctime, which no copying tool sets back.
 - Another cleaning removes the same: a file that is missing already is fine.
 - Ages are by the storage's own clock, so a machine whose clock is wrong does no harm. Files of unknown age are
   kept. (S3 counts from when an upload was begun, not from when it was completed.)
@@ -39,6 +41,7 @@ Why nothing live is removed:
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import os
@@ -56,7 +59,7 @@ from dcp_nvcomp.errors import (
 from dcp_nvcomp.format.metadata.roots import Root, is_missing, read_root, read_roots
 from dcp_nvcomp.format.names import OwnFile, is_stock_data_file, own_file, own_upload, save_id_of_copy
 from dcp_nvcomp.maintenance.opening import opened
-from dcp_nvcomp.storage.base import Filesystem, UnfinishedUpload
+from dcp_nvcomp.storage.base import FileInfo, Filesystem, UnfinishedUpload
 
 logger = logging.getLogger(__name__)
 
@@ -223,7 +226,8 @@ def _look(filesystem: Filesystem, older_than_seconds: float) -> _Found:
     except CheckpointNotFoundError:
         if not any(map(own_file, sizes)) and not any(own_upload(upload.name) for upload in uploads):
             raise
-        roots = _whole_copies(filesystem, sizes)
+        files = [_since_it_arrived(file) for file in files]
+        roots = _whole_copies(filesystem, files, filesystem.now_seconds() - older_than_seconds)
         recoverable = tuple(str(root.save_id) for root in roots)
     now = filesystem.now_seconds()
     live = set().union(*(root.names() for root in roots))
@@ -273,23 +277,38 @@ def _whole_roots(filesystem: Filesystem, sizes: Mapping[str, int]) -> list[Root]
     raise problem
 
 
-def _whole_copies(filesystem: Filesystem, sizes: Mapping[str, int]) -> list[Root]:
+def _since_it_arrived(file: FileInfo) -> FileInfo:
+    """Without a root this may be a copy in progress whose tool keeps the times of writing, as `cp -a` does."""
+    if file.modified_seconds is None or file.changed_seconds is None:
+        return file
+    return dataclasses.replace(file, modified_seconds=max(file.modified_seconds, file.changed_seconds))
+
+
+def _whole_copies(filesystem: Filesystem, files: Sequence[FileInfo], limit_seconds: float) -> list[Root]:
     """Return the `__<save_id>.metadata` all of whose files are there: what `recover` could make `.metadata` of.
 
-    One that can't be read ends the cleaning, as it is not known which files it names.
+    One that can't be read ends the cleaning, as it is not known which files it names. So does one that misses a file:
+    a save that fails removes it before any of them, so the file was lost. A young one that misses a file only protects
+    the others: its save, or a copy of the checkpoint, may be under way.
     """
     found = []
-    for name in sizes:
-        if save_id_of_copy(name) is None:
+    sizes = {file.name: file.nbytes for file in files}
+    for file in files:
+        if save_id_of_copy(file.name) is None:
             continue
         try:
-            root = read_root(filesystem, name)
+            root = read_root(filesystem, file.name)
         except CheckpointError as error:
             if is_missing(error):  # its save failed, or another cleaning was faster
                 continue
             raise
-        if root.save_id == save_id_of_copy(name) and _problem(filesystem, [root], sizes) is None:
+        if root.save_id != save_id_of_copy(file.name):
+            continue
+        problem = _problem(filesystem, [root], sizes)
+        if problem is None:
             found.append(root)
+        elif file.modified_seconds is not None and file.modified_seconds < limit_seconds:
+            raise problem
     return found
 
 

@@ -58,11 +58,14 @@ class FileInfo:
         nbytes: its size.
         modified_seconds: when it was last written, in seconds since 1970 by the storage's clock; None if the storage
             does not report it.
+        changed_seconds: on local disks its ctime, by the same clock: a copy that keeps the time of writing, as of
+            `cp -a`, is not older here than itself. None elsewhere.
     """
 
     name: str
     nbytes: int
     modified_seconds: float | None
+    changed_seconds: float | None = None
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 import dcp_nvcomp.maintenance.opening
 from dcp_nvcomp import NvcompWriter
 from dcp_nvcomp.errors import (
+    CheckpointError,
     CheckpointNotFoundError,
     ConfigurationError,
     FileMismatchError,
@@ -57,6 +58,13 @@ def put(path: Path, *names: str, days: float = 2.0) -> list[Path]:
         file.write_bytes(b"12345")
         make_old(file, days=days)
     return files
+
+
+@pytest.fixture
+def later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten days later by the storage's clock: a test can set when a file was written, but not when it arrived."""
+    real = PosixFilesystem.now_seconds
+    monkeypatch.setattr(PosixFilesystem, "now_seconds", lambda self: real(self) + 10 * 86400)
 
 
 def data_name(rank: int = 0, number: int = 0, file_id: str | None = None) -> str:
@@ -244,6 +252,7 @@ def refused(path: Path, error: type[Exception], message: str | None = None) -> N
     assert names(path) == before
 
 
+@pytest.mark.usefixtures("later")
 def test_metadata_was_lost(path: Path) -> None:
     """What `recover` could bring back stays, and is named; the rest goes."""
     (path / ".metadata").unlink()
@@ -261,12 +270,13 @@ def test_metadata_was_lost(path: Path) -> None:
     assert clean_checkpoint(path).recoverable == ()
 
 
+@pytest.mark.usefixtures("later")
 def test_a_young_save_without_a_root_stays(tmp_path: Path) -> None:
     path = tmp_path / "step-1"
     path.mkdir()
     file_id = new_id()
     put(path, data_name(0, 0, file_id), data_name(1, 0, file_id))
-    put(path, data_name(1, 1, file_id), f".metadata.{new_id()}.tmp", days=0.5)
+    put(path, data_name(1, 1, file_id), f".metadata.{new_id()}.tmp", days=-9.5)
     before = names(path)
     found = clean_checkpoint(path)
     assert (found.orphans, found.young) == ((), 4)
@@ -274,6 +284,7 @@ def test_a_young_save_without_a_root_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("files", [1, 3])
+@pytest.mark.usefixtures("later")
 def test_the_first_save_died(tmp_path: Path, files: int) -> None:
     """The usual layout, a directory for each step: no root was ever there."""
     path = tmp_path / "step-1"
@@ -289,16 +300,50 @@ def test_the_first_save_died(tmp_path: Path, files: int) -> None:
         clean_checkpoint(path)
 
 
-def test_the_first_save_died_before_a_file_was_whole(tmp_path: Path) -> None:
-    """Its copy names a file that is gone, so nothing could be recovered."""
+@pytest.mark.usefixtures("later")
+@pytest.mark.parametrize("damage", ["missing", "short"])
+def test_a_copy_misses_a_file_and_no_root(tmp_path: Path, damage: str) -> None:
+    """No save leaves that: it removes its copy first. So files were lost, and the others may be all there is."""
     path = tmp_path / "step-1"
     path.mkdir()
-    _, left = leave_save(path, seed=2)
-    gone = next(path.glob("*.distcp"))
-    gone.unlink()
+    leave_save(path, seed=2)
+    file = next(path.glob("*.distcp"))
+    file.write_bytes(b"short")
+    make_old(file)
+    if damage == "missing":
+        file.unlink()
+    refused(path, CheckpointError, "run `dcp-nvcomp verify`; `recover` may need")
+
+
+@pytest.mark.usefixtures("later")
+def test_a_young_copy_misses_a_file_and_no_root(tmp_path: Path) -> None:
+    """As while it is being copied there; other orphans are removed."""
+    path = tmp_path / "step-1"
+    path.mkdir()
+    save_id, left = leave_save(path, seed=2)
+    make_old(path / f"__{save_id}.metadata", days=-9.5)
+    next(path.glob("*.distcp")).unlink()
+    (dead,) = put(path, data_name())
     found = clean_checkpoint(path)
-    assert (found.recoverable, removed(found)) == ((), left - {gone.name})
-    assert names(path) == set()
+    assert (removed(found), found.young) == ({dead.name}, len(left) - 1)
+    assert found.recoverable == ()
+
+
+@pytest.mark.parametrize("first", ["data", "copy"])
+def test_a_restore_in_progress(path: Path, tmp_path: Path, first: str) -> None:
+    """`cp -a` keeps the times of writing, and `.metadata` may come last."""
+    restored = tmp_path / "restored"
+    restored.mkdir()
+    copy = next(path.glob("__*.metadata"))
+    for file in [data_file(path), copy] if first == "data" else [copy]:
+        shutil.copy2(file, restored)
+        before = names(restored)
+        assert clean_checkpoint(restored).orphans == ()
+        assert [one.orphans for one in clean_run(restored).checkpoints] == [()]
+        assert names(restored) == before
+    shutil.copy2(data_file(path), restored)
+    assert recover_checkpoint(restored).outcome == "recovered"
+    assert loaded_seed(restored) == 1
 
 
 def test_a_copy_that_can_not_be_read_and_no_root(tmp_path: Path) -> None:
@@ -309,6 +354,7 @@ def test_a_copy_that_can_not_be_read_and_no_root(tmp_path: Path) -> None:
     refused(path, MetadataError)
 
 
+@pytest.mark.usefixtures("later")
 def test_files_of_stock_dcp_without_a_root(tmp_path: Path) -> None:
     """They may be anything."""
     path = tmp_path / "step-1"
@@ -322,6 +368,7 @@ def test_files_of_stock_dcp_without_a_root(tmp_path: Path) -> None:
     assert names(path) == {"__0_0.distcp"}
 
 
+@pytest.mark.usefixtures("later")
 def test_the_first_save_publishes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Right before its files would go, as a save that takes longer than the age."""
     path = tmp_path / "step-1"
@@ -670,6 +717,7 @@ def steps(tmp_path: Path) -> Path:
     return run_path
 
 
+@pytest.mark.usefixtures("later")
 def test_recursive(steps: Path) -> None:
     corrupt, kept = names(steps / "step-3"), names(steps / "step-4")
     dry = clean_run(steps, dry_run=True)
@@ -689,6 +737,7 @@ def test_recursive(steps: Path) -> None:
     assert loaded_seed(steps / "step-1") == 1
 
 
+@pytest.mark.usefixtures("later")
 def test_recursive_command(steps: Path) -> None:
     status, output, errors = run("clean", str(steps), "--recursive", "--dry-run", "--json")
     document = json.loads(output)

@@ -99,7 +99,9 @@ def _info(item: os.DirEntry[str]) -> FileInfo | None:
         found = item.stat(follow_symlinks=False)
     except FileNotFoundError:  # removed since it was listed
         return None
-    return FileInfo(item.name, found.st_size, found.st_mtime) if stat.S_ISREG(found.st_mode) else None
+    if not stat.S_ISREG(found.st_mode):
+        return None
+    return FileInfo(item.name, found.st_size, found.st_mtime, found.st_ctime)
 
 
 class PosixFilesystem(Filesystem):

@@ -201,7 +201,7 @@ MUTATIONS = (
     Mutation(
         row="clean: no root, but a save that can be recovered",
         file="dcp_nvcomp/maintenance/cleaning.py",
-        old="        roots = _whole_copies(filesystem, sizes)\n",
+        old="        roots = _whole_copies(filesystem, files, filesystem.now_seconds() - older_than_seconds)\n",
         new="        roots = []\n",
         tests=CLEAN + "was_lost",
     ),
