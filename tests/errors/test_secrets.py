@@ -20,12 +20,17 @@ from dcp_nvcomp.redaction import Redactor, without_secrets
         ("ftp://:s3cr3t@h/x", "ftp://:***@h/x"),
         ("ftp://u:s3/cr3t@h/x", "ftp://u:***@h/x"),
         ("ftp://u:s3@cr3t@h/x", "ftp://u:***@h/x"),
+        ("smb://user:12/45cr3t@host", "smb://user:***@host"),
+        ("https://s3cr3t0123456789@host/x", "https://***@host/x"),
         ("ftp://u:s3?cr3t@h/x", "ftp://u:***@h/x"),
         ("Can't open 'ftp://u:s3cr3t@h/x', nor ftp://h.", "Can't open 'ftp://u:***@h/x', nor ftp://h."),
         ("https://h/run?sv=2024&sig=s3cr3t%3D&se=1", "https://h/run?sv=2024&sig=***&se=1"),
         ("https://h/x?X-Amz-Signature=s3cr3t", "https://h/x?X-Amz-Signature=***"),
         ("https://h/x?access_token=s3cr3t#part", "https://h/x?access_token=***#part"),
         ("'https://h/x?Password=s3cr3t'", "'https://h/x?Password=***'"),
+        ("https://h/x?apikey=s3cr3t&key=s3cr3t", "https://h/x?apikey=***&key=***"),
+        ("https://h/x?AWSAccessKeyId=s3cr3t&auth=s3cr3t", "https://h/x?AWSAccessKeyId=***&auth=***"),
+        ("https://h/x?X-Amz-Security-Token=s3cr3t;sig=s3cr3t", "https://h/x?X-Amz-Security-Token=***"),
     ],
 )
 def test_hidden(text: str, shown: str) -> None:
@@ -45,6 +50,10 @@ def test_hidden(text: str, shown: str) -> None:
         "http://127.0.0.1:9000 and a@b",
         "http://[::1]:9000/a@b",
         "abfs://container@account.dfs.core.windows.net/run?timeout=3",
+        "abfs://my-training-checkpoints@account.dfs.core.windows.net/run",
+        "https://h/x?monkey=1&design=flat&keyframe=3&tokenizer=gpt2",
+        "https://h/x?auth_type=basic&authority=me&sasl_mechanism=PLAIN&auth_timeout=9",
+        "http://localhost:9000/bucket/a@b",
         "memory://run",
         "C:\\run",
         "",
@@ -97,6 +106,49 @@ def test_values_of_options(word: str) -> None:
     assert redact(f"login with {word} refused") == "login with *** refused"
     assert redact(f"password={word!r}") == "password='***'"
     assert redact("public eu-west-1 xcr3ty run 3") == "public eu-west-1 xcr3ty run 3"
+
+
+SECRET_NAMES = (
+    "secret aws_secret_access_key passwd api_key accountKey sas_token sas auth proxy_auth pkey password_hash pwd "
+    "connection_string Authorization token private_key client-secret"
+)
+
+
+@pytest.mark.parametrize("name", SECRET_NAMES.split())
+@pytest.mark.parametrize("value", ["s3cr3t", "cloudy", 123456, ["s3cr3t"], {"x": "s3cr3t"}])
+def test_names_of_secret_options(name: str, value: object) -> None:
+    shown = next(iter(value.values())) if isinstance(value, dict) else value[0] if isinstance(value, list) else value
+    assert Redactor("memory://x", {name: value})(f"login {shown} refused") == "login *** refused"
+
+
+@pytest.mark.parametrize(
+    "name", ["sasl_mechanism", "auth_timeout", "authority", "auth_type", "token_type", "monkey", "key"]
+)
+def test_names_of_other_options(name: str) -> None:
+    redact = Redactor("memory://x", {name: "PLAIN", "client_kwargs": {name: "PLAIN"}})
+    assert redact("login PLAIN refused") == "login PLAIN refused"
+
+
+@pytest.mark.parametrize("word", ["cloud", "browser", "cache", "anon", "google_default"])
+def test_words_of_gcsfs(word: str) -> None:
+    """They may be a bucket, too; but a password may be any word."""
+    assert Redactor("gs://b", {"token": word})(f"gs://{word}/x") == f"gs://{word}/x"
+    assert Redactor("gs://b", {"password": word})(f"no {word}") == "no ***"
+
+
+def test_short_secrets() -> None:
+    redact = Redactor("memory://x", {"password": "a", "token": 12})
+    assert redact("a file with a name of 12 letters") == "a file with a name of 12 letters"
+    assert redact("password='a', password=a, token=12") == "password='***', password=***, token=***"
+    assert redact("'a file' of key 'abc', n=123") == "'a file' of key 'abc', n=123"
+
+
+def test_the_reply_of_s3_is_kept() -> None:
+    """s3fs raises an OSError from the client's error, which has the status."""
+    redact, error, cause = Redactor("s3://x", OPTIONS), OSError(5, "s3cr3t refused"), ValueError("no")
+    cause.response = {"ResponseMetadata": {"HTTPStatusCode": 412}}  # type: ignore[attr-defined]
+    error.__cause__ = cause
+    assert redact.error(error).response == cause.response  # type: ignore[attr-defined]
 
 
 def test_errors_of_clients() -> None:
