@@ -43,7 +43,7 @@ def collector_paused() -> Iterator[None]:
 
 
 def _begin_again() -> None:
-    """In a forked child: the threads that wanted a pause are not there, and nobody would end it."""
+    """In a forked child: the threads that wanted a pause are not there, so none would end it."""
     global _lock, _waiting_for
     _lock = threading.Lock()
     if _waiting_for and _was_enabled:

@@ -123,7 +123,12 @@ def _slices_per_block(record: Record, block_nbytes: npt.NDArray[np.int64]) -> np
     return np.array(counts, np.int64)[inverse]
 
 
-def parse_records(description: dict[str, Any], chains: list[CodecChain], blocks: int) -> tuple[list[Record], int]:
+def parse_records(description: dict[str, Any], chains: list[CodecChain], blocks: int) -> list[Record]:
+    """Return the records of a footer whose table has `blocks` blocks, all of which they must use.
+
+    Raises:
+        Invalid: a record breaks a rule, or their blocks are more or fewer.
+    """
     listed = description.get("records")
     if not isinstance(listed, list):
         raise Invalid("records must be a list")
@@ -140,7 +145,7 @@ def parse_records(description: dict[str, Any], chains: list[CodecChain], blocks:
             raise Invalid(f"its records have more blocks than its table, which has {blocks}")
     if total != blocks:
         raise Invalid(f"its records have {total} blocks, its table {blocks}")
-    return records, total
+    return records
 
 
 def _locate(
@@ -205,7 +210,7 @@ def parse_footer(description: dict[str, Any], tables: Tables, trailer: Trailer, 
             raise Invalid("codecs must be a list")
         chains = [chain_from_json(chain) for chain in codecs]
         data_offset = integer(description, "data_offset")
-        records, _ = parse_records(description, chains, len(tables.flags))
+        records = parse_records(description, chains, len(tables.flags))
         offsets, starts, block_nbytes = _locate(records, tables, data_offset, trailer)
         identity = text(description, "save_id"), text(description, "file_id"), integer(description, "rank")
     except Invalid as problem:

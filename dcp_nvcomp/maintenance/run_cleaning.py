@@ -43,7 +43,7 @@ class RunCleaning:
         dry_run: True if nothing was removed.
         older_than_seconds: nothing younger than this was removed.
         checkpoints: what was done in each directory, by path.
-        refused: the directories that could not be cleaned, such as corrupt checkpoints.
+        refused: the directories that could not be listed or cleaned, such as corrupt checkpoints.
     """
 
     path: str
@@ -91,15 +91,17 @@ def clean_run(
     Raises:
         ConfigurationError: an option can't work or is unknown.
         CheckpointNotFoundError: no directory below the path holds files of ours.
-        StorageError: the storage fails while the directories are listed.
+        StorageError: the storage fails while the directory itself is listed.
     """
     check_age(older_than_seconds)
     with opened(path, storage_options) as filesystem:
-        paths = [path_below.rpartition("/") for path_below in filesystem.list_below()]
+        below, failed = filesystem.list_below()
+        paths = [path_below.rpartition("/") for path_below in below]
         folders = sorted({folder for folder, _, name in paths if own_file(name) or own_upload(name)})
-    if not folders:
+    if not folders and not failed:
         raise CheckpointNotFoundError("There is no checkpoint at or below this path.", path=filesystem.path)
-    cleaned, refused = [], []
+    cleaned = []
+    refused = [Refusal(filesystem.location(folder), str(error)) for folder, error in sorted(failed.items())]
     for folder in folders:
         at = f"{os.fspath(path).rstrip('/')}/{folder}" if folder else path
         try:

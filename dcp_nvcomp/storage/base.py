@@ -157,8 +157,11 @@ class Filesystem(ABC):
         """Return the plain files directly in the directory, by name; none if there is no directory."""
 
     @abstractmethod
-    def list_below(self) -> list[str]:
-        """Return the relative paths of all files at any depth, and of what unfinished uploads are to become."""
+    def list_below(self) -> tuple[list[str], dict[str, StorageError]]:
+        """Return the relative paths of all files at any depth, and of what unfinished uploads are to become.
+
+        The second value says, by its relative path, why a folder below could not be listed.
+        """
 
     def list_names(self) -> list[str]:
         """Return the sorted names of the plain files directly in the directory; none if there is no directory."""

@@ -275,7 +275,7 @@ class FsspecFilesystem(RemoteFilesystem):
         ]
         return sorted((file for file in inside if file.name and "/" not in file.name), key=lambda file: file.name)
 
-    def list_below(self) -> list[str]:
+    def list_below(self) -> tuple[list[str], dict[str, StorageError]]:
         with self._errors("list", self.path):
             self._fs.invalidate_cache()
             try:
@@ -283,8 +283,8 @@ class FsspecFilesystem(RemoteFilesystem):
             except Exception as error:
                 if not is_not_found(error):
                     raise
-                return []
-        return [str(path).removeprefix(f"{self._root}/") for path in found]
+                return [], {}
+        return [str(path).removeprefix(f"{self._root}/") for path in found], {}
 
     def now_seconds(self) -> float:
         with self._errors("ask for the time", self.path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import random
 import re
 import shutil
@@ -759,6 +760,23 @@ def test_recursive_where_nothing_is(tmp_path: Path) -> None:
         with pytest.raises(CheckpointNotFoundError, match="at or below"):
             clean_run(path)
         assert run("clean", str(path), "--recursive")[0] == 1
+
+
+@pytest.mark.usefixtures("later")
+def test_recursive_past_a_folder_that_can_not_be_listed(steps: Path) -> None:
+    """The others are cleaned all the same. Its path is too long, as root may list everything else."""
+    folder = os.open(steps / "logs", os.O_RDONLY)
+    for _ in range(25):
+        os.mkdir("n" * 200, dir_fd=folder)
+        inner = os.open("n" * 200, os.O_RDONLY, dir_fd=folder)
+        os.close(folder)
+        folder = inner
+    os.close(folder)
+    found = clean_run(steps)
+    assert sum(len(one.orphans) for one in found.checkpoints) == 7
+    assert [Path(one.path).name for one in found.refused] == ["n" * 200, "step-3"]
+    assert "File name too long" in found.refused[0].error
+    assert run("clean", str(steps), "--recursive")[0] == 1
 
 
 def test_recursive_on_a_checkpoint_itself(path: Path) -> None:

@@ -183,7 +183,7 @@ class Device(Protocol):
     ) -> AbstractContextManager[None]:
         """Work on the device's own stream.
 
-        At its end, also by an exception, all work is complete: results are in host memory, and nobody reads the
+        At its end, also by an exception, all work is complete: results are in host memory, and no kernel reads the
         caller's memory any more.
 
         Args:

@@ -11,7 +11,7 @@ machine knows only the opcodes that DCP's metadata needs, and turns them into an
     a global that is listed `Global`, our description of it; nothing is imported
     NEWOBJ, then BUILD      `Instance` of that global, with its state beside it
     REDUCE                  the answer of our own `Global.reduce` to the arguments, which must be immutable
-    a global that the user  `TrustedCall`: what would be called with what; whoever reads the tree decides
+    a global that the user  `TrustedCall`: what would be called with what; the reader of the tree decides
     trusts, called
 
 Everything else raises `UnsafeMetadataError`. Time and memory are linear in the input: strings and integers are slices
@@ -82,7 +82,7 @@ class Instance:
     def __init__(self, kind: Global) -> None:
         self.kind = kind
         self.state: Any = None
-        self.built: Any = None  # for whoever turns the tree into objects: what this became
+        self.built: Any = None  # what tree.py made of it
 
 
 class TrustedCall(Instance):

@@ -108,7 +108,7 @@ class PosixFilesystem(Filesystem):
     """A directory on a local or mounted disk.
 
     Range reads of one name see the file that was there at the first of them until `close`; `read_all` and
-    `file_nbytes` look anew each time.
+    `file_nbytes` look at the file as it is then.
     """
 
     parallel_reads = 2
@@ -294,17 +294,24 @@ class PosixFilesystem(Filesystem):
                 return []
         return sorted((file for file in found if file is not None), key=lambda file: file.name)
 
-    def list_below(self) -> list[str]:
+    def list_below(self) -> tuple[list[str], dict[str, StorageError]]:
+        failed: dict[str, StorageError] = {}
+
         def fail(error: OSError) -> None:
-            if not isinstance(error, FileNotFoundError | NotADirectoryError):  # there is none, or it was removed since
+            if isinstance(error, FileNotFoundError | NotADirectoryError):  # there is none, or it was removed since
+                return
+            folder = os.path.relpath(error.filename or self._root, self._root)
+            if folder == ".":
                 raise error
+            failed[folder] = StorageError.from_os_error("list", self.location(folder), error)
 
         with storage_errors("list", self.path):
-            return [
+            found = [
                 os.path.relpath(os.path.join(folder, name), self._root)
                 for folder, _, names in os.walk(self._root, onerror=fail)
                 for name in names
             ]
+        return found, failed
 
     def now_seconds(self) -> float:
         # a network file system stamps files by the server's clock: so ask it for a stamp

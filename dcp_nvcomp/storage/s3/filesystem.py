@@ -210,7 +210,7 @@ class S3Filesystem(RemoteFilesystem):
                 found.append(UnfinishedUpload(name, upload["UploadId"], upload["Initiated"].timestamp()))
         return found
 
-    def list_below(self) -> list[str]:
+    def list_below(self) -> tuple[list[str], dict[str, StorageError]]:
         prefix = f"{self._root}/" if self._root else ""
         what = "list unfinished uploads of"
         keys = [item["Key"] for item in self._listing("list", "list_objects_v2", "Contents", Prefix=prefix)]
@@ -219,7 +219,7 @@ class S3Filesystem(RemoteFilesystem):
         except StorageError as error:
             if error.outcome_unknown:
                 raise  # no answer; else these credentials, or this server, can't list them
-        return [name for key in keys if (name := key.removeprefix(prefix)) and not name.endswith("/")]
+        return [name for key in keys if (name := key.removeprefix(prefix)) and not name.endswith("/")], {}
 
     def abort_uploads(self, uploads: Iterable[UnfinishedUpload]) -> None:
         for upload in uploads:

@@ -222,8 +222,8 @@ MUTATIONS = (
     Mutation(
         row="no secret in a message: URLs",
         file="dcp_nvcomp/errors.py",
-        old="        message = without_secrets(message)\n",
-        new="",
+        old='        self.__dict__["message"] = without_secrets(message)\n',
+        new='        self.__dict__["message"] = message\n',
         tests="tests/errors/test_secrets.py -k hidden",
     ),
     Mutation(
