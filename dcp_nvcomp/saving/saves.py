@@ -44,20 +44,22 @@ class Save:
 class Saves:
     """The latest save of each thread, and the path of saves that are given none.
 
-    A pickle of it holds the path alone.
+    A copy and a pickle of it hold the path, and whether that was set explicitly, but no saves.
 
     Args:
         path: the checkpoint of saves that are given none.
+        is_explicit: True if the path was set by `path = ...`.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, is_explicit: bool = False) -> None:
         self._path = path
+        self._is_explicit = is_explicit
         self._local = threading.local()
         self._owner = threading.current_thread()
         self._latest: Save | None = None
 
-    def __reduce__(self) -> tuple[type[Saves], tuple[str]]:
-        return type(self), (self._path,)
+    def __reduce__(self) -> tuple[type[Saves], tuple[str, bool]]:
+        return type(self), (self._path, self._is_explicit)
 
     @property
     def path(self) -> str:
@@ -66,7 +68,7 @@ class Saves:
 
     @path.setter
     def path(self, path: str) -> None:
-        self._path = path
+        self._path, self._is_explicit = path, True
         save = self._own
         if save is not None and save.has_begun:
             save.has_ended = True
@@ -97,18 +99,19 @@ class Saves:
         """Announce another save.
 
         Args:
-            place: where it goes; empty for the path. On the thread that made this object it becomes the path; on other
-                threads, such as those of `dcp.async_save`, it is the place of the announced save only.
+            place: where it goes; empty for the path. It becomes the path, as with stock DCP. But if the path was set
+                explicitly, only the thread that made this object moves it: on other threads, such as those of
+                `dcp.async_save`, it is the place of the announced save only.
         """
-        if place and threading.current_thread() is self._owner:
+        if place and (threading.current_thread() is self._owner or not self._is_explicit):
             self._path = place
         self._announce(Save(place))
 
     def begin(self, *, rank: int, is_coordinator: bool, use_collectives: bool) -> None:
-        """Begin the announced save of this thread; another one if that has begun already, and failed."""
+        """Begin the announced save of this thread; another one, at its place, if that has begun and failed."""
         save = self.announced
         if save.has_begun:
-            save = self._announce(Save())
+            save = self._announce(Save(save.path))
         save.path = save.path or self._path
         save.rank, save.is_coordinator, save.use_collectives = rank, is_coordinator, use_collectives
         save.started_seconds = time.perf_counter()

@@ -13,6 +13,7 @@ other save uses.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import logging
 import os
@@ -170,12 +171,12 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         self.last_save: SaveStats | None = None
         self._chooser = parse_codec(codec)
         self._engine_choice = EngineChoice(self.engine)
-        self._begin_life(os.fspath(path))
+        self._begin_life(Saves(os.fspath(path)))
         self._open(self.path)  # fail fast on invalid options
 
-    def _begin_life(self, path: str) -> None:
+    def _begin_life(self, saves: Saves) -> None:
         """Set what belongs to one writer in one process, and no copy shares."""
-        self._saves = Saves(path)
+        self._saves = saves
         self._orphans = Orphans()
         self._unfinished = False
 
@@ -185,7 +186,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._begin_life(state["_saves"].path)
+        self._begin_life(copy.copy(state["_saves"]))
 
     def __repr__(self) -> str:
         return shown(type(self), self.path, vars(self), self.storage_options)
@@ -193,6 +194,10 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
     @property
     def path(self) -> str:
         """The checkpoint of saves without `checkpoint_id`. It may be set between saves.
+
+        A `checkpoint_id` becomes the path, as with stock DCP. But once the path has been set explicitly, a
+        `checkpoint_id` given on another thread than that which made the writer, such as those of `dcp.async_save`, is
+        the place of that save only.
 
         An asynchronous save looks it up when its thread begins: give `checkpoint_id=` to `dcp.async_save` instead of
         setting it.
@@ -226,8 +231,9 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Announce another save, perhaps at another place; called by DCP. The options are kept.
 
-        On the thread that made the writer, later saves without `checkpoint_id` go to that place too. On other threads,
-        such as those of `dcp.async_save`, it is the place of this save only.
+        Later saves without `checkpoint_id` go to that place too, as with stock DCP. But if `path` was set explicitly,
+        only the thread that made the writer moves it: on other threads, such as those of `dcp.async_save`, it is the
+        place of this save only.
         """
         self._saves.reset(os.fspath(checkpoint_id) if checkpoint_id else "")
 

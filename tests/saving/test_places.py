@@ -5,13 +5,17 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner
+from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 
 from dcp_nvcomp import NvcompReader, NvcompWriter
 
@@ -138,6 +142,68 @@ def test_asynchronous_saves_leave_the_path_alone(tmp_path: Path) -> None:
     upload.result(60)
     save(writer, 2)
     assert (value_at(tmp_path / "a"), value_at(tmp_path / "b")) == (1, 2)
+
+
+def on_another_thread(call: Callable[[], Any]) -> None:
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(call).result(60)
+
+
+def test_a_place_given_in_the_background_holds_as_with_stock(tmp_path: Path) -> None:
+    """As long as the path was never set explicitly."""
+    state = {"w": torch.ones(8)}
+    for writer in (FileSystemWriter(tmp_path / "stock"), NvcompWriter(tmp_path / "ours")):
+        place = tmp_path / type(writer).__name__
+        dcp.async_save(state, storage_writer=writer, checkpoint_id=place, no_dist=True).result(60)
+        (place / ".metadata").unlink()
+        dcp.async_save(state, storage_writer=writer, no_dist=True).result(60)
+        assert (place / ".metadata").exists()
+    assert not (tmp_path / "ours").exists()
+
+
+def test_a_place_given_on_the_own_thread_is_the_latest_word(tmp_path: Path) -> None:
+    """Also after the path was set explicitly; and saves in the background still don't move it then."""
+    writer = NvcompWriter(tmp_path / "unused")
+    writer.path = str(tmp_path / "b")
+    save(writer, 1, tmp_path / "c")
+    on_another_thread(lambda: save(writer, 2, tmp_path / "d"))
+    assert writer.path == str(tmp_path / "c")
+    save(writer, 3)
+    assert (value_at(tmp_path / "c"), value_at(tmp_path / "d")) == (3, 2) and not (tmp_path / "b").exists()
+
+
+def test_an_explicit_path_travels_with_a_pickle(tmp_path: Path) -> None:
+    writer = NvcompWriter(tmp_path / "unused")
+    writer.path = str(tmp_path / "b")
+    sent = pickle.loads(pickle.dumps(writer))
+    on_another_thread(lambda: save(sent, 1, tmp_path / "a"))
+    assert sent.path == str(tmp_path / "b")
+
+
+@pytest.mark.parametrize("is_explicit", [False, True])
+def test_a_retry_goes_where_it_was_announced(tmp_path: Path, is_explicit: bool) -> None:
+    """After a failed save on a thread that did not make the writer, without another `reset`."""
+    writer = NvcompWriter(tmp_path / "a")
+    if is_explicit:
+        writer.path = str(tmp_path / "a")
+    save(writer, 1)
+
+    def fails_and_retries() -> None:
+        writer.reset(tmp_path / "x")
+        writer.set_up_storage_writer(True)  # begins, and then fails
+        failed = writer.save_id
+        announced = writer.storage_meta()
+        assert announced is not None and announced.checkpoint_id == str(tmp_path / "x")
+        writer.set_up_storage_writer(True)
+        assert writer.checkpoint_id == str(tmp_path / "x")
+        assert writer.save_id != failed
+        plan = writer.prepare_local_plan(SavePlan([]))
+        writer.prepare_global_plan([plan])
+        writer.finish(Metadata({}, storage_meta=writer.storage_meta()), [])
+
+    on_another_thread(fails_and_retries)
+    assert value_at(tmp_path / "a") == 1
+    assert (tmp_path / "x" / ".metadata").exists()
 
 
 def test_an_asynchronous_save_keeps_its_place(tmp_path: Path) -> None:
