@@ -15,7 +15,7 @@ __all__ = ["Redactor", "without_secrets"]
 
 # "://user:password@"; the password may hold a slash, unless what precedes it is a host, and it begins with a port
 _PASSWORD: Final = re.compile(
-    r"(://(?!(?:[\w\-]*\.[\w.\-]*|localhost|[A-Za-z]?):\d*[/?#\s])[^/?#@:\s\[]*:(?!:))([^/?#\s]+(?=@)|\S+?(?=@))"
+    r"(://(?!(?:[\w\-]*\.[\w.\-]*|localhost):\d+[/?#\s]|[A-Za-z]?:[/?#\s])[^/?#@:\s\[]*:(?!:))([^/?#\s]+(?=@)|\S+?(?=@))"
 )
 # "://token@"; in Azure's and Oracle's URLs a container or bucket has this place
 _TOKEN: Final = re.compile(

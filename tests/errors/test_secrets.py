@@ -21,6 +21,7 @@ from dcp_nvcomp.redaction import Redactor, without_secrets
         ("ftp://u:s3/cr3t@h/x", "ftp://u:***@h/x"),
         ("ftp://u:s3@cr3t@h/x", "ftp://u:***@h/x"),
         ("smb://user:12/45cr3t@host", "smb://user:***@host"),
+        ("smb://u:12/45cr3t@host", "smb://u:***@host"),
         ("https://s3cr3t0123456789@host/x", "https://***@host/x"),
         ("ftp://u:s3?cr3t@h/x", "ftp://u:***@h/x"),
         ("Can't open 'ftp://u:s3cr3t@h/x', nor ftp://h.", "Can't open 'ftp://u:***@h/x', nor ftp://h."),
