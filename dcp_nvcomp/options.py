@@ -8,6 +8,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+import numpy as np
+
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.redaction import without_secrets
 
@@ -41,11 +43,11 @@ def check_budget(name: str, value: int) -> int:
     return value
 
 
-def check_flag(name: str, value: bool) -> bool:
-    """Return a flag: True or False, and nothing that is merely truthy or falsy."""
-    if not isinstance(value, bool):
+def check_flag(name: str, value: Any) -> bool:
+    """Return a flag: True or False, of numpy too, or 1 or 0, and nothing else that is merely truthy or falsy."""
+    if not isinstance(value, bool | np.bool_) and not (type(value) is int and value in (0, 1)):
         raise ConfigurationError(f"{name}={value!r} must be True or False.")
-    return value
+    return bool(value)
 
 
 def check_seconds(name: str, value: float) -> float:

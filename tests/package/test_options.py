@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dcp_nvcomp import NvcompReader, NvcompWriter, errors, options
@@ -16,6 +17,8 @@ from dcp_nvcomp import NvcompReader, NvcompWriter, errors, options
     [
         (options.check_budget, 1, 1),
         (options.check_flag, False, False),
+        (options.check_flag, 1, True),
+        (options.check_flag, np.bool_(False), False),
         (options.check_seconds, 2, 2.0),
         (options.check_seconds, 0.001, 0.001),
     ],
@@ -29,7 +32,7 @@ def test_what_is_taken(check: Callable[[str, Any], Any], value: Any, found: Any)
     ("check", "values", "wanted"),
     [
         (options.check_budget, (0, -1, 1.5, True, None, "1"), "a positive number of bytes"),
-        (options.check_flag, (0, 1, None, "yes"), "True or False"),
+        (options.check_flag, (2, 1.0, None, "zstd"), "True or False"),
         (options.check_seconds, (0, -1, math.inf, math.nan, True, None, "1"), "a positive number of seconds"),
     ],
 )

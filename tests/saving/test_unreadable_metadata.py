@@ -81,6 +81,8 @@ ACCEPTED: dict[str, Change] = {
     "old properties": lambda m: setattr(tensor(m), "properties", OldTensorProperties(torch.float32)),
 }
 REFUSED: dict[str, Change] = {
+    "a tensor without properties": lambda m: m.state_dict_metadata.update(a=object.__new__(MyTensor)),
+    "no items": lambda m: setattr(m, "state_dict_metadata", None),
     "an object as properties": lambda m: setattr(tensor(m), "properties", object()),
     "a shard outside": lambda m: setattr(tensor(m).chunks[0], "offsets", torch.Size([1, 0])),
     "no shards": lambda m: setattr(tensor(m), "chunks", []),

@@ -31,6 +31,7 @@ from typing import Any, Final
 from dcp_nvcomp.errors import ConfigurationError, MetadataError, UnsafeMetadataError
 
 __all__ = [
+    "TRUST_ADVICE",
     "Global",
     "Instance",
     "PickledDict",
@@ -41,6 +42,8 @@ __all__ = [
 ]
 
 MAX_MARKS: Final = 64
+# Ends the error for a global; only readers have the option.
+TRUST_ADVICE: Final = " If you know what it is and who wrote this checkpoint, allow it with trusted_globals=."
 
 
 class PickledList(list[Any]):
@@ -420,8 +423,7 @@ def _global_lines(data: bytes, pos: int) -> tuple[str, str, int]:
 def _refused_global(name: str) -> UnsafeMetadataError:
     shown = name if len(name) <= 200 else name[:200] + "..."
     return UnsafeMetadataError(
-        f"`.metadata` names the global {shown!r}, which is never imported while reading. If you know what it is and "
-        "who wrote this checkpoint, allow it with trusted_globals=."
+        f"`.metadata` names the global {shown!r}, which is never imported while reading.{TRUST_ADVICE}"
     )
 
 

@@ -13,6 +13,7 @@ what this package's reader does not take. So:
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import operator
 from collections.abc import Container
@@ -31,14 +32,19 @@ from torch.distributed.checkpoint.metadata import (
 from dcp_nvcomp.errors import CheckpointError, MetadataError
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.metadata.allowed_globals import LIMIT, MAX_DIMS
+from dcp_nvcomp.format.metadata.pickle_machine import TRUST_ADVICE
 from dcp_nvcomp.format.metadata.serialization import parse_metadata, serialize_metadata
 
 __all__ = ["metadata_to_publish", "normalize", "sample"]
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 # Metadata of no more shards than this is read back as a whole, in a fraction of a second.
 _FEW_SHARDS: Final = 10_000
+# An offset is an attribute only if it is given.
+_INDEX_FIELDS: Final = ({"fqn", "index", "offset"}, {"fqn", "index"})
 
 
 def metadata_to_publish(metadata: Metadata, *, path: str) -> bytes:
@@ -52,21 +58,38 @@ def metadata_to_publish(metadata: Metadata, *, path: str) -> bytes:
         MetadataError: it holds something that this package's reader would refuse.
     """
     try:
-        normal, doubtful = normalize(metadata)
+        normal, doubtful = _normalized(metadata)
         data = _serialize(normal)
         if len(data) > MAX_METADATA_NBYTES:
             raise MetadataError(f"It has {len(data)} bytes; a load accepts {MAX_METADATA_NBYTES}.")
-        few = len(normal.storage_data) <= _FEW_SHARDS
-        parse_metadata(data if few else _serialize(sample(normal, doubtful)), path=path)
+        _check_readable(normal, doubtful, data, path=path)
     except CheckpointError as error:
+        reason = error.message.removesuffix(TRUST_ADVICE)  # a writer has no such option
         raise MetadataError(
-            f"The save is not published, because no load could read its metadata: {error.message} If a planner or a "
+            f"The save is not published, because no load could read its metadata: {reason} If a planner or a "
             "tensor subclass of yours made this: planner_data takes plain containers of text and numbers, all else "
             "DCP's own classes.",
             path=path,
             fqn=error.fqn,
         ) from error
     return data
+
+
+def _normalized(metadata: Metadata) -> tuple[Metadata, set[str | MetadataIndex]]:
+    try:
+        return normalize(metadata)
+    except Exception as error:  # a planner's objects may lack what DCP's have, and raise whatever they like
+        raise MetadataError(f"It is not like DCP's: {type(error).__name__}: {error}.") from error
+
+
+def _check_readable(normal: Metadata, doubtful: set[str | MetadataIndex], data: bytes, *, path: str) -> None:
+    if len(normal.storage_data) > _FEW_SHARDS:
+        try:
+            parse_metadata(_serialize(sample(normal, doubtful)), path=path)
+            return
+        except Exception as error:  # the whole decides: what it may ask for grows with its size
+            logger.debug("A sample of the metadata is refused: %s", error)
+    parse_metadata(data, path=path)
 
 
 def _serialize(metadata: Metadata) -> bytes:
@@ -228,7 +251,9 @@ def _are_inside(shards: list[Any], size: torch.Size) -> bool:
 
 
 def _is_readable_index(index: Any) -> bool:
-    if type(index) is not MetadataIndex or len(index.__dict__) != 3 or type(index.fqn) is not str:
+    if type(index) is not MetadataIndex or vars(index).keys() not in _INDEX_FIELDS:
+        return False
+    if type(index.fqn) is not str:
         return False
     hint, offset = index.index, index.offset
     if hint is not None and (type(hint) is not int or not 0 <= hint < LIMIT):

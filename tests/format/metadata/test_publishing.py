@@ -142,6 +142,8 @@ REFUSED: dict[str, Change] = {
     "index: a negative hint": lambda m: put_index(m, lambda index: MetadataIndex(index.fqn, index.offset, -1)),
     "index: a negative offset": lambda m: put_index(m, lambda index: with_offset(index, torch.Size([-1]))),
     "index: a text of its own": lambda m: put_index(m, lambda index: MetadataIndex(MyText(index.fqn), index.offset)),
+    "tensor: a subclass without properties": lambda m: put(m, object.__new__(MyTensor)),
+    "items: none": lambda m: setattr(m, "state_dict_metadata", None),
     "planner_data: an object": lambda m: m.planner_data.update(step=object()),
     "planner_data: a set": lambda m: m.planner_data.update(step={1}),
     "planner_data: a function": lambda m: m.planner_data.update(step=lambda: None),
@@ -190,6 +192,33 @@ def test_the_key_is_named() -> None:
     with pytest.raises(MetadataError) as caught:
         metadata_to_publish(made, path="x")
     assert caught.value.fqn == "layers.1.weight"
+
+
+def test_advice_is_only_of_what_a_writer_can_do() -> None:
+    made = metadata()
+    made.planner_data["step"] = MyText("a")
+    with pytest.raises(MetadataError, match="names the global .*MyText") as caught:
+        metadata_to_publish(made, path="x")
+    assert "trusted_globals" not in caught.value.message
+
+
+def test_many_objects_are_plainly_readable() -> None:
+    made = metadata()
+    assert normalize(made)[1] == set()
+    put_index(made, lambda index: MetadataIndex(index.fqn))
+    assert normalize(made)[1] == set()
+    next(iter(made.storage_data)).__dict__["tag"] = object()
+    assert normalize(made)[1] == {MetadataIndex("step")}
+
+
+def test_the_whole_decides_if_a_sample_is_refused() -> None:
+    """What a reader builds is bounded by the size of what it reads, and a sample is smaller."""
+    made = metadata(5001)
+    made.planner_data = {f"step.{n}": ("step", n) for n in range(3)} | {"far": ("far", 500_000)}
+    data = serialize_metadata(made)
+    assert parse_metadata(data, path="x") == made
+    assert refuses(lambda: sample(*normalize(made))), "else this is no test"
+    assert metadata_to_publish(made, path="x") == data
 
 
 def refuses(make: Callable[[], Metadata]) -> bool:
