@@ -10,6 +10,7 @@ import typer
 from rich.filesize import decimal
 
 from dcp_nvcomp.cli.common import AsJson, Options, Output, Url, one_line_errors, parse_storage_options, table
+from dcp_nvcomp.format.names import is_metadata_temporary
 from dcp_nvcomp.maintenance.cleaning import MIN_AGE_SECONDS, Cleaning, clean_checkpoint
 from dcp_nvcomp.maintenance.run_cleaning import RunCleaning, clean_run
 
@@ -77,7 +78,8 @@ def _print_cleaning(found: Cleaning) -> None:
     count = f"{len(found.orphans)} orphan{'' if len(found.orphans) == 1 else 's'}"
     output.print(f"{found.path}: {done} {count}, {decimal(found.nbytes)}; {found.young} too young to remove.")
     for save_id in found.recoverable:
-        output.print(f"Kept save {save_id}: there is no `.metadata`, but `dcp-nvcomp recover` can bring it back.")
+        what = save_id if is_metadata_temporary(save_id) else f"save {save_id}"
+        output.print(f"Kept {what}: there is no `.metadata`, but `dcp-nvcomp recover` can bring it back.")
     if found.foreign:
         output.print(f"{len(found.foreign)} unused files of stock DCP kept: {', '.join(found.foreign)}")
 

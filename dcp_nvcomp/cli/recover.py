@@ -9,14 +9,13 @@ import typer
 from rich.filesize import decimal
 
 from dcp_nvcomp.cli.common import Options, Output, Url, one_line_errors, parse_storage_options, table
-from dcp_nvcomp.format.names import copy_name_of
-from dcp_nvcomp.maintenance.recovery import INTACT, RECOVERED, Candidate, Recovery, recover_checkpoint
+from dcp_nvcomp.maintenance.recovery import INTACT, RECOVERED, Candidate, Recovery, is_save_id, recover_checkpoint
 
 __all__ = ["recover_command"]
 
 
 SaveId = Annotated[
-    str | None, typer.Option("--save-id", metavar="ID", help="The save to restore, if several are possible.")
+    str | None, typer.Option("--save-id", metavar="ID", help="The save to restore, if several are possible, as listed.")
 ]
 
 
@@ -25,8 +24,9 @@ def recover_command(url: Url, save_id: SaveId = None, option: Options = None) ->
 
     Never replaces a good checkpoint. Exit status 1 if nothing could be restored, or a save must be named.
     """
-    if save_id is not None and copy_name_of(save_id) is None:
-        raise typer.BadParameter(f"{save_id!r} is not of 32 hexadecimal digits.", param_hint="--save-id")
+    if save_id is not None and not is_save_id(save_id):
+        message = f"{save_id!r} is not of 32 hexadecimal digits, and no `.metadata.<id>.tmp`."
+        raise typer.BadParameter(message, param_hint="--save-id")
     storage_options = parse_storage_options(option)
     with one_line_errors():
         found = recover_checkpoint(url, save_id=save_id, storage_options=storage_options)
@@ -39,7 +39,8 @@ def _print_recovery(found: Recovery) -> None:
     output = Output()
     output.print(found.reason)
     if found.outcome == RECOVERED:
-        output.print(f"Published save {found.save_id} as .metadata again.")
+        what = f"save {found.save_id}" if found.save_id is not None else "the checkpoint of stock DCP"
+        output.print(f"Published {what} as .metadata again.")
     elif found.candidates:
         rows = table(("save id", "state"), "save id", "written", "keys", "size", "state")
         for one in found.candidates:

@@ -20,6 +20,7 @@ __all__ = [
     "OwnFile",
     "copy_name_of",
     "data_file_name",
+    "is_metadata_temporary",
     "is_stock_data_file",
     "own_file",
     "own_upload",
@@ -65,6 +66,11 @@ def rank_of_metadata_name(name: str) -> int | None:
 def save_metadata_name(save_id: str) -> str:
     """Return the name of the immutable copy of one save's `.metadata`."""
     return f"__{save_id}.metadata"
+
+
+def is_metadata_temporary(name: str) -> bool:
+    """True for the name of a file that was to become `.metadata`, or was moved aside for another."""
+    return published_name(name) == METADATA_NAME
 
 
 def copy_name_of(save_id: str | None) -> str | None:

@@ -11,7 +11,8 @@ the file that is removed need not be the one that was looked at. They are counte
 2  read the roots: `.metadata`, and each `__<rank>.metadata`. All must be readable and all of their data files must be
    there, or nothing is done: in a damaged checkpoint an orphan may be what `recover` needs. If there is no root at all,
    as after a first save that died, each `__<save_id>.metadata` whose files are all there counts as one: `recover` could
-   bring it back; if files are missing, nothing is done either. Then ask the storage for the time
+   bring it back; if files are missing, nothing is done either. If there is no `.metadata`, a `.metadata.<id>.tmp` that
+   was moved aside counts as one too. Then ask the storage for the time
 3  an orphan is what no root names and what is older than `older_than`. Files with the same id belong to the same rank
    and save, and count as old as the youngest of them; and what a young `__<save_id>.metadata` names is as young as
    that (one that can't be read ends the cleaning)
@@ -45,7 +46,7 @@ import dataclasses
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -55,9 +56,19 @@ from dcp_nvcomp.errors import (
     ConfigurationError,
     FileMismatchError,
     StorageError,
+    UnsafeMetadataError,
+    UnsafePathError,
 )
-from dcp_nvcomp.format.metadata.roots import Root, is_missing, read_root, read_roots
-from dcp_nvcomp.format.names import OwnFile, is_stock_data_file, own_file, own_upload, save_id_of_copy
+from dcp_nvcomp.format.metadata.roots import Root, is_missing, read_root, read_roots, read_whole_temporary
+from dcp_nvcomp.format.names import (
+    METADATA_NAME,
+    OwnFile,
+    is_metadata_temporary,
+    is_stock_data_file,
+    own_file,
+    own_upload,
+    save_id_of_copy,
+)
 from dcp_nvcomp.maintenance.opening import opened
 from dcp_nvcomp.storage.base import FileInfo, Filesystem, UnfinishedUpload
 
@@ -101,7 +112,7 @@ class Cleaning:
         young: how many files and uploads no root names, but are too young.
         foreign: files of the names that stock DCP uses, which no root names; they are kept.
         recoverable: ids of complete saves that were kept although there is no `.metadata`: `recover` could bring one
-            back.
+            back. Of a checkpoint of stock DCP it is the name of the `.metadata.<id>.tmp` that was moved aside.
     """
 
     path: str
@@ -221,6 +232,7 @@ def _look(filesystem: Filesystem, older_than_seconds: float) -> _Found:
     uploads = _uploads(filesystem)
     sizes = {file.name: file.nbytes for file in files}
     recoverable: tuple[str, ...] = ()
+    doubtful: set[str] = set()
     try:
         roots = _whole_roots(filesystem, sizes)
     except CheckpointNotFoundError:
@@ -229,6 +241,11 @@ def _look(filesystem: Filesystem, older_than_seconds: float) -> _Found:
         files = [_since_it_arrived(file) for file in files]
         roots = _whole_copies(filesystem, files, filesystem.now_seconds() - older_than_seconds)
         recoverable = tuple(str(root.save_id) for root in roots)
+    if not any(root.name == METADATA_NAME for root in roots):
+        known = {root.save_id for root in roots if save_id_of_copy(root.name)}
+        aside, doubtful = _whole_temporaries(filesystem, sizes, known)
+        roots += aside
+        recoverable += tuple(root.own_save_id or root.name for root in aside)
     now = filesystem.now_seconds()
     live = set().union(*(root.names() for root in roots))
     items = [
@@ -248,6 +265,8 @@ def _look(filesystem: Filesystem, older_than_seconds: float) -> _Found:
         age = now - written[item]
         if age <= older_than_seconds:
             found.young += 1
+            continue
+        if item.name in doubtful:
             continue
         orphan = Orphan(item.own.kind, item.name, item.nbytes, age)
         found.orphans.append(orphan)
@@ -310,6 +329,32 @@ def _whole_copies(filesystem: Filesystem, files: Sequence[FileInfo], limit_secon
         elif file.modified_seconds is not None and file.modified_seconds < limit_seconds:
             raise problem
     return found
+
+
+def _whole_temporaries(
+    filesystem: Filesystem, sizes: Mapping[str, int], known: Collection[str | None]
+) -> tuple[list[Root], set[str]]:
+    """Return each `.metadata.<id>.tmp` that `recover` could make `.metadata` of, and the names of doubtful ones.
+
+    Args:
+        filesystem: the directory.
+        sizes: what was listed before.
+        known: saves that need none, as their `__<save_id>.metadata` is there.
+    """
+    found, doubtful = [], set()
+    for name in filter(is_metadata_temporary, sizes):
+        try:
+            root = read_whole_temporary(filesystem, name)
+        except (UnsafeMetadataError, UnsafePathError):  # stock DCP's, perhaps, whose files are kept anyway
+            doubtful.add(name)
+            continue
+        if root is None or (root.own_save_id is not None and root.own_save_id in known):
+            continue
+        if _problem(filesystem, [root], sizes) is None:
+            found.append(root)
+        else:
+            doubtful.add(name)
+    return found, doubtful
 
 
 def _problem(filesystem: Filesystem, roots: Iterable[Root], sizes: Mapping[str, int]) -> CheckpointError | None:

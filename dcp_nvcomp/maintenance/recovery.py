@@ -1,11 +1,15 @@
 """Restore a checkpoint whose `.metadata` is lost or corrupt from its immutable `__<save_id>.metadata`.
 
+A save that can't replace `.metadata` in one step moves it aside first, to `.metadata.<id>.tmp`. If it is interrupted
+there, that file may be all that is left of a checkpoint of stock DCP, which has no immutable copy.
+
     recover_checkpoint(path) -> Recovery        prints nothing: cli/recover.py does
 
 1  check `.metadata`. If it can be read and all of its files are there, do nothing, whatever was asked for: a good
    checkpoint is never replaced
 2  find each `__<save_id>.metadata` that is complete: it can be read, is of the save in its name, and each file that it
-   names has the size and the footer that it says
+   names has the size and the footer that it says. If there is no `.metadata`, the same for each `.metadata.<id>.tmp`
+   that can be read, unless it is of a save whose `__<save_id>.metadata` is complete
 3  if exactly one save is complete, or the complete one that was named, its bytes are published as `.metadata`
 
 A save must be named (`save_id`) if several are complete. The same holds if `.metadata` can be read but misses files,
@@ -37,12 +41,27 @@ from dcp_nvcomp.errors import (
 )
 from dcp_nvcomp.format.data_file import DataFileRef, read_footer
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
-from dcp_nvcomp.format.metadata.roots import Root, read_root
-from dcp_nvcomp.format.names import METADATA_NAME, copy_name_of, rank_of_metadata_name, save_id_of_copy
+from dcp_nvcomp.format.metadata.roots import Root, read_root, read_whole_temporary
+from dcp_nvcomp.format.names import (
+    METADATA_NAME,
+    copy_name_of,
+    is_metadata_temporary,
+    rank_of_metadata_name,
+    save_id_of_copy,
+)
 from dcp_nvcomp.maintenance.opening import opened
 from dcp_nvcomp.storage.base import FileInfo, Filesystem
 
-__all__ = ["AMBIGUOUS", "IMPOSSIBLE", "INTACT", "RECOVERED", "Candidate", "Recovery", "recover_checkpoint"]
+__all__ = [
+    "AMBIGUOUS",
+    "IMPOSSIBLE",
+    "INTACT",
+    "RECOVERED",
+    "Candidate",
+    "Recovery",
+    "is_save_id",
+    "recover_checkpoint",
+]
 
 RECOVERED = "recovered"
 INTACT = "intact"
@@ -52,10 +71,11 @@ IMPOSSIBLE = "impossible"
 
 @dataclass(frozen=True)
 class Candidate:
-    """A save that left an immutable metadata file.
+    """A save that left an immutable metadata file, or a checkpoint whose `.metadata` was moved aside.
 
     Attributes:
-        save_id: its id.
+        save_id: its id; of a checkpoint of stock DCP, which has none, the name of the file that was moved aside.
+        name: the metadata file.
         modified_seconds: when that was written, in seconds since 1970 by the storage's clock; None if unknown.
         keys: number of its keys; 0 if it can't be read.
         nbytes: size of its data files together.
@@ -63,6 +83,7 @@ class Candidate:
     """
 
     save_id: str
+    name: str
     modified_seconds: float | None
     keys: int
     nbytes: int
@@ -112,7 +133,8 @@ def recover_checkpoint(
 
     Args:
         path: a local path or any fsspec URL.
-        save_id: the save to restore, 32 hexadecimal digits; only needed if more than one could be meant.
+        save_id: the save to restore, 32 hexadecimal digits, or the name of a `.metadata.<id>.tmp`; only needed if more
+            than one could be meant.
         storage_options: for the fsspec filesystem, such as `endpoint_url` and `key` for S3.
 
     Returns:
@@ -123,10 +145,15 @@ def recover_checkpoint(
         CheckpointNotFoundError: there is neither `.metadata` nor an immutable copy of one.
         StorageError: the storage fails.
     """
-    if save_id is not None and copy_name_of(save_id) is None:
-        raise ConfigurationError(f"save_id={save_id!r} must be 32 hexadecimal digits.")
+    if save_id is not None and not is_save_id(save_id):
+        raise ConfigurationError(f"save_id={save_id!r} must be 32 hexadecimal digits, or a `.metadata.<id>.tmp`.")
     with opened(path, storage_options) as filesystem:
         return _recover(filesystem, save_id)
+
+
+def is_save_id(save_id: str) -> bool:
+    """True if `recover_checkpoint` takes it for `save_id`."""
+    return copy_name_of(save_id) is not None or is_metadata_temporary(save_id)
 
 
 def _recover(filesystem: Filesystem, save_id: str | None) -> Recovery:
@@ -141,19 +168,19 @@ def _recover(filesystem: Filesystem, save_id: str | None) -> Recovery:
             return result(INTACT, current.save_id, f"{current.what} There is nothing to recover.")
         reason = f"{current.what} A good checkpoint is not replaced: move `.metadata` away first if it must be."
         return result(IMPOSSIBLE, current.save_id, reason)
-    candidates += _candidates(filesystem, files)
+    candidates += _candidates(filesystem, files, is_lost=current.data is None)
     if not candidates and current.data is None:
         raise CheckpointNotFoundError(
             f"{current.what} And there is no `__<save_id>.metadata` that it could be made of.", path=filesystem.path
         )
-    complete = [one for one in candidates if one.is_complete and save_id in (None, one.save_id)]
+    complete = [one for one in candidates if one.is_complete and save_id in (None, one.save_id, one.name)]
     if not complete:
         which = "No save here is complete" if save_id is None else f"Save {save_id} is not here, or not complete"
         return result(IMPOSSIBLE, None, f"{current.what} {which}.")
     if len(complete) > 1 or (current.must_be_named and save_id is None):
         return result(AMBIGUOUS, None, f"{current.what} Name the save to restore.")
-    _publish(filesystem, complete[0].save_id, current)
-    return result(RECOVERED, complete[0].save_id, current.what)
+    root = _publish(filesystem, complete[0].name, current)
+    return result(RECOVERED, root.own_save_id, current.what)
 
 
 def _look_at_current(filesystem: Filesystem, names: Sequence[str]) -> _Current:
@@ -176,12 +203,20 @@ def _look_at_current(filesystem: Filesystem, names: Sequence[str]) -> _Current:
     return _Current(True, False, "`.metadata` can be read, and its files are there.", root.data, root.save_id)
 
 
-def _candidates(filesystem: Filesystem, files: Sequence[FileInfo]) -> list[Candidate]:
+def _candidates(filesystem: Filesystem, files: Sequence[FileInfo], *, is_lost: bool) -> list[Candidate]:
     found = []
-    for file in sorted(files, key=lambda file: (-(file.modified_seconds or 0), file.name)):
+    latest_first = sorted(files, key=lambda file: (-(file.modified_seconds or 0), file.name))
+    for file in latest_first:
         save_id = save_id_of_copy(file.name)
         if save_id is not None:
             found.append(_candidate(filesystem, file, save_id))
+    if not is_lost:
+        return found
+    for file in latest_first:
+        if is_metadata_temporary(file.name):
+            candidate = _candidate_aside(filesystem, file)
+            if candidate is not None and not any(one.save_id == candidate.save_id and one.is_complete for one in found):
+                found.append(candidate)
     return found
 
 
@@ -189,12 +224,30 @@ def _candidate(filesystem: Filesystem, file: FileInfo, save_id: str) -> Candidat
     try:
         root = read_root(filesystem, file.name)
     except CheckpointError as error:
-        return Candidate(save_id, file.modified_seconds, 0, 0, (f"{file.name} can't be read: {error.message}",))
+        problem = f"{file.name} can't be read: {error.message}"
+        return Candidate(save_id, file.name, file.modified_seconds, 0, 0, (problem,))
     problems = _problems(filesystem, root)
     if root.save_id != save_id:
         problems.insert(0, f"{file.name} is of another save, {root.save_id}.")
+    return _described(file, root, save_id, problems)
+
+
+def _candidate_aside(filesystem: Filesystem, file: FileInfo) -> Candidate | None:
+    """Return what was moved aside, None if it is only the torn beginning of what was to be published."""
+    try:
+        root = read_whole_temporary(filesystem, file.name)
+    except CheckpointError as error:
+        problem = f"{file.name} can't be read: {error.message}"
+        return Candidate(file.name, file.name, file.modified_seconds, 0, 0, (problem,))
+    if root is None:
+        return None
+    return _described(file, root, root.own_save_id or file.name, _problems(filesystem, root))
+
+
+def _described(file: FileInfo, root: Root, save_id: str, problems: Sequence[str]) -> Candidate:
     nbytes = sum(file.nbytes for file in root.files().values() if file is not None)
-    return Candidate(save_id, file.modified_seconds, len(root.metadata.state_dict_metadata), nbytes, tuple(problems))
+    keys = len(root.metadata.state_dict_metadata)
+    return Candidate(save_id, file.name, file.modified_seconds, keys, nbytes, tuple(problems))
 
 
 def _problems(filesystem: Filesystem, root: Root) -> list[str]:
@@ -214,10 +267,9 @@ def _problems(filesystem: Filesystem, root: Root) -> list[str]:
     return [found for found in filesystem.map(problem, sorted(root.files().items())) if found is not None]
 
 
-def _publish(filesystem: Filesystem, save_id: str, current: _Current) -> None:
-    copy = copy_name_of(save_id)
-    assert copy is not None
-    data = read_root(filesystem, copy).data
+def _publish(filesystem: Filesystem, name: str, current: _Current) -> Root:
+    root = read_root(filesystem, name)
+    data = root.data
     if current.data is not None:
         if filesystem.read_all(METADATA_NAME, limit_nbytes=MAX_METADATA_NBYTES) != current.data:
             message = "Another save was published in the meantime. Nothing was changed."
@@ -225,3 +277,4 @@ def _publish(filesystem: Filesystem, save_id: str, current: _Current) -> None:
         filesystem.publish(METADATA_NAME, data)
     else:
         filesystem.publish(METADATA_NAME, data, overwrite=False)
+    return root

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import shutil
 import time
@@ -37,6 +38,12 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "step-1"
 
 
+@pytest.fixture
+def later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten days later by the storage's clock: a test can set when a file was written, but not when it arrived."""
+    monkeypatch.setattr(PosixFilesystem, "now_seconds", lambda self: time.time() + 10 * 86400)
+
+
 def contents(path: Path) -> dict[str, bytes]:
     return {name: (path / name).read_bytes() for name in names(path)}
 
@@ -61,6 +68,18 @@ def refused(path: Path, outcome: str, save_id: str | None = None) -> Recovery:
     assert output.splitlines()[0] == found.reason
     assert contents(path) == before
     return found
+
+
+def save_stock(path: Path, seed: int) -> None:
+    dcp.save(state(seed), storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+
+
+def move_aside(path: Path) -> str:
+    """What a save leaves that was killed, or could not go on, after it moved `.metadata` aside."""
+    name = f".metadata.{new_id()}.tmp"
+    (path / ".metadata").rename(path / name)
+    make_old(*path.iterdir())
+    return name
 
 
 # ---- it brings back ----
@@ -118,6 +137,89 @@ def test_as_a_command(path: Path) -> None:
     done = forked.execute_module("dcp_nvcomp.cli", "recover", str(path))
     assert (done.returncode, done.stderr) == (0, "")
     assert loaded_seed(path) == 1
+
+
+@pytest.mark.usefixtures("later")
+@pytest.mark.parametrize("cleaned", [False, True])
+def test_a_stock_checkpoint_that_was_moved_aside(path: Path, cleaned: bool) -> None:
+    save_stock(path, seed=3)
+    before = contents(path)
+    aside = move_aside(path)
+    torn = f".metadata.{new_id()}.tmp"
+    (path / torn).write_bytes(before[".metadata"][:100])
+    make_old(path / torn)
+    if cleaned:
+        found = clean_checkpoint(path)
+        assert ([one.name for one in found.orphans], found.recoverable) == ([torn], (aside,))
+        assert found.foreign == ()
+        status, output, errors = run("clean", str(path))
+        assert (status, errors) == (0, "")
+        assert f"Kept {aside}: " in output
+    status, output, errors = run("recover", str(path))
+    assert (status, errors) == (0, "")
+    assert "Published the checkpoint of stock DCP as .metadata again." in output
+    assert loaded_seed(path) == 3
+    make_old(*path.iterdir())
+    clean_checkpoint(path)
+    assert contents(path) == before
+
+
+@pytest.mark.usefixtures("later")
+def test_a_killed_save_over_a_stock_checkpoint(path: Path) -> None:
+    """Both are complete: either may be named, and `clean` keeps both."""
+    save_stock(path, seed=1)
+    stock = names(path) - {".metadata"}
+    new = leave_orphans(path, seed=2)
+    aside = move_aside(path)
+    shutil.copy(path / f"__{new}.metadata", path / f".metadata.{new_id()}.tmp")  # it was to become `.metadata`
+    make_old(*path.iterdir())
+    found = clean_checkpoint(path)
+    assert set(found.recoverable) == {new, aside}
+    assert [one.kind for one in found.orphans] == ["temporary"]
+    assert names(path) > stock | {aside, f"__{new}.metadata"}
+    listed = refused(path, AMBIGUOUS)
+    assert {one.save_id for one in listed.candidates} == {new, aside}
+    for save_id, seed in ((aside, 1), (new, 2)):
+        done = recover_checkpoint(path, save_id=save_id)
+        assert (done.outcome, done.save_id) == (RECOVERED, None if save_id == aside else new)
+        assert loaded_seed(path) == seed
+        (path / ".metadata").unlink()
+
+
+@pytest.mark.usefixtures("later")
+def test_a_save_of_ours_whose_copy_is_gone_was_moved_aside(path: Path) -> None:
+    save_id = save(path, seed=3).save_id
+    (path / f"__{save_id}.metadata").unlink()
+    before = names(path)
+    move_aside(path)
+    assert clean_checkpoint(path).recoverable == (save_id,)
+    found = recover_checkpoint(path, save_id=save_id)
+    assert (found.outcome, found.save_id) == (RECOVERED, save_id)
+    assert before <= names(path)
+    assert loaded_seed(path) == 3
+
+
+@pytest.mark.usefixtures("later")
+def test_what_was_moved_aside_misses_a_file(path: Path) -> None:
+    save_stock(path, seed=3)
+    aside = move_aside(path)
+    gone = next(path.glob("*.distcp"))
+    gone.unlink()
+    found = refused(path, IMPOSSIBLE)
+    assert [(one.save_id, one.problems) for one in found.candidates] == [(aside, (f"{gone.name} is missing.",))]
+    assert clean_checkpoint(path).orphans == ()
+
+
+@pytest.mark.usefixtures("later")
+def test_what_was_moved_aside_asks_for_a_global(path: Path) -> None:
+    """It may be good, so `clean` keeps it."""
+    save_stock(path, seed=3)
+    aside = move_aside(path)
+    (path / aside).write_bytes(pickle.dumps(print))
+    make_old(path / aside)
+    assert clean_checkpoint(path).orphans == ()
+    assert aside in names(path)
+    assert refused(path, IMPOSSIBLE).candidates[0].save_id == aside
 
 
 @pytest.mark.parametrize("broken", ["data", "copy"])

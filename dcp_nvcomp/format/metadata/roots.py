@@ -20,6 +20,7 @@ from dcp_nvcomp.errors import (
     MetadataError,
     StorageError,
     UnsafeMetadataError,
+    UnsafePathError,
 )
 from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
@@ -35,7 +36,7 @@ from dcp_nvcomp.format.names import (
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.reread import reread
 
-__all__ = ["Root", "is_missing", "nothing_there", "read_current", "read_root", "read_roots"]
+__all__ = ["Root", "is_missing", "nothing_there", "read_current", "read_root", "read_roots", "read_whole_temporary"]
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,14 @@ class Root:
 
     @property
     def save_id(self) -> str | None:
-        """The save it is of; None for stock DCP's."""
+        """The save it is of; None if the metadata does not say."""
         meta = self.metadata.storage_meta
         return meta.save_id if meta is not None else None
+
+    @property
+    def own_save_id(self) -> str | None:
+        """The save it is of, None if it is not one of this package: stock DCP has ids of another form."""
+        return self.save_id if copy_name_of(self.save_id) is not None else None
 
     def files(self) -> dict[str, DataFileRef | None]:
         """Return the data files that it names; None for a file of stock DCP, whose size is not recorded."""
@@ -111,6 +117,24 @@ def read_root(filesystem: Filesystem, name: str, *, trusted_globals: Sequence[st
         return Root(name, data, parse_metadata(data, path=path, trusted_globals=trusted_globals))
 
     return reread(read, parsed)
+
+
+def read_whole_temporary(filesystem: Filesystem, name: str) -> Root | None:
+    """Read what was to become `.metadata`, or was moved aside for it; None if it is missing or only partly written.
+
+    Raises:
+        CheckpointError: as `read_root`, if it may be good nevertheless.
+    """
+    try:
+        return read_root(filesystem, name)
+    except (UnsafeMetadataError, UnsafePathError):
+        raise
+    except MetadataError:
+        return None
+    except CheckpointError as error:
+        if is_missing(error):
+            return None
+        raise
 
 
 def read_current(filesystem: Filesystem, *, trusted_globals: Sequence[str] = ()) -> Root:
