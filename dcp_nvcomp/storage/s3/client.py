@@ -22,7 +22,7 @@ from dcp_nvcomp.errors import CheckpointError, StorageError
 from dcp_nvcomp.redaction import Redactor
 from dcp_nvcomp.storage.base import completed
 
-__all__ = ["REMOVAL_SECONDS", "Done", "S3Client", "ShortReplyError", "answer_of", "body_of", "client_options"]
+__all__ = ["Done", "S3Client", "ShortReplyError", "answer_of", "body_of", "client_options"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 _CONNECT_SECONDS = 5.0
 _READ_SECONDS = 30.0
 _ATTEMPT_SHARE = 1 / 3  # of the deadline, for one attempt: a silent server leaves time to ask again
-REMOVAL_SECONDS = 10.0  # leftovers do no harm: do not wait for another whole deadline after a failure
+_REMOVAL_SECONDS = 10.0  # leftovers do no harm: do not wait for another whole deadline after a failure
 _QUIET_SECONDS = 10.0  # after that, retrying is worth a warning
 
 # Transient although their status is 4xx: garbled in transit, too slow, or in conflict with each other.
@@ -133,6 +133,7 @@ class S3Client:
         self._longest_pause_seconds = longest_pause_seconds
         fs.retries = 1  # `perform` retries
         self.deadline_seconds = deadline_seconds
+        self.removal_seconds = min(_REMOVAL_SECONDS, deadline_seconds)
 
     def call(
         self, what: str, where: str, operation: str, *, deadline_seconds: float | None = None, **parameters: Any

@@ -18,9 +18,10 @@ from dcp_nvcomp.options import unknown_option
 from dcp_nvcomp.storage.base import FileInfo, OutputStream, UnfinishedUpload, already_published, too_short
 from dcp_nvcomp.storage.remote import RemoteFilesystem
 from dcp_nvcomp.storage.reread import is_stored
-from dcp_nvcomp.storage.s3.client import REMOVAL_SECONDS, S3Client, answer_of, body_of
+from dcp_nvcomp.storage.s3.client import S3Client, answer_of
+from dcp_nvcomp.storage.s3.object import S3Object
 from dcp_nvcomp.storage.s3.publish import Replacement, refuses_conditions
-from dcp_nvcomp.storage.s3.upload import S3Output, abort_upload
+from dcp_nvcomp.storage.s3.upload import S3Output
 
 __all__ = ["S3Filesystem", "check_additional_kwargs", "drop_expect_header"]
 
@@ -74,15 +75,14 @@ class S3Filesystem(RemoteFilesystem):
         self._client = S3Client(fs, deadline_seconds, {"ACL": acl} if acl else {}, redact=self._redact)
         self._witness: tuple[str, bytes] | None = None  # what this object published last: it is certainly there
 
-    def _call(self, what: str, where: str, operation: str, **parameters: Any) -> dict[str, Any]:
-        return self._client.call(what, where, operation, Bucket=self._bucket, **parameters).value
+    def _object(self, name: str) -> S3Object:
+        return S3Object(self._client, self._bucket, self._key(name), self.location(name))
 
     def create_directory(self) -> None:
         pass  # there are none
 
     def open_output(self, name: str) -> OutputStream:
-        where = self.location(name)
-        return S3Output(self._client, self._bucket, self._key(name), where, self._part_nbytes, self._parts_grow)
+        return S3Output(self._object(name), self._part_nbytes, self._parts_grow)
 
     def publish(self, name: str, data: bytes, *, overwrite: bool = True) -> None:
         if overwrite:
@@ -92,21 +92,8 @@ class S3Filesystem(RemoteFilesystem):
             self._create(name, data)
 
     def _replace(self, name: str, data: bytes) -> None:
-        where = self.location(name)
-        replacement = Replacement(self._client, self._bucket, self._key(name), where, data)
-        self._client.perform("write", where, replacement.attempt)
-
-    async def _head(self, key: str) -> dict[str, Any] | None:
-        try:
-            return await self._client.send("head_object", Bucket=self._bucket, Key=key)
-        except Exception as error:
-            if answer_of(error)[0] == 404:
-                return None
-            raise
-
-    def _look_up(self, name: str) -> dict[str, Any] | None:
-        key = self._key(name)
-        return self._client.perform("look up", self.location(name), lambda: self._head(key)).value
+        target = self._object(name)
+        target.perform("write", Replacement(target, data).attempt)
 
     def _create(self, name: str, data: bytes) -> None:
         """PUT if there is nothing. Where the server does not see to that itself, look before and after."""
@@ -131,7 +118,7 @@ class S3Filesystem(RemoteFilesystem):
     def _put_if_none(self, name: str, data: bytes) -> bool | None:
         """Return True if it was put; None if the server refuses conditions."""
         try:
-            self._call("write", self.location(name), "put_object", Key=self._key(name), Body=data, IfNoneMatch="*")
+            self._object(name).put(data, IfNoneMatch="*")
         except StorageError as error:
             if answer_of(error)[0] == 412:
                 return False
@@ -153,23 +140,18 @@ class S3Filesystem(RemoteFilesystem):
         return is_stored(lambda: self._get_checked(name, 0, len(data) + 1), data)
 
     def _get(self, name: str, start: int, stop: int) -> bytes:
-        key, where = self._key(name), self.location(name)
-
-        async def attempt() -> bytes:
-            what = {"Bucket": self._bucket, "Key": key, "Range": f"bytes={start}-{stop - 1}"}
-            return await body_of(await self._client.send("get_object", **what))
-
+        target = self._object(name)
         try:
-            return self._client.perform("read", where, attempt).value
+            return target.perform("read", lambda: target.get(Range=f"bytes={start}-{stop - 1}"))
         except StorageError as error:
             if answer_of(error)[0] == 416:
                 nbytes = self.file_nbytes(name)
                 if nbytes is not None and nbytes <= start:
-                    raise too_short(where, start, stop, nbytes) from error
+                    raise too_short(target.location, start, stop, nbytes) from error
             raise
 
     def file_nbytes(self, name: str) -> int | None:
-        found = self._look_up(name)
+        found = self._object(name).look_up()
         return None if found is None else int(found["ContentLength"])
 
     def list_files(self) -> list[FileInfo]:
@@ -181,11 +163,14 @@ class S3Filesystem(RemoteFilesystem):
                 found.append(FileInfo(name, int(item["Size"]), item["LastModified"].timestamp()))
         return sorted(found, key=lambda file: file.name)
 
+    def _call(self, what: str, operation: str, **parameters: Any) -> dict[str, Any]:
+        return self._client.call(what, self.path, operation, Bucket=self._bucket, **parameters).value
+
     def _listing(self, what: str, operation: str, field: str, **parameters: Any) -> Iterator[dict[str, Any]]:
         tokens: dict[str, Any] = {}
         while True:
             try:
-                page = self._call(what, self.path, operation, **parameters, **tokens)
+                page = self._call(what, operation, **parameters, **tokens)
             except StorageError as error:
                 if answer_of(error)[0] == 404:  # no such bucket
                     return
@@ -223,17 +208,11 @@ class S3Filesystem(RemoteFilesystem):
 
     def abort_uploads(self, uploads: Iterable[UnfinishedUpload]) -> None:
         for upload in uploads:
-            key, where = self._key(upload.name), self.location(upload.name)
-            abort_upload(self._client, where, self._bucket, key, upload.upload_id)
+            self._object(upload.name).abort_upload(upload.upload_id)
 
     def now_seconds(self) -> float:
-        reply = self._call("ask for the time", self.path, "head_bucket")
+        reply = self._call("ask for the time", "head_bucket")
         return parsedate_to_datetime(reply["ResponseMetadata"]["HTTPHeaders"]["date"]).timestamp()
 
     def _remove(self, name: str) -> None:
-        try:
-            where, seconds = self.location(name), min(REMOVAL_SECONDS, self._client.deadline_seconds)
-            self._call("remove", where, "delete_object", Key=self._key(name), deadline_seconds=seconds)
-        except StorageError as error:
-            if answer_of(error)[0] != 404:
-                raise
+        self._object(name).remove()

@@ -10,10 +10,11 @@ Servers that do not know these conditions get plain PUTs, repeated only while th
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 from dcp_nvcomp.errors import ConcurrentSaveError
-from dcp_nvcomp.storage.s3.client import S3Client, answer_of, body_of
+from dcp_nvcomp.storage.s3.client import answer_of
+from dcp_nvcomp.storage.s3.object import S3Object
 
 __all__ = ["REFUSED_CONDITIONS", "Replacement", "refuses_conditions"]
 
@@ -34,16 +35,12 @@ class Replacement:
     """One object and what is to be there.
 
     Args:
-        client: sends the requests.
-        bucket: its bucket.
-        key: its key.
-        where: its name in messages.
+        target: the object.
         data: what is to be there.
     """
 
-    def __init__(self, client: S3Client, bucket: str, key: str, where: str, data: bytes) -> None:
-        self._client, self._where, self._data = client, where, data
-        self._place: dict[str, Any] = {"Bucket": bucket, "Key": key}
+    def __init__(self, target: S3Object, data: bytes) -> None:
+        self._target, self._data = target, data
         self._forms = list(_FORMS)
         self._before: str | None = None
         self._begun = False
@@ -86,7 +83,7 @@ class Replacement:
             condition["IfMatch"] = form.format(self._before)
         self._unsure = True
         try:
-            await self._client.send("put_object", **self._place, Body=self._data, **condition)
+            await self._target.send("put_object", Body=self._data, **condition)
         except Exception as error:
             status, code = answer_of(error)
             if not condition or not (status == 412 or code == "NoSuchKey" or refuses_conditions(error)):
@@ -99,15 +96,12 @@ class Replacement:
 
     async def _etag(self) -> str | None:
         try:
-            found = await self._client.send("head_object", **self._place)
+            found = await self._target.head()
         except Exception as error:
-            status, _ = answer_of(error)
-            if status == 404:
-                return None
-            if status == 403:
+            if answer_of(error)[0] == 403:
                 return _UNREADABLE
             raise
-        return str(found.get("ETag")).strip('"')
+        return None if found is None else str(found.get("ETag")).strip('"')
 
     async def _must_be_ours(self) -> None:
         if not await self._is_ours():
@@ -117,7 +111,7 @@ class Replacement:
         # twice, as bits may flip in transit (reread.is_stored, but asynchronous)
         for _ in range(2):
             try:
-                if await body_of(await self._client.send("get_object", **self._place)) == self._data:
+                if await self._target.get() == self._data:
                     return True
             except Exception as error:
                 if answer_of(error)[0] not in (403, 404):
@@ -125,6 +119,6 @@ class Replacement:
         return False
 
     def _refusal(self) -> ConcurrentSaveError:
-        refusal = ConcurrentSaveError("Another save has published here at the same time.", path=self._where)
+        refusal = ConcurrentSaveError("Another save has published here at the same time.", path=self._target.location)
         refusal.outcome_unknown = True
         return refusal

@@ -12,45 +12,27 @@ from typing import Any
 
 from dcp_nvcomp.errors import CheckpointError, StorageError
 from dcp_nvcomp.storage.base import OutputStream
-from dcp_nvcomp.storage.s3.client import REMOVAL_SECONDS, S3Client, answer_of
+from dcp_nvcomp.storage.s3.client import answer_of
+from dcp_nvcomp.storage.s3.object import S3Object
 
-__all__ = ["S3Output", "abort_upload"]
+__all__ = ["S3Output"]
 
 logger = logging.getLogger(__name__)
 
 _PARTS_BEFORE_GROWTH = 2000  # S3 takes 10,000 parts: with this growth nearly 1 TiB
 
 
-def abort_upload(
-    client: S3Client, where: str, bucket: str, key: str, upload_id: str, *, deadline_seconds: float | None = None
-) -> None:
-    """Delete the parts of an upload; a missing one is fine."""
-    what = "abort an unfinished upload of"
-    place: dict[str, Any] = {"Bucket": bucket, "Key": key, "UploadId": upload_id}
-    try:
-        client.call(what, where, "abort_multipart_upload", deadline_seconds=deadline_seconds, **place)
-    except StorageError as error:
-        if answer_of(error)[0] != 404:
-            raise
-
-
 class S3Output(OutputStream):
     """A new object.
 
     Args:
-        client: sends the requests.
-        bucket: its bucket.
-        key: its key, which no other save uses.
-        location: its name in messages.
+        target: the object, whose key no other save uses.
         part_nbytes: how long its first parts are.
         parts_grow: whether later parts are longer, so that ten thousand suffice.
     """
 
-    def __init__(
-        self, client: S3Client, bucket: str, key: str, location: str, part_nbytes: int, parts_grow: bool
-    ) -> None:
-        self._client, self._location = client, location
-        self._place: dict[str, Any] = {"Bucket": bucket, "Key": key}
+    def __init__(self, target: S3Object, part_nbytes: int, parts_grow: bool) -> None:
+        self._target = target
         self._state = "open"  # then "broken", "closed" or "aborted"
         self._part_nbytes, self._parts_grow = part_nbytes, parts_grow
         self._part = io.BytesIO()
@@ -77,7 +59,7 @@ class S3Output(OutputStream):
         self._state = "broken"
         if self._upload_id is None:
             self._may_exist = True
-            self._client.call("write", self._location, "put_object", **self._place, Body=self._part.getvalue())
+            self._target.put(self._part.getvalue())
         else:
             if self._part.tell():
                 self._send_part()
@@ -90,12 +72,11 @@ class S3Output(OutputStream):
     def _send_part(self) -> None:
         if self._upload_id is None:
             self._uploads_lost = True
-            begun = self._client.call("begin an upload of", self._location, "create_multipart_upload", **self._place)
+            begun = self._target.call("begin an upload of", "create_multipart_upload")
             self._upload_id, self._uploads_lost = begun.value["UploadId"], begun.attempts > 1
         number, body = len(self._parts) + 1, self._part.getvalue()  # shares the memory of what was collected
         self._part = io.BytesIO()
-        place = {**self._place, "UploadId": self._upload_id, "PartNumber": number}
-        sent = self._client.call("write", self._location, "upload_part", **place, Body=body)
+        sent = self._target.call("write", "upload_part", UploadId=self._upload_id, PartNumber=number, Body=body)
         # with s3_additional_kwargs={"ChecksumAlgorithm": ...} the server wants to hear each part's checksum again
         names = [name for name in sent.value if name.startswith("Checksum") and name != "ChecksumType"]
         checksums = {name: sent.value[name] for name in names}
@@ -105,10 +86,10 @@ class S3Output(OutputStream):
             self._part_nbytes *= 2
 
     def _complete(self) -> None:
-        place: dict[str, Any] = {**self._place, "UploadId": self._upload_id, "MultipartUpload": {"Parts": self._parts}}
+        parts = {"Parts": self._parts}
         self._may_exist = True
         try:
-            self._client.call("complete", self._location, "complete_multipart_upload", **place)
+            self._target.call("complete", "complete_multipart_upload", UploadId=self._upload_id, MultipartUpload=parts)
         except StorageError as error:
             # a missing upload: completed by an attempt whose reply was lost?
             if answer_of(error)[0] != 404 or not self._is_complete():
@@ -116,8 +97,10 @@ class S3Output(OutputStream):
 
     def _is_complete(self) -> bool:
         try:
-            found = self._client.call("look up", self._location, "head_object", **self._place).value
+            found = self._target.look_up()
         except StorageError:
+            return False
+        if found is None:
             return False
         part_count = str(found.get("ETag", "")).strip('"').rpartition("-")[2]
         return int(found["ContentLength"]) == self._nbytes and part_count == str(len(self._parts))
@@ -132,27 +115,18 @@ class S3Output(OutputStream):
         if self._uploads_lost:
             self._clean_up(self._abort_lost_uploads)
         if self._may_exist:  # a close that failed may have taken effect nevertheless
-            self._clean_up(self._remove)
+            self._clean_up(self._target.remove)
 
-    def _clean_up(self, step: Callable[[float], None]) -> None:
+    def _clean_up(self, step: Callable[[], None]) -> None:
         try:
-            step(min(REMOVAL_SECONDS, self._client.deadline_seconds))
+            step()
         except CheckpointError as error:
-            logger.warning("Something of the unfinished %s may be left: %s", self._location, error)
+            logger.warning("Something of the unfinished %s may be left: %s", self._target.location, error)
 
-    def _abort_upload(self, seconds: float) -> None:
+    def _abort_upload(self) -> None:
         assert self._upload_id is not None
-        bucket, key = self._place["Bucket"], self._place["Key"]
-        abort_upload(self._client, self._location, bucket, key, self._upload_id, deadline_seconds=seconds)
+        self._target.abort_upload(self._upload_id, deadline_seconds=self._target.client.removal_seconds)
 
-    def _abort_lost_uploads(self, seconds: float) -> None:
-        bucket, key = self._place["Bucket"], self._place["Key"]
-        where = self._location
-        listing: dict[str, Any] = {"deadline_seconds": seconds, "Bucket": bucket, "Prefix": key}
-        page = self._client.call("list unfinished uploads of", where, "list_multipart_uploads", **listing).value
-        for upload in page.get("Uploads", ()):
-            if upload["Key"] == key:
-                abort_upload(self._client, where, bucket, key, upload["UploadId"], deadline_seconds=seconds)
-
-    def _remove(self, seconds: float) -> None:
-        self._client.call("remove", self._location, "delete_object", deadline_seconds=seconds, **self._place)
+    def _abort_lost_uploads(self) -> None:
+        for upload_id in self._target.upload_ids(deadline_seconds=self._target.client.removal_seconds):
+            self._target.abort_upload(upload_id, deadline_seconds=self._target.client.removal_seconds)

@@ -10,8 +10,8 @@ MUTATIONS = (
     Mutation(
         row="S3, two writers: If-None-Match",
         file="dcp_nvcomp/storage/s3/filesystem.py",
-        old=', Body=data, IfNoneMatch="*")',
-        new=", Body=data)",
+        old='put(data, IfNoneMatch="*")',
+        new="put(data)",
         tests=FAULTS + "one_of_two",
     ),
     Mutation(

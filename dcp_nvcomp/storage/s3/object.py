@@ -1,0 +1,89 @@
+"""One object on S3, and the requests that are about it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from dcp_nvcomp.errors import StorageError
+from dcp_nvcomp.storage.s3.client import Done, S3Client, answer_of, body_of
+
+__all__ = ["S3Object"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class S3Object:
+    """An object that need not exist yet.
+
+    `send`, `head` and `get` are one attempt each, for `perform`; the others retry until the deadline.
+
+    Attributes:
+        client: sends the requests.
+        bucket: its bucket.
+        key: its key.
+        location: its name in messages.
+    """
+
+    client: S3Client
+    bucket: str
+    key: str
+    location: str
+
+    def perform(self, what: str, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Retry an attempt as `S3Client.perform` does."""
+        return self.client.perform(what, self.location, attempt).value
+
+    def call(self, what: str, operation: str, **parameters: Any) -> Done[dict[str, Any]]:
+        """Send a request as `S3Client.call` does."""
+        return self.client.call(what, self.location, operation, Bucket=self.bucket, Key=self.key, **parameters)
+
+    async def send(self, operation: str, **parameters: Any) -> dict[str, Any]:
+        """Send a request once."""
+        return await self.client.send(operation, Bucket=self.bucket, Key=self.key, **parameters)
+
+    async def head(self) -> dict[str, Any] | None:
+        """Return the object's headers, or None if there is no such object."""
+        try:
+            return await self.send("head_object")
+        except Exception as error:
+            if answer_of(error)[0] == 404:
+                return None
+            raise
+
+    async def get(self, **parameters: Any) -> bytes:
+        """Return the object's bytes, or those of a `Range`."""
+        return await body_of(await self.send("get_object", **parameters))
+
+    def look_up(self) -> dict[str, Any] | None:
+        """Return the object's headers, or None if there is no such object."""
+        return self.perform("look up", self.head)
+
+    def put(self, data: bytes, **conditions: str) -> None:
+        """Write the object."""
+        self.call("write", "put_object", Body=data, **conditions)
+
+    def remove(self) -> None:
+        """Remove the object, if it exists."""
+        self._delete("remove", "delete_object", deadline_seconds=self.client.removal_seconds)
+
+    def upload_ids(self, *, deadline_seconds: float) -> list[str]:
+        """Return the ids of the object's unfinished multipart uploads."""
+        what, operation = "list unfinished uploads of", "list_multipart_uploads"
+        limits: dict[str, Any] = {"Bucket": self.bucket, "Prefix": self.key, "deadline_seconds": deadline_seconds}
+        page = self.client.call(what, self.location, operation, **limits).value
+        return [upload["UploadId"] for upload in page.get("Uploads", ()) if upload["Key"] == self.key]
+
+    def abort_upload(self, upload_id: str, *, deadline_seconds: float | None = None) -> None:
+        """Delete the parts of a multipart upload, if it exists."""
+        what = "abort an unfinished upload of"
+        self._delete(what, "abort_multipart_upload", deadline_seconds=deadline_seconds, UploadId=upload_id)
+
+    def _delete(self, what: str, operation: str, **parameters: Any) -> None:
+        try:
+            self.call(what, operation, **parameters)
+        except StorageError as error:
+            if answer_of(error)[0] != 404:
+                raise
