@@ -10,7 +10,15 @@ import torch
 from dcp_nvcomp.codecs.dtypes import ELEMENT_TYPES, ElementType
 from dcp_nvcomp.errors import CheckpointError
 
-__all__ = ["HostArray", "element_type", "host_array", "is_transparent", "torch_dtype", "without_lazy_bits"]
+__all__ = [
+    "HostArray",
+    "dtype_name",
+    "element_type",
+    "host_array",
+    "is_transparent",
+    "torch_dtype",
+    "without_lazy_bits",
+]
 
 
 HostArray = npt.NDArray[Any]
@@ -20,9 +28,14 @@ HostArray = npt.NDArray[Any]
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype's name as the format has it, without "torch."."""
+    return str(dtype).removeprefix("torch.")
+
+
 def element_type(dtype: torch.dtype) -> ElementType | None:
     """Return the format's element type for a torch dtype; None if it has none."""
-    return ELEMENT_TYPES.get(str(dtype).removeprefix("torch."))
+    return ELEMENT_TYPES.get(dtype_name(dtype))
 
 
 def torch_dtype(element: ElementType, *, path: str | None = None) -> torch.dtype:

@@ -8,40 +8,29 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_nvcomp.errors import FileMismatchError, MetadataError, ShapeMismatchError
 from dcp_nvcomp.format.blocks import BlockGrid, Box
 from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.format.footer import Footer
-from dcp_nvcomp.format.record import KIND_BYTES, KIND_TENSOR, KIND_TORCH_SAVE, Record
+from dcp_nvcomp.format.metadata.shards import Shard, ShardIndex, described, matches
+from dcp_nvcomp.format.record import KIND_BYTES, KIND_TENSOR, Record
 from dcp_nvcomp.loading.destinations import Destination
 from dcp_nvcomp.storage.ranges import coalesce
 
-__all__ = ["BlockRead", "Read", "Shard", "Target", "Wanted", "locate", "plan_reads", "shard_of"]
+__all__ = ["BlockRead", "Read", "Target", "Wanted", "locate", "plan_reads"]
 
 U8 = npt.NDArray[np.uint8]
 
 # Up to about this size, reading a gap costs less than another request.
 GAP_NBYTES = 16 << 10
-
-
-@dataclass(frozen=True)
-class Shard:
-    """The shard of a read item according to `.metadata`: its offsets and sizes, and the tensor's shape and dtype."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    global_shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -52,24 +41,23 @@ class Wanted:
     stored: Any
     shard: Shard | None
 
+    @staticmethod
+    def of(item: ReadItem, stored: Any, shards: ShardIndex) -> Wanted:
+        """Return a read item with its shard.
 
-def shard_of(item: ReadItem, state_dict_metadata: Mapping[str, Any]) -> Shard | None:
-    """Return the shard of a read item; None for a Python object.
+        Args:
+            item: the read item.
+            stored: where it is stored according to `.metadata`.
+            shards: the shards of `.metadata`.
 
-    Raises:
-        MetadataError: `.metadata` does not list it.
-    """
-    index = item.storage_index
-    tensor = state_dict_metadata.get(index.fqn)
-    if not isinstance(tensor, TensorStorageMetadata):
-        return None
-    shards = tensor.chunks
-    hint = index.index
-    candidates = [shards[hint]] if hint is not None and 0 <= hint < len(shards) else []
-    for shard in (*candidates, *shards):
-        if shard.offsets == index.offset:
-            return Shard(tuple(shard.offsets), tuple(shard.sizes), tuple(tensor.size), tensor.properties.dtype)
-    raise MetadataError(f"`.metadata` lists no shard at {index.offset}.", fqn=index.fqn)
+        Raises:
+            MetadataError: `.metadata` does not list the shard.
+        """
+        index = item.storage_index
+        shard = shards.find(index)
+        if shard is None and shards.is_tensor(index.fqn):
+            raise MetadataError(f"`.metadata` lists no shard at {index.offset}.", fqn=index.fqn)
+        return Wanted(item, stored, shard)
 
 
 @dataclass
@@ -177,10 +165,9 @@ def locate(wanted_item: Wanted, footer: Footer) -> Target:
             f"`.metadata` names record {number}; the file has {len(footer.records)}.", path=footer.path, fqn=index.fqn
         )
     record = footer.records[number]
-    if not _agrees(record, item, wanted_item.shard):
+    if not _agrees(record, wanted_item):
         raise FileMismatchError(
-            f"The footer disagrees with `.metadata`: record {number} is a {record.kind} of key {record.fqn!r} at "
-            f"{record.offsets}, shape {record.shape} of {record.global_shape}.",
+            f"The footer disagrees with `.metadata`: record {number} {described(record)}.",
             path=footer.path,
             fqn=index.fqn,
         )
@@ -202,16 +189,11 @@ def locate(wanted_item: Wanted, footer: Footer) -> Target:
     return Target(item, record, holder, region, blocks, len(blocks))
 
 
-def _agrees(record: Record, item: ReadItem, shard: Shard | None) -> bool:
-    """True if a record matches `.metadata`. Its dtype may differ: planners may convert what they save."""
-    if record.fqn != item.storage_index.fqn:
-        return False
+def _agrees(record: Record, wanted_item: Wanted) -> bool:
+    item, shard = wanted_item.item, wanted_item.shard
     if item.type == LoadItemType.BYTE_IO:
-        return record.kind == KIND_BYTES
-    if shard is None or record.kind not in (KIND_TENSOR, KIND_TORCH_SAVE):
-        return False
-    same_place = (record.offsets, record.global_shape) == (shard.offsets, shard.global_shape)
-    return same_place and (record.kind == KIND_TORCH_SAVE or record.shape == shard.sizes)
+        return matches(record, item.storage_index.fqn, None)
+    return shard is not None and matches(record, item.storage_index.fqn, shard)
 
 
 def _check_inside(region: Box, record: Record, footer: Footer) -> None:

@@ -30,11 +30,12 @@ from dcp_nvcomp.errors import (
 from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.metadata.ranks import merge_rank_metadata, prefer_rank
 from dcp_nvcomp.format.metadata.roots import is_missing, nothing_there, read_current, read_root
+from dcp_nvcomp.format.metadata.shards import ShardIndex
 from dcp_nvcomp.format.metadata.stored import StoredAt
 from dcp_nvcomp.format.names import METADATA_NAME, rank_of_metadata_name
 from dcp_nvcomp.loading.destinations import Conversions
 from dcp_nvcomp.loading.job import LoadJob, LoadOptions
-from dcp_nvcomp.loading.read_plan import Wanted, shard_of
+from dcp_nvcomp.loading.read_plan import Wanted
 from dcp_nvcomp.loading.safe_objects import SafeLoader
 from dcp_nvcomp.loading.stock.load import load_stock_items
 from dcp_nvcomp.options import (
@@ -259,9 +260,10 @@ class NvcompReader(StorageReader):
         filesystem = self._open()
         ours: list[Wanted] = []
         stock: list[Wanted] = []
+        shards = ShardIndex(self._state_dict_metadata)
         with collector_paused():
             for item in plan.items:
-                wanted = Wanted(item, self._find(item), shard_of(item, self._state_dict_metadata))
+                wanted = Wanted.of(item, self._find(item), shards)
                 (ours if isinstance(wanted.stored, StoredAt) else stock).append(wanted)
         try:
             conversions = Conversions()  # of this load: each load warns

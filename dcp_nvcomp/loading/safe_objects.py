@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dcp_nvcomp.errors import CheckpointError, CorruptDataError, UnsafeObjectError
-from dcp_nvcomp.format.metadata.pickle_machine import resolve_trusted_globals
+from dcp_nvcomp.format.metadata.trusted_globals import resolve_trusted_globals
 
 __all__ = ["SafeLoader", "load_tensor_safely"]
 

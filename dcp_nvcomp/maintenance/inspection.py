@@ -10,7 +10,6 @@ as stored, because nothing outside of them holds their true size.
 from __future__ import annotations
 
 import errno
-import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,9 +18,11 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from dcp_nvcomp.engines.tensors import dtype_name
 from dcp_nvcomp.errors import FileMismatchError, MetadataError, StorageError
 from dcp_nvcomp.format.data_file import DataFileRef, read_footers
 from dcp_nvcomp.format.footer import Footer
+from dcp_nvcomp.format.metadata.shards import ShardIndex
 from dcp_nvcomp.format.metadata.stored import StockItem, StoredAt
 from dcp_nvcomp.format.record import KIND_BYTES, KIND_TENSOR, Record
 from dcp_nvcomp.loading.reader import NvcompReader
@@ -275,26 +276,23 @@ def _stock_file(filesystem: Filesystem, name: str) -> DataFile:
 
 
 def _stock_shards(metadata: Metadata, entries: Sequence[tuple[MetadataIndex, StockItem]]) -> Iterator[_Stored]:
-    nbytes: dict[str, dict[tuple[int, ...], int]] = {}  # of each shard by key and offsets
+    shards = ShardIndex(metadata.state_dict_metadata)
     for index, item in entries:
         # torch calls them "stream.zstd/1"
         names = [re.sub(r"^stream\.|/.*$", "", descriptor) for descriptor in item.transform_descriptors]
         codec = "-".join([LAYOUT_STOCK, *names])
-        described = metadata.state_dict_metadata.get(index.fqn)
-        if not isinstance(described, TensorStorageMetadata):
+        if not shards.is_tensor(index.fqn):
             yield _Stored(index.fqn, KIND_BYTES, codec, False, Totals(1, item.length, item.length))
             continue
-        if index.fqn not in nbytes:
-            width = described.properties.dtype.itemsize
-            nbytes[index.fqn] = {tuple(one.offsets): math.prod(one.sizes) * width for one in described.chunks}
-        offsets = tuple(index.offset) if index.offset is not None else (0,) * len(described.size)
-        yield _Stored(index.fqn, KIND_TENSOR, codec, False, Totals(1, nbytes[index.fqn].get(offsets, 0), item.length))
+        shard = shards.find(index)
+        nbytes = 0 if shard is None else shard.nbytes
+        yield _Stored(index.fqn, KIND_TENSOR, codec, False, Totals(1, nbytes, item.length))
 
 
 def _dtype(metadata: Metadata, fqn: str) -> str:
     described = metadata.state_dict_metadata.get(fqn)
     if isinstance(described, TensorStorageMetadata):
-        return str(described.properties.dtype).removeprefix("torch.")
+        return dtype_name(described.properties.dtype)
     return KIND_BYTES
 
 

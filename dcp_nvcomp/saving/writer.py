@@ -19,9 +19,8 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -56,32 +55,14 @@ from dcp_nvcomp.saving.job import SaveJob, SaveOptions
 from dcp_nvcomp.saving.orphans import Orphans
 from dcp_nvcomp.saving.progress import ProgressBar
 from dcp_nvcomp.saving.saves import Save, Saves
-from dcp_nvcomp.saving.stats import RankTotals, SaveStats, summarize
+from dcp_nvcomp.saving.stats import RankResults, RankTotals, SaveStats, summarize
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.open import open_filesystem
+from dcp_nvcomp.version import VERSION
 
 __all__ = ["NvcompWriter"]
 
 logger = logging.getLogger(__name__)
-
-
-def _own_version() -> str:
-    try:
-        return version("dcp-nvcomp")
-    except PackageNotFoundError:  # run from a source tree
-        return "unknown"
-
-
-# read at import time: the package metadata may be unreadable later, and that must not fail a save
-_VERSION: Final = _own_version()
-
-
-class RankResults(list[WriteResult]):
-    """The write results of one rank with its measurements. DCP sends the list to the coordinator as it is."""
-
-    def __init__(self, results: Iterable[WriteResult], totals: RankTotals) -> None:
-        super().__init__(results)
-        self.totals = totals
 
 
 class NvcompWriter(StorageWriter, BlockingAsyncStager):
@@ -325,7 +306,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
                 may_use_cuda=self._engine_choice.may_use_cuda(),
             ),
             identity=FileIdentity(
-                save.save_id, save.save_id, save.rank, {"dcp_nvcomp": _VERSION, "torch": torch.__version__}
+                save.save_id, save.save_id, save.rank, {"dcp_nvcomp": VERSION, "torch": torch.__version__}
             ),
             progress=progress,
             state_nbytes=state_nbytes,

@@ -19,7 +19,7 @@ LAYERS = (
     ("engines", "storage"),
     ("codecs", "options"),
     ("errors",),
-    ("redaction",),
+    ("redaction", "version"),
 )
 LEVELS = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from dcp_nvcomp.errors import MetadataError
-from dcp_nvcomp.format.metadata.pickle_machine import Global, Instance
+from dcp_nvcomp.format.metadata.inert import Global, Instance
 
 __all__ = [
     "ALLOWED",

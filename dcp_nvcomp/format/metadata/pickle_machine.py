@@ -1,126 +1,26 @@
 """Runs the pickle opcodes of `.metadata` without ever calling what the file names.
 
 Python's unpickler executes: with GLOBAL and REDUCE any function that it can import, with BUILD any change to it. This
-machine knows only the opcodes that DCP's metadata needs, and turns them into an inert tree:
-
-    pickled                 in the tree
-    ----------------------  -----------------------------------------------------------------------------
-    None, bool, int, ...    themselves; a tuple is a tuple
-    list                    `PickledList`
-    dict                    `PickledDict`, the flat list of its keys and values: no key is ever hashed here
-    a global that is listed `Global`, our description of it; nothing is imported
-    NEWOBJ, then BUILD      `Instance` of that global, with its state beside it
-    REDUCE                  the answer of our own `Global.reduce` to the arguments, which must be immutable
-    a global that the user  `TrustedCall`: what would be called with what; the reader of the tree decides
-    trusts, called
-
-Everything else raises `UnsafeMetadataError`. Time and memory are linear in the input: strings and integers are slices
-of it, the memo grows by one at a time, marks nest `MAX_MARKS` deep, and a container takes three bytes of input or more.
+machine knows only the opcodes that DCP's metadata needs, and turns them into the inert tree of inert.py. Everything
+else raises `UnsafeMetadataError`. Time and memory are linear in the input: strings and integers are slices of it, the
+memo grows by one at a time, marks nest `MAX_MARKS` deep, and a container takes three bytes of input or more.
 """
 
 from __future__ import annotations
 
 import pickle
 import pickletools
-import pkgutil
 import struct
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from dcp_nvcomp.errors import ConfigurationError, MetadataError, UnsafeMetadataError
+from dcp_nvcomp.errors import MetadataError, UnsafeMetadataError
+from dcp_nvcomp.format.metadata.inert import Global, Instance, PickledDict, PickledList, TrustedCall
+from dcp_nvcomp.format.metadata.trusted_globals import TRUST_ADVICE
 
-__all__ = [
-    "TRUST_ADVICE",
-    "Global",
-    "Instance",
-    "PickledDict",
-    "PickledList",
-    "TrustedCall",
-    "resolve_trusted_globals",
-    "run_pickle",
-]
+__all__ = ["run_pickle"]
 
 MAX_MARKS: Final = 64
-# Ends the error for a global; only readers have the option.
-TRUST_ADVICE: Final = " If you know what it is and who wrote this checkpoint, allow it with trusted_globals=."
-
-
-class PickledList(list[Any]):
-    """A pickled list."""
-
-    __slots__ = ()
-
-
-class PickledDict(list[Any]):
-    """A pickled dict, as key, value, key, value, ..."""
-
-    __slots__ = ()
-
-
-@dataclass(frozen=True, eq=False)
-class Global:
-    """What one exact "module.name" stands for.
-
-    Attributes:
-        name: "module.name".
-        is_class: NEWOBJ without arguments may make an `Instance` of it, which BUILD may fill once.
-        reduce: gives the value of REDUCE; it must check the arguments, and what it returns must be immutable.
-        value: what the name itself means: a dtype, or the object that the user trusts.
-        is_trusted: named by the user; REDUCE and NEWOBJ make a `TrustedCall`.
-    """
-
-    name: str
-    is_class: bool = False
-    reduce: Callable[[tuple[Any, ...]], Any] | None = None
-    value: Any = None
-    is_trusted: bool = False
-
-
-class Instance:
-    """A fresh object of a listed class; `state` is what BUILD gave it, None before."""
-
-    __slots__ = ("built", "kind", "state")
-
-    def __init__(self, kind: Global) -> None:
-        self.kind = kind
-        self.state: Any = None
-        self.built: Any = None  # what tree.py made of it
-
-
-class TrustedCall(Instance):
-    """A call of a global that the user trusts; not made yet."""
-
-    __slots__ = ("args", "dict_items", "is_new", "list_items")
-
-    def __init__(self, kind: Global, args: tuple[Any, ...], *, is_new: bool) -> None:
-        super().__init__(kind)
-        self.args = args
-        self.is_new = is_new
-        self.list_items: list[Any] = []
-        self.dict_items: list[Any] = []
-
-
-def resolve_trusted_globals(names: Sequence[str]) -> dict[str, Any]:
-    """Import the globals of `trusted_globals=`, each named "module.name".
-
-    The file never decides what is imported: it can only name one of these, letter by letter.
-
-    Raises:
-        ConfigurationError: not a sequence of names, or one of them can't be imported.
-    """
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-        raise ConfigurationError(f"trusted_globals= takes a sequence of 'module.name' strings, not {names!r}.")
-    found = {}
-    for name in names:
-        try:
-            if "." not in name or ":" in name:
-                raise ValueError("not of the form 'module.name'")
-            found[name] = pkgutil.resolve_name(name)
-        except (ValueError, ImportError, AttributeError) as error:
-            raise ConfigurationError(f"trusted_globals= names {name!r}, which can't be imported: {error}.") from error
-    return found
-
 
 _MEMOIZE: Final = pickle.MEMOIZE[0]
 _BINGET: Final = pickle.BINGET[0]

@@ -32,8 +32,8 @@ from torch.distributed.checkpoint.metadata import (
 from dcp_nvcomp.errors import CheckpointError, MetadataError
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.metadata.allowed_globals import LIMIT, MAX_DIMS
-from dcp_nvcomp.format.metadata.pickle_machine import TRUST_ADVICE
 from dcp_nvcomp.format.metadata.serialization import parse_metadata, serialize_metadata
+from dcp_nvcomp.format.metadata.trusted_globals import TRUST_ADVICE
 
 __all__ = ["metadata_to_publish", "normalize", "sample"]
 

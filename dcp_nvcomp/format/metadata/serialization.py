@@ -20,9 +20,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 from dcp_nvcomp.errors import CheckpointError, MetadataError
 from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.metadata.allowed_globals import ALLOWED
-from dcp_nvcomp.format.metadata.pickle_machine import resolve_trusted_globals, run_pickle
+from dcp_nvcomp.format.metadata.pickle_machine import run_pickle
 from dcp_nvcomp.format.metadata.stored import plain_storage_data
 from dcp_nvcomp.format.metadata.tree import MetadataReader
+from dcp_nvcomp.format.metadata.trusted_globals import resolve_trusted_globals
 
 __all__ = ["parse_metadata", "serialize_metadata"]
 

@@ -8,7 +8,7 @@ import torch
 
 from dcp_nvcomp.errors import MetadataError, UnsafeMetadataError
 from dcp_nvcomp.format.metadata.allowed_globals import PickledPath, shown
-from dcp_nvcomp.format.metadata.pickle_machine import Global, PickledDict, PickledList, TrustedCall
+from dcp_nvcomp.format.metadata.inert import Global, PickledDict, PickledList, TrustedCall
 
 __all__ = ["ValueReader", "check_hashes", "pairs_of"]
 

@@ -262,7 +262,7 @@ def _check_stock_item(filesystem: Filesystem, full: bool, stored: tuple[StockIte
     item, expected = stored
     findings = []
     try:
-        sizes = None if expected.shard is None else tuple(expected.shard.sizes)
+        sizes = None if expected.shard is None else expected.shard.sizes
         if full and sizes is not None:
             twice(lambda: read_stock_tensor(filesystem, item, sizes=sizes))
         else:

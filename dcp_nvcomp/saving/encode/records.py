@@ -18,7 +18,7 @@ from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.choose import CodecChooser
 from dcp_nvcomp.codecs.dtypes import ELEMENT_TYPES
 from dcp_nvcomp.engines.choice import EngineChoice
-from dcp_nvcomp.engines.tensors import element_type, host_array, is_transparent, without_lazy_bits
+from dcp_nvcomp.engines.tensors import dtype_name, element_type, host_array, is_transparent, without_lazy_bits
 from dcp_nvcomp.errors import CheckpointError, ShapeMismatchError
 from dcp_nvcomp.format.blocks import BlockGrid, default_block_shape
 from dcp_nvcomp.format.record import KIND_BYTES, KIND_TENSOR, KIND_TORCH_SAVE, Record
@@ -75,7 +75,7 @@ class RecordMaker:
         if element is None or not is_transparent(data):
             payload = saved_payload(data)
             record = Record(KIND_TORCH_SAVE, fqn, (payload.size,), offsets, whole, _UINT8)
-            return self._add_payload(item.index, record, payload, str(data.dtype).removeprefix("torch."))
+            return self._add_payload(item.index, record, payload, dtype_name(data.dtype))
         record = Record(KIND_TENSOR, fqn, shape, offsets, whole, element)
         return self._add_tensor(item.index, record, without_lazy_bits(data))
 

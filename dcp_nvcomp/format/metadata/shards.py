@@ -1,0 +1,90 @@
+"""Shards as `.metadata` describes them: find the one that an index means, and compare it with a footer's record."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+from dcp_nvcomp.format.record import KIND_BYTES, KIND_TENSOR, KIND_TORCH_SAVE, Record
+
+__all__ = ["Shard", "ShardIndex", "described", "matches"]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A shard of a tensor: its offsets and sizes, and the whole tensor's shape and dtype."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Size in memory."""
+        return math.prod(self.sizes) * self.dtype.itemsize
+
+
+class ShardIndex:
+    """Finds the shard that an index means.
+
+    Args:
+        state_dict_metadata: that of `.metadata`, or a part of it.
+    """
+
+    def __init__(self, state_dict_metadata: Mapping[str, Any]) -> None:
+        self._described = state_dict_metadata
+        self._numbers: dict[str, dict[tuple[int, ...], int]] = {}  # of a tensor's shards by offsets, where needed
+
+    def is_tensor(self, fqn: str) -> bool:
+        """True if the key is a tensor's; False for a Python object, or if there is no such key."""
+        return isinstance(self._described.get(fqn), TensorStorageMetadata)
+
+    def find(self, index: MetadataIndex) -> Shard | None:
+        """Return the shard; None if the key is not a tensor's, or the tensor has no shard at these offsets.
+
+        Args:
+            index: without offsets it means a shard that begins where its tensor does.
+        """
+        tensor = self._described.get(index.fqn)
+        if not isinstance(tensor, TensorStorageMetadata):
+            return None
+        offsets = tuple(index.offset) if index.offset is not None else (0,) * len(tensor.size)
+        number = index.index  # only a hint
+        if number is None or not 0 <= number < len(tensor.chunks) or tensor.chunks[number].offsets != offsets:
+            if index.fqn not in self._numbers:
+                self._numbers[index.fqn] = {tuple(one.offsets): at for at, one in enumerate(tensor.chunks)}
+            number = self._numbers[index.fqn].get(offsets)
+        if number is None:
+            return None
+        return Shard(offsets, tuple(tensor.chunks[number].sizes), tuple(tensor.size), tensor.properties.dtype)
+
+
+def matches(record: Record, fqn: str, shard: Shard | None) -> bool:
+    """True if a record is this shard; its dtype may differ, because planners may convert what they save.
+
+    Args:
+        record: what the footer says.
+        fqn: the key.
+        shard: what `.metadata` says; None for a Python object.
+    """
+    if record.fqn != fqn:
+        return False
+    if shard is None:
+        return record.kind == KIND_BYTES
+    if record.kind not in (KIND_TENSOR, KIND_TORCH_SAVE):
+        return False
+    same_place = (record.offsets, record.global_shape) == (shard.offsets, shard.global_shape)
+    return same_place and (record.kind == KIND_TORCH_SAVE or record.shape == shard.sizes)
+
+
+def described(record: Record) -> str:
+    """Return what a record is, for a message that says that it is not what `.metadata` says."""
+    return (
+        f"is a {record.kind} of key {record.fqn!r} at {record.offsets}, shape {record.shape} of {record.global_shape}"
+    )
