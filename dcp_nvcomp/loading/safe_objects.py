@@ -13,7 +13,7 @@ import torch
 from dcp_nvcomp.errors import CheckpointError, CorruptDataError, UnsafeObjectError
 from dcp_nvcomp.format.metadata.trusted_globals import resolve_trusted_globals
 
-__all__ = ["SafeLoader", "load_tensor_safely"]
+__all__ = ["SafeLoader", "check_crcs", "load_tensor_safely"]
 
 _BYTEARRAY = (b"c__builtin__\nbytearray\n", b"cbuiltins\nbytearray\n")
 
@@ -63,30 +63,52 @@ class SafeLoader:
             raise
 
 
-def load_tensor_safely(data: io.BytesIO, trusted: Sequence[Any] = ()) -> torch.Tensor:
+def load_tensor_safely(data: io.BytesIO, trusted: Sequence[Any] = (), *, crcs: bool = False) -> torch.Tensor:
     """Load a tensor that `torch.save` wrote, without executing anything in it.
 
     Args:
         data: the archive.
         trusted: further classes and functions that it may use.
+        crcs: if True, check the archive's CRCs, which `torch.load` does not do.
 
     Raises:
         UnsafeObjectError: it needs a global that is not allowed.
         CorruptDataError: it is corrupt, or not a tensor.
     """
-    loaded = _load(data, trusted)
+    loaded = _load(data, trusted, crcs=crcs)
     if not isinstance(loaded, torch.Tensor):
         raise CorruptDataError(f"A {type(loaded).__name__} is stored in place of a tensor.")
     return loaded
 
 
-def _load(data: io.BytesIO, trusted: Sequence[Any]) -> Any:
+def check_crcs(data: io.BytesIO) -> None:
+    """Check the CRCs of what `torch.save` wrote, which `torch.load` does not do; ignore what is not an archive.
+
+    Raises:
+        CorruptDataError: a CRC does not match, or the archive is corrupt.
+    """
+    if not _is_archive(data):
+        return
     try:
-        _check_archive(data, trusted)
+        with zipfile.ZipFile(data) as archive:
+            _check_crcs(archive, _stored_members(archive, data))
+    except CheckpointError:
+        raise
+    except Exception as error:  # zipfile raises almost anything for corrupt input
+        raise CorruptDataError(f"A stored archive is corrupt: {error}.") from error
+    finally:
+        data.seek(0)
+
+
+def _load(data: io.BytesIO, trusted: Sequence[Any], *, crcs: bool = False) -> Any:
+    try:
+        _check_archive(data, trusted, crcs)
         with torch.serialization.safe_globals(list(trusted)):
             return torch.load(data, map_location="cpu", weights_only=True)
     except (CheckpointError, MemoryError):
         raise
+    except zipfile.BadZipFile as error:
+        raise CorruptDataError(f"A stored archive is corrupt: {error}.") from error
     except pickle.UnpicklingError as error:
         raise UnsafeObjectError(
             "A stored object needs more than weights_only loading allows. If you trust this checkpoint, name its "
@@ -97,21 +119,41 @@ def _load(data: io.BytesIO, trusted: Sequence[Any]) -> Any:
         raise CorruptDataError(f"A stored object cannot be loaded: {type(error).__name__}: {error}") from error
 
 
-def _check_archive(data: io.BytesIO, trusted: Sequence[Any]) -> None:
+def _check_archive(data: io.BytesIO, trusted: Sequence[Any], crcs: bool) -> None:
     """Refuse archives of a few bytes that would make torch.load allocate any amount of memory."""
-    if bytes(data.getbuffer()[:4]) != b"PK\x03\x04":
+    if not _is_archive(data):
         # torch.load would try the formats from before torch 1.6, in which the file alone determines the sizes
         raise CorruptDataError("A stored object is not an archive of torch.save.")
     with zipfile.ZipFile(data) as archive:
-        members = archive.infolist()
+        members = _stored_members(archive, data)
+        if len(members) < len(archive.infolist()):
+            raise CorruptDataError("A stored object is a compressed archive, which torch.save never writes.")
+        if crcs:
+            _check_crcs(archive, members)
     data.seek(0)
-    if any(member.compress_type != zipfile.ZIP_STORED for member in members):
-        raise CorruptDataError("A stored object is a compressed archive, which torch.save never writes.")
-    if sum(member.file_size for member in members) > data.getbuffer().nbytes:
-        raise CorruptDataError("A stored object is an archive whose files overlap.")
     # as pickles of protocol 2 name it; searched in all bytes, because parsers may disagree on what an archive contains
     if bytearray not in trusted and any(name in data.getvalue() for name in _BYTEARRAY):
         raise UnsafeObjectError(
             "A stored object needs bytearray, which weights_only loading allows, but which can be made to fill the "
             "memory. If you trust this checkpoint, name 'builtins.bytearray' in trusted_globals=."
         )
+
+
+def _is_archive(data: io.BytesIO) -> bool:
+    return bytes(data.getbuffer()[:4]) == b"PK\x03\x04"
+
+
+def _stored_members(archive: zipfile.ZipFile, data: io.BytesIO) -> list[zipfile.ZipInfo]:
+    """Return the files that are not compressed, after checking that together they are no larger than the archive."""
+    members = [member for member in archive.infolist() if member.compress_type == zipfile.ZIP_STORED]
+    if sum(member.file_size for member in members) > data.getbuffer().nbytes:
+        raise CorruptDataError("A stored object is an archive whose files overlap.")
+    return members
+
+
+def _check_crcs(archive: zipfile.ZipFile, members: Sequence[zipfile.ZipInfo]) -> None:
+    for member in members:
+        if member.CRC:  # zero if torch.serialization.set_crc32_options(False) had switched them off
+            with archive.open(member) as file:
+                while file.read(1 << 20):  # raises BadZipFile at the end if the CRC is another
+                    pass

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import math
-import zipfile
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -17,7 +16,7 @@ import zstandard
 
 from dcp_nvcomp.errors import CheckpointError, CorruptDataError, TruncatedFileError, UnknownCodecError
 from dcp_nvcomp.format.metadata.stored import StockItem
-from dcp_nvcomp.loading.safe_objects import load_tensor_safely
+from dcp_nvcomp.loading.safe_objects import check_crcs, load_tensor_safely
 from dcp_nvcomp.storage.base import Filesystem
 
 __all__ = ["MAX_STOCK_NBYTES", "most_nbytes", "read_stock_bytes", "read_stock_tensor"]
@@ -52,11 +51,8 @@ def read_stock_bytes(filesystem: Filesystem, item: StockItem, *, limit_nbytes: i
     if limit_nbytes is None:
         limit_nbytes = _likely_nbytes(item)
     try:
-        data = filesystem.read(item.relative_path, item.offset, item.offset + item.length)
-        for descriptor in item.transform_descriptors:
-            data = _undo(descriptor, data, limit_nbytes)
-        stream = io.BytesIO(data)
-        _check_archive(stream)
+        stream = _read(filesystem, item, limit_nbytes)
+        check_crcs(stream)
     except CheckpointError as error:
         raise _located(error, filesystem, item) from error.__cause__
     return stream
@@ -87,9 +83,8 @@ def read_stock_tensor(
     limit_nbytes = _likely_nbytes(item)
     if sizes is not None:
         limit_nbytes = most_nbytes(sizes, dtype)
-    stream = read_stock_bytes(filesystem, item, limit_nbytes=limit_nbytes)
     try:
-        tensor = load_tensor_safely(stream, trusted)
+        tensor = load_tensor_safely(_read(filesystem, item, limit_nbytes), trusted, crcs=True)
         if (sizes is not None and tensor.shape != torch.Size(sizes)) or (dtype is not None and tensor.dtype != dtype):
             raise CorruptDataError(
                 f"The item holds {tensor.dtype} of {tuple(tensor.shape)}, not what `.metadata` says."
@@ -104,6 +99,13 @@ def most_nbytes(sizes: Sequence[int], dtype: torch.dtype | None = None) -> int:
     return math.prod(sizes) * (_MAX_ITEMSIZE if dtype is None else dtype.itemsize) + _TORCH_SAVE_NBYTES
 
 
+def _read(filesystem: Filesystem, item: StockItem, limit_nbytes: int) -> io.BytesIO:
+    data = filesystem.read(item.relative_path, item.offset, item.offset + item.length)
+    for descriptor in item.transform_descriptors:
+        data = _undo(descriptor, data, limit_nbytes)
+    return io.BytesIO(data)
+
+
 def _likely_nbytes(item: StockItem) -> int:
     return max(_SMALL_NBYTES, _GROWTH * item.length)
 
@@ -112,32 +114,6 @@ def _located(error: CheckpointError, filesystem: Filesystem, item: StockItem) ->
     error.path = error.path or filesystem.location(item.relative_path)
     error.byte_range = error.byte_range or (item.offset, item.offset + item.length)
     return error
-
-
-def _check_archive(stream: io.BytesIO) -> None:
-    """Check the CRCs in what torch.save wrote, which torch.load doesn't do; anything else is left as it is."""
-    if bytes(stream.getbuffer()[:4]) != b"PK\x03\x04":
-        return
-    try:
-        with zipfile.ZipFile(stream) as archive:
-            # zero where torch.serialization.set_crc32_options(False) had switched them off
-            members = [member for member in archive.infolist() if member.CRC and _is_stored(member)]
-            if sum(member.file_size for member in members) > stream.getbuffer().nbytes:
-                raise CorruptDataError("The item is a zip archive whose files overlap.")
-            for member in members:
-                with archive.open(member) as file:
-                    while file.read(1 << 20):  # raises at the end where the CRC is another
-                        pass
-    except CheckpointError:
-        raise
-    except Exception as error:  # whatever zipfile meets in a damaged archive
-        raise CorruptDataError(f"The item is damaged: {error}.") from error
-    finally:
-        stream.seek(0)
-
-
-def _is_stored(member: zipfile.ZipInfo) -> bool:
-    return member.compress_type == zipfile.ZIP_STORED
 
 
 def _undo(descriptor: str, data: bytes, limit_nbytes: int) -> bytes:
