@@ -27,8 +27,9 @@ from benchmarks.processes import Ranks
 from benchmarks.results import Plot, Report
 from benchmarks.sinks import link
 from benchmarks.states import build_state
+from dcp_nvcomp import NvcompReader
 from dcp_nvcomp.format.blocks import Box
-from dcp_nvcomp.format.data_file import read_footer_of
+from dcp_nvcomp.format.data_file import read_footers
 from dcp_nvcomp.storage.open import open_filesystem
 
 TENSOR_NBYTES = 64 << 20
@@ -159,10 +160,9 @@ def _add_row(table: Any, saved: Layout, loaded: Layout, job: Job, results: Seque
 
 def _needed_nbytes(checkpoint: Path, regions: Sequence[dict[str, Box]]) -> list[float]:
     """Encoded bytes of what each rank asks for."""
-    filesystem = open_filesystem(checkpoint)
+    files = {stored.file for stored in NvcompReader(checkpoint).read_metadata().storage_data.values()}
     needed = [0.0] * len(regions)
-    for file in checkpoint.glob("*.distcp"):
-        footer = read_footer_of(filesystem, file.name)
+    for footer in read_footers(open_filesystem(checkpoint), files):
         for record in footer.records:
             holder = footer.records[record.pack[0]] if record.pack is not None else record
             share = record.elements / holder.elements if holder.elements else 0.0

@@ -21,7 +21,7 @@ from dcp_nvcomp.format.framing import (
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.reread import twice
 
-__all__ = ["DataFileRef", "block_row", "read_footer", "read_footer_of", "read_footers"]
+__all__ = ["DataFileRef", "block_row", "read_footer", "read_footers"]
 
 
 class DataFileRef(NamedTuple):
@@ -90,18 +90,8 @@ def read_footers(filesystem: Filesystem, files: Iterable[DataFileRef]) -> list[F
     return filesystem.map(lambda file: read_footer(filesystem, file), files)
 
 
-def read_footer_of(filesystem: Filesystem, name: str) -> Footer:
-    """Read the footer of a data file without `.metadata`, by its trailer alone.
-
-    Raises:
-        TruncatedFileError, FormatError, CorruptDataError, StorageError: as `read_footer`.
-    """
-    file_nbytes = filesystem.file_nbytes(name) or 0
-    return twice(lambda: _read_tail(filesystem, name, file_nbytes, 0))[0]
-
-
 def _read_tail(filesystem: Filesystem, name: str, file_nbytes: int, footer_nbytes: int) -> tuple[Footer, int, int]:
-    """Footer, and the CRC and size that the file itself gives for it. `footer_nbytes` is a guess that saves a read."""
+    """Return the footer, and the CRC and size that the trailer gives for it; `footer_nbytes` saves a read if right."""
     path = filesystem.location(name)
     start = max(file_nbytes - TRAILER_NBYTES - min(footer_nbytes, MAX_FOOTER_NBYTES), 0)
     tail = memoryview(filesystem.read(name, start, file_nbytes))

@@ -16,11 +16,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
 from dcp_nvcomp import NvcompReader, NvcompWriter, errors
-from dcp_nvcomp.format.data_file import read_footer_of
 from dcp_nvcomp.format.framing import TRAILER_NBYTES
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
-from dcp_nvcomp.storage.open import open_filesystem
 from tests.conformance.test_subclasses import HighLow
+from tests.format.footers import footers_of
 
 from .damage import EXACT, LIE, VERIFY, Flip, Probe, count, flips, make_checkpoint, table
 from .small import State
@@ -58,8 +57,7 @@ def data_file(path: Path) -> Path:
 
 def boundaries(path: Path) -> list[int]:
     """Where something begins or ends in the data file."""
-    name = data_file(path).name
-    footer = read_footer_of(open_filesystem(path), name)
+    (footer,) = footers_of(path)
     nbytes = data_file(path).stat().st_size
     return [0, 8, 12, 16, *footer.block_offsets.tolist(), nbytes - TRAILER_NBYTES, nbytes - 8, nbytes]
 
@@ -106,7 +104,7 @@ def test_every_byte_flipped(first: tuple[Path, State]) -> None:
 
 def test_the_checkpoint_has_something_of_everything(first: tuple[Path, State]) -> None:
     path, _ = first
-    footer = read_footer_of(open_filesystem(path), data_file(path).name)
+    (footer,) = footers_of(path)
     assert {record.kind for record in footer.records} == {"tensor", "pack", "bytes", "torch_save"}
     chains = {record.chain.label for record in footer.records if record.chain is not None}
     assert {"planes-zstd", "planes-deflate", "zstd", "none"} <= chains

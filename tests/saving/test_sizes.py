@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 import dcp_nvcomp.loading.reader
 from dcp_nvcomp import NvcompReader, NvcompWriter
-from dcp_nvcomp.format.data_file import read_footer_of
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.open import open_filesystem
+from tests.format.footers import footers_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 REAL_STATE = Path(__file__).parent.parent / "data" / "gpt_block.safetensors"
@@ -82,7 +82,7 @@ def test_loading_an_eighth_fetches_an_eighth(tmp_path: Path, monkeypatch: pytest
     weight = torch.randn(4096, 2048).bfloat16()
     save(tmp_path, {"w": weight})
     name = next(tmp_path.glob("*.distcp")).name
-    footer = read_footer_of(open_filesystem(tmp_path), name)
+    (footer,) = footers_of(tmp_path)
     blocks = footer.tables.encoded_nbytes
     footer_nbytes = os.path.getsize(tmp_path / name) - int(footer.block_offsets[-1])
     reads = Reads(monkeypatch)
@@ -124,7 +124,7 @@ def test_ten_thousand_small_tensors(tmp_path: Path) -> None:
 def test_large_records_begin_where_direct_io_can(tmp_path: Path) -> None:
     state = {f"w{i}": torch.randn(300_001 + i) for i in range(5)} | {f"s{i}": torch.randn(100) for i in range(9)}
     save(tmp_path, state)
-    footer = read_footer_of(open_filesystem(tmp_path), next(tmp_path.glob("*.distcp")).name)
+    (footer,) = footers_of(tmp_path)
     large = [record for record in footer.records if record.uncompressed_nbytes >= 1 << 20]
     assert len(large) == 5
     assert [int(footer.block_offsets[record.first_block]) % 4096 for record in large] == [0] * 5

@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.metadata import (
 from dcp_nvcomp.codecs.coders.ans import Ans
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.format.blocks import Box
-from dcp_nvcomp.format.data_file import block_row, read_footer_of
+from dcp_nvcomp.format.data_file import DataFileRef, block_row, read_footer
 from dcp_nvcomp.format.footer import Footer
-from dcp_nvcomp.format.framing import check_header
+from dcp_nvcomp.format.framing import TRAILER_NBYTES, check_header, decode_trailer
 from dcp_nvcomp.format.metadata.ranks import merge_rank_metadata, prefer_rank
 from dcp_nvcomp.format.metadata.serialization import parse_metadata
 from dcp_nvcomp.format.metadata.stored import StockItem
@@ -105,8 +105,14 @@ def _check_tiling(whole: TensorStorageMetadata) -> None:
 
 def footer(data: bytes) -> None:
     """A footer as `read_footer` reads it, and every record as a load looks at it."""
-    found = read_footer_of(_OneFile(FileParts.split(data).tail()), _PATH)  # type: ignore[arg-type]
-    _look_at(found)
+    _look_at(_footer_of(FileParts.split(data).tail()))
+
+
+def _footer_of(tail: Tail) -> Footer:
+    """The footer of a file that `.metadata` names as it is."""
+    trailer = decode_trailer(tail.data[-TRAILER_NBYTES:], path=_PATH, file_nbytes=tail.file_nbytes)
+    file = DataFileRef(_PATH, tail.file_nbytes, trailer.footer_nbytes, trailer.footer_crc)
+    return read_footer(_OneFile(tail), file)  # type: ignore[arg-type]
 
 
 def _look_at(found: Footer) -> None:
@@ -130,7 +136,7 @@ def decode(data: bytes) -> None:
     """A whole data file, every block decoded; the first byte says how much is verified."""
     file = FileParts.split(data).file()
     # a file is as it is on disk, so whatever the trailer says comes from these bytes
-    found = read_footer_of(_OneFile(Tail(0, file)), _PATH)  # type: ignore[arg-type]
+    found = _footer_of(Tail(0, file))
     check_header(file[: int(found.block_offsets[0])], path=_PATH)
     engine, left, verify = CpuEngine(), _DECODED_NBYTES, _VERIFY[(data[0] >> 3) % 3]
     for record in found.records:
