@@ -10,20 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 from typer.testing import CliRunner
 
-from dcp_nvcomp import NvcompReader, NvcompWriter
 from dcp_nvcomp.cli.app import app
 from dcp_nvcomp.format.framing import TRAILER_NBYTES, Tables, decode_footer, decode_trailer, encode_footer
 from dcp_nvcomp.format.metadata.serialization import parse_metadata, serialize_metadata
 from dcp_nvcomp.saving.stats import SaveStats
+from tests.checkpoints import data_file, load, save
+from tests.states import State, assert_same
 
 DAY_SECONDS = 86400.0
 
 
-def state(seed: int = 0) -> dict[str, Any]:
+def model_state(seed: int = 0) -> State:
+    """Return tensors of several codecs, and an object; the commands' reports name them."""
     generator = torch.Generator().manual_seed(seed)
     return {
         "weight": torch.randn(24, 16, generator=generator).bfloat16(),
@@ -34,24 +35,18 @@ def state(seed: int = 0) -> dict[str, Any]:
     }
 
 
-def save(path: Any, seed: int = 0, **options: Any) -> SaveStats:
-    writer = NvcompWriter(path, engine="cpu", **options)
-    dcp.save(state(seed), storage_writer=writer, no_dist=True)
-    assert writer.last_save is not None
-    return writer.last_save
+def save_model(path: Path | str, seed: int = 0, **options: Any) -> SaveStats:
+    """Save a model state on the CPU, and return the statistics."""
+    saved = save(path, model_state(seed), engine="cpu", **options).last_save
+    assert saved is not None
+    return saved
 
 
-def loaded_seed(path: Any, **options: Any) -> int:
-    """Loads all of it, and tells which state it is, bit for bit."""
-    into = state(0)
-    for value in into.values():
-        if isinstance(value, torch.Tensor):
-            value.fill_(-77)
-    dcp.load(into, storage_reader=NvcompReader(path, engine="cpu", **options), no_dist=True)
-    seed = round(into["config"]["lr"] - 0.1)
-    expected = state(seed)
-    for key in expected.keys() - {"config"}:
-        assert torch.equal(into[key].view(torch.uint8), expected[key].view(torch.uint8)), key
+def loaded_seed(path: Path | str, **options: Any) -> int:
+    """Return the seed of the model state that a checkpoint holds bit for bit."""
+    found = load(path, model_state(), engine="cpu", **options)
+    seed: int = round(found["config"]["lr"] - 0.1)
+    assert_same(found, model_state(seed))
     return seed
 
 
@@ -60,15 +55,6 @@ def run(*arguments: str) -> tuple[int, str, str]:
     result = CliRunner().invoke(app, list(arguments))
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result.exit_code, result.stdout, result.stderr
-
-
-def data_file(path: Path) -> Path:
-    (found,) = path.glob("*.distcp")
-    return found
-
-
-def names(path: Path) -> set[str]:
-    return {found.name for found in path.iterdir()}
 
 
 def new_id() -> str:
@@ -80,12 +66,6 @@ def make_old(*files: Path, days: float = 2.0) -> None:
     then = time.time() - days * DAY_SECONDS
     for file in files:
         os.utime(file, (then, then))
-
-
-def flip(file: Path, offset: int, mask: int = 1) -> None:
-    data = bytearray(file.read_bytes())
-    data[offset] ^= mask
-    file.write_bytes(data)
 
 
 def change_metadata(path: Path, change: Callable[[Metadata], None]) -> None:

@@ -34,7 +34,8 @@ from dcp_nvcomp.maintenance.recovery import recover_checkpoint
 from dcp_nvcomp.maintenance.run_cleaning import clean_run
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.open import open_filesystem
-from tests.cli.checkpoints import data_file, flip, loaded_seed, make_old, names, new_id, run, save, state
+from tests.checkpoints import data_file, file_names, flip, save_stock
+from tests.cli.checkpoints import loaded_seed, make_old, model_state, new_id, run, save_model
 from tests.conftest import S3Store
 from tests.faults import forked
 from tests.storage import plain  # noqa: F401  registers its protocols
@@ -48,7 +49,7 @@ HOUR = 3600.0
 def path(tmp_path: Path) -> Path:
     """A checkpoint, all of whose files are old."""
     path = tmp_path / "step-1"
-    save(path, seed=1)
+    save_model(path, seed=1)
     make_old(*path.iterdir())
     return path
 
@@ -75,8 +76,8 @@ def data_name(rank: int = 0, number: int = 0, file_id: str | None = None) -> str
 def leave_save(path: Path, seed: int, days: float = 2.0) -> tuple[str, set[str]]:
     """What a save leaves that is killed right before it publishes: its id and its files."""
     other = path.parent / f"other-{new_id()}"
-    save_id = save(other, seed, single_file_per_rank=False).save_id
-    left = names(other) - {".metadata"}
+    save_id = save_model(other, seed, single_file_per_rank=False).save_id
+    left = file_names(other) - {".metadata"}
     for name in left:
         shutil.copy(other / name, path / name)
         make_old(path / name, days=days)
@@ -92,25 +93,25 @@ def removed(found: Cleaning) -> set[str]:
 
 
 def test_orphans_go(path: Path) -> None:
-    live = names(path)
+    live = file_names(path)
     _, left = leave_save(path, seed=2)
     found = clean_checkpoint(path)
     assert removed(found) == left
     assert {orphan.kind for orphan in found.orphans} == {"data", "metadata"}
     assert all(orphan.age_seconds == pytest.approx(2 * 86400, abs=300) for orphan in found.orphans)
     assert (found.young, found.foreign, found.dry_run) == (0, (), False)
-    assert names(path) == live
+    assert file_names(path) == live
     assert loaded_seed(path) == 1
     assert clean_checkpoint(path).orphans == ()
 
 
 def test_dry_run_removes_nothing(path: Path) -> None:
     _, left = leave_save(path, seed=2)
-    before = names(path)
+    before = file_names(path)
     found = clean_checkpoint(path, dry_run=True)
     assert removed(found) == left
     assert found.nbytes == sum((path / name).stat().st_size for name in left)
-    assert names(path) == before
+    assert file_names(path) == before
 
 
 ORPHANS = [
@@ -148,11 +149,11 @@ NOT_OURS = [
 
 
 def test_only_our_names_go(path: Path) -> None:
-    live = names(path)
+    live = file_names(path)
     put(path, *ORPHANS, *NOT_OURS)
     found = clean_checkpoint(path)
     assert removed(found) == set(ORPHANS)
-    assert names(path) == live | set(NOT_OURS)
+    assert file_names(path) == live | set(NOT_OURS)
     assert found.foreign == ("__0_0.distcp", "__3_1.distcp")
 
 
@@ -233,10 +234,10 @@ def test_young_copy_that_can_not_be_read(path: Path) -> None:
     """Nothing tells what it protects."""
     put(path, data_name())
     put(path, f"__{new_id()}.metadata", days=0)
-    before = names(path)
+    before = file_names(path)
     with pytest.raises(MetadataError):
         clean_checkpoint(path)
-    assert names(path) == before
+    assert file_names(path) == before
 
 
 # ---- roots ----
@@ -244,27 +245,27 @@ def test_young_copy_that_can_not_be_read(path: Path) -> None:
 
 def refused(path: Path, error: type[Exception], message: str | None = None) -> None:
     put(path, data_name())
-    before = names(path)
+    before = file_names(path)
     with pytest.raises(error, match=message):
         clean_checkpoint(path)
     status, output, errors = run("clean", str(path))
     assert (status, output, errors.count("\n")) == (1, "", 1)
     assert errors.startswith("Error: ")
-    assert names(path) == before
+    assert file_names(path) == before
 
 
 @pytest.mark.usefixtures("later")
 def test_metadata_was_lost(path: Path) -> None:
     """What `recover` could bring back stays, and is named; the rest goes."""
     (path / ".metadata").unlink()
-    live = names(path)
+    live = file_names(path)
     (save_id,) = [name[2:-9] for name in live if name.endswith(".metadata")]
     put(path, data_name())
     status, output, errors = run("clean", str(path))
     assert (status, errors) == (0, "")
     assert "removed 1 orphan," in output
     assert f"Kept save {save_id}: there is no `.metadata`, but `dcp-nvcomp recover` can bring it back." in output
-    assert names(path) == live
+    assert file_names(path) == live
     assert clean_checkpoint(path).recoverable == (save_id,)
     assert recover_checkpoint(path).outcome == "recovered"
     assert loaded_seed(path) == 1
@@ -278,10 +279,10 @@ def test_a_young_save_without_a_root_stays(tmp_path: Path) -> None:
     file_id = new_id()
     put(path, data_name(0, 0, file_id), data_name(1, 0, file_id))
     put(path, data_name(1, 1, file_id), f".metadata.{new_id()}.tmp", days=-9.5)
-    before = names(path)
+    before = file_names(path)
     found = clean_checkpoint(path)
     assert (found.orphans, found.young) == ((), 4)
-    assert names(path) == before
+    assert file_names(path) == before
 
 
 @pytest.mark.parametrize("files", [1, 3])
@@ -292,11 +293,11 @@ def test_the_first_save_died(tmp_path: Path, files: int) -> None:
     path.mkdir()
     left = put(path, *(data_name(rank) for rank in range(files)))
     found = clean_checkpoint(path, dry_run=True)
-    assert removed(found) == {file.name for file in left} == names(path)
+    assert removed(found) == {file.name for file in left} == file_names(path)
     status, output, errors = run("clean", str(path))
     assert (status, errors) == (0, "")
     assert f"removed {files} orphan" in output
-    assert names(path) == set()
+    assert file_names(path) == set()
     with pytest.raises(CheckpointNotFoundError):
         clean_checkpoint(path)
 
@@ -338,10 +339,10 @@ def test_a_restore_in_progress(path: Path, tmp_path: Path, first: str) -> None:
     copy = next(path.glob("__*.metadata"))
     for file in [data_file(path), copy] if first == "data" else [copy]:
         shutil.copy2(file, restored)
-        before = names(restored)
+        before = file_names(restored)
         assert clean_checkpoint(restored).orphans == ()
         assert [one.orphans for one in clean_run(restored).checkpoints] == [()]
-        assert names(restored) == before
+        assert file_names(restored) == before
     shutil.copy2(data_file(path), restored)
     assert recover_checkpoint(restored).outcome == "recovered"
     assert loaded_seed(restored) == 1
@@ -366,7 +367,7 @@ def test_files_of_stock_dcp_without_a_root(tmp_path: Path) -> None:
     (ours,) = put(path, data_name())
     found = clean_checkpoint(path)
     assert (removed(found), found.foreign) == ({ours.name}, ("__0_0.distcp",))
-    assert names(path) == {"__0_0.distcp"}
+    assert file_names(path) == {"__0_0.distcp"}
 
 
 @pytest.mark.usefixtures("later")
@@ -386,7 +387,7 @@ def test_the_first_save_publishes_meanwhile(tmp_path: Path, monkeypatch: pytest.
 
     between(monkeypatch, "list_files", 2, publish, before=True)
     assert removed(clean_checkpoint(path)) == set()
-    assert left <= names(path)
+    assert left <= file_names(path)
     assert loaded_seed(path) == 2
 
 
@@ -419,34 +420,34 @@ def test_a_live_file_has_another_size(path: Path) -> None:
 
 def test_metadata_of_ranks_counts_as_roots(tmp_path: Path) -> None:
     path = tmp_path / "c"
-    dcp.save(state(1), storage_writer=NvcompWriter(path, engine="cpu"), use_collectives=False)
-    live = names(path)
+    dcp.save(model_state(1), storage_writer=NvcompWriter(path, engine="cpu"), use_collectives=False)
+    live = file_names(path)
     _, left = leave_save(path, seed=2)
     make_old(*path.iterdir())
     assert removed(clean_checkpoint(path)) == left
-    assert names(path) == live
+    assert file_names(path) == live
     # and beside `.metadata`: both stay
-    save(path, seed=3)
+    save_model(path, seed=3)
     make_old(*path.iterdir())
-    live = names(path)
+    live = file_names(path)
     assert clean_checkpoint(path).orphans == ()
-    assert names(path) == live
+    assert file_names(path) == live
 
 
 @pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
 def test_stock_checkpoint_is_a_root(tmp_path: Path) -> None:
     path = tmp_path / "c"
-    save(path, seed=1)
-    dcp.save(state(2), storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+    save_model(path, seed=1)
+    save_stock(path, model_state(2))
     put(path, "__9_9.distcp")
-    ours = {name for name in names(path) if re.search("[0-9a-f]{32}", name)}
+    ours = {name for name in file_names(path) if re.search("[0-9a-f]{32}", name)}
     assert len(ours) == 2
     make_old(*path.iterdir())
-    live = names(path) - ours
+    live = file_names(path) - ours
     found = clean_checkpoint(path)
     assert removed(found) == ours
     assert found.foreign == ("__9_9.distcp",)
-    assert names(path) == live
+    assert file_names(path) == live
 
 
 # ---- races, one step at a time ----
@@ -506,13 +507,13 @@ def test_a_save_is_about_to_publish_meanwhile(path: Path, monkeypatch: pytest.Mo
     (dead,) = put(path, data_name())
     between(monkeypatch, "list_files", 2, lambda: copy.write_bytes(data), before=True)
     assert removed(clean_checkpoint(path)) == {dead.name}
-    assert left <= names(path)
+    assert left <= file_names(path)
 
 
 def test_an_overwrite_during_the_first_look(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It removes what was listed, and what `.metadata` named when it was read."""
     (dead,) = put(path, data_name())
-    between(monkeypatch, "list_files", 1, lambda: save(path, seed=5), before=False)
+    between(monkeypatch, "list_files", 1, lambda: save_model(path, seed=5), before=False)
     assert removed(clean_checkpoint(path)) == {dead.name}
     assert loaded_seed(path) == 5
 
@@ -521,7 +522,7 @@ def test_an_overwrite_after_the_roots_were_read(path: Path, monkeypatch: pytest.
     """The files that they named are gone: read again, instead of calling it damaged."""
     (dead,) = put(path, data_name())
     shutil.move(data_file_of(path), path.parent / "hidden")
-    between(monkeypatch, "file_nbytes", 2, lambda: save(path, seed=5), before=False)
+    between(monkeypatch, "file_nbytes", 2, lambda: save_model(path, seed=5), before=False)
     assert removed(clean_checkpoint(path)) == {dead.name}
     assert loaded_seed(path) == 5
 
@@ -565,7 +566,7 @@ def test_metadata_goes_before_the_files_that_it_names(path: Path, monkeypatch: p
 def test_random_history(tmp_path: Path, seed: int) -> None:
     """Saves and kills in random order: after each, exactly the orphans of the model go."""
     draw, path = random.Random(seed), tmp_path / "c"
-    save(path, seed=0)
+    save_model(path, seed=0)
     current, dead, young, foreign = 0, set[str](), set[str](), set[str]()
     make_old(*path.iterdir())
     for step in range(1, 12):
@@ -573,7 +574,7 @@ def test_random_history(tmp_path: Path, seed: int) -> None:
         is_young = draw.random() < 0.3
         left = set[str]()
         if event == "save":
-            save(path, seed=step, single_file_per_rank=draw.random() < 0.5)
+            save_model(path, seed=step, single_file_per_rank=draw.random() < 0.5)
             current = step
         elif event == "kill early":
             file_id = new_id()
@@ -582,11 +583,11 @@ def test_random_history(tmp_path: Path, seed: int) -> None:
         elif event == "kill before publish":
             _, left = leave_save(path, seed=step)
         elif event == "kill while removing":
-            keep = {name: (path / name).read_bytes() for name in names(path) if name.endswith(".distcp")}
-            before = names(path)
-            save(path, seed=step)
+            keep = {name: (path / name).read_bytes() for name in file_names(path) if name.endswith(".distcp")}
+            before = file_names(path)
+            save_model(path, seed=step)
             current = step
-            left = {name for name in before - names(path) if name in keep and draw.random() < 0.7}
+            left = {name for name in before - file_names(path) if name in keep and draw.random() < 0.7}
             for name in left:
                 (path / name).write_bytes(keep[name])
         elif event == "temporary":
@@ -594,17 +595,17 @@ def test_random_history(tmp_path: Path, seed: int) -> None:
             put(path, *left)
         else:
             foreign |= {file.name for file in put(path, f"file-{step}", f"__{step}_0.distcp")}
-        make_old(*(path / name for name in names(path) - young))
+        make_old(*(path / name for name in file_names(path) - young))
         if is_young:
             make_old(*(path / name for name in left), days=0)
             young |= left
         else:
             dead |= left
         if draw.random() < 0.5:
-            before = names(path)
+            before = file_names(path)
             assert dead <= before
             found = clean_checkpoint(path)
-            assert removed(found) == dead == before - names(path)
+            assert removed(found) == dead == before - file_names(path)
             assert found.young == len(young)
             dead = set()
         if draw.random() < 0.3:
@@ -612,7 +613,7 @@ def test_random_history(tmp_path: Path, seed: int) -> None:
             dead, young = dead | young, set()
         assert loaded_seed(path) == current
     assert removed(clean_checkpoint(path)) == dead
-    assert foreign <= names(path)
+    assert foreign <= file_names(path)
     assert loaded_seed(path) == current
 
 
@@ -622,7 +623,7 @@ def test_random_history(tmp_path: Path, seed: int) -> None:
 def test_uploads_on_s3(any_s3_store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unfinished uploads of dead saves are aborted; those of other files, and of files with a young one, are not."""
     url, options = any_s3_store
-    save(url, seed=1, **options)
+    save_model(url, seed=1, **options)
     filesystem = open_filesystem(url, storage_options=options)
     file_id, foreign = new_id(), "backup.tar"
     dead = [data_name(), data_name(), ".metadata", f"__{new_id()}.metadata"]
@@ -672,7 +673,7 @@ def test_uploads_that_may_not_be_listed(
     s3_store: S3Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     url, options = s3_store
-    save(url, seed=1, **options)
+    save_model(url, seed=1, **options)
     filesystem = open_filesystem(url, storage_options=options)
 
     def refuse(self: Any) -> list[Any]:
@@ -705,7 +706,7 @@ def steps(tmp_path: Path) -> Path:
     """A good checkpoint, a first save that died, a corrupt checkpoint, one to recover, and folders of others."""
     run_path = tmp_path / "run"
     for step in (1, 3, 4):
-        save(run_path / f"step-{step}", seed=step)
+        save_model(run_path / f"step-{step}", seed=step)
     leave_save(run_path / "step-1", seed=7)
     (run_path / "more" / "step-2").mkdir(parents=True)
     put(run_path / "more" / "step-2", data_name())
@@ -720,7 +721,7 @@ def steps(tmp_path: Path) -> Path:
 
 @pytest.mark.usefixtures("later")
 def test_recursive(steps: Path) -> None:
-    corrupt, kept = names(steps / "step-3"), names(steps / "step-4")
+    corrupt, kept = file_names(steps / "step-3"), file_names(steps / "step-4")
     dry = clean_run(steps, dry_run=True)
     found = clean_run(steps)
     assert [(one.path, len(one.orphans), len(one.recoverable)) for one in found.checkpoints] == [
@@ -732,9 +733,9 @@ def test_recursive(steps: Path) -> None:
     assert found.nbytes == sum(one.nbytes for one in found.checkpoints) > 0
     ((path, error),) = [(one.path, one.error) for one in found.refused]
     assert path == f"{steps}/step-3" and "recover" in error
-    assert names(steps / "more" / "step-2") == set()
-    assert (names(steps / "step-3"), names(steps / "step-4")) == (corrupt, kept)
-    assert names(steps / "logs") == {"log.txt", "__0_0.distcp"}
+    assert file_names(steps / "more" / "step-2") == set()
+    assert (file_names(steps / "step-3"), file_names(steps / "step-4")) == (corrupt, kept)
+    assert file_names(steps / "logs") == {"log.txt", "__0_0.distcp"}
     assert loaded_seed(steps / "step-1") == 1
 
 
@@ -787,7 +788,7 @@ def test_recursive_on_a_checkpoint_itself(path: Path) -> None:
 
 def test_recursive_elsewhere(tmp_path: Path) -> None:
     url = f"plain-moving://{tmp_path}"
-    save(f"{url}/step-1", seed=1)
+    save_model(f"{url}/step-1", seed=1)
     leave_save(tmp_path / "step-1", seed=2)
     make_old(*(tmp_path / "step-1").iterdir())
     (found,) = clean_run(url).checkpoints
@@ -796,7 +797,7 @@ def test_recursive_elsewhere(tmp_path: Path) -> None:
 
 def test_recursive_on_s3(s3_store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
     url, options = s3_store
-    save(f"{url}/step-1", seed=1, **options)
+    save_model(f"{url}/step-1", seed=1, **options)
     filesystem = open_filesystem(f"{url}/step-2", storage_options=options)
     stream = filesystem.open_output(data_name())
     stream.write(bytes(17 << 20))
@@ -818,13 +819,13 @@ def test_command(path: Path) -> None:
     status, output, errors = run("clean", str(path), "--dry-run")
     assert (status, errors) == (0, "")
     assert {line.split()[3].rstrip(",") for line in output.splitlines() if line.startswith("would remove")} == left
-    assert left <= names(path)
+    assert left <= file_names(path)
     status, output, errors = run("clean", str(path))
     assert (status, errors) == (0, "")
     assert {line.split()[2].rstrip(",") for line in output.splitlines() if line.startswith("removed")} == left
     assert re.search(rf"removed {len(left)} orphans, .*; 1 too young to remove\.", output)
     assert "1 unused files of stock DCP kept: __9_9.distcp" in output
-    assert not left & names(path)
+    assert not left & file_names(path)
 
 
 def test_json(path: Path) -> None:
@@ -866,5 +867,5 @@ def test_as_a_command(path: Path) -> None:
     _, left = leave_save(path, seed=2)
     done = forked.execute_module("dcp_nvcomp.cli", "clean", str(path))
     assert (done.returncode, done.stderr) == (0, "")
-    assert not left & names(path)
+    assert not left & file_names(path)
     assert loaded_seed(path) == 1

@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._extension import ZStandard
 from typer.testing import CliRunner
 
-from dcp_nvcomp import NvcompWriter
 from dcp_nvcomp.cli.app import app
 from dcp_nvcomp.errors import (
     CheckpointNotFoundError,
@@ -29,11 +27,12 @@ from dcp_nvcomp.errors import (
 )
 from dcp_nvcomp.maintenance.inspection import Inspection, inspect_checkpoint
 from dcp_nvcomp.saving.stats import SaveStats, Totals
+from tests.checkpoints import data_file, flip, save, save_stock
 from tests.conftest import S3Store
 from tests.faults import forked
 
 
-def state() -> dict[str, Any]:
+def every_kind() -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     return {
         "model": {f"layers.{i}.weight": torch.randn(256, 200, generator=generator).bfloat16() for i in (0, 2, 10)},
@@ -47,17 +46,12 @@ def state() -> dict[str, Any]:
     }
 
 
-def save(path: Path, **options: Any) -> SaveStats:
-    writer = NvcompWriter(path, **options)
-    dcp.save(state(), storage_writer=writer, no_dist=True)
-    assert writer.last_save is not None
-    return writer.last_save
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, SaveStats]:
     path = tmp_path_factory.mktemp("inspect") / "step-1"
-    return path, save(path)
+    stats = save(path, every_kind()).last_save
+    assert stats is not None
+    return path, stats
 
 
 @pytest.fixture
@@ -70,11 +64,6 @@ def run(*arguments: str) -> tuple[int, str, str]:
     result = CliRunner().invoke(app, ["inspect", *arguments])
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result.exit_code, result.stdout, result.stderr
-
-
-def data_file(path: Path) -> Path:
-    (found,) = path.glob("*.distcp")
-    return found
 
 
 # ---- what it shows ----
@@ -111,7 +100,7 @@ def test_keys_come_in_natural_order(saved: tuple[Path, SaveStats]) -> None:
 
 def test_shares_of_a_pack_add_up(tmp_path: Path) -> None:
     tensors = {f"{i:02}": torch.arange(i + 1, dtype=torch.int64) for i in range(30)}
-    dcp.save(tensors, storage_writer=NvcompWriter(tmp_path / "c"), no_dist=True)
+    save(tmp_path / "c", tensors)
     found = inspect_checkpoint(tmp_path / "c")
     assert all(item.packed for item in found.items)
     assert found.totals.uncompressed_nbytes == 8 * 30 * 31 // 2
@@ -175,7 +164,7 @@ def test_only_metadata_and_footers_are_read(copy: Path) -> None:
 
 
 def test_several_files(tmp_path: Path) -> None:
-    save(tmp_path / "c", single_file_per_rank=False, thread_count=3)
+    save(tmp_path / "c", every_kind(), single_file_per_rank=False, thread_count=3)
     found = inspect_checkpoint(tmp_path / "c")
     assert len(found.files) > 1
     assert found.totals.records == len(found.items) == 10
@@ -187,7 +176,7 @@ def test_several_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("extensions", [[], [ZStandard()]], ids=["plain", "zstd"])
 def test_stock_checkpoint(extensions: list[Any], tmp_path: Path) -> None:
     path = tmp_path / "stock"
-    dcp.save(state(), storage_writer=dcp.FileSystemWriter(path, _extensions=extensions), no_dist=True)
+    save_stock(path, every_kind(), _extensions=extensions)
     found = inspect_checkpoint(path)
     codec = "stock-zstd" if extensions else "stock"
     assert (found.layout, list(found.by_codec)) == ("stock", [codec])
@@ -205,7 +194,7 @@ def test_stock_checkpoint(extensions: list[Any], tmp_path: Path) -> None:
 
 def test_missing_stock_file(tmp_path: Path) -> None:
     path = tmp_path / "stock"
-    dcp.save(state(), storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+    save_stock(path, every_kind())
     data_file(path).unlink()
     with pytest.raises(StorageError, match="missing"):
         inspect_checkpoint(path)
@@ -241,10 +230,7 @@ def test_incomplete_checkpoint(copy: Path) -> None:
 
 
 def test_damaged_footer(copy: Path) -> None:
-    file = data_file(copy)
-    data = bytearray(file.read_bytes())
-    data[-100] ^= 1
-    file.write_bytes(data)
+    flip(data_file(copy), -100)
     refused(copy, CorruptDataError, "fails its CRC")
 
 
@@ -260,7 +246,7 @@ def test_missing_file(copy: Path) -> None:
 
 
 def test_file_of_another_save(copy: Path, tmp_path: Path) -> None:
-    save(tmp_path / "other")
+    save(tmp_path / "other", every_kind())
     other, file = data_file(tmp_path / "other"), data_file(copy)
     assert other.stat().st_size == file.stat().st_size
     shutil.copy(other, file)
@@ -301,7 +287,7 @@ def test_options_of_the_reader_are_not_storage_options(name: str, saved: tuple[P
 
 def test_storage_options_reach_the_storage(s3_store: S3Store) -> None:
     url, options = s3_store
-    dcp.save(state(), storage_writer=NvcompWriter(url, **options), no_dist=True)
+    save(url, every_kind(), **options)
     given = [f"{name}={value}" for name, value in options.items() if name != "endpoint_url"]
     given.append("client_kwargs=" + json.dumps({"endpoint_url": options["endpoint_url"]}))
     arguments = [argument for option in given for argument in ("--option", option)]

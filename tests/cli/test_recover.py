@@ -26,7 +26,8 @@ from dcp_nvcomp.maintenance.cleaning import clean_checkpoint
 from dcp_nvcomp.maintenance.recovery import AMBIGUOUS, IMPOSSIBLE, INTACT, RECOVERED, Recovery, recover_checkpoint
 from dcp_nvcomp.maintenance.verification.verify import verify_checkpoint
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
-from tests.cli.checkpoints import data_file, flip, loaded_seed, make_old, names, new_id, run, save, state
+from tests.checkpoints import data_file, file_names, flip, save_stock
+from tests.cli.checkpoints import loaded_seed, make_old, model_state, new_id, run, save_model
 from tests.conftest import S3Store
 from tests.faults import forked
 
@@ -45,14 +46,14 @@ def later(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def contents(path: Path) -> dict[str, bytes]:
-    return {name: (path / name).read_bytes() for name in names(path)}
+    return {name: (path / name).read_bytes() for name in file_names(path)}
 
 
 def leave_orphans(path: Path, seed: int) -> str:
     """Another save's files and its copy of `.metadata`, as a save that was killed right before publishing leaves."""
     other = path.parent / f"other-{new_id()}"
-    save_id = save(other, seed).save_id
-    for name in names(other) - {".metadata"}:
+    save_id = save_model(other, seed).save_id
+    for name in file_names(other) - {".metadata"}:
         shutil.copy(other / name, path / name)
     shutil.rmtree(other)
     return save_id
@@ -70,10 +71,6 @@ def refused(path: Path, outcome: str, save_id: str | None = None) -> Recovery:
     return found
 
 
-def save_stock(path: Path, seed: int) -> None:
-    dcp.save(state(seed), storage_writer=dcp.FileSystemWriter(path), no_dist=True)
-
-
 def move_aside(path: Path) -> str:
     """What a save leaves that was killed, or could not go on, after it moved `.metadata` aside."""
     name = f".metadata.{new_id()}.tmp"
@@ -86,7 +83,7 @@ def move_aside(path: Path) -> str:
 
 
 def test_lost_metadata(path: Path) -> None:
-    stats = save(path, seed=3)
+    stats = save_model(path, seed=3)
     before = contents(path)
     (path / ".metadata").unlink()
     with pytest.raises(CheckpointNotFoundError):
@@ -100,7 +97,7 @@ def test_lost_metadata(path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["empty", "truncated", "flipped", "noise"])
 def test_damaged_metadata(path: Path, damage: str) -> None:
-    stats = save(path, seed=4)
+    stats = save_model(path, seed=4)
     before = contents(path)
     data = before[".metadata"]
     at = data.index(b"storage_data")
@@ -121,7 +118,7 @@ def test_damaged_metadata(path: Path, damage: str) -> None:
 
 def test_on_s3(any_s3_store: S3Store) -> None:
     url, options = any_s3_store
-    stats = save(url, seed=5, **options)
+    stats = save_model(url, seed=5, **options)
     fs, root = fsspec.url_to_fs(url, use_listings_cache=False, **options)
     fs.rm_file(f"{root}/.metadata")
     found = recover_checkpoint(url, storage_options=options)
@@ -132,7 +129,7 @@ def test_on_s3(any_s3_store: S3Store) -> None:
 
 
 def test_as_a_command(path: Path) -> None:
-    save(path, seed=1)
+    save_model(path, seed=1)
     (path / ".metadata").unlink()
     done = forked.execute_module("dcp_nvcomp.cli", "recover", str(path))
     assert (done.returncode, done.stderr) == (0, "")
@@ -142,7 +139,7 @@ def test_as_a_command(path: Path) -> None:
 @pytest.mark.usefixtures("later")
 @pytest.mark.parametrize("cleaned", [False, True])
 def test_a_stock_checkpoint_that_was_moved_aside(path: Path, cleaned: bool) -> None:
-    save_stock(path, seed=3)
+    save_stock(path, model_state(3))
     before = contents(path)
     aside = move_aside(path)
     torn = f".metadata.{new_id()}.tmp"
@@ -167,8 +164,8 @@ def test_a_stock_checkpoint_that_was_moved_aside(path: Path, cleaned: bool) -> N
 @pytest.mark.usefixtures("later")
 def test_a_killed_save_over_a_stock_checkpoint(path: Path) -> None:
     """Both are complete: either may be named, and `clean` keeps both."""
-    save_stock(path, seed=1)
-    stock = names(path) - {".metadata"}
+    save_stock(path, model_state(1))
+    stock = file_names(path) - {".metadata"}
     new = leave_orphans(path, seed=2)
     aside = move_aside(path)
     shutil.copy(path / f"__{new}.metadata", path / f".metadata.{new_id()}.tmp")  # it was to become `.metadata`
@@ -176,7 +173,7 @@ def test_a_killed_save_over_a_stock_checkpoint(path: Path) -> None:
     found = clean_checkpoint(path)
     assert set(found.recoverable) == {new, aside}
     assert [one.kind for one in found.orphans] == ["temporary"]
-    assert names(path) > stock | {aside, f"__{new}.metadata"}
+    assert file_names(path) > stock | {aside, f"__{new}.metadata"}
     listed = refused(path, AMBIGUOUS)
     assert {one.save_id for one in listed.candidates} == {new, aside}
     for save_id, seed in ((aside, 1), (new, 2)):
@@ -188,20 +185,20 @@ def test_a_killed_save_over_a_stock_checkpoint(path: Path) -> None:
 
 @pytest.mark.usefixtures("later")
 def test_a_save_of_ours_whose_copy_is_gone_was_moved_aside(path: Path) -> None:
-    save_id = save(path, seed=3).save_id
+    save_id = save_model(path, seed=3).save_id
     (path / f"__{save_id}.metadata").unlink()
-    before = names(path)
+    before = file_names(path)
     move_aside(path)
     assert clean_checkpoint(path).recoverable == (save_id,)
     found = recover_checkpoint(path, save_id=save_id)
     assert (found.outcome, found.save_id) == (RECOVERED, save_id)
-    assert before <= names(path)
+    assert before <= file_names(path)
     assert loaded_seed(path) == 3
 
 
 @pytest.mark.usefixtures("later")
 def test_what_was_moved_aside_misses_a_file(path: Path) -> None:
-    save_stock(path, seed=3)
+    save_stock(path, model_state(3))
     aside = move_aside(path)
     gone = next(path.glob("*.distcp"))
     gone.unlink()
@@ -213,18 +210,18 @@ def test_what_was_moved_aside_misses_a_file(path: Path) -> None:
 @pytest.mark.usefixtures("later")
 def test_what_was_moved_aside_asks_for_a_global(path: Path) -> None:
     """It may be good, so `clean` keeps it."""
-    save_stock(path, seed=3)
+    save_stock(path, model_state(3))
     aside = move_aside(path)
     (path / aside).write_bytes(pickle.dumps(print))
     make_old(path / aside)
     assert clean_checkpoint(path).orphans == ()
-    assert aside in names(path)
+    assert aside in file_names(path)
     assert refused(path, IMPOSSIBLE).candidates[0].save_id == aside
 
 
 @pytest.mark.parametrize("broken", ["data", "copy"])
 def test_the_only_complete_save_is_taken(path: Path, broken: str) -> None:
-    stats = save(path, seed=1)
+    stats = save_model(path, seed=1)
     other = leave_orphans(path, seed=2)
     (path / ".metadata").unlink()
     if broken == "data":
@@ -242,7 +239,7 @@ def test_the_only_complete_save_is_taken(path: Path, broken: str) -> None:
 
 @pytest.mark.parametrize("state_of_metadata", ["missing", "damaged"])
 def test_several_complete_saves(path: Path, state_of_metadata: str) -> None:
-    stats = save(path, seed=1)
+    stats = save_model(path, seed=1)
     other = leave_orphans(path, seed=2)
     make_old(path / f"__{other}.metadata", days=365)
     if state_of_metadata == "missing":
@@ -251,7 +248,7 @@ def test_several_complete_saves(path: Path, state_of_metadata: str) -> None:
         (path / ".metadata").write_bytes(b"no pickle")
     found = refused(path, AMBIGUOUS)
     assert [one.save_id for one in found.candidates] == [stats.save_id, other]
-    assert all(one.is_complete and one.keys == len(state()) for one in found.candidates)
+    assert all(one.is_complete and one.keys == len(model_state()) for one in found.candidates)
     assert {one.nbytes for one in found.candidates} == {file.stat().st_size for file in path.glob("*.distcp")}
     _, output, _ = run("recover", str(path))
     row = next(line for line in output.splitlines() if line.startswith(other))
@@ -262,7 +259,7 @@ def test_several_complete_saves(path: Path, state_of_metadata: str) -> None:
 
 
 def test_a_named_save_that_is_not_complete(path: Path) -> None:
-    save(path, seed=1)
+    save_model(path, seed=1)
     other = leave_orphans(path, seed=2)
     (path / ".metadata").unlink()
     file = next(path.glob(f"*_{other}.distcp"))
@@ -279,7 +276,7 @@ DAMAGES = ["missing", "truncated", "footer", "swapped"]
 
 @pytest.mark.parametrize("how", DAMAGES)
 def test_no_complete_save(path: Path, how: str) -> None:
-    save(path)
+    save_model(path)
     (path / ".metadata").unlink()
     file = data_file(path)
     if how == "missing":
@@ -289,7 +286,7 @@ def test_no_complete_save(path: Path, how: str) -> None:
     elif how == "footer":
         flip(file, -100)
     else:
-        save(path.parent / "other")
+        save_model(path.parent / "other")
         shutil.copy(data_file(path.parent / "other"), file)
     (candidate,) = refused(path, IMPOSSIBLE).candidates
     (problem,) = candidate.problems
@@ -298,7 +295,7 @@ def test_no_complete_save(path: Path, how: str) -> None:
 
 
 def test_every_missing_file_is_listed(path: Path) -> None:
-    save(path, single_file_per_rank=False)
+    save_model(path, single_file_per_rank=False)
     (path / ".metadata").unlink()
     files = sorted(path.glob("*.distcp"))
     for file in files:
@@ -308,7 +305,7 @@ def test_every_missing_file_is_listed(path: Path) -> None:
 
 
 def test_a_copy_under_another_name(path: Path) -> None:
-    save(path)
+    save_model(path)
     (path / ".metadata").unlink()
     (copy,) = path.glob("__*.metadata")
     copy.rename(path / f"__{new_id()}.metadata")
@@ -326,7 +323,7 @@ def test_nothing_at_all(path: Path) -> None:
 
 @pytest.mark.parametrize("save_id", ["x", "0" * 31, "G" * 32, "../" + "0" * 29])
 def test_a_save_id_that_is_none(path: Path, save_id: str) -> None:
-    save(path)
+    save_model(path)
     with pytest.raises(ConfigurationError, match="32 hexadecimal digits"):
         recover_checkpoint(path, save_id=save_id)
     assert run("recover", str(path), "--save-id", save_id)[0] == 2
@@ -336,7 +333,7 @@ def test_a_save_id_that_is_none(path: Path, save_id: str) -> None:
 
 
 def test_a_good_checkpoint_is_left_alone(path: Path) -> None:
-    stats = save(path, seed=1)
+    stats = save_model(path, seed=1)
     before = contents(path)
     for save_id in (None, stats.save_id):
         found = recover_checkpoint(path, save_id=save_id)
@@ -347,14 +344,14 @@ def test_a_good_checkpoint_is_left_alone(path: Path) -> None:
 
 
 def test_a_good_checkpoint_is_not_replaced_by_a_named_one(path: Path) -> None:
-    save(path, seed=1)
+    save_model(path, seed=1)
     other = leave_orphans(path, seed=2)
     assert "good checkpoint is not replaced" in refused(path, IMPOSSIBLE, other).reason
     assert loaded_seed(path) == 1
 
 
 def test_readable_metadata_that_misses_files_is_replaced_only_by_name(path: Path) -> None:
-    stats = save(path, seed=1)
+    stats = save_model(path, seed=1)
     other = leave_orphans(path, seed=2)
     next(path.glob(f"*_{stats.save_id}.distcp")).unlink()
     refused(path, AMBIGUOUS)
@@ -364,7 +361,7 @@ def test_readable_metadata_that_misses_files_is_replaced_only_by_name(path: Path
 
 def test_metadata_that_asks_for_a_global_is_replaced_only_by_name(path: Path) -> None:
     """It may be good, and need `trusted_globals`."""
-    stats = save(path, seed=1)
+    stats = save_model(path, seed=1)
     (path / ".metadata").write_bytes(b"\x80\x04c__main__\nPlannerData\n.")
     refused(path, AMBIGUOUS)
     assert recover_checkpoint(path, save_id=stats.save_id).outcome == RECOVERED
@@ -373,7 +370,7 @@ def test_metadata_that_asks_for_a_global_is_replaced_only_by_name(path: Path) ->
 
 def test_metadata_that_names_another_place_is_replaced_only_by_name(path: Path) -> None:
     """It may be good but for a byte: stock DCP's has no CRC."""
-    dcp.save(state(1), storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+    save_stock(path, model_state(1))
     other = leave_orphans(path, seed=2)
     data = (path / ".metadata").read_bytes()
     (path / ".metadata").write_bytes(data.replace(b"__0_0.distcp", b"/_0_0.distcp"))
@@ -384,7 +381,7 @@ def test_metadata_that_names_another_place_is_replaced_only_by_name(path: Path) 
 
 def test_a_stock_checkpoint_whose_metadata_was_flipped_on_the_way(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has no CRC that would tell, and the flip can make a path of a name."""
-    dcp.save(state(1), storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+    save_stock(path, model_state(1))
     leave_orphans(path, seed=2)
     before, (real, flips) = contents(path), (PosixFilesystem.read_all, [])
 
@@ -410,7 +407,7 @@ def test_a_stock_checkpoint_whose_metadata_was_flipped_on_the_way(path: Path, mo
 
 
 def test_metadata_of_ranks_is_hidden_only_by_name(path: Path) -> None:
-    dcp.save(state(1), storage_writer=NvcompWriter(path, engine="cpu"), use_collectives=False)
+    dcp.save(model_state(1), storage_writer=NvcompWriter(path, engine="cpu"), use_collectives=False)
     other = leave_orphans(path, seed=2)
     refused(path, AMBIGUOUS)
     assert loaded_seed(path) == 1
@@ -419,7 +416,7 @@ def test_metadata_of_ranks_is_hidden_only_by_name(path: Path) -> None:
 
 
 def test_stock(path: Path) -> None:
-    dcp.save(state(1), storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+    save_stock(path, model_state(1))
     assert recover_checkpoint(path).outcome == INTACT
     data_file(path).unlink()
     assert "is missing" in refused(path, IMPOSSIBLE).reason
@@ -427,7 +424,7 @@ def test_stock(path: Path) -> None:
 
 def test_trouble_with_the_storage_is_not_damage(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even if it passes by: what could not be read once is not replaced by what can be read."""
-    stats = save(path, seed=1)
+    stats = save_model(path, seed=1)
     leave_orphans(path, seed=2)
     next(path.glob(f"*_{stats.save_id}.distcp")).rename(path / "hidden")
     before = contents(path)
@@ -448,7 +445,7 @@ def test_trouble_with_the_storage_is_not_damage(path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize("lost", [True, False])
 def test_a_save_publishes_meanwhile(path: Path, monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
     """Whether `.metadata` was lost or damaged: the save wins."""
-    save(path, seed=1)
+    save_model(path, seed=1)
     if lost:
         (path / ".metadata").unlink()
     else:
@@ -456,7 +453,7 @@ def test_a_save_publishes_meanwhile(path: Path, monkeypatch: pytest.MonkeyPatch,
     real = dcp_nvcomp.maintenance.recovery._publish
 
     def late(*arguments: Any) -> None:
-        save(path, seed=2)
+        save_model(path, seed=2)
         real(*arguments)
 
     monkeypatch.setattr(dcp_nvcomp.maintenance.recovery, "_publish", late)

@@ -22,7 +22,8 @@ from dcp_nvcomp.format.framing import Tables
 from dcp_nvcomp.maintenance.verification.findings import ERROR, WARNING
 from dcp_nvcomp.maintenance.verification.verify import Verification, verify_checkpoint
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
-from tests.cli.checkpoints import change_footer, change_metadata, data_file, flip, names, run, save, state
+from tests.checkpoints import data_file, file_names, flip, save_stock
+from tests.cli.checkpoints import change_footer, change_metadata, model_state, run, save_model
 from tests.conftest import S3Store
 from tests.effort import sampled
 from tests.faults import forked
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("verify") / "step-1"
-    save(path)
+    save_model(path)
     return path
 
 
@@ -107,7 +108,7 @@ def test_usage() -> None:
 
 def test_on_s3(any_s3_store: S3Store) -> None:
     url, options = any_s3_store
-    save(url, **options)
+    save_model(url, **options)
     assert verify_checkpoint(url, full=True, storage_options=options).findings == ()
 
 
@@ -158,7 +159,7 @@ def test_every_bad_block_is_named(copy: Path) -> None:
 
 def test_all_keys_of_a_pack_are_named(copy: Path) -> None:
     text = data_file(copy).read_bytes()
-    at = text.index(state()["bias"].numpy().tobytes()[:2])
+    at = text.index(model_state()["bias"].numpy().tobytes()[:2])
     flip(data_file(copy), at)
     (finding,) = verified(copy).findings
     assert set(finding.fqns) == {"bias", "scale"}
@@ -187,14 +188,14 @@ def test_damaged_file(copy: Path, how: str) -> None:
 
 
 def test_file_of_another_save(copy: Path, tmp_path: Path) -> None:
-    save(tmp_path / "other")
+    save_model(tmp_path / "other")
     shutil.copy(data_file(tmp_path / "other"), data_file(copy))
     (finding,) = verified(copy).findings
     assert "not the one that `.metadata` names" in finding.what
 
 
 def test_other_files_are_checked_all_the_same(tmp_path: Path) -> None:
-    save(tmp_path, single_file_per_rank=False)
+    save_model(tmp_path, single_file_per_rank=False)
     files = sorted(tmp_path.glob("*.distcp"))
     assert len(files) > 2
     files[0].unlink()
@@ -383,7 +384,7 @@ def test_replaced_meanwhile(saved: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
     def read(self: PosixFilesystem, *arguments: Any) -> bytes:
         monkeypatch.undo()
-        save(path, seed=1)
+        save_model(path, seed=1)
         return real(self, *arguments)
 
     monkeypatch.setattr(PosixFilesystem, "read", read)
@@ -396,8 +397,8 @@ def test_replaced_meanwhile(saved: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_metadata_of_ranks(tmp_path: Path) -> None:
-    dcp.save(state(), storage_writer=NvcompWriter(tmp_path, engine="cpu"), use_collectives=False)
-    assert ".metadata" not in names(tmp_path)
+    dcp.save(model_state(), storage_writer=NvcompWriter(tmp_path, engine="cpu"), use_collectives=False)
+    assert ".metadata" not in file_names(tmp_path)
     found = verified(tmp_path, full=True)
     assert (found.findings, found.files) == ((), 1)
     flip(data_file(tmp_path), 20)
@@ -405,7 +406,7 @@ def test_metadata_of_ranks(tmp_path: Path) -> None:
 
 
 def test_metadata_of_a_rank_is_missing(tmp_path: Path) -> None:
-    dcp.save(state(), storage_writer=NvcompWriter(tmp_path, engine="cpu"), use_collectives=False)
+    dcp.save(model_state(), storage_writer=NvcompWriter(tmp_path, engine="cpu"), use_collectives=False)
     shutil.move(tmp_path / "__0.metadata", tmp_path / "__1.metadata")
     found = verified(tmp_path)
     assert ["rank 0 is missing" in finding.what for finding in found.findings] == [True]
@@ -413,11 +414,11 @@ def test_metadata_of_a_rank_is_missing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("extensions", [[], [ZStandard()]], ids=["plain", "zstd"])
 def test_stock(tmp_path: Path, extensions: list[Any]) -> None:
-    dcp.save(state(), storage_writer=dcp.FileSystemWriter(tmp_path, _extensions=extensions), no_dist=True)
+    save_stock(tmp_path, model_state(), _extensions=extensions)
     for full in (False, True):
         found = verified(tmp_path, full=full)
         assert (found.findings, found.layout) == ((), "stock")
-        assert found.blocks == len(state())
+        assert found.blocks == len(model_state())
     assert "no checksums of its own" in run("verify", str(tmp_path))[1]
     file = data_file(tmp_path)
     data = file.read_bytes()
@@ -429,7 +430,7 @@ def test_stock(tmp_path: Path, extensions: list[Any]) -> None:
         file.write_bytes(data[:4] + bytes(8) + data[12:])
         assert not verified(tmp_path).is_sound
     file.unlink()
-    assert len(verified(tmp_path).findings) == len(state())
+    assert len(verified(tmp_path).findings) == len(model_state())
 
 
 class Marked(torch.Tensor):

@@ -63,11 +63,6 @@ on_every_reader = pytest.mark.parametrize("plugin", [ORACLE, OURS, OURS_FROM_STO
 quiet_stock = [pytest.mark.filterwarnings(f"ignore:{message}") for message in STOCK_WARNINGS]
 
 
-def file_names(path: Path) -> set[str]:
-    """The names of everything in a checkpoint's directory."""
-    return {entry.name for entry in path.iterdir()} if path.exists() else set()
-
-
 def cause_of(error: BaseException) -> BaseException:
     """What rank 0 raised inside of a `CheckpointException`."""
     failures: dict[int, tuple[BaseException, Any]] = error.failures  # type: ignore[attr-defined]

@@ -16,37 +16,23 @@ from torch.distributed.checkpoint.staging import AsyncStager, BlockingAsyncStage
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 from dcp_nvcomp import SaveStats, errors
+from tests.checkpoints import assert_holds, file_names
 from tests.distributed.launch import RankPool
 
-from .plugins import OURS, Plugin, cause_of, file_names, on_every_plugin, quiet_stock
+from .plugins import OURS, Plugin, cause_of, on_every_plugin, quiet_stock
 from .sabotage import FailingSavePlanner, Sabotage
-from .values import assert_same_bits, opposite_of, trained
+from .values import trained
 
 pytestmark = quiet_stock
 
 
-def _state(seed: str) -> dict[str, Any]:
+def _nested_state(seed: str) -> dict[str, Any]:
     return {
         "w": trained(torch.float32, (300, 500), seed),
         "view": trained(torch.bfloat16, (100, 100), seed).t()[3:, ::2],
         "nested": {"list": [trained(torch.float32, (5,), seed), 6]},
         "seed": seed,
     }
-
-
-def _assert_holds(reader: Any, seed: str) -> None:
-    expected = _state(seed)
-    state = {
-        "w": opposite_of(expected["w"]),
-        "view": opposite_of(expected["view"]),
-        "nested": {"list": [torch.zeros(5), 0]},
-        "seed": None,
-    }
-    dcp.load(state, storage_reader=reader)
-    assert state["seed"] == seed and state["nested"]["list"][1] == 6
-    assert_same_bits(state["w"], expected["w"], "w")
-    assert_same_bits(state["view"], expected["view"], "view")
-    assert_same_bits(state["nested"]["list"][0], expected["nested"]["list"][0], "nested.list.0")
 
 
 def _default_stager(*, asynchronous: bool) -> DefaultStager:
@@ -81,13 +67,13 @@ def test_training_goes_on_while_the_save_runs(tmp_path: Path, plugin: Plugin, st
     stager: AsyncStager | None = STAGERS[stager_name]()
     writer = plugin.writer(tmp_path / "default")
     for seed in ("one", "two"):
-        state = _state(seed)
+        state = _nested_state(seed)
         upload = _upload_of(
             dcp.async_save(state, storage_writer=writer, checkpoint_id=tmp_path / seed, async_stager=stager)
         )
         _spoil(state)
         upload.result(timeout=180)
-        _assert_holds(plugin.reader(tmp_path / seed), seed)
+        assert_holds(plugin.reader(tmp_path / seed), _nested_state(seed))
     if stager is not None:
         stager.close()
 
@@ -97,7 +83,7 @@ def test_training_goes_on_while_the_save_runs(tmp_path: Path, plugin: Plugin, st
 def test_error_reaches_the_future(tmp_path: Path, plugin: Plugin, stager_name: str) -> None:
     stager: AsyncStager | None = STAGERS[stager_name]()
     response = dcp.async_save(
-        _state("one"),
+        _nested_state("one"),
         storage_writer=plugin.writer(tmp_path),
         planner=FailingSavePlanner("resolve_data"),
         async_stager=stager,
@@ -114,8 +100,8 @@ def test_error_reaches_the_future(tmp_path: Path, plugin: Plugin, stager_name: s
 @on_every_plugin
 @pytest.mark.usefixtures("process_group")
 def test_async_save_with_a_process_group(tmp_path: Path, plugin: Plugin) -> None:
-    dcp.async_save(_state("one"), storage_writer=plugin.writer(tmp_path / "c")).result(timeout=180)
-    _assert_holds(plugin.reader(tmp_path / "c"), "one")
+    dcp.async_save(_nested_state("one"), storage_writer=plugin.writer(tmp_path / "c")).result(timeout=180)
+    assert_holds(plugin.reader(tmp_path / "c"), _nested_state("one"))
 
 
 class _Gate(FailingSavePlanner):
@@ -133,27 +119,29 @@ class _Gate(FailingSavePlanner):
 
 @on_every_plugin
 def test_earlier_checkpoint_loads_while_a_save_to_another_path_runs(tmp_path: Path, plugin: Plugin) -> None:
-    dcp.save(_state("one"), storage_writer=plugin.writer(tmp_path / "one"))
+    dcp.save(_nested_state("one"), storage_writer=plugin.writer(tmp_path / "one"))
     gate = _Gate()
-    upload = _upload_of(dcp.async_save(_state("two"), storage_writer=plugin.writer(tmp_path / "two"), planner=gate))
+    upload = _upload_of(
+        dcp.async_save(_nested_state("two"), storage_writer=plugin.writer(tmp_path / "two"), planner=gate)
+    )
     assert gate.reached.wait(timeout=180)
-    _assert_holds(plugin.reader(tmp_path / "one"), "one")
+    assert_holds(plugin.reader(tmp_path / "one"), _nested_state("one"))
     assert ".metadata" not in file_names(tmp_path / "two")
     gate.open.set()
     upload.result(timeout=180)
-    _assert_holds(plugin.reader(tmp_path / "two"), "two")
+    assert_holds(plugin.reader(tmp_path / "two"), _nested_state("two"))
 
 
 def test_earlier_checkpoint_loads_while_it_is_overwritten(tmp_path: Path) -> None:
     """The stock writer writes over the files that are being read."""
-    dcp.save(_state("one"), storage_writer=OURS.writer(tmp_path))
+    dcp.save(_nested_state("one"), storage_writer=OURS.writer(tmp_path))
     gate = _Gate()
-    upload = _upload_of(dcp.async_save(_state("two"), storage_writer=OURS.writer(tmp_path), planner=gate))
+    upload = _upload_of(dcp.async_save(_nested_state("two"), storage_writer=OURS.writer(tmp_path), planner=gate))
     assert gate.reached.wait(timeout=180)
-    _assert_holds(OURS.reader(tmp_path), "one")
+    assert_holds(OURS.reader(tmp_path), _nested_state("one"))
     gate.open.set()
     upload.result(timeout=180)
-    _assert_holds(OURS.reader(tmp_path), "two")
+    assert_holds(OURS.reader(tmp_path), _nested_state("two"))
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
@@ -161,18 +149,18 @@ def test_two_saves_to_one_path_at_once(tmp_path: Path, overwrite: bool) -> None:
     """The one that began first ends last: one of them holds afterwards, whole."""
     gate = _Gate()
     first = OURS.writer(tmp_path, overwrite=overwrite)
-    upload = _upload_of(dcp.async_save(_state("first"), storage_writer=first, planner=gate))
+    upload = _upload_of(dcp.async_save(_nested_state("first"), storage_writer=first, planner=gate))
     assert gate.reached.wait(timeout=180)
-    dcp.save(_state("second"), storage_writer=OURS.writer(tmp_path, overwrite=overwrite))
-    _assert_holds(OURS.reader(tmp_path), "second")
+    dcp.save(_nested_state("second"), storage_writer=OURS.writer(tmp_path, overwrite=overwrite))
+    assert_holds(OURS.reader(tmp_path), _nested_state("second"))
     gate.open.set()
     error = upload.exception(timeout=180)
     if error is None:
         assert overwrite
-        _assert_holds(OURS.reader(tmp_path), "first")
+        assert_holds(OURS.reader(tmp_path), _nested_state("first"))
     else:
         assert isinstance(cause_of(error), (errors.ConcurrentSaveError, errors.CheckpointExistsError)), error
-        _assert_holds(OURS.reader(tmp_path), "second")
+        assert_holds(OURS.reader(tmp_path), _nested_state("second"))
 
 
 def _note_save(path: Path, stats: Any) -> None:
@@ -188,26 +176,26 @@ def _save_in_a_process(path: Path, plugin: Plugin) -> None:
         dcp.async_save, storage_writer=writer, async_checkpointer_type=AsyncCheckpointerType.PROCESS
     )
     for seed in ("one", "two"):
-        state = _state(seed)
+        state = _nested_state(seed)
         response = save(state, checkpoint_id=path / seed)
         _spoil(state)
         metadata = _upload_of(response).result(timeout=180)
         assert set(metadata.state_dict_metadata) == {"w", "view", "nested.list.0", "nested.list.1", "seed"}
-        _assert_holds(plugin.reader(path / seed), seed)
+        assert_holds(plugin.reader(path / seed), _nested_state(seed))
         if plugin == OURS:
             stats = pickle.loads(from_child.read_bytes())
             assert SaveStats.of(metadata) == stats, "and so it is known in this process too"
             assert stats.checkpoint_id == str(path / seed) and stats.uncompressed_nbytes >= 300 * 500 * 4
             assert stats.save_id == plugin.reader(path / seed).read_metadata().storage_meta.save_id
 
-    response = save(_state("three"), checkpoint_id=path / "three", planner=FailingSavePlanner("resolve_data"))
+    response = save(_nested_state("three"), checkpoint_id=path / "three", planner=FailingSavePlanner("resolve_data"))
     error = _upload_of(response).exception(timeout=180)
     assert isinstance(error, dcp.CheckpointException) and isinstance(cause_of(error), Sabotage), repr(error)
     assert ".metadata" not in file_names(path / "three")
 
-    response = save(_state("four"), checkpoint_id=path / "four")
+    response = save(_nested_state("four"), checkpoint_id=path / "four")
     _upload_of(response).result(timeout=180)
-    _assert_holds(plugin.reader(path / "four"), "four")
+    assert_holds(plugin.reader(path / "four"), _nested_state("four"))
 
 
 @on_every_plugin
@@ -220,5 +208,5 @@ def test_writer_and_reader_are_picklable_before_and_after_use(tmp_path: Path, pl
     writer, reader = plugin.writer(tmp_path), plugin.reader(tmp_path)
     for seed in ("one", "two"):
         writer, reader = pickle.loads(pickle.dumps((writer, reader)))
-        dcp.save(_state(seed), storage_writer=writer)
-        _assert_holds(reader, seed)
+        dcp.save(_nested_state(seed), storage_writer=writer)
+        assert_holds(reader, _nested_state(seed))

@@ -12,23 +12,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from .plugins import OURS, Plugin, file_names, on_every_plugin, quiet_stock
-from .values import assert_same_bits, opposite_of, trained
+from tests.checkpoints import assert_holds, file_names
+from tests.states import assert_same_bits
+
+from .plugins import OURS, Plugin, on_every_plugin, quiet_stock
+from .values import trained_state
 
 pytestmark = quiet_stock
-
-
-def _state(seed: str) -> dict[str, Any]:
-    return {"w": trained(torch.float32, (300, 500), seed), "b": trained(torch.bfloat16, (5,), seed), "seed": seed}
-
-
-def _assert_holds(reader: Any, seed: str) -> None:
-    expected = _state(seed)
-    state = {"w": opposite_of(expected["w"]), "b": opposite_of(expected["b"]), "seed": None}
-    dcp.load(state, storage_reader=reader)
-    assert state["seed"] == seed
-    assert_same_bits(state["w"], expected["w"])
-    assert_same_bits(state["b"], expected["b"])
 
 
 class CachingPlanner(DefaultSavePlanner):
@@ -60,18 +50,18 @@ def test_cached_plans(tmp_path: Path, plugin: Plugin, paths: tuple[str, ...], ne
     for seed, path in zip(("one", "two", "three"), paths, strict=True):
         if new_writers:
             writer = plugin.writer(tmp_path / path)
-        dcp.save(_state(seed), storage_writer=writer, checkpoint_id=tmp_path / path, planner=CachingPlanner())
+        dcp.save(trained_state(seed), storage_writer=writer, checkpoint_id=tmp_path / path, planner=CachingPlanner())
         holds[path] = seed
         for saved_path, saved_seed in holds.items():
-            _assert_holds(plugin.reader(tmp_path / saved_path), saved_seed)
+            assert_holds(plugin.reader(tmp_path / saved_path), trained_state(saved_seed))
 
 
 @on_every_plugin
 def test_cached_plan_that_changes(tmp_path: Path, plugin: Plugin) -> None:
-    dcp.save(_state("one"), storage_writer=plugin.writer(tmp_path / "a"), planner=CachingPlanner())
-    wider = {**_state("two"), "new": torch.arange(9)}
+    dcp.save(trained_state("one"), storage_writer=plugin.writer(tmp_path / "a"), planner=CachingPlanner())
+    wider = {**trained_state("two"), "new": torch.arange(9)}
     dcp.save(wider, storage_writer=plugin.writer(tmp_path / "b"), planner=CachingPlanner())
-    _assert_holds(plugin.reader(tmp_path / "b"), "two")
+    assert_holds(plugin.reader(tmp_path / "b"), trained_state("two"))
     state = {"new": torch.zeros(9, dtype=torch.int64)}
     dcp.load(state, storage_reader=plugin.reader(tmp_path / "b"))
     assert_same_bits(state["new"], torch.arange(9))
@@ -91,11 +81,11 @@ class _FailsOnSecondSave(CachingPlanner):
 
 def test_cached_plan_after_a_failure(tmp_path: Path) -> None:
     writer = OURS.writer(tmp_path)
-    dcp.save(_state("one"), storage_writer=writer, planner=_FailsOnSecondSave(False))
+    dcp.save(trained_state("one"), storage_writer=writer, planner=_FailsOnSecondSave(False))
     before = file_names(tmp_path)
     with pytest.raises(dcp.CheckpointException, match="no data today"):
-        dcp.save(_state("two"), storage_writer=writer, planner=_FailsOnSecondSave(True))
+        dcp.save(trained_state("two"), storage_writer=writer, planner=_FailsOnSecondSave(True))
     assert file_names(tmp_path) == before
-    _assert_holds(OURS.reader(tmp_path), "one")
-    dcp.save(_state("three"), storage_writer=writer, planner=_FailsOnSecondSave(False))
-    _assert_holds(OURS.reader(tmp_path), "three")
+    assert_holds(OURS.reader(tmp_path), trained_state("one"))
+    dcp.save(trained_state("three"), storage_writer=writer, planner=_FailsOnSecondSave(False))
+    assert_holds(OURS.reader(tmp_path), trained_state("three"))

@@ -15,34 +15,27 @@ import torch.distributed.checkpoint as dcp
 from fsspec.implementations.memory import MemoryFileSystem
 
 from dcp_nvcomp import errors
+from tests.checkpoints import assert_holds, data_file, file_names, flip
 from tests.distributed.launch import RankFailure, RankPool
+from tests.states import assert_same_bits, opposite_of
 
-from .plugins import ORACLE, OURS, Plugin, cause_of, file_names, on_every_plugin, on_every_reader, quiet_stock
+from .plugins import ORACLE, OURS, Plugin, cause_of, on_every_plugin, on_every_reader, quiet_stock
 from .sabotage import LOAD_STEPS, SAVE_STEPS, FailingLoadPlanner, FailingSavePlanner, Sabotage, Unsaveable
-from .values import assert_same_bits, opposite_of, trained
+from .values import trained
 
 pytestmark = quiet_stock
 
 
-def _state(seed: str) -> dict[str, Any]:
+def _four_tensors(seed: str) -> dict[str, Any]:
     tensors: dict[str, Any] = {f"w{n}": trained(torch.float32, (200, 300 + n), seed) for n in range(4)}
     return {**tensors, "seed": seed}
-
-
-def _assert_holds(reader: Any, seed: str) -> None:
-    expected = _state(seed)
-    state = {key: opposite_of(value) if key != "seed" else None for key, value in expected.items()}
-    dcp.load(state, storage_reader=reader)
-    assert state.pop("seed") == expected.pop("seed")
-    for key, value in expected.items():
-        assert_same_bits(state[key], value, key)
 
 
 @on_every_plugin
 @pytest.mark.parametrize("step", SAVE_STEPS)
 def test_failed_save_publishes_nothing(tmp_path: Path, plugin: Plugin, step: str) -> None:
     with pytest.raises(dcp.CheckpointException) as caught:
-        dcp.save(_state("one"), storage_writer=plugin.writer(tmp_path), planner=FailingSavePlanner(step))
+        dcp.save(_four_tensors("one"), storage_writer=plugin.writer(tmp_path), planner=FailingSavePlanner(step))
     assert isinstance(cause_of(caught.value), Sabotage)
     assert ".metadata" not in file_names(tmp_path)
     with pytest.raises(dcp.CheckpointException):
@@ -59,28 +52,28 @@ def test_failed_save_publishes_nothing(tmp_path: Path, plugin: Plugin, step: str
 def test_failed_save_harms_nothing(tmp_path: Path, step: str, thread_count: int, single_file_per_rank: bool) -> None:
     """Stock DCP overwrites in place and can't promise this."""
     writer = OURS.writer(tmp_path, thread_count=thread_count, single_file_per_rank=single_file_per_rank)
-    dcp.save(_state("one"), storage_writer=writer)
+    dcp.save(_four_tensors("one"), storage_writer=writer)
     before = {name: (tmp_path / name).read_bytes() for name in file_names(tmp_path)}
     with pytest.raises(dcp.CheckpointException) as caught:
-        dcp.save(_state("two"), storage_writer=writer, planner=FailingSavePlanner(step))
+        dcp.save(_four_tensors("two"), storage_writer=writer, planner=FailingSavePlanner(step))
     assert isinstance(cause_of(caught.value), Sabotage)
     assert {name: (tmp_path / name).read_bytes() for name in file_names(tmp_path)} == before
-    _assert_holds(OURS.reader(tmp_path), "one")
-    dcp.save(_state("three"), storage_writer=writer)
-    _assert_holds(OURS.reader(tmp_path), "three")
+    assert_holds(OURS.reader(tmp_path), _four_tensors("one"))
+    dcp.save(_four_tensors("three"), storage_writer=writer)
+    assert_holds(OURS.reader(tmp_path), _four_tensors("three"))
 
 
 @pytest.mark.parametrize("step", SAVE_STEPS)
 def test_failed_first_save_leaves_no_file(tmp_path: Path, step: str) -> None:
     with pytest.raises(dcp.CheckpointException):
-        dcp.save(_state("one"), storage_writer=OURS.writer(tmp_path), planner=FailingSavePlanner(step))
+        dcp.save(_four_tensors("one"), storage_writer=OURS.writer(tmp_path), planner=FailingSavePlanner(step))
     assert file_names(tmp_path) == set()
 
 
 @on_every_plugin
 def test_object_that_can_not_be_pickled(tmp_path: Path, plugin: Plugin) -> None:
     with pytest.raises(dcp.CheckpointException) as caught:
-        dcp.save({**_state("one"), "bad": Unsaveable()}, storage_writer=plugin.writer(tmp_path))
+        dcp.save({**_four_tensors("one"), "bad": Unsaveable()}, storage_writer=plugin.writer(tmp_path))
     assert isinstance(cause_of(caught.value), Sabotage)
     assert ".metadata" not in file_names(tmp_path)
 
@@ -90,12 +83,12 @@ def test_last_save_stays_that_of_the_last_save_that_succeeded_or_none(tmp_path: 
     told: list[Any] = []
     writer = plugin.writer(tmp_path, on_save=told.append)
     with pytest.raises(dcp.CheckpointException):
-        dcp.save(_state("one"), storage_writer=writer, planner=FailingSavePlanner("resolve_data"))
+        dcp.save(_four_tensors("one"), storage_writer=writer, planner=FailingSavePlanner("resolve_data"))
     assert writer.last_save is None and told == []
-    dcp.save(_state("two"), storage_writer=writer)
+    dcp.save(_four_tensors("two"), storage_writer=writer)
     succeeded = writer.last_save
     with pytest.raises(dcp.CheckpointException):
-        dcp.save(_state("three"), storage_writer=writer, planner=FailingSavePlanner("resolve_data"))
+        dcp.save(_four_tensors("three"), storage_writer=writer, planner=FailingSavePlanner("resolve_data"))
     assert writer.last_save in (None, succeeded) and told == [succeeded]
 
 
@@ -103,7 +96,7 @@ def test_last_save_stays_that_of_the_last_save_that_succeeded_or_none(tmp_path: 
 def test_target_that_can_not_be_written(tmp_path: Path, plugin: Plugin) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(dcp.CheckpointException) as caught:
-        dcp.save(_state("one"), storage_writer=plugin.writer(tmp_path / "file" / "c"))
+        dcp.save(_four_tensors("one"), storage_writer=plugin.writer(tmp_path / "file" / "c"))
     assert isinstance(cause_of(caught.value), OSError)
     assert (tmp_path / "file").read_text() == "in the way"
     if plugin == OURS:
@@ -144,19 +137,19 @@ def test_full_disk(single_file_per_rank: bool) -> None:
     fsspec.register_implementation("tight", TightFileSystem, clobber=True)
     writer = OURS.writer("tight://run/c", thread_count=4, single_file_per_rank=single_file_per_rank)
     TightFileSystem.room = 10 << 20
-    dcp.save(_state("one"), storage_writer=writer)
+    dcp.save(_four_tensors("one"), storage_writer=writer)
     before = dict(TightFileSystem.store)
     TightFileSystem.room = 500_000
     with pytest.raises(dcp.CheckpointException) as caught:
-        dcp.save(_state("two"), storage_writer=writer)
+        dcp.save(_four_tensors("two"), storage_writer=writer)
     error = cause_of(caught.value)
     assert isinstance(error, errors.StorageError) and error.errno == errno.ENOSPC
     assert "full" in str(error) and error.path is not None and "run/c" in error.path
     assert TightFileSystem.store == before
-    _assert_holds(OURS.reader("tight://run/c"), "one")
+    assert_holds(OURS.reader("tight://run/c"), _four_tensors("one"))
     TightFileSystem.room = 10 << 20
-    dcp.save(_state("three"), storage_writer=writer)
-    _assert_holds(OURS.reader("tight://run/c"), "three")
+    dcp.save(_four_tensors("three"), storage_writer=writer)
+    assert_holds(OURS.reader("tight://run/c"), _four_tensors("three"))
 
 
 class _KilledPlanner(FailingSavePlanner):
@@ -170,31 +163,33 @@ class _KilledPlanner(FailingSavePlanner):
 
 
 def _save_and_die(path: Path) -> None:
-    dcp.save(_state("two"), storage_writer=OURS.writer(path), planner=_KilledPlanner("resolve_data", survivors=3))
+    dcp.save(
+        _four_tensors("two"), storage_writer=OURS.writer(path), planner=_KilledPlanner("resolve_data", survivors=3)
+    )
 
 
 def test_killed_save_harms_nothing(tmp_path: Path, single_rank: RankPool) -> None:
     writer = OURS.writer(tmp_path, single_file_per_rank=False)
-    dcp.save(_state("one"), storage_writer=writer)
+    dcp.save(_four_tensors("one"), storage_writer=writer)
     with pytest.raises(RankFailure, match="died"):
         single_rank.run(_save_and_die, tmp_path)
-    _assert_holds(OURS.reader(tmp_path), "one")
-    dcp.save(_state("three"), storage_writer=writer)
-    _assert_holds(OURS.reader(tmp_path), "three")
+    assert_holds(OURS.reader(tmp_path), _four_tensors("one"))
+    dcp.save(_four_tensors("three"), storage_writer=writer)
+    assert_holds(OURS.reader(tmp_path), _four_tensors("three"))
 
 
 @on_every_reader
 @pytest.mark.parametrize("step", LOAD_STEPS)
 def test_failed_load_raises_and_changes_nothing_on_disk(tmp_path: Path, plugin: Plugin, step: str) -> None:
-    dcp.save(_state("one"), storage_writer=plugin.writer(tmp_path))
+    dcp.save(_four_tensors("one"), storage_writer=plugin.writer(tmp_path))
     before = {name: (tmp_path / name).read_bytes() for name in file_names(tmp_path)}
     reader = plugin.reader(tmp_path)
-    state = {key: opposite_of(value) if key != "seed" else None for key, value in _state("one").items()}
+    state = {key: opposite_of(value) if key != "seed" else None for key, value in _four_tensors("one").items()}
     with pytest.raises(dcp.CheckpointException) as caught:
         dcp.load(state, storage_reader=reader, planner=FailingLoadPlanner(step))
     assert isinstance(cause_of(caught.value), Sabotage)
     assert {name: (tmp_path / name).read_bytes() for name in file_names(tmp_path)} == before
-    _assert_holds(reader, "one")
+    assert_holds(reader, _four_tensors("one"))
 
 
 @pytest.mark.parametrize("step", ["read_metadata", "dcp.load"])
@@ -212,7 +207,7 @@ def test_missing_checkpoint(tmp_path: Path, step: str) -> None:
 
 
 def test_incomplete_checkpoint(tmp_path: Path) -> None:
-    dcp.save(_state("one"), storage_writer=OURS.writer(tmp_path))
+    dcp.save(_four_tensors("one"), storage_writer=OURS.writer(tmp_path))
     (tmp_path / ".metadata").unlink()
     with pytest.raises(errors.IncompleteCheckpointError, match="(?i)never finished|incomplete|did not finish"):
         OURS.reader(tmp_path).read_metadata()
@@ -220,27 +215,22 @@ def test_incomplete_checkpoint(tmp_path: Path) -> None:
         dcp.load({"seed": None}, storage_reader=OURS.reader(tmp_path))
 
 
-def _data_file(path: Path) -> Path:
-    return next(entry for entry in path.iterdir() if entry.suffix == ".distcp")
-
-
 def test_error_of_a_load_says_that_the_destinations_are_undefined(tmp_path: Path) -> None:
-    dcp.save(_state("one"), storage_writer=OURS.writer(tmp_path))
-    data = bytearray(_data_file(tmp_path).read_bytes())
-    data[len(data) // 3] ^= 1
-    _data_file(tmp_path).write_bytes(data)
-    state = {key: torch.zeros_like(value) for key, value in _state("one").items() if key != "seed"}
+    dcp.save(_four_tensors("one"), storage_writer=OURS.writer(tmp_path))
+    position = data_file(tmp_path).stat().st_size // 3
+    flip(data_file(tmp_path), position)
+    state = {key: torch.zeros_like(value) for key, value in _four_tensors("one").items() if key != "seed"}
     with pytest.raises(dcp.CheckpointException, match="undefined") as caught:
         dcp.load(state, storage_reader=OURS.reader(tmp_path))
     error = cause_of(caught.value)
     assert isinstance(error, errors.CorruptDataError)
     assert error.path is not None and error.path.endswith(".distcp") and error.fqn is not None
-    assert error.byte_range is not None and error.byte_range[0] <= len(data) // 3 < error.byte_range[1]
+    assert error.byte_range is not None and error.byte_range[0] <= position < error.byte_range[1]
 
 
 def test_missing_data_file(tmp_path: Path) -> None:
-    dcp.save(_state("one"), storage_writer=OURS.writer(tmp_path))
-    missing = _data_file(tmp_path)
+    dcp.save(_four_tensors("one"), storage_writer=OURS.writer(tmp_path))
+    missing = data_file(tmp_path)
     missing.unlink()
     with pytest.raises(dcp.CheckpointException, match=missing.name) as caught:
         dcp.load({"w0": torch.zeros(200, 300)}, storage_reader=OURS.reader(tmp_path))
@@ -250,8 +240,8 @@ def test_missing_data_file(tmp_path: Path) -> None:
 def test_data_file_of_another_save(tmp_path: Path) -> None:
     """The same layout, the same sizes, other values: found out before a tensor is touched."""
     for seed in ("one", "two"):
-        dcp.save(_state(seed), storage_writer=OURS.writer(tmp_path / seed, codec="none"))
-    _data_file(tmp_path / "one").write_bytes(_data_file(tmp_path / "two").read_bytes())
+        dcp.save(_four_tensors(seed), storage_writer=OURS.writer(tmp_path / seed, codec="none"))
+    data_file(tmp_path / "one").write_bytes(data_file(tmp_path / "two").read_bytes())
     destination = torch.full((200, 300), 5.0)
     with pytest.raises(dcp.CheckpointException) as caught:
         dcp.load({"w0": destination}, storage_reader=OURS.reader(tmp_path / "one"))
@@ -289,7 +279,7 @@ def test_bad_option_is_refused_before_anything_happens(tmp_path: Path, case: str
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the device")
 def test_ans_without_a_gpu_says_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises((errors.CodecUnavailableError, dcp.CheckpointException), match="(?i)ans") as caught:
-        dcp.save(_state("one"), storage_writer=OURS.writer(tmp_path, codec="ans"))
+        dcp.save(_four_tensors("one"), storage_writer=OURS.writer(tmp_path, codec="ans"))
     error = caught.value if isinstance(caught.value, Exception) else cause_of(caught.value)
     assert isinstance(error, errors.CodecUnavailableError)
     assert "CUDA" in str(error)
@@ -299,7 +289,7 @@ def test_ans_without_a_gpu_says_what_is_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("plugin", [ORACLE], ids=str)
 def test_the_sabotage_is_what_fails(tmp_path: Path, plugin: Plugin) -> None:
     """Without a step to fail at, the failing planners are the default ones."""
-    dcp.save(_state("one"), storage_writer=plugin.writer(tmp_path), planner=FailingSavePlanner("nothing"))
-    state = {key: opposite_of(value) if key != "seed" else None for key, value in _state("one").items()}
+    dcp.save(_four_tensors("one"), storage_writer=plugin.writer(tmp_path), planner=FailingSavePlanner("nothing"))
+    state = {key: opposite_of(value) if key != "seed" else None for key, value in _four_tensors("one").items()}
     dcp.load(state, storage_reader=plugin.reader(tmp_path), planner=FailingLoadPlanner("nothing"))
-    assert_same_bits(state["w3"], _state("one")["w3"])
+    assert_same_bits(state["w3"], _four_tensors("one")["w3"])

@@ -14,26 +14,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dcp_nvcomp import errors
+from tests.checkpoints import assert_holds
 from tests.distributed.launch import RankPool
+from tests.states import assert_same, assert_same_bits, blank, opposite_of
 
 from .plugins import OURS, OURS_FROM_STOCK, Plugin, cause_of, quiet_stock
 from .sabotage import FailingSavePlanner, Sabotage
-from .states import assert_same_state, blank
-from .values import all_values, assert_same_bits, opposite_of, trained
+from .values import all_values, trained, trained_state
 
 pytestmark = [pytest.mark.s3, *quiet_stock]
 
 S3Store = tuple[str, dict[str, Any]]
 
 
-def _state(seed: str) -> dict[str, Any]:
-    return {"w": trained(torch.float32, (900, 700), seed), "b": trained(torch.bfloat16, (77,), seed), "seed": seed}
-
-
-def _assert_holds(reader: Any, seed: str, **options: Any) -> None:
-    state = blank(_state(seed))
-    dcp.load(state, storage_reader=reader, **options)
-    assert_same_state(state, _state(seed))
+def _state_of_blocks(seed: str) -> dict[str, Any]:
+    return {**trained_state(seed), "w": trained(torch.float32, (900, 700), seed)}
 
 
 def _names(store: S3Store) -> set[str]:
@@ -48,20 +43,20 @@ def test_every_value(any_s3_store: S3Store, plugin: Plugin) -> None:
     dcp.save(all_values(), storage_writer=plugin.writer(url, **options))
     state = blank(all_values())
     dcp.load(state, storage_reader=plugin.reader(url, **options))
-    assert_same_state(state, all_values())
+    assert_same(state, all_values())
 
 
 def test_overwrite_and_checkpoint_id(any_s3_store: S3Store) -> None:
     url, options = any_s3_store
     writer, reader = OURS.writer(f"{url}/a", **options), OURS.reader(f"{url}/a", **options)
     for seed in ("one", "two"):
-        dcp.save(_state(seed), storage_writer=writer)
-        _assert_holds(reader, seed)
-    dcp.save(_state("three"), storage_writer=writer, checkpoint_id=f"{url}/b")
-    _assert_holds(reader, "two")
-    _assert_holds(reader, "three", checkpoint_id=f"{url}/b")
+        dcp.save(_state_of_blocks(seed), storage_writer=writer)
+        assert_holds(reader, _state_of_blocks(seed))
+    dcp.save(_state_of_blocks("three"), storage_writer=writer, checkpoint_id=f"{url}/b")
+    assert_holds(reader, _state_of_blocks("two"))
+    assert_holds(reader, _state_of_blocks("three"), checkpoint_id=f"{url}/b")
     with pytest.raises(dcp.CheckpointException) as caught:
-        dcp.save(_state("four"), storage_writer=OURS.writer(f"{url}/a", overwrite=False, **options))
+        dcp.save(_state_of_blocks("four"), storage_writer=OURS.writer(f"{url}/a", overwrite=False, **options))
     assert isinstance(cause_of(caught.value), errors.CheckpointExistsError)
 
 
@@ -69,15 +64,15 @@ def test_failed_save(any_s3_store: S3Store) -> None:
     url, options = any_s3_store
     writer = OURS.writer(url, **options)
     with pytest.raises(dcp.CheckpointException):
-        dcp.save(_state("one"), storage_writer=writer, planner=FailingSavePlanner("resolve_data"))
+        dcp.save(_state_of_blocks("one"), storage_writer=writer, planner=FailingSavePlanner("resolve_data"))
     assert _names(any_s3_store) == set()
-    dcp.save(_state("two"), storage_writer=writer)
+    dcp.save(_state_of_blocks("two"), storage_writer=writer)
     before = _names(any_s3_store)
     with pytest.raises(dcp.CheckpointException) as caught:
-        dcp.save(_state("three"), storage_writer=writer, planner=FailingSavePlanner("resolve_data"))
+        dcp.save(_state_of_blocks("three"), storage_writer=writer, planner=FailingSavePlanner("resolve_data"))
     assert isinstance(cause_of(caught.value), Sabotage)
     assert _names(any_s3_store) == before
-    _assert_holds(OURS.reader(url, **options), "two")
+    assert_holds(OURS.reader(url, **options), _state_of_blocks("two"))
 
 
 def test_missing_and_incomplete(any_s3_store: S3Store) -> None:
@@ -85,7 +80,7 @@ def test_missing_and_incomplete(any_s3_store: S3Store) -> None:
     with pytest.raises(errors.CheckpointNotFoundError) as caught:
         OURS.reader(url, **options).read_metadata()
     assert url in str(caught.value) and not isinstance(caught.value, errors.IncompleteCheckpointError)
-    dcp.save(_state("one"), storage_writer=OURS.writer(url, **options))
+    dcp.save(_state_of_blocks("one"), storage_writer=OURS.writer(url, **options))
     s3fs.S3FileSystem(**options, use_listings_cache=False).rm_file(f"{url}/.metadata")
     with pytest.raises(errors.IncompleteCheckpointError):
         OURS.reader(url, **options).read_metadata()
@@ -93,11 +88,11 @@ def test_missing_and_incomplete(any_s3_store: S3Store) -> None:
 
 def test_async_save(any_s3_store: S3Store) -> None:
     url, options = any_s3_store
-    state = _state("one")
+    state = _state_of_blocks("one")
     upload = dcp.async_save(state, storage_writer=OURS.writer(url, **options))
     state["w"].zero_()
     upload.result(timeout=180)
-    _assert_holds(OURS.reader(url, **options), "one")
+    assert_holds(OURS.reader(url, **options), _state_of_blocks("one"))
 
 
 def _sharded(value: torch.Tensor, dim: int) -> Any:
@@ -106,7 +101,7 @@ def _sharded(value: torch.Tensor, dim: int) -> Any:
 
 
 def _save_rows_and_load_columns(url: str, options: dict[str, Any]) -> None:
-    value = _state("one")["w"]
+    value = _state_of_blocks("one")["w"]
     dcp.save({"w": _sharded(value, 0)}, storage_writer=OURS.writer(url, **options))
     state = {"w": _sharded(opposite_of(value), 1)}
     dcp.load(state, storage_reader=OURS.reader(url, **options))
@@ -116,6 +111,6 @@ def _save_rows_and_load_columns(url: str, options: dict[str, Any]) -> None:
 def test_reshard(any_s3_store: S3Store, ranks: RankPool) -> None:
     url, options = any_s3_store
     ranks.run(_save_rows_and_load_columns, url, options, world_size=2)
-    state = {"w": opposite_of(_state("one")["w"])}
+    state = {"w": opposite_of(_state_of_blocks("one")["w"])}
     dcp.load(state, storage_reader=OURS.reader(url, **options))
-    assert_same_bits(state["w"], _state("one")["w"])
+    assert_same_bits(state["w"], _state_of_blocks("one")["w"])

@@ -14,14 +14,15 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 from dcp_nvcomp import errors
+from tests.states import assert_same_bits, opposite_of
 
 from .plugins import ORACLE, OURS, OURS_FROM_STOCK, Plugin, cause_of, on_every_reader, quiet_stock
-from .values import assert_same_bits, opposite_of, random_bits, trained
+from .values import random_bits, trained
 
 pytestmark = quiet_stock
 
 
-def _state() -> dict[str, Any]:
+def _model_and_optimizer() -> dict[str, Any]:
     return {
         "model": {"a": trained(torch.float32, (700, 500)), "b": trained(torch.bfloat16, (33,)), "c": {"d": [1, 2]}},
         "optimizer": {"a": trained(torch.float32, (700, 500), "exp_avg"), "step": torch.tensor(9.0)},
@@ -31,16 +32,16 @@ def _state() -> dict[str, Any]:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path, plugin: Plugin) -> Path:
-    dcp.save(_state(), storage_writer=plugin.writer(tmp_path / "c"))
+    dcp.save(_model_and_optimizer(), storage_writer=plugin.writer(tmp_path / "c"))
     return tmp_path / "c"
 
 
 @on_every_reader
 def test_some_keys(checkpoint: Path, plugin: Plugin) -> None:
-    state: dict[str, Any] = {"model": {"b": opposite_of(_state()["model"]["b"])}, "epoch": None}
+    state: dict[str, Any] = {"model": {"b": opposite_of(_model_and_optimizer()["model"]["b"])}, "epoch": None}
     dcp.load(state, storage_reader=plugin.reader(checkpoint))
     assert state["epoch"] == 3
-    assert_same_bits(state["model"]["b"], _state()["model"]["b"])
+    assert_same_bits(state["model"]["b"], _model_and_optimizer()["model"]["b"])
     assert set(state["model"]) == {"b"}
 
 
@@ -57,18 +58,18 @@ def test_key_that_is_not_there(checkpoint: Path, plugin: Plugin) -> None:
 
 @on_every_reader
 def test_partial_load_leaves_the_missing_alone(checkpoint: Path, plugin: Plugin) -> None:
-    state = {"model": {"x": torch.full((3,), 7.0), "a": opposite_of(_state()["model"]["a"])}, "y": "mine"}
+    state = {"model": {"x": torch.full((3,), 7.0), "a": opposite_of(_model_and_optimizer()["model"]["a"])}, "y": "mine"}
     planner = DefaultLoadPlanner(allow_partial_load=True)
     dcp.load(state, storage_reader=plugin.reader(checkpoint), planner=planner)
     assert_same_bits(state["model"]["x"], torch.full((3,), 7.0))
-    assert_same_bits(state["model"]["a"], _state()["model"]["a"])
+    assert_same_bits(state["model"]["a"], _model_and_optimizer()["model"]["a"])
     assert state["y"] == "mine"
 
 
 @on_every_reader
 def test_keys_without_a_state_dict(checkpoint: Path, plugin: Plugin) -> None:
     loaded = _load_state_dict_from_keys({"model", "epoch"}, storage_reader=plugin.reader(checkpoint))
-    expected = _state()
+    expected = _model_and_optimizer()
     assert set(loaded) == {"model", "epoch"} and loaded["epoch"] == 3 and loaded["model"]["c"] == {"d": [1, 2]}
     for name in ("a", "b"):
         assert_same_bits(loaded["model"][name], expected["model"][name], name)
@@ -151,7 +152,7 @@ def test_other_dtype_is_converted_with_one_warning(
 @pytest.mark.parametrize("rows", [(0, 1), (699, 700), (123, 456)], ids=str)
 def test_some_rows(tmp_path: Path, plugin: Plugin, rows: tuple[int, int]) -> None:
     """What a rank of a larger job asks for: a part of the tensor, here asked for by a planner of its own."""
-    expected = _state()["model"]["a"]
+    expected = _model_and_optimizer()["model"]["a"]
     dcp.save({"a": expected}, storage_writer=plugin.writer(tmp_path))
     start, stop = rows
 

@@ -13,54 +13,43 @@ import torch.distributed.checkpoint as dcp
 from fsspec.implementations.memory import MemoryFileSystem
 
 from dcp_nvcomp import errors
+from tests.checkpoints import assert_holds, file_names
+from tests.states import assert_same_bits
 
-from .plugins import OURS, Plugin, cause_of, file_names, on_every_plugin, quiet_stock
-from .values import assert_same_bits, opposite_of, trained
+from .plugins import OURS, Plugin, cause_of, on_every_plugin, quiet_stock
+from .values import trained_state
 
 pytestmark = quiet_stock
 
 PATTERN = re.compile(r"\.metadata|__[0-9a-f]{32}\.metadata|__0_\d+_[0-9a-f]+\.distcp")
 
 
-def _state(seed: str) -> dict[str, Any]:
-    return {"w": trained(torch.float32, (300, 500), seed), "b": trained(torch.bfloat16, (77,), seed), "seed": seed}
-
-
-def _assert_holds(reader: Any, seed: str, **options: Any) -> None:
-    expected = _state(seed)
-    state = {"w": opposite_of(expected["w"]), "b": opposite_of(expected["b"]), "seed": None}
-    dcp.load(state, storage_reader=reader, **options)
-    assert state["seed"] == seed
-    assert_same_bits(state["w"], expected["w"], "w")
-    assert_same_bits(state["b"], expected["b"], "b")
-
-
 @on_every_plugin
 @pytest.mark.parametrize("kind", [str, Path])
 def test_path_may_be_str_or_path(tmp_path: Path, plugin: Plugin, kind: type) -> None:
-    dcp.save(_state("one"), storage_writer=plugin.writer(kind(tmp_path / "a" / "b c" / "ü")))
-    _assert_holds(plugin.reader(kind(tmp_path / "a" / "b c" / "ü")), "one")
+    dcp.save(trained_state("one"), storage_writer=plugin.writer(kind(tmp_path / "a" / "b c" / "ü")))
+    assert_holds(plugin.reader(kind(tmp_path / "a" / "b c" / "ü")), trained_state("one"))
 
 
 @on_every_plugin
 def test_relative_path(tmp_path: Path, plugin: Plugin, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    dcp.save(_state("one"), storage_writer=plugin.writer("run/step-1"))
-    _assert_holds(plugin.reader("run/step-1"), "one")
+    dcp.save(trained_state("one"), storage_writer=plugin.writer("run/step-1"))
+    assert_holds(plugin.reader("run/step-1"), trained_state("one"))
     assert (tmp_path / "run" / "step-1" / ".metadata").is_file()
 
 
 @on_every_plugin
 def test_overwrite(tmp_path: Path, plugin: Plugin) -> None:
     for seed in ("one", "two", "three"):
-        dcp.save(_state(seed), storage_writer=plugin.writer(tmp_path))
-        _assert_holds(plugin.reader(tmp_path), seed)
+        dcp.save(trained_state(seed), storage_writer=plugin.writer(tmp_path))
+        assert_holds(plugin.reader(tmp_path), trained_state(seed))
 
 
 @on_every_plugin
 def test_overwrite_by_another_state(tmp_path: Path, plugin: Plugin) -> None:
     """What the new checkpoint does not have is gone, and other shapes are fine."""
-    dcp.save({**_state("one"), "old": 1}, storage_writer=plugin.writer(tmp_path))
+    dcp.save({**trained_state("one"), "old": 1}, storage_writer=plugin.writer(tmp_path))
     dcp.save({"w": torch.ones(3)}, storage_writer=plugin.writer(tmp_path))
     state = {"w": torch.zeros(3)}
     dcp.load(state, storage_reader=plugin.reader(tmp_path))
@@ -73,18 +62,18 @@ def test_overwrite_by_another_state(tmp_path: Path, plugin: Plugin) -> None:
 def test_one_writer_and_one_reader_for_many_saves_to_one_path(tmp_path: Path, plugin: Plugin) -> None:
     writer, reader = plugin.writer(tmp_path), plugin.reader(tmp_path)
     for seed in ("one", "two", "three"):
-        dcp.save(_state(seed), storage_writer=writer)
-        _assert_holds(reader, seed)
+        dcp.save(trained_state(seed), storage_writer=writer)
+        assert_holds(reader, trained_state(seed))
 
 
 @on_every_plugin
 def test_one_writer_and_one_reader_for_many_checkpoint_ids(tmp_path: Path, plugin: Plugin) -> None:
     writer, reader = plugin.writer(tmp_path / "default"), plugin.reader(tmp_path / "default")
     for seed in ("one", "two"):
-        dcp.save(_state(seed), storage_writer=writer, checkpoint_id=tmp_path / seed)
-    dcp.save(_state("three"), storage_writer=writer, checkpoint_id=str(tmp_path / "three"))
+        dcp.save(trained_state(seed), storage_writer=writer, checkpoint_id=tmp_path / seed)
+    dcp.save(trained_state("three"), storage_writer=writer, checkpoint_id=str(tmp_path / "three"))
     for seed in ("two", "one", "three"):
-        _assert_holds(reader, seed, checkpoint_id=tmp_path / seed)
+        assert_holds(reader, trained_state(seed), checkpoint_id=tmp_path / seed)
     assert not (tmp_path / "default").exists()
     assert file_names(tmp_path) == {"one", "two", "three"}
 
@@ -92,10 +81,10 @@ def test_one_writer_and_one_reader_for_many_checkpoint_ids(tmp_path: Path, plugi
 @on_every_plugin
 def test_checkpoint_id_stays_until_the_next_one(tmp_path: Path, plugin: Plugin) -> None:
     writer, reader = plugin.writer(tmp_path / "a"), plugin.reader(tmp_path / "a")
-    dcp.save(_state("one"), storage_writer=writer, checkpoint_id=tmp_path / "b")
-    dcp.save(_state("two"), storage_writer=writer)
-    _assert_holds(reader, "two", checkpoint_id=tmp_path / "b")
-    _assert_holds(reader, "two")
+    dcp.save(trained_state("one"), storage_writer=writer, checkpoint_id=tmp_path / "b")
+    dcp.save(trained_state("two"), storage_writer=writer)
+    assert_holds(reader, trained_state("two"), checkpoint_id=tmp_path / "b")
+    assert_holds(reader, trained_state("two"))
     assert file_names(tmp_path) == {"b"}
 
 
@@ -124,12 +113,12 @@ def test_invalid_checkpoint_id(tmp_path: Path, plugin: Plugin) -> None:
 @on_every_plugin
 def test_overwrite_may_be_forbidden(tmp_path: Path, plugin: Plugin) -> None:
     writer = plugin.writer(tmp_path / "c", overwrite=False)
-    dcp.save(_state("one"), storage_writer=writer)
+    dcp.save(trained_state("one"), storage_writer=writer)
     before = file_names(tmp_path / "c")
     with pytest.raises(dcp.CheckpointException) as caught:
-        dcp.save(_state("two"), storage_writer=writer)
+        dcp.save(trained_state("two"), storage_writer=writer)
     assert file_names(tmp_path / "c") == before
-    _assert_holds(plugin.reader(tmp_path / "c"), "one")
+    assert_holds(plugin.reader(tmp_path / "c"), trained_state("one"))
     if plugin == OURS:
         assert isinstance(cause_of(caught.value), errors.CheckpointExistsError)
         assert str(tmp_path / "c") in str(cause_of(caught.value))
@@ -140,13 +129,13 @@ def test_overwrite_may_be_forbidden(tmp_path: Path, plugin: Plugin) -> None:
 def test_urls(tmp_path: Path, plugin: Plugin, url: str) -> None:
     url = url.format(path=tmp_path, name=tmp_path.name)
     for seed in ("one", "two"):
-        dcp.save(_state(seed), storage_writer=plugin.writer(url))
-        _assert_holds(plugin.reader(url), seed)
+        dcp.save(trained_state(seed), storage_writer=plugin.writer(url))
+        assert_holds(plugin.reader(url), trained_state(seed))
 
 
 def test_what_lies_on_disk(tmp_path: Path) -> None:
     writer = OURS.writer(tmp_path, single_file_per_rank=False)
-    dcp.save(_state("one"), storage_writer=writer)
+    dcp.save(trained_state("one"), storage_writer=writer)
     assert all(PATTERN.fullmatch(name) for name in file_names(tmp_path)), file_names(tmp_path)
     save_id = writer.last_save.save_id
     copy = tmp_path / f"__{save_id}.metadata"
@@ -155,9 +144,9 @@ def test_what_lies_on_disk(tmp_path: Path) -> None:
 
 def test_files_of_an_earlier_save_are_never_written_again(tmp_path: Path) -> None:
     writer = OURS.writer(tmp_path)
-    dcp.save(_state("one"), storage_writer=writer)
+    dcp.save(trained_state("one"), storage_writer=writer)
     first = {name: (tmp_path / name).read_bytes() for name in file_names(tmp_path) - {".metadata"}}
-    dcp.save(_state("two"), storage_writer=writer)
+    dcp.save(trained_state("two"), storage_writer=writer)
     for name in first.keys() & file_names(tmp_path):
         assert (tmp_path / name).read_bytes() == first[name], name
     assert not set(writer.last_save.files) & first.keys()
@@ -181,10 +170,10 @@ def test_checkpoint_id_keeps_the_storage_options() -> None:
     fsspec.register_implementation("guarded", GuardedFileSystem, clobber=True)
     writer = OURS.writer("guarded://run/step-1", password="sesame")
     reader = OURS.reader("guarded://run/step-1", password="sesame")
-    dcp.save(_state("one"), storage_writer=writer)
-    dcp.save(_state("two"), storage_writer=writer, checkpoint_id="guarded://run/step-2")
-    _assert_holds(reader, "one")
-    _assert_holds(reader, "two", checkpoint_id="guarded://run/step-2")
+    dcp.save(trained_state("one"), storage_writer=writer)
+    dcp.save(trained_state("two"), storage_writer=writer, checkpoint_id="guarded://run/step-2")
+    assert_holds(reader, trained_state("one"))
+    assert_holds(reader, trained_state("two"), checkpoint_id="guarded://run/step-2")
 
 
 @on_every_plugin
@@ -192,11 +181,11 @@ def test_reader_sees_a_checkpoint_that_came_later(tmp_path: Path, plugin: Plugin
     reader = plugin.reader(tmp_path / "c")
     with pytest.raises(dcp.CheckpointException):
         dcp.load({"seed": None}, storage_reader=reader)
-    dcp.save(_state("one"), storage_writer=plugin.writer(tmp_path / "c"))
-    _assert_holds(reader, "one")
+    dcp.save(trained_state("one"), storage_writer=plugin.writer(tmp_path / "c"))
+    assert_holds(reader, trained_state("one"))
 
 
 def test_checkpoint_may_be_moved(tmp_path: Path) -> None:
-    dcp.save(_state("one"), storage_writer=OURS.writer(tmp_path / "a"))
+    dcp.save(trained_state("one"), storage_writer=OURS.writer(tmp_path / "a"))
     (tmp_path / "a").rename(tmp_path / "b")
-    _assert_holds(OURS.reader(tmp_path / "b"), "one")
+    assert_holds(OURS.reader(tmp_path / "b"), trained_state("one"))

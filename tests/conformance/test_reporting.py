@@ -16,14 +16,15 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 
 from dcp_nvcomp import NvcompReader, NvcompWriter, SaveStats, inspect_checkpoint
+from tests.checkpoints import file_names
 
-from .plugins import OURS, file_names, quiet_stock
+from .plugins import OURS, quiet_stock
 from .values import random_bits, trained
 
 pytestmark = quiet_stock
 
 
-def _state() -> dict[str, Any]:
+def _every_kind() -> dict[str, Any]:
     return {
         "w": trained(torch.bfloat16, (700, 800)),
         "m": trained(torch.float32, (700, 800)),
@@ -34,7 +35,7 @@ def _state() -> dict[str, Any]:
 
 
 def _tensor_nbytes() -> int:
-    return sum(value.nbytes for value in _state().values() if isinstance(value, torch.Tensor))
+    return sum(value.nbytes for value in _every_kind().values() if isinstance(value, torch.Tensor))
 
 
 def _payload_nbytes(value: Any) -> int:
@@ -46,7 +47,7 @@ def _payload_nbytes(value: Any) -> int:
 def test_last_save(tmp_path: Path) -> None:
     writer = OURS.writer(tmp_path)
     assert writer.last_save is None
-    dcp.save(_state(), storage_writer=writer)
+    dcp.save(_every_kind(), storage_writer=writer)
     stats = writer.last_save
     assert dataclasses.is_dataclass(stats)
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -65,7 +66,7 @@ def test_last_save(tmp_path: Path) -> None:
 def test_encoded_size_means_the_same_everywhere(tmp_path: Path) -> None:
     """The blocks alone; headers, footers and the gaps of alignment are in `stored_nbytes` only, as in `inspect`."""
     writer = OURS.writer(tmp_path)
-    dcp.save(_state(), storage_writer=writer)
+    dcp.save(_every_kind(), storage_writer=writer)
     stats, found = writer.last_save, inspect_checkpoint(tmp_path)
     assert stats.encoded_nbytes == stats.totals.encoded_nbytes
     assert stats.encoded_nbytes == pytest.approx(found.totals.encoded_nbytes, abs=4200)
@@ -75,12 +76,12 @@ def test_encoded_size_means_the_same_everywhere(tmp_path: Path) -> None:
 
 def test_totals_add_up(tmp_path: Path) -> None:
     writer = OURS.writer(tmp_path)
-    dcp.save(_state(), storage_writer=writer)
+    dcp.save(_every_kind(), storage_writer=writer)
     stats = writer.last_save
     for totals in (stats.by_codec, stats.by_dtype):
         assert sum(total.uncompressed_nbytes for total in totals.values()) == stats.uncompressed_nbytes
         assert sum(total.encoded_nbytes for total in totals.values()) == stats.encoded_nbytes
-        assert sum(total.records for total in totals.values()) == len(_state())
+        assert sum(total.records for total in totals.values()) == len(_every_kind())
         for total in totals.values():
             assert total.ratio == pytest.approx(total.uncompressed_nbytes / total.encoded_nbytes)
     by_dtype = {name.removeprefix("torch."): total for name, total in stats.by_dtype.items()}
@@ -94,7 +95,7 @@ def test_totals_add_up(tmp_path: Path) -> None:
 
 def test_seconds_of_each_stage(tmp_path: Path) -> None:
     writer = OURS.writer(tmp_path)
-    dcp.save(_state(), storage_writer=writer)
+    dcp.save(_every_kind(), storage_writer=writer)
     stats = writer.last_save
     assert set(stats.seconds) == {"plan", "encode", "write", "commit"}
     assert all(seconds >= 0 for seconds in stats.seconds.values())
@@ -103,7 +104,7 @@ def test_seconds_of_each_stage(tmp_path: Path) -> None:
 
 def test_last_save_is_that_of_the_last(tmp_path: Path) -> None:
     writer = OURS.writer(tmp_path / "a")
-    dcp.save(_state(), storage_writer=writer)
+    dcp.save(_every_kind(), storage_writer=writer)
     first = writer.last_save
     dcp.save({"x": torch.ones(10)}, storage_writer=writer, checkpoint_id=tmp_path / "b")
     assert writer.last_save.save_id != first.save_id
@@ -126,9 +127,9 @@ def test_on_save_gets_it_once_after_the_commit(tmp_path: Path) -> None:
         told.append((stats, (tmp_path / ".metadata").exists()))
 
     writer = OURS.writer(tmp_path, on_save=on_save)
-    dcp.save(_state(), storage_writer=writer)
+    dcp.save(_every_kind(), storage_writer=writer)
     assert told == [(writer.last_save, True)]
-    dcp.save(_state(), storage_writer=writer)
+    dcp.save(_every_kind(), storage_writer=writer)
     assert len(told) == 2 and told[1] == (writer.last_save, True)
 
 
@@ -149,10 +150,10 @@ def test_printed_sizes_fit_the_save(tmp_path: Path, elements: int, printed: str)
 
 def test_stats_of_what_save_returned(tmp_path: Path) -> None:
     writer = OURS.writer(tmp_path)
-    metadata = dcp.save(_state(), storage_writer=writer)
+    metadata = dcp.save(_every_kind(), storage_writer=writer)
     assert SaveStats.of(metadata) == writer.last_save
     assert SaveStats.of(OURS.reader(tmp_path).read_metadata()) is None
-    assert SaveStats.of(dcp.save(_state(), storage_writer=FileSystemWriter(tmp_path / "stock"))) is None
+    assert SaveStats.of(dcp.save(_every_kind(), storage_writer=FileSystemWriter(tmp_path / "stock"))) is None
 
 
 def test_stats_never_get_into_a_checkpoint(tmp_path: Path) -> None:
@@ -161,7 +162,7 @@ def test_stats_never_get_into_a_checkpoint(tmp_path: Path) -> None:
     planner._cached_plans_key = f"test-{tmp_path}"  # the cache is the class's
     writer = OURS.writer(tmp_path)
     for name in "ab":
-        metadata = dcp.save(_state(), storage_writer=writer, checkpoint_id=tmp_path / name, planner=planner)
+        metadata = dcp.save(_every_kind(), storage_writer=writer, checkpoint_id=tmp_path / name, planner=planner)
         assert SaveStats.of(metadata) == writer.last_save
     for path in tmp_path.glob("*/.metadata"):
         assert b"SaveStats" not in path.read_bytes(), path
@@ -207,7 +208,7 @@ def test_url_passwords_stay_out_of_stats_log_and_metadata(caplog: pytest.LogCapt
 def test_one_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="dcp_nvcomp")
     writer = OURS.writer(tmp_path)
-    dcp.save(_state(), storage_writer=writer)
+    dcp.save(_every_kind(), storage_writer=writer)
     lines = [record for record in caplog.records if record.name.split(".")[0] == "dcp_nvcomp"]
     assert len(lines) == 1, [record.getMessage() for record in lines]
     assert lines[0].levelno == logging.INFO
@@ -218,7 +219,7 @@ def test_one_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
 
 
 def test_load_logs_nothing_at_info(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    dcp.save(_state(), storage_writer=OURS.writer(tmp_path))
+    dcp.save(_every_kind(), storage_writer=OURS.writer(tmp_path))
     caplog.set_level(logging.INFO, logger="dcp_nvcomp")
     caplog.clear()
     dcp.load({"step": None}, storage_reader=OURS.reader(tmp_path))
@@ -226,6 +227,6 @@ def test_load_logs_nothing_at_info(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 
 def test_no_bar_without_a_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    dcp.save(_state(), storage_writer=OURS.writer(tmp_path, progress=True))
+    dcp.save(_every_kind(), storage_writer=OURS.writer(tmp_path, progress=True))
     captured = capfd.readouterr()
     assert captured.out == "" and captured.err == ""

@@ -14,9 +14,10 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from tests.states import assert_same, assert_same_bits, blank, opposite_of
+
 from .plugins import OURS, STOCK, Plugin, cause_of, on_every_plugin, on_every_reader, quiet_stock
-from .states import assert_same_state, blank
-from .values import assert_same_bits, opposite_of, trained
+from .values import trained
 
 pytestmark = quiet_stock
 
@@ -42,7 +43,7 @@ def test_nested_state(tmp_path: Path, plugin: Plugin) -> None:
     dcp.save(_nested("first"), storage_writer=plugin.writer(tmp_path))
     state = blank(_nested("first"))
     dcp.load(state, storage_reader=plugin.reader(tmp_path))
-    assert_same_state(state, _nested("first"))
+    assert_same(state, _nested("first"))
 
 
 @on_every_plugin
@@ -52,7 +53,7 @@ def test_state_that_is_not_flattened(tmp_path: Path, plugin: Plugin) -> None:
     dcp.save(state, storage_writer=plugin.writer(tmp_path), planner=DefaultSavePlanner(**flat))
     loaded = {"w": opposite_of(state["w"]), "config": {}}
     dcp.load(loaded, storage_reader=plugin.reader(tmp_path), planner=DefaultLoadPlanner(**flat))
-    assert_same_state(loaded, state)
+    assert_same(loaded, state)
 
 
 @on_every_reader
@@ -99,7 +100,7 @@ def test_stateful(tmp_path: Path, plugin: Plugin) -> None:
     dcp.load({"counter": counter, "module": other}, storage_reader=plugin.reader(tmp_path))
     assert counter.count == 7
     assert_same_bits(counter.table, torch.full((7,), 7.0))
-    assert_same_state(dict(other.state_dict()), dict(module.state_dict()))
+    assert_same(dict(other.state_dict()), dict(module.state_dict()))
 
 
 class _Point:
@@ -134,7 +135,7 @@ def test_python_objects(tmp_path: Path, plugin: Plugin) -> None:
     dcp.save(dict(OBJECTS), storage_writer=plugin.writer(tmp_path))
     state = dict.fromkeys(OBJECTS)
     dcp.load(state, storage_reader=plugin.reader(tmp_path))
-    assert_same_state(state, OBJECTS)
+    assert_same(state, OBJECTS)
 
 
 @on_every_reader
@@ -174,8 +175,8 @@ def test_optimizer_state(tmp_path: Path, plugin: Plugin) -> None:
     state = {"model": other_state, "optimizer": other_optimizer_state}
     dcp.load(state, storage_reader=plugin.reader(tmp_path))
     set_state_dict(other, other_optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    assert_same_state(dict(other.state_dict()), dict(model.state_dict()))
-    assert_same_state(other_optimizer.state_dict(), optimizer.state_dict())
+    assert_same(dict(other.state_dict()), dict(model.state_dict()))
+    assert_same(other_optimizer.state_dict(), optimizer.state_dict())
     assert other_optimizer.param_groups[0]["lr"] == 1.1
 
 
@@ -219,7 +220,7 @@ def test_safe_objects_refuses_to_run_what_was_saved(tmp_path: Path) -> None:
     dcp.save({**plain, "bad": _Grenade(tmp_path / "ran")}, storage_writer=OURS.writer(tmp_path / "c"))
     state: dict[str, Any] = {"numbers": None, "step": None, "w": opposite_of(plain["w"])}
     dcp.load(state, storage_reader=OURS.reader(tmp_path / "c", safe_objects=True))
-    assert_same_state(state, plain)
+    assert_same(state, plain)
     with pytest.raises(dcp.CheckpointException, match="bad"):
         dcp.load({"bad": None}, storage_reader=OURS.reader(tmp_path / "c", safe_objects=True))
     assert not (tmp_path / "ran").exists()

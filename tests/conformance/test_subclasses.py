@@ -11,8 +11,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.utils._pytree import tree_map_only
 
+from tests.states import assert_same_bits, opposite_of
+
 from .plugins import OURS, Plugin, on_every_reader, quiet_stock
-from .values import assert_same_bits, opposite_of, trained
+from .values import trained
 
 pytestmark = quiet_stock
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from tests.states import assert_same, assert_same_bits, blank, opposite_of
+
 from .plugins import ORACLE, OURS, OURS_BY_CODEC, OURS_FROM_STOCK, Plugin, on_every_plugin, on_every_reader, quiet_stock
-from .states import assert_same_state, blank
-from .values import VALUES, all_values, assert_same_bits, opposite_of, trained
+from .values import VALUES, all_values, trained
 
 pytestmark = quiet_stock
 
@@ -167,7 +168,7 @@ def test_budget_smaller_than_the_value(tmp_path: Path, plugin: Plugin, name: str
     dcp.save(expected, storage_writer=plugin.writer(tmp_path, **(budget if plugin.writes == "ours" else {})))
     state = blank(expected)
     dcp.load(state, storage_reader=plugin.reader(tmp_path, **budget))
-    assert_same_state(state, expected)
+    assert_same(state, expected)
 
 
 AMBIENT: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
@@ -203,7 +204,7 @@ def test_settings_of_the_calling_thread_do_not_matter(tmp_path: Path, plugin: Pl
     with AMBIENT[ambient]():
         dcp.save(expected, storage_writer=plugin.writer(tmp_path, thread_count=3))
         dcp.load(state, storage_reader=plugin.reader(tmp_path))
-    assert_same_state(state, expected)
+    assert_same(state, expected)
 
 
 @on_every_plugin

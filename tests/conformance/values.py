@@ -6,8 +6,11 @@ import functools
 import re
 import zlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
+
+from tests.states import raw_bytes
 
 # Every dtype that stock DCP of torch 2.13 can save.
 _DTYPE_NAMES = """
@@ -16,29 +19,6 @@ _DTYPE_NAMES = """
     float16 bfloat16 float32 float64 complex32 complex64 complex128
 """
 DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in re.findall(r"\w+", _DTYPE_NAMES))
-
-
-def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of the tensor's elements in logical order, as a new 1-d uint8 tensor on the CPU."""
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().clone()
-    return plain.reshape(-1).view(torch.uint8)
-
-
-def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, what: str = "tensor") -> None:
-    """Fail unless dtype, shape and every byte agree."""
-    assert actual.dtype == expected.dtype, f"{what}: {actual.dtype} instead of {expected.dtype}"
-    assert actual.shape == expected.shape, f"{what}: {tuple(actual.shape)} instead of {tuple(expected.shape)}"
-    wrong = (raw_bytes(actual) != raw_bytes(expected)).nonzero()
-    if wrong.numel():
-        first = int(wrong[0])
-        raise AssertionError(f"{what}: {wrong.numel()} of {expected.nbytes} bytes differ, the first at {first}")
-
-
-def opposite_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor like this one in which no byte is right yet: a place to load into."""
-    if tensor.dtype == torch.bool:
-        return tensor.detach().logical_not().contiguous()
-    return (~raw_bytes(tensor)).view(tensor.dtype).reshape(tensor.shape).to(tensor.device)
 
 
 def _generator(seed: str) -> torch.Generator:
@@ -58,6 +38,11 @@ def random_bits(dtype: torch.dtype, shape: tuple[int, ...], seed: str = "") -> t
 def trained(dtype: torch.dtype, shape: tuple[int, ...], seed: str = "") -> torch.Tensor:
     """Floats as training leaves them: skewed exponents, random mantissas."""
     return (torch.randn(shape, generator=_generator(f"trained{dtype}{shape}{seed}")) * 0.02).to(dtype)
+
+
+def trained_state(seed: str) -> dict[str, Any]:
+    """Return a large tensor, a small one and an object, all different for each seed."""
+    return {"w": trained(torch.float32, (300, 500), seed), "b": trained(torch.bfloat16, (77,), seed), "seed": seed}
 
 
 def _from_patterns(bits: torch.dtype, dtype: torch.dtype, patterns: list[int]) -> torch.Tensor:

@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.conformance.plugins import Plugin, on_every_plugin, quiet_stock
-from tests.conformance.values import DTYPES, assert_same_bits, opposite_of, random_bits, trained
+from tests.conformance.values import DTYPES, random_bits, trained
+from tests.states import assert_same_bits, opposite_of
 
 from .launch import RankPool
 

@@ -10,8 +10,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import set_state_dict
 
-from tests.conformance.plugins import OURS, STOCK, Plugin, file_names, on_every_plugin, quiet_stock
-from tests.conformance.states import assert_same_state
+from tests.checkpoints import file_names
+from tests.conformance.plugins import OURS, STOCK, Plugin, on_every_plugin, quiet_stock
+from tests.states import assert_same
 
 from .jobs import JOBS, plain, state_of, whole
 from .launch import RankPool
@@ -69,7 +70,7 @@ def test_reshard(
 ) -> None:
     saved = ranks.run(_train_and_save, plugin, tmp_path, saving, world_size=saving_ranks)
     for state in ranks.run(_load_into_another, plugin, tmp_path, loading, world_size=loading_ranks):
-        assert_same_state(state, saved[0])
+        assert_same(state, saved[0])
 
 
 @on_every_plugin
@@ -77,7 +78,7 @@ def test_load_without_a_process_group(ranks: RankPool, tmp_path: Path, plugin: P
     saved = ranks.run(_train_and_save, plugin, tmp_path, "fsdp2+tp")[0]
     state = state_of(*plain(2, CPU))
     dcp.load(state, storage_reader=plugin.reader(tmp_path))
-    assert_same_state(state, saved)
+    assert_same(state, saved)
 
 
 def _save_replicas(plugin: Plugin, path: Path, job: str) -> int:

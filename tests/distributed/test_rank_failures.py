@@ -16,9 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dcp_nvcomp import errors
-from tests.conformance.plugins import OURS, Plugin, file_names, on_every_plugin, quiet_stock
+from tests.checkpoints import file_names, flip
+from tests.conformance.plugins import OURS, Plugin, on_every_plugin, quiet_stock
 from tests.conformance.sabotage import LOAD_STEPS, SAVE_STEPS, FailingLoadPlanner, FailingSavePlanner, Sabotage
-from tests.conformance.values import assert_same_bits, opposite_of, trained
+from tests.conformance.values import trained
+from tests.states import assert_same_bits, opposite_of
 
 from .launch import RankFailure, RankPool
 
@@ -158,9 +160,7 @@ def _save(plugin: Plugin, path: Path) -> None:
 def test_damage_that_one_rank_meets_is_told_to_all(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(_save, OURS, tmp_path, world_size=3)
     (data_file,) = tmp_path.glob("__2_*.distcp")
-    data = bytearray(data_file.read_bytes())
-    data[len(data) // 3] ^= 0x10
-    data_file.write_bytes(data)
+    flip(data_file, data_file.stat().st_size // 3, 0x10)
     for failures in ranks.run(_load_corrupt, tmp_path, world_size=3):
         assert failures.keys() == {2}
         error = failures[2]

@@ -13,9 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dcp_nvcomp import errors
-from tests.conformance.plugins import OURS, Plugin, file_names, on_every_plugin, quiet_stock
+from tests.checkpoints import file_names
+from tests.conformance.plugins import OURS, Plugin, on_every_plugin, quiet_stock
 from tests.conformance.sabotage import FailingSavePlanner, Sabotage
-from tests.conformance.values import assert_same_bits, opposite_of, trained
+from tests.conformance.values import trained
+from tests.states import assert_same_bits, opposite_of
 
 from .launch import RankPool
 

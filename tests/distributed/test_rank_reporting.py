@@ -12,7 +12,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.conformance.plugins import OURS, file_names, quiet_stock
+from tests.checkpoints import file_names
+from tests.conformance.plugins import OURS, quiet_stock
 from tests.conformance.values import trained
 
 from .launch import RankPool

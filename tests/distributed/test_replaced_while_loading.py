@@ -17,7 +17,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from dcp_nvcomp import NvcompReader, errors
 from tests.conformance.plugins import OURS, quiet_stock
-from tests.conformance.values import assert_same_bits, opposite_of, trained
+from tests.conformance.values import trained
+from tests.states import assert_same_bits, opposite_of
 
 from .launch import RankPool
 

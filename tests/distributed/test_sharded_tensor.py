@@ -15,8 +15,8 @@ from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
 from tests.conformance.plugins import Plugin, on_every_plugin, quiet_stock
-from tests.conformance.states import assert_same_state
-from tests.conformance.values import assert_same_bits, opposite_of, trained
+from tests.conformance.values import trained
+from tests.states import assert_same, assert_same_bits, opposite_of
 
 from .jobs import Model, whole
 from .launch import RankPool
@@ -97,7 +97,7 @@ def test_sharded_tensor_as_plain_tensor(ranks: RankPool, tmp_path: Path, plugin:
     ranks.run(_save_cut, plugin, tmp_path, world_size=4)
     state: dict[str, Any] = {"cut": {name: opposite_of(value) for name, value in _values().items()}}
     dcp.load(state, storage_reader=plugin.reader(tmp_path))
-    assert_same_state(state["cut"], _values())
+    assert_same(state["cut"], _values())
 
 
 def _fsdp1(seed: int) -> tuple[FullyShardedDataParallel, torch.optim.Optimizer]:
@@ -150,4 +150,4 @@ def test_fsdp1(
 ) -> None:
     saved = ranks.run(_save_fsdp1, plugin, tmp_path, kind, world_size=saving_ranks)
     for state in ranks.run(_load_fsdp1, plugin, tmp_path, kind, world_size=loading_ranks):
-        assert_same_state(state, saved[0])
+        assert_same(state, saved[0])

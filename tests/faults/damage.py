@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from dcp_nvcomp import NvcompReader, errors
 from dcp_nvcomp.codecs import Bytes, CodecChain, Deflate, Planes, Zstd
-from tests.conformance.states import blank
 from tests.conformance.test_subclasses import HighLow
+from tests.states import blank
 
 from .small import State, save
 

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dcp_nvcomp import NvcompReader, NvcompWriter, errors
-from tests.conformance.values import opposite_of, raw_bytes, trained
+from tests.conformance.values import trained
+from tests.states import opposite_of, raw_bytes
 
 TENSOR_COUNT = 4
 

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
 from dcp_nvcomp import NvcompReader, NvcompWriter, errors
-from tests.conformance.states import assert_same_state, blank
+from tests.states import assert_same, blank
 
 State = dict[str, Any]
 
@@ -49,7 +49,7 @@ def load(path: Path | str, like: State, **options: Any) -> State:
 def same(actual: State, expected: State) -> bool:
     """Whether two states are the same bit for bit."""
     try:
-        assert_same_state(actual, expected)
+        assert_same(actual, expected)
     except AssertionError:
         return False
     return True

@@ -29,7 +29,7 @@ from dcp_nvcomp.maintenance.cleaning import clean_checkpoint
 from dcp_nvcomp.maintenance.verification.verify import verify_checkpoint
 from dcp_nvcomp.storage.base import FileInfo
 from dcp_nvcomp.storage.open import open_filesystem
-from tests.cli.checkpoints import DAY_SECONDS, loaded_seed, new_id, state
+from tests.cli.checkpoints import DAY_SECONDS, loaded_seed, model_state, new_id
 from tests.conftest import S3Store
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -74,7 +74,7 @@ class Place:
     def save(self, seed: int, writer: type[NvcompWriter] = NvcompWriter) -> None:
         """A save; as soon as it has returned, all that it wrote counts as old."""
         one = writer(self.path, engine="cpu", single_file_per_rank=False, **self.options)
-        dcp.save(state(seed), storage_writer=one, no_dist=True)
+        dcp.save(model_state(seed), storage_writer=one, no_dist=True)
         assert one.last_save is not None
         self.make_old({*one.last_save.files, f"__{one.last_save.save_id}.metadata", ".metadata"})
 
@@ -246,7 +246,7 @@ def test_age_protects_a_save_under_way(place: Place) -> None:
         place.save(2, Pausing)
     runner.check()
     written, before_publishing, after = young
-    assert written == before_publishing >= len(state())
+    assert written == before_publishing >= len(model_state())
     assert after == 0
     assert place.load() == 2
 

@@ -16,7 +16,7 @@ import pytest
 from dcp_nvcomp.format.metadata.roots import read_root
 from dcp_nvcomp.format.names import save_id_of_copy
 from dcp_nvcomp.storage.open import open_filesystem
-from tests.conformance.plugins import file_names
+from tests.checkpoints import file_names
 
 from .killing import (
     Case,

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from dcp_nvcomp import NvcompReader, NvcompWriter, errors
 from dcp_nvcomp.format.metadata.roots import read_root
 from dcp_nvcomp.storage.open import open_filesystem
-from tests.conformance.plugins import file_names
+from tests.checkpoints import file_names
 from tests.conformance.sabotage import Sabotage
 
 from . import forked

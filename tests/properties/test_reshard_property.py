@@ -18,9 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from tests.conformance.plugins import OURS, STOCK, Plugin
-from tests.conformance.values import VALUES, assert_same_bits, opposite_of, random_bits, trained
+from tests.conformance.values import VALUES, random_bits, trained
 from tests.distributed.launch import RankPool, ranks
 from tests.effort import examples
+from tests.states import assert_same_bits, opposite_of
 
 __all__ = ["ranks"]
 

@@ -19,8 +19,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 from tests.conformance.plugins import OURS, STOCK
-from tests.conformance.states import assert_same_state
 from tests.distributed.jobs import JOBS, state_of
+from tests.states import assert_same
 
 
 def _join(device_type: str) -> torch.device:
@@ -70,7 +70,7 @@ def main() -> None:
         assert any(bool(shard.any()) for shard in expected["model"].values())
         _local(state, zeroed=True)
         dcp.load(state, storage_reader=OURS.reader(options.directory / "ours", engine=options.engine))
-        assert_same_state(_local(state), expected)
+        assert_same(_local(state), expected)
     dist.destroy_process_group()
 
 

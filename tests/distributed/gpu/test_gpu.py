@@ -14,7 +14,8 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultSta
 
 from dcp_nvcomp import errors
 from tests.conformance.plugins import OURS, cause_of, quiet_stock
-from tests.conformance.values import VALUES, assert_same_bits, opposite_of, trained
+from tests.conformance.values import VALUES, trained
+from tests.states import assert_same_bits, opposite_of
 
 pytestmark = [
     pytest.mark.gpu,
