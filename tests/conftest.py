@@ -1,4 +1,4 @@
-"""S3 stores for every test folder: `(url, storage_options)` of a fresh bucket, which is gone after the test.
+"""Fixtures for every test folder. S3 stores are `(url, storage_options)` of a fresh bucket, gone after the test.
 
 `s3_store` is moto's server in a thread of this process. `real_s3_store` is the server named by DCP_NVCOMP_TEST_S3 (an
 endpoint URL; keys in DCP_NVCOMP_TEST_S3_KEY and DCP_NVCOMP_TEST_S3_SECRET, by default `ci` and `cisecret`).
@@ -8,6 +8,7 @@ endpoint URL; keys in DCP_NVCOMP_TEST_S3_KEY and DCP_NVCOMP_TEST_S3_SECRET, by d
 from __future__ import annotations
 
 import os
+import signal
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -31,6 +32,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for group in {_GROUPS[name] for name in getattr(item, "fixturenames", ()) if name in _GROUPS}:
             item.add_marker(pytest.mark.xdist_group(group))
+
+
+@pytest.fixture
+def keyboard_interrupts() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, also where tests run in the background of a script and inherit it ignored."""
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, inherited)
 
 
 @pytest.fixture(scope="session")

@@ -86,6 +86,7 @@ def test_an_error_of_the_calling_thread_waits_for_the_workers() -> None:
     assert late.is_set() and no_worker_is_left()
 
 
+@pytest.mark.usefixtures("keyboard_interrupts")
 def test_an_interrupted_wait_waits_on() -> None:
     """Thread.join takes a thread for dead once it was interrupted (in CPython 3.11)."""
     group, may_end, ended = Group(), threading.Event(), threading.Event()

@@ -9,7 +9,7 @@ import random
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -314,14 +314,6 @@ def test_codec_that_could_not_be_read_again(tmp_path: Path, codec: Any) -> None:
 def test_own_chooser(tmp_path: Path) -> None:
     writer = save(tmp_path, {"w": torch.randn(1000)}, codec=Chooses(CodecChain(Planes(4), Zstd(level=9))))
     assert writer.last_save is not None and list(writer.last_save.by_codec) == ["planes-zstd"]
-
-
-@pytest.fixture
-def keyboard_interrupts() -> Iterator[None]:
-    """SIGINT raises KeyboardInterrupt, also where tests run in the background of a script and inherit it ignored."""
-    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, inherited)
 
 
 @pytest.mark.parametrize("direction", ["save", "load"])
