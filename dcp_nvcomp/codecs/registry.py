@@ -57,7 +57,7 @@ def chain_from_json(description: Any) -> CodecChain:
     if coder is None and any(plane.coded for plane in first.layout(0, 0, False)):
         raise FormatError("Planes are to be coded, but the chain has no coder.")
     if coder is not None and coder.needs_plain and not first.is_plain:
-        raise FormatError(f"{coder.name} must follow bytes.")
+        raise FormatError(f"Codec {coder.name!r} must follow codec 'bytes'.")
     return CodecChain(first, coder)
 
 

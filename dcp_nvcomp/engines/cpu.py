@@ -117,7 +117,7 @@ class CpuEngine:
             CodecUnavailableError: the chain's coder does not run on the CPU.
         """
         if verify != "off" and checksum(data) != row.encoded_crc:
-            raise CorruptDataError("The stored bytes fail their CRC: the file is damaged.")
+            raise CorruptDataError("The stored bytes fail their CRC: the file is corrupt.")
         self._decode_planes(data, row, chain, out)
         if verify == "full" and checksum(out) != row.uncompressed_crc:
             raise CorruptDataError("The decoded bytes fail their CRC, though the stored ones match theirs.")

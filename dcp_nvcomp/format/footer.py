@@ -214,7 +214,7 @@ def parse_footer(description: dict[str, Any], tables: Tables, trailer: Trailer, 
         offsets, starts, block_nbytes = _locate(records, tables, data_offset, trailer)
         identity = text(description, "save_id"), text(description, "file_id"), integer(description, "rank")
     except Invalid as problem:
-        raise FormatError(f"The footer is not valid: {problem}. The file is damaged.", path=path) from None
+        raise FormatError(f"The footer is not valid: {problem}. The file is corrupt.", path=path) from None
     except CheckpointError as error:
         error.path = path
         raise

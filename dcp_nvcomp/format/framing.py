@@ -168,7 +168,7 @@ def decode_trailer(tail: bytes | memoryview, *, path: str, file_nbytes: int) -> 
         FormatError: the footer is larger than any that is read.
     """
     if len(tail) != TRAILER_NBYTES or file_nbytes < HEADER_NBYTES + TRAILER_NBYTES:
-        raise TruncatedFileError(f"The file has only {file_nbytes} bytes.", path=path)
+        raise TruncatedFileError(f"The file has only {file_nbytes} bytes, too few for a data file.", path=path)
     footer_offset, footer_nbytes, json_nbytes, version = _TRAILER_HEAD.unpack_from(tail)
     crc, magic = _TRAILER_TAIL.unpack_from(tail, _TRAILER_HEAD.size)
     if magic != TRAILER_MAGIC:
@@ -210,7 +210,7 @@ def decode_footer(
     """
     span = (trailer.footer_offset, trailer.file_nbytes)
     if crc32c(bytes(tail[: _TRAILER_HEAD.size]), crc32c(footer)) != trailer.footer_crc:
-        raise CorruptDataError("The footer fails its CRC: the file is damaged.", path=path, byte_range=span)
+        raise CorruptDataError("The footer fails its CRC: the file is corrupt.", path=path, byte_range=span)
     try:
         description = json.loads(bytes(footer[: trailer.json_nbytes]))
     except (ValueError, RecursionError) as error:

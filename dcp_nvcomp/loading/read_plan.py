@@ -202,7 +202,7 @@ def _check_inside(region: Box, record: Record, footer: Footer) -> None:
         for offset, size, limit in zip(region.offsets, region.sizes, record.shape, strict=True)
     ):
         raise ShapeMismatchError(
-            f"{region} is asked for, but the saved shard has shape {record.shape}.", path=footer.path, fqn=record.fqn
+            f"{region} was requested, but the saved shard has shape {record.shape}.", path=footer.path, fqn=record.fqn
         )
 
 

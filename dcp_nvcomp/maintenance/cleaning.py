@@ -30,7 +30,7 @@ Why nothing live is removed:
   its ranks, however old. A save whose files were removed all the same does not publish: after its
   `__<save_id>.metadata` it looks whether all files are there. What is left is a save longer than `older_than` whose
   `__<save_id>.metadata` and that look both fall between 4 and 5.
-- What `recover` could bring back: if `.metadata` is damaged or misses files, this does nothing; if it is lost, a save
+- What `recover` could bring back: if `.metadata` is corrupt or misses files, this does nothing; if it is lost, a save
   that is complete is kept, and `recoverable` names it. A recovery between 2 and 5 is seen in 4.
 - A first save under way, in a directory without any root: as any other save under way.
 - A checkpoint that is being copied there, `.metadata` last: on local disks, files in a directory without any root are

@@ -229,7 +229,9 @@ def _problem(filesystem: Filesystem, roots: Iterable[Root], sizes: Mapping[str, 
             if nbytes is None:
                 return StorageError(f"{root.name} names a file that is missing. {advice}", path=path)
             if file is not None and nbytes != file.nbytes:
-                return FileMismatchError(f"{root.name} says {file.nbytes} bytes, it has {nbytes}. {advice}", path=path)
+                return FileMismatchError(
+                    f"The file has {nbytes} bytes; {root.name} says {file.nbytes}. {advice}", path=path
+                )
     return None
 
 

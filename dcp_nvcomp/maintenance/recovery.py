@@ -171,7 +171,7 @@ def _recover(filesystem: Filesystem, save_id: str | None) -> Recovery:
     candidates += _candidates(filesystem, files, is_lost=current.data is None)
     if not candidates and current.data is None:
         raise CheckpointNotFoundError(
-            f"{current.what} And there is no `__<save_id>.metadata` that it could be made of.", path=filesystem.path
+            f"{current.what} There is no `__<save_id>.metadata` either to restore it from.", path=filesystem.path
         )
     complete = [one for one in candidates if one.is_complete and save_id in (None, one.save_id, one.name)]
     if not complete:

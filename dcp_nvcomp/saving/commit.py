@@ -63,10 +63,9 @@ def refuse_existing(filesystem: Filesystem, *, rank: int | None) -> None:
         names += [name for name in filesystem.list_names() if rank_of_metadata_name(name) is not None]
     for name in names:
         if filesystem.file_nbytes(name) is not None:
-            why = "overwrite=False" if rank is None else "use_collectives=False can't replace one atomically"
-            raise CheckpointExistsError(
-                f"There is a checkpoint already, and {why}. Choose another path.", path=filesystem.location(name)
-            )
+            option = "overwrite=False" if rank is None else "use_collectives=False"
+            message = f"There is a checkpoint already, and {option} forbids replacing it. Choose another path."
+            raise CheckpointExistsError(message, path=filesystem.location(name))
 
 
 def _files_of_ranks(filesystem: Filesystem) -> set[str]:
@@ -80,7 +79,7 @@ def _files_of_ranks(filesystem: Filesystem) -> set[str]:
             if rank_of_metadata_name(name) is not None:
                 found |= read_root(filesystem, name).names()
     except CheckpointError as error:
-        logger.warning("Metadata of single ranks is there and can't be read, so it stays: %s", error)
+        logger.warning("Metadata of single ranks can't be read, so it is kept: %s", error)
         return set()
     return found
 

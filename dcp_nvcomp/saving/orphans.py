@@ -70,7 +70,7 @@ def files_of_current(filesystem: Filesystem) -> set[str] | None:
     except CheckpointError as error:
         if isinstance(error, StorageError) and error.errno == errno.ETIMEDOUT:
             raise
-        logger.warning("The checkpoint that is there can't be read, so its files stay: %s", error)
+        logger.warning("The previous checkpoint can't be read, so its files are kept: %s", error)
         return None
 
 

@@ -280,7 +280,7 @@ def completed(error: Exception) -> Exception:
 
 def already_published(path: str) -> ConcurrentSaveError:
     """Return what `publish` raises if it may not replace the file at `path`, and there is one."""
-    return ConcurrentSaveError("Another save has published here already.", path=path)
+    return ConcurrentSaveError("Another save has already published a checkpoint here.", path=path)
 
 
 def too_large(path: str, limit_nbytes: int) -> FormatError:
@@ -290,5 +290,5 @@ def too_large(path: str, limit_nbytes: int) -> FormatError:
 
 def too_short(path: str, start: int, stop: int, file_nbytes: int) -> TruncatedFileError:
     """Return what range reads raise beyond the end of a file."""
-    message = f"The file ends after {file_nbytes} bytes, before what is asked for: it was truncated or replaced."
+    message = f"The file ends after {file_nbytes} bytes, before the requested range does: it was truncated or replaced."
     return TruncatedFileError(message, path=path, byte_range=(start, stop))

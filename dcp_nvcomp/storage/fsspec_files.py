@@ -295,7 +295,7 @@ class FsspecFilesystem(RemoteFilesystem):
             finally:
                 self._fs.rm_file(key)
         if seconds is None:
-            raise StorageError("The storage does not tell when files were written.", path=self.path)
+            raise StorageError("The storage does not report when files were written.", path=self.path)
         return seconds
 
     def _remove(self, name: str) -> None:

@@ -267,7 +267,7 @@ FIELDS: dict[str, tuple[Spoil, type[CheckpointError], str]] = {
     "ans after planes": (
         codec_chain(0, [{"name": "planes", "configuration": {"float_nbytes": 2, "coded": []}}, ANS]),
         FormatError,
-        "must follow bytes",
+        "must follow codec 'bytes'",
     ),
     "ans with a number for its data type": (
         codec_chain(1, [BYTES, {"name": "ans", "configuration": {**ANS["configuration"], "data_type": 5}}]),

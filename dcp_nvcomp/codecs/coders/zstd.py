@@ -70,7 +70,7 @@ class Zstd(Coder):
                 parameters = zstandard.get_frame_parameters(frame)
                 claimed = parameters.content_size
                 if claimed not in (len(out), zstandard.CONTENTSIZE_UNKNOWN) or parameters.dict_id:
-                    raise CorruptDataError(f"A zstd slice claims {claimed} bytes where {len(out)} must come out.")
+                    raise CorruptDataError(f"A zstd slice claims to decode to {claimed} bytes instead of {len(out)}.")
                 decoded = decompressor.decompress(frame, max_output_size=len(out), allow_extra_data=False)
             except zstandard.ZstdError as error:
                 raise CorruptDataError(f"A zstd slice does not decode: {error}.") from error

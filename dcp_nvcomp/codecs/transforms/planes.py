@@ -49,8 +49,8 @@ class Planes(ArrayToBytes):
     def __post_init__(self) -> None:
         if self.float_nbytes not in (2, 4, 8) or not set(self.coded) <= set(PLANE_NAMES):
             raise ConfigurationError(
-                f"Planes(float_nbytes={self.float_nbytes!r}, coded={self.coded!r}): floats must have 2, 4 or 8 bytes, "
-                f"and what is coded must be some of {', '.join(PLANE_NAMES)}."
+                f"Planes(float_nbytes={self.float_nbytes!r}, coded={self.coded!r}): float_nbytes must be 2, 4 or 8, "
+                f"and coded some of {', '.join(PLANE_NAMES)}."
             )
 
     def configuration(self) -> dict[str, Any]:

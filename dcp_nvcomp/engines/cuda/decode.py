@@ -104,7 +104,7 @@ class JobChecks:
             CorruptDataError: its CRC fails, or its lengths or flags make no sense.
         """
         if verify != "off" and checksum(job.data) != job.row.encoded_crc:
-            _refuse(job, "The stored bytes fail their CRC: the file is damaged.")
+            _refuse(job, "The stored bytes fail their CRC: the file is corrupt.")
         codec = job.chain.array_to_bytes
         if not codec.check_flags(job.row.flags):
             _refuse(job, f"The block has flags {job.row.flags}, which its codec never writes.")

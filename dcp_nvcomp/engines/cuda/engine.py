@@ -177,8 +177,8 @@ class CudaEngine:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"The GPU failed on a block ({self._failure}); the CPU engine takes it, and every other that fails. "
-                "Lower device_memory_budget or free GPU memory to keep to the GPU.",
+                f"The GPU failed on a block ({self._failure}); the CPU engine does its work, and that of every other "
+                "block that fails. To keep the work on the GPU, lower device_memory_budget or free GPU memory.",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -212,4 +212,6 @@ class CudaEngine:
                 copy()
         except _GPU_ERRORS as error:
             earlier = f", after {self._failure}" if self._failure else ""
-            raise CodecUnavailableError(f"The GPU fails altogether ({error}{earlier}).") from error
+            raise CodecUnavailableError(
+                f"The GPU can't even copy data ({error}{earlier}). Free GPU memory, or check the GPU with nvidia-smi."
+            ) from error

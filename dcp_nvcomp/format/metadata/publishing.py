@@ -79,7 +79,7 @@ def _normalized(metadata: Metadata) -> tuple[Metadata, set[str | MetadataIndex]]
     try:
         return normalize(metadata)
     except Exception as error:  # a planner's objects may lack what DCP's have, and raise whatever they like
-        raise MetadataError(f"It is not like DCP's: {type(error).__name__}: {error}.") from error
+        raise MetadataError(f"It does not have the form of DCP's metadata: {type(error).__name__}: {error}.") from error
 
 
 def _check_readable(normal: Metadata, doubtful: set[str | MetadataIndex], data: bytes, *, path: str) -> None:

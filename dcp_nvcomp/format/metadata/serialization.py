@@ -47,7 +47,7 @@ def _checked_pickle(data: bytes) -> bytes:
     crc, _ = _TRAILER.unpack(data[-_TRAILER.size :].rjust(_TRAILER.size))
     data = data[: -_TRAILER.size]
     if crc32c(data) != crc:
-        raise MetadataError("`.metadata` fails its CRC: it is damaged. `dcp-nvcomp recover` may bring it back.")
+        raise MetadataError("`.metadata` fails its CRC: it is corrupt. `dcp-nvcomp recover` may restore it.")
     return data
 
 

@@ -199,7 +199,7 @@ class MetadataReader:
             return node.built
         fqn, index, offset = self._values(node, INDEX, ("fqn", "index", "offset"))
         if type(fqn) is not str:
-            raise MetadataError(f"A key of storage_data names {shown(fqn)}.")
+            raise MetadataError(f"A key of storage_data names {shown(fqn)}, not text.")
         if index is not None and (type(index) is not int or not 0 <= index < LIMIT):
             raise MetadataError(f"A key of storage_data has the index {shown(index)}.")
         if offset is not None and type(offset) is not torch.Size:
@@ -238,14 +238,14 @@ class MetadataReader:
 
     def _relative_path(self, name: object) -> str:
         if type(name) is not str:
-            raise MetadataError(f"A file is named by {shown(name)}.")
+            raise MetadataError(f"The name of a file is {shown(name)}, not text.")
         if name not in self._names:
             self._names.add(check_relative_path(name, path=self._path))
         return name
 
     def _stock_item(self, name: object, offset: object, length: object, descriptors: Any) -> StockItem:
         if type(offset) is not int or type(length) is not int or offset < 0 or not 0 <= length < LIMIT - offset:
-            raise MetadataError(f"An item begins at {shown(offset)} and has {shown(length)} bytes.")
+            raise MetadataError(f"An item begins at {shown(offset)} and has {shown(length)} bytes, which can't be.")
         known = descriptors is None or type(descriptors) in (PickledList, list, tuple)
         if not known or not all(type(text) is str for text in descriptors or ()):
             raise MetadataError(f"An item has the transform descriptors {shown(descriptors)}.")

@@ -105,7 +105,7 @@ class ValueReader:
         try:
             check_hashes([hash(key) for key in keys])
         except TypeError as error:
-            raise MetadataError(f"A dict has a key that can't be one: {error}.") from error
+            raise MetadataError(f"A dict has a key that can't be hashed: {error}.") from error
         return {key: self.value(value, depth + 1) for key, value in zip(keys, node[1::2], strict=True)}
 
     def trusted(self, node: TrustedCall, depth: int) -> Any:

@@ -120,7 +120,10 @@ def _undo(descriptor: str, data: bytes, limit_nbytes: int) -> bytes:
     """Undo one stream transform, given as torch's extensions describe themselves: "name[@domain][/version]"."""
     name, _, version = descriptor.partition("/")
     if name != "stream.zstd" or version.partition(".")[0] not in ("1", ""):
-        raise UnknownCodecError(f"The item went through the transform {descriptor[:100]!r}, which is not known here.")
+        raise UnknownCodecError(
+            f"The item went through the stream transform {descriptor[:100]!r}, which this reader does not know. "
+            "Load it with stock DCP's FileSystemReader and the extension that wrote it."
+        )
     output = io.BytesIO()
     try:
         _unzstd(memoryview(data), output, limit_nbytes)
@@ -135,7 +138,7 @@ def _unzstd(data: memoryview, output: io.BytesIO, limit_nbytes: int) -> None:
         frame = zstandard.ZstdDecompressor(max_window_size=_WINDOW_NBYTES).decompressobj()
         while not frame.eof:
             if not data:
-                raise TruncatedFileError("The item ends inside of a zstd frame.")
+                raise TruncatedFileError("The item ends inside a zstd frame.")
             # a step of input may inflate 2^15-fold: no further than what is left, and by large steps far from the limit
             step_nbytes = min(max((limit_nbytes - output.tell()) >> 15, _STEP_NBYTES), _LARGE_STEP_NBYTES)
             output.write(frame.decompress(data[:step_nbytes]))

@@ -61,7 +61,7 @@ def _load_tensor(
 ) -> None:
     item, shard = wanted.item, wanted.shard
     if shard is None:
-        raise MetadataError("`.metadata` says that this is a Python object, but a tensor is asked for.")
+        raise MetadataError("`.metadata` says that this is a Python object, but a tensor was requested.")
     # not checked against the dtype of `.metadata`: planners may convert what they save
     saved = read_stock_tensor(filesystem, wanted.stored, sizes=shard.sizes, trusted=safe.trusted)
     region = Box(tuple(item.storage_offsets), tuple(item.lengths))

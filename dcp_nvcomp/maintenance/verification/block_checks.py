@@ -1,4 +1,4 @@
-"""Every byte of one data file against the CRCs that it carries; what is damaged is named block by block."""
+"""Checks every byte of one data file against its CRCs, and names each corrupt block."""
 
 from __future__ import annotations
 
@@ -169,12 +169,12 @@ class BlockChecker:
         """Whether all that was to be checked could be; False where decoding takes a GPU.
 
         Raises:
-            CorruptDataError: the block is damaged.
+            CorruptDataError: the block is corrupt.
         """
         row = block_row(file.footer, number)
         if not self._full:
             if checksum(data) != row.encoded_crc:
-                raise CorruptDataError("The stored bytes fail their CRC: the file is damaged.")
+                raise CorruptDataError("The stored bytes fail their CRC: the file is corrupt.")
             return True
         engine = getattr(self._engines, "cpu", None)
         if engine is None:

@@ -241,7 +241,7 @@ def _check_copies(filesystem: Filesystem, roots: Sequence[Root]) -> list[Finding
         return []
     copy = copy_name_of(root.save_id)
     if copy is None:
-        return [Finding(WARNING, f"`.metadata` names a save {root.save_id!r}, which is no id of a save.", root.name)]
+        return [Finding(WARNING, f"`.metadata` names a save {root.save_id!r}, which is not a save id.", root.name)]
     try:
         if is_stored(lambda: filesystem.read_all(copy, limit_nbytes=len(root.data) + 1), root.data):
             return []
@@ -253,7 +253,7 @@ def _check_copies(filesystem: Filesystem, roots: Sequence[Root]) -> list[Finding
         return [finding_of(error, copy)]
     pairs = enumerate(zip(data, root.data, strict=False))
     at = next((at for at, (one, other) in pairs if one != other), min(len(data), len(root.data)))
-    what = "It differs from `.metadata` from here on; they were written as the same bytes, so one of them is damaged."
+    what = "It differs from `.metadata` from here on; the two were written with the same bytes, so one is corrupt."
     return [Finding(ERROR, what, copy, (), (at, at + 1))]
 
 

@@ -245,7 +245,7 @@ class PosixFilesystem(Filesystem):
         with storage_errors("read", self.location(name)), self._links_refused(name):
             descriptor = _Descriptor(_open_inside(self._root, name))
             if not stat.S_ISREG(os.fstat(descriptor.number).st_mode):
-                raise StorageError("Not a plain file.", path=self.location(name), errno=errno.EINVAL)
+                raise StorageError("This is not a plain file.", path=self.location(name), errno=errno.EINVAL)
             return descriptor
 
     @contextlib.contextmanager

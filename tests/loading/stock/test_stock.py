@@ -207,7 +207,7 @@ def test_file_that_is_missing(store: Store) -> None:
 @pytest.mark.parametrize("keep", [0, 1, 10, 100, -1])
 def test_zstd_frame_that_ends_early(store: Store, keep: int) -> None:
     data = zstd(archive(TENSOR))
-    located(lambda: store.tensor(data[:keep], "stream.zstd/1"), TruncatedFileError, "inside of a zstd frame", store)
+    located(lambda: store.tensor(data[:keep], "stream.zstd/1"), TruncatedFileError, "inside a zstd frame", store)
 
 
 def test_zstd_frames_one_after_the_other(store: Store) -> None:
