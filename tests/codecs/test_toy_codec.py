@@ -10,10 +10,9 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
-from dcp_nvcomp import NvcompReader, NvcompWriter, UnknownCodecError
+from dcp_nvcomp import NvcompWriter, UnknownCodecError
 from dcp_nvcomp.codecs import Bytes, CodecChain, Zstd
 from dcp_nvcomp.codecs.base import U8, ArrayToBytes, Coder, Plane, SliceDecoder, SliceEncoder
 from dcp_nvcomp.codecs.configuration import slice_nbytes
@@ -27,9 +26,11 @@ from dcp_nvcomp.errors import CorruptDataError, FormatError
 from dcp_nvcomp.loading import decoder
 from dcp_nvcomp.saving import job as saving
 from dcp_nvcomp.saving.encode import sources
+from tests.checkpoints import assert_loads, data_file, flip, save
 from tests.engines.cases import engine_on
 from tests.engines.kernels_on_cpu import ReferenceKernels
 from tests.engines.nvcomp_stand_in import StandInDevice
+from tests.states import State
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -146,7 +147,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> GpuStandIn:
     return made
 
 
-def a_state() -> dict[str, torch.Tensor]:
+def save_toy(path: Path, state: State, **options: Any) -> NvcompWriter:
+    return save(path, state, **{"codec": ToyForFloats(), **options})
+
+
+def every_kind() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     return {
         "w": torch.randn(300, 999, generator=generator),
@@ -160,37 +165,25 @@ def a_state() -> dict[str, torch.Tensor]:
     }
 
 
-def save(path: Path, state: dict[str, torch.Tensor], **options: Any) -> NvcompWriter:
-    writer = NvcompWriter(path, **{"codec": ToyForFloats(), **options})
-    dcp.save(state, storage_writer=writer, no_dist=True)
-    return writer
-
-
-def assert_loads(path: Path, state: dict[str, torch.Tensor], **options: Any) -> None:
-    into = {key: torch.full_like(value, 7) for key, value in state.items()}
-    dcp.load(into, storage_reader=NvcompReader(path, verify="full", **options), no_dist=True)
-    assert all(torch.equal(into[key], state[key]) for key in state)
-
-
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("codec", [ToyForFloats(), TOY_CHAIN, CodecChain(Toy(3))], ids=["chooser", "chain", "no coder"])
 def test_on_the_cpu(tmp_path: Path, codec: Any) -> None:
-    state = a_state()
-    stats = save(tmp_path, state, codec=codec).last_save
+    state = every_kind()
+    stats = save_toy(tmp_path, state, codec=codec).last_save
     assert stats is not None
     label = "toy" if codec == CodecChain(Toy(3)) else "toy-toy-runs"
     assert stats.by_codec[label].records >= 5
-    assert_loads(tmp_path, state)
+    assert_loads(tmp_path, state, verify="full")
 
 
 @pytest.mark.usefixtures("registered")
 def test_equal_bytes_cost_next_to_nothing(tmp_path: Path) -> None:
     """So the planes, the flags and the coder did what they are for."""
     state = {"constant": torch.full((1_000_000,), 1.5, dtype=torch.bfloat16)}
-    save(tmp_path, state)
+    save_toy(tmp_path, state)
     (file,) = tmp_path.glob("*.distcp")
     assert file.stat().st_size < 20_000
-    assert_loads(tmp_path, state)
+    assert_loads(tmp_path, state, verify="full")
 
 
 def on_the_stand_in(gpu: GpuStandIn, work: Callable[[], Any]) -> list[tuple[str, int]]:
@@ -203,25 +196,25 @@ def on_the_stand_in(gpu: GpuStandIn, work: Callable[[], Any]) -> list[tuple[str,
 @pytest.mark.usefixtures("registered")
 def test_the_cuda_engine_leaves_it_to_the_cpu_engine(tmp_path: Path, gpu: GpuStandIn) -> None:
     """Without a warning: that is how it is to be. Its neighbours in the batch stay on the GPU."""
-    state = a_state()
-    asked = on_the_stand_in(gpu, lambda: save(tmp_path / "gpu", state))
+    state = every_kind()
+    asked = on_the_stand_in(gpu, lambda: save_toy(tmp_path / "gpu", state))
     assert gpu.devices and {name for name, _ in asked} == {"encode"}
-    asked = on_the_stand_in(gpu, lambda: assert_loads(tmp_path / "gpu", state))
+    asked = on_the_stand_in(gpu, lambda: assert_loads(tmp_path / "gpu", state, verify="full"))
     assert {name for name, _ in asked} == {"decode"}
-    asked = on_the_stand_in(gpu, lambda: save(tmp_path / "toy", state, codec=TOY_CHAIN))
+    asked = on_the_stand_in(gpu, lambda: save_toy(tmp_path / "toy", state, codec=TOY_CHAIN))
     assert all(name == "encode" for name, _ in asked)
-    assert not on_the_stand_in(gpu, lambda: save(tmp_path / "floats", {"w": state["w"]}))
-    assert not on_the_stand_in(gpu, lambda: assert_loads(tmp_path / "floats", {"w": state["w"]}))
+    assert not on_the_stand_in(gpu, lambda: save_toy(tmp_path / "floats", {"w": state["w"]}))
+    assert not on_the_stand_in(gpu, lambda: assert_loads(tmp_path / "floats", {"w": state["w"]}, verify="full"))
 
 
 @pytest.mark.usefixtures("registered")
 def test_both_engines_write_the_same(tmp_path: Path, gpu: GpuStandIn) -> None:
-    state = {"w": a_state()["w"]}
+    state = {"w": every_kind()["w"]}
     for engine in ("cpu", "auto"):
-        save(tmp_path / engine, state, engine=engine)
+        save_toy(tmp_path / engine, state, engine=engine)
     assert gpu.devices
-    assert_loads(tmp_path / "auto", state, engine="cpu")
-    assert_loads(tmp_path / "cpu", state)
+    assert_loads(tmp_path / "auto", state, engine="cpu", verify="full")
+    assert_loads(tmp_path / "cpu", state, verify="full")
     sizes = {next((tmp_path / engine).glob("*.distcp")).stat().st_size for engine in ("cpu", "auto")}
     assert len(sizes) == 1
 
@@ -229,27 +222,24 @@ def test_both_engines_write_the_same(tmp_path: Path, gpu: GpuStandIn) -> None:
 @pytest.mark.usefixtures("registered", "gpu")
 @pytest.mark.parametrize("at", [5000, 120_000])
 def test_a_flipped_bit_is_found_where_the_cuda_engine_falls_back(tmp_path: Path, at: int) -> None:
-    state = a_state()
-    save(tmp_path, state)
-    (file,) = tmp_path.glob("*.distcp")
-    data = bytearray(file.read_bytes())
-    data[at] ^= 4
-    file.write_bytes(data)
+    state = every_kind()
+    save_toy(tmp_path, state)
+    flip(data_file(tmp_path), at, 4)
     with pytest.raises(CheckpointException, match="CRC"):
-        assert_loads(tmp_path, state)
+        assert_loads(tmp_path, state, verify="full")
 
 
 def test_unregistered_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = a_state()
+    state = every_kind()
     with monkeypatch.context() as while_registered:
         while_registered.setitem(CODECS, Toy.name, Toy)
         while_registered.setitem(CODECS, ToyRuns.name, ToyRuns)
-        save(tmp_path, state)
+        save_toy(tmp_path, state)
     with pytest.raises(CheckpointException, match=r"codec .toy. is unknown here") as caught:
-        assert_loads(tmp_path, state)
+        assert_loads(tmp_path, state, verify="full")
     assert isinstance(caught.value.failures[0][0], UnknownCodecError)
     with pytest.raises(CheckpointException, match="no reader could decode"):
-        save(tmp_path, state)
+        save_toy(tmp_path, state)
 
 
 @pytest.mark.usefixtures("registered")

@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
-from dcp_nvcomp import NvcompReader, NvcompWriter
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.engines.cuda.engine import CudaEngine
 from dcp_nvcomp.engines.memory import plain_allocate
@@ -23,6 +21,8 @@ from dcp_nvcomp.loading import job as loading
 from dcp_nvcomp.loading.job import LoadJob, LoadOptions
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
+from tests.checkpoints import load_into, save
+from tests.states import assert_same
 
 from .cases import engine_on
 from .kernels_on_cpu import ReferenceKernels
@@ -65,7 +65,7 @@ def on_the_engine(monkeypatch: pytest.MonkeyPatch) -> OnTheEngine:
     return made
 
 
-def a_state() -> dict[str, Any]:
+def every_kind() -> dict[str, Any]:
     generator = torch.Generator().manual_seed(3)
     state: dict[str, Any] = {
         "w": torch.randn(900, 999, generator=generator),
@@ -84,34 +84,25 @@ def destination(state: dict[str, Any]) -> dict[str, Any]:
     return {k: torch.full_like(v, 7) if isinstance(v, torch.Tensor) else {"a": 0} for k, v in state.items()}
 
 
-def assert_equal(found: dict[str, Any], state: dict[str, Any]) -> None:
-    for key, value in state.items():
-        assert torch.equal(found[key], value) if isinstance(value, torch.Tensor) else found[key] == value, key
-
-
-def save(path: Path, state: dict[str, Any], codec: str = "planes-zstd") -> None:
-    dcp.save(state, storage_writer=NvcompWriter(path, codec=codec, engine="cpu"), no_dist=True)
-
-
-def load(path: Path, into: dict[str, Any], **options: Any) -> None:
-    dcp.load(into, storage_reader=NvcompReader(path, **options), no_dist=True)
+def save_on_cpu(path: Path, state: dict[str, Any], codec: str = "planes-zstd") -> None:
+    save(path, state, codec=codec, engine="cpu")
 
 
 @pytest.mark.parametrize("codec", ["auto", "planes-zstd", "planes-deflate", "zstd", "none"])
 @pytest.mark.parametrize("verify", ["stored", "full"])
 def test_load_through_the_engine(tmp_path: Path, on_the_engine: OnTheEngine, codec: str, verify: str) -> None:
-    state = a_state()
-    save(tmp_path, state, codec)
+    state = every_kind()
+    save_on_cpu(tmp_path, state, codec)
     into = destination(state)
-    load(tmp_path, into, verify=verify)
+    load_into(tmp_path, into, verify=verify)
     assert on_the_engine.devices
-    assert_equal(into, state)
+    assert_same(into, state)
 
 
 def test_into_tensors_of_another_shape_in_memory(tmp_path: Path, on_the_engine: OnTheEngine) -> None:
     """Strided, of another dtype, conjugate: through scratch memory."""
-    state = a_state()
-    save(tmp_path, state)
+    state = every_kind()
+    save_on_cpu(tmp_path, state)
     into: dict[str, Any] = {
         "w": torch.zeros(999, 900).t(),
         "h": torch.zeros(1_000_001),
@@ -121,7 +112,7 @@ def test_into_tensors_of_another_shape_in_memory(tmp_path: Path, on_the_engine: 
         "small.9": torch.zeros(5, 9, dtype=torch.float64),
     }
     with pytest.warns(UserWarning, match="converted"):
-        load(tmp_path, into)
+        load_into(tmp_path, into)
     for key, value in into.items():
         assert torch.equal(value, state[key].to(value.dtype)), key
 
@@ -130,7 +121,7 @@ def test_blocks_are_decoded_where_they_belong(
     tmp_path: Path, on_the_engine: OnTheEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = {"w": torch.randn(3000, 999), "t": torch.randn(999, 1000).t()}
-    save(tmp_path, state)
+    save_on_cpu(tmp_path, state)
     into = destination(state)
     first, last = into["w"].data_ptr(), into["w"].data_ptr() + into["w"].nbytes
     places: list[int] = []
@@ -141,23 +132,23 @@ def test_blocks_are_decoded_where_they_belong(
         decode(self, jobs, verify=verify)
 
     monkeypatch.setattr(CudaEngine, "decode_checked", watched)
-    load(tmp_path, into)
-    assert_equal(into, state)
+    load_into(tmp_path, into)
+    assert_same(into, state)
     inside = [first <= place < last for place in places]
     assert inside.count(True) == 12 and inside.count(False) == 4
 
 
 def test_reads_are_longer_and_page_locked(tmp_path: Path, on_the_engine: OnTheEngine) -> None:
     state = {f"{number:03}": torch.randn(500_000) for number in range(70)}
-    save(tmp_path, state, "none")
+    save_on_cpu(tmp_path, state, "none")
     into = destination(state)
-    load(tmp_path, into, thread_count=1)
-    assert_equal(into, state)
+    load_into(tmp_path, into, thread_count=1)
+    assert_same(into, state)
     # 140 MB for three threads: 16 MiB each, in buffers made once
     assert set(on_the_engine.pinned_nbytes) == {16 << 20}
     assert len(on_the_engine.pinned_nbytes) <= 3
     on_the_engine.pinned_nbytes.clear()
-    load(tmp_path, into, thread_count=1, engine="cpu")
+    load_into(tmp_path, into, thread_count=1, engine="cpu")
     assert on_the_engine.pinned_nbytes == []
 
 
@@ -185,7 +176,7 @@ def test_what_is_fetched_keeps_to_the_host_memory_budget(on_the_engine: OnTheEng
 @pytest.mark.parametrize("threads", [1, 4])
 def test_threads_share_the_device_memory_budget(tmp_path: Path, on_the_engine: OnTheEngine, threads: int) -> None:
     state = {f"{number:03}": torch.randn(200_000) for number in range(60)}
-    save(tmp_path, state)
+    save_on_cpu(tmp_path, state)
     budget = 8 << 20
     active, most, lock = 0, 0, threading.Lock()
 
@@ -202,8 +193,8 @@ def test_threads_share_the_device_memory_budget(tmp_path: Path, on_the_engine: O
 
     on_the_engine.nvcomp = Watched
     into = destination(state)
-    load(tmp_path, into, thread_count=threads, device_memory_budget=budget)
-    assert_equal(into, state)
+    load_into(tmp_path, into, thread_count=threads, device_memory_budget=budget)
+    assert_same(into, state)
     at_once = min(2, threads)
     assert most <= at_once
     assert len(on_the_engine.devices) <= at_once, "each engine keeps memory for its stream"
@@ -212,9 +203,9 @@ def test_threads_share_the_device_memory_budget(tmp_path: Path, on_the_engine: O
 
 
 def test_blocks_that_lie_together_are_copied_together(tmp_path: Path, on_the_engine: OnTheEngine) -> None:
-    save(tmp_path, state := {"w": torch.randn(4 << 20)})
-    load(tmp_path, into := {"w": torch.zeros(4 << 20)}, thread_count=1)
-    assert_equal(into, state)
+    save_on_cpu(tmp_path, state := {"w": torch.randn(4 << 20)})
+    load_into(tmp_path, into := {"w": torch.zeros(4 << 20)}, thread_count=1)
+    assert_same(into, state)
     (device,) = on_the_engine.devices
     assert device.copies_in < 4, "16 blocks in one read"
 
@@ -222,8 +213,8 @@ def test_blocks_that_lie_together_are_copied_together(tmp_path: Path, on_the_eng
 def test_a_turn_is_larger_than_a_threads_share(tmp_path: Path, on_the_engine: OnTheEngine) -> None:
     """Two decode at once, however many fetch: the budget is theirs alone."""
     state = {f"{number:03}": torch.randn(200_000) for number in range(60)}
-    save(tmp_path, state)
-    load(tmp_path, destination(state), thread_count=8, device_memory_budget=64 << 20)
+    save_on_cpu(tmp_path, state)
+    load_into(tmp_path, destination(state), thread_count=8, device_memory_budget=64 << 20)
     assert all(share == 24 << 20 for share in on_the_engine.budgets), "and a quarter is for scratch memory"
 
 
@@ -231,7 +222,7 @@ def test_others_fetch_while_one_decodes(
     tmp_path: Path, on_the_engine: OnTheEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = {f"{number:03}": torch.randn(500_000) for number in range(70)}
-    save(tmp_path, state)
+    save_on_cpu(tmp_path, state)
     fetched = threading.Semaphore(0)
     read_into = PosixFilesystem.read_into
 
@@ -249,9 +240,9 @@ def test_others_fetch_while_one_decodes(
     monkeypatch.setattr(PosixFilesystem, "read_into", counted)
     on_the_engine.nvcomp = lambda: NvcompStandIn(wait_for_two_more)
     into = destination(state)
-    load(tmp_path, into, thread_count=1)
+    load_into(tmp_path, into, thread_count=1)
     assert met.is_set()
-    assert_equal(into, state)
+    assert_same(into, state)
 
 
 # ---- damage ----------------------------------------------------------------------------------------------------------
@@ -292,12 +283,12 @@ def test_a_block_that_was_damaged_on_the_way_is_read_again(
     tmp_path: Path, on_the_engine: OnTheEngine, monkeypatch: pytest.MonkeyPatch, flips: list[int], strided: bool
 ) -> None:
     state = {"w": torch.randn(2500, 1000)}
-    save(tmp_path, state)
+    save_on_cpu(tmp_path, state)
     flips.append(0)
     again = reads_of_blocks(monkeypatch)
     into = {"w": torch.zeros(1000, 2500).t() if strided else torch.zeros(2500, 1000)}
-    load(tmp_path, into)
-    assert_equal(into, state)
+    load_into(tmp_path, into)
+    assert_same(into, state)
     blocks = [span for span in again if span[0] > 0 and span[1] - span[0] > 500_000]
     assert len(blocks) == 1 and blocks[0][1] - blocks[0][0] < 1 << 20, "that block alone"
 
@@ -307,7 +298,7 @@ def test_a_block_that_is_damaged_in_the_file_is_named(
     tmp_path: Path, on_the_engine: OnTheEngine, monkeypatch: pytest.MonkeyPatch, wrong: str
 ) -> None:
     state = {"a": torch.randn(300, 1000), "w": torch.randn(600, 1000)}
-    save(tmp_path, state)
+    save_on_cpu(tmp_path, state)
     (path,) = tmp_path.glob("*.distcp")
     if wrong == "the CRC of the stored bytes":
         content = bytearray(path.read_bytes())
@@ -323,7 +314,7 @@ def test_a_block_that_is_damaged_in_the_file_is_named(
         monkeypatch.setattr(decoding, "block_row", damaged)
     again = reads_of_blocks(monkeypatch)
     with pytest.raises(CheckpointException, match=r"CRC.*distcp.*'[aw]'"):
-        load(tmp_path, destination(state), verify="full")
+        load_into(tmp_path, destination(state), verify="full")
     assert len([span for span in again if span[1] - span[0] > 500_000]) == 1, "once more, and no more"
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("dcp-")]
 
@@ -339,9 +330,9 @@ def test_small_shards_never_go_through_the_host(
     tmp_path: Path, on_the_engine: OnTheEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = {f"{number:04}": torch.full((30,), float(number)) for number in range(500)}
-    save(tmp_path, state)
+    save_on_cpu(tmp_path, state)
     into = destination(state)
     monkeypatch.setattr(loading, "Run", None)
-    load(tmp_path, into)
-    assert_equal(into, state)
+    load_into(tmp_path, into)
+    assert_same(into, state)
     assert len(on_the_engine.calls()) <= 1

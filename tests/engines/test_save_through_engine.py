@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 
-from dcp_nvcomp import NvcompReader, NvcompWriter
+from dcp_nvcomp import NvcompWriter
 from dcp_nvcomp.codecs.encoded import EncodedBlock
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.engines.cuda.device import Kernels
@@ -35,6 +35,7 @@ from dcp_nvcomp.saving.encode.buffers import cuda_buffer_nbytes
 from dcp_nvcomp.saving.encode.pending import PendingRecord
 from dcp_nvcomp.saving.file_plan import PlannedFile
 from dcp_nvcomp.saving.job import SaveJob, SaveOptions
+from tests.checkpoints import assert_loads, save
 
 from .cases import engine_on
 from .nvcomp_stand_in import NvcompStandIn, StandInDevice
@@ -75,13 +76,6 @@ def on_the_engine(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> OnTheEng
     return made
 
 
-def assert_loads(path: Path, state: dict[str, Any]) -> None:
-    into = {k: torch.full_like(v, 7) if isinstance(v, torch.Tensor) else {"a": 0} for k, v in state.items()}
-    dcp.load(into, storage_reader=NvcompReader(path, engine="cpu", verify="full"), no_dist=True)
-    for key, value in state.items():
-        assert torch.equal(into[key], value) if isinstance(value, torch.Tensor) else into[key] == value
-
-
 @pytest.mark.parametrize("codec", ["auto", "planes-zstd", "planes-deflate", "zstd", "none"])
 @pytest.mark.parametrize("single_file_per_rank", [True, False])
 def test_save_through_the_engine(
@@ -103,7 +97,7 @@ def test_save_through_the_engine(
     writer = NvcompWriter(tmp_path, codec=codec, single_file_per_rank=single_file_per_rank)
     dcp.save(state, storage_writer=writer, no_dist=True)
     assert len(on_the_engine.threads) == len(on_the_engine.engines) <= 2, "a thread and an engine each"
-    assert_loads(tmp_path, state)
+    assert_loads(tmp_path, state, engine="cpu", verify="full")
 
 
 def many(count: int, nbytes: int) -> dict[str, torch.Tensor]:
@@ -121,18 +115,18 @@ def many(count: int, nbytes: int) -> dict[str, torch.Tensor]:
 def test_many_shards_are_few_batches(tmp_path: Path, on_the_engine: OnTheEngine) -> None:
     """A shard of 100 KB is too little to fill a GPU: what lies next to each other goes together."""
     state = many(120, 100_000)
-    dcp.save(state, storage_writer=NvcompWriter(tmp_path, codec="planes-zstd"), no_dist=True)
+    save(tmp_path, state, codec="planes-zstd")
     # buffers of 8 MiB hold 80 of them; two chains with coders, and slices in a few classes of length
     assert len(on_the_engine.calls()) <= 16
     assert sum(slices for _, slices in on_the_engine.calls()) >= 120
-    assert_loads(tmp_path, state)
+    assert_loads(tmp_path, state, engine="cpu", verify="full")
 
 
 def test_thousands_of_small_shards(tmp_path: Path, on_the_engine: OnTheEngine) -> None:
     state = many(1500, 96)
-    dcp.save(state, storage_writer=NvcompWriter(tmp_path, codec="planes-zstd"), no_dist=True)
+    save(tmp_path, state, codec="planes-zstd")
     assert len(on_the_engine.calls()) <= 4
-    assert_loads(tmp_path, state)
+    assert_loads(tmp_path, state, engine="cpu", verify="full")
 
 
 def three_lanes(items: Sequence[WriteItem], rank: int, file_id: str, **options: Any) -> list[list[PlannedFile]]:
@@ -173,7 +167,7 @@ def test_lanes_and_a_sink_that_is_slow(
     thread.join(120)
     assert not thread.is_alive(), "the save waits for ever"
     assert not errors
-    assert_loads(tmp_path, state)
+    assert_loads(tmp_path, state, engine="cpu", verify="full")
 
 
 def test_one_batch_is_encoded_while_another_is_copied(tmp_path: Path, on_the_engine: OnTheEngine) -> None:
@@ -191,8 +185,8 @@ def test_one_batch_is_encoded_while_another_is_copied(tmp_path: Path, on_the_eng
 
     on_the_engine.nvcomp = lambda: NvcompStandIn(meet)
     state = many(200, 100_000)
-    dcp.save(state, storage_writer=NvcompWriter(tmp_path, codec="planes-zstd"), no_dist=True)
-    assert_loads(tmp_path, state)
+    save(tmp_path, state, codec="planes-zstd")
+    assert_loads(tmp_path, state, engine="cpu", verify="full")
 
 
 def test_engines_share_the_device_memory_budget(tmp_path: Path, on_the_engine: OnTheEngine) -> None:
@@ -258,7 +252,7 @@ def test_what_is_encoded_is_let_go(tmp_path: Path, on_the_engine: OnTheEngine, m
     dcp.save(state, storage_writer=NvcompWriter(tmp_path, host_memory_budget=8 << 20), planner=planner, no_dist=True)
     # all buffers are full by then, of blocks whose tensors are gone; some are gathered for the next task
     assert len(left) == 1 and left[0] <= 6, left
-    assert_loads(tmp_path, state)
+    assert_loads(tmp_path, state, engine="cpu", verify="full")
 
 
 def test_a_failing_engine_fails_the_save_and_leaves_nothing(tmp_path: Path, on_the_engine: OnTheEngine) -> None:

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from dcp_nvcomp import NvcompReader, NvcompWriter, errors
 from dcp_nvcomp.codecs import Bytes, CodecChain, Zstd
+from tests.checkpoints import data_file, flip, load, load_into, save
 from tests.effort import sampled
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -31,20 +32,6 @@ def state() -> dict[str, Any]:
     }
 
 
-def save(path: Path, content: dict[str, Any] | None = None, **options: Any) -> NvcompWriter:
-    writer = NvcompWriter(path, **options)
-    dcp.save(content or state(), storage_writer=writer, no_dist=True)
-    return writer
-
-
-def load(path: Path, into: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
-    into = into or {
-        key: torch.zeros_like(v) if isinstance(v, torch.Tensor) else {"lr": 0.0} for key, v in state().items()
-    }
-    dcp.load(into, storage_reader=NvcompReader(path, **options), no_dist=True)
-    return into
-
-
 def failure_of(run: Callable[[], Any]) -> BaseException:
     """What DCP reports of rank 0."""
     with pytest.raises(CheckpointException) as caught:
@@ -56,13 +43,9 @@ def files(path: Path) -> dict[str, bytes]:
     return {name: (path / name).read_bytes() for name in sorted(os.listdir(path))}
 
 
-def data_file(path: Path) -> Path:
-    return next(path.glob("*.distcp"))
-
-
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    save(tmp_path / "checkpoint")
+    save(tmp_path / "checkpoint", state())
     return tmp_path / "checkpoint"
 
 
@@ -74,7 +57,7 @@ def test_missing_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(errors.CheckpointNotFoundError, match="no checkpoint here") as caught:
         NvcompReader(path).read_metadata()
     assert caught.value.path == str(path) and not path.exists()
-    assert "no checkpoint here" in str(failure_of(lambda: load(path)))
+    assert "no checkpoint here" in str(failure_of(lambda: load(path, state())))
 
 
 def test_incomplete_checkpoint(checkpoint: Path) -> None:
@@ -82,7 +65,7 @@ def test_incomplete_checkpoint(checkpoint: Path) -> None:
         name.unlink()
     with pytest.raises(errors.IncompleteCheckpointError, match="never finished"):
         NvcompReader(checkpoint).read_metadata()
-    assert "never finished" in str(failure_of(lambda: load(checkpoint)))
+    assert "never finished" in str(failure_of(lambda: load(checkpoint, state())))
 
 
 @pytest.mark.parametrize("keep", [0, 1, 15, 16, 39, 40, 41, 5000, -5000, -41, -40, -1])
@@ -90,7 +73,7 @@ def test_truncated_file(checkpoint: Path, keep: int) -> None:
     file = data_file(checkpoint)
     content = file.read_bytes()
     file.write_bytes(content[:keep])
-    error = failure_of(lambda: load(checkpoint))
+    error = failure_of(lambda: load(checkpoint, state()))
     assert isinstance(error, errors.TruncatedFileError)
     assert error.path == str(file)
 
@@ -98,13 +81,13 @@ def test_truncated_file(checkpoint: Path, keep: int) -> None:
 def test_grown_file(checkpoint: Path) -> None:
     with data_file(checkpoint).open("ab") as file:
         file.write(b"\0" * 16)
-    assert isinstance(failure_of(lambda: load(checkpoint)), errors.FileMismatchError)
+    assert isinstance(failure_of(lambda: load(checkpoint, state())), errors.FileMismatchError)
 
 
 def test_missing_data_file(checkpoint: Path) -> None:
     file = data_file(checkpoint)
     file.unlink()
-    error = failure_of(lambda: load(checkpoint))
+    error = failure_of(lambda: load(checkpoint, state()))
     assert isinstance(error, errors.StorageError) and error.path == str(file)
 
 
@@ -138,10 +121,8 @@ def test_every_flipped_byte_is_noticed(tmp_path: Path) -> None:
 
 def test_flipped_byte_names_where(checkpoint: Path) -> None:
     file = data_file(checkpoint)
-    content = bytearray(file.read_bytes())
-    content[10_000] ^= 1
-    file.write_bytes(content)
-    error = failure_of(lambda: load(checkpoint))
+    flip(file, 10_000)
+    error = failure_of(lambda: load(checkpoint, state()))
     assert isinstance(error, errors.CorruptDataError)
     assert error.path == str(file) and error.fqn == "large"
     assert error.byte_range is not None and error.byte_range[0] <= 10_000 < error.byte_range[1]
@@ -163,28 +144,22 @@ def test_verify_full_checks_the_decoded_bytes(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(cpu, "checksum", wrong_of_decoded)
     save(tmp_path, content)
     monkeypatch.undo()
-    load(tmp_path, dict(shapes), verify="stored")
-    error = failure_of(lambda: load(tmp_path, dict(shapes), verify="full"))
+    load_into(tmp_path, dict(shapes), verify="stored")
+    error = failure_of(lambda: load_into(tmp_path, dict(shapes), verify="full"))
     assert isinstance(error, errors.CorruptDataError) and "decoded bytes" in str(error)
 
 
 def test_verify_off_skips_the_stored_crc(checkpoint: Path) -> None:
     """Otherwise test_flipped_byte... could pass by the decoder's own errors."""
-    file = data_file(checkpoint)
-    content = bytearray(file.read_bytes())
-    content[4096 + 100] ^= 1  # in a stored plane
-    file.write_bytes(content)
-    loaded = load(checkpoint, verify="off")
+    flip(data_file(checkpoint), 4096 + 100)  # in a stored plane
+    loaded = load(checkpoint, state(), verify="off")
     assert not torch.equal(loaded["large"], state()["large"])
 
 
 @pytest.mark.parametrize("position", [0, 7, -1, -8])
 def test_wrong_magic(checkpoint: Path, position: int) -> None:
-    file = data_file(checkpoint)
-    content = bytearray(file.read_bytes())
-    content[position] ^= 0xFF
-    file.write_bytes(content)
-    assert isinstance(failure_of(lambda: load(checkpoint)), errors.WrongMagicError)
+    flip(data_file(checkpoint), position, 0xFF)
+    assert isinstance(failure_of(lambda: load(checkpoint, state())), errors.WrongMagicError)
 
 
 @pytest.mark.parametrize("position", [8, -16])
@@ -193,7 +168,7 @@ def test_unknown_format_version(checkpoint: Path, position: int) -> None:
     content = bytearray(file.read_bytes())
     content[position] += 1
     file.write_bytes(content)
-    error = failure_of(lambda: load(checkpoint))
+    error = failure_of(lambda: load(checkpoint, state()))
     assert isinstance(error, errors.UnsupportedVersionError) and "version 2" in str(error)
 
 
@@ -224,14 +199,14 @@ def test_unknown_codec(checkpoint: Path) -> None:
         footer["codecs"][0][-1]["name"] = "brotli"
 
     rewrite_footer(checkpoint, change)
-    error = failure_of(lambda: load(checkpoint))
+    error = failure_of(lambda: load(checkpoint, state()))
     assert isinstance(error, errors.UnknownCodecError)
     assert "brotli" in str(error) and error.path == str(data_file(checkpoint))
 
 
 def test_unknown_feature(checkpoint: Path) -> None:
     rewrite_footer(checkpoint, lambda footer: footer["features"].append("telepathy"))
-    error = failure_of(lambda: load(checkpoint))
+    error = failure_of(lambda: load(checkpoint, state()))
     assert isinstance(error, errors.UnsupportedVersionError) and "telepathy" in str(error)
 
 
@@ -240,7 +215,7 @@ def test_footer_that_disagrees_with_metadata(checkpoint: Path) -> None:
         footer["records"][0]["fqn"] = "other"
 
     rewrite_footer(checkpoint, rename)
-    error = failure_of(lambda: load(checkpoint))
+    error = failure_of(lambda: load(checkpoint, state()))
     assert isinstance(error, errors.FileMismatchError) and "disagrees" in str(error) and error.fqn == "large"
 
 
@@ -250,28 +225,28 @@ def test_footer_with_another_shape(checkpoint: Path) -> None:
         footer["records"][0]["block_shape"] = [500, 600]
 
     rewrite_footer(checkpoint, change)
-    assert isinstance(failure_of(lambda: load(checkpoint)), errors.CheckpointError)
+    assert isinstance(failure_of(lambda: load(checkpoint, state())), errors.CheckpointError)
 
 
 def test_file_of_another_save(tmp_path: Path) -> None:
     first, second = tmp_path / "a", tmp_path / "b"
-    save(first)
-    save(second)
+    save(first, state())
+    save(second, state())
     shutil.copy(data_file(second), data_file(first))
-    error = failure_of(lambda: load(first))
+    error = failure_of(lambda: load(first, state()))
     assert isinstance(error, errors.FileMismatchError) and "save" in str(error)
 
 
 def test_file_of_another_save_of_another_size(tmp_path: Path) -> None:
     first, second = tmp_path / "a", tmp_path / "b"
-    save(first)
+    save(first, state())
     save(second, {"large": torch.zeros(10)})
     shutil.copy(data_file(second), data_file(first))
-    assert isinstance(failure_of(lambda: load(first)), errors.FormatError)
+    assert isinstance(failure_of(lambda: load(first, state())), errors.FormatError)
 
 
 def test_shape_mismatch(checkpoint: Path) -> None:
-    error = failure_of(lambda: load(checkpoint, {"large": torch.zeros(10, 10)}))
+    error = failure_of(lambda: load_into(checkpoint, {"large": torch.zeros(10, 10)}))
     assert "large" in str(error) and "mismatch" in str(error).lower()
 
 
@@ -290,7 +265,7 @@ def test_shape_mismatch_at_the_destination(checkpoint: Path) -> None:
 def test_another_dtype_is_converted_with_one_warning(checkpoint: Path) -> None:
     into = {"large": torch.zeros(600, 1000, dtype=torch.float64), "small": torch.zeros(50)}
     with pytest.warns(UserWarning, match="is converted to") as caught:
-        load(checkpoint, into)
+        load_into(checkpoint, into)
     assert len([w for w in caught if "is converted to" in str(w.message)]) == 1
     assert torch.equal(into["large"], state()["large"].double())
     assert torch.equal(into["small"], state()["small"].float())
@@ -320,7 +295,7 @@ def test_link_that_leaves_the_checkpoint(checkpoint: Path) -> None:
     file = data_file(checkpoint)
     file.rename(checkpoint.parent / "outside.distcp")
     file.symlink_to(checkpoint.parent / "outside.distcp")
-    assert isinstance(failure_of(lambda: load(checkpoint)), errors.UnsafePathError)
+    assert isinstance(failure_of(lambda: load(checkpoint, state())), errors.UnsafePathError)
 
 
 class _Attack:
@@ -332,7 +307,7 @@ def test_metadata_with_a_global_that_is_not_allowed(checkpoint: Path) -> None:
     edit_metadata(checkpoint, lambda metadata: setattr(metadata, "planner_data", {"x": _Attack()}))
     with pytest.raises(errors.UnsafeMetadataError, match="mkdir"):
         NvcompReader(checkpoint).read_metadata()
-    assert "mkdir" in str(failure_of(lambda: load(checkpoint)))
+    assert "mkdir" in str(failure_of(lambda: load(checkpoint, state())))
     assert not os.path.exists("/tmp/dcp-nvcomp-was-executed")
 
 
@@ -341,7 +316,7 @@ def test_unreadable_metadata_never_falls_back_to_rank_local(checkpoint: Path) ->
     (checkpoint / ".metadata").write_bytes(b"garbage")
     with pytest.raises(errors.MetadataError):
         NvcompReader(checkpoint).read_metadata(rank=0)
-    failure_of(lambda: load(checkpoint))
+    failure_of(lambda: load(checkpoint, state()))
 
 
 def test_metadata_that_misses_a_shard(checkpoint: Path) -> None:
@@ -349,7 +324,7 @@ def test_metadata_that_misses_a_shard(checkpoint: Path) -> None:
         metadata.storage_data = {i: v for i, v in metadata.storage_data.items() if i.fqn != "large"}
 
     edit_metadata(checkpoint, change)
-    error = failure_of(lambda: load(checkpoint))
+    error = failure_of(lambda: load(checkpoint, state()))
     assert "large" in str(error) and isinstance(error, errors.MetadataError | AssertionError)
 
 
@@ -367,9 +342,9 @@ def test_metadata_with_shapes_that_contradict(checkpoint: Path) -> None:
 def test_unsafe_object(tmp_path: Path) -> None:
     save(tmp_path, {"o": {"when": Path("/x")}, "w": torch.ones(3)})
     into: dict[str, Any] = {"o": {"when": None}, "w": torch.zeros(3)}
-    error = failure_of(lambda: load(tmp_path, into, safe_objects=True))
+    error = failure_of(lambda: load_into(tmp_path, into, safe_objects=True))
     assert isinstance(error, errors.UnsafeObjectError) and "PosixPath" in str(error)
-    load(tmp_path, into, safe_objects=True, trusted_globals=("pathlib.PosixPath",))
+    load_into(tmp_path, into, safe_objects=True, trusted_globals=("pathlib.PosixPath",))
     assert into["o"]["when"] == Path("/x")
 
 
@@ -379,14 +354,14 @@ def test_unsafe_object(tmp_path: Path) -> None:
 def test_unwritable_target(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     before = files(tmp_path)
-    error = failure_of(lambda: save(tmp_path / "file" / "checkpoint"))
+    error = failure_of(lambda: save(tmp_path / "file" / "checkpoint", state()))
     assert isinstance(error, errors.StorageError)
     assert files(tmp_path) == before
 
 
 def test_overwrite_false(checkpoint: Path) -> None:
     before = files(checkpoint)
-    error = failure_of(lambda: save(checkpoint, overwrite=False))
+    error = failure_of(lambda: save(checkpoint, state(), overwrite=False))
     assert isinstance(error, errors.CheckpointExistsError)
     assert files(checkpoint) == before
 
@@ -400,7 +375,7 @@ def test_disk_full(tmp_path: Path, small_disk: Path) -> None:
     assert "full" in str(error)
     assert files(small_disk / "checkpoint") == before
     into = {"w": torch.zeros(1000, dtype=torch.int64)}
-    load(small_disk / "checkpoint", into)
+    load_into(small_disk / "checkpoint", into)
     assert torch.equal(into["w"], torch.arange(1000))
 
 
@@ -444,7 +419,7 @@ def test_wrong_reader_option(tmp_path: Path, options: dict[str, Any], message: s
 def test_ans_without_a_gpu(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("gpu: there is one")
-    error = failure_of(lambda: save(tmp_path, codec="ans"))
+    error = failure_of(lambda: save(tmp_path, state(), codec="ans"))
     assert isinstance(error, errors.CodecUnavailableError)
     assert "codec='auto'" in str(error)
     assert list(tmp_path.glob("*")) == []
@@ -461,7 +436,7 @@ def test_ans_record_without_a_gpu(tmp_path: Path) -> None:
         footer["codecs"][0][1] = {"name": "ans", "configuration": configuration}
 
     rewrite_footer(tmp_path, change)
-    error = failure_of(lambda: load(tmp_path, {"w": torch.ones(1 << 20)}))
+    error = failure_of(lambda: load_into(tmp_path, {"w": torch.ones(1 << 20)}))
     assert isinstance(error, errors.CodecUnavailableError) and error.fqn == "w"
     assert "NVIDIA GPU" in str(error) and "save it again with codec='auto'" in str(error)
 

@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from dcp_nvcomp import NvcompReader, NvcompWriter, clean_run, recover_checkpoint, verify_checkpoint
 from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.storage.open import open_filesystem
+from tests.checkpoints import save
 from tests.cli.checkpoints import run
 from tests.storage.plain import carry_out, hooked
 
@@ -73,12 +74,6 @@ def state() -> dict[str, Any]:
     return {"w": torch.arange(1000.0), "step": 3}
 
 
-def save(url: str, **options: Any) -> NvcompWriter:
-    writer = NvcompWriter(url, engine="cpu", **options)
-    dcp.save(state(), storage_writer=writer, no_dist=True)
-    return writer
-
-
 def what_is_said(work: Callable[[], object]) -> str:
     """What a person sees of an error: its traceback with all its causes, and its parts."""
     try:
@@ -97,7 +92,7 @@ def broken(name: str, call: Any, *arguments: Any) -> Any:
 
 
 def test_a_save_and_a_load(plain_url: str, tmp_path: Path, said: list[str]) -> None:
-    writer = save(plain_url, **OPTIONS)
+    writer = save(plain_url, state(), engine="cpu", **OPTIONS)
     reader = NvcompReader(plain_url, **OPTIONS)
     into = state()
     into["w"].zero_()
@@ -116,7 +111,7 @@ def test_a_save_and_a_load(plain_url: str, tmp_path: Path, said: list[str]) -> N
 
 def test_failing_calls(url: str, said: list[str]) -> None:
     with hooked(broken):
-        said.append(what_is_said(lambda: save(url, **OPTIONS)))
+        said.append(what_is_said(lambda: save(url, state(), engine="cpu", **OPTIONS)))
         said.append(what_is_said(lambda: NvcompReader(url, **OPTIONS).read_metadata()))
         said.append(what_is_said(lambda: dcp.load(state(), storage_reader=NvcompReader(url, **OPTIONS), no_dist=True)))
     assert all("EIO" in text or "Errno 5" in text for text in said if "Error" in text)
@@ -133,10 +128,12 @@ def test_one_failing_call(plain_url: str, said: list[str], name: str) -> None:
         first = moves == ["mv"] and now == "mv"  # if that fails, files are written in place instead
         return broken(now, call) if now in (name, "rm") and not first else carry_out(now, call, *arguments)
 
-    save(plain_url, **OPTIONS)
+    save(plain_url, state(), engine="cpu", **OPTIONS)
     with hooked(hook):
         said.append(
-            what_is_said(lambda: save(plain_url, **OPTIONS)) if name != "rm" else repr(save(plain_url, **OPTIONS))
+            what_is_said(lambda: save(plain_url, state(), engine="cpu", **OPTIONS))
+            if name != "rm"
+            else repr(save(plain_url, state(), engine="cpu", **OPTIONS))
         )
     assert any("***" in text for text in said)
 
@@ -186,7 +183,7 @@ def test_an_endpoint_that_holds_a_password(said: list[str]) -> None:
 
 
 def test_commands(plain_url: str, tmp_path: Path, said: list[str]) -> None:
-    save(plain_url, **OPTIONS)
+    save(plain_url, state(), engine="cpu", **OPTIONS)
     commands = [("inspect",), ("verify",), ("verify", "--full"), ("clean",), ("clean", "--recursive")]
     for command in commands:
         for form in ((), ("--json",)):

@@ -28,9 +28,9 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from dcp_nvcomp import NvcompReader, errors
 from dcp_nvcomp.codecs import Bytes, CodecChain, Deflate, Planes, Zstd
 from tests.conformance.test_subclasses import HighLow
-from tests.states import blank
+from tests.states import State, blank
 
-from .small import State, save
+from .small import save_in_order
 
 __all__ = ["Probe", "make_checkpoint", "table", "varied_state"]
 
@@ -70,7 +70,7 @@ def varied_state(seed: int) -> State:
 def make_checkpoint(path: Path, seed: int) -> State:
     """Save such a state, and return it."""
     state = varied_state(seed)
-    save(path, state, codec=Variety(), sync_files=False)
+    save_in_order(path, state, codec=Variety(), sync_files=False)
     return state
 
 

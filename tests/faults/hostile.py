@@ -9,37 +9,28 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
-from dcp_nvcomp import NvcompReader, NvcompWriter
 from dcp_nvcomp.format.metadata.serialization import parse_metadata, serialize_metadata
 from dcp_nvcomp.format.names import METADATA_NAME
+from tests.checkpoints import load_into, save
+from tests.states import blank
 
-__all__ = ["STATE", "data_file", "load", "peak_nbytes", "refusal", "republish", "save"]
+__all__ = ["STATE", "peak_nbytes", "refusal", "republish", "saved"]
 
 STATE = {"w": torch.arange(4096.0) % 7}
 
 
-def save(path: Path, state: dict[str, Any] | None = None, **options: Any) -> Path:
-    dcp.save(state or STATE, storage_writer=NvcompWriter(path, **options), no_dist=True)
+def saved(path: Path, **options: Any) -> Path:
+    """Save STATE, and return the path."""
+    save(path, STATE, **options)
     return path
-
-
-def load(path: Path, into: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
-    into = into or {"w": torch.zeros(4096)}
-    dcp.load(into, storage_reader=NvcompReader(path, **options), no_dist=True)
-    return into
 
 
 def refusal(path: Path, into: dict[str, Any] | None = None, **options: Any) -> BaseException:
     with pytest.raises(CheckpointException) as caught:
-        load(path, into, **options)
+        load_into(path, into or blank(STATE), **options)
     return caught.value.failures[0][0]
-
-
-def data_file(path: Path) -> Path:
-    return next(path.glob("**/*.distcp"))
 
 
 def republish(path: Path, change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> None:

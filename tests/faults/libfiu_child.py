@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from .small import Failure, a_state, failure_of, load, same, save, what_loads
+from tests.states import same, small_state
+
+from .small import Failure, failure_of, load_in_order, save_in_order, what_loads
 
 
 @contextmanager
@@ -37,16 +39,16 @@ def failing(points: Sequence[str], number: int, probability: float) -> Iterator[
 def main() -> None:
     """All rounds."""
     folder, rounds, number, probability, *points = sys.argv[1:]
-    old, new = a_state(1), a_state(2)
+    old, new = small_state(1), small_state(2)
     path, backup = Path(folder) / "c", Path(folder) / "old"
-    save(backup, old)
+    save_in_order(backup, old)
     loads = points[0] == "load"
 
     def work() -> None:
         if loads:
-            assert same(load(path, old), old), "a load returned what was never saved"
+            assert same(load_in_order(path, old), old), "a load returned what was never saved"
         else:
-            save(path, new)
+            save_in_order(path, new)
 
     ctypes.CDLL("libfiu.so.0").fiu_set_prng_seed(7)
     for _ in range(int(rounds)):

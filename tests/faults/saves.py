@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from dcp_nvcomp import NvcompReader, NvcompWriter, errors
 from tests.conformance.values import trained
-from tests.states import opposite_of, raw_bytes
+from tests.states import opposite_of, same
 
 TENSOR_COUNT = 4
 
@@ -67,23 +67,17 @@ def loaded(writer: str, path: Path) -> str:
             return "lost"
     known = {seed: values(seed) for seed in ("old", "new", "next")}
     for seed, expected in known.items():
-        if all(_same(state[name], expected[name]) for name in expected):
+        if all(same(state[name], expected[name]) for name in expected):
             return seed
     parts = [_is_of_saves(state[name], [expected[name] for expected in known.values()]) for name in state]
     return "mixed" if all(parts) else "wrong"
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(raw_bytes(one), raw_bytes(other))
-    return bool(one == other)
-
-
 def _is_of_saves(value: Any, saved: list[Any]) -> bool:
-    """Whether each row is of one of the saves."""
+    """True if each row is of one of the saves."""
     if not isinstance(value, torch.Tensor):
         return value in saved
-    return all(any(_same(value[row], of[row]) for of in saved) for row in range(len(value)))
+    return all(any(same(value[row], of[row]) for of in saved) for row in range(len(value)))
 
 
 def save_next(writer: str, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A small checkpoint, and the question that is asked after every fault: which one loads, bit for bit?"""
+"""Saves and loads on one thread, and the question after every fault: which state loads, bit for bit?"""
 
 from __future__ import annotations
 
@@ -11,52 +11,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
 from dcp_nvcomp import NvcompReader, NvcompWriter, errors
-from tests.states import assert_same, blank
-
-State = dict[str, Any]
-
-
-def a_state(seed: int) -> State:
-    """Coded, stored and packed tensors and a Python object, a few KB together, all of them different for each seed."""
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        "w": torch.randn(700, generator=generator).bfloat16(),
-        "v": torch.rand(50, 30, generator=generator),
-        "b": torch.randn(3, generator=generator),
-        "step": {"number": seed},
-    }
+from tests.checkpoints import load, save
+from tests.states import State, same
 
 
-def save(path: Path | str, state: State, **options: Any) -> NvcompWriter:
+def save_in_order(path: Path | str, state: State, **options: Any) -> NvcompWriter:
     """Save on one thread, so that calls come in the same order each time."""
-    writer = NvcompWriter(path, thread_count=1, **options)
-    dcp.save(state, storage_writer=writer, no_dist=True)
-    return writer
+    return save(path, state, thread_count=1, **options)
 
 
-def load(path: Path | str, like: State, **options: Any) -> State:
-    """Load what has these keys and shapes."""
-    into: State = blank(like)
-    dcp.load(into, storage_reader=NvcompReader(path, thread_count=1, **options), no_dist=True)
-    return into
-
-
-def same(actual: State, expected: State) -> bool:
-    """Whether two states are the same bit for bit."""
-    try:
-        assert_same(actual, expected)
-    except AssertionError:
-        return False
-    return True
+def load_in_order(path: Path | str, like: State, **options: Any) -> State:
+    """Load on one thread, so that calls come in the same order each time."""
+    return load(path, like, thread_count=1, **options)
 
 
 def what_loads(path: Path | str, *states: State) -> int | None:
-    """Which of the states the checkpoint holds; None where there is no checkpoint.
+    """Return the number of the state that the checkpoint holds; None if there is no checkpoint.
 
     Raises:
         AssertionError: it holds something else: the lie that must never be.
@@ -66,7 +39,7 @@ def what_loads(path: Path | str, *states: State) -> int | None:
         NvcompReader(path).read_metadata()  # of what dcp.load meets there, it tells the text only
     except errors.CheckpointNotFoundError:
         return None
-    found = load(path, states[0])
+    found = load_in_order(path, states[0])
     which = [number for number, state in enumerate(states) if same(found, state)]
     assert len(which) == 1, "a load returned what was never saved"
     return which[0]
@@ -97,10 +70,6 @@ def failure_of(work: Callable[[], object]) -> Failure | None:
         cause = error.failures[0][0]
         return Failure(type(cause), getattr(cause, "errno", None), getattr(cause, "path", None), str(cause))
     return None
-
-
-def file_names(path: Path) -> set[str]:
-    return {entry.name for entry in path.iterdir() if entry.is_file()} if path.exists() else set()
 
 
 @contextmanager

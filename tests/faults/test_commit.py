@@ -10,7 +10,6 @@ from typing import Any
 
 import fsspec
 import pytest
-import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
@@ -19,24 +18,10 @@ from dcp_nvcomp.format.metadata.roots import read_root
 from dcp_nvcomp.saving.commit import commit_checkpoint
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.open import open_filesystem
+from tests.checkpoints import assert_loads, save
+from tests.states import constant_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-def state(seed: int) -> dict[str, Any]:
-    return {f"k{i}": torch.full((1000,), seed * 100.0 + i) for i in range(3)}
-
-
-def save(path: Path | str, seed: int, **options: Any) -> NvcompWriter:
-    writer = NvcompWriter(path, **options)
-    dcp.save(state(seed), storage_writer=writer, no_dist=True)
-    return writer
-
-
-def check_loads(path: Path | str, seed: int) -> None:
-    into = {key: torch.zeros_like(value) for key, value in state(seed).items()}
-    dcp.load(into, storage_reader=NvcompReader(path), no_dist=True)
-    assert all(torch.equal(into[key], value) for key, value in state(seed).items())
 
 
 def failure_of(run: Callable[[], Any]) -> BaseException:
@@ -68,17 +53,17 @@ def test_a_data_file_that_is_gone_before_the_commit(
             super().finish(metadata, results)
 
     if overwrite:
-        save(tmp_path, 1)
+        save(tmp_path, constant_state(1))
     before = sorted(os.listdir(tmp_path))
     writer = Harmed(tmp_path, single_file_per_rank=False, overwrite=overwrite)
-    error = failure_of(lambda: dcp.save(state(2), storage_writer=writer, no_dist=True))
+    error = failure_of(lambda: dcp.save(constant_state(2), storage_writer=writer, no_dist=True))
     assert isinstance(error, errors.StorageError) and error.errno == errno.ENOENT
     assert told in str(error) and "cannot see 1 of its 3" in str(error) and "__0_1_" in str(error.path)
     assert sorted(os.listdir(tmp_path)) == before
     if overwrite:
-        check_loads(tmp_path, 1)
-    save(tmp_path, 3)
-    check_loads(tmp_path, 3)
+        assert_loads(tmp_path, constant_state(1))
+    save(tmp_path, constant_state(3))
+    assert_loads(tmp_path, constant_state(3))
 
 
 def test_a_stale_listing_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,9 +71,9 @@ def test_a_stale_listing_is_not_believed(tmp_path: Path, monkeypatch: pytest.Mon
     with monkeypatch.context() as patch:
         patch.setattr(PosixFilesystem, "list_files", lambda self: [])
         patch.setattr(PosixFilesystem, "file_nbytes", lambda self, name: 0)
-        save(tmp_path, 1)
-        save(tmp_path, 2)
-    check_loads(tmp_path, 2)
+        save(tmp_path, constant_state(1))
+        save(tmp_path, constant_state(2))
+    assert_loads(tmp_path, constant_state(2))
 
 
 def test_what_was_replaced_goes_metadata_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,10 +86,10 @@ def test_what_was_replaced_goes_metadata_first(tmp_path: Path, monkeypatch: pyte
         order.extend(names)
         real(self, names)
 
-    save(tmp_path, 1, single_file_per_rank=False)
+    save(tmp_path, constant_state(1), single_file_per_rank=False)
     old = {name for name in os.listdir(tmp_path) if name != ".metadata"}
     monkeypatch.setattr(PosixFilesystem, "remove", remove)
-    save(tmp_path, 2)
+    save(tmp_path, constant_state(2))
     assert set(order) == old and len(order) == len(old) == 4
     assert order[0].endswith(".metadata")
     assert all(name.endswith(".distcp") for name in order[1:])
@@ -112,22 +97,22 @@ def test_what_was_replaced_goes_metadata_first(tmp_path: Path, monkeypatch: pyte
 
 def test_an_old_checkpoint_that_names_the_same_files(tmp_path: Path) -> None:
     """What the new one names is never removed, whatever the old one says."""
-    save(tmp_path, 1)
+    save(tmp_path, constant_state(1))
     before = set(os.listdir(tmp_path))
     filesystem = open_filesystem(tmp_path)
     metadata = read_root(filesystem, ".metadata").metadata
     assert metadata.storage_meta is not None
     commit_checkpoint(filesystem, metadata, str(metadata.storage_meta.save_id), [], overwrite=True)
     assert set(os.listdir(tmp_path)) == before
-    check_loads(tmp_path, 1)
+    assert_loads(tmp_path, constant_state(1))
 
 
 def test_a_save_without_collectives_is_replaced_too(tmp_path: Path) -> None:
     """Were `.metadata` lost one day, the older save would else be loaded in its place, without a word."""
     writer = NvcompWriter(tmp_path)
-    dcp.save(state(1), storage_writer=writer, no_dist=True, use_collectives=False)
-    save(tmp_path, 2)
-    check_loads(tmp_path, 2)
+    dcp.save(constant_state(1), storage_writer=writer, no_dist=True, use_collectives=False)
+    save(tmp_path, constant_state(2))
+    assert_loads(tmp_path, constant_state(2))
     assert len([name for name in os.listdir(tmp_path) if name.endswith(".distcp")]) == 1
     (tmp_path / ".metadata").unlink()
     with pytest.raises(errors.IncompleteCheckpointError, match="recover"):
@@ -137,7 +122,7 @@ def test_a_save_without_collectives_is_replaced_too(tmp_path: Path) -> None:
 def test_a_publish_that_lands_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The storage did not answer, and does it later: then the files of that save must still be there."""
     url = f"memory://{tmp_path.name}/run"
-    save(url, 1)
+    save(url, constant_state(1))
     store = fsspec.filesystem("memory")
     real, late = type(store).pipe_file, []
 
@@ -151,12 +136,12 @@ def test_a_publish_that_lands_later(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patch:
         patch.setattr(type(store), "pipe_file", pipe_file)
         for _ in range(2):  # and the next save of the same writer leaves them as well
-            error = failure_of(lambda: dcp.save(state(2), storage_writer=writer, no_dist=True))
+            error = failure_of(lambda: dcp.save(constant_state(2), storage_writer=writer, no_dist=True))
             assert isinstance(error, errors.StorageError) and error.outcome_unknown
-    check_loads(url, 1)
+    assert_loads(url, constant_state(1))
     for path, value in late:
         real(store, path, value)
-        check_loads(url, 2)
+        assert_loads(url, constant_state(2))
     store.rm(f"/{tmp_path.name}", recursive=True)
 
 
@@ -169,20 +154,20 @@ def test_an_old_metadata_that_was_flipped_on_the_way(tmp_path: Path, monkeypatch
         reads.append(name)
         return bytes([data[0] ^ 1]) + data[1:] if len(reads) == 1 else data
 
-    save(tmp_path, 1)
+    save(tmp_path, constant_state(1))
     old = set(os.listdir(tmp_path)) - {".metadata"}
     monkeypatch.setattr(PosixFilesystem, "read_all", read_all)
-    save(tmp_path, 2)
+    save(tmp_path, constant_state(2))
     assert reads[:2] == [".metadata"] * 2
     assert not old & set(os.listdir(tmp_path))
-    check_loads(tmp_path, 2)
+    assert_loads(tmp_path, constant_state(2))
 
 
 def test_files_that_no_metadata_names_stay(tmp_path: Path) -> None:
     """What an unreadable `.metadata` names is unknown, so nothing is removed: orphans do no harm."""
-    save(tmp_path, 1)
+    save(tmp_path, constant_state(1))
     old = set(os.listdir(tmp_path))
     (tmp_path / ".metadata").write_bytes(b"not a pickle")
-    save(tmp_path, 2)
+    save(tmp_path, constant_state(2))
     assert old <= set(os.listdir(tmp_path))
-    check_loads(tmp_path, 2)
+    assert_loads(tmp_path, constant_state(2))

@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from dcp_nvcomp import NvcompReader, NvcompWriter, errors
+from dcp_nvcomp import NvcompReader, errors
+from tests.checkpoints import load, save
 from tests.distributed.launch import RankPool, ranks
+from tests.states import State, assert_same
 
 __all__ = ["ranks"]
 
@@ -33,25 +35,23 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     return found
 
 
-def state(seed: int) -> dict[str, Any]:
-    # large enough for several blocks, each filled with the seed: a mixture shows at once
+def large_state(seed: int) -> State:
+    """Return tensors of several blocks, each filled with the seed, so that a mixture is detected."""
     return {f"w{number}": torch.full((1 << 19,), float(seed)) for number in range(2)} | {"seed": seed}
 
 
 def seed_of(place: Place) -> int:
     """Load, and make sure that all is of one save."""
-    into = state(-1)
-    dcp.load(into, storage_reader=NvcompReader(place[0], **place[1]), no_dist=True)
-    for name in ("w0", "w1"):
-        assert torch.equal(into[name], torch.full((1 << 19,), float(into["seed"]))), name
-    return int(into["seed"])
+    found = load(place[0], large_state(-1), **place[1])
+    seed = int(found["seed"])
+    assert_same(found, large_state(seed))
+    return seed
 
 
 def _save(place: Place, seed: int, **options: Any) -> errors.CheckpointError | None:
     """What the save failed with."""
     try:
-        writer = NvcompWriter(place[0], thread_count=1, **options, **place[1])
-        dcp.save(state(seed), storage_writer=writer, no_dist=True)
+        save(place[0], large_state(seed), thread_count=1, **options, **place[1])
     except dcp.CheckpointException as error:
         cause = error.failures[0][0]
         if not isinstance(cause, errors.CheckpointError):

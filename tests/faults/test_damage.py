@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
-from dcp_nvcomp import NvcompReader, NvcompWriter, errors
+from dcp_nvcomp import errors
 from dcp_nvcomp.format.framing import TRAILER_NBYTES
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
+from tests.checkpoints import data_file, flip, load, save
 from tests.conformance.test_subclasses import HighLow
 from tests.format.footers import footers_of
+from tests.states import State
 
 from .damage import EXACT, LIE, VERIFY, Flip, Probe, count, flips, make_checkpoint, table
-from .small import State
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -48,11 +48,6 @@ def first(saves: tuple[Path, list[State]], tmp_path: Path) -> tuple[Path, State]
     root, states = saves
     shutil.copytree(root / "0", tmp_path / "c")
     return tmp_path / "c", states[0]
-
-
-def data_file(path: Path) -> Path:
-    (found,) = path.glob("*.distcp")
-    return found
 
 
 def boundaries(path: Path) -> list[int]:
@@ -182,7 +177,7 @@ def test_equal_sizes_do_not_hide_a_swap(tmp_path: Path) -> None:
     """Stored as they are, two saves of one shape differ in nothing but bits."""
     states = [{"w": torch.full((1000,), float(seed))} for seed in range(2)]
     for seed, state in enumerate(states):
-        dcp.save(state, storage_writer=NvcompWriter(tmp_path / str(seed), codec="none"), no_dist=True)
+        save(tmp_path / str(seed), state, codec="none")
     one, other = (data_file(tmp_path / str(seed)) for seed in range(2))
     assert one.stat().st_size == other.stat().st_size
     shutil.copy(other, one)
@@ -206,9 +201,7 @@ def test_stale_file_put_back(tmp_path: Path) -> None:
 def test_the_error_says_where(first: tuple[Path, State]) -> None:
     path, state = first
     start, stop = boundaries(path)[5:7]  # of the second block
-    data = bytearray(data_file(path).read_bytes())
-    data[start] ^= 1
-    data_file(path).write_bytes(data)
+    flip(data_file(path), start)
     with pytest.raises(errors.CorruptDataError, match=f"bytes {start} to {stop}") as caught:
         Probe(path, state).load("stored")
     assert caught.value.path == str(data_file(path)) and caught.value.fqn == "bf16"
@@ -270,9 +263,7 @@ def test_a_bit_that_flips_on_the_way_is_healed(
 def test_dcp_load_of_a_damaged_file_raises(first: tuple[Path, State]) -> None:
     """The whole way, as users go it: the error names the file on this rank."""
     path, _ = first
-    data = bytearray(data_file(path).read_bytes())
-    data[boundaries(path)[6]] ^= 1  # in the third block
-    data_file(path).write_bytes(data)
+    flip(data_file(path), boundaries(path)[6])  # in the third block
     with pytest.raises(CheckpointException, match="CorruptDataError") as caught:
-        dcp.load({"fp32": torch.zeros(60)}, storage_reader=NvcompReader(path), no_dist=True)
+        load(path, {"fp32": torch.zeros(60)})
     assert data_file(path).name in str(caught.value)

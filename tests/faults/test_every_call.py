@@ -18,13 +18,15 @@ from typing import Any
 import pytest
 
 from dcp_nvcomp import errors
+from tests.checkpoints import file_names
+from tests.states import same, small_state
 
 from .intercept import POSIX_CALLS, WRITING, Fault, FaultyCalls, intercept_system_calls
-from .small import Failure, a_state, failure_of, file_names, load, nothing_leaks, same, save, what_loads
+from .small import Failure, failure_of, load_in_order, nothing_leaks, save_in_order, what_loads
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-OLD, NEW = a_state(1), a_state(2)
+OLD, NEW = small_state(1), small_state(2)
 EVERYTHING = frozenset(POSIX_CALLS | {"create"})
 
 
@@ -78,7 +80,7 @@ class Trials:
         self._monkeypatch, self.warnings = monkeypatch, Warnings()
         self.path = folder / "runs" / "c"
         self._old = folder / "old"
-        save(self._old, OLD)
+        save_in_order(self._old, OLD)
 
     def begin(self, *, old: bool) -> None:
         shutil.rmtree(self.path.parent, ignore_errors=True)
@@ -87,13 +89,13 @@ class Trials:
         self.warnings.lines.clear()
 
     def save(self, fault: Fault | None, options: dict[str, Any]) -> tuple[FaultyCalls, Failure | None]:
-        return self._run(fault, lambda: save(self.path, NEW, **options))
+        return self._run(fault, lambda: save_in_order(self.path, NEW, **options))
 
     def load(self, fault: Fault | None) -> tuple[FaultyCalls, Failure | None]:
         return self._run(fault, self._load)
 
     def _load(self) -> None:
-        assert same(load(self.path, OLD), OLD), "a load returned what was never saved"
+        assert same(load_in_order(self.path, OLD), OLD), "a load returned what was never saved"
 
     def _run(self, fault: Fault | None, work: Any) -> tuple[FaultyCalls, Failure | None]:
         calls = FaultyCalls(fault)
@@ -208,5 +210,5 @@ def test_all_short(trials: Trials, monkeypatch: pytest.MonkeyPatch, nbytes: int)
         return call(descriptor, min(what, nbytes) if name == "pread" else what[:nbytes], *rest)
 
     intercept_system_calls(monkeypatch.setattr, few, frozenset({"write", "pread", "preadv"}))
-    save(trials.path, NEW)
+    save_in_order(trials.path, NEW)
     assert what_loads(trials.path, OLD, NEW) == 1

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import zstandard
 from crc32c import crc32c
 
@@ -18,9 +17,11 @@ from dcp_nvcomp.codecs.encoded import BlockRow
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.format.footer import parse_footer
 from dcp_nvcomp.format.framing import TRAILER_NBYTES, decode_footer, decode_trailer, encode_footer
+from tests.checkpoints import assert_loads, data_file, load
 from tests.format.forgery import deflate_stream, padded
+from tests.states import same
 
-from .hostile import STATE, data_file, load, peak_nbytes, refusal, republish, save
+from .hostile import STATE, peak_nbytes, refusal, republish, saved
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -93,7 +94,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize("how", list(FORGED))
 @pytest.mark.parametrize("chain", list(CHAINS))
 def test_forged_slice_that_decodes_to_another_size(tmp_path: Path, chain: str, how: str, verify: str) -> None:
-    path = save(tmp_path / "run", codec=CHAINS[chain])
+    path = saved(tmp_path / "run", codec=CHAINS[chain])
     forge_slice(path, FORGED[how](chain.rpartition("-")[2]))
     found: list[BaseException] = []
     peak = peak_nbytes(lambda: found.append(refusal(path, verify=verify, engine="cpu")))
@@ -105,19 +106,19 @@ def test_forged_slice_that_decodes_to_another_size(tmp_path: Path, chain: str, h
 @pytest.mark.parametrize("chain", list(CHAINS))
 def test_forged_slice_of_the_right_size(tmp_path: Path, chain: str) -> None:
     """Nothing but the CRC of the decoded bytes can tell; whoever forges that one too has made another checkpoint."""
-    path = save(tmp_path / "run", codec=CHAINS[chain])
+    path = saved(tmp_path / "run", codec=CHAINS[chain])
     forge_slice(path, _again(chain.rpartition("-")[2], lambda data: data[:-1] + bytes([data[-1] ^ 1])))
     error = refusal(path, verify="full", engine="cpu")
     assert isinstance(error, errors.CorruptDataError) and "decoded bytes fail their CRC" in str(error)
     assert error.fqn == "w" and error.byte_range is not None
-    assert not torch.equal(load(path, verify="stored", engine="cpu")["w"], STATE["w"])
+    assert not same(load(path, STATE, verify="stored", engine="cpu"), STATE)
 
 
 def test_the_forgery_itself_is_sound(tmp_path: Path) -> None:
     for name, chain in CHAINS.items():
-        path = save(tmp_path / name, codec=chain)
+        path = saved(tmp_path / name, codec=chain)
         forge_slice(path, lambda data: data)
-        assert torch.equal(load(path, verify="full")["w"], STATE["w"])
+        assert_loads(path, STATE, verify="full")
 
 
 def test_deflate_stream_that_inflates_a_thousandfold() -> None:

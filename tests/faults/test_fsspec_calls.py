@@ -19,14 +19,14 @@ from dcp_nvcomp import errors
 from dcp_nvcomp.loading import reader
 from dcp_nvcomp.saving import writer
 from dcp_nvcomp.storage.fsspec_files import FsspecFilesystem
+from tests.states import same, small_state
 
 from .intercept import Intercepted
-from .small import Failure, a_state, failure_of, nothing_leaks, same, save, what_loads
-from .small import load as load_small
+from .small import Failure, failure_of, load_in_order, nothing_leaks, save_in_order, what_loads
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-OLD, NEW = a_state(1), a_state(2)
+OLD, NEW = small_state(1), small_state(2)
 
 # What a save and a load ask of fsspec's client, and of the files that it opens.
 CLIENT_CALLS = frozenset({"open", "pipe_file", "cat_file", "info", "ls", "rm_file", "makedirs"})
@@ -111,7 +111,7 @@ class Trials:
         filesystem = self.place.opened(self.place.path)
         filesystem.remove(filesystem.list_names())
         if old:
-            save(self.place.path, OLD)
+            save_in_order(self.place.path, OLD)
 
 
 @pytest.fixture
@@ -127,13 +127,13 @@ def test_save(trials: Trials, old: bool, overwrite: bool, done: bool) -> None:
     path = trials.place.path
     trials.begin(old=old)
     hook = FaultyClient()
-    assert trials.run(hook, lambda: save(path, NEW, overwrite=overwrite)) is None
+    assert trials.run(hook, lambda: save_in_order(path, NEW, overwrite=overwrite)) is None
     assert {"open", "pipe_file", "info", "write", "close"} <= set(hook.names)
     for at in range(len(hook.names)):
         trials.begin(old=old)
         before = set(trials.place.names())
         hook = FaultyClient(at, done=done)
-        failure = trials.run(hook, lambda: save(path, NEW, overwrite=overwrite))
+        failure = trials.run(hook, lambda: save_in_order(path, NEW, overwrite=overwrite))
         where = f"call {at}, {hook.names[at]}"
         found = what_loads(path, OLD, NEW)
         if failure is None:
@@ -153,7 +153,7 @@ def test_load(trials: Trials) -> None:
     hook = FaultyClient()
 
     def load() -> None:
-        assert same(load_small(path, OLD), OLD), "a load returned what was never saved"
+        assert same(load_in_order(path, OLD), OLD), "a load returned what was never saved"
 
     assert trials.run(hook, load) is None and {"info", "cat_file"} <= set(hook.names)
     raised = 0

@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from dcp_nvcomp import errors
+from tests.checkpoints import file_names
+from tests.states import State, small_state
 
-from .small import State, a_state, failure_of, file_names, nothing_leaks, save, what_loads
+from .small import failure_of, nothing_leaks, save_in_order, what_loads
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -51,7 +53,7 @@ def disk() -> Iterator[SmallDisk]:
 def large(seed: int) -> State:
     """Several pages of data, in two files."""
     generator = torch.Generator().manual_seed(seed)
-    return {**a_state(seed), "large": torch.randn(9000, generator=generator)}
+    return {**small_state(seed), "large": torch.randn(9000, generator=generator)}
 
 
 @pytest.mark.parametrize("what", ["size", "inodes"])
@@ -61,13 +63,13 @@ def test_full_at_every_stage(disk: SmallDisk, what: str, old: bool) -> None:
     states = large(1), large(2)
     path = disk.path / "runs" / "c"
     if old:
-        save(path, states[0])
+        save_in_order(path, states[0])
     before = file_names(path)
     step, failures = PAGE_KIB if what == "size" else 1, 0
     for limit in range(disk.used(what), disk.used(what) + 60 * step, step):
         disk.resize(f"size={max(limit, 4)}k" if what == "size" else f"nr_inodes={max(limit, 1)}")
         with nothing_leaks():
-            failure = failure_of(lambda: save(path, states[1], single_file_per_rank=False))
+            failure = failure_of(lambda: save_in_order(path, states[1], single_file_per_rank=False))
         if failure is None:
             break
         failures += 1

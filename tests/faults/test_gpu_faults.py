@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,22 +25,23 @@ from dcp_nvcomp.engines.memory import plain_allocate
 from dcp_nvcomp.loading import decoder as decoding
 from dcp_nvcomp.saving import job as saving
 from dcp_nvcomp.saving.encode import sources
+from tests.checkpoints import file_names, load, save
 from tests.engines.cases import engine_on
 from tests.engines.kernels_on_cpu import ReferenceKernels
 from tests.engines.nvcomp_stand_in import NvcompStandIn, StandInDevice
+from tests.states import State, same
 
-from .small import failure_of, file_names, nothing_leaks
+from .small import failure_of, nothing_leaks
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
     pytest.mark.filterwarnings("ignore:The GPU failed on a block:RuntimeWarning"),
 ]
 
-State = dict[str, torch.Tensor]
 Step = tuple[str, int]
 
 
-def a_state(seed: int, device: str = "cpu") -> State:
+def state_of_blocks(seed: int, device: str = "cpu") -> State:
     generator = torch.Generator().manual_seed(seed)
     sizes = (30_000, 50_000, 20_000, 40_000)
     state = {f"w{at}": torch.randn(size, generator=generator) / 50 for at, size in enumerate(sizes)}
@@ -47,7 +49,8 @@ def a_state(seed: int, device: str = "cpu") -> State:
     return {key: value.to(device) for key, value in state.items()}
 
 
-OLD, NEW = a_state(1), a_state(2)
+OLD, NEW = state_of_blocks(1), state_of_blocks(2)
+OPTIONS: dict[str, Any] = {"codec": "planes-zstd", "sync_files": False}
 
 
 @dataclass
@@ -118,20 +121,6 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Use:
     return lambda gpu: current.__setitem__(0, gpu)
 
 
-def save(path: Path, state: State, **options: str) -> None:
-    dcp.save(state, storage_writer=NvcompWriter(path, codec="planes-zstd", sync_files=False, **options), no_dist=True)
-
-
-def load(path: Path, **options: str) -> State:
-    into = {key: torch.full_like(value, 7) for key, value in OLD.items()}
-    dcp.load(into, storage_reader=NvcompReader(path, verify="full", **options), no_dist=True)
-    return into
-
-
-def same(found: State, state: State) -> bool:
-    return all(torch.equal(found[key], state[key]) for key in state)
-
-
 ERRORS = [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("nvCOMP error: internal")]
 
 
@@ -142,18 +131,18 @@ def test_nvcomp_fails_in_batch_n(tmp_path: Path, use: Use, error: BaseException,
     of = ("encode", "decode", "allocate")
     healthy = FailingGpu(of=of)
     use(healthy)
-    save(tmp_path, OLD)
+    save(tmp_path, OLD, **OPTIONS)
     saving_steps = len(healthy.steps)
-    assert same(load(tmp_path), OLD)
+    assert same(load(tmp_path, OLD, verify="full"), OLD)
     loading_steps = len(healthy.steps) - saving_steps
     assert min(healthy.steps.count("encode"), healthy.steps.count("decode")) >= 2
     for at in range(0, saving_steps, 3 if lasting else 1):
         use(FailingGpu(error, at, lasting, of))
-        save(tmp_path, NEW)
-        assert same(load(tmp_path, engine="cpu"), NEW), f"step {at} of the save"
+        save(tmp_path, NEW, **OPTIONS)
+        assert same(load(tmp_path, OLD, verify="full", engine="cpu"), NEW), f"step {at} of the save"
     for at in range(0, loading_steps, 3 if lasting else 1):
         use(FailingGpu(error, at, lasting, of))
-        assert same(load(tmp_path), NEW), f"step {at} of the load"
+        assert same(load(tmp_path, OLD, verify="full"), NEW), f"step {at} of the load"
 
 
 def test_a_gpu_that_is_lost_in_batch_n_of_a_save(tmp_path: Path, use: Use) -> None:
@@ -161,37 +150,37 @@ def test_a_gpu_that_is_lost_in_batch_n_of_a_save(tmp_path: Path, use: Use) -> No
     path = tmp_path / "c"
     healthy = FailingGpu(of=("copy out",))
     use(healthy)
-    save(path, OLD)
+    save(path, OLD, **OPTIONS)
     assert len(healthy.steps) >= 3
     before = file_names(path)
     lost = RuntimeError("CUDA error: an illegal memory access was encountered")
     for at in range(len(healthy.steps)):
         use(FailingGpu(lost, at, True, ("copy out",)))
         with nothing_leaks():
-            failure = failure_of(lambda: save(path, NEW))
+            failure = failure_of(lambda: save(path, NEW, **OPTIONS))
         assert failure is not None and failure.kind is errors.CodecUnavailableError, f"copy {at}: {failure}"
         assert "illegal memory access" in failure.text
         assert file_names(path) == before, "left behind"
-        assert same(load(path, engine="cpu"), OLD)
+        assert same(load(path, OLD, verify="full", engine="cpu"), OLD)
     use(FailingGpu())
-    save(path, NEW)
-    assert same(load(path), NEW)
+    save(path, NEW, **OPTIONS)
+    assert same(load(path, OLD, verify="full"), NEW)
 
 
 def test_a_gpu_that_is_lost_in_batch_n_of_a_load(tmp_path: Path, use: Use) -> None:
     healthy = FailingGpu(of=("copy in",))
     use(healthy)
-    save(tmp_path, OLD)
-    load(tmp_path)
+    save(tmp_path, OLD, **OPTIONS)
+    load(tmp_path, OLD, verify="full")
     assert len(healthy.steps) >= 2
     for at in range(len(healthy.steps)):
         use(FailingGpu(RuntimeError("CUDA error: unspecified launch failure"), at, True, ("copy in",)))
         with nothing_leaks():
-            failure = failure_of(lambda: load(tmp_path))
+            failure = failure_of(lambda: load(tmp_path, OLD, verify="full"))
         assert failure is not None and failure.kind is errors.CodecUnavailableError, f"copy {at}: {failure}"
         assert "undefined" in failure.text
         use(FailingGpu())
-        assert same(load(tmp_path), OLD), "the next load is whole"
+        assert same(load(tmp_path, OLD, verify="full"), OLD), "the next load is whole"
 
 
 def test_a_mistake_of_ours_in_batch_n_is_not_taken_for_the_gpus(tmp_path: Path, use: Use) -> None:
@@ -199,15 +188,15 @@ def test_a_mistake_of_ours_in_batch_n_is_not_taken_for_the_gpus(tmp_path: Path, 
     path = tmp_path / "c"
     healthy = FailingGpu(of=("encode",))
     use(healthy)
-    save(path, OLD)
+    save(path, OLD, **OPTIONS)
     before = file_names(path)
     for at in range(len(healthy.steps)):
         use(FailingGpu(KeyError("broken"), at, of=("encode",)))
         with nothing_leaks():
-            failure = failure_of(lambda: save(path, NEW))
+            failure = failure_of(lambda: save(path, NEW, **OPTIONS))
         assert failure is not None and failure.kind is KeyError
         assert file_names(path) == before
-    assert same(load(path, engine="cpu"), OLD)
+    assert same(load(path, OLD, verify="full", engine="cpu"), OLD)
 
 
 # ---- a real GPU ------------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import struct
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,11 +25,12 @@ from dcp_nvcomp.format.names import METADATA_NAME
 from dcp_nvcomp.loading.stock.items import read_stock_bytes, read_stock_tensor
 from dcp_nvcomp.storage.base import check_relative_path
 from dcp_nvcomp.storage.open import open_filesystem
+from tests.checkpoints import assert_loads, data_file
 from tests.effort import examples
 from tests.format.forgery import MAGIC
 
 from .fuzz.seeds import zstd_bomb
-from .hostile import STATE, data_file, load, peak_nbytes, refusal, republish, save
+from .hostile import STATE, peak_nbytes, refusal, republish, saved
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def test_data_file_behind_a_link(tmp_path: Path) -> None:
-    file = data_file(save(tmp_path / "run"))
+    file = data_file(saved(tmp_path / "run"))
     file.rename(tmp_path / "elsewhere")
     file.symlink_to(tmp_path / "elsewhere")
     error = refusal(tmp_path / "run")
@@ -46,7 +46,7 @@ def test_data_file_behind_a_link(tmp_path: Path) -> None:
 
 
 def test_directory_part_that_is_a_link(tmp_path: Path) -> None:
-    file = data_file(save(tmp_path / "run"))
+    file = data_file(saved(tmp_path / "run"))
     (tmp_path / "elsewhere").mkdir()
     file.rename(tmp_path / "elsewhere" / file.name)
     (tmp_path / "run" / "inside").symlink_to(tmp_path / "elsewhere")
@@ -55,13 +55,13 @@ def test_directory_part_that_is_a_link(tmp_path: Path) -> None:
     # it is the link that is refused, not the directory
     (tmp_path / "run" / "inside").unlink()
     (tmp_path / "elsewhere").rename(tmp_path / "run" / "inside")
-    assert torch.equal(load(tmp_path / "run")["w"], STATE["w"])
+    assert_loads(tmp_path / "run", STATE)
 
 
 @pytest.mark.parametrize("leads_to", ["elsewhere", "nothing", ".metadata"])
 def test_metadata_that_is_a_link(tmp_path: Path, leads_to: str) -> None:
     """An unpacked archive may hold links: what `.metadata` leads to would be parsed, and quoted in messages."""
-    path = save(tmp_path / "run")
+    path = saved(tmp_path / "run")
     shutil.copy(path / METADATA_NAME, path / "__0.metadata")  # what must not be fallen back to
     (path / METADATA_NAME).rename(tmp_path / "elsewhere")
     (path / METADATA_NAME).symlink_to(tmp_path / leads_to if leads_to != METADATA_NAME else leads_to)
@@ -71,7 +71,7 @@ def test_metadata_that_is_a_link(tmp_path: Path, leads_to: str) -> None:
 
 
 def test_rank_local_metadata_that_is_a_link(tmp_path: Path) -> None:
-    path = save(tmp_path / "run")
+    path = saved(tmp_path / "run")
     (path / METADATA_NAME).rename(tmp_path / "elsewhere")
     (path / "__0.metadata").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(errors.CheckpointNotFoundError):  # links are not listed
@@ -81,14 +81,14 @@ def test_rank_local_metadata_that_is_a_link(tmp_path: Path) -> None:
 
 def test_checkpoint_that_is_a_link_is_the_callers_choice(tmp_path: Path) -> None:
     """`latest -> step_100` is common, and the caller named it; only what is inside comes from somebody else."""
-    save(tmp_path / "step_100")
+    saved(tmp_path / "step_100")
     (tmp_path / "latest").symlink_to(tmp_path / "step_100")
-    assert torch.equal(load(tmp_path / "latest")["w"], STATE["w"])
+    assert_loads(tmp_path / "latest", STATE)
 
 
 @pytest.mark.timeout(180)
 def test_fifos_are_not_waited_for(tmp_path: Path) -> None:
-    path = save(tmp_path / "run")
+    path = saved(tmp_path / "run")
     file = data_file(path)
     file.unlink()
     os.mkfifo(file)
@@ -120,7 +120,7 @@ def test_no_name_leaves_the_checkpoint(name: str) -> None:
 
 def test_footer_of_a_sparse_file(tmp_path: Path) -> None:
     """A file of a terabyte that takes no room: a footer as long as that would fill the memory with zeros."""
-    path = save(tmp_path / "run")
+    path = saved(tmp_path / "run")
     file, nbytes = data_file(path), 1 << 40
     with file.open("r+b") as opened:
         opened.truncate(nbytes - TRAILER_NBYTES)
@@ -161,7 +161,7 @@ def test_footer_that_metadata_makes_up() -> None:
 
 @pytest.mark.parametrize("nbytes", [1 << 40, 1 << 62])
 def test_sizes_that_metadata_makes_up(tmp_path: Path, nbytes: int) -> None:
-    path = save(tmp_path / "run")
+    path = saved(tmp_path / "run")
     republish(path, lambda old: (old[0], nbytes, nbytes // 2, 0))
     found: list[BaseException] = []
     assert peak_nbytes(lambda: found.append(refusal(path))) < 64 << 20

@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, FileSystemWriter
+from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 from torch.distributed.checkpoint._extension import ZStandard
 
-from dcp_nvcomp import NvcompReader, NvcompWriter, errors
+from dcp_nvcomp import NvcompReader, errors
 from dcp_nvcomp.loading.safe_objects import SafeLoader, load_tensor_safely
 from dcp_nvcomp.saving.encode import records
+from tests.checkpoints import assert_loads, load_into, save, save_stock
 
-from .hostile import STATE, load, peak_nbytes, refusal, save
+from .hostile import STATE, peak_nbytes, refusal, saved
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -32,17 +33,19 @@ class Attack:
         return Path.touch, (self.path,)
 
 
-def saved(path: Path, by: str, item: object) -> Path:
+def saved_by(path: Path, by: str, item: object) -> Path:
     state = {"w": STATE["w"], "o": item}
     extensions = [ZStandard()] if by == "stock zstd" else None
-    writer = NvcompWriter(path) if by == "ours" else FileSystemWriter(path, _extensions=extensions)
-    dcp.save(state, storage_writer=writer, no_dist=True)
+    if by == "ours":
+        save(path, state)
+    else:
+        save_stock(path, state, _extensions=extensions)
     return path
 
 
 @pytest.mark.parametrize("by", ["ours", "stock", "stock zstd"])
 def test_nothing_in_an_object_is_executed(tmp_path: Path, by: str) -> None:
-    path, executed = saved(tmp_path / "run", by, Attack(tmp_path / "executed")), tmp_path / "executed"
+    path, executed = saved_by(tmp_path / "run", by, Attack(tmp_path / "executed")), tmp_path / "executed"
     assert not executed.exists()
     into = {"w": torch.zeros(4096), "o": None}
     error = refusal(path, into, safe_objects=True)
@@ -50,7 +53,7 @@ def test_nothing_in_an_object_is_executed(tmp_path: Path, by: str) -> None:
     assert not executed.exists()
     refusal(path, into, safe_objects=True, trusted_globals=("pathlib.Path",))
     assert not executed.exists()
-    load(path, into)  # the default, as DCP does: so the attack is a real one
+    load_into(path, into)  # the default, as DCP does: so the attack is a real one
     assert executed.exists()
 
 
@@ -67,11 +70,11 @@ def test_planner_never_sees_an_unsafe_object(tmp_path: Path, by: str) -> None:
         into = {"w": torch.zeros(4096), "o": item}
         dcp.load(into, storage_reader=NvcompReader(path, **options), planner=Planner(), no_dist=True)
 
-    path = saved(tmp_path / "bad", by, Attack(tmp_path / "executed"))
+    path = saved_by(tmp_path / "bad", by, Attack(tmp_path / "executed"))
     with pytest.raises(CheckpointException):
         run(None, safe_objects=True)
     assert seen == [] and not (tmp_path / "executed").exists()
-    path = saved(tmp_path / "good", by, {"lr": 0.1})
+    path = saved_by(tmp_path / "good", by, {"lr": 0.1})
     run({"lr": 0.0}, safe_objects=True)
     assert seen == ["o.lr"]
 
@@ -88,10 +91,10 @@ def test_payload_of_another_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """A tensor that was stored as `torch.save` writes it; the footer's shape is that of its bytes, not its own."""
     real = records.saved_payload
     monkeypatch.setattr(records, "is_transparent", lambda tensor: False)
-    assert torch.equal(load(save(tmp_path / "honest"))["w"], STATE["w"])
+    assert_loads(saved(tmp_path / "honest"), STATE)
     for number, shape in enumerate(([4095], [1], [], [4096, 1], [1, 4096])):
         monkeypatch.setattr(records, "saved_payload", lambda tensor, shape=shape: real(torch.ones(shape)))
-        error = refusal(save(tmp_path / str(number)))
+        error = refusal(saved(tmp_path / str(number)))
         assert isinstance(error, errors.CorruptDataError) and error.fqn == "w" and "shape" in str(error)
 
 

@@ -20,20 +20,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed.checkpoint as dcp
 
 from dcp_nvcomp import NvcompReader, errors
 from dcp_nvcomp.maintenance.recovery import AMBIGUOUS, RECOVERED, recover_checkpoint
+from tests.checkpoints import file_names, save_stock
+from tests.states import small_state
 from tests.storage.plain import ATOMIC, PROTOCOLS, VagueError, carry_out, hooked
 
-from .small import Failure, a_state, failure_of, file_names, nothing_leaks, save, what_loads
+from .small import Failure, failure_of, nothing_leaks, save_in_order, what_loads
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
     pytest.mark.filterwarnings("ignore:.*can't replace a file in one step"),
 ]
 
-OLD, NEW = a_state(1), a_state(2)
+OLD, NEW = small_state(1), small_state(2)
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def begin(folder: Path, url: str, *, old: bool) -> None:
         for file in folder.iterdir():
             file.unlink()
     if old:
-        save(url, OLD)
+        save_in_order(url, OLD)
 
 
 def reading_fails_with(url: str) -> str:
@@ -163,7 +164,7 @@ def test_every_call_fails(protocol: str, old: bool, overwrite: bool, kind: str, 
         begin(folder, url, old=old)
         hook = Faulty(fault)
         with nothing_leaks(), hooked(hook):
-            return hook.names, failure_of(lambda: save(url, NEW, overwrite=overwrite))
+            return hook.names, failure_of(lambda: save_in_order(url, NEW, overwrite=overwrite))
 
     names, failure = trial(None)
     assert failure is None and what_loads(url, OLD, NEW) == 1
@@ -193,7 +194,7 @@ def _save_until_killed(url: str, at: int) -> None:
 
     warnings.simplefilter("ignore")
     with hooked(hook):
-        save(url, NEW)
+        save_in_order(url, NEW)
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -204,7 +205,7 @@ def test_killed_while_it_publishes(protocol: str, tmp_path: Path) -> None:
     begin(folder, url, old=True)
     hook = Faulty()
     with hooked(hook):
-        save(url, NEW)
+        save_in_order(url, NEW)
     first = hook.names.index("close")  # of the data file
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed.checkpoint", "fsspec.implementations.local", __name__])
@@ -241,21 +242,17 @@ class Unmovable:
         return carry_out(name, call, *arguments)
 
 
-def save_stock(folder: Path) -> None:
-    dcp.save(OLD, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
-
-
 @pytest.mark.parametrize("times", [1, 2, 3, 1_000_000])
 @pytest.mark.parametrize("stock", [False, True])
 @pytest.mark.parametrize("protocol", [protocol for protocol in CAN_MOVE if protocol != "plain-vague"])
 def test_an_error_of_unknown_cause_moves_nothing_aside(protocol: str, stock: bool, times: int, tmp_path: Path) -> None:
     folder = tmp_path / "c"
     url = f"{protocol}://{folder}"
-    save_stock(folder) if stock else save(url, OLD)
+    save_stock(folder, OLD) if stock else save_in_order(url, OLD)
     refuses = protocol in ("plain-refusing", "plain-silent")
     with warnings.catch_warnings(record=True) as caught, hooked(Unmovable("/.metadata", times=times)):
         warnings.simplefilter("always")
-        failure = failure_of(lambda: save(url, NEW))
+        failure = failure_of(lambda: save_in_order(url, NEW))
     warned = any("can't replace a file in one step" in str(one.message) for one in caught)
     assert what_loads(url, OLD, NEW) == (1 if failure is None else 0)
     assert (failure is None) == (times == 1)
@@ -267,9 +264,9 @@ def test_an_error_of_unknown_cause_moves_nothing_aside(protocol: str, stock: boo
 def test_a_refusal_without_a_reason_and_errors_of_unknown_cause(times: int, tmp_path: Path) -> None:
     """Moves onto `.metadata` fail also after the old one was moved aside: it is moved back."""
     url = f"plain-vague://{tmp_path}/c"
-    save(url, OLD)
+    save_in_order(url, OLD)
     with hooked(Unmovable("/.metadata", times=2 + times)):
-        failure = failure_of(lambda: save(url, NEW))
+        failure = failure_of(lambda: save_in_order(url, NEW))
     assert failure is not None
     assert what_loads(url, OLD, NEW) == 0
 
@@ -279,7 +276,7 @@ def test_a_refusal_without_a_reason_and_errors_of_unknown_cause(times: int, tmp_
 def test_what_was_moved_aside_can_not_be_moved_back(protocol: str, stock: bool, tmp_path: Path) -> None:
     folder = tmp_path / "c"
     url = f"{protocol}://{folder}"
-    save_stock(folder) if stock else save(url, OLD)
+    save_stock(folder, OLD) if stock else save_in_order(url, OLD)
     old = file_names(folder)
 
     def hook(name: str, call: Callable[..., Any], *arguments: Any) -> Any:
@@ -288,7 +285,7 @@ def test_what_was_moved_aside_can_not_be_moved_back(protocol: str, stock: bool, 
         return carry_out(name, call, *arguments)
 
     with hooked(hook):
-        failure = failure_of(lambda: save(url, NEW))
+        failure = failure_of(lambda: save_in_order(url, NEW))
     (aside,) = [name for name in file_names(folder) if name.endswith(".tmp")]
     assert failure is not None
     assert aside in failure.text and "dcp-nvcomp recover" in failure.text
@@ -305,10 +302,10 @@ def test_a_server_that_can_not_move(protocol: str, tmp_path: Path) -> None:
     url = f"{protocol}://{tmp_path}/c"
     with warnings.catch_warnings(record=True) as caught, hooked(Unmovable("")):
         warnings.simplefilter("always")
-        save(url, OLD)
+        save_in_order(url, OLD)
         assert what_loads(url, OLD, NEW) == 0
         assert not any("can't replace a file" in str(one.message) for one in caught)
-        save(url, NEW)
+        save_in_order(url, NEW)
         assert what_loads(url, OLD, NEW) == 1
     assert sum("can't replace a file" in str(one.message) for one in caught) == 1
     assert [name for name in file_names(tmp_path / "c") if name.endswith(".tmp")] == []
@@ -316,7 +313,7 @@ def test_a_server_that_can_not_move(protocol: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("nbytes", [0, 1, 100, -1])
 def test_a_torn_metadata_file_says_recover(nbytes: int, tmp_path: Path) -> None:
-    save(tmp_path, OLD)
+    save_in_order(tmp_path, OLD)
     torn = (tmp_path / ".metadata").read_bytes()[:nbytes]
     (tmp_path / ".metadata").write_bytes(torn)
     with pytest.raises(errors.MetadataError, match="left a copy of its metadata here: try `dcp-nvcomp recover`"):

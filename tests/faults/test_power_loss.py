@@ -15,14 +15,15 @@ import pytest
 from torch.distributed.checkpoint import CheckpointException
 
 from dcp_nvcomp import errors
+from tests.states import small_state
 
 from .disk_model import Recorder, Step, Tree, crash_states
 from .intercept import intercept_system_calls
-from .small import a_state, save, what_loads
+from .small import save_in_order, what_loads
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-OLD, NEW = a_state(1), a_state(2)
+OLD, NEW = small_state(1), small_state(2)
 
 
 @dataclass(frozen=True)
@@ -77,11 +78,11 @@ class Recorded:
 def record(case: Case, root: Path, monkeypatch: pytest.MonkeyPatch) -> Recorded:
     root.mkdir()
     if case.old:
-        save(root / case.path, OLD)
+        save_in_order(root / case.path, OLD)
     before, recorder = read_tree(root), Recorder(root)
     with monkeypatch.context() as patch:
         intercept_system_calls(patch.setattr, recorder)
-        save(root / case.path, NEW, **case.options)
+        save_in_order(root / case.path, NEW, **case.options)
     assert what_loads(root / case.path, OLD, NEW) == 1
     return Recorded(before, recorder.steps)
 

@@ -6,15 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
-from dcp_nvcomp import NvcompReader, NvcompWriter, errors
+from dcp_nvcomp import NvcompReader, errors
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
+from tests.checkpoints import assert_loads, save
+
+STATE = {"w": torch.arange(1000.0)}
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    dcp.save({"w": torch.arange(1000.0)}, storage_writer=NvcompWriter(tmp_path), no_dist=True)
+    save(tmp_path, STATE)
     return tmp_path
 
 
@@ -35,9 +37,7 @@ def _flip_reads(monkeypatch: pytest.MonkeyPatch, count: int) -> list[str]:
 
 def test_metadata_that_was_flipped_on_the_way(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads = _flip_reads(monkeypatch, 1)
-    into = {"w": torch.zeros(1000)}
-    dcp.load(into, storage_reader=NvcompReader(checkpoint), no_dist=True)
-    assert torch.equal(into["w"], torch.arange(1000.0))
+    assert_loads(checkpoint, STATE)
     assert reads == [".metadata"] * 2
 
 

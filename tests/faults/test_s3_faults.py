@@ -33,8 +33,10 @@ from dcp_nvcomp import NvcompReader, NvcompWriter, errors
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.open import open_filesystem
 from dcp_nvcomp.storage.s3.client import S3Client
+from tests.checkpoints import save
 from tests.distributed.launch import RankPool, ranks
 from tests.faults import forked
+from tests.states import assert_same, blank
 
 from .proxy import FaultProxy
 
@@ -59,8 +61,7 @@ class Wire:
         return {**self.direct, "endpoint_url": self.proxy.url}
 
     def save(self, state: dict[str, Any], *, deadline: float = 30, **options: Any) -> None:
-        writer = NvcompWriter(self.url, storage_deadline_seconds=deadline, **{**self.options, **options})
-        dcp.save(state, storage_writer=writer, no_dist=True)
+        save(self.url, state, storage_deadline_seconds=deadline, **{**self.options, **options})
 
     def load(self, *, direct: bool = False, deadline: float = 30) -> dict[str, Any]:
         options = self.direct if direct else self.options
@@ -75,18 +76,16 @@ class Wire:
 
 
 def load(reader: NvcompReader) -> dict[str, Any]:
-    into = {"w": torch.zeros(1 << 18), "b": torch.zeros(100, dtype=torch.uint8), "seed": -1}
     try:
         metadata = reader.read_metadata().state_dict_metadata
     except FileNotFoundError:
         metadata = {}
-    if "large" in metadata:
-        into["large"] = torch.zeros(11 << 20, dtype=torch.uint8)
+    into: dict[str, Any] = blank(state_of_seed(0, large="large" in metadata))
     dcp.load(into, storage_reader=reader, no_dist=True)
     return into
 
 
-def state(seed: int, *, large: bool = False) -> dict[str, Any]:
+def state_of_seed(seed: int, *, large: bool = False) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
     made = {
         "w": torch.randn(1 << 18, generator=generator),
@@ -96,13 +95,6 @@ def state(seed: int, *, large: bool = False) -> dict[str, Any]:
     if large:
         made["large"] = torch.randint(0, 256, (11 << 20,), generator=generator, dtype=torch.uint8)
     return made
-
-
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        same = torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value
-        assert same, name
 
 
 def cause_of(error: Exception) -> BaseException:
@@ -141,14 +133,14 @@ def wire(any_s3_store: Store) -> Iterator[Wire]:
     ids=str,
 )
 def test_a_bad_network_is_survived(wire: Wire, rates: dict[str, float]) -> None:
-    wire.save(state(1))
+    wire.save(state_of_seed(1))
     wire.proxy.rates = rates
     for seed in (2, 3):
-        wire.save(state(seed), thread_count=1)
+        wire.save(state_of_seed(seed), thread_count=1)
         for _ in range(3):
-            assert_same(wire.load(), state(seed))
+            assert_same(wire.load(), state_of_seed(seed))
     wire.proxy.rates = {}
-    assert_same(wire.load(direct=True), state(3))
+    assert_same(wire.load(direct=True), state_of_seed(3))
     assert all(wire.proxy.counts[fault] for fault in rates), wire.proxy.counts
     assert len(wire.names()) == 3  # nothing of the checkpoints that were replaced
     assert unfinished((wire.url, wire.direct)) == []
@@ -159,17 +151,17 @@ def test_flipped_bits_are_never_loaded(wire: Wire, rate: float) -> None:
     wire.proxy.rates = {"flipped": rate}
     outcomes = list[BaseException | None]()
     for seed in range(3):
-        wire.save(state(seed))  # its own reads must not mislead it
+        wire.save(state_of_seed(seed))  # its own reads must not mislead it
         for _ in range(5):
             try:
                 found = wire.load()
             except (dcp.CheckpointException, errors.CheckpointError) as error:
                 outcomes.append(cause_of(error))
             else:
-                assert_same(found, state(seed))
+                assert_same(found, state_of_seed(seed))
                 outcomes.append(None)
     wire.proxy.rates = {}
-    assert_same(wire.load(direct=True), state(2))
+    assert_same(wire.load(direct=True), state_of_seed(2))
     assert wire.proxy.counts["flipped"] > 0 and None in outcomes
     raised = [outcome for outcome in outcomes if not (outcome is None or isinstance(outcome, errors.CheckpointError))]
     assert all("`.metadata` fails its CRC" in str(error) for error in raised), raised  # in DCP's own words
@@ -178,10 +170,10 @@ def test_flipped_bits_are_never_loaded(wire: Wire, rate: float) -> None:
 @pytest.mark.parametrize("count", [1, 2])
 def test_what_was_flipped_is_read_again(wire: Wire, count: int) -> None:
     """Once the footer alone, which is read first, then blocks too."""
-    wire.save(state(1))
+    wire.save(state_of_seed(1))
     for number in range(count):
         wire.proxy.next("flipped", method="GET", path=".distcp", skip=number)
-    assert_same(wire.load(), state(1))
+    assert_same(wire.load(), state_of_seed(1))
     assert wire.proxy.counts["flipped"] == count
 
 
@@ -202,11 +194,11 @@ def test_a_lost_reply(wire: Wire, method: str, path: str, overwrite: bool) -> No
     """The server did it, the client did not hear so, and asks again."""
     large = path in ("uploads", "partNumber=2", "uploadId=")
     if overwrite:
-        wire.save(state(1))
+        wire.save(state_of_seed(1))
     wire.proxy.next("lost", method=method, path=path)
-    wire.save(state(2, large=large), overwrite=overwrite, thread_count=1, **(PARTS if large else {}))
+    wire.save(state_of_seed(2, large=large), overwrite=overwrite, thread_count=1, **(PARTS if large else {}))
     assert wire.proxy.counts["lost"] == 1
-    assert_same(wire.load(direct=True), state(2, large=large))
+    assert_same(wire.load(direct=True), state_of_seed(2, large=large))
     assert len(wire.names()) == 3
     assert unfinished((wire.url, wire.direct)) == []
 
@@ -236,8 +228,8 @@ def test_a_silent_server_is_asked_again(wire: Wire) -> None:
     wire.proxy.next("silent", method="PUT", path=".distcp")
     wire.proxy.next("silent", method="GET", path=".metadata")
     began = time.monotonic()
-    wire.save(state(1), deadline=9)
-    assert_same(wire.load(deadline=9), state(1))
+    wire.save(state_of_seed(1), deadline=9)
+    assert_same(wire.load(deadline=9), state_of_seed(1))
     assert wire.proxy.counts["silent"] == 2
     assert time.monotonic() - began > 5  # a third of the deadline each
 
@@ -283,19 +275,19 @@ def test_no_request_outlives_its_deadline(wire: Wire) -> None:
 
 def test_what_lands_after_the_deadline_is_whole(wire: Wire) -> None:
     """A publish that was never answered may be done later: its files must still be there then."""
-    wire.save(state(1))
+    wire.save(state_of_seed(1))
     before = wire.filesystem(direct=True).read_all(".metadata", limit_nbytes=1 << 20)
     wire.proxy.late_seconds = None
     wire.proxy.next("late", method="PUT", path="/.metadata")
     wire.proxy.next("unavailable", method="PUT", path="/.metadata", times=1000)
     with pytest.raises(dcp.CheckpointException) as caught:
-        wire.save(state(2), deadline=5)
+        wire.save(state_of_seed(2), deadline=5)
     cause = cause_of(caught.value)
     assert isinstance(cause, errors.StorageError) and cause.outcome_unknown
     assert wire.filesystem(direct=True).read_all(".metadata", limit_nbytes=1 << 20) == before
     wire.proxy.land()
     assert wire.filesystem(direct=True).read_all(".metadata", limit_nbytes=1 << 20) != before
-    assert_same(wire.load(direct=True), state(2))
+    assert_same(wire.load(direct=True), state_of_seed(2))
 
 
 @pytest.mark.parametrize("refuses", [False, True], ids=["conditions", "no conditions"])
@@ -329,14 +321,14 @@ def test_an_attempt_is_not_repeated_over_another_save(wire: Wire, refuses: bool)
 def test_a_late_publish_does_not_land_over_another(wire: Wire, fresh: bool) -> None:
     """An attempt that nobody answered and that is done much later, when its save is over and replaced by another."""
     if not fresh:
-        wire.save(state(1))
+        wire.save(state_of_seed(1))
     wire.proxy.late_seconds = None
     wire.proxy.next("late", method="PUT", path="/.metadata")
-    wire.save(state(2))
+    wire.save(state_of_seed(2))
     assert wire.proxy.counts["late"] == 1
-    dcp.save(state(3), storage_writer=NvcompWriter(wire.url, **wire.direct), no_dist=True)
+    save(wire.url, state_of_seed(3), **wire.direct)
     wire.proxy.land()
-    assert_same(wire.load(direct=True), state(3))
+    assert_same(wire.load(direct=True), state_of_seed(3))
 
 
 def test_who_came_second_may_have_less_metadata(any_s3_store: Store) -> None:
@@ -365,8 +357,8 @@ def test_credentials_that_may_neither_list_nor_look(any_s3_store: Store, monkeyp
     for number in (1, 2):
         with monkeypatch.context() as patch:
             patch.setattr(S3Client, "send", send)
-            dcp.save(state(number), storage_writer=NvcompWriter(url, **options), no_dist=True)
-        assert_same(load(NvcompReader(url, **options)), state(number))
+            save(url, state_of_seed(number), **options)
+        assert_same(load(NvcompReader(url, **options)), state_of_seed(number))
 
 
 def test_one_of_two_conditional_publishers_wins(any_s3_store: Store) -> None:
@@ -407,18 +399,18 @@ def test_a_server_that_ignores_conditions_is_found_out(s3_store: Store) -> None:
         proxy.swallowed = ("if-none-match",)
         wire = Wire(proxy, *s3_store)
         with pytest.warns(RuntimeWarning, match="does not know If-None-Match"):
-            wire.save(state(1), overwrite=False)
+            wire.save(state_of_seed(1), overwrite=False)
         filesystem = wire.filesystem()
         filesystem.publish("mine", b"x")
         with pytest.raises(errors.ConcurrentSaveError):
             filesystem.publish(".metadata", b"x", overwrite=False)
-        assert_same(wire.load(), state(1))
+        assert_same(wire.load(), state_of_seed(1))
 
 
 def test_a_server_that_refuses_conditions(wire: Wire) -> None:
     wire.proxy.refuses_conditions = True
     with pytest.warns(RuntimeWarning, match="does not know If-None-Match"):
-        wire.save(state(1), overwrite=False)
+        wire.save(state_of_seed(1), overwrite=False)
     filesystem = wire.filesystem()
     for witness in ("none", "mine"):
         with pytest.raises(errors.ConcurrentSaveError):
@@ -426,7 +418,7 @@ def test_a_server_that_refuses_conditions(wire: Wire) -> None:
         filesystem.publish(witness, b"x")
     with pytest.warns(RuntimeWarning, match="does not know If-None-Match"):
         filesystem.publish("new", b"x", overwrite=False)
-    assert_same(wire.load(), state(1))
+    assert_same(wire.load(), state_of_seed(1))
 
 
 KILLED = """
@@ -440,14 +432,14 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_a_killed_clients_upload_does_no_harm_and_can_be_ended(any_s3_store: Store) -> None:
     url, options = any_s3_store
-    dcp.save(state(1), storage_writer=NvcompWriter(url, **options), no_dist=True)
+    save(url, state_of_seed(1), **options)
     killed = forked.execute(KILLED, url, repr(options))
     assert killed.returncode == -signal.SIGKILL
     filesystem = open_filesystem(url, storage_options=options)
     assert [upload.name for upload in filesystem.list_uploads()] == ["__0_0_dead.distcp"]
-    assert_same(load(NvcompReader(url, **options)), state(1))
-    dcp.save(state(2), storage_writer=NvcompWriter(url, **options), no_dist=True)
-    assert_same(load(NvcompReader(url, **options)), state(2))
+    assert_same(load(NvcompReader(url, **options)), state_of_seed(1))
+    save(url, state_of_seed(2), **options)
+    assert_same(load(NvcompReader(url, **options)), state_of_seed(2))
     assert len(filesystem.list_names()) == 3
     filesystem.abort_uploads(filesystem.list_uploads())
     assert filesystem.list_uploads() == []
@@ -458,8 +450,8 @@ def _save_and_load_dead(url: str, options: dict[str, Any]) -> float:
     writer = NvcompWriter(url, storage_deadline_seconds=2, **options)
     reader = NvcompReader(url, storage_deadline_seconds=2, **options)
     for act in (
-        lambda: dcp.save(state(1), storage_writer=writer),
-        lambda: dcp.load(state(1), storage_reader=reader),
+        lambda: dcp.save(state_of_seed(1), storage_writer=writer),
+        lambda: dcp.load(state_of_seed(1), storage_reader=reader),
     ):
         with pytest.raises(dcp.CheckpointException) as caught:
             act()
@@ -505,16 +497,16 @@ def test_a_server_killed_and_restarted_during_a_save(own_ceph: tuple[Path, str])
     client = s3fs.S3FileSystem(**options, skip_instance_cache=True)
     client.mkdir("restarts")
     url = "s3://restarts/run"
-    dcp.save(state(1, large=True), storage_writer=NvcompWriter(url, **options), no_dist=True)
+    save(url, state_of_seed(1, large=True), **options)
     pid_file = directory / "run" / "client.rgw.pid"
 
-    def save() -> None:
+    def save_often() -> None:
         writer = NvcompWriter(url, storage_deadline_seconds=120, **options, **PARTS)
         for seed in range(2, 12):
-            dcp.save(state(seed, large=True), storage_writer=writer, no_dist=True)
+            dcp.save(state_of_seed(seed, large=True), storage_writer=writer, no_dist=True)
 
     with ThreadPoolExecutor(1) as pool:
-        saving = pool.submit(save)
+        saving = pool.submit(save_often)
         for _ in range(2):
             time.sleep(1)
             os.kill(int(pid_file.read_text()), signal.SIGKILL)
@@ -523,4 +515,4 @@ def test_a_server_killed_and_restarted_during_a_save(own_ceph: tuple[Path, str])
             subprocess.run(["radosgw", "--name", "client.rgw"], env=environment, check=True, timeout=60)
         assert not saving.done(), "the save was over before the server was killed"
         saving.result(200)
-    assert_same(load(NvcompReader(url, **options)), state(11, large=True))
+    assert_same(load(NvcompReader(url, **options)), state_of_seed(11, large=True))

@@ -10,19 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
-from dcp_nvcomp import NvcompReader, NvcompWriter
 from dcp_nvcomp.loading.job import LoadJob
+from tests.checkpoints import load, save
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
+STATE = {f"w{n}": torch.full((1 << 20,), 1.0) for n in range(6)}
 WORKERS = pytest.mark.parametrize("failing", [2, 1], ids=["all workers", "one worker"])
-
-
-def state(value: float) -> dict[str, torch.Tensor]:
-    return {f"w{n}": torch.full((1 << 20,), value) for n in range(6)}
 
 
 def fails_at_first(made: Callable[..., Any], times: int) -> Callable[..., Any]:
@@ -64,8 +60,7 @@ def test_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int) -> 
     from dcp_nvcomp.saving import job
 
     monkeypatch.setattr(job, "Workbench", fails_at_first(job.Workbench, failing))
-    writer = NvcompWriter(tmp_path, thread_count=2, engine="cpu")
-    error = in_time(lambda: dcp.save(state(1), storage_writer=writer, no_dist=True))
+    error = in_time(lambda: save(tmp_path, STATE, thread_count=2, engine="cpu"))
     assert isinstance(error, CheckpointException) and isinstance(error.failures[0][0], MemoryError)
     assert list(tmp_path.iterdir()) == [] and no_worker_is_left()
 
@@ -74,10 +69,9 @@ def test_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int) -> 
 def test_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
     from dcp_nvcomp.loading import job
 
-    dcp.save(state(1), storage_writer=NvcompWriter(tmp_path), no_dist=True)
+    save(tmp_path, STATE)
     monkeypatch.setattr(job, "Decoder", fails_at_first(job.Decoder, failing))
-    reader = NvcompReader(tmp_path, thread_count=2, engine="cpu")
-    error = in_time(lambda: dcp.load(state(0), storage_reader=reader, no_dist=True))
+    error = in_time(lambda: load(tmp_path, STATE, thread_count=2, engine="cpu"))
     assert isinstance(error, CheckpointException) and isinstance(error.failures[0][0], MemoryError)
     assert no_worker_is_left()
 
@@ -86,7 +80,7 @@ def test_a_load_never_ends_without_an_error_and_without_its_items(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even if its threads did nothing at all."""
-    dcp.save(state(1), storage_writer=NvcompWriter(tmp_path), no_dist=True)
+    save(tmp_path, STATE)
     monkeypatch.setattr(LoadJob, "_load", lambda self, ahead, gpu: None)
-    error = in_time(lambda: dcp.load(state(0), storage_reader=NvcompReader(tmp_path, engine="cpu"), no_dist=True))
+    error = in_time(lambda: load(tmp_path, STATE, engine="cpu"))
     assert isinstance(error, CheckpointException) and "6 of 6 items were not loaded" in str(error.failures[0][0])

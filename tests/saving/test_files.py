@@ -11,36 +11,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_nvcomp import CheckpointReplacedError, NvcompReader, NvcompWriter
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
+from tests.checkpoints import assert_loads, save, save_stock
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-def state(seed: int = 0, tensors: int = 12) -> dict[str, Any]:
+def state_of_sizes(seed: int = 0, tensors: int = 12) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
     sizes = [(1 << 20) + 17, 400_000, 70_000, 300, 7, 1]
     made = {f"t{i}": torch.randn(sizes[i % len(sizes)], generator=generator) for i in range(tensors)}
     return {**made, "object": {"seed": seed}}
-
-
-def save(path: Path, content: dict[str, Any], **options: Any) -> NvcompWriter:
-    writer = NvcompWriter(path, **options)
-    dcp.save(content, storage_writer=writer, no_dist=True)
-    return writer
-
-
-def check_loads(path: Path, content: dict[str, Any], **options: Any) -> None:
-    into = {key: torch.zeros_like(v) if isinstance(v, torch.Tensor) else {"seed": None} for key, v in content.items()}
-    dcp.load(into, storage_reader=NvcompReader(path, **options), no_dist=True)
-    for key, value in content.items():
-        if isinstance(value, torch.Tensor):
-            assert torch.equal(into[key].view(torch.uint8), value.view(torch.uint8)), key
-        else:
-            assert into[key] == value
 
 
 def data_files(path: Path) -> list[str]:
@@ -48,39 +33,39 @@ def data_files(path: Path) -> list[str]:
 
 
 def test_one_file_per_rank(tmp_path: Path) -> None:
-    save(tmp_path, state())
+    save(tmp_path, state_of_sizes())
     assert len(data_files(tmp_path)) == 1
 
 
 def test_one_file_per_item(tmp_path: Path) -> None:
-    content = state()
+    content = state_of_sizes()
     writer = save(tmp_path, content, single_file_per_rank=False, thread_count=3)
     assert len(data_files(tmp_path)) == len(content)
     assert writer.last_save is not None and sorted(writer.last_save.files) == data_files(tmp_path)
-    check_loads(tmp_path, content)
+    assert_loads(tmp_path, content)
 
 
 @pytest.mark.parametrize("thread_count", [1, 2, 5])
 def test_several_large_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, thread_count: int) -> None:
     monkeypatch.setattr(PosixFilesystem, "file_nbytes_worthwhile", 1 << 20)
-    content = state(tensors=60)
+    content = state_of_sizes(tensors=60)
     save(tmp_path, content, thread_count=thread_count)
     assert len(data_files(tmp_path)) == min(2, thread_count)
     sizes = [os.path.getsize(tmp_path / name) for name in data_files(tmp_path)]
     assert max(sizes) < 2 * min(sizes)
-    check_loads(tmp_path, content)
+    assert_loads(tmp_path, content)
 
 
 def test_tiny_budget(tmp_path: Path) -> None:
-    content = state()
+    content = state_of_sizes()
     save(tmp_path, content, host_memory_budget=1, thread_count=4)
-    check_loads(tmp_path, content, host_memory_budget=1, thread_count=4)
+    assert_loads(tmp_path, content, host_memory_budget=1, thread_count=4)
 
 
 def test_no_thread_outlives_a_save_or_a_load(tmp_path: Path) -> None:
     before = set(threading.enumerate())
-    save(tmp_path, state(), thread_count=4)
-    check_loads(tmp_path, state(), thread_count=4)
+    save(tmp_path, state_of_sizes(), thread_count=4)
+    assert_loads(tmp_path, state_of_sizes(), thread_count=4)
     assert set(threading.enumerate()) == before
 
 
@@ -94,31 +79,31 @@ def test_overwriting_removes_what_was_replaced(tmp_path: Path) -> None:
     writer = NvcompWriter(tmp_path)
     (tmp_path / "notes.txt").write_text("keep me")
     for seed in range(3):
-        dcp.save(state(seed), storage_writer=writer, no_dist=True)
+        dcp.save(state_of_sizes(seed), storage_writer=writer, no_dist=True)
         assert len(os.listdir(tmp_path)) == 4, "data file, .metadata, its copy, and what was there before"
-        check_loads(tmp_path, state(seed))
+        assert_loads(tmp_path, state_of_sizes(seed))
 
 
 def test_overwriting_a_stock_checkpoint_removes_its_files(tmp_path: Path) -> None:
-    dcp.save(state(1), storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    save_stock(tmp_path, state_of_sizes(1))
     assert data_files(tmp_path) == ["__0_0.distcp"]
-    save(tmp_path, state(2))
+    save(tmp_path, state_of_sizes(2))
     assert "__0_0.distcp" not in data_files(tmp_path)
-    check_loads(tmp_path, state(2))
+    assert_loads(tmp_path, state_of_sizes(2))
 
 
 def test_immutable_copy_of_metadata(tmp_path: Path) -> None:
-    writer = save(tmp_path, state())
+    writer = save(tmp_path, state_of_sizes())
     assert writer.last_save is not None
     copy = tmp_path / f"__{writer.last_save.save_id}.metadata"
     assert copy.read_bytes() == (tmp_path / ".metadata").read_bytes()
 
 
 def test_stock_reader_shows_keys_and_shapes(tmp_path: Path) -> None:
-    save(tmp_path, state())
+    save(tmp_path, state_of_sizes())
     metadata = FileSystemReader(tmp_path).read_metadata()
     assert metadata.state_dict_metadata["t0"].size == torch.Size([(1 << 20) + 17])
-    assert set(metadata.state_dict_metadata) == {*(key for key in state() if key != "object"), "object.seed"}
+    assert set(metadata.state_dict_metadata) == {*(key for key in state_of_sizes() if key != "object"), "object.seed"}
 
 
 class Boom(Exception):
@@ -141,10 +126,12 @@ class FailsAt(dcp.DefaultSavePlanner):
 @pytest.mark.parametrize("fqn", ["t0", "t5", "object.seed"])
 @pytest.mark.parametrize("options", [{}, {"single_file_per_rank": False}, {"thread_count": 1, "host_memory_budget": 1}])
 def test_failed_save_leaves_the_old_checkpoint(tmp_path: Path, fqn: str, options: dict[str, Any]) -> None:
-    save(tmp_path, state(1))
+    save(tmp_path, state_of_sizes(1))
     before = {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)}
     with pytest.raises(CheckpointException) as caught:
-        dcp.save(state(2), storage_writer=NvcompWriter(tmp_path, **options), planner=FailsAt(fqn), no_dist=True)
+        dcp.save(
+            state_of_sizes(2), storage_writer=NvcompWriter(tmp_path, **options), planner=FailsAt(fqn), no_dist=True
+        )
     assert isinstance(caught.value.failures[0][0], Boom)
     assert {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)} == before
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("dcp-")]
@@ -153,9 +140,9 @@ def test_failed_save_leaves_the_old_checkpoint(tmp_path: Path, fqn: str, options
 def test_writer_works_after_a_failed_save(tmp_path: Path) -> None:
     writer = NvcompWriter(tmp_path)
     with pytest.raises(CheckpointException):
-        dcp.save(state(2), storage_writer=writer, planner=FailsAt("t3"), no_dist=True)
-    dcp.save(state(3), storage_writer=writer, no_dist=True)
-    check_loads(tmp_path, state(3))
+        dcp.save(state_of_sizes(2), storage_writer=writer, planner=FailsAt("t3"), no_dist=True)
+    dcp.save(state_of_sizes(3), storage_writer=writer, no_dist=True)
+    assert_loads(tmp_path, state_of_sizes(3))
 
 
 def test_replaced_between_metadata_and_data(tmp_path: Path) -> None:
@@ -163,16 +150,16 @@ def test_replaced_between_metadata_and_data(tmp_path: Path) -> None:
 
     class Slow(dcp.DefaultLoadPlanner):
         def create_local_plan(self) -> dcp.LoadPlan:
-            save(tmp_path, state(2))
+            save(tmp_path, state_of_sizes(2))
             return super().create_local_plan()
 
-    save(tmp_path, state(1))
+    save(tmp_path, state_of_sizes(1))
     with pytest.raises(CheckpointException) as caught:
         dcp.load(
             {"t0": torch.zeros((1 << 20) + 17)}, storage_reader=NvcompReader(tmp_path), planner=Slow(), no_dist=True
         )
     assert isinstance(caught.value.failures[0][0], CheckpointReplacedError)
-    check_loads(tmp_path, state(2))
+    assert_loads(tmp_path, state_of_sizes(2))
 
 
 def test_orphans_are_removed_at_the_next_save(tmp_path: Path) -> None:
@@ -188,15 +175,15 @@ def test_orphans_are_removed_at_the_next_save(tmp_path: Path) -> None:
 
     writer = FailsToFinish(tmp_path / "a")
     with pytest.raises(CheckpointException):
-        dcp.save(state(1), storage_writer=writer, no_dist=True)
+        dcp.save(state_of_sizes(1), storage_writer=writer, no_dist=True)
     assert len(data_files(tmp_path / "a")) == 1
     writer.fails = False
-    dcp.save(state(2), storage_writer=writer, checkpoint_id=tmp_path / "b", no_dist=True)
+    dcp.save(state_of_sizes(2), storage_writer=writer, checkpoint_id=tmp_path / "b", no_dist=True)
     assert data_files(tmp_path / "a") == []
-    check_loads(tmp_path / "b", state(2))
-    dcp.save(state(3), storage_writer=writer, checkpoint_id=tmp_path / "c", no_dist=True)
-    check_loads(tmp_path / "b", state(2))
-    check_loads(tmp_path / "c", state(3))
+    assert_loads(tmp_path / "b", state_of_sizes(2))
+    dcp.save(state_of_sizes(3), storage_writer=writer, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert_loads(tmp_path / "b", state_of_sizes(2))
+    assert_loads(tmp_path / "c", state_of_sizes(3))
 
 
 @pytest.mark.slow

@@ -26,24 +26,10 @@ from dcp_nvcomp.codecs.base import Coder
 from dcp_nvcomp.saving import saves
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
+from tests.checkpoints import assert_loads, save, save_stock
+from tests.states import constant_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-def state(seed: int, keys: int = 3) -> dict[str, Any]:
-    return {f"k{i}": torch.full((1000,), seed * 100.0 + i) for i in range(keys)}
-
-
-def check_loads(path: Path, expected: dict[str, Any]) -> None:
-    into = {key: torch.zeros_like(value) for key, value in expected.items()}
-    dcp.load(into, storage_reader=NvcompReader(path), no_dist=True)
-    assert all(torch.equal(into[key], expected[key]) for key in expected)
-
-
-def save(path: Path, content: dict[str, Any], **options: Any) -> NvcompWriter:
-    writer = NvcompWriter(path, **options)
-    dcp.save(content, storage_writer=writer, no_dist=True)
-    return writer
 
 
 def failure_of(run: Callable[[], Any]) -> BaseException:
@@ -76,7 +62,7 @@ def test_random_sequence_of_saves(tmp_path: Path, seed: int) -> None:
     committed: dict[Path, dict[str, Any]] = {}
     for step in range(14):
         path = tmp_path / f"p{draw.randrange(4)}"
-        content = state(step, keys=draw.choice([3, 3, 3, 4]))
+        content = constant_state(step, count=draw.choice([3, 3, 3, 4]))
         how = draw.choice(["plain", "plain", "caching", "pickled", "fails to finish", "fails to write"])
         if how == "pickled":
             writer = pickle.loads(pickle.dumps(writer))
@@ -89,7 +75,7 @@ def test_random_sequence_of_saves(tmp_path: Path, seed: int) -> None:
         else:
             committed[path] = content
         for place, expected in committed.items():
-            check_loads(place, expected)
+            assert_loads(place, expected)
 
 
 def test_a_pickled_writer_draws_new_ids(tmp_path: Path) -> None:
@@ -98,9 +84,9 @@ def test_a_pickled_writer_draws_new_ids(tmp_path: Path) -> None:
     writer.storage_meta()
     for step in range(3):
         sent = pickle.loads(pickle.dumps(writer))
-        dcp.save(state(step), storage_writer=sent, no_dist=True)
+        dcp.save(constant_state(step), storage_writer=sent, no_dist=True)
         ids.add(sent.last_save.save_id)
-        check_loads(tmp_path, state(step))
+        assert_loads(tmp_path, constant_state(step))
     assert len(ids) == 3
 
 
@@ -112,7 +98,7 @@ def test_ids_of_one_save_agree(tmp_path: Path) -> None:
 
     planner, writer = Planner(), NvcompWriter(tmp_path)
     for step in range(2):
-        dcp.save(state(step), storage_writer=writer, planner=planner, no_dist=True)
+        dcp.save(constant_state(step), storage_writer=writer, planner=planner, no_dist=True)
         assert writer.last_save is not None and planner.seen == writer.last_save.save_id
 
 
@@ -127,21 +113,23 @@ def test_overlapping_saves_of_one_writer(tmp_path: Path) -> None:
             return super().resolve_data(write_item)
 
     writer = NvcompWriter(tmp_path / "unused")
-    one = dcp.async_save(state(1), storage_writer=writer, checkpoint_id=tmp_path / "one", planner=Waits(), no_dist=True)
+    one = dcp.async_save(
+        constant_state(1), storage_writer=writer, checkpoint_id=tmp_path / "one", planner=Waits(), no_dist=True
+    )
     assert first_is_writing.wait(30)
-    two = dcp.async_save(state(2), storage_writer=writer, checkpoint_id=tmp_path / "two", no_dist=True)
+    two = dcp.async_save(constant_state(2), storage_writer=writer, checkpoint_id=tmp_path / "two", no_dist=True)
     two.result()
     second_is_done.set()
     one.result()
-    check_loads(tmp_path / "one", state(1))
-    check_loads(tmp_path / "two", state(2))
+    assert_loads(tmp_path / "one", constant_state(1))
+    assert_loads(tmp_path / "two", constant_state(2))
 
 
 def test_a_name_that_is_taken_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saves.uuid, "uuid4", lambda: copy.copy(UUID))
-    save(tmp_path, state(1))
-    assert isinstance(failure_of(lambda: save(tmp_path, state(2))), errors.StorageError)
-    check_loads(tmp_path, state(1))
+    save(tmp_path, constant_state(1))
+    assert isinstance(failure_of(lambda: save(tmp_path, constant_state(2))), errors.StorageError)
+    assert_loads(tmp_path, constant_state(1))
 
 
 class UUID:
@@ -161,25 +149,25 @@ def _failing_publish(real: Callable[..., None], *, before: bool) -> Callable[...
 
 def test_published_but_not_confirmed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The save counts; the old files stay, as the storage is not to be relied on."""
-    save(tmp_path, state(1))
+    save(tmp_path, constant_state(1))
     old = {path.name for path in tmp_path.glob("*.distcp")}
     monkeypatch.setattr(PosixFilesystem, "publish", _failing_publish(PosixFilesystem.publish, before=False))
-    writer = save(tmp_path, state(2))
+    writer = save(tmp_path, constant_state(2))
     monkeypatch.undo()
-    check_loads(tmp_path, state(2))
+    assert_loads(tmp_path, constant_state(2))
     assert old <= {path.name for path in tmp_path.glob("*.distcp")}
-    dcp.save(state(3), storage_writer=writer, checkpoint_id=tmp_path / "elsewhere", no_dist=True)
-    check_loads(tmp_path, state(2))
+    dcp.save(constant_state(3), storage_writer=writer, checkpoint_id=tmp_path / "elsewhere", no_dist=True)
+    assert_loads(tmp_path, constant_state(2))
 
 
 def test_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path, state(1))
+    save(tmp_path, constant_state(1))
     before = sorted(os.listdir(tmp_path))
     monkeypatch.setattr(PosixFilesystem, "publish", _failing_publish(PosixFilesystem.publish, before=True))
-    assert isinstance(failure_of(lambda: save(tmp_path, state(2))), errors.StorageError)
+    assert isinstance(failure_of(lambda: save(tmp_path, constant_state(2))), errors.StorageError)
     monkeypatch.undo()
     assert sorted(os.listdir(tmp_path)) == before
-    check_loads(tmp_path, state(1))
+    assert_loads(tmp_path, constant_state(1))
 
 
 @pytest.mark.parametrize(
@@ -192,18 +180,19 @@ def test_planner_data_that_could_not_be_read_again(tmp_path: Path, value: Any) -
             metadata.planner_data = {**metadata.planner_data, "odd": value}
             return plans, metadata
 
-    save(tmp_path, state(1))
+    save(tmp_path, constant_state(1))
     before = sorted(os.listdir(tmp_path))
-    error = failure_of(lambda: dcp.save(state(2), storage_writer=NvcompWriter(tmp_path), planner=Odd(), no_dist=True))
+    error = failure_of(
+        lambda: dcp.save(constant_state(2), storage_writer=NvcompWriter(tmp_path), planner=Odd(), no_dist=True)
+    )
     assert isinstance(error, errors.MetadataError) and "planner_data" in str(error)
     assert sorted(os.listdir(tmp_path)) == before
-    check_loads(tmp_path, state(1))
+    assert_loads(tmp_path, constant_state(1))
 
 
 def test_old_metadata_can_not_have_anything_removed(tmp_path: Path) -> None:
-    from torch.distributed.checkpoint import FileSystemWriter
 
-    dcp.save(state(1), storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    save_stock(tmp_path, constant_state(1))
     mine = [tmp_path / "notes.txt", tmp_path / "best" / "__0_0.distcp"]
     mine[1].parent.mkdir()
     for file in mine:
@@ -213,16 +202,16 @@ def test_old_metadata_can_not_have_anything_removed(tmp_path: Path) -> None:
     for name, info in zip(named, metadata.storage_data.values(), strict=True):
         info.relative_path = name
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
-    save(tmp_path, state(2))
+    save(tmp_path, constant_state(2))
     assert [file.read_text() for file in mine] == ["mine"] * 2
-    check_loads(tmp_path, state(2))
+    assert_loads(tmp_path, constant_state(2))
 
 
 def test_overwrite_false_sees_rank_local_metadata(tmp_path: Path) -> None:
-    dcp.save(state(1), storage_writer=NvcompWriter(tmp_path), no_dist=True, use_collectives=False)
-    error = failure_of(lambda: save(tmp_path, state(2), overwrite=False))
+    dcp.save(constant_state(1), storage_writer=NvcompWriter(tmp_path), no_dist=True, use_collectives=False)
+    error = failure_of(lambda: save(tmp_path, constant_state(2), overwrite=False))
     assert isinstance(error, errors.CheckpointExistsError)
-    check_loads(tmp_path, state(1))
+    assert_loads(tmp_path, constant_state(1))
 
 
 def test_on_save_that_raises_is_a_warning(tmp_path: Path) -> None:
@@ -230,8 +219,8 @@ def test_on_save_that_raises_is_a_warning(tmp_path: Path) -> None:
         raise ValueError("no mail server")
 
     with pytest.warns(RuntimeWarning, match="is saved, but on_save raised ValueError: no mail server"):
-        save(tmp_path, state(1), on_save=boom)
-    check_loads(tmp_path, state(1))
+        save(tmp_path, constant_state(1), on_save=boom)
+    assert_loads(tmp_path, constant_state(1))
 
 
 def test_metadata_and_footer_must_agree_on_shapes(tmp_path: Path) -> None:
@@ -242,7 +231,7 @@ def test_metadata_and_footer_must_agree_on_shapes(tmp_path: Path) -> None:
     assert isinstance(tensor, TensorStorageMetadata)
     tensor.chunks[0].sizes = torch.Size([4, 50])
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
-    error = failure_of(lambda: check_loads(tmp_path, {"w": torch.ones(6, 50)}))
+    error = failure_of(lambda: assert_loads(tmp_path, {"w": torch.ones(6, 50)}))
     assert isinstance(error, errors.FileMismatchError | AssertionError)
     assert "disagrees" in str(error) or "metadata is None" in str(error)
 

@@ -12,19 +12,14 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 import dcp_nvcomp.loading.reader
-from dcp_nvcomp import NvcompReader, NvcompWriter
+from dcp_nvcomp import NvcompReader
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.open import open_filesystem
+from tests.checkpoints import save
 from tests.format.footers import footers_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 REAL_STATE = Path(__file__).parent.parent / "data" / "gpt_block.safetensors"
-
-
-def save(path: Path, state: dict[str, Any], **options: Any) -> NvcompWriter:
-    writer = NvcompWriter(path, **options)
-    dcp.save(state, storage_writer=writer, no_dist=True)
-    return writer
 
 
 class Reads:

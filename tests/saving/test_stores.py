@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 
 from dcp_nvcomp import CheckpointExistsError, CheckpointNotFoundError, NvcompReader, NvcompWriter
 from dcp_nvcomp.storage.open import open_filesystem
+from tests.checkpoints import assert_holds, assert_loads, save
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -31,7 +32,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     return found
 
 
-def state(seed: int = 0) -> dict[str, Any]:
+def nested_state(seed: int = 0) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
     return {
         "large": torch.randn(1500, 1000, generator=generator),
@@ -41,24 +42,9 @@ def state(seed: int = 0) -> dict[str, Any]:
     }
 
 
-def blank() -> dict[str, Any]:
-    empty = state()
-    return {
-        "large": torch.zeros_like(empty["large"]),
-        "half": torch.zeros_like(empty["half"]),
-        "small": {key: torch.zeros(20) for key in empty["small"]},
-        "object": {"seed": None},
-    }
-
-
 def check_loads(store: Store, seed: int, **options: Any) -> None:
     url, storage = store
-    into = blank()
-    dcp.load(into, storage_reader=NvcompReader(url, **options, **storage), no_dist=True)
-    expected = state(seed)
-    assert torch.equal(into["large"], expected["large"]) and torch.equal(into["half"], expected["half"])
-    assert all(torch.equal(into["small"][key], expected["small"][key]) for key in expected["small"])
-    assert into["object"] == expected["object"]
+    assert_loads(url, nested_state(seed), **options, **storage)
 
 
 def names(store: Store) -> list[str]:
@@ -72,7 +58,7 @@ def names(store: Store) -> list[str]:
 def test_save_and_load(store: Store) -> None:
     url, storage = store
     writer = NvcompWriter(url, **storage)
-    dcp.save(state(1), storage_writer=writer, no_dist=True)
+    dcp.save(nested_state(1), storage_writer=writer, no_dist=True)
     assert len(names(store)) == 3
     check_loads(store, 1)
     check_loads(store, 1, verify="full", thread_count=1)
@@ -82,7 +68,7 @@ def test_save_again_at_the_same_path(store: Store) -> None:
     url, storage = store
     writer = NvcompWriter(url, single_file_per_rank=False, **storage)
     for seed in (1, 2):
-        dcp.save(state(seed), storage_writer=writer, no_dist=True)
+        dcp.save(nested_state(seed), storage_writer=writer, no_dist=True)
         check_loads(store, seed)
         assert len(names(store)) == 2 + 8
 
@@ -91,19 +77,17 @@ def test_checkpoint_id_keeps_the_storage_options(store: Store) -> None:
     url, storage = store
     writer, reader = NvcompWriter(url, **storage), NvcompReader(url, **storage)
     for seed in (1, 2):
-        dcp.save(state(seed), storage_writer=writer, checkpoint_id=f"{url}/step-{seed}", no_dist=True)
+        dcp.save(nested_state(seed), storage_writer=writer, checkpoint_id=f"{url}/step-{seed}", no_dist=True)
     for seed in (2, 1):
-        into = blank()
-        dcp.load(into, storage_reader=reader, checkpoint_id=f"{url}/step-{seed}", no_dist=True)
-        assert torch.equal(into["large"], state(seed)["large"])
+        assert_holds(reader, nested_state(seed), checkpoint_id=f"{url}/step-{seed}", no_dist=True)
 
 
 def test_overwrite_false(store: Store) -> None:
     url, storage = store
-    dcp.save(state(1), storage_writer=NvcompWriter(url, overwrite=False, **storage), no_dist=True)
+    save(url, nested_state(1), overwrite=False, **storage)
     before = names(store)
     with pytest.raises(CheckpointException) as caught:
-        dcp.save(state(2), storage_writer=NvcompWriter(url, overwrite=False, **storage), no_dist=True)
+        save(url, nested_state(2), overwrite=False, **storage)
     assert isinstance(caught.value.failures[0][0], CheckpointExistsError)
     assert names(store) == before
     check_loads(store, 1)
@@ -111,10 +95,10 @@ def test_overwrite_false(store: Store) -> None:
 
 def test_some_keys(store: Store) -> None:
     url, storage = store
-    dcp.save(state(1), storage_writer=NvcompWriter(url, **storage), no_dist=True)
+    save(url, nested_state(1), **storage)
     loaded = _load_state_dict_from_keys({"small", "object.seed"}, storage_reader=NvcompReader(url, **storage))
     assert set(loaded) == {"small", "object"} and loaded["object"] == {"seed": 1}
-    assert torch.equal(loaded["small"]["n3"], state(1)["small"]["n3"])
+    assert torch.equal(loaded["small"]["n3"], nested_state(1)["small"]["n3"])
 
 
 def test_nothing_there(store: Store) -> None:
@@ -132,10 +116,10 @@ class FailsLate(dcp.DefaultSavePlanner):
 
 def test_a_failed_save_leaves_nothing(store: Store) -> None:
     url, storage = store
-    dcp.save(state(1), storage_writer=NvcompWriter(url, **storage), no_dist=True)
+    save(url, nested_state(1), **storage)
     before = names(store)
     with pytest.raises(CheckpointException):
-        dcp.save(state(2), storage_writer=NvcompWriter(url, **storage), planner=FailsLate(), no_dist=True)
+        dcp.save(nested_state(2), storage_writer=NvcompWriter(url, **storage), planner=FailsLate(), no_dist=True)
     assert names(store) == before
     check_loads(store, 1)
 

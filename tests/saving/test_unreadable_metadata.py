@@ -20,9 +20,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan
 
-from dcp_nvcomp import NvcompReader, NvcompWriter
+from dcp_nvcomp import NvcompWriter
 from dcp_nvcomp.errors import MetadataError
 from dcp_nvcomp.maintenance.verification.verify import verify_checkpoint
+from tests.checkpoints import assert_loads
+from tests.states import State
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -49,19 +51,13 @@ class Planner(dcp.DefaultSavePlanner):
         return plans, self.change(metadata) or metadata
 
 
-def state(seed: int) -> dict[str, Any]:
+def three_keys(seed: int) -> State:
     return {"a": torch.full((4, 6), float(seed)), "b": torch.arange(3) + seed, "c": seed}
 
 
 def save(path: Path, seed: int, change: Change | None = None, **options: Any) -> None:
     options = options or {"no_dist": True}
-    dcp.save(state(seed), storage_writer=NvcompWriter(path), planner=change and Planner(change), **options)
-
-
-def check_loads(path: Path, seed: int) -> None:
-    into = state(0)
-    dcp.load(into, storage_reader=NvcompReader(path), no_dist=True)
-    assert into["c"] == seed and all(torch.equal(into[key], state(seed)[key]) for key in "ab")
+    dcp.save(three_keys(seed), storage_writer=NvcompWriter(path), planner=change and Planner(change), **options)
 
 
 def tensor(metadata: Metadata) -> Any:
@@ -96,7 +92,7 @@ REFUSED: dict[str, Change] = {
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_what_has_an_equivalent_is_saved(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
     save(tmp_path, 2, ACCEPTED[name], **options)
-    check_loads(tmp_path, 2)
+    assert_loads(tmp_path, three_keys(2))
     assert verify_checkpoint(tmp_path, full=True).findings == ()
 
 
@@ -108,7 +104,7 @@ def test_what_has_none_leaves_the_old_checkpoint(tmp_path: Path, name: str) -> N
         save(tmp_path, 2, REFUSED[name])
     assert isinstance(caught.value.failures[0][0], MetadataError)
     assert sorted(tmp_path.iterdir()) == before, "the files of the failed save are gone"
-    check_loads(tmp_path, 1)
+    assert_loads(tmp_path, three_keys(1))
 
 
 @pytest.mark.parametrize("name", REFUSED)

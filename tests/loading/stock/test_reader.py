@@ -12,45 +12,18 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
-from dcp_nvcomp import CorruptDataError, NvcompReader, NvcompWriter
+from dcp_nvcomp import CorruptDataError, NvcompReader
 from dcp_nvcomp.maintenance.verification.verify import verify_checkpoint
+from tests.checkpoints import assert_loads, data_file, flip, load, save, save_stock
 from tests.loading.stock.make_golden import GOLDEN, KINDS, VERSIONS, golden_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-def blank(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return torch.full_like(value, 1)
-    if isinstance(value, dict):
-        return {key: blank(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [blank(inner) for inner in value]
-    return None
-
-
-def same(left: Any, right: Any) -> bool:
-    if isinstance(left, torch.Tensor):
-        bits = left.dtype == right.dtype and left.shape == right.shape
-        flat = [t.reshape(-1).contiguous().view(torch.uint8) for t in (left, right)]
-        return bits and torch.equal(*flat)
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
-    if isinstance(left, list):
-        return len(left) == len(right) and all(map(same, left, right))
-    return bool(left == right)
-
-
-def load(path: Path) -> dict[str, Any]:
-    into = blank(golden_state())
-    dcp.load(into, storage_reader=NvcompReader(path), no_dist=True)
-    return into  # type: ignore[no-any-return]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_golden_checkpoint(version: str, kind: str) -> None:
-    assert same(load(GOLDEN / f"{version}-{kind}"), golden_state())
+    assert_loads(GOLDEN / f"{version}-{kind}", golden_state())
 
 
 @pytest.mark.parametrize("writer", [FileSystemWriter, FsspecWriter])
@@ -59,25 +32,23 @@ def test_golden_checkpoint(version: str, kind: str) -> None:
 def test_fresh_checkpoint(tmp_path: Path, writer: Any, extensions: Any, thread_count: int) -> None:
     stock = writer(str(tmp_path), thread_count=thread_count, _extensions=extensions)
     dcp.save(golden_state(), storage_writer=stock, no_dist=True)
-    assert same(load(tmp_path), golden_state())
+    assert_loads(tmp_path, golden_state())
 
 
 def test_switching_over(tmp_path: Path) -> None:
     """A running job: load what stock wrote, save to the same path with this writer, load again."""
-    dcp.save(golden_state(), storage_writer=FileSystemWriter(tmp_path), no_dist=True)
-    state = load(tmp_path)
-    dcp.save(state, storage_writer=NvcompWriter(tmp_path), no_dist=True)
-    assert same(load(tmp_path), golden_state())
+    save_stock(tmp_path, golden_state())
+    state = load(tmp_path, golden_state())
+    save(tmp_path, state)
+    assert_loads(tmp_path, golden_state())
     assert not (tmp_path / "__0_0.distcp").exists()
 
 
 def test_flipped_bit_is_noticed(tmp_path: Path) -> None:
     """torch.load does not look at the CRCs that torch.save wrote."""
-    dcp.save({"w": torch.arange(1000.0)}, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
-    file = tmp_path / "__0_0.distcp"
-    content = bytearray(file.read_bytes())
-    content[2000] ^= 1
-    file.write_bytes(content)
+    save_stock(tmp_path, {"w": torch.arange(1000.0)})
+    file = data_file(tmp_path)
+    flip(file, 2000)
     reader = NvcompReader(tmp_path)
     with pytest.raises(CheckpointException) as caught:
         dcp.load({"w": torch.zeros(1000)}, storage_reader=reader, no_dist=True)
@@ -89,7 +60,7 @@ def test_rows_of_a_stock_tensor(tmp_path: Path) -> None:
     from tests.saving.test_sizes import Rows
 
     weight = torch.randn(64, 16)
-    dcp.save({"w": weight}, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    save_stock(tmp_path, {"w": weight})
     into = torch.zeros(64, 16)
     dcp.load({"w": into}, storage_reader=NvcompReader(tmp_path), planner=Rows(16, 24), no_dist=True)
     assert torch.equal(into[16:24], weight[16:24]) and int((into != 0).sum()) == 8 * 16
@@ -98,7 +69,7 @@ def test_rows_of_a_stock_tensor(tmp_path: Path) -> None:
 def test_an_object_that_compresses_well(tmp_path: Path) -> None:
     """Nothing tells its true size, and as it may run code when it is loaded, a bound of its size would be no help."""
     state = {"zeros": bytes(40 << 20), "moments": torch.zeros(9 << 20)}
-    dcp.save(state, storage_writer=FileSystemWriter(tmp_path, _extensions=[ZStandard()]), no_dist=True)
+    save_stock(tmp_path, state, _extensions=[ZStandard()])
     into: dict[str, Any] = {"zeros": None, "moments": torch.ones(9 << 20)}
     dcp.load(into, storage_reader=NvcompReader(tmp_path), no_dist=True)
     assert into["zeros"] == state["zeros"] and not into["moments"].any()

@@ -35,6 +35,7 @@ from dcp_nvcomp.loading.stock.items import read_stock_bytes, read_stock_tensor
 from dcp_nvcomp.storage.open import open_filesystem
 from tests.effort import sampled
 from tests.faults import forked
+from tests.states import assert_same
 
 from .make_golden import GOLDEN, KINDS, VERSIONS, golden_state
 
@@ -64,17 +65,6 @@ def flat_golden_state() -> dict[str, Any]:
     flat = {f"model.{name}": model[name] for name in ("weight", "bias", "steps", "empty")}
     flat |= {f"model.layers.{position}": layer for position, layer in enumerate(model["layers"])}
     return flat | {"schedule.last_lr": [0.1, 0.2], "schedule.epoch": 3, "name": "golden"}
-
-
-def assert_same(loaded: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert loaded.keys() == expected.keys()
-    for name, value in expected.items():
-        if not isinstance(value, torch.Tensor):
-            assert loaded[name] == value
-            continue
-        assert (loaded[name].dtype, loaded[name].shape) == (value.dtype, value.shape)
-        raw, wanted = (tensor.reshape(-1).view(torch.uint8).tolist() for tensor in (loaded[name], value))
-        assert raw == wanted
 
 
 @pytest.mark.parametrize("kind", KINDS)
