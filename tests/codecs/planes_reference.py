@@ -1,4 +1,4 @@
-"""`planes` in plain torch operations: the reference for planes_numpy.py and engines/cuda/kernels.cu.
+"""`planes` in plain torch operations: the reference for planes_numpy.py and engines/cuda/kernels/blocks.cu.
 
 Written to be read, not to be fast: each plane in one line from the bytes of the floats. Runs on any device, so that a
 test can compare byte for byte with whatever runs there.

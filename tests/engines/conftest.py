@@ -15,7 +15,7 @@ from .kernels_on_cpu import ReferenceKernels, compile_for_cpu, compiled_kernels,
 @pytest.fixture(scope="session")
 def compiled_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     if compiler() is None:
-        pytest.skip("there is no C++ compiler, with which a CPU could run kernels.cu")
+        pytest.skip("there is no C++ compiler, with which a CPU could run the kernels")
     folder: Path = tmp_path_factory.mktemp("kernels")
     return compile_for_cpu(folder)
 

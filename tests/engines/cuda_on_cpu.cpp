@@ -1,4 +1,4 @@
-// Makes plain C++ of kernels.cu: the threads of a thread block are fibers that take turns at barriers, the thread blocks
+// Makes plain C++ of blocks.cu: the threads of a thread block are fibers that take turns at barriers, the thread blocks
 // of a grid run one after the other. So a CPU runs the very text that the GPU does, with shared memory and atomics.
 #include <ucontext.h>
 
@@ -59,7 +59,7 @@ static int run_grid(unsigned grid, std::function<void()> kernel) {
     return 0;
 }
 
-#include "kernels.cu"
+#include "blocks.cu"
 
 #define ENTRY(name, parameters, arguments) \
     extern "C" int cpu_##name parameters { return run_grid(grid, [=] { name arguments; }); }

@@ -1,4 +1,4 @@
-"""The CUDA kernels without a GPU: in torch operations (`ReferenceKernels`), and kernels.cu itself compiled as C++."""
+"""The CUDA kernels without a GPU: in torch operations (`ReferenceKernels`), and blocks.cu itself compiled as C++."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def compiler() -> str | None:
 
 
 def compile_for_cpu(folder: Path) -> ctypes.CDLL:
-    """kernels.cu as a library of C functions. Undefined behaviour, a misaligned load too, ends the process."""
+    """blocks.cu as a library of C functions. Undefined behaviour, a misaligned load too, ends the process."""
     path = compiler()
     assert path is not None
     library = folder / "kernels.so"
     options = ["-std=c++17", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", "-fno-strict-aliasing"]
     options += ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]
     options += [f"-DTHREADS={THREADS}", f"-DTILE_NBYTES={TILE_NBYTES}"]
-    include = Path(dcp_nvcomp.engines.cuda.__file__).parent
+    include = Path(dcp_nvcomp.engines.cuda.__file__).with_name("kernels")
     subprocess.run([path, *options, "-I", str(include), str(_CPU_SOURCE), "-o", str(library)], check=True)
     return ctypes.CDLL(str(library))
 

@@ -1,4 +1,4 @@
-"""kernels.cu compiles for the GPUs that this package is for, with the compiler and the options that CuPy uses."""
+"""The kernels compile for the GPUs that this package is for, with the compiler and the options that CuPy uses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def nvrtc() -> ctypes.CDLL:
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
 def test_compiles(nvrtc: ctypes.CDLL, architecture: str) -> None:
     options = [*KERNEL_OPTIONS, f"-arch={architecture}", "-Werror=all-warnings"]
-    cubin = compile_to_cubin(nvrtc, kernel_source(), options)
+    cubin = compile_to_cubin(nvrtc, kernel_source("blocks.cu"), options)
     assert cubin.startswith(b"\x7fELF")
     for name in (b"inspect_blocks", b"split_blocks", b"merge_blocks", b"copy_pieces"):
         assert name in cubin
@@ -33,4 +33,4 @@ def test_compiles(nvrtc: ctypes.CDLL, architecture: str) -> None:
 
 def test_a_broken_source_is_refused(nvrtc: ctypes.CDLL) -> None:
     with pytest.raises(ValueError, match="error"):
-        compile_to_cubin(nvrtc, kernel_source() + "\n}", [*KERNEL_OPTIONS, "-arch=sm_90"])
+        compile_to_cubin(nvrtc, kernel_source("blocks.cu") + "\n}", [*KERNEL_OPTIONS, "-arch=sm_90"])

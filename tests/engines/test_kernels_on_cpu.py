@@ -1,4 +1,4 @@
-"""kernels.cu itself, compiled as C++ and run thread by thread on a CPU, against the reference. No GPU needed."""
+"""blocks.cu itself, compiled as C++ and run thread by thread on a CPU, against the reference. No GPU needed."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ KERNELS = {
     "codecs/transforms/_planes": ("split_floats", "merge_floats", "pack_rest", "unpack_rest"),
     "codecs/coders/_literals": ("encode_literals",),
 }
-DATA_FILES = (*(f"{kernel}.pyi" for kernel in KERNELS), "py.typed", "engines/cuda/kernels.cu")
+DATA_FILES = (*(f"{kernel}.pyi" for kernel in KERNELS), "py.typed", "engines/cuda/kernels/blocks.cu")
 BUILD = "import sys, setuptools.build_meta as backend; print(backend.build_sdist(sys.argv[1]))"
 
 

@@ -1,1 +1,1 @@
-"""The CUDA engine: nvCOMP, and the kernels of kernels.cu."""
+"""The CUDA engine: nvCOMP, and our own kernels (kernels/)."""

@@ -1,7 +1,7 @@
 """Tables with which the kernels compute CRC32C in parallel: what appending zero bytes does to a CRC register.
 
 A register is a polynomial over GF(2) modulo the CRC's, its highest coefficient in bit 0; appending k zero bytes
-multiplies it by x^8k. kernels.cu says how that is used.
+multiplies it by x^8k. kernels/blocks.cu says how that is used.
 """
 
 from __future__ import annotations

@@ -43,9 +43,10 @@ KERNEL_OPTIONS = ("-std=c++17", f"-DTHREADS={THREADS}", f"-DTILE_NBYTES={TILE_NB
 Launch = Callable[[str, int, tuple[int, ...]], None]
 
 
-def kernel_source() -> str:
-    """Return the text of kernels.cu."""
-    return importlib.resources.files("dcp_nvcomp.engines.cuda").joinpath("kernels.cu").read_text(encoding="utf-8")
+def kernel_source(*names: str) -> str:
+    """Return the text of these files of kernels/, joined; messages of the compiler name the file and its line."""
+    folder = importlib.resources.files("dcp_nvcomp.engines.cuda").joinpath("kernels")
+    return "".join(f'#line 1 "{name}"\n{folder.joinpath(name).read_text(encoding="utf-8")}' for name in names)
 
 
 def host_tensor(memory: memoryview) -> Tensor:
@@ -58,7 +59,7 @@ def host_tensor(memory: memoryview) -> Tensor:
 
 
 class Kernels(Protocol):
-    """What kernels.cu does; the tables are those of batches.py. Only inside a device's session."""
+    """What kernels/blocks.cu does; the tables are those of batches.py. Only inside a device's session."""
 
     def inspect(self, blocks: RowTable, crc: Tensor, seen: Tensor) -> None:
         """Put each block's CRC32C into `crc`, and which signs occur in it into `seen`; int32, all zero before."""
@@ -269,7 +270,7 @@ class CudaDevice:
         names = ("inspect_blocks", "split_blocks", "merge_blocks", "copy_pieces")
         try:
             with torch.cuda.device(self.torch_device):
-                module = self._cupy.RawModule(code=kernel_source(), options=KERNEL_OPTIONS)
+                module = self._cupy.RawModule(code=kernel_source("blocks.cu"), options=KERNEL_OPTIONS)
                 return {name: module.get_function(name) for name in names}
         except Exception as error:  # CuPy's own compile error is a plain Exception
             raise CodecUnavailableError(

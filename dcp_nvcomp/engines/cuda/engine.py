@@ -3,7 +3,7 @@
 CudaEngine   batches under a budget, what happens when the GPU fails
 encode       a batch of blocks --> encoded blocks        decode     and back
 coders       slices --> frames --> slices                batches    where everything of a batch lies
-device       memory, stream, kernels.cu                  support    what is installed
+device       memory, stream, kernels                     support    what is installed
 """
 
 from __future__ import annotations
