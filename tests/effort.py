@@ -1,4 +1,4 @@
-"""How much a run tries: a sample by default; all of it in CI, which sets DCP_NVCOMP_TEST_PROFILE=ci."""
+"""The effort of a test run: a sample by default; all of it in CI, which sets DCP_NVCOMP_TEST_PROFILE=ci."""
 
 from __future__ import annotations
 

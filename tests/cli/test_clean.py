@@ -74,7 +74,7 @@ def data_name(rank: int = 0, number: int = 0, file_id: str | None = None) -> str
 
 
 def leave_save(path: Path, seed: int, days: float = 2.0) -> tuple[str, set[str]]:
-    """What a save leaves that is killed right before it publishes: its id and its files."""
+    """Leave the files of a save that was killed right before it published, and return its id and their names."""
     other = path.parent / f"other-{new_id()}"
     save_id = save_model(other, seed, single_file_per_rank=False).save_id
     left = file_names(other) - {".metadata"}

@@ -72,7 +72,7 @@ def refused(path: Path, outcome: str, save_id: str | None = None) -> Recovery:
 
 
 def move_aside(path: Path) -> str:
-    """What a save leaves that was killed, or could not go on, after it moved `.metadata` aside."""
+    """Move `.metadata` aside, as a save does that is then killed, or fails; return its new name."""
     name = f".metadata.{new_id()}.tmp"
     (path / ".metadata").rename(path / name)
     make_old(*path.iterdir())

@@ -34,7 +34,7 @@ def decoded(frame: bytes) -> bytes:
 
 
 def nearly_random(data: bytes) -> bool:
-    """Whether Huffman codes and their table may take as much as the bytes themselves, in the last block at least."""
+    """True if Huffman codes and their table may take as much as the bytes themselves, in the last block at least."""
     shares = np.bincount(np.frombuffer(data, np.uint8)) / len(data)
     entropy = -(shares[shares > 0] * np.log2(shares[shares > 0])).sum()
     return bool(entropy / 8 > 0.8)

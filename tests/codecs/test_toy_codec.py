@@ -187,7 +187,7 @@ def test_equal_bytes_cost_next_to_nothing(tmp_path: Path) -> None:
 
 
 def on_the_stand_in(gpu: GpuStandIn, work: Callable[[], Any]) -> list[tuple[str, int]]:
-    """What nvCOMP was asked for."""
+    """Run some work on the stand-in, and return what nvCOMP was asked for."""
     before = len(gpu.calls())
     work()
     return gpu.calls()[before:]

@@ -64,6 +64,6 @@ quiet_stock = [pytest.mark.filterwarnings(f"ignore:{message}") for message in ST
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """What rank 0 raised inside of a `CheckpointException`."""
+    """Return what rank 0 raised inside a `CheckpointException`."""
     failures: dict[int, tuple[BaseException, Any]] = error.failures  # type: ignore[attr-defined]
     return failures[0][0]

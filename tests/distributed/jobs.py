@@ -108,7 +108,7 @@ JOBS: dict[str, Job] = {"fsdp2": fsdp2, "hsdp": hsdp, "tp": tp, "fsdp2+tp": fsdp
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What a user saves."""
+    """Return the state dict that a user saves."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
     return {"model": model_state, "optimizer": optimizer_state, "seen": 8}
 

@@ -58,7 +58,7 @@ def _assert_alive() -> None:
 
 
 def _failures(function: Any) -> dict[int, BaseException]:
-    """What each rank raised, as this rank was told."""
+    """Return what each rank raised, as DCP reports it to this rank."""
     try:
         function()
     except dcp.CheckpointException as error:

@@ -112,7 +112,7 @@ def test_path_that_holds_a_checkpoint_is_refused(ranks: RankPool, tmp_path: Path
 
 
 def _fail_on_one(path: Path, failing_rank: int) -> str | None:
-    """Without collectives nobody hears of it; the last barrier would never end, so the rank that saves skips it."""
+    """Without collectives no other rank learns of it; the last barrier would hang, so the rank that saves skips it."""
     planner = FailingSavePlanner("resolve_data", rank=failing_rank, survivors=0)
     state = {"w": _sharded(_full("one"))}
     if dist.get_rank() == failing_rank:

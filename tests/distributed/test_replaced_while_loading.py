@@ -35,7 +35,7 @@ def _sharded(value: torch.Tensor) -> Any:
 
 
 def _save_alone(path: Path, seed: str) -> None:
-    """What another job does: one process, no collective with the ranks that load."""
+    """Save as another job: one process, no collective with the ranks that load."""
     dcp.save({"w": _value(seed)}, storage_writer=OURS.writer(path), no_dist=True)
 
 

@@ -64,7 +64,7 @@ def _bytes_of(source: Any) -> U8:
 
 
 class CudaStream:
-    """What an allocator is told of the stream."""
+    """The stream, as an allocator gets it."""
 
     ptr = 77
     device = 0

@@ -33,7 +33,7 @@ def state() -> dict[str, Any]:
 
 
 def failure_of(run: Callable[[], Any]) -> BaseException:
-    """What DCP reports of rank 0."""
+    """Return the error that DCP reports of rank 0."""
     with pytest.raises(CheckpointException) as caught:
         run()
     return caught.value.failures[0][0]

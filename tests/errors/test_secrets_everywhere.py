@@ -75,7 +75,7 @@ def state() -> dict[str, Any]:
 
 
 def what_is_said(work: Callable[[], object]) -> str:
-    """What a person sees of an error: its traceback with all its causes, and its parts."""
+    """Return what a user sees of an error: its traceback with all its causes, and its parts."""
     try:
         work()
     except BaseException as error:  # DCP's CheckpointException is no Exception

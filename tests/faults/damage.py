@@ -111,7 +111,7 @@ class Probe:
         self._expected = [_fingerprint(state) for state in states]
 
     def load(self, verify: str) -> State:
-        """What it holds; only errors of this package and DCP's planner's refusals may be raised."""
+        """Return what the checkpoint holds; may raise only errors of this package and refusals of DCP's planner."""
         into = _blank(self._blank)
         reader, planner = NvcompReader(self.path, thread_count=1, verify=verify), DefaultLoadPlanner()
         metadata = reader.read_metadata()
@@ -168,7 +168,7 @@ def flips(path: Path, masks: Sequence[int], verify: Sequence[str]) -> list[Flip]
 
 
 def kind_of_file(name: str) -> str:
-    """How the table calls it."""
+    """Return the kind of a file, as the table names it."""
     if name == ".metadata":
         return name
     return "data file" if name.endswith(".distcp") else "`__<save_id>.metadata`"

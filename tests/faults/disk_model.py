@@ -1,4 +1,4 @@
-"""What a disk may look like after the power went, by what POSIX promises and no more.
+"""The contents that a disk may have after a power loss, by what POSIX promises and no more.
 
 `Recorder` is a hook for `Intercepted`: it carries the calls out and keeps the trace. `crash_states` gives, for a prefix
 of the trace, the trees that may be found after a power loss at that moment:

@@ -36,7 +36,7 @@ PRELOADED = ["dcp_nvcomp", "torch.distributed.checkpoint", "torch._dynamo", "fss
 
 @dataclass(frozen=True)
 class End:
-    """How a rank ended.
+    """The end of one rank.
 
     Attributes:
         exit_code: of its process; None where it hung and was killed for it.
@@ -55,7 +55,7 @@ class End:
 
 @dataclass(frozen=True)
 class Finished:
-    """How a program ended; like `subprocess.CompletedProcess`.
+    """The end of a program; like `subprocess.CompletedProcess`.
 
     Attributes:
         returncode: of its process.

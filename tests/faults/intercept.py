@@ -58,7 +58,7 @@ def intercept_system_calls(
 
 
 class Entries:
-    """What os.scandir gives: reading on may fail as well as looking at an entry."""
+    """The result of os.scandir: its iteration may fail as well as a look at an entry."""
 
     def __init__(self, entries: Any, hook: Hook) -> None:
         self._entries, self._hook = entries, hook
@@ -80,7 +80,7 @@ class Entries:
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong.
+    """One fault.
 
     Attributes:
         at: at which call, counted from 0.

@@ -43,7 +43,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Killed:
-    """How the ranks of a case ended.
+    """The end of the ranks of a case.
 
     Attributes:
         checkpoint: where they saved.
@@ -174,7 +174,7 @@ def _other_rank_goes_on(case: Case) -> bool:
 
 
 def expected_outcome(case: Case) -> str:
-    """What must be left of a case of ours."""
+    """Return what must be left of a case of ours."""
     return "new" if BY_NAME[case.stage].published or _other_rank_goes_on(case) else "old"
 
 

@@ -20,7 +20,7 @@ TENSOR_COUNT = 4
 
 
 def values(seed: str) -> dict[str, Any]:
-    """What is saved: on each rank a part of every tensor, and from one of them an object."""
+    """Return what is saved: on each rank a part of every tensor, and from one of them an object."""
     tensors = {f"w{number}": trained(torch.float32, (40 + number, 50), seed) for number in range(TENSOR_COUNT)}
     return {**tensors, "seed": seed}
 
@@ -48,7 +48,7 @@ def new_reader(kind: str, path: Path) -> Any:
 
 
 def loaded(writer: str, path: Path) -> str:
-    """What a load finds: "old", "new" or "next" as saved, "mixed", "wrong"; "nothing" where it says so, or "lost"."""
+    """Load, and return "old", "new", "next", "mixed" or "wrong", "nothing" if the reader says so, or "lost"."""
     state: dict[str, Any] = {
         name: opposite_of(value) if isinstance(value, torch.Tensor) else "" for name, value in values("old").items()
     }

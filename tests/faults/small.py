@@ -47,7 +47,7 @@ def what_loads(path: Path | str, *states: State) -> int | None:
 
 @dataclass(frozen=True)
 class Failure:
-    """What a save or load raised, without the traceback, which would keep alive what was in use then.
+    """The error of a save or load, without the traceback, which would keep alive what was in use then.
 
     Attributes:
         kind: the class of what the rank raised.
@@ -63,7 +63,7 @@ class Failure:
 
 
 def failure_of(work: Callable[[], object]) -> Failure | None:
-    """What some work fails with; None where it does not. Nothing but CheckpointException may leave DCP."""
+    """Return the failure of some work, or None if it succeeds. DCP may raise nothing but CheckpointException."""
     try:
         work()
     except CheckpointException as error:

@@ -49,7 +49,7 @@ def seed_of(place: Place) -> int:
 
 
 def _save(place: Place, seed: int, **options: Any) -> errors.CheckpointError | None:
-    """What the save failed with."""
+    """Save, and return the error of this package that it failed with."""
     try:
         save(place[0], large_state(seed), thread_count=1, **options, **place[1])
     except dcp.CheckpointException as error:

@@ -51,7 +51,7 @@ def first(saves: tuple[Path, list[State]], tmp_path: Path) -> tuple[Path, State]
 
 
 def boundaries(path: Path) -> list[int]:
-    """Where something begins or ends in the data file."""
+    """Return the positions at which something begins or ends in the data file."""
     (footer,) = footers_of(path)
     nbytes = data_file(path).stat().st_size
     return [0, 8, 12, 16, *footer.block_offsets.tolist(), nbytes - TRAILER_NBYTES, nbytes - 8, nbytes]

@@ -32,7 +32,7 @@ EVERYTHING = frozenset(POSIX_CALLS | {"create"})
 
 @dataclass(frozen=True)
 class Case:
-    """How a save is made.
+    """One way to save.
 
     Attributes:
         old: whether there is a checkpoint already.

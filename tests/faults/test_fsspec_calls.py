@@ -57,7 +57,7 @@ class FaultyClient:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a checkpoint goes: a path or URL, and how its filesystem is opened."""
+    """The place of a checkpoint: a path or URL, and how its filesystem is opened."""
 
     path: str
     opened: Callable[[str], FsspecFilesystem]

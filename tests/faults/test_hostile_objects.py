@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 class Attack:
-    """Executed by whoever unpickles it without limits."""
+    """Executed when it is unpickled without limits."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

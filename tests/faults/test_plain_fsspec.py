@@ -39,7 +39,7 @@ OLD, NEW = small_state(1), small_state(2)
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to a call.
+    """A fault of one call.
 
     Attributes:
         at: which one, counted from 0.

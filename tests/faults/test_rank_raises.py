@@ -169,7 +169,7 @@ def _assert_loads(path: Path, seed: str) -> None:
 
 
 def _fail_a_save(how: str, path: Path, step: str, rank: int) -> tuple[set[str], set[str]]:
-    """What was in the directory after the failure, and after the next save."""
+    """Return the files after the failure, and after the next save."""
     writer = new_writer("ours", path)
     _save(how, "old", writer)
     planner = RaisingPlanner(step, rank)

@@ -1,4 +1,4 @@
-"""What the golden data files hold. Names and contents are for ever: a name that is here once stays readable.
+"""The contents of the golden data files. A name and its contents never change: each file must remain readable.
 
 `records(name)` makes the records that were once written into `golden/<name>.distcp`; only make_golden.py needs it.
 """

@@ -1,4 +1,4 @@
-"""What hypothesis draws in this folder: codec chains, and floats whose bits are awkward."""
+"""Strategies of hypothesis for this folder: codec chains, and floats whose bits are awkward."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ assert len(FULL) == 20
 
 @dataclass(frozen=True)
 class Layout:
-    """How the ranks of one job hold the tensors.
+    """The layout of the tensors on the ranks of one job.
 
     Args:
         mesh_shape: their device mesh.

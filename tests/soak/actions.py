@@ -1,4 +1,4 @@
-"""What ranks do in a soak: save, load, verify, recover, clean."""
+"""The actions of ranks in a soak: save, load, verify, recover, clean."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EACCES)
 
 
 class Sabotage(Exception):
-    """What a rank raises to make a save fail."""
+    """Raised by a rank to make a save fail."""
 
 
 class FailingPlanner(DefaultSavePlanner):

@@ -1,4 +1,4 @@
-"""What a soak saves. All contents of one path have the same keys and shapes, so a mixture of two would load."""
+"""The contents that a soak saves. Those of one path share keys and shapes, so a mixture of two would load."""
 
 from __future__ import annotations
 

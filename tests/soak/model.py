@@ -30,7 +30,7 @@ def expect(holds: bool, *what: Any) -> None:
 
 
 def causes_of(error: BaseException) -> list[BaseException]:
-    """What ranks raised inside a CheckpointException; the error itself, if it is none."""
+    """Return what the ranks raised inside a CheckpointException, or the error itself if it is another."""
     if isinstance(error, CheckpointException):
         return [_unwrapped(wrapped[0]) for wrapped in error.failures.values()]
     return [error]

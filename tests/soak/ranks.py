@@ -28,7 +28,7 @@ LIMIT_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one rank.
+    """The outcome of one rank.
 
     Attributes:
         value: what it returned.

@@ -125,7 +125,7 @@ class SilentFilesystem(RefusingFilesystem):
 
 
 class VagueError(Exception):
-    """What a client raises that knows no OSError."""
+    """The error of a client that knows no OSError."""
 
 
 class VagueFilesystem(RefusingFilesystem):

@@ -1,4 +1,4 @@
-"""What every Filesystem must do; a test class per implementation inherits it and says where its files go."""
+"""Tests of every Filesystem; a class per implementation inherits them and says where its files are."""
 
 from __future__ import annotations
 

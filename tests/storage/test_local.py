@@ -122,7 +122,7 @@ def test_modes_follow_the_umask(tmp_path: Path) -> None:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """What is done to the disk, in order: (call, name); the calls themselves happen."""
+    """Record the calls that change the disk, in order, as (call, name); the calls themselves happen."""
     record: list[tuple[str, str]] = []
 
     def recording(name: str, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -27,7 +27,7 @@ _LINE = re.compile(r"^#(\d+)\s.*?cov: (\d+) ft: (\d+)", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Run:
-    """What one target did."""
+    """The result of one target."""
 
     target: str
     executions: int

@@ -1,4 +1,4 @@
-"""What one execution may do: return, or raise `CheckpointError`, within a second and 64 MiB.
+"""The limits of one execution: return, or raise `CheckpointError`, within a second and 64 MiB.
 
 Memory is limited for real, by RLIMIT_AS: the address space may grow by 64 MiB and no further, so whatever asks for
 more gets a `MemoryError`, which is a finding, before a byte of it is used. Peak RSS would see only what is touched, and

@@ -1,4 +1,4 @@
-"""What the fuzzer begins with: honest files of each kind, small."""
+"""The files that the fuzzer begins with: small valid ones of each kind."""
 
 from __future__ import annotations
 

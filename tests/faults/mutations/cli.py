@@ -1,4 +1,4 @@
-"""What verify, recover and clean rest on."""
+"""The protections of verify, recover and clean."""
 
 from __future__ import annotations
 

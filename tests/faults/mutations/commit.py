@@ -1,4 +1,4 @@
-"""What the commit protocol rests on."""
+"""The protections of the commit protocol."""
 
 from __future__ import annotations
 

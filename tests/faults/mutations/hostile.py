@@ -1,4 +1,4 @@
-"""What stands between a hostile file and the process that loads it."""
+"""The protections of a process that loads a hostile file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What killed saves and failing ranks rest on."""
+"""The protections against killed saves and failing ranks."""
 
 from __future__ import annotations
 

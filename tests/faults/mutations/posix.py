@@ -1,4 +1,4 @@
-"""What keeps a checkpoint on a local disk whole: errors, power loss, damage, a GPU that fails."""
+"""The protections of a checkpoint on a local disk: from errors, power loss, corruption, a GPU that fails."""
 
 from __future__ import annotations
 

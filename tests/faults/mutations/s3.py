@@ -1,4 +1,4 @@
-"""What S3 rests on: conditions, retries inside a deadline, and what is done when a reply was lost."""
+"""The protections of S3: conditions, retries within a time limit, and the handling of a lost response."""
 
 from __future__ import annotations
 

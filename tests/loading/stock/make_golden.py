@@ -30,7 +30,7 @@ KINDS = ("plain", "zstd")
 
 
 def golden_state() -> dict[str, Any]:
-    """What every golden checkpoint holds."""
+    """Return the state dict that every golden checkpoint holds."""
     import torch
 
     return {
