@@ -9,7 +9,8 @@ import pytest
 
 from dcp_nvcomp.engines.cuda.device import Kernels
 
-from .kernels_on_cpu import ReferenceKernels, compile_for_cpu, compiled_kernels, compiler
+from .emulation.build import compiler
+from .kernels_on_cpu import ReferenceKernels, compile_for_cpu, compiled_kernels
 
 
 @pytest.fixture(scope="session")

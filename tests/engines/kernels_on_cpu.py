@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
-import sys
-import threading
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -14,47 +11,38 @@ import torch
 from crc32c import crc32c
 from torch import Tensor
 
-import dcp_nvcomp.engines.cuda
 from dcp_nvcomp.codecs.transforms.planes import PLANE_NAMES, Planes
-from dcp_nvcomp.engines.cuda.batches import THREADS, TILE_NBYTES, RowTable
-from dcp_nvcomp.engines.cuda.device import LaunchedKernels
+from dcp_nvcomp.engines.cuda.batches import THREADS, RowTable
+from dcp_nvcomp.engines.cuda.device import KERNEL_OPTIONS, Launch, LaunchedKernels, kernel_source
 from tests.codecs import planes_reference
 
-# What stands for blockIdx and threadIdx is global, and engines of several threads share the library.
-_ONE_AT_A_TIME = threading.Lock()
-
-_CPU_SOURCE = Path(__file__).with_name("cuda_on_cpu.cpp")
-
-
-def compiler() -> str | None:
-    """A C++ compiler, or None."""
-    if sys.platform != "linux":  # elsewhere there are no fibers in the C library
-        return None
-    return shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+from .emulation.build import build_library
 
 
 def compile_for_cpu(folder: Path) -> ctypes.CDLL:
-    """blocks.cu as a library of C functions. Undefined behaviour, a misaligned load too, ends the process."""
-    path = compiler()
-    assert path is not None
-    library = folder / "kernels.so"
-    options = ["-std=c++17", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", "-fno-strict-aliasing"]
-    options += ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]
-    options += [f"-DTHREADS={THREADS}", f"-DTILE_NBYTES={TILE_NBYTES}"]
-    include = Path(dcp_nvcomp.engines.cuda.__file__).with_name("kernels")
-    subprocess.run([path, *options, "-I", str(include), str(_CPU_SOURCE), "-o", str(library)], check=True)
-    return ctypes.CDLL(str(library))
+    """blocks.cu as a library. Undefined behaviour, a misaligned load too, ends the process."""
+    return build_library(folder, kernel_source("blocks.cu"), KERNEL_OPTIONS)
+
+
+def emulated_launch(library: ctypes.CDLL, threads: int = THREADS) -> Launch:
+    """What starts the kernels of a library that tests/engines/emulation built, in the place of CuPy."""
+
+    def launch(name: str, tiles: int, addresses: tuple[int, ...]) -> None:
+        # threads run in an order that differs from case to case, and not from one run of a case to the next
+        seed = zlib.crc32(f"{name} {tiles}".encode())
+        arguments = (ctypes.c_uint64 * len(addresses))(*addresses)
+        error = ctypes.create_string_buffer(256)
+        library.emulation_launch(
+            name.encode(), tiles, threads, ctypes.c_uint32(seed), arguments, len(addresses), error, len(error)
+        )
+        assert not error.value, error.value.decode()
+
+    return launch
 
 
 def compiled_kernels(library: ctypes.CDLL) -> LaunchedKernels:
     """The engine's own launching code, with the CPU in place of CuPy."""
-
-    def launch(name: str, tiles: int, addresses: tuple[int, ...]) -> None:
-        with _ONE_AT_A_TIME:
-            failed = library[f"cpu_{name}"](ctypes.c_uint(tiles), *map(ctypes.c_uint64, addresses))
-        assert not failed, f"{name}: only some threads of a thread block came to a barrier"
-
-    return LaunchedKernels(torch.device("cpu"), launch)
+    return LaunchedKernels(torch.device("cpu"), emulated_launch(library))
 
 
 def _memory(address: int, nbytes: int) -> Tensor:

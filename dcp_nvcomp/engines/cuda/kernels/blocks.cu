@@ -1,5 +1,5 @@
 // Kernels of the CUDA engine. device.py compiles this text at run time (NVRTC through CuPy) with -DTHREADS and
-// -DTILE_NBYTES and launches it; tests/engines/cuda_on_cpu.cpp makes plain C++ of it, so that a CPU checks the arithmetic.
+// -DTILE_NBYTES and launches it; tests/engines/emulation makes plain C++ of it, so that a CPU can check it.
 //
 // A launch covers many blocks (or runs of bytes) of any size: each is a row of a table, and each row is cut into tiles of
 // TILE_NBYTES. One thread block works on one tile; `tiles` names the row that it belongs to.
