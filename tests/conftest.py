@@ -25,7 +25,13 @@ settings.register_profile("dcp_nvcomp", max_examples=examples(100), deadline=Non
 settings.load_profile("dcp_nvcomp")
 
 # Tests that share what is slow to make run on one worker of pytest-xdist.
-_GROUPS = {"ranks": "ranks", "single_rank": "ranks", "compiled_library": "kernels", "kernels": "kernels"}
+_GROUPS = {
+    "ranks": "ranks",
+    "single_rank": "ranks",
+    "compiled_library": "kernels",
+    "kernels": "kernels",
+    "literals_library": "literals",
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

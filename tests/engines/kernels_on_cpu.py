@@ -14,6 +14,7 @@ from torch import Tensor
 from dcp_nvcomp.codecs.transforms.planes import PLANE_NAMES, Planes
 from dcp_nvcomp.engines.cuda.batches import THREADS, RowTable
 from dcp_nvcomp.engines.cuda.device import KERNEL_OPTIONS, Launch, LaunchedKernels, kernel_source
+from dcp_nvcomp.engines.cuda.literals import LITERALS_OPTIONS, LITERALS_SOURCES
 from tests.codecs import planes_reference
 
 from .emulation.build import build_library
@@ -22,6 +23,11 @@ from .emulation.build import build_library
 def compile_for_cpu(folder: Path) -> ctypes.CDLL:
     """blocks.cu as a library. Undefined behaviour, a misaligned load too, ends the process."""
     return build_library(folder, kernel_source("blocks.cu"), KERNEL_OPTIONS)
+
+
+def compile_literals_for_cpu(folder: Path) -> ctypes.CDLL:
+    """The same of literals*.cu."""
+    return build_library(folder, kernel_source(*LITERALS_SOURCES), LITERALS_OPTIONS)
 
 
 def emulated_launch(library: ctypes.CDLL, threads: int = THREADS) -> Launch:

@@ -23,7 +23,9 @@ import torch
 import zstandard
 from torch import Tensor
 
-from dcp_nvcomp.engines.cuda.device import Kernels, NvcompMemory, host_tensor
+from dcp_nvcomp.engines.cuda.device import Kernels, Launch, NvcompMemory, host_tensor
+from dcp_nvcomp.engines.cuda.literals import LITERALS_KERNELS
+from dcp_nvcomp.errors import CodecUnavailableError
 
 U8 = npt.NDArray[np.uint8]
 
@@ -302,13 +304,21 @@ class StandInDevice:
         kernels: what runs the kernels.
         nvcomp: the stand-in for nvCOMP.
         capacity_nbytes: `empty` and nvCOMP raise torch.OutOfMemoryError where more than this would be held.
+        literals: what starts the kernels of literals*.cu, if they are compiled.
     """
 
     torch_device = torch.device("cpu")
     stream_handle = CudaStream.ptr
 
-    def __init__(self, kernels: Kernels, nvcomp: NvcompStandIn | None = None, capacity_nbytes: int = 1 << 40) -> None:
+    def __init__(
+        self,
+        kernels: Kernels,
+        nvcomp: NvcompStandIn | None = None,
+        capacity_nbytes: int = 1 << 40,
+        literals: Launch | None = None,
+    ) -> None:
         self.kernels = kernels
+        self._literals = literals
         self.nvcomp = nvcomp or NvcompStandIn()
         self.nvcomp_memory = NvcompMemory(lambda nbytes, stream: self._take(nbytes), self._give)
         self.nvcomp.set_device_allocator(self.nvcomp_memory)
@@ -361,6 +371,12 @@ class StandInDevice:
         start = -memory.ctypes.data % 64
         weakref.finalize(memory, self._drop, nbytes)
         return torch.from_numpy(memory[start : start + nbytes])
+
+    def compile(self, sources: Sequence[str], options: Sequence[str], names: Sequence[str]) -> Launch:
+        assert tuple(names) == LITERALS_KERNELS
+        if self._literals is None:
+            raise CodecUnavailableError("The kernels are not compiled here.")
+        return self._literals
 
     def copy_in(self, host: memoryview, target: Tensor) -> None:
         assert self._in_session

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from dcp_nvcomp.engines.cuda.device import KERNEL_OPTIONS, kernel_source
+from dcp_nvcomp.engines.cuda.literals import LITERALS_KERNELS, LITERALS_OPTIONS, LITERALS_SOURCES
 
 from .nvrtc import compile_to_cubin, load_nvrtc
 
@@ -22,13 +23,22 @@ def nvrtc() -> ctypes.CDLL:
     return library
 
 
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
-def test_compiles(nvrtc: ctypes.CDLL, architecture: str) -> None:
-    options = [*KERNEL_OPTIONS, f"-arch={architecture}", "-Werror=all-warnings"]
-    cubin = compile_to_cubin(nvrtc, kernel_source("blocks.cu"), options)
+PROGRAMS = {
+    "blocks": (("blocks.cu",), KERNEL_OPTIONS, ("inspect_blocks", "split_blocks", "merge_blocks", "copy_pieces")),
+    "literals": (LITERALS_SOURCES, LITERALS_OPTIONS, LITERALS_KERNELS),
+}
+
+
+@pytest.mark.parametrize("architecture", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_compiles(nvrtc: ctypes.CDLL, program: str, architecture: str) -> None:
+    sources, options, names = PROGRAMS[program]
+    cubin = compile_to_cubin(
+        nvrtc, kernel_source(*sources), [*options, f"-arch={architecture}", "-Werror=all-warnings"]
+    )
     assert cubin.startswith(b"\x7fELF")
-    for name in (b"inspect_blocks", b"split_blocks", b"merge_blocks", b"copy_pieces"):
-        assert name in cubin
+    for name in names:
+        assert name.encode() in cubin
 
 
 def test_a_broken_source_is_refused(nvrtc: ctypes.CDLL) -> None:

@@ -17,7 +17,8 @@ KERNELS = {
     "codecs/transforms/_planes": ("split_floats", "merge_floats", "pack_rest", "unpack_rest"),
     "codecs/coders/_literals": ("encode_literals",),
 }
-DATA_FILES = (*(f"{kernel}.pyi" for kernel in KERNELS), "py.typed", "engines/cuda/kernels/blocks.cu")
+CUDA_SOURCES = [str(path.relative_to(ROOT / "dcp_nvcomp")) for path in (ROOT / "dcp_nvcomp").rglob("*.cu")]
+DATA_FILES = (*(f"{kernel}.pyi" for kernel in KERNELS), "py.typed", *CUDA_SOURCES)
 BUILD = "import sys, setuptools.build_meta as backend; print(backend.build_sdist(sys.argv[1]))"
 
 

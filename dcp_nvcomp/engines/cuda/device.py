@@ -39,7 +39,7 @@ __all__ = [
 
 KERNEL_OPTIONS = ("-std=c++17", f"-DTHREADS={THREADS}", f"-DTILE_NBYTES={TILE_NBYTES}")
 
-# Starts a kernel on the device's stream: its name, how many tiles, the addresses that it is given.
+# Starts a kernel on the device's stream: its name, how many thread blocks, the addresses and numbers that it is given.
 Launch = Callable[[str, int, tuple[int, ...]], None]
 
 
@@ -198,6 +198,9 @@ class Device(Protocol):
     def empty(self, nbytes: int) -> Tensor:
         """Device memory, uint8, aligned to 16 at least."""
 
+    def compile(self, sources: Sequence[str], options: Sequence[str], names: Sequence[str]) -> Launch:
+        """Compile these files of kernels/ and return what starts these kernels of them on the device's stream."""
+
     def copy_in(self, host: memoryview, target: Tensor) -> None:
         """Start a copy from host memory."""
 
@@ -263,23 +266,24 @@ class CudaDevice:
         self._stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self.stream_handle = int(self._stream.cuda_stream)
         self._cupy = load_cupy()
-        self._functions = self._compile()
-        self.kernels: Kernels = LaunchedKernels(self.torch_device, self._launch)
-
-    def _compile(self) -> dict[str, Any]:
         names = ("inspect_blocks", "split_blocks", "merge_blocks", "copy_pieces")
+        self.kernels: Kernels = LaunchedKernels(self.torch_device, self.compile(("blocks.cu",), KERNEL_OPTIONS, names))
+
+    def compile(self, sources: Sequence[str], options: Sequence[str], names: Sequence[str]) -> Launch:
         try:
             with torch.cuda.device(self.torch_device):
-                module = self._cupy.RawModule(code=kernel_source("blocks.cu"), options=KERNEL_OPTIONS)
-                return {name: module.get_function(name) for name in names}
+                module = self._cupy.RawModule(code=kernel_source(*sources), options=tuple(options))
+                functions = {name: module.get_function(name) for name in names}
         except Exception as error:  # CuPy's own compile error is a plain Exception
             raise CodecUnavailableError(
                 f"The CUDA engine's kernels do not compile here ({type(error).__name__}: {error}). Check that the "
                 "installed CuPy fits the CUDA driver."
             ) from error
 
-    def _launch(self, name: str, tiles: int, addresses: tuple[int, ...]) -> None:
-        self._functions[name]((tiles,), (THREADS,), tuple(np.uint64(address) for address in addresses))
+        def launch(name: str, tiles: int, addresses: tuple[int, ...]) -> None:
+            functions[name]((tiles,), (THREADS,), tuple(np.uint64(address) for address in addresses))
+
+        return launch
 
     def _cupy_stream(self) -> Any:
         streams = self._cupy.cuda

@@ -1,0 +1,218 @@
+"""Our own coder of literals-only zstd frames on a GPU: the kernels of kernels/literals*.cu, in the place of nvCOMP's.
+
+It encodes for `Zstd(literals_only=True)` with slices of at most 128 KiB, and decodes what it or the compiled CPU
+encoder wrote. `LiteralCoders` and what it returns have the interface of coders.py's `NvcompCoders`.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from dcp_nvcomp.codecs.base import Coder
+from dcp_nvcomp.codecs.coders.zstd import Zstd
+from dcp_nvcomp.engines.cuda.batches import I64, padded_nbytes, starts_of
+from dcp_nvcomp.engines.cuda.device import KERNEL_OPTIONS, Device, Launch
+
+__all__ = [
+    "LITERALS_KERNELS",
+    "LITERALS_OPTIONS",
+    "LITERALS_SOURCES",
+    "MAX_SLICE_NBYTES",
+    "LiteralCoders",
+    "LiteralDecoding",
+    "LiteralFrames",
+    "LiteralKernels",
+]
+
+# What is compiled, and the kernels that are in it.
+LITERALS_SOURCES: Final = (
+    "literals.cu",
+    "literals_encode.cu",
+    "literals_weights.cu",
+    "literals_measure.cu",
+    "literals_write.cu",
+    "literals_parse.cu",
+    "literals_decode.cu",
+)
+LITERALS_KERNELS: Final = ("measure_slices", "place_frames", "write_slices", "decode_slices")
+
+_PLAN_NBYTES = 1220  # literals_encode.cu does not compile with any other
+LITERALS_OPTIONS: Final = (*KERNEL_OPTIONS, f"-DPLAN_NBYTES={_PLAN_NBYTES}")
+
+MAX_SLICE_NBYTES: Final = 128 << 10  # a block of zstd's, and a frame is one
+_SLICES_PER_BLOCK = 8  # of decode_slices
+
+
+class LiteralKernels:
+    """The kernels, given their tables in device memory. Only inside a device's session.
+
+    Args:
+        launch: starts one of `LITERALS_KERNELS`.
+    """
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+
+    def measure(self, slices: Tensor, plans: Tensor, frame_nbytes: Tensor) -> None:
+        """Plan the frames of slices, whose addresses and lengths are the rows of `slices` (int64)."""
+        self._run("measure_slices", len(slices), slices, plans, frame_nbytes)
+
+    def place(self, slices: Tensor, frame_nbytes: Tensor, places: Tensor) -> None:
+        """Put into `places` (int64) where each frame begins in the memory for all of them."""
+        self._run("place_frames", 1, slices, frame_nbytes, len(slices), places)
+
+    def write(self, slices: Tensor, plans: Tensor, places: Tensor, frames: Tensor) -> None:
+        """Write each frame to its place in `frames`."""
+        self._run("write_slices", len(slices), slices, plans, places, frames)
+
+    def decode(self, rows: Tensor, corrupt: Tensor) -> None:
+        """Decode frames; rows: address and length of the frame, address and length of the slice (int64)."""
+        self._run("decode_slices", -(-len(rows) // _SLICES_PER_BLOCK), rows, len(rows), corrupt)
+
+    def _run(self, name: str, blocks: int, *arguments: Tensor | int) -> None:
+        numbers = (item.data_ptr() if isinstance(item, Tensor) else item for item in arguments)
+        self._launch(name, blocks, tuple(numbers))
+
+
+class LiteralFrames:
+    """Frames of slices, encoded or under way.
+
+    Args:
+        lengths: of the slices.
+        frame_nbytes: will hold the length of each frame, or that of its slice if there is no frame.
+        frames: the memory of the frames.
+    """
+
+    def __init__(self, lengths: I64, frame_nbytes: Tensor, frames: Tensor) -> None:
+        self._lengths = lengths
+        self._frame_nbytes = frame_nbytes
+        self._frames = frames
+        self._found: tuple[I64, I64] | None = None
+
+    def nbytes(self) -> I64:
+        """Wait, and return the length of each frame; the slice's own length if a frame would not be shorter."""
+        return self._wait()[0]
+
+    @property
+    def addresses(self) -> I64:
+        """Address of each slice's frame, if it has one. Waits."""
+        return self._wait()[1]
+
+    def _wait(self) -> tuple[I64, I64]:
+        if self._found is None:
+            nbytes = self._frame_nbytes.cpu().numpy().astype(np.int64)
+            if (nbytes < 1).any() or (nbytes > self._lengths).any():
+                raise RuntimeError(f"The GPU reports impossible lengths of frames for {nbytes.size} slices.")
+            # as place_frames does
+            starts = starts_of(np.where(nbytes < self._lengths, padded_nbytes(nbytes), 0))
+            self._found = nbytes, starts[:-1] + self._frames.data_ptr()
+        return self._found
+
+
+class LiteralDecoding:
+    """Slices while they are decoded.
+
+    Args:
+        corrupt: will be 0 for each slice that was decoded.
+    """
+
+    def __init__(self, corrupt: Tensor) -> None:
+        self._corrupt = corrupt
+
+    def good(self) -> npt.NDArray[np.bool_]:
+        """Wait, and return for each slice True if it was decoded; False if its frame is corrupt or another coder's."""
+        found: npt.NDArray[np.bool_] = self._corrupt.cpu().numpy() == 0
+        return found
+
+
+class LiteralCoders:
+    """Encodes and decodes literals-only frames on a device's stream.
+
+    Args:
+        device: the device.
+
+    Raises:
+        CodecUnavailableError: the kernels do not compile for it.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._kernels = LiteralKernels(device.compile(LITERALS_SOURCES, LITERALS_OPTIONS, LITERALS_KERNELS))
+
+    def encodes(self, coder: Coder | None) -> bool:
+        """Return True if it can encode for this coder."""
+        return isinstance(coder, Zstd) and coder.literals_only and coder.slice_nbytes <= MAX_SLICE_NBYTES
+
+    def decodes(self, coder: Coder | None) -> bool:
+        """Return True if it can decode frames of this coder: not all of them, perhaps, but it reports the others."""
+        return isinstance(coder, Zstd)
+
+    def check_decodable(self, coder: Coder | None) -> None:
+        """Nothing to refuse: the frames have no versions."""
+
+    def encode_nbytes(self, coder: Coder, lengths: I64) -> int:
+        """Return the device memory that encoding slices of these lengths takes, in addition to the slices."""
+        return int(padded_nbytes(lengths).sum()) + lengths.size * (_PLAN_NBYTES + 4 + 8 + 2 * 8)
+
+    def decode_nbytes(self, coder: Coder, lengths: I64) -> int:
+        """Return the device memory that decoding slices of these lengths takes, in addition to slices and frames."""
+        return lengths.size * (4 * 8 + 4)
+
+    def encode(self, coder: Coder, scratch: Tensor, places: I64, lengths: I64) -> LiteralFrames:
+        """Start to encode slices.
+
+        Args:
+            coder: the coder.
+            scratch: the memory in which the slices lie; it reaches to a multiple of 16 after the end of each.
+            places: where each begins in it, multiples of 16.
+            lengths: how long each is, at least 1.
+
+        Returns:
+            Their frames.
+        """
+        assert self.encodes(coder) and (places % 16 == 0).all() and (lengths >= 1).all()
+        assert int(lengths.max()) <= MAX_SLICE_NBYTES
+        assert int((places + padded_nbytes(lengths)).max()) <= scratch.numel()
+        count = lengths.size
+        slices = self._upload(places + scratch.data_ptr(), lengths)
+        plans = self._device.empty(count * _PLAN_NBYTES)
+        frame_nbytes = self._device.empty(4 * count).view(torch.int32)
+        frame_places = self._device.empty(8 * count).view(torch.int64)
+        # frames that are not shorter than their slices are not written, so there is room for all others
+        frames = self._device.empty(int(padded_nbytes(lengths).sum()))
+        self._kernels.measure(slices, plans, frame_nbytes)
+        self._kernels.place(slices, frame_nbytes, frame_places)
+        self._kernels.write(slices, plans, frame_places, frames)
+        return LiteralFrames(lengths, frame_nbytes, frames)
+
+    def decode(
+        self, coder: Coder, encoded: Tensor, at: I64, nbytes: I64, scratch: Tensor, places: I64, lengths: I64
+    ) -> LiteralDecoding:
+        """Start to decode slices.
+
+        Args:
+            coder: the coder.
+            encoded: the memory in which the frames lie; it begins and ends at multiples of 4.
+            at: where each begins in it.
+            nbytes: how long each is.
+            scratch: memory that receives the slices.
+            places: where each begins in it, multiples of 16.
+            lengths: how long each must become.
+
+        Returns:
+            The work under way.
+        """
+        assert self.decodes(coder) and (places % 16 == 0).all() and encoded.numel() % 4 == 0
+        assert int((places + lengths).max()) <= scratch.numel() and int((at + nbytes).max()) <= encoded.numel()
+        rows = self._upload(at + encoded.data_ptr(), nbytes, places + scratch.data_ptr(), lengths)
+        corrupt = torch.zeros(lengths.size, dtype=torch.int32, device=self._device.torch_device)
+        self._kernels.decode(rows, corrupt)
+        return LiteralDecoding(corrupt)
+
+    def _upload(self, *columns: I64) -> Tensor:
+        return torch.from_numpy(np.stack(columns, axis=1)).to(self._device.torch_device, non_blocking=True)
