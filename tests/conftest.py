@@ -17,12 +17,34 @@ import pytest
 from hypothesis import settings
 
 from tests.effort import examples
+from tests.skips import RequireGpu
 
 S3Store = tuple[str, dict[str, Any]]
 
 
 settings.register_profile("dcp_nvcomp", max_examples=examples(100), deadline=None)
 settings.load_profile("dcp_nvcomp")
+
+
+def _has_timeout(plugins: pytest.PytestPluginManager) -> bool:
+    """True if pytest-timeout is there; a GPU host may have little more than pytest itself."""
+    return plugins.hasplugin("timeout") or plugins.hasplugin("pytest_timeout")
+
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    parser.addoption("--require-gpu", action="store_true", help="fail each test that is skipped for want of a GPU")
+    if not _has_timeout(pluginmanager):
+        parser.addini("timeout", "the time limit of a test: without pytest-timeout there is none")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--require-gpu"):
+        config.pluginmanager.register(RequireGpu())
+    if not _has_timeout(config.pluginmanager):
+        config.addinivalue_line("markers", "timeout: the time limit of a test; without pytest-timeout there is none")
+    if not config.pluginmanager.hasplugin("xdist"):
+        config.addinivalue_line("markers", "xdist_group: runs on one worker; without pytest-xdist there are none")
+
 
 # Tests that share what is slow to make run on one worker of pytest-xdist.
 _GROUPS = {

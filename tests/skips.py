@@ -1,11 +1,13 @@
-"""A pytest plugin that makes a run fail if it skipped a test, for CI: `-p tests.skips --no-skips-but gpu`.
+"""Skipped tests as failures: one that nobody notices proves nothing.
 
-A skipped test that nobody notices proves nothing. Only tests with the given marker, or in a folder of that name, may be
-skipped then.
+`-p tests.skips --no-skips-but gpu` makes a run fail at its end if it skipped a test, for CI. Only tests with the given
+marker, or in a folder of that name, may be skipped then. `--require-gpu` makes each test that is marked `gpu` and was
+skipped fail, for a machine that should have one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from pathlib import PurePosixPath
 
 import pytest
@@ -49,3 +51,16 @@ class SkipCheck:
             terminalreporter.section(f"skipped, though not marked {self.marker}", red=True)
             for line in self.forbidden:
                 terminalreporter.line(line)
+
+
+class RequireGpu:
+    """Makes the skip of a test marked `gpu` its failure: a driver that does not load must not look like success."""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        if report.skipped and not hasattr(report, "wasxfail") and item.get_closest_marker("gpu") is not None:
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+            report.outcome = "failed"
+            report.longrepr = f"--require-gpu was given, and this was skipped. {reason}"
+        return report

@@ -224,6 +224,7 @@ def test_engines_of_several_threads(device: CudaDevice) -> None:
         list(pool.map(work, range(3)))
 
 
+@pytest.mark.hostile
 @pytest.mark.parametrize("coder", [Zstd(64 << 10), Deflate(64 << 10)], ids=["Zstd", "Deflate"])
 @pytest.mark.parametrize("length", [1, 1000, (64 << 10) - 1])
 def test_a_slice_that_decodes_to_something_else(engine: CudaEngine, coder: Zstd | Deflate, length: int) -> None:

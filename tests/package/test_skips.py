@@ -1,4 +1,4 @@
-"""CI's plugin fails a run that skipped what it should not, in one process and with workers."""
+"""A run fails if it skipped what it should not: CI's, in one process and with workers, and one that requires a GPU."""
 
 from __future__ import annotations
 
@@ -44,3 +44,34 @@ def test_others_do_not(tmp_path: Path, worker_count: int) -> None:
     done = run(tmp_path, ALLOWED, worker_count)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "though not marked" not in done.stdout
+
+
+SKIPPED = """
+import pytest
+pytestmark = pytest.mark.gpu
+@pytest.mark.skipif(True, reason="needs a CUDA device")
+def test_by_mark(): pass
+def test_by_call(): pytest.skip("needs a CUDA device")
+@pytest.mark.xfail
+def test_expected(): assert False
+def test_runs(): pass
+"""
+
+
+@pytest.mark.parametrize("plugins", ["", "timeout"])
+def test_a_required_gpu_that_is_not_there_fails_its_tests(tmp_path: Path, plugins: str) -> None:
+    """Also where pytest-timeout is not installed, though tests are marked for it and setup.cfg sets it."""
+    (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_addoption, pytest_configure")
+    (tmp_path / "test_gpu.py").write_text(SKIPPED + "@pytest.mark.timeout(600)\ndef test_limited(): pass\n")
+    (tmp_path / "test_else.py").write_text("import pytest\ndef test(): pytest.skip('no disk')")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs a GPU\ntimeout = 60\n")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--strict-config", "--strict-markers"]
+    command += ["-rA", *(["-p", "pytest_timeout"] if plugins else [])]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    for required in (False, True):
+        more = ["--require-gpu"] * required
+        done = subprocess.run([*command, *more], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == required, done.stdout + done.stderr
+        assert ("--require-gpu was given" in done.stdout) == required
+        last = done.stdout.splitlines()[-1]
+        assert all(count in last for count in ("2 passed", "1 xfailed", "1 skipped" if required else "3 skipped")), last
