@@ -10,17 +10,19 @@ import sys
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Final
 
-__all__ = ["RacesBuild", "build_library", "compiler", "kernel_names"]
+__all__ = ["CHECKED", "RacesBuild", "build_library", "compiler", "kernel_names"]
 
 _HERE = Path(__file__).parent
 
 # NVCC does not take two pointers for different ones by their types, as C++ may
-_OPTIONS = ("-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-fno-strict-aliasing", "-I", str(_HERE))
+_OPTIONS = ("-std=c++17", "-Wall", "-Wextra", "-Werror", "-fno-strict-aliasing", "-I", str(_HERE))
 # GPUs unroll; and not every text needs all that it shares with others
 _KERNEL_OPTIONS = ("-Wno-unknown-pragmas", "-Wno-unused-function")
-# a misaligned access is undefined too
-_TRAPS = ("-fsanitize=undefined", "-fsanitize-undefined-trap-on-error")
+
+# undefined behaviour ends the process; a misaligned access is some too
+CHECKED: Final = ("-O1", "-fsanitize=undefined", "-fsanitize-undefined-trap-on-error")
 
 
 def compiler() -> str | None:
@@ -36,20 +38,20 @@ def kernel_names(source: str) -> list[str]:
     return re.findall(r"__global__\s+void\s+(\w+)", without_bounds)
 
 
-def build_library(folder: Path, source: str, options: Sequence[str]) -> ctypes.CDLL:
-    """Return a CUDA text as a library that runs its kernels. Undefined behaviour there ends the process.
+def build_library(folder: Path, source: str, options: Sequence[str], checks: Sequence[str] = CHECKED) -> ctypes.CDLL:
+    """Return a CUDA text as a library that runs its kernels.
 
     Args:
         folder: where the library goes.
         source: the text, as NVRTC gets it.
         options: NVRTC's options.
+        checks: how the C++ compiler optimises and checks it.
     """
     text, library = folder / "kernels.cpp", folder / "kernels.so"
     text.write_text(_translation_unit(source))
-    objects = []
-    for path, more in ((text, (*_KERNEL_OPTIONS, *_TRAPS)), (_HERE / "scheduler.cpp", ())):
-        objects.append(folder / f"{path.stem}.o")
-        _compile("-fPIC", *_OPTIONS, *more, *options, "-c", path, "-o", objects[-1])
+    objects = [folder / "kernels.o", folder / "scheduler.o"]
+    _compile("-fPIC", *_OPTIONS, *_KERNEL_OPTIONS, *checks, *options, "-c", text, "-o", objects[0])
+    _compile("-fPIC", *_OPTIONS, "-O2", "-c", _HERE / "scheduler.cpp", "-o", objects[1])
     _compile("-shared", *objects, "-o", library)
     return ctypes.CDLL(str(library))
 
@@ -70,7 +72,7 @@ class RacesBuild:
         objects = []
         for name in ("scheduler", "races"):
             objects.append(self._folder / f"{name}.o")
-            _compile(*_OPTIONS, "-g1", "-DEMULATION_RACES", "-c", _HERE / f"{name}.cpp", "-o", objects[-1])
+            _compile(*_OPTIONS, "-O1", "-g1", "-DEMULATION_RACES", "-c", _HERE / f"{name}.cpp", "-o", objects[-1])
         return objects
 
     def program(self, name: str, source: str, options: Sequence[str]) -> list[str]:
@@ -83,7 +85,7 @@ class RacesBuild:
         """
         text, made, program = (self._folder / f"{name}{suffix}" for suffix in (".cpp", ".o", ""))
         text.write_text(_translation_unit(source))
-        common = (*_OPTIONS, *_KERNEL_OPTIONS, "-g1", "-DEMULATION_RACES", "-fsanitize=thread")
+        common = (*_OPTIONS, *_KERNEL_OPTIONS, "-O1", "-g1", "-DEMULATION_RACES", "-fsanitize=thread")
         _compile(*common, *options, "-c", text, "-o", made)
         _compile("-fsanitize=thread", "-pthread", *self._common, made, "-o", program)
         if self._prefix is None:

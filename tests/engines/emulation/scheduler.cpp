@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <memory>
 #include <numeric>
 #include <string>
@@ -34,7 +35,7 @@ const unsigned kMaxThreads = 1024, kLanes = 32;
 const size_t kStackNbytes = 256 << 10;  // reports are written on them too
 const unsigned kResident = 4;           // thread blocks that run at the same time
 #else
-const size_t kStackNbytes = 64 << 10;
+const size_t kStackNbytes = (64 << 10) + 9 * 64;  // at powers of two, all stacks would share a few lines of the caches
 #endif
 
 const Kernel *kernels;
@@ -89,7 +90,6 @@ struct Fiber {
     bool done = false;
     const Barrier *waits_for = nullptr;
     unsigned generation = 0;
-    std::unique_ptr<char[]> stack{new char[kStackNbytes]};
     void *clock = nullptr;  // ThreadSanitizer's
 };
 
@@ -168,7 +168,8 @@ __thread Block *current;
 
 class Block {
 public:
-    explicit Block(const Launch &launch) : launch_(launch), fibers_(launch.threads), warps_(launch.threads / kLanes + 1) {}
+    explicit Block(const Launch &launch)
+        : launch_(launch), stacks_(new char[launch.threads * kStackNbytes]), fibers_(launch.threads), warps_(launch.threads / kLanes) {}
 
     // Runs one thread block on the calling thread. Returns what is wrong, or nothing.
     std::string run(unsigned number) {
@@ -254,7 +255,7 @@ private:
         scheduler_clock_ = current_clock();
         for (unsigned i = 0; i < launch_.threads; ++i) {
             Fiber &fiber = fibers_[i];
-            fiber.context.prepare(fiber.stack.get(), [] { current->enter(); });
+            fiber.context.prepare(&stacks_[i * kStackNbytes], [] { current->enter(); });
             fiber.done = false;
             fiber.waits_for = nullptr;
             fiber.clock = clock_of((size_t)number * launch_.threads + i);
@@ -301,6 +302,7 @@ private:
     }
 
     const Launch launch_;
+    const std::unique_ptr<char[]> stacks_;
     std::vector<Fiber> fibers_;
     std::vector<Warp> warps_;
     Barrier barrier_;
@@ -316,8 +318,7 @@ std::string run_blocks(const Launch &launch, const std::vector<unsigned> &order)
     make_clocks((size_t)launch.grid * launch.threads);
     // All of them end after the launch: to give memory back is to write there, and what a thread block did, no other
     // may be ordered behind. Their stacks and shared memory are new to ThreadSanitizer for the same reason.
-    std::vector<Block> blocks;
-    blocks.reserve(launch.grid);
+    std::deque<Block> blocks;
     std::vector<std::string> errors(launch.grid);
     for (size_t first = 0; first < order.size(); first += kResident) {
         std::vector<std::thread> running;
