@@ -1,34 +1,19 @@
-"""Small work for all kernels, in which every branch is taken, and what must come of it."""
+"""All kernels with small work for each, in which every branch is taken."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
-import numpy as np
-import numpy.typing as npt
-import torch
-from crc32c import crc32c
+from dcp_nvcomp.engines.cuda.device import KERNEL_OPTIONS, Launch
+from dcp_nvcomp.engines.cuda.literals import LITERALS_OPTIONS, LITERALS_SOURCES
 
-from dcp_nvcomp.codecs.transforms.planes import PLANE_NAMES, Planes
-from dcp_nvcomp.engines.cuda.batches import THREADS, RowTable, block_table, copy_table
-from dcp_nvcomp.engines.cuda.crc_tables import power_table, stride_table
-from dcp_nvcomp.engines.cuda.device import KERNEL_OPTIONS
-from tests.codecs import planes_reference
-
-from ..cases import floats
+from .block_cases import check_blocks
+from .literal_cases import check_literals
 from .memory import SharedMemory
 
-__all__ = ["MODULES", "Launch", "Module", "WrongResultError"]
-
-Bytes = npt.NDArray[np.uint8]
-
-# Runs a kernel: its name, how many thread blocks, its arguments.
-Launch = Callable[..., None]
-
-
-class WrongResultError(Exception):
-    """A kernel computed something else than it must."""
+__all__ = ["MODULES", "Module"]
 
 
 @dataclass(frozen=True)
@@ -36,114 +21,19 @@ class Module:
     """Kernels that are compiled together.
 
     Attributes:
+        name: of them.
         sources: files of kernels/.
         options: NVRTC's.
         check: runs them in shared memory, and raises `WrongResultError`.
     """
 
+    name: str
     sources: tuple[str, ...]
     options: tuple[str, ...]
     check: Callable[[SharedMemory, Launch], None]
 
 
-@dataclass(frozen=True)
-class _Block:
-    width: int
-    count: int
-    signs: str
-    misaligned: int
-
-
-# Three thread blocks a launch, as each takes 300 MB: one of them with rows of two tiles.
-_BATCHES = (
-    (_Block(2, 33_000, "positive", 0), _Block(4, 1_003, "mixed", 2)),
-    (_Block(8, 403, "negative", 4), _Block(4, 1_029, "positive", 0), _Block(2, 77, "mixed", 1)),
-    (_Block(8, 301, "mixed", 1), _Block(2, 1_500, "negative", 2), _Block(8, 401, "positive", 0)),
+MODULES: Final = (
+    Module("blocks", ("blocks.cu",), KERNEL_OPTIONS, check_blocks),
+    Module("literals", LITERALS_SOURCES, LITERALS_OPTIONS, check_literals),
 )
-
-# Lengths, zero bytes after them, and how misaligned sources and the common target are.
-_COPIES = (
-    (((66_000, 16, 0), (50, 14, 1)), 0),
-    (((4_099, 13, 2), (31, 1, 4), (5_000, 8, 0)), 0),
-    (((301, 2, 0), (7, 0, 1), (300, 3, 5)), 3),
-)
-
-
-def _check_blocks(memory: SharedMemory, launch: Launch) -> None:
-    for batch in _BATCHES:
-        memory.clear()
-        _check_planes(batch, memory, launch)
-    for copies, misaligned in _COPIES:
-        memory.clear()
-        _check_copies(copies, misaligned, memory, launch)
-
-
-def _column(values: Sequence[int]) -> npt.NDArray[np.int64]:
-    return np.array(values, np.int64)
-
-
-def _addresses(memories: Sequence[Bytes]) -> npt.NDArray[np.int64]:
-    return _column([memory.ctypes.data for memory in memories])
-
-
-def _expect(what: str, found: Bytes, expected: bytes) -> None:
-    if found.tobytes() != expected:
-        raise WrongResultError(what)
-
-
-def _check_planes(batch: Sequence[_Block], memory: SharedMemory, launch: Launch) -> None:
-    data = [floats(b.width, b.count, b.signs, b.count) for b in batch]
-    blocks = [memory.put(values, block.misaligned) for block, values in zip(batch, data, strict=True)]
-    expected = [
-        planes_reference.split(torch.from_numpy(values), Planes(block.width), pack=True)
-        for block, values in zip(batch, data, strict=True)
-    ]
-    planes = [{name: memory.empty(plane.numel()) for name, plane in own.items()} for _, own in expected]
-    nbytes, widths = _column([values.size for values in data]), _column([block.width for block in batch])
-    plane_addresses = np.stack(
-        [_addresses([own.get(name, own["rest"]) for own in planes]) for name in PLANE_NAMES], axis=1
-    )
-
-    def table(addresses: npt.NDArray[np.int64], flags: Sequence[int]) -> tuple[int, Bytes, Bytes]:
-        return _put_table(memory, block_table(addresses, nbytes, widths, _column(flags), plane_addresses))
-
-    grid, rows, tiles = table(_addresses(blocks), [1] * len(batch))
-    crc, seen, flags = (memory.empty(4 * len(batch)) for _ in range(3))
-    launch(
-        "inspect_blocks", grid, rows, tiles, memory.put(stride_table(4 * THREADS)), memory.put(power_table()), crc, seen
-    )
-    launch("split_blocks", grid, rows, tiles, seen, flags)
-    _expect("crc", crc, np.array([crc32c(values.tobytes()) for values in data], np.uint32).tobytes())
-    _expect("flags", flags, np.array([own for own, _ in expected], np.uint32).tobytes())
-    for found, (_, own) in zip(planes, expected, strict=True):
-        for name, plane in own.items():
-            _expect(name, found[name], plane.numpy().tobytes())
-    merged = [memory.empty(values.size, block.misaligned) for block, values in zip(batch, data, strict=True)]
-    launch("merge_blocks", *table(_addresses(merged), [own for own, _ in expected]))
-    for found_block, values in zip(merged, data, strict=True):
-        _expect("merged", found_block, values.tobytes())
-
-
-def _check_copies(
-    copies: Sequence[tuple[int, int, int]], misaligned: int, memory: SharedMemory, launch: Launch
-) -> None:
-    data = [np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8) for nbytes, _, _ in copies]
-    sources = [memory.put(values, at) for values, (_, _, at) in zip(data, copies, strict=True)]
-    lengths = _column([nbytes + zeros for nbytes, zeros, _ in copies])
-    target = memory.empty(int(lengths.sum()), misaligned)  # one after the other, as gathered pieces are
-    table = copy_table(
-        _addresses(sources),
-        target.ctypes.data + np.cumsum(lengths) - lengths,
-        _column([nbytes for nbytes, _, _ in copies]),
-        _column([zeros for _, zeros, _ in copies]),
-    )
-    launch("copy_pieces", *_put_table(memory, table))
-    zeros = (bytes(zeros) for _, zeros, _ in copies)
-    _expect("copied", target, b"".join(values.tobytes() + after for values, after in zip(data, zeros, strict=True)))
-
-
-def _put_table(memory: SharedMemory, table: RowTable) -> tuple[int, Bytes, Bytes]:
-    return table.tiles.size, memory.put(table.rows), memory.put(table.tiles)
-
-
-MODULES = (Module(("blocks.cu",), KERNEL_OPTIONS, _check_blocks),)

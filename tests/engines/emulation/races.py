@@ -8,9 +8,6 @@ import tempfile
 import threading
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
-
 from .memory import SharedMemory
 
 __all__ = ["KernelError", "RaceError", "Races"]
@@ -59,15 +56,13 @@ class Races:
         self._process.communicate()
         self._errors.close()
 
-    def launch(
-        self, kernel: str, grid: int, *arguments: int | npt.NDArray[np.uint8], threads: int = 256, seed: int = 0
-    ) -> None:
+    def launch(self, kernel: str, grid: int, arguments: tuple[int, ...], *, threads: int = 256, seed: int = 0) -> None:
         """Run a kernel.
 
         Args:
             kernel: its name.
             grid: how many thread blocks.
-            arguments: numbers, and memory that is part of the shared memory.
+            arguments: numbers, and addresses in the shared memory.
             threads: how many threads a thread block has.
             seed: the order of thread blocks and threads: 0 forward, 1 backward, any other one shuffled.
 
@@ -75,12 +70,11 @@ class Races:
             RaceError: there is a race.
             KernelError: threads wait in vain, or the process ended for another reason.
         """
-        words = [argument if isinstance(argument, int) else argument.ctypes.data for argument in arguments]
         assert self._process.stdin is not None and self._process.stdout is not None
         watchdog = threading.Timer(_MAX_SECONDS, self._process.kill)
         watchdog.start()
         try:
-            print(kernel, grid, threads, seed, *words, file=self._process.stdin, flush=True)
+            print(kernel, grid, threads, seed, *arguments, file=self._process.stdin, flush=True)
             answer = self._process.stdout.readline()
         except BrokenPipeError:
             answer = ""

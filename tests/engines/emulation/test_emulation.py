@@ -165,7 +165,7 @@ def test_no_false_alarm(program: list[str], memory: SharedMemory) -> None:
         for seed in ORDERS:
             for name in KERNELS:
                 out = memory.empty(4 * GRID * THREADS)
-                races.launch(name, GRID, out, threads=THREADS, seed=seed)
+                races.launch(name, GRID, (out.ctypes.data,), threads=THREADS, seed=seed)
                 assert out.view(np.uint32).tolist() == list(range(GRID * THREADS)), (name, seed)
 
 
@@ -175,7 +175,7 @@ def test_race(program: list[str], memory: SharedMemory, name: str, seed: int) ->
     grid = GRID if RACES[name][0] == "neighbours" else 1
     out = memory.empty(4 * GRID * THREADS + 4)
     with Races(program, memory) as races, pytest.raises(RaceError, match="data race"):
-        races.launch(name, grid, out, threads=THREADS, seed=seed)
+        races.launch(name, grid, (out.ctypes.data,), threads=THREADS, seed=seed)
 
 
 @pytest.mark.parametrize("kernel", MESSAGES)

@@ -14,9 +14,10 @@ from tests.faults.mutations.__main__ import ROOT
 from tests.faults.mutations.kernels import KERNELS, MUTATIONS
 
 from .build import RacesBuild, compiler
-from .cases import MODULES, Module, WrongResultError
+from .cases import MODULES, Module
 from .memory import SharedMemory
 from .races import KernelError, Races
+from .results import WrongResultError
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler")
 
@@ -37,19 +38,15 @@ def memory() -> Iterator[SharedMemory]:
     memory.close()
 
 
-def module_id(module: Module) -> str:
-    return module.sources[0].removesuffix(".cu")
-
-
 def check(module: Module, command: list[str], memory: SharedMemory, seeds: Iterable[int]) -> None:
     with Races(command, memory) as races:
         for seed in seeds:
             module.check(memory, functools.partial(races.launch, seed=seed))
 
 
-@pytest.mark.parametrize("module", MODULES, ids=module_id)
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.name)
 def test_unchanged(build: RacesBuild, memory: SharedMemory, module: Module) -> None:
-    command = build.program(module_id(module), kernel_source(*module.sources), module.options)
+    command = build.program(module.name, kernel_source(*module.sources), module.options)
     check(module, command, memory, SEEDS)
 
 
