@@ -146,8 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_slices(const FrameR
     bool is_good = goes_on;
     do {
         bool is_last = false;
-        if (lane_number() == 0) own.ready = 0;
-        __syncwarp();
+        if (lane_number() == 0) own.ready = 0; // the other lanes read it behind the next __syncwarp
         if (goes_on) is_good = read_block(frame, (u8 *)row.data, progress, is_last, own);
         goes_on = goes_on && is_good && !is_last;
         __syncwarp();
@@ -164,5 +163,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_slices(const FrameR
                 atomicOr(&corrupt[place], 1u);
         }
     } while (__syncthreads_or(goes_on));
-    if (has_slice && !is_good && lane_number() == 0) atomicOr(&corrupt[number], 1u);
+    if (has_slice && !is_good && lane_number() == 0) corrupt[number] = 1;
 }

@@ -123,7 +123,7 @@ __device__ u32 expand_weights(const u8 *in, u32 nbytes, u8 *weights, Preparation
 }
 
 // The weights of a block, the last symbol's too, and zeros for symbols beyond it; returns how many bytes they take, or 0 if
-// they are corrupt. longest: becomes the longest code's length. By one warp.
+// they are corrupt. longest: becomes the longest code's length. By one warp, whose lanes do not wait for the last ones.
 __device__ u32 read_weights(const u8 *in, u32 room, u8 *weights, Preparation &own, u32 &longest) {
     const u32 lane = lane_number();
     const bool is_list = in[0] > 127;
@@ -154,7 +154,6 @@ __device__ u32 read_weights(const u8 *in, u32 room, u8 *weights, Preparation &ow
     ones += rest == 1;
     if (ones < 2) return 0; // libzstd refuses it too
     for (u32 i = listed + lane; i < SYMBOLS; i += WARP) weights[i] = (u8)(i == listed ? highest_bit(rest) + 1 : 0);
-    __syncwarp();
     return nbytes;
 }
 
