@@ -22,7 +22,7 @@ endif
 PARALLEL := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 # what has to be installed anew after a change: editable installs see all other changes at once
-PACKAGING := setup.cfg setup.py $(wildcard dcp_nvcomp/codecs/*/*.c)
+PACKAGING := setup.cfg setup.py $(wildcard dcp_nvcomp/codecs/*/*.[ch])
 
 .PHONY: demo figures test test-slow test-faults fuzz soak test-gpu bench lint format clean help
 

@@ -9,8 +9,8 @@ refused with `UnsupportedFrame`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 __all__ = ["Block", "InvalidFrame", "UnsupportedFrame", "blocks_of", "decode"]
@@ -38,14 +38,14 @@ class Block:
         kind: "raw", "rle" or "compressed".
         literals: of a compressed block: "raw", "rle", "huffman" or "treeless".
         weights: of Huffman literals: "listed" or "fse".
-        max_nbits: the longest code of its Huffman table.
+        nbits: the length of each symbol's code.
     """
 
     content: bytes
     kind: str
     literals: str = ""
     weights: str = ""
-    max_nbits: int = 0
+    nbits: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class _Huffman:
     symbols: dict[str, tuple[int, int]]  # by the next `max_nbits` bits: a symbol, and how many of them are its code
     max_nbits: int
     weights: str
+    nbits: Mapping[int, int]
 
 
 def decode(frame: bytes) -> bytes:
@@ -159,7 +160,7 @@ def _compressed_block(source: _Source, huffman: _Huffman | None, limit: int) -> 
             raise InvalidFrame("no Huffman table, and none before")
         streams = _one_stream(literals, nbytes) if size_format == 0 else _four_streams(literals, nbytes)
         content = b"".join(_decode_stream(stream, count, huffman) for stream, count in streams)
-        block = Block(content, "compressed", ("huffman", "treeless")[kind - 2], huffman.weights, huffman.max_nbits)
+        block = Block(content, "compressed", ("huffman", "treeless")[kind - 2], huffman.weights, huffman.nbits)
     if source.number(1):
         raise UnsupportedFrame("sequences")
     source.finish("the sequences")
@@ -214,7 +215,8 @@ def _huffman_table(weights: Sequence[int], how: str) -> _Huffman:
     ordered = sorted((weight, symbol) for symbol, weight in enumerate(weights) if weight)
     # in this order each symbol has the next 2^(weight - 1) of all windows, which begin with its code
     owners = [(symbol, max_nbits + 1 - weight) for weight, symbol in ordered for _ in range(1 << weight - 1)]
-    return _Huffman({f"{at:0{max_nbits}b}": owner for at, owner in enumerate(owners)}, max_nbits, how)
+    windows = {f"{at:0{max_nbits}b}": owner for at, owner in enumerate(owners)}
+    return _Huffman(windows, max_nbits, how, dict(owners))
 
 
 def _weights(literals: _Source) -> tuple[list[int], str]:

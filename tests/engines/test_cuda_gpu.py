@@ -265,6 +265,10 @@ LITERALS = {
     "runs first and last": np.concatenate(
         [np.full(128 << 10, 7, np.uint8), exponents(128 << 10, 20, 90, 5), np.full(128 << 10, 0, np.uint8)]
     ),
+    "symbols above 128": exponents(128 << 10, 100, 150, 7),
+    "noise first": np.concatenate(
+        [np.random.default_rng(8).integers(0, 256, 128 << 10).astype(np.uint8), exponents(128 << 10, 20, 90, 9)]
+    ),
     "a run alone": np.full(128 << 10, 200, np.uint8),
     **{f"last stream shorter by {gap}": exponents(100_000 - gap, 20, 100, 6) for gap in (1, 2, 3)},
 }

@@ -3,11 +3,16 @@
  * Any zstd decoder reads them. libzstd can be talked into nearly the same, but not out of searching for matches, which
  * cost half of its time on exponent planes and gain nothing.
  *
- * Two of a block's four streams are coded at the same time, as their instructions do not depend on each other. Codes are
- * made from a sample of the block where that is safe: counting every byte would take as long as coding it.
+ * A block is a run of one byte, or four Huffman-coded streams behind a description of their codes, or the bytes as
+ * they are where that would be no shorter. The steps of coding one:
  *
- * A block is read several times. If somebody writes into it meanwhile, what comes out is of no use, but nothing is
- * written where it does not belong: a byte that was not there before has a code of no bits.
+ *   _literals_units.h     takes a copy, in which two symbols are one where that is possible, and counts them
+ *   _literals_codes.h     finds the best codes of at most 11 bits
+ *   _literals_weights.h   describes the codes
+ *   here                  codes the streams, two at the same time, as their instructions do not depend on each other
+ *
+ * All bytes are counted, so before it is written it is known how long a block will be, but for a few bytes: room for
+ * the bytes as they are is enough.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -15,212 +20,104 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "_literals_codes.h"
+#include "_literals_units.h"
+#include "_literals_weights.h"
+
 #if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "For little-endian machines; libzstd is used elsewhere."
 #endif
 
 enum {
-    MAX_BLOCK_NBYTES = 128 << 10,
-    MIN_BLOCK_NBYTES = 1024, /* shorter ones are left to libzstd, which writes smaller tables */
-    MAX_BITS = 11,           /* of a code, by the RFC */
-    MAX_LISTED_SYMBOL = 128, /* the last symbol's weight is implied, and at most 128 weights can be listed plainly */
-    MAX_STREAM_NBYTES = (MAX_BLOCK_NBYTES / 4 * MAX_BITS + 1 + 7) / 8 + 8, /* with what a flush writes beyond its end */
-    HEADER_NBYTES = 4 + 1 + 4,
+    MIN_FRAME_NBYTES = 1024, /* shorter ones are left to libzstd, which has shorter headers */
+    MIN_CODED_NBYTES = 64,   /* of a block; four streams and a table do not pay before */
+    FRAME_HEADER_NBYTES = 4 + 1 + 4,
     BLOCK_HEADER_NBYTES = 3,
     LITERALS_HEADER_NBYTES = 5,
     JUMP_TABLE_NBYTES = 6,
-    FLUSHED_SYMBOLS = 4, /* 7 bits left from before and 4 codes of 11 bits stay clear of the 8 bits of an entry's length */
-    SAMPLED_NBYTES = 64, /* of each */
-    SAMPLED_FROM_NBYTES = 248, /* no power of two, as rows of tensors are: it would see the same columns of each */
-    MAX_UNSEEN = 16, /* symbols that get a code although the sample has none: each costs 1/2048 of the codes at most */
+    FLUSH_NBYTES = 8,   /* what a flush writes, of which the last bytes may not count */
+    FLUSHED_SYMBOLS = 4, /* 7 bits left from before and 4 * 11 stay clear of the 8 bits of an entry's length */
+    MAX_STREAM_NBYTES = (MAX_BLOCK_NBYTES / 4 * MAX_BITS + 1 + 7) / 8 + FLUSH_NBYTES,
+    RAW_BLOCK = 0,
+    RUN_BLOCK = 1,
+    CODED_BLOCK = 2,
 };
 
-/* Wider vectors and shifts by a variable in one instruction, where the processor has them. */
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
-#define VECTORS __attribute__((target_clones("avx2", "default")))
-#define SHIFTS __attribute__((target_clones("bmi2", "default")))
+/* So that what is constant in a call is constant in its copy. */
+#ifdef __GNUC__
+#define ALWAYS_INLINE static inline __attribute__((always_inline))
 #else
-#define VECTORS
-#define SHIFTS
+#define ALWAYS_INLINE static inline
 #endif
 
-/* A code in the top bits, its length in the lowest eight. */
-typedef uint64_t Code;
-
 typedef struct {
-    uint32_t counts[256]; /* of a sample, perhaps; never 0 for a symbol that occurs */
-    uint8_t lengths[256];
-    Code codes[256];
-    int symbols;    /* how many have a code */
-    int first;      /* the lowest that occurs */
-    int last;       /* the highest that occurs */
-    int max_length; /* of a code */
-} Table;
+    Units units;
+    Table table;
+    uint8_t stream[MAX_STREAM_NBYTES]; /* while it is not known where it begins */
+} Work;
 
-VECTORS
-static void find_range(const uint8_t *data, size_t nbytes, Table *table) {
-    uint8_t lowest = 255, highest = 0;
-    for (size_t i = 0; i < nbytes; i++) {
-        lowest = data[i] < lowest ? data[i] : lowest;
-        highest = data[i] > highest ? data[i] : highest;
-    }
-    table->first = lowest;
-    table->last = highest;
+ALWAYS_INLINE Code code_of(const Code *codes, const void *units, size_t at, int paired) {
+    return codes[paired ? ((const uint16_t *)units)[at] : ((const uint8_t *)units)[at]];
 }
 
-/* Counts the first `sampled` bytes of every `from`. Four counters for each symbol, used in turn: one that was written a
- * moment ago is slow to read again, and the same symbols come again and again. */
-static void count_symbols(Table *table, const uint8_t *data, size_t nbytes, size_t sampled, size_t from) {
-    uint32_t counts[4][256] = {{0}};
-    for (size_t start = 0; start < nbytes; start += from) {
-        size_t stop = start + sampled < nbytes ? start + sampled : nbytes, i = start;
-        for (; i + 8 <= stop; i += 8) {
-            uint64_t word;
-            memcpy(&word, data + i, 8);
-            for (int k = 0; k < 8; k++)
-                counts[k & 3][word >> 8 * k & 0xFF]++;
+/* Codes the units of two streams, `a_left` of them and `b_left`, at most 3 fewer. */
+ALWAYS_INLINE void code_units(Stream *a_stream, Stream *b_stream, const Code *codes, const void *a, size_t a_left,
+                              const void *b, size_t b_left, int paired) {
+    Stream s = *a_stream, t = *b_stream; /* copies that the compiler can keep in registers */
+    const size_t flushed = paired ? FLUSHED_SYMBOLS / 2 : FLUSHED_SYMBOLS;
+    for (; a_left > b_left; flush(&s))
+        put(&s, code_of(codes, a, --a_left, paired));
+    size_t left = b_left;
+    while (left >= flushed) {
+        flush(&s);
+        for (size_t i = 0; i < flushed; i++) {
+            left--;
+            put(&s, code_of(codes, a, left, paired));
+            put(&t, code_of(codes, b, left, paired));
         }
-        for (; i < stop; i++)
-            counts[0][data[i]]++;
+        flush(&t);
     }
-    table->symbols = 0;
-    memset(table->counts, 0, sizeof table->counts);
-    for (int symbol = table->first; symbol <= table->last; symbol++) {
-        table->counts[symbol] = counts[0][symbol] + counts[1][symbol] + counts[2][symbol] + counts[3][symbol];
-        table->symbols += table->counts[symbol] != 0;
+    flush(&s);
+    while (left) {
+        left--;
+        put(&s, code_of(codes, a, left, paired));
+        put(&t, code_of(codes, b, left, paired));
     }
+    flush(&s);
+    flush(&t);
+    *a_stream = s;
+    *b_stream = t;
 }
 
-/* Counts a sample, and gives every other symbol in the range a code too. Not where those would be many. */
-static int count_sample(Table *table, const uint8_t *data, size_t nbytes) {
-    if (nbytes < 64 * SAMPLED_FROM_NBYTES)
-        return 0;
-    count_symbols(table, data, nbytes, SAMPLED_NBYTES, SAMPLED_FROM_NBYTES);
-    if (table->last - table->first + 1 - table->symbols > MAX_UNSEEN)
-        return 0;
-    for (int symbol = table->first; symbol <= table->last; symbol++)
-        if (!table->counts[symbol])
-            table->counts[symbol] = 1;
-    table->symbols = table->last - table->first + 1;
-    return 1;
+SHIFTS
+static void code_paired(Stream *s, Stream *t, const Code *codes, const uint16_t *a, size_t a_left, const uint16_t *b,
+                        size_t b_left) {
+    code_units(s, t, codes, a, a_left, b, b_left, 1);
 }
 
-/* Lengths of Huffman's codes: the two rarest nodes are joined until one is left; then depths, from the root down. */
-static void find_lengths(Table *table, const uint8_t *rarest_first) {
-    uint32_t weight[512];
-    uint16_t parent[512];
-    uint8_t depth[512];
-    int leaves = table->symbols, leaf = 0, joined = leaves, nodes = 2 * leaves - 1;
-    for (int i = 0; i < leaves; i++)
-        weight[i] = table->counts[rarest_first[i]];
-    for (int node = leaves; node < nodes; node++) {
-        weight[node] = 0;
-        for (int child = 0; child < 2; child++) {
-            int next = leaf < leaves && (joined == node || weight[leaf] <= weight[joined]) ? leaf++ : joined++;
-            weight[node] += weight[next];
-            parent[next] = (uint16_t)node;
-        }
-    }
-    depth[nodes - 1] = 0;
-    for (int node = nodes - 2; node >= 0; node--)
-        depth[node] = (uint8_t)(depth[parent[node]] + 1);
-    for (int i = 0; i < leaves; i++)
-        table->lengths[rarest_first[i]] = depth[i];
+SHIFTS
+static void code_single(Stream *s, Stream *t, const Code *codes, const uint8_t *a, size_t a_left, const uint8_t *b,
+                        size_t b_left) {
+    code_units(s, t, codes, a, a_left, b, b_left, 0);
 }
 
-/* Cut lengths to MAX_BITS, so that the codes still fill the whole space of codes, as the format wants. */
-static void limit_lengths(Table *table, const uint8_t *rarest_first) {
-    int space = 1 << MAX_BITS, used = 0, leaves = table->symbols;
-    for (int i = 0; i < leaves; i++) {
-        uint8_t *length = &table->lengths[rarest_first[i]];
-        if (*length > MAX_BITS)
-            *length = MAX_BITS;
-        used += 1 << (MAX_BITS - *length);
+static void code_two_streams(Stream *s, Stream *t, const Work *work, size_t nbytes, int at) {
+    size_t a_length = stream_length(nbytes, at), b_length = stream_length(nbytes, at + 1);
+    const Units *units = &work->units;
+    if (units->range) {
+        const uint16_t *a = units->pairs + pairs_at(nbytes, at), *b = units->pairs + pairs_at(nbytes, at + 1);
+        const Code *codes = work->table.codes + units->first;
+        if (a_length & 1)
+            put(s, codes[a[a_length / 2]]);
+        if (b_length & 1)
+            put(t, codes[b[b_length / 2]]);
+        code_paired(s, t, units->codes, a, a_length / 2, b, b_length / 2);
+    } else {
+        const uint8_t *a = units->symbols + (size_t)at * stream_length(nbytes, 0);
+        code_single(s, t, work->table.codes, a, a_length, a + a_length, b_length);
     }
-    while (used > space) { /* the longest code that can still grow: of those, the rarest symbol's */
-        int longest = -1;
-        for (int i = 0; i < leaves; i++) {
-            int length = table->lengths[rarest_first[i]];
-            if (length < MAX_BITS && (longest < 0 || length > table->lengths[rarest_first[longest]]))
-                longest = i;
-        }
-        used -= 1 << (MAX_BITS - 1 - table->lengths[rarest_first[longest]]++);
-    }
-    for (int i = leaves - 1; used < space; i = i ? i - 1 : leaves - 1) { /* what became free, to the most frequent */
-        uint8_t *length = &table->lengths[rarest_first[i]];
-        int gain = 1 << (MAX_BITS - *length);
-        if (gain <= space - used) {
-            used += gain;
-            (*length)--;
-        }
-    }
-}
-
-/* Canonical codes: the longest first, and symbols in their order among codes of equal length. */
-static void assign_codes(Table *table) {
-    uint32_t of_length[MAX_BITS + 1] = {0}, next[MAX_BITS + 1], code = 0;
-    memset(table->codes, 0, sizeof table->codes);
-    table->max_length = 0;
-    for (int symbol = 0; symbol <= table->last; symbol++) {
-        int length = table->lengths[symbol];
-        of_length[length]++;
-        if (length > table->max_length)
-            table->max_length = length;
-    }
-    for (int length = table->max_length; length > 0; length--) {
-        next[length] = code;
-        code = (code + of_length[length]) >> 1;
-    }
-    for (int symbol = 0; symbol <= table->last; symbol++) {
-        int length = table->lengths[symbol];
-        table->codes[symbol] = length ? (Code)next[length]++ << (64 - length) | (Code)length : 0;
-    }
-}
-
-static void build_codes(Table *table) {
-    uint8_t rarest_first[256];
-    int found = 0;
-    memset(table->lengths, 0, sizeof table->lengths);
-    for (int symbol = 0; symbol <= table->last; symbol++) { /* insertion sort: they are few */
-        if (!table->counts[symbol])
-            continue;
-        int at = found++;
-        for (; at > 0 && table->counts[rarest_first[at - 1]] > table->counts[symbol]; at--)
-            rarest_first[at] = rarest_first[at - 1];
-        rarest_first[at] = (uint8_t)symbol;
-    }
-    find_lengths(table, rarest_first);
-    limit_lengths(table, rarest_first);
-    assign_codes(table);
-}
-
-/* Bits are appended above those that are there, and a decoder reads them from the end of a stream. */
-typedef struct {
-    uint64_t bits; /* the last `count` of them are the top ones */
-    unsigned count;
-    uint8_t *out;
-} Stream;
-
-static inline void put(Stream *stream, Code code) {
-    stream->bits = stream->bits >> (code & 63) | code;
-    stream->count += (uint32_t)code; /* between the length and the code itself all bits are zero */
-}
-
-static inline void flush(Stream *stream) { /* writes 8 bytes, of which the last ones will be written again */
-    uint64_t bits = stream->count ? stream->bits >> (64 - stream->count) : 0;
-    memcpy(stream->out, &bits, 8);
-    stream->out += stream->count >> 3;
-    stream->count &= 7;
-}
-
-/* The last symbols, or rather the first: streams are coded backwards. */
-static void finish(Stream *stream, const Code *codes, const uint8_t *data, size_t left) {
-    flush(stream);
-    while (left)
-        put(stream, codes[data[--left]]);
-    put(stream, (Code)1 << 63 | 1); /* one more bit tells a decoder where the last byte's padding begins */
-    flush(stream);
-    stream->out += stream->count > 0;
+    finish(s);
+    finish(t);
 }
 
 static uint8_t *write_number(uint8_t *out, uint64_t value, int nbytes) {
@@ -228,131 +125,110 @@ static uint8_t *write_number(uint8_t *out, uint64_t value, int nbytes) {
     return out + nbytes;
 }
 
-/* Codes two streams: `a_left` symbols, and `b_left`, at most 3 fewer. */
-SHIFTS
-static void code_pair(Stream *s_in, Stream *t_in, const Code *codes, const uint8_t *a, size_t a_left, const uint8_t *b,
-                      size_t b_left) {
-    Stream s = *s_in, t = *t_in; /* copies that the compiler can keep in registers */
-    while (a_left > b_left)
-        put(&s, codes[a[--a_left]]);
-    size_t left = b_left;
-    while (left >= FLUSHED_SYMBOLS) {
-        flush(&s);
-        for (int i = 0; i < FLUSHED_SYMBOLS; i++) {
-            left--;
-            put(&s, codes[a[left]]);
-            put(&t, codes[b[left]]);
-        }
-        flush(&t);
-    }
-    finish(&s, codes, a, left);
-    finish(&t, codes, b, left);
-    *s_in = s;
-    *t_in = t;
-}
-
 /* Codes the four streams of a block and returns where they end; how long the first three are goes into `jumps`. */
-static uint8_t *code_streams(uint8_t *out, uint8_t *jumps, const Code *codes, const uint8_t *data, size_t nbytes) {
-    uint8_t second[MAX_STREAM_NBYTES];
-    size_t quarter = (nbytes + 3) / 4;
-    for (int pair = 0; pair < 2; pair++) {
-        const uint8_t *a = data + 2 * pair * quarter, *b = a + quarter;
-        Stream s = {0, 0, out}, t = {0, 0, second};
-        code_pair(&s, &t, codes, a, quarter, b, pair ? nbytes - 3 * quarter : quarter);
-        size_t s_nbytes = (size_t)(s.out - out), t_nbytes = (size_t)(t.out - second);
-        memcpy(s.out, second, t_nbytes);
+static uint8_t *code_streams(uint8_t *out, uint8_t *jumps, Work *work, size_t nbytes) {
+    for (int at = 0; at < STREAMS; at += 2) {
+        Stream s = {0, 0, out}, t = {0, 0, work->stream};
+        code_two_streams(&s, &t, work, nbytes, at);
+        size_t s_nbytes = (size_t)(s.out - out), t_nbytes = (size_t)(t.out - work->stream);
+        memcpy(s.out, work->stream, t_nbytes);
         out = s.out + t_nbytes;
         jumps = write_number(jumps, s_nbytes, 2);
-        if (!pair)
+        if (at == 0)
             jumps = write_number(jumps, t_nbytes, 2);
     }
     return out;
 }
 
-/* The weights of all symbols but the last, four bits each. */
-static uint8_t *write_weights(uint8_t *out, const Table *table) {
-    *out++ = (uint8_t)(127 + table->last);
-    for (int symbol = 0; symbol < table->last; symbol += 2) {
-        int weights[2];
-        for (int i = 0; i < 2; i++) {
-            int length = symbol + i < table->last ? table->lengths[symbol + i] : 0;
-            weights[i] = length ? table->max_length + 1 - length : 0;
-        }
-        *out++ = (uint8_t)(weights[0] << 4 | weights[1]);
-    }
+static uint8_t *write_block_header(uint8_t *out, size_t nbytes, int kind, int is_last) {
+    return write_number(out, (uint64_t)nbytes << 3 | (uint64_t)kind << 1 | (uint64_t)is_last, BLOCK_HEADER_NBYTES);
+}
+
+static uint8_t *write_run(uint8_t *out, int symbol, size_t nbytes, int is_last) {
+    out = write_block_header(out, nbytes, RUN_BLOCK, is_last);
+    *out++ = (uint8_t)symbol;
     return out;
 }
 
-/* Writes one block; returns where it ends, or NULL if it can't be written so. There is room for the longest. */
-static uint8_t *write_block(uint8_t *out, const uint8_t *data, size_t nbytes, int is_last, Table *table) {
-    find_range(data, nbytes, table);
-    if (table->first == table->last) { /* a run of one byte */
-        out = write_number(out, (uint64_t)nbytes << 3 | 1 << 1 | (uint64_t)is_last, BLOCK_HEADER_NBYTES);
-        *out++ = data[0];
-        return out;
-    }
-    if (table->last > MAX_LISTED_SYMBOL)
-        return NULL;
-    if (!count_sample(table, data, nbytes)) {
-        count_symbols(table, data, nbytes, nbytes, nbytes);
-        if (table->symbols < 2) /* not what was there a moment ago */
-            return NULL;
-    }
-    build_codes(table);
-    uint8_t *block = out + BLOCK_HEADER_NBYTES, *weights = block + LITERALS_HEADER_NBYTES;
-    uint8_t *jumps = write_weights(weights, table);
-    uint8_t *end = code_streams(jumps + JUMP_TABLE_NBYTES, jumps, table->codes, data, nbytes);
-    uint64_t coded_nbytes = (uint64_t)(end - weights);
+static uint8_t *write_raw(uint8_t *out, const uint8_t *data, size_t nbytes, int is_last) {
+    out = write_block_header(out, nbytes, RAW_BLOCK, is_last);
+    memcpy(out, data, nbytes);
+    return out + nbytes;
+}
+
+/* Writes one block; returns where it ends. */
+static uint8_t *write_block(uint8_t *out, const uint8_t *data, size_t nbytes, int is_last, Work *work) {
+    Units *units = &work->units;
+    Table *table = &work->table;
+    int first, last;
+    find_range(data, nbytes, &first, &last);
+    if (first == last)
+        return write_run(out, first, nbytes, is_last);
+    if (nbytes < MIN_CODED_NBYTES)
+        return write_raw(out, data, nbytes, is_last);
+    take_units(units, table, data, nbytes, first, last);
+    if (table->symbols == 1) /* not what was there a moment ago */
+        return write_run(out, table->last, nbytes, is_last);
+    uint64_t bits = find_codes(table);
+    uint8_t description[WEIGHTS_ROOM];
+    size_t description_nbytes = write_weights(description, table);
+    /* each stream takes at most a byte more than its bits do, and that there are no sequences another one */
+    size_t most = LITERALS_HEADER_NBYTES + description_nbytes + JUMP_TABLE_NBYTES + (size_t)(bits / 8) + STREAMS + 1;
+    if (!description_nbytes || most >= nbytes)
+        return write_raw(out, data, nbytes, is_last);
+    if (units->range)
+        code_pairs(units->codes, table->codes + units->first, units->range);
+    uint8_t *block = out + BLOCK_HEADER_NBYTES, *coded = block + LITERALS_HEADER_NBYTES;
+    uint8_t *jumps = coded + description_nbytes;
+    memcpy(coded, description, description_nbytes);
+    uint8_t *end = code_streams(jumps + JUMP_TABLE_NBYTES, jumps, work, nbytes);
+    uint64_t coded_nbytes = (uint64_t)(end - coded);
     *end++ = 0; /* no sequences */
-    size_t block_nbytes = (size_t)(end - block);
-    if (block_nbytes >= nbytes)
-        return NULL;
-    write_number(out, (uint64_t)block_nbytes << 3 | 2 << 1 | (uint64_t)is_last, BLOCK_HEADER_NBYTES);
+    write_block_header(out, (size_t)(end - block), CODED_BLOCK, is_last);
     write_number(block, 2 | 3 << 2 | (uint64_t)nbytes << 4 | coded_nbytes << 22, LITERALS_HEADER_NBYTES);
     return end;
 }
 
-static uint8_t *write_header(uint8_t *out, size_t nbytes) {
+static uint8_t *write_frame_header(uint8_t *out, size_t nbytes) {
     out = write_number(out, 0xFD2FB528, 4);
     /* a single segment: the window is the content, whose size follows, here in 4 bytes */
     *out++ = 2 << 6 | 1 << 5;
     return write_number(out, nbytes, 4);
 }
 
-/* What a block may take before it is known that it is shorter than its content. */
-static size_t block_room(size_t nbytes) {
-    return BLOCK_HEADER_NBYTES + LITERALS_HEADER_NBYTES + 1 + (MAX_LISTED_SYMBOL + 1) / 2 + JUMP_TABLE_NBYTES +
-           nbytes * MAX_BITS / 8 + 4 * 16 + 1;
+/* The longest frame, and what a flush writes behind it: no block is longer than its content and a header. */
+static size_t frame_room(size_t nbytes) {
+    size_t blocks = (nbytes + MAX_BLOCK_NBYTES - 1) / MAX_BLOCK_NBYTES;
+    return FRAME_HEADER_NBYTES + blocks * BLOCK_HEADER_NBYTES + nbytes + FLUSH_NBYTES;
 }
 
-static size_t encode(const uint8_t *data, size_t nbytes, uint8_t *out, size_t room) {
-    Table table;
-    uint8_t *at = out;
-    if (nbytes > UINT32_MAX || room < HEADER_NBYTES)
-        return 0;
-    at = write_header(at, nbytes);
+static size_t encode(const uint8_t *data, size_t nbytes, uint8_t *out, Work *work) {
+    uint8_t *at = write_frame_header(out, nbytes);
     while (nbytes) {
         size_t block_nbytes = nbytes < MAX_BLOCK_NBYTES ? nbytes : MAX_BLOCK_NBYTES;
-        if (block_nbytes < MIN_BLOCK_NBYTES || room - (size_t)(at - out) < block_room(block_nbytes))
-            return 0;
-        at = write_block(at, data, block_nbytes, block_nbytes == nbytes, &table);
-        if (at == NULL)
-            return 0;
+        at = write_block(at, data, block_nbytes, block_nbytes == nbytes, work);
         data += block_nbytes;
         nbytes -= block_nbytes;
     }
-    return at == out + HEADER_NBYTES ? 0 : (size_t)(at - out);
+    return (size_t)(at - out);
 }
 
 static PyObject *encode_literals(PyObject *module, PyObject *args) {
     Py_buffer data, out;
-    size_t nbytes;
+    Work *work = NULL;
+    size_t nbytes = 0;
     (void)module;
     if (!PyArg_ParseTuple(args, "y*w*", &data, &out))
         return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    nbytes = encode(data.buf, (size_t)data.len, out.buf, (size_t)out.len);
-    Py_END_ALLOW_THREADS
+    size_t data_nbytes = (size_t)data.len;
+    if (data_nbytes >= MIN_FRAME_NBYTES && data_nbytes <= UINT32_MAX && (size_t)out.len >= frame_room(data_nbytes))
+        work = PyMem_RawMalloc(sizeof *work);
+    if (work) {
+        Py_BEGIN_ALLOW_THREADS
+        nbytes = encode(data.buf, data_nbytes, out.buf, work);
+        Py_END_ALLOW_THREADS
+        PyMem_RawFree(work);
+    }
     PyBuffer_Release(&data);
     PyBuffer_Release(&out);
     return PyLong_FromSize_t(nbytes);

@@ -29,9 +29,9 @@ class Zstd(Coder):
         slice_nbytes: bytes of a plane in one frame, a multiple of 16.
         level: zstd's compression level where matches are searched. Not needed to decode, so not stored.
         literals_only: code literals without searching for matches. On exponent planes the matches that zstd finds by
-            chance cost 3-4 % of the ratio and half of the speed. With the compiled `_literals.c`, which writes such
-            frames itself where no byte is above 128 (floats of a magnitude below 4, for one); zstd's own library, which
-            codes the others, can be kept from nearly all matches, but not from searching.
+            chance cost 3-4 % of the ratio and half of the speed. The compiled `_literals.c` writes such frames itself;
+            zstd's own library, which codes slices below 1 KiB and all of them where nothing was compiled, can be kept
+            from nearly all matches, but not from searching.
     """
 
     name: ClassVar[str] = "zstd"
@@ -83,8 +83,8 @@ class Zstd(Coder):
 
 def _literals_encoder(slice_nbytes: int, otherwise: SliceEncoder) -> SliceEncoder:
     """Return the compiled encoder, with libzstd for slices that it declines. A frame is valid until the next call."""
-    # codes are at most 11 bits long, so this is more than the longest frame takes before it is found to be too long
-    buffer = memoryview(bytearray(slice_nbytes * 11 // 8 + (slice_nbytes >> 17) * 256 + 1024))
+    # what does not shrink is stored in blocks of at most 128 KiB: 3 bytes for each, 9 for the frame, and some to spare
+    buffer = memoryview(bytearray(slice_nbytes + 3 * (slice_nbytes >> 17) + 32))
 
     def encode(data: memoryview) -> bytes | memoryview:
         nbytes = _literals.encode_literals(data, buffer)
