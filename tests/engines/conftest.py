@@ -5,12 +5,16 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dcp_nvcomp.engines.cuda.device import Kernels
+from dcp_nvcomp.engines.cuda.literals import LiteralCoders
 
 from .emulation.build import compiler
 from .kernels_on_cpu import ReferenceKernels, compile_for_cpu, compile_literals_for_cpu, compiled_kernels
+from .literal_coding import GuardedDevice
+from .literal_slices import exponent_planes
 
 
 @pytest.fixture(scope="session")
@@ -35,3 +39,24 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
         return ReferenceKernels()
     library: ctypes.CDLL = request.getfixturevalue("compiled_library")
     return compiled_kernels(library)
+
+
+@pytest.fixture(scope="module")
+def device(literals_library: ctypes.CDLL) -> GuardedDevice:
+    return GuardedDevice(literals_library)
+
+
+@pytest.fixture(scope="module")
+def coders(device: GuardedDevice) -> LiteralCoders:
+    return LiteralCoders(device)
+
+
+@pytest.fixture
+def random() -> np.random.Generator:
+    return np.random.default_rng(11)
+
+
+@pytest.fixture(scope="session")
+def planes() -> list[np.ndarray]:
+    """Exponent planes of real tensors in all types."""
+    return list(exponent_planes().values())

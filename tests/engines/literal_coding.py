@@ -27,10 +27,15 @@ GUARD = 64
 
 
 class GuardedDevice(StandInDevice):
-    """A device that finds out whether anything was written beside its memory."""
+    """A device that finds out whether anything was written beside its memory.
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        super().__init__(ReferenceKernels(), literals=emulated_launch(library))
+    Args:
+        library: literals*.cu.
+        seed: of the order in which threads run.
+    """
+
+    def __init__(self, library: ctypes.CDLL, seed: int | None = None) -> None:
+        super().__init__(ReferenceKernels(), literals=emulated_launch(library, order=seed))
         self._guarded: list[torch.Tensor] = []
 
     def empty(self, nbytes: int) -> torch.Tensor:

@@ -58,16 +58,16 @@ def log_uniform(random: np.random.Generator) -> int:
 
 def made_slice(random: np.random.Generator, planes: Sequence[U8]) -> U8:
     """Return a slice of any kind, or a part of one of `planes`."""
-    count, kind = log_uniform(random), int(random.integers(10))
+    count, kind = log_uniform(random), int(random.integers(20))
     if kind == 0:
         return np.full(count, random.integers(256), np.uint8)
     if kind == 1:
         return random.integers(0, 256, count, np.uint8)
-    if kind == 2:
+    if kind < 4:
         return deep(random, int(random.integers(2, 26)), int(random.integers(256)))
-    if kind == 3:
+    if kind < 6:
         return misplaced(random, count)
-    if kind < 7:
+    if kind < 13:
         symbols = int(random.choice([2, 3, 16, 40, 128, 129, 130, 200, 256, random.integers(2, 257)]))
         skew = float(random.choice([1.0, 1.01, 1.03, 1.1, 1.3, 1.618, 2.0, 3.0]))
         return skewed(random, count, symbols, int(random.integers(256)), skew)

@@ -23,6 +23,7 @@ __all__ = [
     "LITERALS_OPTIONS",
     "LITERALS_SOURCES",
     "MAX_SLICE_NBYTES",
+    "PLAN_NBYTES",
     "LiteralCoders",
     "LiteralDecoding",
     "LiteralFrames",
@@ -41,8 +42,8 @@ LITERALS_SOURCES: Final = (
 )
 LITERALS_KERNELS: Final = ("measure_slices", "place_frames", "write_slices", "decode_slices")
 
-_PLAN_NBYTES = 1220  # literals_encode.cu does not compile with any other
-LITERALS_OPTIONS: Final = (*KERNEL_OPTIONS, f"-DPLAN_NBYTES={_PLAN_NBYTES}")
+PLAN_NBYTES: Final = 1220  # literals_encode.cu does not compile with any other
+LITERALS_OPTIONS: Final = (*KERNEL_OPTIONS, f"-DPLAN_NBYTES={PLAN_NBYTES}")
 
 MAX_SLICE_NBYTES: Final = 128 << 10  # a block of zstd's, and a frame is one
 _SLICES_PER_BLOCK = 8  # of decode_slices
@@ -157,7 +158,7 @@ class LiteralCoders:
 
     def encode_nbytes(self, coder: Coder, lengths: I64) -> int:
         """Return the device memory that encoding slices of these lengths takes, in addition to the slices."""
-        return int(padded_nbytes(lengths).sum()) + lengths.size * (_PLAN_NBYTES + 4 + 8 + 2 * 8)
+        return int(padded_nbytes(lengths).sum()) + lengths.size * (PLAN_NBYTES + 4 + 8 + 2 * 8)
 
     def decode_nbytes(self, coder: Coder, lengths: I64) -> int:
         """Return the device memory that decoding slices of these lengths takes, in addition to slices and frames."""
@@ -180,7 +181,7 @@ class LiteralCoders:
         assert int((places + padded_nbytes(lengths)).max()) <= scratch.numel()
         count = lengths.size
         slices = self._upload(places + scratch.data_ptr(), lengths)
-        plans = self._device.empty(count * _PLAN_NBYTES)
+        plans = self._device.empty(count * PLAN_NBYTES)
         frame_nbytes = self._device.empty(4 * count).view(torch.int32)
         frame_places = self._device.empty(8 * count).view(torch.int64)
         # frames that are not shorter than their slices are not written, so there is room for all others

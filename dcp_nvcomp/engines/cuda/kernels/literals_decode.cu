@@ -132,36 +132,40 @@ __device__ bool decode_stream(const Decoder &decoder, const u8 *frame, u32 begin
     return reader.at == (int)(8 * (u32)(frame + begin - (const u8 *)reader.words));
 }
 
+// True if a frame begins like one of ours, of a slice of the right length.
+__device__ bool has_header(const FrameRow &row) {
+    const u8 *frame = (const u8 *)row.frame;
+    return row.frame_nbytes > FRAME_HEADER_NBYTES && row.frame_nbytes < MAX_FRAME_NBYTES &&
+           get_number(frame, 4) == MAGIC && frame[4] == DESCRIPTOR && get_number(frame + 5, 4) == row.nbytes;
+}
+
 // Decodes frames. corrupt: zeros; becomes 1 for each frame that was not decoded.
 extern "C" __global__ void __launch_bounds__(THREADS) decode_slices(const FrameRow *rows, u64 count, u32 *corrupt) {
     __shared__ Decoder decoders[SLICES];
     Decoder &own = decoders[warp_number()];
-    const u64 number = (u64)blockIdx.x * SLICES + warp_number();
-    const bool has_slice = number < count;
-    const FrameRow row = has_slice ? rows[number] : FrameRow{};
-    const u8 *frame = (const u8 *)row.frame;
-    Progress progress = {FRAME_HEADER_NBYTES, (u32)row.frame_nbytes, 0, (u32)row.nbytes};
-    bool goes_on = has_slice && row.frame_nbytes > FRAME_HEADER_NBYTES && row.frame_nbytes < MAX_FRAME_NBYTES &&
-                   get_number(frame, 4) == MAGIC && frame[4] == DESCRIPTOR && get_number(frame + 5, 4) == row.nbytes;
-    bool is_good = goes_on;
+    const u32 number = blockIdx.x * SLICES + warp_number();
+    Progress progress = {FRAME_HEADER_NBYTES, 0};
+    bool is_good = number >= count || has_header(rows[number]), goes_on = number < count && is_good;
     do {
-        bool is_last = false;
         if (lane_number() == 0) own.ready = 0; // the other lanes read it behind the next __syncwarp
-        if (goes_on) is_good = read_block(frame, (u8 *)row.data, progress, is_last, own);
-        goes_on = goes_on && is_good && !is_last;
+        if (goes_on) {
+            bool is_last;
+            is_good = read_block(rows[number], progress, is_last, own);
+            goes_on = is_good && !is_last;
+        }
         __syncwarp();
         if (own.ready) make_table(own);
         __syncthreads();
-        const u32 slice = threadIdx.x / 4, stream = threadIdx.x % 4;
-        if (threadIdx.x < 4 * SLICES && decoders[slice].ready) {
-            const Decoder &decoder = decoders[slice];
-            const u64 place = (u64)blockIdx.x * SLICES + slice;
+        const Decoder &decoder = decoders[threadIdx.x / 4 % SLICES];
+        if (threadIdx.x < 4 * SLICES && decoder.ready) {
+            const u32 place = blockIdx.x * SLICES + threadIdx.x / 4, stream = threadIdx.x % 4;
+            const FrameRow row = rows[place];
             const u32 quarter = (decoder.block_nbytes + 3) / 4, first = stream * quarter;
-            if (!decode_stream(decoder, (const u8 *)rows[place].frame, decoder.stream_at[stream], decoder.stream_at[stream + 1],
-                               (u8 *)rows[place].data + decoder.block_at + first,
+            if (!decode_stream(decoder, (const u8 *)row.frame, decoder.stream_at[stream], decoder.stream_at[stream + 1],
+                               (u8 *)row.data + decoder.block_at + first,
                                stream < 3 ? quarter : decoder.block_nbytes - first))
                 atomicOr(&corrupt[place], 1u);
         }
     } while (__syncthreads_or(goes_on));
-    if (has_slice && !is_good && lane_number() == 0) corrupt[number] = 1;
+    if (!is_good && lane_number() == 0) corrupt[number] = 1;
 }

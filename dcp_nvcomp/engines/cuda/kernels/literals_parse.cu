@@ -201,17 +201,15 @@ __device__ bool read_literals(const u8 *in, u32 nbytes, u32 at, u32 room_nbytes,
     return true;
 }
 
-// Where the reading of a frame stands. The same in all lanes of a warp.
-struct Progress {
-    u32 at, frame_nbytes; // in the frame
-    u32 done, nbytes;     // in the slice
-};
+// How much of a frame is read, and how much of its slice is there. The same in all lanes of a warp.
+struct Progress { u32 at, done; };
 
 // Reads one block, and writes what it can write without a table; else there are streams to decode, and decoder.ready
 // becomes 1. False if it is corrupt. By one warp.
-__device__ bool read_block(const u8 *frame, u8 *data, Progress &progress, bool &is_last, Decoder &decoder) {
+__device__ bool read_block(const FrameRow &row, Progress &progress, bool &is_last, Decoder &decoder) {
     Preparation &own = *(Preparation *)decoder.table;
-    const u32 rest = progress.frame_nbytes - progress.at, room = progress.nbytes - progress.done;
+    const u8 *frame = (const u8 *)row.frame;
+    const u32 rest = (u32)row.frame_nbytes - progress.at, room = (u32)row.nbytes - progress.done;
     for (u32 i = lane_number(); i < sizeof own.beginning; i += WARP) own.beginning[i] = i < rest ? frame[progress.at + i] : 0;
     __syncwarp();
     const u32 header = get_number(own.beginning, BLOCK_HEADER_NBYTES), kind = header >> 1 & 3, size = header >> 3;
@@ -231,11 +229,11 @@ __device__ bool read_block(const u8 *frame, u8 *data, Progress &progress, bool &
         content_nbytes = decoder.block_nbytes;
     } else {
         if (kind > REPEATED_BLOCK || size > room) return false;
-        fill(data + progress.done, frame + begin, size, kind == REPEATED_BLOCK);
+        fill((u8 *)row.data + progress.done, frame + begin, size, kind == REPEATED_BLOCK);
     }
     progress.at = begin + nbytes;
     progress.done += content_nbytes;
     // blocks but the last are full, so that a frame has no more of them than a slice of its length
     if (!is_last) return content_nbytes == MAX_BLOCK_NBYTES;
-    return progress.at == progress.frame_nbytes && progress.done == progress.nbytes;
+    return progress.at == row.frame_nbytes && progress.done == row.nbytes;
 }

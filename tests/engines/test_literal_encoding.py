@@ -1,0 +1,246 @@
+"""literals*.cu encode, run thread by thread on a CPU; libzstd and the kernel decode it."""
+
+from __future__ import annotations
+
+import ctypes
+import heapq
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from dcp_nvcomp.codecs import CodecChain, Deflate, Planes, Zstd
+from dcp_nvcomp.engines.cpu import CpuEngine
+from dcp_nvcomp.engines.cuda.decode import BatchDecoder
+from dcp_nvcomp.engines.cuda.encode import BatchEncoder, EncodeJob
+from dcp_nvcomp.engines.cuda.literals import PLAN_NBYTES, LiteralCoders, LiteralFrames, LiteralKernels
+from dcp_nvcomp.errors import CodecUnavailableError
+from tests.codecs import zstd_oracle
+from tests.effort import THOROUGH
+
+from .cases import cpu_encode, job, tensor, weights
+from .kernels_on_cpu import ReferenceKernels, emulated_launch
+from .literal_coding import CODER, GuardedDevice, check, encode, libzstd, too_long
+from .literal_slices import KIB, deep, exponent_planes, made_slice, skewed
+from .nvcomp_stand_in import StandInDevice
+
+# compiled where there is a C compiler
+pytest.importorskip("dcp_nvcomp.codecs.coders._literals")
+
+U8 = np.ndarray
+
+WEIGHTS_AT = 17  # in a frame, after its headers
+JUMPS_NBYTES = 6
+
+
+def test_made_and_real_slices(device: GuardedDevice, coders: LiteralCoders, planes: list[U8]) -> None:
+    random, frames, slices = np.random.default_rng(17), 0, 0
+    for _ in range(200 if THOROUGH else 2):
+        encoded = check(device, coders, [made_slice(random, planes) for _ in range(100)])
+        assert too_long(encoded) == 0
+        frames += len(encoded.framed().frames)
+        slices += len(encoded.slices)
+    assert slices // 2 < frames < slices
+
+
+@pytest.mark.parametrize("nbytes", [32 * KIB, 128 * KIB])
+def test_real_planes_whole(device: GuardedDevice, coders: LiteralCoders, nbytes: int) -> None:
+    """All slices of each tensor's plane, in the type it has: no longer than the CPU encoder's frames."""
+    for name, plane in exponent_planes().items():
+        if "bfloat16" in name or "float32" in name:
+            slices = [plane[start : start + nbytes] for start in range(0, plane.size, nbytes)]
+            encoded = check(device, coders, slices[: len(slices) if THOROUGH else 2])
+            assert too_long(encoded) == 0
+
+
+def test_every_short_length(device: GuardedDevice, coders: LiteralCoders, random: np.random.Generator) -> None:
+    lengths = range(1, 700 if THOROUGH else 200)
+    encoded = check(device, coders, [skewed(random, count, 3, 120, 8.0) for count in lengths])
+    # as soon as the headers of 25 bytes leave something over, slices are framed
+    assert not encoded.frames[25] and all(encoded.frames[60:])
+    check(device, coders, [skewed(random, count, 140, 110, 1.1) for count in range(100, 1700, 16)])
+
+
+def test_the_longest_slices(device: GuardedDevice, coders: LiteralCoders, random: np.random.Generator) -> None:
+    lengths = range(128 * KIB - (66 if THOROUGH else 5), 128 * KIB + 1)
+    assert all(check(device, coders, [skewed(random, count, 30, 95, 1.3) for count in lengths]).frames)
+
+
+@pytest.mark.parametrize("symbol", [0, 1, 127, 128, 255])
+def test_one_symbol(device: GuardedDevice, coders: LiteralCoders, symbol: int) -> None:
+    lengths = [1, 2, 13, 14, 15, 1000, 128 * KIB]
+    encoded = check(device, coders, [np.full(count, symbol, np.uint8) for count in lengths])
+    assert [len(frame) for frame in encoded.frames] == [0, 0, 0, 13, 13, 13, 13]
+
+
+@pytest.mark.parametrize("pair", [(0, 1), (0, 255), (127, 128), (128, 129), (254, 255)])
+def test_two_symbols(
+    device: GuardedDevice, coders: LiteralCoders, random: np.random.Generator, pair: tuple[int, int]
+) -> None:
+    data = np.array(pair, np.uint8)[random.integers(0, 2, 5000)]
+    encoded = check(device, coders, [data])
+    (block,) = zstd_oracle.blocks_of(encoded.frames[0])
+    assert block.content == encoded.slices[0] and block.max_nbits == 1
+    assert len(encoded.frames[0]) < 5000 / 8 + 70
+
+
+@pytest.mark.parametrize(
+    ("first", "symbols", "how"),
+    [(0, 2, "listed"), (90, 30, "fse"), (0, 128, "fse"), (1, 128, "fse"), (2, 128, "fse"), (0, 256, "fse")],
+)
+def test_weights(
+    device: GuardedDevice, coders: LiteralCoders, random: np.random.Generator, first: int, symbols: int, how: str
+) -> None:
+    """Lists end at the symbol 128; they are compressed where that is shorter too."""
+    data = skewed(random, 20_000, symbols, first, 1.08)
+    encoded = check(device, coders, [data])
+    (block,) = zstd_oracle.blocks_of(encoded.frames[0])
+    assert block.content == encoded.slices[0] and block.weights == how
+
+
+def best_nbits(counts: list[int], limit: int) -> int:
+    """Return how many bits the best code of at most `limit` bits takes: package-merge as in its paper."""
+    leaves = sorted((count, (index,)) for index, count in enumerate(counts))
+    items = leaves
+    for _ in range(limit - 1):
+        pairs = [(one[0] + two[0], one[1] + two[1]) for one, two in zip(items[::2], items[1::2], strict=False)]
+        items = list(heapq.merge(leaves, pairs, key=lambda item: item[0]))
+    lengths = Counter(index for _, members in items[: 2 * len(leaves) - 2] for index in members)
+    assert max(lengths.values()) <= limit
+    return sum(counts[index] * length for index, length in lengths.items())
+
+
+def streams_nbytes(frame: bytes) -> int:
+    first = frame[WEIGHTS_AT]
+    weights_nbytes = 1 + (first if first < 128 else (first - 126) // 2)
+    return len(frame) - WEIGHTS_AT - weights_nbytes - JUMPS_NBYTES - 1
+
+
+def test_the_best_codes_under_the_limit(
+    device: GuardedDevice, coders: LiteralCoders, random: np.random.Generator
+) -> None:
+    made = [deep(random, symbols, 80) for symbols in range(8, 25)]
+    made += [deep(random, symbols, 3, growth) for growth in (1.1, 1.3, 1.5, 2.0, 2.7) for symbols in (20, 60, 120)]
+    made += [skewed(random, 50_000, symbols, 0, 1.02) for symbols in (100, 200, 256)]
+    encoded = check(device, coders, made)
+    limited = 0
+    for data, frame in zip(encoded.slices, encoded.frames, strict=True):
+        if frame and len(data) < 60_000:
+            counts = sorted(Counter(data).values())
+            nbits = best_nbits(counts, 11)
+            # each of four streams has an end mark and is filled up to a whole byte
+            assert nbits / 8 < streams_nbytes(frame) <= nbits / 8 + 4
+            limited += nbits > best_nbits(counts, 40)
+    assert limited > 5, "the limit of 11 bits made no difference"
+
+
+def test_codes_of_eleven_bits(device: GuardedDevice, coders: LiteralCoders, random: np.random.Generator) -> None:
+    encoded = check(device, coders, [deep(random, 20, 60)])
+    (block,) = zstd_oracle.blocks_of(encoded.frames[0])
+    assert block.max_nbits == 11 and block.content == encoded.slices[0]
+
+
+def test_incompressible_slices_are_stored(
+    device: GuardedDevice, coders: LiteralCoders, random: np.random.Generator
+) -> None:
+    encoded = encode(device, coders, [random.integers(0, 256, count, np.uint8) for count in (1, 100, 5000, 128 * KIB)])
+    assert encoded.frames == [b""] * 4
+
+
+def test_equal_weights_of_many_symbols_are_stored(device: GuardedDevice, coders: LiteralCoders) -> None:
+    """More than 128 weights that are all equal: finite state entropy can't tell them."""
+    data = np.concatenate([np.repeat(np.arange(192, dtype=np.uint8), 10), np.full(640, 192, np.uint8)])
+    assert check(device, coders, [data]).frames == [b""]
+
+
+def test_frames_can_begin_at_any_byte(
+    literals_library: ctypes.CDLL, random: np.random.Generator, planes: list[U8]
+) -> None:
+    """Close together too, where one word of memory has parts of two frames."""
+    kernels = LiteralKernels(emulated_launch(literals_library))
+    slices = [torch.from_numpy(made_slice(random, planes).copy()) for _ in range(40)]
+    padded = [torch.cat([data, torch.zeros(-len(data) % 16 + 16, dtype=torch.uint8)]) for data in slices]
+    aligned = [memory[-memory.data_ptr() % 16 :] for memory in padded]
+    for memory, data in zip(aligned, slices, strict=True):
+        memory[: len(data)] = data
+    rows = torch.tensor([(memory.data_ptr(), len(data)) for memory, data in zip(aligned, slices, strict=True)])
+    plans, nbytes = torch.empty(len(rows) * PLAN_NBYTES, dtype=torch.uint8), torch.empty(len(rows), dtype=torch.int32)
+    kernels.measure(rows, plans, nbytes)
+    lengths = torch.where(nbytes < rows[:, 1], nbytes, 0).to(torch.int64)
+    places = torch.cumsum(lengths, 0) - lengths + 5
+    frames = torch.full((int(lengths.sum()) + 5 + 16,), 0xA5, dtype=torch.uint8)
+    kernels.write(rows, plans, places, frames)
+    assert (frames[:5] == 0xA5).all() and (frames[-16:] == 0xA5).all()
+    for data, place, length in zip(slices, places.tolist(), lengths.tolist(), strict=True):
+        if length:
+            assert libzstd(frames[place : place + length].numpy().tobytes()) == data.numpy().tobytes()
+
+
+@pytest.mark.parametrize("count", [1, 2, 255, 2047, 2048, 2049, 50_000])
+def test_places(literals_library: ctypes.CDLL, random: np.random.Generator, count: int) -> None:
+    kernels = LiteralKernels(emulated_launch(literals_library, order=0))
+    lengths = torch.from_numpy(random.integers(1, 128 * KIB + 1, count))
+    nbytes = torch.minimum(lengths, torch.from_numpy(random.integers(1, 128 * KIB + 1, count))).to(torch.int32)
+    rows, places = torch.stack([torch.zeros_like(lengths), lengths], 1), torch.full((count + 1,), -1)
+    kernels.place(rows, nbytes, places)
+    rooms = torch.where(nbytes < lengths, (nbytes + 15) // 16 * 16, 0).to(torch.int64)
+    assert torch.equal(places[:-1], torch.cumsum(rooms, 0) - rooms) and places[-1] == -1
+
+
+# ---- the interface ----
+
+
+def test_what_it_serves(coders: LiteralCoders) -> None:
+    assert coders.encodes(CODER) and coders.decodes(CODER) and coders.decodes(Zstd())
+    for coder in (None, Deflate(), Zstd(), Zstd(256 * KIB, literals_only=True)):
+        assert not coders.encodes(coder)
+    assert not coders.decodes(None) and not coders.decodes(Deflate())
+
+
+def test_the_memory_that_it_says_it_takes(
+    literals_library: ctypes.CDLL, random: np.random.Generator, planes: list[U8]
+) -> None:
+    device = GuardedDevice(literals_library)
+    coders = LiteralCoders(device)
+    slices = [made_slice(random, planes) for _ in range(50)]
+    lengths = np.array([data.size for data in slices], np.int64)
+    encode(device, coders, slices)
+    scratch_nbytes = int((-(-lengths // 16) * 16).sum())
+    # beside the guards, and the tables that the device's `empty` does not count
+    assert device.peak_nbytes - scratch_nbytes - 5 * 128 + 16 * 50 == coders.encode_nbytes(CODER, lengths)
+
+
+def test_impossible_lengths_are_an_error() -> None:
+    for nbytes in (0, 11, -5):
+        frames = LiteralFrames(np.array([10], np.int64), torch.tensor([nbytes], dtype=torch.int32), torch.empty(16))
+        with pytest.raises(RuntimeError, match="impossible lengths"):
+            frames.nbytes()
+
+
+def test_a_device_without_the_kernels() -> None:
+    with pytest.raises(CodecUnavailableError):
+        LiteralCoders(StandInDevice(ReferenceKernels()))
+
+
+@pytest.mark.parametrize("width", [2, 4, 8])
+def test_batches_of_blocks(literals_library: ctypes.CDLL, width: int) -> None:
+    """In the place of nvCOMP: the CPU engine reads what is encoded, and what the CPU engine encoded is decoded."""
+    device = GuardedDevice(literals_library)
+    coders, chain = LiteralCoders(device), CodecChain(Planes(width), Zstd(4 * KIB, literals_only=True))
+    blocks = [weights(width, count, seed=count) for count in (1, 7, 4096, 30_000)]
+    jobs = [EncodeJob((tensor(block),), chain) for block in blocks]
+    out = memoryview(bytearray(sum(chain.max_encoded_nbytes(block.size) for block in blocks)))
+    encoder, decoder = BatchEncoder(device, coders), BatchDecoder(device, coders)
+    encoded = encoder.encode(jobs, out)
+    assert encoder.cost_nbytes(jobs[-1]) > 0
+    for block, mine in zip(blocks, encoded, strict=True):
+        theirs, decoded = cpu_encode(block, chain), np.empty(block.size, np.uint8)
+        CpuEngine().decode(mine.data, mine.row, chain, decoded, verify="full")
+        assert decoded.tobytes() == block.tobytes()
+        assert mine.data.nbytes <= theirs.data.nbytes
+        from_cpu, from_gpu = job(theirs, chain), job(mine, chain)
+        # small slices of the CPU engine are libzstd's
+        which = [from_gpu] if block.size < 100_000 else [from_gpu, from_cpu]
+        decoder.decode(which, verify="full")
+        assert all(own.out.numpy().tobytes() == block.tobytes() for own in which)
