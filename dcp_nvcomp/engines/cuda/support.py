@@ -6,8 +6,10 @@ Both are imported inside functions: this package works without them, and with th
 from __future__ import annotations
 
 import importlib
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,15 +23,34 @@ NVCOMP_MAJOR = "6"
 
 Loader = Callable[[], Any]
 
+_WARNINGS_LOCK = threading.Lock()
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Ignore warnings, which would be errors under `-W error`; other threads' too, as Python has only one setting.
+
+    The lock keeps threads that do this at the same time from restoring each other's setting.
+    """
+    with _WARNINGS_LOCK, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
 
 def load_nvcomp() -> Any:
     """Import nvCOMP's Python module."""
-    return importlib.import_module("nvidia.nvcomp")
+    return _load("nvidia.nvcomp")
 
 
 def load_cupy() -> Any:
     """Import CuPy."""
-    return importlib.import_module("cupy")
+    return _load("cupy")
+
+
+def _load(name: str) -> Any:
+    """Import a module; what it warns of, such as its own use of something deprecated, does not keep it from running."""
+    with _without_warnings():
+        return importlib.import_module(name)
 
 
 def cuda_unavailable_reason() -> str | None:
@@ -45,9 +66,7 @@ def cuda_unavailable_reason() -> str | None:
 def _device_count() -> int:
     if not hasattr(torch, "cuda"):
         return 0
-    with warnings.catch_warnings():
-        # torch warns of a driver that is too old; here that is a reason
-        warnings.simplefilter("ignore")
+    with _without_warnings():  # torch warns of a driver that is too old; here that is a reason
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
