@@ -1,0 +1,337 @@
+"""The checks of frames before a GPU sees them: no false alarm, and nothing passes that is not a frame's structure."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcp_nvcomp.codecs import Ans, Deflate, Zstd
+from dcp_nvcomp.codecs.base import Coder
+from dcp_nvcomp.engines.cuda.frame_checks import frame_faults
+from tests.effort import THOROUGH, examples
+
+from .frame_structure import is_sound_deflate, is_sound_zstd
+
+Frame = tuple[bytes, int]  # and what it decodes to, in bytes
+
+ZSTD, DEFLATE = Zstd(), Deflate()
+IS_SOUND = {ZSTD: is_sound_zstd, DEFLATE: is_sound_deflate}
+STRATEGIES = (zlib.Z_DEFAULT_STRATEGY, zlib.Z_FILTERED, zlib.Z_HUFFMAN_ONLY, zlib.Z_RLE, zlib.Z_FIXED)
+
+
+def faults(coder: Coder, frames: Sequence[Frame], gap: bytes = b"") -> dict[int, str]:
+    """Return the faults of frames in one memory, with something between them."""
+    nbytes = np.array([len(frame) for frame, _ in frames], np.int64)
+    starts = np.cumsum(nbytes + len(gap)) - nbytes
+    memory = np.frombuffer(b"".join(gap + frame for frame, _ in frames), np.uint8)
+    return frame_faults(coder, memory, starts, nbytes, np.array([length for _, length in frames], np.int64))
+
+
+def contents(nbytes: int) -> Iterator[bytes]:
+    """Contents of several kinds: noise, skewed symbols, runs, text, two symbols, and mixtures with matches."""
+    rng = np.random.default_rng(nbytes)
+    skewed = np.minimum(rng.geometric(0.2, nbytes), 255).astype(np.uint8)
+    yield rng.integers(0, 256, nbytes, np.uint8).tobytes()
+    yield skewed.tobytes()
+    yield bytes(nbytes)
+    yield bytes(nbytes // 2) + skewed[nbytes // 2 :].tobytes()
+    yield (b"Whatever an encoder may write, this must let pass. " * (nbytes // 40 + 1))[:nbytes]
+    yield rng.integers(7, 9, nbytes, np.uint8).tobytes()
+    yield np.concatenate([skewed[: nbytes - nbytes // 2], skewed[: nbytes // 2]]).tobytes()
+
+
+def zstd_frames(content: bytes, levels: Sequence[int]) -> Iterator[bytes]:
+    for level in levels:
+        yield zstandard.ZstdCompressor(level).compress(content)
+        yield zstandard.ZstdCompressor(level, write_content_size=False, write_checksum=True).compress(content)
+    yield bytes(Zstd(-(-len(content) // 16) * 16, literals_only=True).encoder()(memoryview(content)))
+    for window_log in (10, 17):
+        parameters = zstandard.ZstdCompressionParameters(window_log=window_log, strategy=zstandard.STRATEGY_BTULTRA)
+        yield zstandard.ZstdCompressor(compression_params=parameters).compress(content)
+    for flush in (zstandard.COMPRESSOBJ_FLUSH_BLOCK, zstandard.COMPRESSOBJ_FLUSH_FINISH):
+        compressor = zstandard.ZstdCompressor(3).compressobj()
+        step = max(1, len(content) // 20)
+        parts = [content[start : start + step] for start in range(0, len(content), step)]
+        flushed = [compressor.compress(part) + compressor.flush(flush) for part in parts[:-1] if flush]
+        written = b"".join(flushed or [compressor.compress(part) for part in parts[:-1]])
+        yield written + compressor.compress(parts[-1]) + compressor.flush()
+
+
+def deflate_streams(content: bytes, levels: Sequence[int]) -> Iterator[bytes]:
+    for level in levels:
+        for strategy in STRATEGIES:
+            compressor = zlib.compressobj(level, zlib.DEFLATED, -15, 9, strategy)
+            yield compressor.compress(content) + compressor.flush()
+    for flush in (zlib.Z_SYNC_FLUSH, zlib.Z_FULL_FLUSH, zlib.Z_PARTIAL_FLUSH, zlib.Z_BLOCK):
+        for level in (0, 1):
+            compressor = zlib.compressobj(level, zlib.DEFLATED, -15)
+            first = compressor.flush(flush) + compressor.compress(content[: len(content) // 2])
+            yield (
+                first + compressor.flush(flush) + compressor.compress(content[len(content) // 2 :]) + compressor.flush()
+            )
+
+
+SIZES = (1, 2, 5, 6, 7, 63, 255, 256, 257, 1025, 4096, 65535, 65536, 131072, 131073, 400_000)
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_nothing_that_zstd_writes_is_a_fault(nbytes: int) -> None:
+    levels = range(-7, 23) if nbytes < 5000 else (-7, 1, 3, 9, 16, 19, 22) if THOROUGH else (1, 5, 13)
+    frames = [(frame, nbytes) for content in contents(nbytes) for frame in zstd_frames(content, levels)]
+    assert faults(ZSTD, frames) == {}
+    assert all(is_sound_zstd(*frame) for frame in frames), "the oracle knows them too"
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_nothing_that_zlib_writes_is_a_fault(nbytes: int) -> None:
+    levels = range(10) if nbytes < 5000 or THOROUGH else (0, 1, 6)
+    frames = [(stream, nbytes) for content in contents(nbytes) for stream in deflate_streams(content, levels)]
+    assert faults(DEFLATE, frames) == {}
+    assert all(is_sound_deflate(*frame) for frame in frames), "the oracle knows them too"
+
+
+@st.composite
+def mixtures(draw: st.DrawFn) -> bytes:
+    """Contents of up to 300 KB: runs, noise of so many symbols, and copies of what was there before."""
+    rng, content = np.random.default_rng(draw(st.integers(0, 1 << 32))), b"\0"
+    for symbols in draw(st.lists(st.integers(0, 256), min_size=1, max_size=12)):
+        nbytes = draw(st.sampled_from((3, 40, 900, 20_000, 70_000)))
+        noise = rng.integers(0, symbols, nbytes, np.uint8).tobytes() if symbols else content[-nbytes:]
+        content = (content + noise)[:300_000]
+    return content
+
+
+@given(mixtures(), st.integers(-7, 22), st.integers(0, 9))
+@settings(max_examples=examples(200), deadline=None)
+def test_no_false_alarm(content: bytes, level: int, deflate_level: int) -> None:
+    assert faults(ZSTD, [(frame, len(content)) for frame in zstd_frames(content, [level])]) == {}
+    assert faults(DEFLATE, [(one, len(content)) for one in deflate_streams(content, [deflate_level])]) == {}
+
+
+def test_other_coders_and_no_frames_at_all() -> None:
+    assert faults(Ans(1 << 20, "|u1", "6.0.0"), [(b"anything", 100)]) == {}
+    nothing = np.zeros(0, np.int64)
+    for coder in (ZSTD, DEFLATE):
+        assert frame_faults(coder, np.zeros(0, np.uint8), nothing, nothing, nothing) == {}
+
+
+# ---- frames made by hand, each with one fault ------------------------------------------------------------------------
+
+
+def header(nbytes: int, descriptor: int = 0, more: bytes = b"") -> bytes:
+    """Return the header of a single segment, its size in one byte."""
+    return bytes.fromhex("28B52FFD") + bytes([0x20 | descriptor]) + more + bytes([nbytes])
+
+
+SMALL_WINDOW = bytes.fromhex("28B52FFD 00 00")  # of 1 KiB, in a header without the content's size
+
+
+def block(kind: int, size: int, content: bytes, is_last: int = 1) -> bytes:
+    return (size << 3 | kind << 1 | is_last).to_bytes(3, "little") + content
+
+
+def compressed(literals: bytes, sequences: bytes = b"\0", is_last: int = 1) -> bytes:
+    return block(2, len(literals + sequences), literals + sequences, is_last)
+
+
+def four_streams(count: int, table: bytes, lengths: Sequence[int], streams: bytes) -> bytes:
+    coded = table + b"".join(length.to_bytes(2, "little") for length in lengths) + streams
+    return (2 | 1 << 2 | count << 4 | len(coded) << 14).to_bytes(3, "little") + coded
+
+
+RAW = bytes([10 << 3]) + b"0123456789"  # literals as they are, 10 of them
+RLE = bytes([100 << 4 & 0xFF | 1 | 1 << 2, 100 >> 4]) + b"x"  # one literal, 100 times
+TABLE = bytes([128, 0x10])  # two symbols, of one bit each
+EIGHT = b"\xff\x01"  # a stream of 8 such codes, and the end mark
+HUFFMAN = four_streams(32, TABLE, (2, 2, 2), 4 * EIGHT)
+SEQUENCES = b"\x01\x00\x80"  # one sequence, its tables predefined
+MATCHES = compressed(RAW, SEQUENCES)
+
+
+@pytest.mark.parametrize(
+    ("frame", "nbytes"),
+    [
+        (header(10) + block(0, 10, b"0123456789"), 10),
+        (header(10, 1, b"\0") + block(0, 10, b"0123456789"), 10),  # a dictionary that is none
+        (header(10, 16) + block(0, 10, b"0123456789"), 10),  # a bit that decoders ignore
+        (header(10) + block(0, 0, b"", 0) + block(1, 10, b"x"), 10),
+        (header(110) + compressed(RAW, is_last=0) + compressed(RLE), 110),
+        (header(32) + compressed(HUFFMAN), 32),
+        (header(42) + compressed(HUFFMAN, is_last=0) + compressed(RAW), 42),
+        (header(50) + MATCHES, 50),
+    ],
+)
+def test_made_by_hand_and_sound(frame: bytes, nbytes: int) -> None:
+    assert faults(ZSTD, [(frame, nbytes)]) == {}
+
+
+def test_made_by_hand_with_a_repeated_table() -> None:
+    treeless = bytes([HUFFMAN[0] | 1, HUFFMAN[1], HUFFMAN[2]])  # the sizes are those with a table
+    treeless = (int.from_bytes(treeless, "little") - (len(TABLE) << 14)).to_bytes(3, "little") + HUFFMAN[
+        3 + len(TABLE) :
+    ]
+    repeats = compressed(RAW, b"\x01\xfc\x80")
+    assert faults(ZSTD, [(header(64) + compressed(HUFFMAN, is_last=0) + compressed(treeless), 64)]) == {}
+    assert faults(ZSTD, [(header(100) + compressed(RAW, SEQUENCES, is_last=0) + repeats, 100)]) == {}
+    alone = [(header(32) + compressed(treeless), 32), (header(50) + repeats, 50)]
+    found = faults(ZSTD, alone * 2)
+    assert sorted(found) == [0, 1, 2, 3]
+    assert "literals repeat a table that is not there" in found[0]
+    assert "sequences repeat a table that is not there" in found[1]
+
+
+@pytest.mark.parametrize(
+    ("frame", "nbytes", "message"),
+    [
+        (b"", 10, "no zstd frame"),
+        (b"\x29" + header(10)[1:] + block(0, 10, b"0123456789"), 10, "no zstd frame"),
+        (header(10), 10, "within its zstd header"),
+        (header(10) + b"\1\0", 10, "within its zstd header"),
+        (header(10, 8) + block(0, 10, b"0123456789"), 10, "reserved bit of its zstd header"),
+        (header(10, 1, b"\1") + block(0, 10, b"0123456789"), 10, "dictionary"),
+        (header(10, 3, b"\0\0\0\1") + block(0, 10, b"0123456789"), 10, "dictionary"),
+        (header(11) + block(0, 10, b"0123456789"), 10, "another length"),
+        (SMALL_WINDOW[:5] + b"\xff" + block(0, 10, b"0123456789"), 10, "window"),
+        (header(10) + block(0, 10, b"012345678"), 10, "does not fit into its frame"),
+        (header(10) + block(0, 10, b"0123456789", 0), 10, "does not fit into its frame"),
+        (header(10) + block(1, 10, b""), 10, "does not fit into its frame"),
+        (header(10, 4) + block(0, 10, b"0123456789") + b"CRC", 10, "does not fit into its frame"),
+        (header(10) + block(3, 10, b"0123456789"), 10, "reserved type"),
+        (header(10) + block(1, 11, b"x"), 10, "longer than its frame allows"),
+        (header(10) + block(0, 10, b"0123456789") + b"\0", 10, "behind the last zstd block"),
+        (header(10) + block(0, 9, b"012345678"), 10, "less than the slice"),
+        (header(10) + block(1, 9, b"x", 0) + block(1, 2, b"x"), 10, "more than the slice"),
+        (header(15) + compressed(RAW), 15, "less than the slice"),
+        (header(99) + compressed(RLE), 99, "more literals"),
+        (header(15) + block(2, len(RAW), RAW), 15, "literals do not fit"),
+        (header(15) + compressed(RAW, b"\0\0"), 15, "behind the last zstd sequence"),
+        (header(50) + compressed(RAW, b"\x01\x00"), 50, "sequences do not fit"),
+        (header(50) + compressed(RAW, b"\x01\x54\0\0\x80"), 50, "sequences do not fit"),  # tables of one symbol
+        (header(50) + compressed(RAW, b"\x01\x01\x80"), 50, "reserved bit of zstd sequences"),
+        (header(50) + compressed(RAW, b"\x01\x00\x00"), 50, "no end mark"),
+        (header(50) + compressed(RAW, b"\x0e\x00\x80"), 50, "sequences make more"),
+        (header(50) + compressed(RAW, b"\x80\x0e\x00\x80"), 50, "sequences make more"),
+        (header(50) + compressed(RAW, b"\xff\0\0\x00\x80"), 50, "sequences make more"),
+        (header(32) + compressed(four_streams(32, b"\0", (2, 2, 2), 4 * EIGHT)), 32, "is empty"),
+        (
+            header(32) + compressed(four_streams(32, b"\x7f", (2, 2, 2), 4 * EIGHT)),
+            32,
+            "table of literals does not fit",
+        ),
+        (SMALL_WINDOW + compressed(four_streams(5, TABLE, (1, 1, 1), b"\x07\x07\x07\1")), 5, "too few for four"),
+        (header(32) + compressed(four_streams(32, TABLE, (2, 2, 4), 4 * EIGHT)), 32, "odd length"),
+        (header(32) + compressed(four_streams(32, TABLE, (2, 2, 65535), 4 * EIGHT)), 32, "odd length"),
+        (header(32) + compressed(four_streams(32, TABLE, (0, 2, 2), 3 * EIGHT)), 32, "odd length"),
+        (header(32) + compressed(four_streams(32, TABLE, (2, 2, 2), 3 * EIGHT + b"\xff\xff\0")), 32, "odd length"),
+        (header(32) + compressed(four_streams(32, TABLE, (2, 2, 2), 3 * EIGHT + b"\xff")), 32, "odd length"),
+        (
+            header(32) + compressed(four_streams(32, TABLE, (2, 2, 2), 3 * EIGHT + 11 * b"\xff" + b"\2")),
+            32,
+            "odd length",
+        ),
+    ],
+)
+def test_made_by_hand_with_one_fault(frame: bytes, nbytes: int, message: str) -> None:
+    good = (header(50) + MATCHES, 50)
+    found = faults(ZSTD, [good, (frame, nbytes), good], gap=b"\xa5" * 3)
+    assert list(found) == [1]
+    assert message in found[1]
+    assert message in faults(ZSTD, [(frame, nbytes)])[0], "alone too"
+    assert not is_sound_zstd(frame, nbytes)
+
+
+def stored(content: bytes, is_last: int) -> bytes:
+    length = len(content).to_bytes(2, "little")
+    return bytes([is_last]) + length + bytes(byte ^ 255 for byte in length) + content
+
+
+@pytest.mark.parametrize(
+    ("stream", "nbytes", "message"),
+    [
+        (b"", 10, "does not fit"),
+        (b"\3", 10, "does not fit"),
+        (b"\7\0", 10, "reserved type"),
+        (stored(b"0123456789", 1)[:-1], 10, "does not fit"),
+        (stored(b"0123456789", 0), 10, "does not fit"),
+        (stored(b"01234", 0) + b"\6", 10, "does not fit"),
+        (stored(b"01234", 0) + b"\6\0", 10, "reserved type"),
+        (stored(b"01234", 0) + b"\1\5\0\xfa\xfe01234", 10, "lengths"),
+        (stored(b"0123456789", 1) + b"\0", 10, "behind the last deflate block"),
+        (stored(b"012345678", 1), 10, "less than the slice"),
+        (stored(b"0123456789", 0) + stored(b"0", 1), 10, "more than the slice"),
+        (b"\xf5\0", 10, "too many codes"),
+        (b"\5\x1e", 10, "too many codes"),
+        (b"\3\0" + bytes(9), 12_000, "too short"),
+    ],
+)
+def test_deflate_made_by_hand_with_one_fault(stream: bytes, nbytes: int, message: str) -> None:
+    good = (zlib.compress(b"sound", wbits=-15), 5)
+    found = faults(DEFLATE, [good, (stream, nbytes), good])
+    assert list(found) == [1]
+    assert message in found[1]
+    assert not is_sound_deflate(stream, nbytes)
+
+
+@pytest.mark.parametrize("nbytes", [128 << 10, 16 << 20])
+def test_made_by_hand_of_empty_blocks(nbytes: int) -> None:
+    """A block takes 3 bytes, so a hostile frame may have millions, and each would be a round."""
+    empty = bytes.fromhex("28B52FFD A0") + nbytes.to_bytes(4, "little") + bytes(nbytes // 2)
+    found = faults(ZSTD, [(empty, nbytes)])
+    assert "very many blocks" in found[0]
+    found = faults(DEFLATE, [(stored(b"", 0) * (nbytes // 10), nbytes)])
+    assert "very many blocks" in found[0]
+
+
+# ---- corruption ------------------------------------------------------------------------------------------------------
+
+
+def corrupted(frame: bytes, rng: random.Random) -> bytes:
+    """Return a frame with some bits, bytes or lengths changed, most often near its beginning."""
+    changed = bytearray(frame)
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        at = rng.randrange(min(len(changed), rng.choice((6, 12, 20, 40, 1 << 20))))
+        kind = rng.random()
+        if kind < 0.6:
+            changed[at] ^= 1 << rng.randrange(8)
+        elif kind < 0.8:
+            changed[at] = rng.randrange(256)
+        elif kind < 0.9 and len(changed) > 1:
+            del changed[at]
+        else:
+            changed.insert(at, rng.randrange(256))
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("coder", [ZSTD, DEFLATE], ids=["zstd", "deflate"])
+@pytest.mark.parametrize("seed", range(8))
+def test_corruption_passes_only_where_the_structure_is_sound(coder: Coder, seed: int) -> None:
+    make: Callable[[bytes, Sequence[int]], Iterator[bytes]] = zstd_frames if coder is ZSTD else deflate_streams
+    sizes = (1, 5, 200, 300, 2000, 6000, 20_000)
+    good = [(frame, nbytes) for nbytes in sizes for content in contents(nbytes) for frame in make(content, [1, 6])]
+    rng = random.Random(seed)
+    chosen = [rng.choice(good) for _ in range(50_000 if THOROUGH else 2500)]
+    frames = [(corrupted(frame, rng), nbytes) for frame, nbytes in chosen]
+    found = faults(coder, frames)
+    wrong = [frame for number, frame in enumerate(frames) if IS_SOUND[coder](*frame) == (number in found)]
+    assert wrong == []
+    assert len(found) > len(frames) // 10
+
+
+def test_any_bytes_at_all() -> None:
+    """Whatever lies in memory, nothing outside of it is read."""
+    rng = np.random.default_rng(0)
+    for nbytes in (*range(1, 12), 40, 1000):
+        memory = rng.integers(0, 256, nbytes, np.uint8)
+        starts = rng.integers(0, nbytes, 300)
+        stops = rng.integers(starts, nbytes, endpoint=True)
+        frames = [(memory[start:stop].tobytes(), 100) for start, stop in zip(starts, stops, strict=True)]
+        for coder in (ZSTD, DEFLATE):
+            found = frame_faults(coder, memory, starts, stops - starts, np.full(300, 100))
+            assert sorted(found) == [at for at, frame in enumerate(frames) if not IS_SOUND[coder](*frame)]
