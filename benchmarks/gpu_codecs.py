@@ -27,10 +27,10 @@ from dcp_nvcomp.codecs.choose import parse_codec, sample_nbytes
 from dcp_nvcomp.codecs.coders.zstd import DEFAULT_SLICE_NBYTES
 from dcp_nvcomp.codecs.encoded import EncodedBlock
 from dcp_nvcomp.engines.cuda.device import Device
-from dcp_nvcomp.engines.cuda.engine import CudaEngine, DecodeJob, EncodeJob
+from dcp_nvcomp.engines.cuda.engine import CudaEngine, DecodeJob, EncodeJob, EnginePolicy
+from dcp_nvcomp.engines.cuda.pool import ENGINES_PER_DEVICE
 from dcp_nvcomp.engines.tensors import element_type
 from dcp_nvcomp.saving.encode.policy import spread_sample
-from dcp_nvcomp.saving.job import CUDA_THREADS
 
 MIB = 1 << 20
 CODECS = ("auto", "planes-zstd", "planes-deflate", "zstd", "ans")
@@ -83,11 +83,11 @@ class _Work:
         self._arena = arena
         # as a save: engines with a stream and a thread each, which share the budget
         self._engines = [
-            CudaEngine(device.torch_device, device_memory_budget=BUDGET // CUDA_THREADS, backend=backend)
-            for backend in with_siblings(device, CUDA_THREADS)
+            CudaEngine(device.torch_device, EnginePolicy(BUDGET // ENGINES_PER_DEVICE), backend=backend)
+            for backend in with_siblings(device, ENGINES_PER_DEVICE)
         ]
-        self._engine = CudaEngine(device.torch_device, device_memory_budget=BUDGET, backend=device)
-        self._metered = CudaEngine(device.torch_device, device_memory_budget=BUDGET, backend=self.meter)
+        self._engine = CudaEngine(device.torch_device, EnginePolicy(BUDGET), backend=device)
+        self._metered = CudaEngine(device.torch_device, EnginePolicy(BUDGET), backend=self.meter)
         self._out = {name: torch.empty_like(tensor).fill_(0) for name, tensor in state.items()}
         blocks = (
             block

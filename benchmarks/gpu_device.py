@@ -157,11 +157,12 @@ class RawCoder:
         clock = DeviceClock(device.torch_device)
         starts = list(range(0, data.numel(), step))
         lengths = [min(step, data.numel() - start) for start in starts]
-        sample = device.nvcomp.as_array(device.empty(step), cuda_stream=device.stream_handle)
+        device.arena.set_limit(12 * data.numel() + (1 << 20))  # slots, and nvCOMP's workspace, which is 9.5 n at most
+        sample = device.nvcomp.as_array(device.arena.empty(step), cuda_stream=device.stream_handle)
         room = padded(int(self._codec.get_max_comp_buffer_size(sample)))
-        slots = device.empty(room * len(starts))
+        slots = device.arena.empty(room * len(starts))
         at = [room * index for index in range(len(starts))]
-        out = device.empty(data.numel())
+        out = device.arena.empty(data.numel())
         # as the engine does: without it nvCOMP reads the frames' headers, and waits, before it begins
         config = self._codec.decompression_config(self._codec.compression_config(lengths))
         encode_seconds, decode_seconds = [], []

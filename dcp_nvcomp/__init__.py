@@ -7,6 +7,7 @@ dcp.load(state_dict, storage_reader=NvcompReader("s3://bucket/run/step-1000"))
 from __future__ import annotations
 
 from dcp_nvcomp import codecs, errors
+from dcp_nvcomp.engines.cuda.pool import release_device_memory
 from dcp_nvcomp.errors import *  # noqa: F403
 from dcp_nvcomp.loading.reader import NvcompReader
 from dcp_nvcomp.maintenance.cleaning import Cleaning, clean_checkpoint
@@ -33,6 +34,7 @@ __all__ = [
     "errors",
     "inspect_checkpoint",
     "recover_checkpoint",
+    "release_device_memory",
     "verify_checkpoint",
     *errors.__all__,
 ]

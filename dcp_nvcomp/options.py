@@ -30,6 +30,7 @@ __all__ = [
     "unknown_option",
 ]
 
+CHECK_ENCODES = ("all", "off")
 ENGINES = ("auto", "cpu", "cuda")
 MAX_DEFAULT_THREADS = 8
 DEADLINE_OPTION = "storage_deadline_seconds"

@@ -42,11 +42,13 @@ class EncodedBlock:
         data: its bytes on the host, a multiple of 16 long, valid as long as the buffer it was encoded into.
         row: its rows of the footer's tables.
         uncompressed_nbytes: its decoded size.
+        was_wrong: True if a GPU encoded it to wrong bytes before; these are the CPU engine's.
     """
 
     data: memoryview
     row: BlockRow
     uncompressed_nbytes: int
+    was_wrong: bool = False
 
 
 U8 = npt.NDArray[np.uint8]

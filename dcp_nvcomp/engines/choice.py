@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from dcp_nvcomp.codecs.choose import CodecChooser, needs_gpu
-from dcp_nvcomp.engines.cuda.engine import cuda_unavailable_reason
+from dcp_nvcomp.engines.cuda.engine import EnginePolicy, cuda_unavailable_reason
+from dcp_nvcomp.engines.cuda.pool import ENGINES_PER_DEVICE, shared_pool
 from dcp_nvcomp.errors import CodecUnavailableError
 
 __all__ = ["EngineChoice"]
@@ -34,16 +35,17 @@ class EngineChoice:
         return self._known[1]
 
     def check(self) -> None:
-        """Make sure, before a save or load does anything, that `engine="cuda"` is not asked for in vain.
+        """Begin a save or load: make sure, before it does anything, that `engine="cuda"` is not asked for in vain.
 
         Where CUDA can run, tensors in host memory are no reason to refuse: the option is about those on a GPU.
 
         Raises:
             CodecUnavailableError: `engine="cuda"`, and it can't run here.
         """
+        shared_pool().begin()
         reason = self._unavailable_reason() if self.option == "cuda" else None
         if reason is not None:
-            raise CodecUnavailableError(f"engine='cuda' can't run here: {reason}. Use engine='auto' or 'cpu'.")
+            raise _impossible(reason)
 
     def check_codec(self, chooser: CodecChooser) -> None:
         """Make sure, before anything is written, that the codec can run here.
@@ -60,6 +62,16 @@ class EngineChoice:
                 "dcp-nvcomp[cu12] or dcp-nvcomp[cu13]. Use codec='auto', which every machine can write and read."
             )
 
+    def policy(self, device_memory_budget: int, *, check_encodes: bool = True) -> EnginePolicy:
+        """Return what a save or load asks of each of a device's engines.
+
+        Args:
+            device_memory_budget: bytes that they may take together.
+            check_encodes: see `EnginePolicy`.
+        """
+        share_nbytes = max(1, device_memory_budget // ENGINES_PER_DEVICE)
+        return EnginePolicy(share_nbytes, check_encodes=check_encodes, may_fall_back=self.option != "cuda")
+
     def may_use_cuda(self) -> bool:
         """Return True if there can be tensors for the CUDA engine. Imports nothing: perhaps there are none."""
         return self.option != "cpu" and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -70,12 +82,16 @@ class EngineChoice:
         Raises:
             CodecUnavailableError: `engine="cuda"`, and it can't run here.
         """
-        if self.option == "cpu" or device.type != "cuda":
+        if self.option == "cpu" or not _is_cuda(device):
             return False
-        reason = self._unavailable_reason()
-        if reason is None:
+        reason, health = self._unavailable_reason(), shared_pool().health(device)
+        if reason is None and health.unusable is None:
             return True
-        self.check()
+        if self.option == "cuda":
+            raise _impossible(reason or str(health.unusable))
+        if reason is None:
+            health.fell_back(str(health.unusable))
+            return False
         if not self._warned:
             self._warned = True
             warnings.warn(
@@ -84,3 +100,11 @@ class EngineChoice:
                 stacklevel=2,
             )
         return False
+
+
+def _is_cuda(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def _impossible(reason: str) -> CodecUnavailableError:
+    return CodecUnavailableError(f"engine='cuda' can't run here: {reason}. Use engine='auto' or 'cpu'.")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from queue import SimpleQueue
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +15,10 @@ from dcp_nvcomp.codecs.scratch import ScratchArrays
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda.batches import fitting, padded_nbytes, starts_of
-from dcp_nvcomp.engines.cuda.engine import CudaEngine, DecodeJob, JobChecks
+from dcp_nvcomp.engines.cuda.engine import BlockEngine, DecodeJob, EnginePolicy, JobChecks
+from dcp_nvcomp.engines.cuda.pool import shared_pool
 from dcp_nvcomp.engines.memory import pinned_allocate, plain_allocate
-from dcp_nvcomp.errors import CheckpointError, CorruptDataError
+from dcp_nvcomp.errors import CheckpointError, CodecUnavailableError, CorruptDataError
 from dcp_nvcomp.format.data_file import block_row
 from dcp_nvcomp.format.framing import check_header
 from dcp_nvcomp.loading.read_plan import BlockRead, Read
@@ -31,39 +31,26 @@ U8 = npt.NDArray[np.uint8]
 
 
 class GpuShare:
-    """The GPU engines that the threads of a load share, as many as fit into the budget together.
-
-    Each engine has a stream of its own, and torch keeps freed memory for the stream that used it, so an engine for each
-    thread would hold a budget for each thread.
+    """A load's part of the GPUs, for all of its threads.
 
     Args:
-        count: how many threads may decode at the same time.
-        memory_budget: bytes that all engines may take on a device.
+        policy: for the engines that a thread borrows.
         read_nbytes: maximum length of a read, so that each buffer of page-locked memory is allocated only once.
         device: the caller's current device; None if it has not used any.
+
+    Attributes:
+        scratch_nbytes: the part of an engine's budget for blocks that cannot be decoded in their destination.
     """
 
-    def __init__(self, count: int, memory_budget: int, read_nbytes: int, device: torch.device | None) -> None:
+    def __init__(self, policy: EnginePolicy, read_nbytes: int, device: torch.device | None) -> None:
         self.read_nbytes = read_nbytes
         self.device = device
-        share_nbytes = max(1, memory_budget // count)
-        # the part of a share for blocks that cannot be decoded in their destination
-        self.scratch_nbytes = share_nbytes // 4
-        self._engine_nbytes = max(1, share_nbytes - self.scratch_nbytes)
-        self._free: SimpleQueue[dict[torch.device, CudaEngine]] = SimpleQueue()
-        for _ in range(count):
-            self._free.put({})
+        self.scratch_nbytes = policy.device_memory_budget // 4
+        self._policy = replace(policy, device_memory_budget=max(1, policy.device_memory_budget - self.scratch_nbytes))
 
-    @contextmanager
-    def engine(self, device: torch.device) -> Iterator[CudaEngine]:
+    def engine(self, device: torch.device) -> AbstractContextManager[BlockEngine]:
         """Lend an engine, after waiting for a free one."""
-        engines = self._free.get()
-        try:
-            if device not in engines:
-                engines[device] = CudaEngine(device, device_memory_budget=self._engine_nbytes)
-            yield engines[device]
-        finally:
-            self._free.put(engines)
+        return shared_pool().lend(device, self._policy)
 
 
 @dataclass(frozen=True)
@@ -135,9 +122,7 @@ class Decoder:
             if device is not None:
                 on_gpu.setdefault(device, []).append(block)
                 continue
-            data = fetched.block(block)
-            with located(block, read):
-                twice(partial(self._decode_block, block, data, read), partial(self._decode_again, block, read))
+            self._decode_on_cpu(block, fetched.block(block), read)
         for device, blocks in on_gpu.items():
             self._decode_on_gpu(device, blocks, fetched)
 
@@ -148,6 +133,10 @@ class Decoder:
             lambda: check_header(fetched.data[:data_offset], path=path),
             lambda: check_header(self._filesystem.read(read.name, 0, data_offset), path=path),
         )
+
+    def _decode_on_cpu(self, block: BlockRead, data: memoryview, read: Read) -> None:
+        with located(block, read):
+            twice(partial(self._decode_block, block, data, read), partial(self._decode_again, block, read))
 
     def _decode_block(self, block: BlockRead, data: memoryview, read: Read) -> None:
         chain, nbytes = block.record.chain, int(read.footer.block_nbytes[block.number])
@@ -198,7 +187,7 @@ class Decoder:
             return twice(partial(self._check, job), lambda: self._check(self._read_again(job, read)))
 
     def _check(self, job: DecodeJob) -> DecodeJob:
-        self._checks.check(job, verify=self._verify)
+        self._checks.check(job)
         return job
 
     def _gpu_job(self, block: BlockRead, fetched: Fetched, device: torch.device) -> DecodeJob:
@@ -224,7 +213,7 @@ class Decoder:
         assert job.byte_range is not None
         return replace(job, data=memoryview(self._filesystem.read(read.name, *job.byte_range)))
 
-    def _run(self, engine: CudaEngine, jobs: Sequence[DecodeJob], read: Read) -> None:
+    def _run(self, engine: BlockEngine, jobs: Sequence[DecodeJob], read: Read) -> None:
         """Decode checked blocks; one that turns out to be corrupt is read once more."""
         jobs, again = list(jobs), set[int]()
         while True:
@@ -240,10 +229,16 @@ class Decoder:
                 return
 
     def _through_scratch(
-        self, engine: CudaEngine, pairs: Sequence[tuple[BlockRead, DecodeJob]], read: Read, device: torch.device
+        self, engine: BlockEngine, pairs: Sequence[tuple[BlockRead, DecodeJob]], read: Read, device: torch.device
     ) -> None:
         starts = starts_of(padded_nbytes(np.array([job.out.numel() for _, job in pairs], np.int64))).tolist()
-        scratch = torch.empty(starts[-1], dtype=torch.uint8, device=device)
+        try:
+            scratch = torch.empty(starts[-1], dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError:
+            scratch = None
+        if scratch is None:
+            self._without_scratch(engine, pairs, read, device)
+            return
         jobs = [
             replace(job, out=scratch[start : start + job.out.numel()])
             for (_, job), start in zip(pairs, starts[:-1], strict=True)
@@ -259,6 +254,23 @@ class Decoder:
                         continue
                     host = job.out.cpu() if host is None else host
                     destination.place(block.box, host)
+
+    def _without_scratch(
+        self, engine: BlockEngine, pairs: Sequence[tuple[BlockRead, DecodeJob]], read: Read, device: torch.device
+    ) -> None:
+        """Do with less scratch memory, and in the end with host memory."""
+        if len(pairs) == 1:
+            ((block, job),) = pairs
+            if not job.chain.needs_gpu:
+                self._decode_on_cpu(block, job.data, read)
+                return
+            raise CodecUnavailableError(
+                f"{job.out.numel()} bytes of scratch memory are not left on {device}, and only a GPU decodes ANS.",
+                path=job.path,
+                fqn=job.fqn,
+            )
+        for half in (pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]):
+            self._through_scratch(engine, half, read, device)
 
 
 @contextmanager

@@ -43,8 +43,6 @@ __all__ = ["LoadJob", "LoadOptions"]
 READ_NBYTES = 8 << 20
 CUDA_READ_NBYTES = 64 << 20
 READS_AHEAD = 2
-# Engines that decode on a GPU at the same time: one copies in while the other decodes.
-CUDA_DECODERS = 2
 # Threads beyond those that decode, so that a GPU need not wait for the next read.
 CUDA_FETCHERS = 2
 
@@ -146,8 +144,7 @@ class LoadJob:
     # --- calling thread ---------------------------------------------------------------------------------------------
 
     def _feed(self, reads: Iterable[Read], read_nbytes: int) -> None:
-        decoders = min(CUDA_DECODERS, self._options.thread_count)
-        gpu = GpuShare(decoders, self._options.device_memory_budget, read_nbytes, self._device)
+        gpu = GpuShare(self._engine.policy(self._options.device_memory_budget), read_nbytes, self._device)
         ahead = threading.Semaphore(READS_AHEAD * self._threads)
         for number, read in enumerate(reads):
             self._resolve_targets(read)

@@ -28,6 +28,8 @@ from typing import Any
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from dcp_nvcomp.engines.cuda.engine import EnginePolicy
+from dcp_nvcomp.engines.cuda.pool import ENGINES_PER_DEVICE
 from dcp_nvcomp.engines.memory import pinned_allocate
 from dcp_nvcomp.engines.threads import WorkerGroup
 from dcp_nvcomp.errors import StorageError
@@ -48,7 +50,6 @@ logger = logging.getLogger(__name__)
 HOST_BUFFER_NBYTES = (1 << 20) + (64 << 10)  # a block of 1 MiB and the padding of its slices
 BUFFERS_PER_THREAD = 8
 CUDA_BUFFERS = 8
-CUDA_THREADS = 2
 
 
 @dataclass(frozen=True)
@@ -58,13 +59,13 @@ class SaveOptions:
     Attributes:
         thread_count: encoding threads.
         host_memory_budget: bytes that encoded blocks may take on the host.
-        device_memory_budget: bytes that CUDA engines may take on a device.
+        policy: for the CUDA engines.
         may_use_cuda: True if GPU tensors would be encoded on their GPU.
     """
 
     thread_count: int
     host_memory_budget: int
-    device_memory_budget: int
+    policy: EnginePolicy
     may_use_cuda: bool = False
 
 
@@ -189,7 +190,7 @@ class SaveJob:
             elif task.cuda_device is None:
                 self._host_tasks.put(task)
             else:
-                if self._cuda_threads < CUDA_THREADS:
+                if self._cuda_threads < ENGINES_PER_DEVICE:
                     self._cuda_threads += 1
                     self._workers.start("dcp-cuda", self._encode, self._cuda_tasks)
                 self._cuda_tasks.put(task)
@@ -216,14 +217,15 @@ class SaveJob:
 
     def _encode(self, tasks: SimpleQueue[Task | None]) -> None:
         bench: Workbench | None = None
-        busy = 0.0
+        busy, recoded = 0.0, 0
         while (task := tasks.get()) is not None:
             start = time.perf_counter()
             try:
                 if self._workers.error is None:
                     # only now: whatever fails, the tasks have to be taken, because writers wait for them
-                    bench = bench or Workbench(max(1, self._options.device_memory_budget // CUDA_THREADS))
+                    bench = bench or Workbench(self._options.policy)
                     task.blocks = encode_parts(task.parts, task.buffer, bench)
+                    recoded += sum(block.was_wrong for block in task.blocks)
             except BaseException as error:
                 self._workers.fail(error)
             task.parts = []
@@ -231,6 +233,8 @@ class SaveJob:
             busy += time.perf_counter() - start
         tasks.put(None)  # for the next of the threads that share this queue
         self._busy["encode"].append(busy)
+        with self._lock:
+            self.totals.recoded_blocks += recoded
 
     # --- write threads ----------------------------------------------------------------------------------------------
 

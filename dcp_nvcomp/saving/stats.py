@@ -49,11 +49,13 @@ class RankTotals:
         by: totals by codec and dtype.
         seconds: time in each stage; of the busiest thread if there are several.
         files: names and sizes of the data files.
+        recoded_blocks: how many blocks a GPU encoded to wrong bytes, and the CPU engine encoded again.
     """
 
     by: dict[tuple[str, str], Totals] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)
+    recoded_blocks: int = 0
 
     def add(self, codec: str, dtype: str, totals: Totals) -> None:
         """Count some records of one codec and dtype."""
@@ -80,6 +82,8 @@ class SaveStats:
         seconds: time in `plan`, `encode`, `write` and `commit`, of the slowest rank; encode and write overlap.
         total_seconds: time from the start of planning to the commit, on this rank.
         file_nbytes: size of each data file by name.
+        recoded_blocks: how many blocks a GPU encoded to wrong bytes. This was noticed, and the CPU engine encoded them
+            again: the checkpoint is right, but the GPU, its driver or nvCOMP is not.
 
     Example:
         >>> import tempfile, torch, torch.distributed.checkpoint as dcp
@@ -99,6 +103,7 @@ class SaveStats:
     seconds: dict[str, float]
     total_seconds: float
     file_nbytes: dict[str, int]
+    recoded_blocks: int = 0
 
     @staticmethod
     def of(metadata: Metadata) -> SaveStats | None:
@@ -173,6 +178,7 @@ def summarize(checkpoint_id: str, save_id: str, ranks: Iterable[RankTotals], tot
     by_dtype: dict[str, Totals] = {}
     seconds: dict[str, float] = {}
     files: dict[str, int] = {}
+    recoded_blocks = 0
     for rank in ranks:
         for (codec, dtype), totals in rank.by.items():
             by_codec[codec] = by_codec.get(codec, Totals()) + totals
@@ -180,4 +186,5 @@ def summarize(checkpoint_id: str, save_id: str, ranks: Iterable[RankTotals], tot
         for stage, spent in rank.seconds.items():
             seconds[stage] = max(seconds.get(stage, 0.0), spent)
         files.update(rank.files)
-    return SaveStats(checkpoint_id, save_id, by_codec, by_dtype, seconds, total_seconds, files)
+        recoded_blocks += rank.recoded_blocks
+    return SaveStats(checkpoint_id, save_id, by_codec, by_dtype, seconds, total_seconds, files, recoded_blocks)

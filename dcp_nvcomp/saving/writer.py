@@ -35,6 +35,7 @@ from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.format.footer import FileIdentity
 from dcp_nvcomp.options import (
+    CHECK_ENCODES,
     DEADLINE_SECONDS,
     ENGINES,
     STOCK_WRITER,
@@ -91,6 +92,9 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         engine: `"auto"` encodes GPU tensors on their GPU if nvCOMP is installed, `"cuda"` fails the save if that is
             impossible on this machine, `"cpu"` never uses the GPU. Tensors in host memory are always encoded on the
             CPU.
+        check_encodes: `"all"` decodes on the GPU again what was encoded there and compares CRCs, before it is written;
+            the CPU engine encodes blocks that came out wrong (`SaveStats.recoded_blocks`). `"off"` trusts the GPU. The
+            CPU engine is not checked: it uses libraries that the whole world tests.
         storage_deadline_seconds: on `s3://`, time limit of one storage operation (sending a part, reading a range,
             publishing) with all its retries. After that it raises `StorageError`.
         **storage_options: for the fsspec filesystem, such as `endpoint_url` and `key` for S3. Arguments of stock DCP's
@@ -130,6 +134,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         progress: bool = False,
         on_save: Callable[[SaveStats], None] | None = None,
         engine: str = "auto",
+        check_encodes: str = "all",
         storage_deadline_seconds: float = DEADLINE_SECONDS,
         **storage_options: Any,
     ) -> None:
@@ -147,6 +152,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
             raise ConfigurationError(f"on_save={on_save!r} is not callable.")
         self.on_save = on_save
         self.engine = check_choice("engine", engine, ENGINES)
+        self.check_encodes = check_choice("check_encodes", check_encodes, CHECK_ENCODES)
         self.storage_deadline_seconds = check_seconds("storage_deadline_seconds", storage_deadline_seconds)
         self.storage_options = storage_options
         self.last_save: SaveStats | None = None
@@ -302,7 +308,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
             SaveOptions(
                 thread_count=self.thread_count,
                 host_memory_budget=self.host_memory_budget,
-                device_memory_budget=self.device_memory_budget,
+                policy=self._engine_choice.policy(self.device_memory_budget, check_encodes=self.check_encodes == "all"),
                 may_use_cuda=self._engine_choice.may_use_cuda(),
             ),
             identity=FileIdentity(

@@ -10,7 +10,7 @@ import torch
 from dcp_nvcomp.codecs import CodecChain, Planes, Zstd
 from dcp_nvcomp.codecs.encoded import EncodedBlock
 from dcp_nvcomp.engines.cpu import CpuEngine
-from dcp_nvcomp.engines.cuda.engine import CudaEngine, DecodeJob, EncodeJob
+from dcp_nvcomp.engines.cuda.engine import CudaEngine, DecodeJob, EncodeJob, EnginePolicy
 
 from .nvcomp_stand_in import StandInDevice
 
@@ -30,8 +30,8 @@ def floats(width: int, count: int, signs: str, seed: int) -> np.ndarray:
     return block.reshape(-1)
 
 
-def engine_on(device: StandInDevice, budget: int = BUDGET) -> CudaEngine:
-    return CudaEngine(torch.device("cpu"), device_memory_budget=budget, backend=device)
+def engine_on(device: StandInDevice, budget: int = BUDGET, *, check_encodes: bool = True) -> CudaEngine:
+    return CudaEngine(torch.device("cpu"), EnginePolicy(budget, check_encodes=check_encodes), backend=device)
 
 
 def weights(width: int, count: int, *, signs: str = "mixed", seed: int = 0) -> U8:
@@ -69,3 +69,9 @@ def cpu_encode(block: U8, chain: CodecChain) -> EncodedBlock:
 def job(encoded: EncodedBlock, chain: CodecChain, misaligned: int = 0) -> DecodeJob:
     out = tensor(np.full(encoded.uncompressed_nbytes, 0xEE, np.uint8), misaligned)
     return DecodeJob(encoded.data, encoded.row, chain, out)
+
+
+def assert_nothing_held(engine: CudaEngine, device: StandInDevice) -> None:
+    """The arena is all that an engine keeps, and nothing else holds a piece of it."""
+    engine.release_memory()
+    assert device.held_nbytes == 0

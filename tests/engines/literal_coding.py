@@ -11,6 +11,7 @@ import torch
 import zstandard
 
 from dcp_nvcomp.codecs import Zstd
+from dcp_nvcomp.engines.cuda.arena import Arena
 from dcp_nvcomp.engines.cuda.batches import padded_nbytes, starts_of
 from dcp_nvcomp.engines.cuda.literals import LiteralCoders
 
@@ -26,6 +27,32 @@ POISON = 0xA5  # what fresh memory contains
 GUARD = 64
 
 
+class GuardedArena(Arena):
+    """Gives out memory with guards around it.
+
+    Attributes:
+        memory: what it gave out, since the last check.
+        given_nbytes: how much it gave out in all.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_poisoned)
+        self.memory: list[torch.Tensor] = []
+        self.given_nbytes = 0
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        self.given_nbytes += nbytes
+        self.memory.append(_poisoned(nbytes + 2 * GUARD))
+        return self.memory[-1][GUARD : GUARD + nbytes]
+
+
+def _poisoned(nbytes: int) -> torch.Tensor:
+    """Memory full of garbage, at a multiple of 64."""
+    memory = np.full(nbytes + 64, POISON, np.uint8)
+    start = -memory.ctypes.data % 64
+    return torch.from_numpy(memory[start : start + nbytes])
+
+
 class GuardedDevice(StandInDevice):
     """A device that finds out whether anything was written beside its memory.
 
@@ -36,18 +63,15 @@ class GuardedDevice(StandInDevice):
 
     def __init__(self, library: ctypes.CDLL, seed: int | None = None) -> None:
         super().__init__(ReferenceKernels(), literals=emulated_launch(library, order=seed))
-        self._guarded: list[torch.Tensor] = []
-
-    def empty(self, nbytes: int) -> torch.Tensor:
-        memory = super().empty(nbytes + 2 * GUARD)
-        self._guarded.append(memory)
-        return memory[GUARD : GUARD + nbytes]
+        self.arena: Arena = GuardedArena()
 
     def check(self) -> None:
         """Nothing was written beside the memory that was handed out since the last time."""
-        for memory in self._guarded:
+        guarded = self.arena
+        assert isinstance(guarded, GuardedArena)
+        for memory in guarded.memory:
             assert (memory[:GUARD] == POISON).all() and (memory[-GUARD:] == POISON).all()
-        self._guarded.clear()
+        guarded.memory.clear()
 
 
 @dataclass(frozen=True)
@@ -67,7 +91,7 @@ def encode(device: GuardedDevice, coders: LiteralCoders, slices: Sequence[U8]) -
     """Encode slices; nothing is written but frames."""
     lengths = np.array([data.size for data in slices], np.int64)
     starts = starts_of(padded_nbytes(lengths))
-    scratch = device.empty(int(starts[-1]))
+    scratch = device.arena.empty(int(starts[-1]))
     for data, start in zip(slices, starts.tolist(), strict=False):
         scratch[start : start + data.size] = torch.from_numpy(data)
     before = scratch.clone()
@@ -97,7 +121,7 @@ def decode(
     nbytes, sizes = np.array([len(frame) for frame in frames], np.int64), np.array(lengths, np.int64)
     # frames begin at any byte, slices at multiples of 16, with something between them
     at, places = starts_of(nbytes + 3), starts_of(padded_nbytes(sizes) + 16)
-    encoded, scratch = device.empty(-(-int(at[-1]) // 4) * 4), device.empty(int(places[-1]))
+    encoded, scratch = device.arena.empty(-(-int(at[-1]) // 4) * 4), device.arena.empty(int(places[-1]))
     for frame, start in zip(frames, at.tolist(), strict=False):
         encoded[start : start + len(frame)] = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
     with device.session([]):

@@ -9,6 +9,7 @@ open it decides strictly. ANS here is a made-up bitstream: the real one is close
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import weakref
 import zlib
@@ -23,8 +24,10 @@ import torch
 import zstandard
 from torch import Tensor
 
-from dcp_nvcomp.engines.cuda.device import Kernels, Launch, NvcompMemory, host_tensor
+from dcp_nvcomp.engines.cuda.arena import Arena, Piece
+from dcp_nvcomp.engines.cuda.device import Kernels, Launch, host_tensor
 from dcp_nvcomp.engines.cuda.literals import LITERALS_KERNELS
+from dcp_nvcomp.engines.cuda.nvcomp_memory import Held, NvcompMemory
 from dcp_nvcomp.errors import CodecUnavailableError
 
 U8 = npt.NDArray[np.uint8]
@@ -297,13 +300,29 @@ class NvcompStandIn:
         return BatchArray([memory[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)])
 
 
+def _no_other_stream(nbytes: int, stream: Any) -> Held:
+    raise AssertionError("nvCOMP works on the engine's stream only")
+
+
+class PoisoningArena(Arena):
+    """Fills what it gives out with garbage.
+
+    So whatever is read before it is written shows, and whatever is used after it was given back and given out again.
+    """
+
+    def take(self, nbytes: int) -> Piece:
+        piece = super().take(nbytes)
+        ctypes.memset(piece.ptr, 0xA5, max(nbytes, 1))
+        return piece
+
+
 class StandInDevice:
     """A device that is the CPU. Copies to the host happen only at the end of a session, as they may on a GPU.
 
     Args:
         kernels: what runs the kernels.
         nvcomp: the stand-in for nvCOMP.
-        capacity_nbytes: `empty` and nvCOMP raise torch.OutOfMemoryError where more than this would be held.
+        capacity_nbytes: the arena raises torch.OutOfMemoryError where more than this would be held.
         literals: what starts the kernels of literals*.cu, if they are compiled.
     """
 
@@ -320,13 +339,14 @@ class StandInDevice:
         self.kernels = kernels
         self._literals = literals
         self.nvcomp = nvcomp or NvcompStandIn()
-        self.nvcomp_memory = NvcompMemory(lambda nbytes, stream: self._take(nbytes), self._give)
+        self.arena: Arena = PoisoningArena(self._reserve)
+        self.nvcomp_memory = NvcompMemory(_no_other_stream)
+        self.nvcomp_memory.attach(self.stream_handle, self.arena)
         self.nvcomp.set_device_allocator(self.nvcomp_memory)
         self.capacity_nbytes = capacity_nbytes
         self.held_nbytes = 0
         self.peak_nbytes = 0
         self.copies_in = 0
-        self._taken: dict[int, int] = {}
         self._copies: list[tuple[Tensor, memoryview]] = []
         self._in_session = False
 
@@ -338,15 +358,6 @@ class StandInDevice:
 
     def _drop(self, nbytes: int) -> None:
         self.held_nbytes -= nbytes
-
-    def _take(self, nbytes: int) -> int:
-        self._hold(nbytes)
-        address = len(self._taken) + 1
-        self._taken[address] = nbytes
-        return address
-
-    def _give(self, address: int) -> None:
-        self._drop(self._taken[address])
 
     @contextmanager
     def session(self, tensors: Sequence[Tensor], after: Sequence[Any] = ()) -> Iterator[None]:
@@ -364,7 +375,7 @@ class StandInDevice:
     def current(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def empty(self, nbytes: int) -> Tensor:
+    def _reserve(self, nbytes: int) -> Tensor:
         self._hold(nbytes)
         # garbage in it, so that whatever is read before it is written shows
         memory = np.full(nbytes + 64, 0xA5, np.uint8)

@@ -18,7 +18,7 @@ from dcp_nvcomp.codecs.transforms.planes import PLANE_NAMES
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda.batches import block_table, copy_table
 from dcp_nvcomp.engines.cuda.device import CudaDevice
-from dcp_nvcomp.engines.cuda.engine import CudaEngine, DecodeJob, EncodeJob, cuda_unavailable_reason
+from dcp_nvcomp.engines.cuda.engine import CudaEngine, DecodeJob, EncodeJob, EnginePolicy, cuda_unavailable_reason
 from dcp_nvcomp.engines.cuda.support import nvcomp_version
 from dcp_nvcomp.errors import CorruptDataError
 from tests.codecs import planes_reference
@@ -39,7 +39,7 @@ def device() -> CudaDevice:
 
 @pytest.fixture(scope="module")
 def engine(device: CudaDevice) -> CudaEngine:
-    return CudaEngine(device.torch_device, device_memory_budget=BUDGET, backend=device)
+    return CudaEngine(device.torch_device, EnginePolicy(BUDGET), backend=device)
 
 
 @pytest.fixture(autouse=True)
@@ -213,7 +213,7 @@ def test_engines_of_several_threads(device: CudaDevice) -> None:
     tensors = [on_gpu(block) for block in blocks]
 
     def work(_: int) -> None:
-        engine = CudaEngine(device.torch_device, device_memory_budget=32 << 20)
+        engine = CudaEngine(device.torch_device, EnginePolicy(32 << 20))
         for _ in range(4):
             encoded = encode(engine, tensors, chain)
             jobs = [job(one, chain) for one in encoded]
@@ -321,7 +321,7 @@ def test_decoding_waits_too_and_is_complete_when_it_returns(engine: CudaEngine) 
 
 def test_a_batch_keeps_to_the_budget(device: CudaDevice) -> None:
     budget = 64 << 20
-    engine = CudaEngine(device.torch_device, device_memory_budget=budget, backend=device)
+    engine = CudaEngine(device.torch_device, EnginePolicy(budget), backend=device)
     literals = Deflate(literals_only=True)
     for chain in (chain_of(2, Zstd(), "exponent"), chain_of(4, literals, "exponent"), chain_of(0, None)):
         blocks = [on_gpu(weights(4, 1 << 18, seed=seed)) for seed in range(200)]
@@ -345,7 +345,7 @@ def test_without_memory_the_cpu_engine_takes_over(device: CudaDevice) -> None:
     chain = CodecChain(Planes(4), Zstd())
     blocks = [weights(4, 1 << 18, seed=seed) for seed in range(8)]
     tensors = [on_gpu(block) for block in blocks]
-    engine = CudaEngine(device.torch_device, device_memory_budget=BUDGET, backend=device)
+    engine = CudaEngine(device.torch_device, EnginePolicy(BUDGET), backend=device)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(device.torch_device).total_memory

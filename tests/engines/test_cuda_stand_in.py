@@ -23,12 +23,13 @@ from dcp_nvcomp.codecs.encoded import EncodedBlock
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda.batches import RowTable, fitting, size_classes
 from dcp_nvcomp.engines.cuda.coders import NvcompCoders
-from dcp_nvcomp.engines.cuda.device import Kernels, NvcompMemory
+from dcp_nvcomp.engines.cuda.device import Kernels
 from dcp_nvcomp.engines.cuda.encode import BatchEncoder
 from dcp_nvcomp.engines.cuda.engine import CudaEngine, EncodeJob
+from dcp_nvcomp.engines.cuda.nvcomp_memory import NvcompMemory
 from tests.effort import examples
 
-from .cases import BUDGET, SLICE, U8, cpu_encode, encode, engine_on, job, tensor, weights
+from .cases import BUDGET, SLICE, U8, assert_nothing_held, cpu_encode, encode, engine_on, job, tensor, weights
 from .kernels_on_cpu import ReferenceKernels
 from .nvcomp_stand_in import NvcompStandIn, StandInDevice
 
@@ -175,17 +176,27 @@ def test_blocks_of_different_chains_go_together(kernels: Kernels) -> None:
         assert done.out.numpy().tobytes() == block.tobytes()
 
 
-def test_a_mixed_batch_is_one_launch_of_each_kernel_and_one_copy() -> None:
+@pytest.mark.parametrize(
+    ("check_encodes", "launches"),
+    [
+        # into scratch memory, and out of it; the source's CRCs and those of what goes to the file
+        (False, {"inspect": 2, "split": 1, "copy": 2}),
+        # and back again
+        (True, {"inspect": 3, "split": 1, "copy": 4}),
+    ],
+)
+def test_a_mixed_batch_is_one_launch_of_each_kernel_and_one_copy(check_encodes: bool, launches: dict[str, int]) -> None:
     kernels, nvcomp = CountingKernels(), NvcompStandIn()
     device = CountingDevice(kernels, nvcomp)
     made = mixed() * 20
     jobs = [EncodeJob((tensor(block),), chain) for chain, block in made]
     out = out_for(jobs)
-    encoded = engine_on(device).encode(jobs, out)
-    assert kernels.launched == {"inspect": 1, "split": 1, "copy": 2}, "into scratch memory, and out of it"
+    encoded = engine_on(device, check_encodes=check_encodes).encode(jobs, out)
+    assert kernels.launched == launches
     assert device.copies_out == 1
     # one for each coder: Zstd in slices of two lengths, Deflate, ANS; short last slices have calls of their own
-    assert len(nvcomp.calls) <= 8
+    assert sum(name == "encode" for name, _ in nvcomp.calls) <= 8
+    assert sum(name == "decode" for name, _ in nvcomp.calls) == (4 if check_encodes else 0)
     # no gaps, so that one copy brings all of it
     assert sum(one.data.nbytes for one in encoded) <= len(out)
     starts = sorted(np.frombuffer(one.data, np.uint8).ctypes.data for one in encoded)
@@ -205,7 +216,7 @@ def test_blocks_that_are_no_run_of_memory(kernels: Kernels, budget: int) -> None
 
 
 def test_the_copy_of_a_strided_block_counts() -> None:
-    engine = BatchEncoder(device := StandInDevice(ReferenceKernels()), NvcompCoders(device))
+    engine = BatchEncoder(device := StandInDevice(ReferenceKernels()), NvcompCoders(device), None)
     plain, chain = torch.randn(64, 64), CodecChain(Bytes())
     cost = engine.cost_nbytes(EncodeJob((plain,), chain))
     assert engine.cost_nbytes(EncodeJob((plain.t(),), chain)) == cost + plain.nbytes
@@ -234,9 +245,9 @@ def test_many_small_blocks_are_few_calls() -> None:
     chain = CodecChain(Planes(2), Zstd(128 << 10))
     blocks = [weights(2, 512, seed=seed) for seed in range(300)]
     encoded = encode(engine, [tensor(block) for block in blocks], chain)
-    assert nvcomp.calls == [("encode", 300)]
-    engine.decode([job(one, chain) for one in encoded], verify="full")
     assert nvcomp.calls == [("encode", 300), ("decode", 300)]
+    engine.decode([job(one, chain) for one in encoded], verify="full")
+    assert nvcomp.calls == [("encode", 300), ("decode", 300), ("decode", 300)]
 
 
 def test_what_nvcomp_wants_to_know_beforehand_is_made_once_for_a_shape() -> None:
@@ -248,10 +259,21 @@ def test_what_nvcomp_wants_to_know_beforehand_is_made_once_for_a_shape() -> None
         assert nvcomp.configurations == made
 
 
+class OfNobody:
+    """Memory of no engine."""
+
+    def __init__(self, nbytes: int, freed: list[int]) -> None:
+        self.ptr = nbytes
+        self._freed = freed
+
+    def give_back(self) -> None:
+        self._freed.append(self.ptr)
+
+
 def test_nvcomps_memory_is_counted_whoever_gives_it_back() -> None:
     """Threads allocate for streams of their own; another thread, or the garbage collector, drops what they got."""
     freed: list[int] = []
-    memory = NvcompMemory(lambda nbytes, stream: nbytes, freed.append)
+    memory = NvcompMemory(lambda nbytes, stream: OfNobody(nbytes, freed))
     dropped: SimpleQueue[object] = SimpleQueue()
 
     def drop() -> None:
@@ -283,7 +305,7 @@ def test_nvcomps_memory_is_counted_whoever_gives_it_back() -> None:
 
 def test_memory_may_be_given_back_inside_any_method() -> None:
     """The garbage collector runs wherever it likes, also while this thread holds the lock."""
-    memory = NvcompMemory(lambda nbytes, stream: 1, lambda address: None)
+    memory = NvcompMemory(lambda nbytes, stream: OfNobody(nbytes, []))
     stream = SimpleNamespace(ptr=7)
     held = memory(100, stream)
     with memory._lock:
@@ -306,13 +328,14 @@ def test_a_batch_keeps_to_the_budget(chain: CodecChain) -> None:
     device = StandInDevice(ReferenceKernels())
     engine = engine_on(device, budget)
     encoded = encode(engine, [tensor(block) for block in blocks], chain)
-    assert device.held_nbytes == 0
-    assert budget // 4 < device.peak_nbytes <= budget
-    device.peak_nbytes = 0
+    assert_nothing_held(engine, device)
+    assert device.peak_nbytes == budget
+    encodes = sum(name == "encode" for name, _ in device.nvcomp.calls)
+    assert chain.coder is None or 1 < encodes < len(blocks) / 3, "several batches, not many"
     jobs = [job(one, chain) for one in encoded]
     engine.decode(jobs, verify="full")
-    assert device.held_nbytes == 0
-    assert device.peak_nbytes <= budget
+    assert_nothing_held(engine, device)
+    assert device.peak_nbytes == budget
     assert all(done.out.numpy().tobytes() == block.tobytes() for done, block in zip(jobs, blocks, strict=True))
 
 

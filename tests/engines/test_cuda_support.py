@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dcp_nvcomp.engines.cuda.engine import CudaEngine
+from dcp_nvcomp.engines.cuda.engine import CudaEngine, EnginePolicy
 from dcp_nvcomp.engines.cuda.support import cuda_unavailable_reason, find_reason, load_cupy, nvcomp_version
 from dcp_nvcomp.errors import CodecUnavailableError
 
@@ -79,7 +79,7 @@ def test_here() -> None:
         assert reason is not None and "built without CUDA" in reason
     if reason is not None:
         with pytest.raises(CodecUnavailableError, match="can't run here"):
-            CudaEngine(torch.device("cuda"), device_memory_budget=1)
+            CudaEngine(torch.device("cuda"), EnginePolicy(1))
 
 
 def test_nvcomp_version() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ import pytest
 import torch
 from torch.distributed.checkpoint import CheckpointException
 
-from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.engines.cuda.engine import CudaEngine
 from dcp_nvcomp.engines.memory import plain_allocate
 from dcp_nvcomp.loading import decoder as decoding
@@ -24,45 +21,30 @@ from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from tests.checkpoints import load_into, save
 from tests.states import assert_same
 
-from .cases import engine_on
 from .kernels_on_cpu import ReferenceKernels
-from .nvcomp_stand_in import NvcompStandIn, StandInDevice
+from .nvcomp_stand_in import NvcompStandIn
+from .stand_in_pool import StandInPool, install_stand_ins
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-@dataclass
-class OnTheEngine:
-    """The devices below a load's engines, and the buffers that its threads fetch into."""
+@pytest.fixture
+def pinned_nbytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of the page-locked buffers that loads make."""
+    made: list[int] = []
 
-    devices: list[StandInDevice] = field(default_factory=list)
-    budgets: list[int] = field(default_factory=list)
-    pinned_nbytes: list[int] = field(default_factory=list)
-    nvcomp: Callable[[], NvcompStandIn] = NvcompStandIn
+    def pinned(nbytes: int) -> memoryview:
+        made.append(nbytes)
+        return plain_allocate(nbytes)
 
-    def calls(self) -> list[tuple[str, int]]:
-        return [call for device in self.devices for call in device.nvcomp.calls]
+    monkeypatch.setattr(decoding, "pinned_allocate", pinned)
+    return made
 
 
 @pytest.fixture
-def on_the_engine(monkeypatch: pytest.MonkeyPatch) -> OnTheEngine:
+def on_the_engine(monkeypatch: pytest.MonkeyPatch, pinned_nbytes: list[int]) -> StandInPool:
     """Host tensors take the way of CUDA tensors, to engines on the stand-in."""
-    made = OnTheEngine()
-
-    def engine(device: torch.device, *, device_memory_budget: int) -> CudaEngine:
-        made.devices.append(StandInDevice(ReferenceKernels(), made.nvcomp()))
-        made.budgets.append(device_memory_budget)
-        return engine_on(made.devices[-1], device_memory_budget)
-
-    def pinned(nbytes: int) -> memoryview:
-        made.pinned_nbytes.append(nbytes)
-        return plain_allocate(nbytes)
-
-    monkeypatch.setattr(decoding, "CudaEngine", engine)
-    monkeypatch.setattr(EngineChoice, "on_cuda", lambda self, device: self.option != "cpu")
-    monkeypatch.setattr(EngineChoice, "may_use_cuda", lambda self: self.option != "cpu")
-    monkeypatch.setattr(decoding, "pinned_allocate", pinned)
-    return made
+    return install_stand_ins(monkeypatch, ReferenceKernels())
 
 
 def every_kind() -> dict[str, Any]:
@@ -90,7 +72,7 @@ def save_on_cpu(path: Path, state: dict[str, Any], codec: str = "planes-zstd") -
 
 @pytest.mark.parametrize("codec", ["auto", "planes-zstd", "planes-deflate", "zstd", "none"])
 @pytest.mark.parametrize("verify", ["stored", "full"])
-def test_load_through_the_engine(tmp_path: Path, on_the_engine: OnTheEngine, codec: str, verify: str) -> None:
+def test_load_through_the_engine(tmp_path: Path, on_the_engine: StandInPool, codec: str, verify: str) -> None:
     state = every_kind()
     save_on_cpu(tmp_path, state, codec)
     into = destination(state)
@@ -99,7 +81,7 @@ def test_load_through_the_engine(tmp_path: Path, on_the_engine: OnTheEngine, cod
     assert_same(into, state)
 
 
-def test_into_tensors_of_another_shape_in_memory(tmp_path: Path, on_the_engine: OnTheEngine) -> None:
+def test_into_tensors_of_another_shape_in_memory(tmp_path: Path, on_the_engine: StandInPool) -> None:
     """Strided, of another dtype, conjugate: through scratch memory."""
     state = every_kind()
     save_on_cpu(tmp_path, state)
@@ -118,7 +100,7 @@ def test_into_tensors_of_another_shape_in_memory(tmp_path: Path, on_the_engine: 
 
 
 def test_blocks_are_decoded_where_they_belong(
-    tmp_path: Path, on_the_engine: OnTheEngine, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, on_the_engine: StandInPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = {"w": torch.randn(3000, 999), "t": torch.randn(999, 1000).t()}
     save_on_cpu(tmp_path, state)
@@ -138,18 +120,18 @@ def test_blocks_are_decoded_where_they_belong(
     assert inside.count(True) == 12 and inside.count(False) == 4
 
 
-def test_reads_are_longer_and_page_locked(tmp_path: Path, on_the_engine: OnTheEngine) -> None:
+def test_reads_are_longer_and_page_locked(tmp_path: Path, on_the_engine: StandInPool, pinned_nbytes: list[int]) -> None:
     state = {f"{number:03}": torch.randn(500_000) for number in range(70)}
     save_on_cpu(tmp_path, state, "none")
     into = destination(state)
     load_into(tmp_path, into, thread_count=1)
     assert_same(into, state)
     # 140 MB for three threads: 16 MiB each, in buffers made once
-    assert set(on_the_engine.pinned_nbytes) == {16 << 20}
-    assert len(on_the_engine.pinned_nbytes) <= 3
-    on_the_engine.pinned_nbytes.clear()
+    assert set(pinned_nbytes) == {16 << 20}
+    assert len(pinned_nbytes) <= 3
+    pinned_nbytes.clear()
     load_into(tmp_path, into, thread_count=1, engine="cpu")
-    assert on_the_engine.pinned_nbytes == []
+    assert pinned_nbytes == []
 
 
 class Storage:
@@ -160,7 +142,7 @@ class Storage:
 
 @pytest.mark.parametrize("budget", [8 << 20, 64 << 20, 1 << 30, 8 << 30])
 @pytest.mark.parametrize("threads", [1, 2, 8])
-def test_what_is_fetched_keeps_to_the_host_memory_budget(on_the_engine: OnTheEngine, budget: int, threads: int) -> None:
+def test_what_is_fetched_keeps_to_the_host_memory_budget(on_the_engine: StandInPool, budget: int, threads: int) -> None:
     for parallel_reads, copies in ((4, 3), (1, 1)):
         options = LoadOptions(threads, budget, budget, "stored", "auto", None)  # type: ignore[arg-type]
         job = LoadJob(Storage(parallel_reads, copies), None, options, conversions=None)  # type: ignore[arg-type]
@@ -174,7 +156,7 @@ def test_what_is_fetched_keeps_to_the_host_memory_budget(on_the_engine: OnTheEng
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_threads_share_the_device_memory_budget(tmp_path: Path, on_the_engine: OnTheEngine, threads: int) -> None:
+def test_threads_share_the_device_memory_budget(tmp_path: Path, on_the_engine: StandInPool, threads: int) -> None:
     state = {f"{number:03}": torch.randn(200_000) for number in range(60)}
     save_on_cpu(tmp_path, state)
     budget = 8 << 20
@@ -198,11 +180,10 @@ def test_threads_share_the_device_memory_budget(tmp_path: Path, on_the_engine: O
     at_once = min(2, threads)
     assert most <= at_once
     assert len(on_the_engine.devices) <= at_once, "each engine keeps memory for its stream"
-    assert sum(on_the_engine.budgets) <= budget
     assert sum(device.peak_nbytes for device in on_the_engine.devices) <= budget
 
 
-def test_blocks_that_lie_together_are_copied_together(tmp_path: Path, on_the_engine: OnTheEngine) -> None:
+def test_blocks_that_lie_together_are_copied_together(tmp_path: Path, on_the_engine: StandInPool) -> None:
     save_on_cpu(tmp_path, state := {"w": torch.randn(4 << 20)})
     load_into(tmp_path, into := {"w": torch.zeros(4 << 20)}, thread_count=1)
     assert_same(into, state)
@@ -210,16 +191,16 @@ def test_blocks_that_lie_together_are_copied_together(tmp_path: Path, on_the_eng
     assert device.copies_in < 4, "16 blocks in one read"
 
 
-def test_a_turn_is_larger_than_a_threads_share(tmp_path: Path, on_the_engine: OnTheEngine) -> None:
+def test_a_turn_is_larger_than_a_threads_share(tmp_path: Path, on_the_engine: StandInPool) -> None:
     """Two decode at once, however many fetch: the budget is theirs alone."""
     state = {f"{number:03}": torch.randn(200_000) for number in range(60)}
     save_on_cpu(tmp_path, state)
     load_into(tmp_path, destination(state), thread_count=8, device_memory_budget=64 << 20)
-    assert all(share == 24 << 20 for share in on_the_engine.budgets), "and a quarter is for scratch memory"
+    assert all(device.peak_nbytes == 24 << 20 for device in on_the_engine.devices), "a quarter is for scratch memory"
 
 
 def test_others_fetch_while_one_decodes(
-    tmp_path: Path, on_the_engine: OnTheEngine, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, on_the_engine: StandInPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = {f"{number:03}": torch.randn(500_000) for number in range(70)}
     save_on_cpu(tmp_path, state)
@@ -280,7 +261,7 @@ def reads_of_blocks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("strided", [False, True])
 def test_a_block_that_was_damaged_on_the_way_is_read_again(
-    tmp_path: Path, on_the_engine: OnTheEngine, monkeypatch: pytest.MonkeyPatch, flips: list[int], strided: bool
+    tmp_path: Path, on_the_engine: StandInPool, monkeypatch: pytest.MonkeyPatch, flips: list[int], strided: bool
 ) -> None:
     state = {"w": torch.randn(2500, 1000)}
     save_on_cpu(tmp_path, state)
@@ -295,7 +276,7 @@ def test_a_block_that_was_damaged_on_the_way_is_read_again(
 
 @pytest.mark.parametrize("wrong", ["the CRC of the stored bytes", "the CRC of the decoded bytes"])
 def test_a_block_that_is_damaged_in_the_file_is_named(
-    tmp_path: Path, on_the_engine: OnTheEngine, monkeypatch: pytest.MonkeyPatch, wrong: str
+    tmp_path: Path, on_the_engine: StandInPool, monkeypatch: pytest.MonkeyPatch, wrong: str
 ) -> None:
     state = {"a": torch.randn(300, 1000), "w": torch.randn(600, 1000)}
     save_on_cpu(tmp_path, state)
@@ -319,7 +300,7 @@ def test_a_block_that_is_damaged_in_the_file_is_named(
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("dcp-")]
 
 
-def test_without_a_gpu_nothing_changes(on_the_engine: OnTheEngine) -> None:
+def test_without_a_gpu_nothing_changes(on_the_engine: StandInPool) -> None:
     options = LoadOptions(4, 1 << 30, 1 << 30, "stored", "cpu", None)  # type: ignore[arg-type]
     job = LoadJob(Storage(1, 1), None, options, conversions=None)  # type: ignore[arg-type]
     assert job._threads == 4
@@ -327,7 +308,7 @@ def test_without_a_gpu_nothing_changes(on_the_engine: OnTheEngine) -> None:
 
 
 def test_small_shards_never_go_through_the_host(
-    tmp_path: Path, on_the_engine: OnTheEngine, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, on_the_engine: StandInPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = {f"{number:04}": torch.full((30,), float(number)) for number in range(500)}
     save_on_cpu(tmp_path, state)
@@ -335,4 +316,4 @@ def test_small_shards_never_go_through_the_host(
     monkeypatch.setattr(loading, "Run", None)
     load_into(tmp_path, into)
     assert_same(into, state)
-    assert len(on_the_engine.calls()) <= 1
+    assert len(on_the_engine.calls("decode")) <= 1

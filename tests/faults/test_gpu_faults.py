@@ -19,16 +19,16 @@ import torch.distributed.checkpoint as dcp
 
 from dcp_nvcomp import NvcompReader, NvcompWriter, errors
 from dcp_nvcomp.engines.choice import EngineChoice
-from dcp_nvcomp.engines.cuda.engine import CudaEngine
+from dcp_nvcomp.engines.cuda import copying
+from dcp_nvcomp.engines.cuda.engine import EnginePolicy
 from dcp_nvcomp.engines.cuda.support import cuda_unavailable_reason
 from dcp_nvcomp.engines.memory import plain_allocate
 from dcp_nvcomp.loading import decoder as decoding
 from dcp_nvcomp.saving import job as saving
-from dcp_nvcomp.saving.encode import sources
 from tests.checkpoints import file_names, load, save
-from tests.engines.cases import engine_on
 from tests.engines.kernels_on_cpu import ReferenceKernels
 from tests.engines.nvcomp_stand_in import NvcompStandIn, StandInDevice
+from tests.engines.stand_in_pool import install_stand_ins
 from tests.states import State, same
 
 from .small import failure_of, nothing_leaks
@@ -88,9 +88,9 @@ class Device(StandInDevice):
         self._gpu = gpu
         super().__init__(ReferenceKernels(), NvcompStandIn(lambda name, _: gpu.step(name)))
 
-    def empty(self, nbytes: int) -> torch.Tensor:
+    def _reserve(self, nbytes: int) -> torch.Tensor:
         self._gpu.step("allocate")
-        return super().empty(nbytes)
+        return super()._reserve(nbytes)
 
     def copy_in(self, host: memoryview, target: torch.Tensor) -> None:
         self._gpu.step("copy in")
@@ -109,22 +109,40 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Use:
     """Host tensors take the way of CUDA tensors, to engines on the given GPU."""
     current = [FailingGpu()]
 
-    def engine(device: torch.device, *, device_memory_budget: int) -> CudaEngine:
-        return engine_on(Device(current[0]), 1 << 20)  # small, so that there are several batches
+    def engine(device: torch.device) -> Device:
+        return Device(current[0])
 
-    for module in (sources, decoding):
-        monkeypatch.setattr(module, "CudaEngine", engine)
+    def policy(choice: EngineChoice, *_: object, **options: bool) -> EnginePolicy:
+        """A small budget, so that there are several batches."""
+        return EnginePolicy(400 << 10, may_fall_back=choice.option != "cuda", **options)
+
+    def use(gpu: FailingGpu) -> None:
+        current[0] = gpu
+        install_stand_ins(monkeypatch, ReferenceKernels(), make_device=engine)
+
+    def counted(name: str, copy: Callable[..., Any]) -> Callable[..., Any]:
+        def copied(*args: Any) -> Any:
+            current[0].step(name)
+            return copy(*args)
+
+        return copied
+
+    monkeypatch.setattr(EngineChoice, "policy", policy)
+    monkeypatch.setattr(copying, "to_host", counted("copy out", copying.to_host))
+    monkeypatch.setattr(copying, "to_device", counted("copy in", copying.to_device))
     for module in (saving, decoding):
         monkeypatch.setattr(module, "pinned_allocate", plain_allocate)
-    monkeypatch.setattr(EngineChoice, "on_cuda", lambda self, device: self.option != "cpu")
-    monkeypatch.setattr(EngineChoice, "may_use_cuda", lambda self: self.option != "cpu")
-    return lambda gpu: current.__setitem__(0, gpu)
+    return use
 
 
-ERRORS = [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("nvCOMP error: internal")]
+ERRORS = [
+    torch.OutOfMemoryError("CUDA out of memory"),
+    RuntimeError("nvCOMP error: internal"),
+    TypeError("incompatible function arguments"),
+]
 
 
-@pytest.mark.parametrize("error", ERRORS, ids=["out of memory", "nvCOMP"])
+@pytest.mark.parametrize("error", ERRORS, ids=["out of memory", "nvCOMP", "binding"])
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
 def test_nvcomp_fails_in_batch_n(tmp_path: Path, use: Use, error: BaseException, lasting: bool) -> None:
     """Memory and coders: the CPU engine takes the batch, in saves and loads, and nobody sees more than a warning."""
@@ -183,18 +201,18 @@ def test_a_gpu_that_is_lost_in_batch_n_of_a_load(tmp_path: Path, use: Use) -> No
         assert same(load(tmp_path, OLD, verify="full"), OLD), "the next load is whole"
 
 
-def test_a_mistake_of_ours_in_batch_n_is_not_taken_for_the_gpus(tmp_path: Path, use: Use) -> None:
-    """What no GPU raises is not covered up by the CPU engine; it fails the save, and harms nothing."""
+def test_with_engine_cuda_a_failure_in_batch_n_fails_the_save(tmp_path: Path, use: Use) -> None:
+    """The CPU engine may not take over; the earlier checkpoint is unharmed."""
     path = tmp_path / "c"
     healthy = FailingGpu(of=("encode",))
     use(healthy)
     save(path, OLD, **OPTIONS)
     before = file_names(path)
     for at in range(len(healthy.steps)):
-        use(FailingGpu(KeyError("broken"), at, of=("encode",)))
+        use(FailingGpu(KeyError("broken"), at, lasting=True, of=("encode",)))
         with nothing_leaks():
-            failure = failure_of(lambda: save(path, NEW, **OPTIONS))
-        assert failure is not None and failure.kind is KeyError
+            failure = failure_of(lambda: save(path, NEW, engine="cuda", **OPTIONS))
+        assert failure is not None and failure.kind is errors.CodecUnavailableError
         assert file_names(path) == before
     assert same(load(path, OLD, verify="full", engine="cpu"), OLD)
 

@@ -86,13 +86,13 @@ class Decoding:
 
     Args:
         batch: nvCOMP's, of the slices.
-        source: nvCOMP's, of the frames: its tables must live until the work is done.
+        used: what must live until the work is done: nvCOMP's tables of the frames, and its configuration.
         lengths: how long the slices must become.
     """
 
-    def __init__(self, batch: Any, source: Any, lengths: I64) -> None:
+    def __init__(self, batch: Any, used: tuple[Any, ...], lengths: I64) -> None:
         self._batch = batch
-        self._source = source
+        self._used = used
         self._lengths = lengths
 
     def good(self) -> npt.NDArray[np.bool_]:
@@ -226,7 +226,9 @@ class NvcompCoders:
         """Return the room that the frame of a slice of at most `ceiling` bytes needs."""
         bound = self._bounds.get((coder, ceiling))
         if bound is None:
-            sample = self._device.nvcomp.as_array(self._device.empty(ceiling), cuda_stream=self._device.stream_handle)
+            sample = self._device.nvcomp.as_array(
+                self._device.arena.empty(ceiling), cuda_stream=self._device.stream_handle
+            )
             bound = self._bounds[coder, ceiling] = int(self._codec(coder).get_max_comp_buffer_size(sample))
         return padded(bound)
 
@@ -262,7 +264,7 @@ class NvcompCoders:
             if members.size == 0:
                 continue
             slot_nbytes = self.slot_nbytes(coder, ceiling)
-            slots = self._device.empty(slot_nbytes * members.size)
+            slots = self._device.arena.empty(slot_nbytes * members.size)
             at, room = np.arange(members.size, dtype=np.int64) * slot_nbytes, np.full(members.size, slot_nbytes)
             source, target = self._batch(scratch, places[members], lengths[members]), self._batch(slots, at, room)
             with self._learning(self._encode_workspace, algorithm.kind, lengths[members]):
@@ -291,7 +293,7 @@ class NvcompCoders:
         source, target = self._batch(encoded, at, nbytes), self._batch(scratch, places, lengths)
         with self._learning(self._decode_workspace, _algorithm(coder).kind, lengths):
             batch = codec.decode(source, out=target, decompression_config=config)
-        return Decoding(batch, source, lengths)
+        return Decoding(batch, (source, config), lengths)
 
     def _decompress_config(self, coder: Coder, lengths: I64) -> Any:
         """Return nvCOMP's configuration, made from the lengths so that it neither waits nor reads the frames.

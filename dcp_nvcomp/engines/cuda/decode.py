@@ -4,6 +4,10 @@ check     on the host: CRC, lengths and flags, before the GPU sees a byte
 fetch     encoded blocks --> one run of device memory
 decode    frames --> slices of coded planes in scratch memory; stored slices are copied there
 merge     planes --> blocks, in the caller's memory
+inspect   each block's CRC, which is compared on the host
+
+A block that does not come out as its row says is reported, not refused: whether it is corrupt or the GPU wrong, only
+another decoder can tell. Encoding decodes each batch again, from where it was coded to, to find the same out.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ from dcp_nvcomp.engines.cuda.coders import Decoding, NvcompCoders
 from dcp_nvcomp.engines.cuda.device import Device
 from dcp_nvcomp.errors import CorruptDataError
 
-__all__ = ["BatchDecoder", "DecodeJob", "JobChecks"]
+__all__ = ["BatchDecoder", "DecodeJob", "Doubt", "JobChecks", "read_crcs", "start_crcs"]
 
 Bools = npt.NDArray[np.bool_]
 
@@ -97,13 +101,16 @@ class JobChecks:
     def __init__(self) -> None:
         self._layouts = Layouts(every_plane=False)
 
-    def check(self, job: DecodeJob, *, verify: str) -> None:
+    def check(self, job: DecodeJob) -> None:
         """Check a block; of `job.out` only the length matters.
+
+        With `verify="off"` too: what a decoder on a GPU does with other bytes than an encoder wrote is not defined, and
+        a fault there ends all work of the process on that GPU.
 
         Raises:
             CorruptDataError: its CRC fails, or its lengths or flags make no sense.
         """
-        if verify != "off" and checksum(job.data) != job.row.encoded_crc:
+        if checksum(job.data) != job.row.encoded_crc:
             _refuse(job, "The stored bytes fail their CRC: the file is corrupt.")
         codec = job.chain.array_to_bytes
         if not codec.check_flags(job.row.flags):
@@ -120,6 +127,19 @@ class JobChecks:
             _refuse(job, "A slice does not fit into its block.")
         if int(padded_nbytes(stored_nbytes).sum()) > job.data.nbytes:
             _refuse(job, "The block is shorter than its slices.")
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """What is wrong with a block that was decoded.
+
+    Attributes:
+        crc: the CRC of what came out, which is not the row's; None if a slice did not decode at all.
+        what: a sentence on the slice.
+    """
+
+    crc: int | None
+    what: str = "The decoded bytes fail their CRC."
 
 
 class BatchDecoder:
@@ -146,42 +166,58 @@ class BatchDecoder:
             cost += self._coders.decode_nbytes(job.chain.coder, layout.lengths[layout.coded])
         return cost
 
-    def decode(self, jobs: Sequence[DecodeJob], *, verify: str) -> None:
+    def decode(self, jobs: Sequence[DecodeJob]) -> dict[int, Doubt]:
         """Decode a batch of checked blocks.
 
-        Raises:
-            CorruptDataError: a slice does not decode to its length, or a decoded block fails its CRC.
+        Returns:
+            The numbers of the blocks that did not come out right, and what was seen of each.
+        """
+        with self._device.session([job.out for job in jobs]):
+            encoded, encoded_starts = self._fetch(jobs)
+            scratch = self._device.arena.empty(self.scratch_nbytes(jobs))
+            return self.decode_on_device(jobs, encoded, encoded_starts[:-1], scratch)
+
+    def scratch_nbytes(self, jobs: Sequence[DecodeJob]) -> int:
+        """Return the scratch memory that `decode_on_device` needs."""
+        return sum(self._layout(job).scratch_nbytes for job in jobs)
+
+    def decode_on_device(
+        self, jobs: Sequence[DecodeJob], encoded: Tensor, starts: I64, scratch: Tensor
+    ) -> dict[int, Doubt]:
+        """Decode blocks that are in device memory already; only inside a session.
+
+        Args:
+            jobs: the blocks, whose `data` is not looked at.
+            encoded: the encoded blocks.
+            starts: where each begins in it, multiples of 16.
+            scratch: memory that may be written to, at least `scratch_nbytes(jobs)`.
+
+        Returns:
+            As `decode`.
         """
         layouts = [self._layout(job) for job in jobs]
         pieces = join_pieces(layouts)
-        with self._device.session([job.out for job in jobs]):
-            encoded, encoded_starts = self._fetch(jobs)
-            scratch_starts = starts_of(np.array([layout.scratch_nbytes for layout in layouts], np.int64))
-            scratch = self._device.empty(int(scratch_starts[-1]))
-            batch = _lay_out(
-                jobs, pieces, encoded_starts[:-1] + encoded.data_ptr(), scratch_starts[:-1] + scratch.data_ptr()
-            )
-            framed = pieces.coded & (batch.stored_nbytes < pieces.lengths)
-            # slices stored as they are, and planes of blocks that are not split; merge reads other planes in place
-            self._copy(batch.frames, batch.places, pieces.lengths, (pieces.coded | batch.plain) & ~framed)
-            decodings = self._decode_slices(jobs, pieces, batch, framed, encoded, scratch)
-            self._copy(batch.scratch[pieces.block] + pieces.places, batch.places, pieces.lengths, framed & batch.plain)
-            self._merge(jobs, layouts, pieces, batch)
-            crc = self._inspect(jobs, batch) if verify == "full" else None
-            for name, which, decoding in decodings:
-                good = decoding.good()
-                if not good.all():
-                    bad = jobs[int(pieces.block[which[int(np.argmin(good))]])]
-                    _refuse(bad, f"A {name} slice does not decode to its length.")
-        if crc is not None:
-            for job, found in zip(jobs, crc.tolist(), strict=True):
-                if found != job.row.uncompressed_crc:
-                    _refuse(job, "The decoded bytes fail their CRC, though the stored ones match theirs.")
+        scratch_starts = starts_of(np.array([layout.scratch_nbytes for layout in layouts], np.int64))
+        batch = _lay_out(jobs, pieces, starts + encoded.data_ptr(), scratch_starts[:-1] + scratch.data_ptr())
+        framed = pieces.coded & (batch.stored_nbytes < pieces.lengths)
+        # slices stored as they are, and planes of blocks that are not split; merge reads other planes in place
+        self._copy(batch.frames, batch.places, pieces.lengths, (pieces.coded | batch.plain) & ~framed)
+        decodings = self._decode_slices(jobs, pieces, batch, framed, encoded, scratch)
+        self._copy(batch.scratch[pieces.block] + pieces.places, batch.places, pieces.lengths, framed & batch.plain)
+        self._merge(jobs, layouts, pieces, batch)
+        sizes = np.array([job.out.numel() for job in jobs], np.int64)
+        found = read_crcs(start_crcs(self._device, batch.out, sizes))
+        expected = np.array([job.row.uncompressed_crc for job in jobs], np.uint32)
+        doubts = {at: Doubt(int(found[at])) for at in np.flatnonzero(found != expected).tolist()}
+        for name, which, decoding in decodings:
+            for at in pieces.block[which[~decoding.good()]].tolist():
+                doubts[at] = Doubt(None, f"A {name} slice does not decode to its length.")
+        return doubts
 
     def _fetch(self, jobs: Sequence[DecodeJob]) -> tuple[Tensor, I64]:
         nbytes = np.array([job.data.nbytes for job in jobs], np.int64)
         starts = starts_of(padded_nbytes(nbytes))
-        encoded = self._device.empty(int(starts[-1]))
+        encoded = self._device.arena.empty(int(starts[-1]))
         for run, start in zip(*_host_runs(jobs, nbytes, starts[:-1]), strict=True):
             self._device.copy_in(run, encoded[start : start + run.nbytes])
         return encoded, starts
@@ -238,13 +274,19 @@ class BatchDecoder:
             )
         )
 
-    def _inspect(self, jobs: Sequence[DecodeJob], batch: _Batch) -> npt.NDArray[np.uint32]:
-        nbytes = np.array([job.out.numel() for job in jobs], np.int64)
-        results = torch.zeros((2, len(jobs)), dtype=torch.int32, device=self._device.torch_device)
-        ones, zeros = np.ones_like(nbytes), np.zeros_like(nbytes)
-        table = block_table(batch.out, nbytes, ones, zeros, np.zeros((len(jobs), 3), np.int64))
-        self._device.kernels.inspect(table, results[0], results[1])
-        return results[0].cpu().numpy().view(np.uint32)
+
+def start_crcs(device: Device, addresses: I64, nbytes: I64) -> Tensor:
+    """Start to compute the CRC32C of runs of device memory, for `read_crcs`; only inside a session."""
+    results = torch.zeros((2, nbytes.size), dtype=torch.int32, device=device.torch_device)
+    ones, zeros = np.ones_like(nbytes), np.zeros_like(nbytes)
+    table = block_table(addresses, nbytes, ones, zeros, np.zeros((nbytes.size, 3), np.int64))
+    device.kernels.inspect(table, results[0], results[1])
+    return results[0]
+
+
+def read_crcs(started: Tensor) -> npt.NDArray[np.uint32]:
+    """Wait, and return what `start_crcs` started."""
+    return started.cpu().numpy().view(np.uint32)
 
 
 def _host_runs(jobs: Sequence[DecodeJob], nbytes: I64, starts: I64) -> tuple[list[memoryview], list[int]]:

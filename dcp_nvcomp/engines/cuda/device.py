@@ -7,11 +7,7 @@ real one.
 from __future__ import annotations
 
 import ctypes
-import functools
 import importlib.resources
-import sys
-import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
@@ -21,8 +17,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from dcp_nvcomp.engines.cuda.arena import Arena
 from dcp_nvcomp.engines.cuda.batches import THREADS, TILE_NBYTES, RowTable
 from dcp_nvcomp.engines.cuda.crc_tables import power_table, stride_table
+from dcp_nvcomp.engines.cuda.nvcomp_memory import NvcompMemory, installed_memory
 from dcp_nvcomp.engines.cuda.support import cuda_unavailable_reason, load_cupy, load_nvcomp
 from dcp_nvcomp.errors import CodecUnavailableError
 
@@ -32,7 +30,6 @@ __all__ = [
     "Device",
     "Kernels",
     "LaunchedKernels",
-    "NvcompMemory",
     "host_tensor",
     "kernel_source",
 ]
@@ -74,94 +71,6 @@ class Kernels(Protocol):
         """Copy runs of bytes, each followed by zero bytes."""
 
 
-class NvcompMemory:
-    """nvCOMP's device memory, from torch's caching allocator: plain cudaMalloc and cudaFree synchronise the device.
-
-    Counts what nvCOMP holds for each stream: nothing else reports how much scratch memory a coder takes. Any thread
-    may allocate. Memory is given back wherever the garbage collector happens to run, perhaps on a thread that is inside
-    one of these methods: so `release` takes no lock, it leaves a note that the next of them reads.
-
-    Args:
-        allocate: (bytes, nvCOMP's stream object) to an address.
-        free: the reverse.
-    """
-
-    def __init__(self, allocate: Callable[[int, Any], int], free: Callable[[int], None]) -> None:
-        self._allocate = allocate
-        self._free = free
-        self._lock = threading.Lock()
-        self._held_nbytes: dict[int, int] = {}
-        self._peak_nbytes: dict[int, int] = {}
-        self._released: deque[tuple[int, int]] = deque()
-
-    def __call__(self, nbytes: int, stream: Any) -> _Allocation:
-        """Allocate, as nvCOMP asks for it."""
-        handle = int(stream.ptr)
-        allocation = _Allocation(self, self._allocate(max(nbytes, 1), stream), nbytes, handle)
-        with self._lock:
-            held_nbytes = self._settled(handle) + nbytes
-            self._held_nbytes[handle] = held_nbytes
-            self._peak_nbytes[handle] = max(self._peak_nbytes.get(handle, 0), held_nbytes)
-        return allocation
-
-    def _settled(self, stream_handle: int) -> int:
-        """Return the bytes held for a stream, after reading all notes."""
-        while self._released:
-            stream, nbytes = self._released.popleft()
-            self._held_nbytes[stream] = self._held_nbytes.get(stream, 0) - nbytes
-        return self._held_nbytes.get(stream_handle, 0)
-
-    def peak_nbytes(self, stream_handle: int) -> int:
-        """Return the most that was held for a stream since `reset_peak`."""
-        with self._lock:
-            return self._peak_nbytes.get(stream_handle, 0)
-
-    def reset_peak(self, stream_handle: int) -> int:
-        """Restart `peak_nbytes` from what is held now, and return that."""
-        with self._lock:
-            held_nbytes = self._peak_nbytes[stream_handle] = self._settled(stream_handle)
-            return held_nbytes
-
-    def release(self, allocation: _Allocation) -> None:
-        """Called by an allocation when nvCOMP drops it."""
-        self._released.append((allocation.stream, allocation.nbytes))
-        self._free(allocation.ptr)
-
-
-class _Allocation:
-    """nvCOMP reads `ptr`, and gives the memory back by dropping the object."""
-
-    def __init__(self, memory: NvcompMemory, ptr: int, nbytes: int, stream: int) -> None:
-        self._memory = memory
-        self.ptr = ptr
-        self.nbytes = nbytes
-        self.stream = stream
-
-    def __del__(self) -> None:
-        if not sys.is_finalizing():
-            self._memory.release(self)
-
-
-_INSTALLING = threading.Lock()
-
-
-def _installed_memory() -> NvcompMemory:
-    """The one that nvCOMP has for the whole process, though several threads make engines at the same time."""
-    with _INSTALLING:
-        return _install_memory()
-
-
-@functools.cache
-def _install_memory() -> NvcompMemory:
-
-    def allocate(nbytes: int, stream: Any) -> int:
-        return int(torch.cuda.caching_allocator_alloc(nbytes, device=stream.device, stream=stream.ptr))
-
-    memory = NvcompMemory(allocate, torch.cuda.caching_allocator_delete)
-    load_nvcomp().set_device_allocator(memory)
-    return memory
-
-
 class Device(Protocol):
     """A device on which batches are encoded and decoded.
 
@@ -171,6 +80,7 @@ class Device(Protocol):
         kernels: the kernels, on that stream.
         nvcomp: nvCOMP's module.
         nvcomp_memory: what nvCOMP holds.
+        arena: the device memory of all batches.
     """
 
     torch_device: torch.device
@@ -178,6 +88,7 @@ class Device(Protocol):
     kernels: Kernels
     nvcomp: Any
     nvcomp_memory: NvcompMemory
+    arena: Arena
 
     def session(
         self, tensors: Sequence[Tensor], after: Sequence[torch.cuda.Event] = ()
@@ -194,9 +105,6 @@ class Device(Protocol):
 
     def current(self) -> AbstractContextManager[object]:
         """Have nvCOMP and torch take this device for granted; a session does that too."""
-
-    def empty(self, nbytes: int) -> Tensor:
-        """Device memory, uint8, aligned to 16 at least."""
 
     def compile(self, sources: Sequence[str], options: Sequence[str], names: Sequence[str]) -> Launch:
         """Compile these files of kernels/ and return what starts these kernels of them on the device's stream."""
@@ -262,10 +170,15 @@ class CudaDevice:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.torch_device = torch.device("cuda", index)
         self.nvcomp = load_nvcomp()
-        self.nvcomp_memory = _installed_memory()
-        self._stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
-        self.stream_handle = int(self._stream.cuda_stream)
+        self.nvcomp_memory = installed_memory()
         self._cupy = load_cupy()
+        with torch.cuda.device(self.torch_device):
+            # not one of torch's, which has 32 for each device and gives each of them to several owners
+            self._own_stream = self._cupy.cuda.Stream(non_blocking=True)
+        self.stream_handle = int(self._own_stream.ptr)
+        self._stream = torch.cuda.ExternalStream(self.stream_handle, device=self.torch_device)  # type: ignore[no-untyped-call]
+        self.arena = Arena(self._reserve)
+        self.nvcomp_memory.attach(self.stream_handle, self.arena)
         names = ("inspect_blocks", "split_blocks", "merge_blocks", "copy_pieces")
         self.kernels: Kernels = LaunchedKernels(self.torch_device, self.compile(("blocks.cu",), KERNEL_OPTIONS, names))
 
@@ -285,12 +198,6 @@ class CudaDevice:
 
         return launch
 
-    def _cupy_stream(self) -> Any:
-        streams = self._cupy.cuda
-        if hasattr(streams.Stream, "from_external"):  # CuPy 14; it deprecates the other
-            return streams.Stream.from_external(_StreamHandle(self.stream_handle))
-        return streams.ExternalStream(self.stream_handle, self.torch_device.index)
-
     @contextmanager
     def session(self, tensors: Sequence[Tensor], after: Sequence[torch.cuda.Event] = ()) -> Iterator[None]:
         with torch.cuda.device(self.torch_device):
@@ -298,7 +205,7 @@ class CudaDevice:
                 self._stream.wait_event(event)
             if not after:
                 self._stream.wait_stream(torch.cuda.current_stream(self.torch_device))
-            with torch.cuda.stream(self._stream), self._cupy_stream():
+            with torch.cuda.stream(self._stream), self._own_stream:
                 for tensor in tensors:
                     tensor.record_stream(self._stream)
                 try:
@@ -309,21 +216,12 @@ class CudaDevice:
     def current(self) -> AbstractContextManager[object]:
         return torch.cuda.device(self.torch_device)
 
-    def empty(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+    def _reserve(self, nbytes: int) -> Tensor:
+        with torch.cuda.device(self.torch_device), torch.cuda.stream(self._stream):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     def copy_in(self, host: memoryview, target: Tensor) -> None:
         target.copy_(host_tensor(host), non_blocking=True)
 
     def copy_out(self, source: Tensor, host: memoryview) -> None:
         host_tensor(host).copy_(source, non_blocking=True)
-
-
-class _StreamHandle:
-    """A stream by the CUDA stream protocol, which torch's own streams do not support in all versions."""
-
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._handle

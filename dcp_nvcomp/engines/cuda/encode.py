@@ -4,12 +4,16 @@ inspect   each block's CRC and signs
 split     blocks --> planes in scratch memory (without planes: a copy, as coders want aligned input)
 code      slices of coded planes --> frames, each in a slot of its own
 gather    stored planes and frames --> one contiguous run, which one copy takes to the host
+check     the run --> blocks again, whose CRCs must be those of the blocks
+
+Encoders on GPUs have coded some blocks to wrong bytes, depending on the batch. A checkpoint is the only copy of what
+was trained, so `check` is the rule; it reads what the copy to the host reads, and so covers all steps before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +21,7 @@ import torch
 from torch import Tensor
 
 from dcp_nvcomp.codecs.base import FLAG_PACKED_REST, CodecChain, Coder
-from dcp_nvcomp.codecs.encoded import BlockRow, EncodedBlock, checksum
+from dcp_nvcomp.codecs.encoded import BlockRow, EncodedBlock
 from dcp_nvcomp.engines.cuda.batches import (
     I64,
     BlockLayout,
@@ -31,9 +35,10 @@ from dcp_nvcomp.engines.cuda.batches import (
     starts_of,
 )
 from dcp_nvcomp.engines.cuda.coders import Frames, NvcompCoders
+from dcp_nvcomp.engines.cuda.decode import BatchDecoder, DecodeJob, read_crcs, start_crcs
 from dcp_nvcomp.engines.cuda.device import Device
 
-__all__ = ["BatchEncoder", "EncodeJob"]
+__all__ = ["BatchEncoder", "EncodeJob", "EncodedBatch"]
 
 # Tables, results and the allocator's rounding, for each block.
 _OVERHEAD_NBYTES = 2048
@@ -63,10 +68,20 @@ class EncodeJob:
         """True if the block is one contiguous run in memory; else encoding makes a copy that is."""
         return len(self.tensors) == 1 and self.tensors[0].is_contiguous()
 
-    def bytes(self) -> Tensor:
-        """Return the block as a contiguous uint8 tensor: a view if possible, else a copy."""
-        runs = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in self.tensors]
-        return runs[0] if len(runs) == 1 else torch.cat(runs)
+    def bytes(self, empty: Callable[[int], Tensor]) -> Tensor:
+        """Return the block as a contiguous uint8 tensor: a view if possible, else a copy.
+
+        Args:
+            empty: returns memory for the copy, aligned to its elements.
+        """
+        if self.is_run:
+            return self.tensors[0].reshape(-1).view(torch.uint8)
+        copy, start = empty(self.nbytes), 0
+        for tensor in self.tensors:
+            stop = start + tensor.numel() * tensor.element_size()
+            copy[start:stop].view(tensor.dtype).reshape(tensor.shape).copy_(tensor)
+            start = stop
+        return copy
 
 
 @dataclass(frozen=True)
@@ -79,17 +94,32 @@ class _Blocks:
     split_count: int
 
 
+@dataclass(frozen=True)
+class EncodedBatch:
+    """The encoded blocks of a batch.
+
+    Attributes:
+        blocks: in the order of the jobs.
+        wrong: the numbers of those that do not decode to their block.
+    """
+
+    blocks: list[EncodedBlock]
+    wrong: list[int]
+
+
 class BatchEncoder:
     """Encodes batches on a device.
 
     Args:
         device: the device.
         coders: nvCOMP on it.
+        decoder: decodes each batch again, to check it; None to trust it.
     """
 
-    def __init__(self, device: Device, coders: NvcompCoders) -> None:
+    def __init__(self, device: Device, coders: NvcompCoders, decoder: BatchDecoder | None) -> None:
         self._device = device
         self._coders = coders
+        self._decoder = decoder
         self._layouts = Layouts(every_plane=True)
 
     def cost_nbytes(self, job: EncodeJob) -> int:
@@ -100,10 +130,13 @@ class BatchEncoder:
         if not job.is_run:
             cost += nbytes
         if chain.coder is not None and layout.slice_count:
-            cost += self._coders.encode_nbytes(chain.coder, layout.lengths[layout.coded])
-        return cost
+            lengths = layout.lengths[layout.coded]
+            cost += self._coders.encode_nbytes(chain.coder, lengths)
+            if self._decoder is not None:
+                cost += self._coders.decode_nbytes(chain.coder, lengths)
+        return cost if self._decoder is None else cost + nbytes
 
-    def encode(self, jobs: Sequence[EncodeJob], out: memoryview) -> list[EncodedBlock]:
+    def encode(self, jobs: Sequence[EncodeJob], out: memoryview) -> EncodedBatch:
         """Encode a batch.
 
         Args:
@@ -111,19 +144,17 @@ class BatchEncoder:
             out: host memory that the encoded blocks are put into, without gaps, in any order.
 
         Returns:
-            The encoded blocks in the order of the jobs, views of `out`.
+            The encoded blocks, views of `out`.
         """
         order = sorted(range(len(jobs)), key=lambda index: jobs[index].chain.array_to_bytes.is_plain)
-        encoded = self._encode([jobs[index] for index in order], out)
-        in_order: list[EncodedBlock | None] = [None] * len(jobs)
-        for index, block in zip(order, encoded, strict=True):
-            in_order[index] = block
-        return [block for block in in_order if block is not None]
+        encoded, wrong = self._encode([jobs[index] for index in order], out)
+        in_order = dict(zip(order, encoded, strict=True))
+        return EncodedBatch([in_order[index] for index in range(len(jobs))], sorted(order[at] for at in wrong))
 
-    def _encode(self, jobs: Sequence[EncodeJob], out: memoryview) -> list[EncodedBlock]:
+    def _encode(self, jobs: Sequence[EncodeJob], out: memoryview) -> tuple[list[EncodedBlock], list[int]]:
         after = {job.ready for job in jobs if job.ready is not None}
         with self._device.session([tensor for job in jobs for tensor in job.tensors], tuple(after)):
-            blocks = _blocks(jobs)
+            blocks = _blocks(jobs, self._device.arena.empty)
             results = torch.zeros((3, len(jobs)), dtype=torch.int32, device=self._device.torch_device)
             crc, seen, flags = results.unbind()
             layouts = self._layouts_of(blocks, [0] * len(jobs))
@@ -132,16 +163,42 @@ class BatchEncoder:
             crcs, _, all_flags = results.cpu().numpy().view(np.uint32)
             layouts = self._layouts_of(blocks, all_flags.tolist())
             pieces = join_pieces(layouts)
-            stored_nbytes, starts = self._gather(pieces, bases, coded, out)
-        slice_nbytes = stored_nbytes[pieces.coded].tolist()
-        slices = starts_of(np.array([layout.slice_count for layout in layouts], np.int64)).tolist()
-        bounds = starts[pieces.bounds].tolist()
-        encoded = []
-        for index, (flag, block_crc) in enumerate(zip(all_flags.tolist(), crcs.tolist(), strict=True)):
-            data = out[bounds[index] : bounds[index + 1]]
-            row = BlockRow(flag, tuple(slice_nbytes[slices[index] : slices[index + 1]]), checksum(data), block_crc)
-            encoded.append(EncodedBlock(data, row, int(blocks.nbytes[index])))
-        return encoded
+            run, stored_nbytes, starts = self._gather(pieces, bases, coded)
+            self._device.copy_out(run, out[: run.numel()])
+            bounds = starts[pieces.bounds]
+            encoded_crcs = start_crcs(self._device, bounds[:-1] + run.data_ptr(), bounds[1:] - bounds[:-1])
+            rows = _rows(layouts, stored_nbytes[pieces.coded], all_flags, crcs)
+            wrong = [] if self._decoder is None else self._check(self._decoder, blocks, rows, run, bounds, scratch)
+            rows = [
+                replace(row, encoded_crc=crc) for row, crc in zip(rows, read_crcs(encoded_crcs).tolist(), strict=True)
+            ]
+        encoded = [
+            EncodedBlock(out[start:stop], row, nbytes)
+            for start, stop, row, nbytes in zip(
+                bounds[:-1].tolist(), bounds[1:].tolist(), rows, blocks.nbytes.tolist(), strict=True
+            )
+        ]
+        return encoded, wrong
+
+    def _check(
+        self,
+        decoder: BatchDecoder,
+        blocks: _Blocks,
+        rows: Sequence[BlockRow],
+        run: Tensor,
+        bounds: I64,
+        scratch: Tensor,
+    ) -> list[int]:
+        """Decode the run again; return the blocks that come out otherwise. The scratch memory is overwritten."""
+        # it holds the very planes that should come out: a decoder that leaves a slice untouched must not pass
+        scratch.bitwise_not_()
+        starts = starts_of(padded_nbytes(blocks.nbytes)).tolist()
+        memory = self._device.arena.empty(starts[-1])
+        jobs = [
+            DecodeJob(memoryview(b""), row, chain, memory[start : start + nbytes])
+            for row, chain, start, nbytes in zip(rows, blocks.chains, starts[:-1], blocks.nbytes.tolist(), strict=True)
+        ]
+        return sorted(decoder.decode_on_device(jobs, run, bounds[:-1], scratch))
 
     def _layouts_of(self, blocks: _Blocks, flags: Sequence[int]) -> list[BlockLayout]:
         sizes = blocks.nbytes.tolist()
@@ -156,7 +213,7 @@ class BatchEncoder:
         data = np.array([run.data_ptr() for run in blocks.runs], np.int64)
         scratch_nbytes = np.array([layout.scratch_nbytes for layout in layouts], np.int64)
         offsets = starts_of(scratch_nbytes)
-        scratch = device.empty(int(offsets[-1]))
+        scratch = device.arena.empty(int(offsets[-1]))
         # stored as it is, a block needs no scratch memory: its piece is the block itself
         bases = np.where(scratch_nbytes > 0, offsets[:-1] + scratch.data_ptr(), data)
         codecs = [chain.array_to_bytes for chain in blocks.chains]
@@ -191,10 +248,8 @@ class BatchEncoder:
                 coded.append((which, self._coders.encode(coder, scratch, places[which], lengths[which])))
         return coded
 
-    def _gather(
-        self, pieces: Pieces, bases: I64, coded: Sequence[tuple[I64, Frames]], out: memoryview
-    ) -> tuple[I64, I64]:
-        """Bring all pieces into one run and start its copy to `out`; returns their stored lengths and their starts."""
+    def _gather(self, pieces: Pieces, bases: I64, coded: Sequence[tuple[I64, Frames]]) -> tuple[Tensor, I64, I64]:
+        """Bring all pieces into one run; returns it, their stored lengths and their starts."""
         sources, stored_nbytes = bases[pieces.block] + pieces.places, pieces.lengths.copy()
         slices = np.flatnonzero(pieces.coded)
         for which, frames in coded:
@@ -205,16 +260,27 @@ class BatchEncoder:
             sources[which[shorter]] = frames.addresses[shorter]
         room = padded_nbytes(stored_nbytes)
         starts = starts_of(room)
-        run_nbytes = int(starts[-1])
-        run = self._device.empty(run_nbytes)
+        run = self._device.arena.empty(int(starts[-1]))
         table = copy_table(sources, starts[:-1] + run.data_ptr(), stored_nbytes, room - stored_nbytes)
         self._device.kernels.copy(table)
-        self._device.copy_out(run, out[:run_nbytes])
-        return stored_nbytes, starts
+        return run, stored_nbytes, starts
 
 
-def _blocks(jobs: Sequence[EncodeJob]) -> _Blocks:
+def _rows(
+    layouts: Sequence[BlockLayout],
+    slice_nbytes: I64,
+    flags: npt.NDArray[np.uint32],
+    crcs: npt.NDArray[np.uint32],
+) -> list[BlockRow]:
+    """Return the blocks' rows, but for the encoded CRCs."""
+    sizes = slice_nbytes.tolist()
+    bounds = starts_of(np.array([layout.slice_count for layout in layouts], np.int64)).tolist()
+    columns = zip(flags.tolist(), bounds[:-1], bounds[1:], crcs.tolist(), strict=True)
+    return [BlockRow(flag, tuple(sizes[start:stop]), 0, crc) for flag, start, stop, crc in columns]
+
+
+def _blocks(jobs: Sequence[EncodeJob], empty: Callable[[int], Tensor]) -> _Blocks:
     split_count = sum(not job.chain.array_to_bytes.is_plain for job in jobs)
-    runs = [job.bytes() for job in jobs]
+    runs = [job.bytes(empty) for job in jobs]
     nbytes = np.array([run.numel() for run in runs], np.int64)
     return _Blocks([job.chain for job in jobs], runs, nbytes, split_count)

@@ -1,66 +1,124 @@
 """The CUDA engine: nvCOMP and the kernels, for blocks that are on a GPU. Makes the same open bytes as the CPU engine.
 
-CudaEngine   batches under a budget, what happens when the GPU fails
+CudaEngine   batches under a budget, what happens when the GPU fails or is wrong
 encode       a batch of blocks --> encoded blocks        decode     and back
 coders       slices --> frames --> slices                batches    where everything of a batch lies
-device       memory, stream, kernels                     support    what is installed
+device       memory, stream, kernels.cu                  support    what is installed
+copying      blocks through the CPU engine               health     what was seen of a GPU
+pool         the engines of a process
+
+Nothing that a GPU makes is believed. A batch that was encoded is decoded again and its CRCs compared, a decoded block's
+CRC is compared with the one in the file; what differs is left to the CPU engine, as is what fails.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dcp_nvcomp.codecs.base import CodecChain
-from dcp_nvcomp.codecs.encoded import EncodedBlock
-from dcp_nvcomp.engines.cpu import CpuEngine
+from dcp_nvcomp.codecs.encoded import EncodedBlock, checksum
 from dcp_nvcomp.engines.cuda.batches import fitting
 from dcp_nvcomp.engines.cuda.coders import NvcompCoders, is_served, stamped_chain
-from dcp_nvcomp.engines.cuda.decode import BatchDecoder, DecodeJob, JobChecks
+from dcp_nvcomp.engines.cuda.copying import CopyingEngine
+from dcp_nvcomp.engines.cuda.decode import BatchDecoder, DecodeJob, Doubt, JobChecks
 from dcp_nvcomp.engines.cuda.device import CudaDevice, Device
 from dcp_nvcomp.engines.cuda.encode import BatchEncoder, EncodeJob
+from dcp_nvcomp.engines.cuda.health import DeviceHealth
 from dcp_nvcomp.engines.cuda.support import cuda_unavailable_reason
 from dcp_nvcomp.errors import CheckpointError, CodecUnavailableError, CorruptDataError
 
-__all__ = ["CudaEngine", "DecodeJob", "EncodeJob", "JobChecks", "cuda_unavailable_reason", "stamped_chain"]
+__all__ = [
+    "BlockEngine",
+    "CudaEngine",
+    "DecodeJob",
+    "EncodeJob",
+    "EnginePolicy",
+    "JobChecks",
+    "cuda_unavailable_reason",
+    "stamped_chain",
+]
 
-# What nvCOMP, torch and CuPy raise if the GPU runs out of memory or a call fails.
-_GPU_ERRORS = (RuntimeError, ValueError, MemoryError)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class EnginePolicy:
+    """What a save or load asks of an engine.
+
+    Attributes:
+        device_memory_budget: bytes of device memory that a batch may take in addition to the blocks themselves. A block
+            that alone takes more is a batch of its own.
+        check_encodes: True if each batch that was encoded is decoded again.
+        may_fall_back: True if the CPU may take what the GPU fails at; else that is an error.
+    """
+
+    device_memory_budget: int
+    check_encodes: bool = True
+    may_fall_back: bool = True
+
+
+class BlockEngine(Protocol):
+    """What a save or load does with an engine for blocks of a GPU."""
+
+    def encode(self, jobs: Sequence[EncodeJob], out: memoryview) -> list[EncodedBlock]:
+        """Encode blocks; see `CudaEngine.encode`."""
+
+    def decode_checked(self, jobs: Sequence[DecodeJob], *, verify: str) -> None:
+        """Decode blocks that passed `JobChecks`; see `CudaEngine.decode`."""
+
+    def session(self, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """Copies between these tensors, complete at the end."""
 
 
 class CudaEngine:
     """Encodes and decodes blocks in GPU memory. Not for several threads at once.
 
-    If the GPU runs out of memory or nvCOMP fails, batches become smaller, and a block that fails alone is left to the
-    CPU engine, with one warning. Blocks of codecs that it does not know are always left to the CPU engine.
+    If the GPU runs out of memory or anything fails, batches become smaller, and a block that fails alone is left to the
+    CPU engine, with one warning. So is a block that came out wrong. Blocks of codecs that it does not know are always
+    left to the CPU engine.
 
     Args:
         device: the CUDA device of the blocks.
-        device_memory_budget: bytes of device memory that a batch may take in addition to the blocks themselves. A
-            block that alone takes more is a batch of its own.
+        policy: see `EnginePolicy`.
+        health: what is known of the device.
         backend: what the engine runs on; by default CuPy and nvCOMP on `device`.
+
+    Attributes:
+        health: what is known of the device.
 
     Raises:
         CodecUnavailableError: there is no such device, or a package is missing.
     """
 
-    def __init__(self, device: torch.device, *, device_memory_budget: int, backend: Device | None = None) -> None:
-        assert device_memory_budget > 0
+    def __init__(
+        self,
+        device: torch.device,
+        policy: EnginePolicy,
+        *,
+        health: DeviceHealth | None = None,
+        backend: Device | None = None,
+    ) -> None:
         self._device = CudaDevice(device) if backend is None else backend
-        self._budget_nbytes = device_memory_budget
-        coders = NvcompCoders(self._device)
-        self._coders = coders
-        self._encoder = BatchEncoder(self._device, coders)
-        self._decoder = BatchDecoder(self._device, coders)
+        self.health = health or DeviceHealth(str(device))
+        self._coders = NvcompCoders(self._device)
+        self._decoder = BatchDecoder(self._device, self._coders)
         self._checks = JobChecks()
-        self._cpu = CpuEngine()
-        self._failure = ""
-        self._warned = False
+        self._copying = CopyingEngine()
+        self.set_policy(policy)
+
+    def set_policy(self, policy: EnginePolicy) -> None:
+        """Work for another save or load."""
+        assert policy.device_memory_budget > 0
+        self._policy = policy
+        self._device.arena.set_limit(policy.device_memory_budget)
+        self._encoder = BatchEncoder(self._device, self._coders, self._decoder if policy.check_encodes else None)
 
     def encode(self, jobs: Sequence[EncodeJob], out: memoryview) -> list[EncodedBlock]:
         """Encode blocks.
@@ -73,57 +131,85 @@ class CudaEngine:
             The encoded blocks, all there; they fill `out` from its start without gaps, in any order.
 
         Raises:
-            CodecUnavailableError: the GPU can't encode a block with ANS, which only it can.
+            CodecUnavailableError: the GPU can't encode a block with ANS, which only it can; or it fails, and the CPU
+                may not take over.
         """
-        served = [at for at, job in enumerate(jobs) if is_served(job.chain)]
+        served = [at for at, job in enumerate(jobs) if self._serves(job.chain)]
         encoded = dict(zip(served, self._encode_served([jobs[at] for at in served], out), strict=True))
         position = sum(block.data.nbytes for block in encoded.values())
         for at in range(len(jobs)):
             if at not in encoded:
-                encoded[at] = self._encode_on_cpu(jobs[at], out[position:])
+                encoded[at] = self._copying.encode_block(jobs[at], out[position:])
                 position += encoded[at].data.nbytes
         return [encoded[at] for at in range(len(jobs))]
+
+    def _serves(self, chain: CodecChain) -> bool:
+        return is_served(chain) and self.health.serves(chain)
 
     def _encode_served(self, jobs: Sequence[EncodeJob], out: memoryview) -> list[EncodedBlock]:
         costs = self._costs(lambda: [self._encoder.cost_nbytes(job) for job in jobs], len(jobs))
         encoded: list[EncodedBlock] = []
         position, most = 0, len(jobs)
         while len(encoded) < len(jobs):
-            count = fitting(costs, len(encoded), most, self._budget_nbytes)
+            count = self._fitting(costs, len(encoded), most)
             batch, room = jobs[len(encoded) : len(encoded) + count], out[position:]
-            done: list[EncodedBlock] = []
-            if not self._attempt(lambda: done.extend(self._encoder.encode(batch, room))):  # noqa: B023
+            done = self._encode_batch(batch, room)
+            if done is None:
                 if count > 1:
                     most = count // 2
                     continue
                 self._fall_back(batch[0].chain)
-                done = [self._encode_on_cpu(batch[0], room)]
+                done = [self._copying.encode_block(batch[0], room)]
             encoded += done
             position += sum(block.data.nbytes for block in done)
         return encoded
+
+    def _encode_batch(self, batch: Sequence[EncodeJob], room: memoryview) -> list[EncodedBlock] | None:
+        """Return the encoded blocks of a batch, checked and put right; None if the GPU failed."""
+        if self.health.unusable is not None:
+            return self._copying.encode(batch, room)
+        done = self._attempt(lambda: self._encoder.encode(batch, room))
+        if done is None:
+            return None
+        if not done.wrong:
+            self.health.succeeded()
+            return done.blocks
+        self.health.was_wrong(len(done.wrong), "encoded")
+        self._copying.reason = "it encoded a block to wrong bytes"
+        wrong = set(done.wrong)
+        kept = {at: bytes(block.data) for at, block in enumerate(done.blocks) if at not in wrong}
+        position = 0
+        for at, job in enumerate(batch):
+            target = room[position:]
+            if at in wrong:
+                done.blocks[at] = replace(self._copying.encode_block(job, target), was_wrong=True)
+            else:
+                target[: len(kept[at])] = kept[at]
+                done.blocks[at] = replace(done.blocks[at], data=target[: len(kept[at])])
+            position += done.blocks[at].data.nbytes
+        return done.blocks
 
     def decode(self, jobs: Sequence[DecodeJob], *, verify: str) -> None:
         """Decode blocks; returns once all of them are complete.
 
         Args:
             jobs: the blocks.
-            verify: `"stored"`, `"full"` or `"off"`.
+            verify: `"stored"`, `"full"` or `"off"`, which is as `"stored"` here.
 
         Raises:
             CorruptDataError: a CRC does not match, or bytes do not decode to exactly the block's size.
             UnsupportedVersionError: a block's ANS is of another version of nvCOMP.
-            CodecUnavailableError: the GPU can't decode a block of ANS, which only it can.
+            CodecUnavailableError: the GPU can't decode a block of ANS, which only it can; or it fails, and the CPU may
+                not take over.
         """
         for job in jobs:
-            self._checks.check(job, verify=verify)
+            self._checks.check(job)
         self.decode_checked(jobs, verify=verify)
 
     def decode_checked(self, jobs: Sequence[DecodeJob], *, verify: str) -> None:
         """`decode`, of blocks that passed `JobChecks`."""
-        for job in jobs:
-            if not is_served(job.chain):
-                self._decode_on_cpu(job, verify)
-        self._decode_served([job for job in jobs if is_served(job.chain)], verify)
+        self._copying.decode_checked([job for job in jobs if not self._serves(job.chain)], verify=verify)
+        self._decode_served([job for job in jobs if self._serves(job.chain)], verify)
 
     def _decode_served(self, jobs: Sequence[DecodeJob], verify: str) -> None:
         for job in jobs:
@@ -135,15 +221,64 @@ class CudaEngine:
         costs = self._costs(lambda: [self._decoder.cost_nbytes(job) for job in jobs], len(jobs))
         position, most = 0, len(jobs)
         while position < len(jobs):
-            count = fitting(costs, position, most, self._budget_nbytes)
+            count = self._fitting(costs, position, most)
             batch = jobs[position : position + count]
-            if not self._attempt(lambda: self._decoder.decode(batch, verify=verify)):  # noqa: B023
+            if not self._decode_batch(batch, verify):
                 if count > 1:
                     most = count // 2
                     continue
                 self._fall_back(batch[0].chain)
-                self._decode_on_cpu(batch[0], verify)
+                self._copying.decode_checked(batch, verify=verify)
             position += count
+
+    def _decode_batch(self, batch: Sequence[DecodeJob], verify: str) -> bool:
+        """Decode a batch, and have the CPU decode what came out wrong; False if the GPU failed."""
+        if self.health.unusable is not None:
+            self._copying.decode_checked(batch, verify=verify)
+            return True
+        doubts = self._attempt(lambda: self._decoder.decode(batch))
+        if doubts is None:
+            return False
+        wrong = sum([self._was_wrong(batch[at], doubt, verify) for at, doubt in doubts.items()])
+        if wrong:
+            self.health.was_wrong(wrong, "decoded")
+        else:
+            self.health.succeeded()
+        return True
+
+    def _was_wrong(self, job: DecodeJob, doubt: Doubt, verify: str) -> bool:
+        """Have the CPU decode a doubtful block; True if it comes to something else than the GPU did.
+
+        Raises:
+            CorruptDataError: it is the block that is corrupt.
+        """
+        if job.chain.needs_gpu:
+            raise CorruptDataError(doubt.what, path=job.path, fqn=job.fqn, byte_range=job.byte_range)
+        host = self._copying.decoded(job, verify=verify)
+        if checksum(host) == doubt.crc:  # only the row is wrong, which is what verify="full" is there to find
+            return False
+        self._copying.place(host, job)
+        return True
+
+    def encode_unaided(self, jobs: Sequence[EncodeJob], out: memoryview) -> list[EncodedBlock]:
+        """Encode a batch, and raise an error of any type if the GPU fails or is wrong."""
+        with self._device.current():
+            self._device.arena.grow(sum(self._encoder.cost_nbytes(job) for job in jobs))
+        batch = self._encoder.encode(jobs, out)
+        if batch.wrong:
+            raise RuntimeError("a block was encoded to wrong bytes")
+        return batch.blocks
+
+    def decode_unaided(self, jobs: Sequence[DecodeJob]) -> None:
+        """Decode a batch, and raise an error of any type if the GPU fails or is wrong."""
+        with self._device.current():
+            self._device.arena.grow(sum(self._decoder.cost_nbytes(job) for job in jobs))
+        if self._decoder.decode(jobs):
+            raise RuntimeError("a block was decoded to wrong bytes")
+
+    def release_memory(self) -> None:
+        """Give back the device memory that is kept for the next batch."""
+        self._device.arena.release()
 
     def session(self, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Copies between these tensors on the engine's own stream, complete at the end."""
@@ -151,67 +286,42 @@ class CudaEngine:
 
     def _costs(self, work: Callable[[], list[int]], count: int) -> list[int]:
         """Return the cost of each block; if nvCOMP can't even compute that, every block is a batch of its own."""
-        costs: list[int] = []
+        if self.health.unusable is not None:
+            return [0] * count
         with self._device.current():
-            known = self._attempt(lambda: costs.extend(work()))
-        return costs if known else [self._budget_nbytes] * count
+            costs = self._attempt(work)
+        return [self._policy.device_memory_budget] * count if costs is None else costs
 
-    def _attempt(self, work: Callable[[], None]) -> bool:
-        """Do some work; return False if the GPU failed. All that it held is free again by then."""
+    def _fitting(self, costs: Sequence[int], start: int, most: int) -> int:
+        """Return how many blocks make the next batch; the arena grows for one that alone is too large."""
+        if self.health.unusable is not None:
+            return min(most, len(costs) - start)
+        arena = self._device.arena
+
+        def make_room() -> int:
+            count = fitting(costs, start, most, min(arena.capacity_nbytes, self._policy.device_memory_budget))
+            if count == 1:
+                arena.grow(costs[start])
+            return count
+
+        return self._attempt(make_room) or 1  # without memory the next attempt fails too, and the CPU takes the block
+
+    def _attempt(self, work: Callable[[], T]) -> T | None:
+        """Do some work; return None if the GPU failed. All that it held is free again by then."""
         try:
-            work()
+            return work()
         except CheckpointError:
             raise
-        except _GPU_ERRORS as error:
-            self._failure = f"{type(error).__name__}: {error}"
-            return False
-        return True
+        except Exception as error:  # nvCOMP, CuPy and torch raise errors of many types
+            self._copying.reason = f"{type(error).__name__}: {error}"
+            return None
 
     def _fall_back(self, chain: CodecChain) -> None:
-        """Before the CPU engine takes a block."""
-        if chain.needs_gpu:
+        """Before the CPU engine takes a block that failed alone."""
+        reason = self._copying.reason
+        if not self._policy.may_fall_back and not chain.needs_gpu:
             raise CodecUnavailableError(
-                f"The GPU could not run nvCOMP's ANS ({self._failure}), and nothing else can. Free GPU memory or lower "
-                "device_memory_budget; codec='auto' has no such limit."
+                f"The GPU failed on a block ({reason}), and engine='cuda' rules the CPU engine out."
             )
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"The GPU failed on a block ({self._failure}); the CPU engine does its work, and that of every other "
-                "block that fails. To keep the work on the GPU, lower device_memory_budget or free GPU memory.",
-                RuntimeWarning,
-                stacklevel=4,
-            )
-
-    def _encode_on_cpu(self, job: EncodeJob, out: memoryview) -> EncodedBlock:
-        host = np.empty(job.nbytes, np.uint8)
-
-        def copy() -> None:
-            position = 0
-            for tensor in job.tensors:
-                run = tensor.contiguous().reshape(-1).view(torch.uint8)
-                self._device.copy_out(run, host[position : position + run.numel()].data)
-                position += run.numel()
-
-        self._copy(job.tensors, copy, () if job.ready is None else (job.ready,))
-        return self._cpu.encode(host, job.chain, out)
-
-    def _decode_on_cpu(self, job: DecodeJob, verify: str) -> None:
-        host = np.empty(job.out.numel(), np.uint8)
-        try:
-            self._cpu.decode(job.data, job.row, job.chain, host, verify=verify)
-        except CorruptDataError as error:
-            raise CorruptDataError(error.message, path=job.path, fqn=job.fqn, byte_range=job.byte_range) from error
-        self._copy([job.out], lambda: self._device.copy_in(host.data, job.out))
-
-    def _copy(
-        self, tensors: Sequence[Tensor], copy: Callable[[], None], after: Sequence[torch.cuda.Event] = ()
-    ) -> None:
-        try:
-            with self._device.session(tensors, after):
-                copy()
-        except _GPU_ERRORS as error:
-            earlier = f", after {self._failure}" if self._failure else ""
-            raise CodecUnavailableError(
-                f"The GPU can't even copy data ({error}{earlier}). Free GPU memory, or check the GPU with nvidia-smi."
-            ) from error
+        if not chain.needs_gpu:
+            self.health.failed(reason)

@@ -181,11 +181,12 @@ class LiteralCoders:
         assert int((places + padded_nbytes(lengths)).max()) <= scratch.numel()
         count = lengths.size
         slices = self._upload(places + scratch.data_ptr(), lengths)
-        plans = self._device.empty(count * PLAN_NBYTES)
-        frame_nbytes = self._device.empty(4 * count).view(torch.int32)
-        frame_places = self._device.empty(8 * count).view(torch.int64)
+        device = self._device.torch_device
+        plans = self._device.arena.empty(count * PLAN_NBYTES)
+        frame_nbytes = torch.empty(count, dtype=torch.int32, device=device)
+        frame_places = torch.empty(count, dtype=torch.int64, device=device)
         # frames that are not shorter than their slices are not written, so there is room for all others
-        frames = self._device.empty(int(padded_nbytes(lengths).sum()))
+        frames = self._device.arena.empty(int(padded_nbytes(lengths).sum()))
         self._kernels.measure(slices, plans, frame_nbytes)
         self._kernels.place(slices, frame_nbytes, frame_places)
         self._kernels.write(slices, plans, frame_places, frames)

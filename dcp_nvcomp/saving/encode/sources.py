@@ -19,7 +19,8 @@ from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.encoded import EncodedBlock
 from dcp_nvcomp.codecs.scratch import ScratchArrays
 from dcp_nvcomp.engines.cpu import CpuEngine
-from dcp_nvcomp.engines.cuda.engine import CudaEngine, EncodeJob
+from dcp_nvcomp.engines.cuda.engine import EncodeJob, EnginePolicy
+from dcp_nvcomp.engines.cuda.pool import shared_pool
 from dcp_nvcomp.engines.tensors import HostArray
 from dcp_nvcomp.format.blocks import Box
 
@@ -43,21 +44,13 @@ class Workbench:
     """Engines and scratch memory that an encoding thread keeps from task to task.
 
     Args:
-        device_memory_budget: bytes that CUDA engines may take on each device.
+        policy: for the CUDA engines that it borrows.
     """
 
-    def __init__(self, device_memory_budget: int) -> None:
+    def __init__(self, policy: EnginePolicy) -> None:
         self.cpu = CpuEngine()
         self.scratch = ScratchArrays()
-        self._device_memory_budget = device_memory_budget
-        self._cuda: dict[torch.device, CudaEngine] = {}
-
-    def cuda(self, device: torch.device) -> CudaEngine:
-        """Return the engine of a device, made when first needed."""
-        engine = self._cuda.get(device)
-        if engine is None:
-            engine = self._cuda[device] = CudaEngine(device, device_memory_budget=self._device_memory_budget)
-        return engine
+        self.policy = policy
 
 
 class Source(ABC):
@@ -95,7 +88,8 @@ def encode_parts(parts: Sequence[Part], out: memoryview, bench: Workbench) -> li
         for part in parts:
             assert isinstance(part.source, _CudaEncoded)
             jobs += part.source.jobs(part.boxes, part.chain)
-        return bench.cuda(device).encode(jobs, out)
+        with shared_pool().lend(device, bench.policy) as engine:
+            return engine.encode(jobs, out)
     blocks: list[EncodedBlock] = []
     position = 0
     for part in parts:

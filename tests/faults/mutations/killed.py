@@ -61,9 +61,9 @@ MUTATIONS = (
     Mutation(
         row="one rank raises: errors of encode threads are kept",
         file=SAVING,
-        old="                    task.blocks = encode_parts(task.parts, task.buffer, bench)\n"
+        old="                    recoded += sum(block.was_wrong for block in task.blocks)\n"
         "            except BaseException as error:\n                self._workers.fail(error)\n",
-        new="                    task.blocks = encode_parts(task.parts, task.buffer, bench)\n"
+        new="                    recoded += sum(block.was_wrong for block in task.blocks)\n"
         "            except BaseException as error:\n                pass\n",
         tests=RAISES + "test_save[encode-1]",
     ),

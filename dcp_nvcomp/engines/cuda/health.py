@@ -1,0 +1,106 @@
+"""What a process has seen of one GPU: whether it can be used, and how it failed.
+
+One bad block is no reason to leave a GPU, three failures in a row are: then its blocks go to all CPU threads, for the
+rest of this save or load. A failed self-test counts for the process.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import Final
+
+from dcp_nvcomp.codecs.base import CodecChain, Coder
+
+__all__ = ["FAILURES_IN_A_ROW", "DeviceHealth"]
+
+FAILURES_IN_A_ROW: Final = 3
+
+
+class DeviceHealth:
+    """The state of one device, shared by all its engines.
+
+    Args:
+        name: the device, for messages.
+
+    Attributes:
+        broken: why the device can't be used in this process; None if it can.
+        refused: the coders that failed the self-test, and how.
+        wrong_blocks: how many blocks it encoded or decoded to wrong bytes. None of these was kept.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.broken: str | None = None
+        self.refused: dict[type[Coder], str] = {}
+        self.wrong_blocks = 0
+        self._lock = threading.Lock()
+        self._failures = 0
+        self._last = ""
+        self._warned: set[str] = set()
+
+    @property
+    def unusable(self) -> str | None:
+        """The reason why the CPU takes everything for now; None if there is none."""
+        if self.broken is not None:
+            return self.broken
+        if self._failures >= FAILURES_IN_A_ROW:
+            return f"it failed {FAILURES_IN_A_ROW} times in a row, last: {self._last}"
+        return None
+
+    def serves(self, chain: CodecChain) -> bool:
+        """True unless the chain's coder failed the self-test."""
+        return type(chain.coder) not in self.refused
+
+    def begin(self) -> None:
+        """Forget failures in a row: another save or load begins, and there may be memory again."""
+        with self._lock:
+            self._failures = 0
+
+    def succeeded(self) -> None:
+        """A batch came out right."""
+        with self._lock:
+            if self.unusable is None:
+                self._failures = 0
+
+    def failed(self, reason: str) -> None:
+        """A block alone could not be encoded or decoded; the CPU takes it."""
+        with self._lock:
+            self._failures += 1
+            self._last = reason
+        self._warn(
+            "failed",
+            f"The GPU failed on a block ({self.name}: {reason}); the CPU engine does its work, and that of every other "
+            "block that fails. To keep the work on the GPU, lower device_memory_budget or free GPU memory.",
+        )
+
+    def was_wrong(self, count: int, what: str) -> None:
+        """Some blocks came out wrong, and the CPU engine made them right.
+
+        Args:
+            count: how many.
+            what: `"encoded"` or `"decoded"`.
+        """
+        with self._lock:
+            self.wrong_blocks += count
+            self._failures += 1
+            self._last = f"blocks were {what} to wrong bytes"
+        self._warn(
+            what,
+            f"The GPU {what} blocks to wrong bytes ({self.name}: {count} in one batch). The CPU engine has done them "
+            "again, so nothing is lost. Please report this, with the versions of nvCOMP and of the driver.",
+        )
+
+    def fell_back(self, reason: str) -> None:
+        """Warn, once, that the CPU takes everything."""
+        self._warn(
+            "broken",
+            f"Tensors on {self.name} are handled by the slower CPU engine: {reason}. engine='cpu' silences this.",
+        )
+
+    def _warn(self, kind: str, message: str) -> None:
+        with self._lock:
+            if kind in self._warned:
+                return
+            self._warned.add(kind)
+        warnings.warn(message, RuntimeWarning, stacklevel=5)

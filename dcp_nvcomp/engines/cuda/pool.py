@@ -1,0 +1,172 @@
+"""The CUDA engines of a process: at most two for each device, made when first needed, lent to one thread at a time.
+
+Engines own streams, compiled kernels, nvCOMP's codecs and device memory. Made anew for each save they would leave
+memory reserved behind for streams that are no longer used; kept here, the twentieth save reserves no more than the
+first. `release_device_memory` gives the memory back.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from queue import Empty, LifoQueue
+from typing import Final
+
+import torch
+
+from dcp_nvcomp.engines.cuda.copying import CopyingEngine
+from dcp_nvcomp.engines.cuda.device import CudaDevice, Device
+from dcp_nvcomp.engines.cuda.engine import BlockEngine, CudaEngine, EnginePolicy
+from dcp_nvcomp.engines.cuda.health import DeviceHealth
+from dcp_nvcomp.engines.cuda.self_test import run_self_test
+from dcp_nvcomp.errors import CodecUnavailableError
+
+__all__ = ["ENGINES_PER_DEVICE", "EnginePool", "release_device_memory", "shared_pool"]
+
+# One copies while the other computes.
+ENGINES_PER_DEVICE: Final = 2
+
+
+class _DeviceEngines:
+    """The engines of one device; None stands for one that was not made yet."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.health = DeviceHealth(str(device))
+        self.testing = threading.Lock()
+        self.is_tested = False
+        # last in, first out: one thread alone makes do with one engine
+        self.free: LifoQueue[CudaEngine | None] = LifoQueue()
+        for _ in range(ENGINES_PER_DEVICE):
+            self.free.put(None)
+
+
+class EnginePool:
+    """Engines by device.
+
+    Args:
+        make_device: makes what an engine runs on; raises an error of any type if it can't.
+        self_test: see `run_self_test`; called with the first engine of each device.
+    """
+
+    def __init__(
+        self,
+        make_device: Callable[[torch.device], Device] = CudaDevice,
+        self_test: Callable[[CudaEngine, torch.device], None] = run_self_test,
+    ) -> None:
+        self._make_device = make_device
+        self._self_test = self_test
+        self._lock = threading.Lock()
+        self._devices: dict[torch.device, _DeviceEngines] = {}
+
+    def _engines(self, device: torch.device) -> _DeviceEngines:
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        with self._lock:
+            if device not in self._devices:
+                self._devices[device] = _DeviceEngines(device)
+            return self._devices[device]
+
+    def health(self, device: torch.device) -> DeviceHealth:
+        """Return what is known of a device."""
+        return self._engines(device).health
+
+    def begin(self) -> None:
+        """Another save or load begins: what failed for lack of memory may work now."""
+        with self._lock:
+            for engines in self._devices.values():
+                engines.health.begin()
+
+    @contextmanager
+    def lend(self, device: torch.device, policy: EnginePolicy) -> Iterator[BlockEngine]:
+        """Lend an engine, after waiting for a free one; one that uses the CPU, with a warning, if the GPU can't.
+
+        Args:
+            device: the device of the blocks.
+            policy: what the borrower asks of the engine.
+
+        Raises:
+            CodecUnavailableError: the GPU can't, and the CPU may not.
+        """
+        engines = self._engines(device)
+        engine = engines.free.get()
+        try:
+            engine = self._ready(engine, engines, device, policy)
+            if engine is None:
+                reason = str(engines.health.unusable)
+                if not policy.may_fall_back:
+                    raise CodecUnavailableError(f"engine='cuda' can't run here: {reason}. Use engine='auto' or 'cpu'.")
+                engines.health.fell_back(reason)
+                yield CopyingEngine(reason)
+            else:
+                yield engine
+        finally:
+            engines.free.put(engine)
+
+    def _ready(
+        self, engine: CudaEngine | None, engines: _DeviceEngines, device: torch.device, policy: EnginePolicy
+    ) -> CudaEngine | None:
+        """Return the engine, made and tested if it was not yet; None if the device can't be used."""
+        if engines.health.unusable is not None:
+            return engine if engine is not None and engines.health.broken is None else None
+        if engine is None:
+            try:
+                engine = CudaEngine(device, policy, health=engines.health, backend=self._make_device(device))
+            except Exception as error:
+                engines.health.broken = f"{type(error).__name__}: {error}"
+                return None
+        engine.set_policy(policy)
+        with engines.testing:
+            if not engines.is_tested:
+                self._self_test(engine, device)
+                engines.is_tested = True
+        return engine if engines.health.broken is None else None
+
+    def release_memory(self) -> None:
+        """Free the device memory of all engines that are not at work."""
+        with self._lock:
+            devices = list(self._devices.values())
+        for engines in devices:
+            for engine in _taken(engines.free):
+                if engine is not None:
+                    engine.release_memory()
+                engines.free.put(engine)
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.empty_cache()
+
+
+def _taken(queue: LifoQueue[CudaEngine | None]) -> list[CudaEngine | None]:
+    """Take all that is in a queue now."""
+    found = []
+    with suppress(Empty):
+        while True:
+            found.append(queue.get_nowait())
+    return found
+
+
+_pool: tuple[int, EnginePool] | None = None
+_POOL_LOCK: Final = threading.Lock()
+
+
+def shared_pool() -> EnginePool:
+    """Return this process's pool; a forked child gets one of its own, as CUDA does not survive a fork."""
+    global _pool
+    with _POOL_LOCK:
+        if _pool is None or _pool[0] != os.getpid():
+            _pool = os.getpid(), EnginePool()
+        return _pool[1]
+
+
+def release_device_memory() -> None:
+    """Give back the device memory that saves and loads keep for the next ones.
+
+    Each device has at most `device_memory_budget` bytes of it. Call it if training needs every byte between saves; the
+    next save or load reserves the memory again. What a save or load that is under way uses is not touched.
+
+    Example:
+        >>> import dcp_nvcomp
+        >>> dcp_nvcomp.release_device_memory()
+    """
+    if _pool is not None and _pool[0] == os.getpid():
+        _pool[1].release_memory()

@@ -1,0 +1,332 @@
+"""A GPU that is wrong, or can't be used: nothing wrong is written or loaded, and `engine="auto"` never fails for it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import zstandard
+from torch.distributed.checkpoint import CheckpointException
+
+import dcp_nvcomp
+from dcp_nvcomp import NvcompWriter, SaveStats
+from dcp_nvcomp.codecs import Bytes, CodecChain, Planes, Zstd
+from dcp_nvcomp.codecs.encoded import EncodedBlock
+from dcp_nvcomp.engines.cpu import CpuEngine
+from dcp_nvcomp.engines.cuda import pool
+from dcp_nvcomp.engines.cuda.engine import CudaEngine, EnginePolicy
+from dcp_nvcomp.engines.cuda.health import FAILURES_IN_A_ROW
+from dcp_nvcomp.engines.cuda.pool import EnginePool
+from dcp_nvcomp.engines.cuda.self_test import SELF_TEST_CHAINS, run_self_test
+from dcp_nvcomp.engines.memory import plain_allocate
+from dcp_nvcomp.errors import CodecUnavailableError, CorruptDataError
+from dcp_nvcomp.loading import decoder as decoding
+from dcp_nvcomp.saving import job as saving
+from tests.checkpoints import load_into
+from tests.states import assert_same, blank
+
+from .cases import BUDGET, CHAIN, cpu_encode, encode, engine_on, job, tensor, weights
+from .kernels_on_cpu import ReferenceKernels
+from .nvcomp_stand_in import Codec, NvcompStandIn, StandInDevice
+from .stand_in_pool import StandInPool, install_stand_ins
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+CPU = torch.device("cpu")
+BLOCKS = [weights(4, 2500, seed=seed) for seed in range(6)]
+
+
+class Wrong(NvcompStandIn):
+    """nvCOMP that codes every `period`-th slice to something else, in one direction.
+
+    Args:
+        direction: `"encode"` or `"decode"`.
+        change: what becomes of the right bytes.
+        period: which slices.
+    """
+
+    def __init__(self, direction: str, change: Callable[[bytes], bytes], period: int = 4) -> None:
+        super().__init__()
+        self._direction = direction
+        self._change = change
+        self._period = period
+        self._count = 0
+
+    def Codec(self, **options: Any) -> Codec:  # noqa: N802
+        made = super().Codec(**options)
+        name = f"_{self._direction}_slice"
+        right = getattr(made, name)
+
+        def changed(data: np.ndarray) -> bytes:
+            self._count += 1
+            found = right(data)
+            return self._change(found) if self._count % self._period == 0 else found
+
+        setattr(made, name, changed)
+        return made
+
+
+def other_content(frame: bytes) -> bytes:
+    """A good frame of as many other bytes."""
+    content = bytearray(zstandard.ZstdDecompressor().decompress(frame))
+    content[len(content) // 2] ^= 1
+    return zstandard.ZstdCompressor(level=1).compress(bytes(content))
+
+
+def garbage(frame: bytes) -> bytes:
+    return bytes(len(frame))
+
+
+def truncated(frame: bytes) -> bytes:
+    return frame[: len(frame) // 2]
+
+
+def decoded(encoded: EncodedBlock, chain: CodecChain = CHAIN) -> bytes:
+    out = np.empty(encoded.uncompressed_nbytes, np.uint8)
+    CpuEngine().decode(encoded.data, encoded.row, chain, out, verify="full")
+    return out.tobytes()
+
+
+# ---- encodes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", [other_content])
+def test_a_wrong_encode_is_done_again_by_the_cpu(change: Callable[[bytes], bytes]) -> None:
+    device = StandInDevice(ReferenceKernels(), Wrong("encode", change, period=7))
+    engine = engine_on(device)
+    with pytest.warns(RuntimeWarning, match=r"encoded blocks to wrong bytes.*CPU engine"):
+        first = encode(engine, [tensor(block) for block in BLOCKS], CHAIN)
+    again = encode(engine, [tensor(block) for block in BLOCKS], CHAIN)  # a second warning would be an error
+    for encoded in (first, again):
+        assert [decoded(one) for one in encoded] == [block.tobytes() for block in BLOCKS]
+        assert 0 < sum(one.was_wrong for one in encoded) < len(encoded)
+    assert engine.health.wrong_blocks == sum(one.was_wrong for one in first + again)
+
+
+@pytest.mark.parametrize("change", [garbage, truncated])
+def test_a_frame_that_does_not_even_decode(change: Callable[[bytes], bytes]) -> None:
+    """NvCOMP raises at it here; on a GPU it may report a wrong length instead."""
+    engine = engine_on(StandInDevice(ReferenceKernels(), Wrong("encode", change, period=7)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        encoded = encode(engine, [tensor(block) for block in BLOCKS], CHAIN)
+    assert caught
+    assert [decoded(one) for one in encoded] == [block.tobytes() for block in BLOCKS]
+
+
+@pytest.mark.parametrize("chain", [CHAIN, CodecChain(Bytes(), Zstd(1024))], ids=["planes", "bytes"])
+def test_a_decoder_that_does_nothing_does_not_pass_the_check(chain: CodecChain) -> None:
+    """The memory that it should decode into held the very planes a moment before."""
+
+    class Idle(NvcompStandIn):
+        def Codec(self, **options: Any) -> Codec:  # noqa: N802
+            made = super().Codec(**options)
+            made.decode = lambda source, out, decompression_config: out  # type: ignore[assignment,method-assign]
+            return made
+
+    with pytest.warns(RuntimeWarning, match="wrong bytes"):
+        encoded = encode(engine_on(StandInDevice(ReferenceKernels(), Idle())), [tensor(BLOCKS[0])], chain)
+    assert encoded[0].was_wrong and decoded(encoded[0], chain) == BLOCKS[0].tobytes()
+
+
+def test_without_checks_the_gpu_is_trusted() -> None:
+    device = StandInDevice(ReferenceKernels(), Wrong("encode", other_content, period=7))
+    encoded = encode(engine_on(device, check_encodes=False), [tensor(block) for block in BLOCKS], CHAIN)
+    assert not any(one.was_wrong for one in encoded)
+    with pytest.raises(CorruptDataError):
+        list(map(decoded, encoded))
+
+
+def test_the_saves_statistics_count_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_ins = installed(monkeypatch)
+    stand_ins.nvcomp = lambda: Wrong("encode", other_content, period=20)
+    state = {f"{at}": torch.randn(200_000) for at in range(20)}
+    writer = NvcompWriter(tmp_path, codec="planes-zstd")
+    with pytest.warns(RuntimeWarning, match="encoded blocks to wrong bytes"):
+        metadata = dcp.save(state, storage_writer=writer, no_dist=True)
+    assert writer.last_save is not None and writer.last_save.recoded_blocks > 0
+    stats = SaveStats.of(metadata)
+    assert stats is not None and stats.recoded_blocks == writer.last_save.recoded_blocks
+    into = blank(state)
+    load_into(tmp_path, into, engine="cpu", verify="full")
+    assert_same(into, state)
+
+
+# ---- decodes ---------------------------------------------------------------------------------------------------------
+
+
+def flipped(data: bytes) -> bytes:
+    return bytes([data[0] ^ 1]) + data[1:]
+
+
+def shorter(data: bytes) -> bytes:
+    return data[:-1]
+
+
+@pytest.mark.parametrize("change", [flipped, shorter])
+@pytest.mark.parametrize("verify", ["stored", "full", "off"])
+def test_a_wrong_decode_is_done_again_by_the_cpu(change: Callable[[bytes], bytes], verify: str) -> None:
+    engine = engine_on(StandInDevice(ReferenceKernels(), Wrong("decode", change, period=7)))
+    jobs = [job(cpu_encode(block, CHAIN), CHAIN) for block in BLOCKS]
+    with pytest.warns(RuntimeWarning, match="decoded blocks to wrong bytes"):
+        engine.decode(jobs, verify=verify)
+    assert [done.out.numpy().tobytes() for done in jobs] == [block.tobytes() for block in BLOCKS]
+    assert engine.health.wrong_blocks > 0
+
+
+# ---- engines that can't be used --------------------------------------------------------------------------------------
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, **options: Any) -> StandInPool:
+    for module in (saving, decoding):
+        monkeypatch.setattr(module, "pinned_allocate", plain_allocate)
+    return install_stand_ins(monkeypatch, ReferenceKernels(), **options)
+
+
+def raises_type_error(device: torch.device) -> StandInDevice:
+    raise TypeError("incompatible constructor arguments")
+
+
+def test_an_engine_that_can_not_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, make_device=raises_type_error)
+    state = {f"{at}": torch.randn(50_000) for at in range(5)}
+    with pytest.warns(RuntimeWarning, match=r"slower CPU engine: TypeError: incompatible"):
+        dcp.save(state, storage_writer=NvcompWriter(tmp_path), no_dist=True)
+    into = blank(state)
+    load_into(tmp_path, into)  # a second warning would be an error
+    assert_same(into, state)
+    with pytest.raises(CheckpointException, match=r"engine='cuda' can't run here: TypeError"):
+        dcp.save(state, storage_writer=NvcompWriter(tmp_path, engine="cuda"), no_dist=True)
+
+
+def test_the_self_test_passes_on_a_good_device() -> None:
+    engine = engine_on(StandInDevice(ReferenceKernels()))
+    run_self_test(engine, CPU)
+    assert engine.health.unusable is None and not engine.health.refused
+
+
+@pytest.mark.parametrize("direction", ["encode", "decode"])
+def test_the_self_test_finds_a_wrong_coder(direction: str) -> None:
+    def raises(name: str, slices: int) -> None:
+        raise TypeError("no such argument")
+
+    engine = engine_on(StandInDevice(ReferenceKernels(), Wrong(direction, flipped, period=1)))
+    run_self_test(engine, CPU)
+    assert set(engine.health.refused) == {type(chain.coder) for chain in SELF_TEST_CHAINS}
+    assert engine.health.unusable is not None and "self-test" in engine.health.unusable
+    engine = engine_on(StandInDevice(ReferenceKernels(), NvcompStandIn(raises)))
+    run_self_test(engine, CPU)
+    assert "TypeError: no such argument" in str(engine.health.unusable)
+
+
+def test_a_coder_that_fails_the_self_test_is_left_to_the_cpu() -> None:
+    class BadZstd(NvcompStandIn):
+        def Codec(self, **options: Any) -> Codec:  # noqa: N802
+            if options["algorithm"] == "Zstd":
+                raise RuntimeError("nvCOMP error: unsupported")
+            return super().Codec(**options)
+
+    device = StandInDevice(ReferenceKernels(), BadZstd())
+    engine = engine_on(device)
+    run_self_test(engine, CPU)
+    assert engine.health.unusable is None and set(engine.health.refused) == {Zstd}
+    device.nvcomp.calls.clear()
+    encoded = encode(engine, [tensor(block) for block in BLOCKS], CHAIN)
+    assert [decoded(one) for one in encoded] == [block.tobytes() for block in BLOCKS]
+    assert device.nvcomp.calls == []
+
+
+def test_the_self_test_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tested: list[CudaEngine] = []
+    shared = EnginePool(lambda device: StandInDevice(ReferenceKernels()), lambda engine, device: tested.append(engine))
+    with shared.lend(CPU, EnginePolicy(BUDGET)) as one, shared.lend(CPU, EnginePolicy(BUDGET)) as other:
+        assert one is not other
+    with shared.lend(CPU, EnginePolicy(BUDGET)) as again:
+        assert again in (one, other)
+    assert len(tested) == 1
+
+
+def test_three_failures_in_a_row_send_everything_to_the_cpu_until_the_next_save() -> None:
+    calls = 0
+
+    def fails(name: str, slices: int) -> None:
+        nonlocal calls
+        calls += 1
+        raise RuntimeError("nvCOMP error: internal")
+
+    engine = engine_on(StandInDevice(ReferenceKernels(), NvcompStandIn(fails)))
+    with pytest.warns(RuntimeWarning):
+        encoded = encode(engine, [tensor(block) for block in BLOCKS], CHAIN)
+    assert [decoded(one) for one in encoded] == [block.tobytes() for block in BLOCKS]
+    assert engine.health.unusable is not None and f"{FAILURES_IN_A_ROW} times in a row" in engine.health.unusable
+    before = calls
+    encode(engine, [tensor(block) for block in BLOCKS], CHAIN)
+    assert calls == before, "the GPU is left alone"
+    engine.health.begin()
+    assert engine.health.unusable is None
+
+
+def test_a_failure_now_and_then_is_no_reason_to_leave() -> None:
+    engine = engine_on(StandInDevice(ReferenceKernels()))
+    for _ in range(10):
+        for _ in range(FAILURES_IN_A_ROW - 1):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                engine.health.failed("out of memory")
+        engine.health.succeeded()
+    assert engine.health.unusable is None
+
+
+def test_with_engine_cuda_the_cpu_does_not_take_over() -> None:
+    def fails(name: str, slices: int) -> None:
+        raise RuntimeError("nvCOMP error: internal")
+
+    engine = CudaEngine(
+        CPU, EnginePolicy(BUDGET, may_fall_back=False), backend=StandInDevice(ReferenceKernels(), NvcompStandIn(fails))
+    )
+    with pytest.raises(CodecUnavailableError, match=r"internal.*engine='cuda'"):
+        encode(engine, [tensor(BLOCKS[0])], CHAIN)
+    with pytest.raises(CodecUnavailableError, match=r"internal.*engine='cuda'"):
+        engine.decode([job(cpu_encode(BLOCKS[0], CHAIN), CHAIN)], verify="stored")
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_twenty_saves_and_loads_reserve_no_more_than_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_ins = installed(monkeypatch, self_test=True)
+    reserved: list[int] = []
+    for number in range(20):
+        state = {f"{at}": torch.randn(40_000 + 1000 * number) for at in range(20)}
+        dcp.save(state, storage_writer=NvcompWriter(tmp_path, device_memory_budget=4 << 20), no_dist=True)
+        into = blank(state)
+        load_into(tmp_path, into, device_memory_budget=4 << 20)
+        assert_same(into, state)
+        reserved.append(sum(device.held_nbytes for device in stand_ins.devices))
+    assert len(stand_ins.devices) <= 2
+    assert set(reserved) <= {2 << 20, 4 << 20} and sorted(reserved) == reserved, "an engine or two, of 2 MiB each"
+    dcp_nvcomp.release_device_memory()
+    assert [device.held_nbytes for device in stand_ins.devices] == [0] * len(stand_ins.devices)
+
+
+def test_a_forked_child_has_a_pool_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "_pool", (-1, EnginePool()))
+    assert pool.shared_pool() is pool.shared_pool() is not None
+    assert pool._pool is not None and pool._pool[0] > 0
+
+
+def test_blocks_of_another_codec_need_no_gpu() -> None:
+    """What no GPU serves takes the way over the CPU, whatever the device's health."""
+    chain = CodecChain(Planes(4), Zstd(1024))
+    engine = engine_on(StandInDevice(ReferenceKernels()))
+    engine.health.broken = "it is on fire"
+    encoded = encode(engine, [tensor(block) for block in BLOCKS], chain)
+    jobs = [job(one, chain) for one in encoded]
+    engine.decode(jobs, verify="full")
+    assert [done.out.numpy().tobytes() for done in jobs] == [block.tobytes() for block in BLOCKS]
