@@ -85,7 +85,8 @@ class RacesBuild:
         """
         text, made, program = (self._folder / f"{name}{suffix}" for suffix in (".cpp", ".o", ""))
         text.write_text(_translation_unit(source))
-        common = (*_OPTIONS, *_KERNEL_OPTIONS, "-O1", "-g1", "-DEMULATION_RACES", "-fsanitize=thread")
+        # not optimised, so that no access to memory is left out
+        common = (*_OPTIONS, *_KERNEL_OPTIONS, "-O0", "-g1", "-DEMULATION_RACES", "-fsanitize=thread")
         _compile(*common, *options, "-c", text, "-o", made)
         _compile("-fsanitize=thread", "-pthread", *self._common, made, "-o", program)
         if self._prefix is None:

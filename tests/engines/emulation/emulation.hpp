@@ -19,10 +19,10 @@
 // stricter than CUDA, where equal barriers in two branches may meet.
 //
 // Not found: what the cases do not reach; a race whose accesses lie so far apart that ThreadSanitizer, which keeps the last
-// four accesses to each eight bytes, has forgotten the first; in structures larger than a register, bytes that nothing
-// uses; whatever NVCC or the GPU does differently, such as stale reads through the read-only cache; deadlocks between
-// thread blocks, as all of a group run to their end; races between launches on different streams; accesses outside of
-// a buffer that hit other mapped memory (tests put canaries and guard pages around theirs); how fast it is.
+// four accesses to each eight bytes, has forgotten the first; order by __syncthreads_count and the like that nothing needs
+// but the count; whatever NVCC or the GPU does differently, such as stale reads through the read-only cache; deadlocks
+// between thread blocks, as all of a group run to their end; races between launches on different streams; accesses outside
+// of a buffer that hit other mapped memory (tests put canaries and guard pages around theirs); how fast it is.
 #pragma once
 
 #include <cstdint>

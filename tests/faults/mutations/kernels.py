@@ -16,6 +16,7 @@ __all__ = ["KERNELS", "MUTATIONS", "synchronisation"]
 ROOT = Path(__file__).parents[3]
 KERNELS = "dcp_nvcomp/engines/cuda/kernels"
 BLOCKS = f"{KERNELS}/blocks.cu"
+MEASURE, WRITE, DECODE = (f"{KERNELS}/literals_{name}.cu" for name in ("measure", "write", "decode"))
 
 # Barriers, atomics and fences, and what else has such a name.
 _CALL = re.compile(r"\b(__sync\w*|__threadfence\w*|__\w+_sync|atomic\w+)\s*\(")
@@ -109,6 +110,30 @@ _ORDERS = (
         BLOCKS,
         "        if (at + 16 <= nbytes) {\n",
         "        if (at < nbytes) {\n",
+    ),
+    _order(
+        "one thread writes the longest length",
+        MEASURE,
+        "        if (threadIdx.x == 0) longest = found;",
+        "        if (has_rank) longest = found;",
+    ),
+    _order(
+        "a word that two runs share is put together before it is written",
+        WRITE,
+        "        if (at != first_edge && at != last_edge) target.words[at] = word;\n",
+        "        if (at != first_edge) target.words[at] = word;\n",
+    ),
+    _order(
+        "what is left of the stage is read before it is cleared",
+        WRITE,
+        "        const u32 full = used / 32, rest = stage[full];\n        __syncwarp();\n",
+        "        __syncwarp();\n        const u32 full = used / 32, rest = stage[full];\n",
+    ),
+    _order(
+        "of a word that two streams share, each writes its bytes",
+        DECODE,
+        "        if (skipped) put_bytes(8);\n        else *words = bytes;\n",
+        "        *words = bytes;\n",
     ),
 )
 
