@@ -72,12 +72,17 @@ def _mutations(path: Path) -> Iterator[Mutation]:
                 file=str(path.relative_to(ROOT)),
                 old=text[begin:end],
                 new=text[begin : call.start()] + new,
-                tests="tests/engines/emulation/test_races.py -k unchanged",
+                tests=_tests(path.name),
             )
 
 
+def _tests(name: str) -> str:
+    module = re.split(r"[_.]", name)[0]
+    return f"tests/engines/emulation/test_races.py -k test_unchanged[{module}]"
+
+
 def _order(row: str, file: str, old: str, new: str) -> Mutation:
-    return Mutation(f"races: {row}", file, old, new, "tests/engines/emulation/test_races.py -k unchanged")
+    return Mutation(f"races: {row}", file, old, new, _tests(Path(file).name))
 
 
 _ORDERS = (
@@ -121,7 +126,7 @@ _ORDERS = (
         "a word that two runs share is put together before it is written",
         WRITE,
         "        if (at != first_edge && at != last_edge) target.words[at] = word;\n",
-        "        if (at != first_edge) target.words[at] = word;\n",
+        "        if (at != first_edge || at == last_edge) target.words[at] = word;\n",
     ),
     _order(
         "what is left of the stage is read before it is cleared",
