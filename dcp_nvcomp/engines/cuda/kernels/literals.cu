@@ -1,5 +1,6 @@
-// Zstandard frames (RFC 8878) of literals alone, which hold one slice (docs/format.md) each; codecs/coders/_literals.c makes
-// them on a CPU. literals.py compiles all files literals*.cu as one and launches the kernels with THREADS threads:
+// Zstandard frames (RFC 8878) of literals alone, which hold one slice (docs/format.md) each; codecs/coders/_literals.c
+// makes them on a CPU. literals.py compiles all files literals*.cu as one and launches the kernels with THREADS
+// threads:
 //
 //   literals.cu         the format, and what all others use
 //   literals_encode.cu  how encoding works: measure_slices and place_frames of literals_measure.cu, with
@@ -11,15 +12,15 @@
 //   frame     magic number, descriptor, size of the content; then its blocks
 //   block     3 bytes: is it the last, its kind, its length; then
 //             raw: the bytes themselves           repeated: the one byte that it consists of
-//             compressed: literals' header (sizes), weights, lengths of three streams, four streams, a zero: no sequences
+//             compressed: sizes, weights, the lengths of three streams, four streams, and a zero: no sequences
 //
-// Symbols have Huffman codes of at most 11 bits. A symbol's weight is 0 if it does not occur, else the longest code's length
-// plus one less the length of its own. All weights but that of the last symbol are listed, as half bytes or compressed
-// with finite state entropy (FSE); the last one's follows from the others. Of codes in ascending order, the longest come
-// first, and symbols of equal length are in their own order.
+// Symbols have Huffman codes of at most 11 bits. A symbol's weight is 0 if it does not occur, else the longest code's
+// length plus one less the length of its own. All weights but that of the last symbol are listed, as half bytes or
+// compressed with finite state entropy (FSE); the last one's follows from the others. Of codes in ascending order, the
+// longest come first, and symbols of equal length are in their own order.
 //
-// A quarter of a block's symbols goes into each stream, the last symbol first, each code above the ones before it; one more
-// bit marks the end. A decoder so begins at a stream's last byte, and meets the first symbol there.
+// A quarter of a block's symbols goes into each stream, the last symbol first, each code above the ones before it; one
+// more bit marks the end. A decoder so begins at a stream's last byte, and meets the first symbol there.
 //
 // Beyond plain C++ these kernels use __syncthreads, __syncthreads_count, __syncthreads_or, __syncwarp, __shfl_sync,
 // __shfl_up_sync and __ballot_sync with all lanes, atomicAdd and atomicOr, __popc and __clz.

@@ -1,6 +1,6 @@
 // decode_slices; literals_parse.cu begins with how it works.
 
-// ---- table -----------------------------------------------------------------------------------------------------------
+// ---- table ----------------------------------------------------------------------------------------------------------
 
 const u32 LENGTH_AT = 24, COUNT_AT = 28; // in an entry
 
@@ -16,7 +16,8 @@ __device__ void make_table(Decoder &decoder) {
         }
     }
     const u32 room = lane > 0 && lane <= MAX_LENGTH ? of_weight << (lane - 1) : 0;
-    u32 code = sum_up_to(room) - room; // in lane w: the next code of weight w, followed by zeros up to the longest's length
+    // in lane w: the next code of weight w, filled up with zeros to the length of the longest
+    u32 code = sum_up_to(room) - room;
     for (u32 symbol = 0; symbol < SYMBOLS; ++symbol) {
         const u32 weight = decoder.weights[symbol];
         if (weight == 0) continue;
@@ -49,7 +50,7 @@ __device__ void make_table(Decoder &decoder) {
     }
 }
 
-// ---- streams ---------------------------------------------------------------------------------------------------------
+// ---- streams --------------------------------------------------------------------------------------------------------
 
 // The bits of a stream, the last ones first: a window of two words, moved on by one when only one of them is left.
 struct BitReader {

@@ -1,12 +1,12 @@
 // Encoding. Each slice becomes a frame of one block, if that is shorter; three launches:
 //
-//   measure_slices   counts each slice's bytes, makes its codes and the frame's header: so the frame's exact length is known
+//   measure_slices   counts each slice's bytes, makes its codes and the frame's header: so the frame's length is known
 //   place_frames     sums the lengths up: where each frame goes
 //   write_slices     reads the slices again, and writes each frame to its place
 //
-// One thread block works on one slice, and each warp on an eighth of it, a run: half of a stream. As it counts its run, the
-// bit at which each run begins is known, so that the warps of write_slices need not wait for each other. In memory, a
-// stream's later half comes first; runs are numbered as they lie in memory.
+// One thread block works on one slice, and each warp on an eighth of it, a run: half of a stream. As it counts its run,
+// the bit at which each run begins is known, so that the warps of write_slices need not wait for each other. In memory,
+// a stream's later half comes first; runs are numbered as they lie in memory.
 //
 // Slices must not change between the launches: codes are exact, and frames lie close together.
 
@@ -37,7 +37,7 @@ struct Plan {
 };
 static_assert(sizeof(Plan) == PLAN_NBYTES, "literals.py makes room for it");
 
-// ---- runs ------------------------------------------------------------------------------------------------------------
+// ---- runs -----------------------------------------------------------------------------------------------------------
 
 struct Run { u32 begin, end; };
 

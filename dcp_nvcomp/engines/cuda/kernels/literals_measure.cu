@@ -1,6 +1,6 @@
 // measure_slices and place_frames of literals_encode.cu.
 
-// ---- counting --------------------------------------------------------------------------------------------------------
+// ---- counting -------------------------------------------------------------------------------------------------------
 //
 // Each warp has counters of its own, and four for each symbol, which its lanes use in turns: the same few symbols come
 // again and again, and lanes that add to the same counter wait for each other.
@@ -38,15 +38,16 @@ __device__ u32 number_before(bool occurs, u32 *of_warp, u32 &total) {
     return before;
 }
 
-// ---- lengths of codes ------------------------------------------------------------------------------------------------
+// ---- lengths of codes -----------------------------------------------------------------------------------------------
 //
 // Package-merge finds the best lengths under a limit. The first list is the symbols, the rarest first. Ten more lists
-// follow: neighbours of the list before are paired, and the pairs merged with the symbols, by weight. Of the last list the
-// first 2n - 2 items are taken; a pair that is taken takes its two items in the list before. A symbol's code is as long as
-// the number of lists in which it is taken.
+// follow: neighbours of the list before are paired, and the pairs merged with the symbols, by weight. Of the last list
+// the first 2n - 2 items are taken; a pair that is taken takes its two items in the list before. A symbol's code is as
+// long as the number of lists in which it is taken.
 //
-// A thread has the symbol of its rank and the pair of its number, and finds their places in the merged list with a binary
-// search each. As it keeps the places of its symbol, the way back needs no list: only how many symbols each list takes.
+// A thread has the symbol of its rank and the pair of its number, and finds their places in the merged list with a
+// binary search each. As it keeps the places of its symbol, the way back needs no list: only how many symbols each list
+// takes.
 
 // How many of the first `count` ascending numbers are less than `limit`.
 __device__ u32 count_less(const u32 *numbers, u32 count, u32 limit) {
@@ -118,7 +119,7 @@ __device__ u32 find_code(u32 length, u32 longest, u32 (*of_length)[MAX_LENGTH + 
     return code + before;
 }
 
-// ---- measuring -------------------------------------------------------------------------------------------------------
+// ---- measuring ------------------------------------------------------------------------------------------------------
 
 __device__ void put_number(u8 *out, u64 value, u32 nbytes) {
     for (u32 i = 0; i < nbytes; ++i) out[i] = (u8)(value >> 8 * i);
@@ -227,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) measure_slices(
     }
 }
 
-// ---- placing ---------------------------------------------------------------------------------------------------------
+// ---- placing --------------------------------------------------------------------------------------------------------
 
 const u32 PLACED = 8; // frames that a thread places at a time
 

@@ -1,9 +1,11 @@
-// Decoding of frames that literals_encode.cu or _literals.c wrote: one or more blocks, four streams each. Any other frame
-// and any that is corrupt is reported; what its slice then contains is undefined. Nothing outside of frames is read, and
-// nothing outside of slices written, whatever the frames contain: all lengths are checked before they are used.
+// Decoding of frames that literals_encode.cu or _literals.c wrote: one or more blocks, four streams each. Any other
+// frame and any that is corrupt is reported; what its slice then contains is undefined. Nothing outside of frames is
+// read, and nothing outside of slices written, whatever the frames contain: all lengths are checked before they are
+// used.
 //
-// A thread block takes SLICES slices. A warp each reads the headers of a slice's next block (this file) and makes a table,
-// which tells up to three symbols from ten bits; then one warp decodes all streams, one in each lane (literals_decode.cu).
+// A thread block takes SLICES slices. A warp each reads the headers of a slice's next block (this file) and makes a
+// table, which tells up to three symbols from ten bits; then one warp decodes all streams, one in each lane
+// (literals_decode.cu).
 
 const u32 SLICES = WARPS;
 static_assert(4 * SLICES == WARP, "a lane for each stream");
@@ -20,9 +22,9 @@ const u32 MAX_FRAME_NBYTES = 1 << 27; // positions of bits are ints
 const u32 TABLE_LOG = 10, TABLE_ENTRIES = 1 << TABLE_LOG;
 const u32 MAX_BEGINNING = BLOCK_HEADER_NBYTES + 5 + 1 + 127 + JUMP_TABLE_NBYTES; // of a block, up to its streams
 
-// Of the table an entry has up to three symbols, from the lowest byte, then 4 bits: how long their codes are together, then
-// 2 bits: how many there are. None means that one more bit decides between two codes of 11 bits: the lowest byte is the
-// symbol if it is 0, the next one if it is 1.
+// Of the table an entry has up to three symbols, from the lowest byte, then 4 bits: how long their codes are together,
+// then 2 bits: how many there are. None means that one more bit decides between two codes of 11 bits: the lowest byte
+// is the symbol if it is 0, the next one if it is 1.
 struct Decoder {
     u32 table[TABLE_ENTRIES]; // before it is made, its room is that of Preparation
     u8 weights[SYMBOLS];
@@ -45,7 +47,7 @@ __device__ u32 get_number(const u8 *at, u32 nbytes) {
     return value;
 }
 
-// ---- weights ---------------------------------------------------------------------------------------------------------
+// ---- weights --------------------------------------------------------------------------------------------------------
 
 // Up to 8 bits from a bit on, of `nbytes` bytes; zeros after their end.
 __device__ u32 get_bits(const u8 *in, u32 nbytes, u32 bit, u32 width) {
@@ -55,13 +57,14 @@ __device__ u32 get_bits(const u8 *in, u32 nbytes, u32 bit, u32 width) {
     return value >> bit % 8 & low_bits(width);
 }
 
-// Reads the description of an FSE table (RFC 8878, 4.1.1) and makes the table. Returns how many bytes it takes, or 0 if it
-// is corrupt. log: becomes the logarithm of the number of states. By one lane.
+// Reads the description of an FSE table (RFC 8878, 4.1.1) and makes the table. Returns how many bytes it takes, or 0 if
+// it is corrupt. log: becomes the logarithm of the number of states. By one lane.
 __device__ u32 read_states(const u8 *in, u32 nbytes, Preparation &own, u32 &log) {
     log = 5 + get_bits(in, nbytes, 0, 4);
     if (log > FSE_LOG) return 0;
     const u32 states = 1 << log;
-    u32 bit = 4, left = states, weights = 0, common = states; // how many states are not of those that have less than one
+    u32 bit = 4, left = states, weights = 0;
+    u32 common = states; // how many are not of weights whose share is less than one
     while (left > 0) {
         if (weights == WEIGHTS) return 0;
         const u32 width = highest_bit(left + 1) + 1, unused = low_bits(width) - (left + 1);
@@ -122,8 +125,9 @@ __device__ u32 expand_weights(const u8 *in, u32 nbytes, u8 *weights, Preparation
     return 0;
 }
 
-// The weights of a block, the last symbol's too, and zeros for symbols beyond it; returns how many bytes they take, or 0 if
-// they are corrupt. longest: becomes the longest code's length. By one warp, whose lanes do not wait for the last ones.
+// The weights of a block, the last symbol's too, and zeros for symbols beyond it; returns how many bytes they take, or
+// 0 if they are corrupt. longest: becomes the longest code's length. By one warp, whose lanes do not wait for the last
+// ones.
 __device__ u32 read_weights(const u8 *in, u32 room, u8 *weights, Preparation &own, u32 &longest) {
     const u32 lane = lane_number();
     const bool is_list = in[0] > 127;
@@ -157,7 +161,7 @@ __device__ u32 read_weights(const u8 *in, u32 room, u8 *weights, Preparation &ow
     return nbytes;
 }
 
-// ---- blocks ----------------------------------------------------------------------------------------------------------
+// ---- blocks ---------------------------------------------------------------------------------------------------------
 
 // Copies a raw block, or repeats a byte. target: a multiple of 16. By one warp.
 __device__ void fill(u8 *target, const u8 *source, u32 nbytes, bool repeat) {
@@ -171,8 +175,8 @@ __device__ void fill(u8 *target, const u8 *source, u32 nbytes, bool repeat) {
     for (u32 i = begin + lane; i < nbytes; i += WARP) target[i] = source[repeat ? 0 : i];
 }
 
-// Reads the beginning of a compressed block: sizes, weights and where its streams are. False if the block is corrupt. in:
-// what follows the block's header; it is `nbytes` long, and at `at` in the frame. By one warp.
+// Reads the beginning of a compressed block: sizes, weights and where its streams are. False if the block is corrupt.
+// in: what follows the block's header; it is `nbytes` long, and at `at` in the frame. By one warp.
 __device__ bool read_literals(const u8 *in, u32 nbytes, u32 at, u32 room_nbytes, Decoder &decoder, Preparation &own) {
     const u32 format = in[0] >> 2 & 3, size_bits = 4 * format + 6, header_nbytes = format + 2;
     if ((in[0] & 3) != HUFFMAN_LITERALS || format == 0) return false; // format 0 has a single stream
@@ -210,7 +214,8 @@ __device__ bool read_block(const FrameRow &row, Progress &progress, bool &is_las
     Preparation &own = *(Preparation *)decoder.table;
     const u8 *frame = (const u8 *)row.frame;
     const u32 rest = (u32)row.frame_nbytes - progress.at, room = (u32)row.nbytes - progress.done;
-    for (u32 i = lane_number(); i < sizeof own.beginning; i += WARP) own.beginning[i] = i < rest ? frame[progress.at + i] : 0;
+    for (u32 i = lane_number(); i < sizeof own.beginning; i += WARP)
+        own.beginning[i] = i < rest ? frame[progress.at + i] : 0;
     __syncwarp();
     const u32 header = get_number(own.beginning, BLOCK_HEADER_NBYTES), kind = header >> 1 & 3, size = header >> 3;
     const u32 begin = progress.at + BLOCK_HEADER_NBYTES, nbytes = kind == REPEATED_BLOCK ? 1 : size;

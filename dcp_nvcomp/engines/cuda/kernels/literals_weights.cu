@@ -1,7 +1,7 @@
 // The list of weights of a frame's codes, which literals_measure.cu writes: plain or compressed.
 //
-// Weights at even places are coded by one chain of states, those at odd places by another; both write to the same bits, the
-// last weight first. The chains are a lane's work each, as every step needs the one before; the rest is the warp's.
+// Weights at even places are coded by one chain of states, those at odd places by another; both write to the same bits,
+// the last weight first. The chains are a lane's work each, as every step needs the one before; the rest is the warp's.
 
 struct FseCoder {
     u32 counts[WEIGHTS];
@@ -54,8 +54,8 @@ __device__ u32 put_shares(u8 *out, u32 room, const u32 *shares) {
     return writer.nbytes;
 }
 
-// Gives each weight its share of the states, and the states their places. False if all weights are equal, which FSE can't
-// tell. By one warp.
+// Gives each weight its share of the states, and the states their places. False if all weights are equal, which FSE
+// can't tell. By one warp.
 __device__ bool share_states(const u8 *weights, u32 count, FseCoder &coder) {
     const u32 lane = lane_number();
     if (lane < WEIGHTS) coder.counts[lane] = 0;
@@ -95,8 +95,8 @@ __device__ bool share_states(const u8 *weights, u32 count, FseCoder &coder) {
 
 // One chain: what each second weight, from `last` down, adds to the bits. Returns the state in which it ends.
 __device__ u32 code_chain(const u8 *weights, u32 last, FseCoder &coder) {
-    // No weight is coded before the last: any of its states will do. The first of them takes bits from a decoder when it
-    // moves on, and there are none left: so it notices the end.
+    // No weight is coded before the last: any of its states will do. The first of them takes bits from a decoder when
+    // it moves on, and there are none left: so it notices the end.
     u32 state = FSE_STATES + coder.states[coder.first_at[weights[last]]];
     coder.widths[last] = 0;
     for (u32 i = last; i >= 2;) {
@@ -145,7 +145,8 @@ __device__ u32 compress_weights(u8 *out, u32 room, const u8 *weights, u32 count,
     return header_nbytes + bits_nbytes;
 }
 
-// The weights of all symbols before `last`, in the shorter form: how many bytes, or 0 if neither is possible. By one warp.
+// The weights of all symbols before `last`, in the shorter form: how many bytes, or 0 if neither is possible. By one
+// warp.
 __device__ u32 write_weights(u8 *out, const u8 *weights, u32 last, FseCoder &coder) {
     const u32 listed = last <= MAX_LISTED ? 1 + (last + 1) / 2 : 0;
     const u32 room = listed ? listed - 1 : MAX_WEIGHTS_NBYTES;

@@ -1,8 +1,8 @@
 // write_slices of literals_encode.cu.
 //
-// A warp codes 32 groups of 16 bytes at a time, from the end of its run. Each lane finds by a sum over the lanes the bit at
-// which its codes begin, and merges them into words in shared memory, its stage. Full words then go to the frame, the
-// last one stays.
+// A warp codes 32 groups of 16 bytes at a time, from the end of its run. Each lane finds by a sum over the lanes the
+// bit at which its codes begin, and merges them into words in shared memory, its stage. Full words then go to the
+// frame, the last one stays.
 //
 // Words of the frame that hold the first or the last bit of a run may hold bits of another run or of the header, and
 // bytes beside the frame: they are put together in shared memory, and written byte by byte at the end. Positions are in
