@@ -67,7 +67,7 @@ class SimpleBaseline:
 
 
 @dataclass
-class _Way:
+class Way:
     """One way to save and load, and what was measured of it."""
 
     save: Callable[[Path, State], Any]
@@ -79,8 +79,8 @@ class _Way:
     stored_nbytes: int = 0
 
 
-def _way(peer: Peer) -> _Way:
-    return _Way(lambda path, state: save(peer, path, state), lambda path, into: load(peer, path, into))
+def way_of(peer: Peer) -> Way:
+    return Way(lambda path, state: save(peer, path, state), lambda path, into: load(peer, path, into))
 
 
 @contextmanager
@@ -109,11 +109,11 @@ def checkpoints(report: Report, device: Device, part: str, names: Sequence[str] 
     into = destination(state)
     baseline = SimpleBaseline(device)
     all_ways = {
-        "dcp_nvcomp": _way(ours(threads, device_memory_budget=DEVICE_BUDGET)),
-        "dcp_nvcomp, ans": _way(ours(threads, codec="ans", device_memory_budget=DEVICE_BUDGET)),
-        "dcp": _way(stock(threads)),
-        "dcp+zstd": _way(stock(threads, zstd=True)),
-        "simple baseline": _Way(baseline.save, baseline.load),
+        "dcp_nvcomp": way_of(ours(threads, device_memory_budget=DEVICE_BUDGET)),
+        "dcp_nvcomp, ans": way_of(ours(threads, codec="ans", device_memory_budget=DEVICE_BUDGET)),
+        "dcp": way_of(stock(threads)),
+        "dcp+zstd": way_of(stock(threads, zstd=True)),
+        "simple baseline": Way(baseline.save, baseline.load),
     }
     ways = {name: all_ways[name] for name in names}
     with _place(settings, part) as scratch:
@@ -121,11 +121,11 @@ def checkpoints(report: Report, device: Device, part: str, names: Sequence[str] 
             turn = repeat % len(names)
             for name in (*names[turn:], *names[:turn]):
                 settings.say(f"{part}, {'warm-up' if repeat < 0 else f'repeat {repeat + 1}'}: {name}")
-                _measure(ways[name], name, scratch / "checkpoint", state, into, warm=repeat >= 0)
+                measure(ways[name], name, scratch / "checkpoint", state, into, warm=repeat >= 0)
     _report(report, part, ways, nbytes_of(state), repeats)
 
 
-def _measure(way: _Way, name: str, path: Path, state: State, into: State, *, warm: bool) -> None:
+def measure(way: Way, name: str, path: Path, state: State, into: State, *, warm: bool) -> None:
     for tensor in into.values():
         tensor.zero_()
     seconds, peak = _watched(state, lambda: way.save(path, state))
@@ -157,7 +157,7 @@ def _watched(state: State, work: Callable[[], Any]) -> tuple[float, int]:
     return seconds, (torch.cuda.max_memory_allocated(device) - before if on_gpu else 0)
 
 
-def _report(report: Report, part: str, ways: dict[str, _Way], nbytes: int, repeats: int) -> None:
+def _report(report: Report, part: str, ways: dict[str, Way], nbytes: int, repeats: int) -> None:
     table = report.table(
         f"checkpoints_{part}",
         f"{nbytes / 1e9:.1f} GB on the GPU to and from {'files in memory' if part == 'memory' else 'a disk'}, "

@@ -72,10 +72,18 @@ def _batches(blocks: Iterable[tuple[EncodeJob, torch.Tensor]], batch_nbytes: int
     yield _Batch(jobs, outs)
 
 
-class _Work:
+class EngineWork:
     """One state under one codec: encoded into an arena of pinned memory, and decoded from there."""
 
-    def __init__(self, state: State, codec: str, device: Device, batch_nbytes: int, arena: torch.Tensor) -> None:
+    def __init__(
+        self,
+        state: State,
+        codec: str,
+        device: Device,
+        batch_nbytes: int,
+        arena: torch.Tensor,
+        budget_nbytes: int = BUDGET,
+    ) -> None:
         self.state = state
         self.meter = Meter(device)
         self._codec = codec
@@ -83,11 +91,11 @@ class _Work:
         self._arena = arena
         # as a save: engines with a stream and a thread each, which share the budget
         self._engines = [
-            CudaEngine(device.torch_device, EnginePolicy(BUDGET // ENGINES_PER_DEVICE), backend=backend)
+            CudaEngine(device.torch_device, EnginePolicy(budget_nbytes // ENGINES_PER_DEVICE), backend=backend)
             for backend in with_siblings(device, ENGINES_PER_DEVICE)
         ]
-        self._engine = CudaEngine(device.torch_device, EnginePolicy(BUDGET), backend=device)
-        self._metered = CudaEngine(device.torch_device, EnginePolicy(BUDGET), backend=self.meter)
+        self._engine = CudaEngine(device.torch_device, EnginePolicy(budget_nbytes), backend=device)
+        self._metered = CudaEngine(device.torch_device, EnginePolicy(budget_nbytes), backend=self.meter)
         self._out = {name: torch.empty_like(tensor).fill_(0) for name, tensor in state.items()}
         blocks = (
             block
@@ -152,7 +160,7 @@ class _Work:
             assert torch.equal(self._out[name].view(torch.uint8), tensor.view(torch.uint8)), (self._codec, name)
 
 
-def _timed(work: _Work, repeats: int) -> Mapping[str, Spread]:
+def timed(work: EngineWork, repeats: int) -> Mapping[str, Spread]:
     """Seconds of encode and decode, by the engine and on the device alone."""
     device = work.meter.torch_device
     found: dict[str, list[float]] = {name: [] for name in ("encode", "decode", "device encode", "device decode")}
@@ -203,8 +211,8 @@ def codecs(report: Report, device: Device, names: Sequence[str] = CODECS) -> Non
         for batch_nbytes in BATCHES:
             for kind, part in kinds.items():
                 settings.say(f"{codec}, {kind}, batches of {batch_nbytes >> 20} MiB")
-                work = _Work(part, codec, device, batch_nbytes, arena)
-                seconds = _timed(work, repeats)
+                work = EngineWork(part, codec, device, batch_nbytes, arena)
+                seconds = timed(work, repeats)
                 nbytes = nbytes_of(part)
                 table.add(
                     codec=codec,
@@ -297,7 +305,7 @@ def staging(report: Report, device: Device, names: Sequence[str] = ("auto", "ans
 
 def _staging_work(
     state: State, names: Sequence[str], device: Device, arena: torch.Tensor
-) -> Iterator[tuple[str, _Work]]:
+) -> Iterator[tuple[str, EngineWork]]:
     for codec in names:
         for batch_nbytes in BATCHES:
-            yield f"{codec}, batches of {batch_nbytes >> 20} MiB", _Work(state, codec, device, batch_nbytes, arena)
+            yield f"{codec}, batches of {batch_nbytes >> 20} MiB", EngineWork(state, codec, device, batch_nbytes, arena)

@@ -4,7 +4,9 @@
 
 A document says where: a line `<!-- results SUITE/TABLE [COLUMN ...] -->` begins what is replaced, up to `<!-- end -->`.
 `<!-- machine SUITE -->` stands for a sentence on machine, date and command, and `<!-- targets SUITE -->` for the list
-of the suite's targets. tests/benchmarks/test_pages.py checks that the documents are up to date.
+of the suite's targets. `<!-- gpu section -->` is all that is known of GPUs, from results/gpu-acceptance.json, and
+`<!-- gpu summary -->` a sentence on it; see gpu_pages.py. tests/benchmarks/test_pages.py checks that the documents are
+up to date.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu_pages import gpu_section, gpu_summary
 from benchmarks.measuring import Spread
 from benchmarks.results import Table
 
@@ -23,7 +26,7 @@ __all__ = ["DOCUMENTS", "filled", "main"]
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md")
-_PLACE = re.compile(r"<!-- (results|machine|targets) (\S+)([^\n]*?) -->\n.*?<!-- end -->", re.DOTALL)
+_PLACE = re.compile(r"<!-- (results|machine|targets|gpu) (\S+)([^\n]*?) -->\n.*?<!-- end -->", re.DOTALL)
 
 
 def filled(text: str) -> str:
@@ -31,12 +34,14 @@ def filled(text: str) -> str:
 
     Raises:
         FileNotFoundError: a suite that it names has no results.
+        ValueError: the results of the GPU are not of a GPU.
         KeyError: nor has one of its tables.
     """
     fillers: dict[str, Callable[[str, Sequence[str]], str]] = {
         "results": _table,
         "machine": lambda suite, _: _sentence(_result(suite)),
         "targets": lambda suite, _: _targets(_result(suite)),
+        "gpu": lambda part, _: _gpu(part),
     }
 
     def fill(place: re.Match[str]) -> str:
@@ -44,6 +49,12 @@ def filled(text: str) -> str:
         return f"<!-- {kind} {what}{more} -->\n{fillers[kind](what, more.split())}\n<!-- end -->"
 
     return _PLACE.sub(fill, text)
+
+
+def _gpu(part: str) -> str:
+    if part == "summary":
+        return gpu_summary(RESULTS)
+    return gpu_section(RESULTS, lambda name: _table(f"gpu-acceptance/{name}", ()))
 
 
 def _result(suite: str) -> dict[str, Any]:

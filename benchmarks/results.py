@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
-from rich.table import Table as RichTable
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.measuring import Settings, Spread, invocation, machine, versions
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 __all__ = ["Check", "Plot", "Report", "Table"]
 
@@ -156,6 +156,8 @@ class Report:
 
     def show(self, console: Console) -> None:
         """Print it all."""
+        from rich.table import Table as RichTable  # which a GPU host may lack
+
         about = self.facts["machine"]
         console.print(
             f"{self.suite}: {about['cpu']}, {about['cores']} cores, load before {about['load_before'][0]:.1f}"

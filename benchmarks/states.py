@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 
 __all__ = [
     "COMPONENTS",
@@ -53,6 +52,8 @@ def component(name: str) -> str:
 
 def load_state(path: Path | None = None) -> State:
     """The real state, as it is: weights, gradients and both moments. Other components of the file are left out."""
+    from safetensors.torch import load_file  # which a GPU host may lack
+
     tensors = load_file(path or DEFAULT_STATE)
     return {name: tensor for name, tensor in sorted(tensors.items()) if component(name) in COMPONENTS}
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 
 __all__ = ["KIB", "deep", "exponent_planes", "log_uniform", "made_slice", "misplaced", "skewed"]
 
@@ -78,6 +77,8 @@ def made_slice(random: np.random.Generator, planes: Sequence[U8]) -> U8:
 
 def exponent_planes() -> dict[str, U8]:
     """Return the exponent plane of each real tensor as it is stored, and in each other type."""
+    from safetensors.torch import load_file  # which a GPU host may lack
+
     planes = {}
     for name, tensor in load_file(_DATA).items():
         for dtype in _DTYPES:
