@@ -30,6 +30,7 @@ from tests.distributed.launch import STOCK_WARNINGS
 WORLD_SIZE = 2
 LIMIT_SECONDS = 240.0  # ends what hangs
 GROUP_SECONDS = 60.0  # for what waits for a rank that died
+MEETINGS = 4  # gloo sometimes fails to connect the ranks of a busy machine
 # the third is what a DTensor imports when it is made
 PRELOADED = ["dcp_nvcomp", "torch.distributed.checkpoint", "torch._dynamo", "fsspec.implementations.local", __name__]
 
@@ -39,6 +40,7 @@ class End:
     """The end of one rank.
 
     Attributes:
+        has_met: False if the ranks could not connect, so that none of them began.
         exit_code: of its process; None where it hung and was killed for it.
         error: the traceback of what its function raised; None where it did not come that far.
         value: what its function returned.
@@ -46,6 +48,7 @@ class End:
         log: what it printed.
     """
 
+    has_met: bool
     exit_code: int | None
     error: str | None
     value: Any
@@ -128,7 +131,17 @@ def run(
     Returns:
         How each rank ended, at the latest after `LIMIT_SECONDS`.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    for meeting in range(MEETINGS):
+        ends = _run_once(function, arguments, directory / f"meeting-{meeting}", checkpointer, lost)
+        if any(end.has_met for end in ends):
+            break
+    return ends
+
+
+def _run_once(
+    function: Callable[..., Any], arguments: tuple[Any, ...], directory: Path, checkpointer: bool, lost: int | None
+) -> list[End]:
+    directory.mkdir(parents=True)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOADED, function.__module__])
     ranks = [
@@ -150,8 +163,9 @@ def run(
 
 def _end_of(directory: Path, rank: int, exit_code: int | None) -> End:
     told, log = directory / f"told-{rank}", directory / f"log-{rank}"
-    error, value, checkpointer = pickle.loads(told.read_bytes()) if told.exists() else (None, None, None)
-    return End(exit_code, error, value, checkpointer, log.read_text() if log.exists() else "")
+    # without a word it was killed, which the function does
+    has_met, error, value, checkpointer = pickle.loads(told.read_bytes()) if told.exists() else (True, None, None, None)
+    return End(has_met, exit_code, error, value, checkpointer, log.read_text() if log.exists() else "")
 
 
 def _rank(
@@ -172,7 +186,7 @@ def _rank(
     checkpointer = _StandIn() if has_checkpointer else None
     if checkpointer is not None:
         torch.multiprocessing.get_context = lambda method=None: checkpointer
-    error, value, exit_code = "", None, None
+    has_met, error, value, exit_code = False, "", None, None
     try:
         dist.init_process_group(
             "gloo",
@@ -181,6 +195,8 @@ def _rank(
             world_size=WORLD_SIZE,
             timeout=timedelta(seconds=GROUP_SECONDS),
         )
+        dist.barrier()
+        has_met = True
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             for message in STOCK_WARNINGS:
@@ -193,7 +209,7 @@ def _rank(
         exit_code = checkpointer.process.exitcode
         checkpointer.process.kill()
     part = directory / f"told-{rank}.part"
-    part.write_bytes(pickle.dumps((error, value, exit_code)))
+    part.write_bytes(pickle.dumps((has_met, error, value, exit_code)))
     part.rename(directory / f"told-{rank}")
     os._exit(0)  # no process group is torn down, no checkpointer waited for
 

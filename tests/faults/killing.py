@@ -90,7 +90,7 @@ def _save_killed(case: Case, directory: Path, checkpoint: Path) -> None:
     for value in state.values():  # training goes on
         if not isinstance(value, str):
             value.to_local().fill_(-1)
-    future.result(timeout=forked.GROUP_SECONDS)
+    future.result(timeout=2 * forked.GROUP_SECONDS)  # what it waits for ends after one
 
 
 def save_earlier(writer: str, directory: Path) -> Path:
