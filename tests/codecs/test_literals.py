@@ -304,8 +304,11 @@ narrow = bytes(random.Random(1).choices(range(90, 100), k=1 << 17))
 wide = bytes(random.Random(2).choices(range(200), k=1 << 17))
 data, out = mmap.mmap(-1, 1 << 17), bytearray(1 << 18)
 data[:] = narrow
+parent = os.getpid()
 writer = os.fork()
 while not writer:
+    if os.getppid() != parent:
+        os._exit(0)
     data[64:] = wide[64:]
     data[64:] = narrow[64:]
 try:
