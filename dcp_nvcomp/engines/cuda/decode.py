@@ -38,6 +38,7 @@ from dcp_nvcomp.engines.cuda.batches import (
 )
 from dcp_nvcomp.engines.cuda.coders import Decoding, NvcompCoders
 from dcp_nvcomp.engines.cuda.device import Device
+from dcp_nvcomp.engines.cuda.frame_checks import frame_faults
 from dcp_nvcomp.errors import CorruptDataError
 
 __all__ = ["BatchDecoder", "DecodeJob", "Doubt", "JobChecks", "read_crcs", "start_crcs"]
@@ -127,6 +128,32 @@ class JobChecks:
             _refuse(job, "A slice does not fit into its block.")
         if int(padded_nbytes(stored_nbytes).sum()) > job.data.nbytes:
             _refuse(job, "The block is shorter than its slices.")
+
+    def frame_faults(self, jobs: Sequence[DecodeJob]) -> dict[int, str]:
+        """Return the numbers of the checked blocks that a GPU must not see, and what is wrong with a frame of each.
+
+        All of them at once: many take little longer than one.
+        """
+        coders = {type(job.chain.coder): job.chain.coder for job in jobs if job.chain.coder is not None}
+        if not coders:
+            return {}
+        pieces = join_pieces([self._layouts.get(job.chain, job.out.numel(), job.row.flags) for job in jobs])
+        block_nbytes = np.array([job.data.nbytes for job in jobs], np.int64)
+        block_starts = starts_of(padded_nbytes(block_nbytes))
+        stored_nbytes, starts = _stored_pieces(jobs, pieces, block_starts[:-1])
+        framed = pieces.coded & (stored_nbytes < pieces.lengths)
+        numbers: dict[object, int] = {kind: number for number, kind in enumerate(coders)}
+        coder_of = np.array([numbers.get(type(job.chain.coder), -1) for job in jobs], np.int64)[pieces.block]
+        faults: dict[int, str] = {}
+        for run, run_start in zip(*_host_runs(jobs, block_nbytes, block_starts[:-1]), strict=True):
+            memory = np.frombuffer(run, np.uint8)
+            within = framed & (starts >= run_start) & (starts < run_start + memory.size)
+            for kind, coder in coders.items():
+                which = np.flatnonzero(within & (coder_of == numbers[kind]))
+                sizes = stored_nbytes[which], pieces.lengths[which]
+                for number, what in frame_faults(coder, memory, starts[which] - run_start, *sizes).items():
+                    faults[int(pieces.block[which[number]])] = what
+        return faults
 
 
 @dataclass(frozen=True)
@@ -303,17 +330,23 @@ def _host_runs(jobs: Sequence[DecodeJob], nbytes: I64, starts: I64) -> tuple[lis
     return runs, starts[first].tolist()
 
 
-def _lay_out(jobs: Sequence[DecodeJob], pieces: Pieces, encoded: I64, scratch: I64) -> _Batch:
-    """Addresses of all pieces of checked blocks, whose encoded bytes and scratch memory begin at these addresses."""
+def _stored_pieces(jobs: Sequence[DecodeJob], pieces: Pieces, encoded: I64) -> tuple[I64, I64]:
+    """Return how long each piece is as stored, and where it lies if the encoded blocks begin at these places."""
     stored_nbytes = pieces.lengths.copy()
     stored_nbytes[pieces.coded] = [size for job in jobs for size in job.row.slice_nbytes]
     starts = starts_of(padded_nbytes(stored_nbytes))
+    return stored_nbytes, starts[:-1] - starts[pieces.bounds[pieces.block]] + encoded[pieces.block]
+
+
+def _lay_out(jobs: Sequence[DecodeJob], pieces: Pieces, encoded: I64, scratch: I64) -> _Batch:
+    """Addresses of all pieces of checked blocks, whose encoded bytes and scratch memory begin at these addresses."""
+    stored_nbytes, frames = _stored_pieces(jobs, pieces, encoded)
     out = np.array([job.out.data_ptr() for job in jobs], np.int64)
     plain = np.array([job.chain.array_to_bytes.is_plain for job in jobs], np.bool_)[pieces.block]
     return _Batch(
         out=out,
         scratch=scratch,
-        frames=starts[:-1] - starts[pieces.bounds[pieces.block]] + encoded[pieces.block],
+        frames=frames,
         stored_nbytes=stored_nbytes,
         places=np.where(plain, out[pieces.block], scratch[pieces.block]) + pieces.places,
         plain=plain,

@@ -207,9 +207,17 @@ class CudaEngine:
         self.decode_checked(jobs, verify=verify)
 
     def decode_checked(self, jobs: Sequence[DecodeJob], *, verify: str) -> None:
-        """`decode`, of blocks that passed `JobChecks`."""
-        self._copying.decode_checked([job for job in jobs if not self._serves(job.chain)], verify=verify)
-        self._decode_served([job for job in jobs if self._serves(job.chain)], verify)
+        """`decode`, of blocks that passed `JobChecks.check`.
+
+        One with a frame that is no frame, or an odd one, is left to the CPU engine, which refuses it or decodes it.
+        """
+        served = [at for at, job in enumerate(jobs) if self._serves(job.chain)]
+        if self.health.unusable is None:
+            faults = self._checks.frame_faults([jobs[at] for at in served])
+            served = [at for number, at in enumerate(served) if number not in faults]
+        others = sorted({*range(len(jobs))} - {*served})
+        self._copying.decode_checked([jobs[at] for at in others], verify=verify)
+        self._decode_served([jobs[at] for at in served], verify)
 
     def _decode_served(self, jobs: Sequence[DecodeJob], verify: str) -> None:
         for job in jobs:

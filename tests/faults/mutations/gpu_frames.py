@@ -1,4 +1,4 @@
-"""The protections of a GPU from frames that are none."""
+"""The protections of a GPU from frames that are none, and of its use from warnings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ def _unchecked(*changes: tuple[str, str]) -> tuple[Mutation, ...]:
     return tuple(Mutation("frames for the GPU", _FILE, old, new, _TESTS) for old, new in changes)
 
 
-MUTATIONS = _unchecked(
+def _before_the_gpu(file: str, old: str, new: str) -> Mutation:
+    return Mutation(
+        "frames for the GPU", f"dcp_nvcomp/engines/cuda/{file}", old, new, "tests/engines/test_bad_frames.py"
+    )
+
+
+_CHECKS = _unchecked(
     ("word & 0xFFFFFFFF == _ZSTD_MAGIC", "word == word"),
     ("begin + 3 <= stop", "begin == begin"),
     ("descriptor & 8 == 0", "descriptor >= 0"),
@@ -51,4 +57,18 @@ MUTATIONS = _unchecked(
     ("left[live] <= (stop - begin) * _DEFLATE_RATIO", "length >= 0"),
     ("if rounds > _MOST_BLOCKS:", "if False:"),
     ("np.minimum(at, self._last_word)", "at"),
+)
+
+MUTATIONS = (
+    *_CHECKS,
+    _before_the_gpu("engine.py", "if number not in faults]", "]"),
+    _before_the_gpu("decode.py", "pieces.coded & (stored_nbytes < pieces.lengths)", "pieces.coded"),
+    _before_the_gpu("decode.py", "starts[which] - run_start", "starts[which]"),
+    Mutation(
+        "warnings of imports",
+        "dcp_nvcomp/engines/cuda/support.py",
+        "with _WARNINGS_LOCK, warnings",
+        "with warnings",
+        "tests/engines/test_cuda_support.py",
+    ),
 )
