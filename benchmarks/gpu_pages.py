@@ -1,4 +1,4 @@
-"""What docs/performance.md says of GPUs, from the JSON of benchmarks.gpu_acceptance; or that there is none yet."""
+"""The parts of docs/performance.md on GPUs, made of the JSON of benchmarks.gpu_acceptance."""
 
 from __future__ import annotations
 

@@ -50,14 +50,14 @@ def _states(host: Host) -> tuple[State, State]:
 
 
 def _unchecked(host: Host, threads: int) -> Way:
-    """Return the way that trusts what the GPU encoded, to see what checking costs."""
+    """Return the way that does not check what the GPU encoded."""
     peer = ours(threads, **budget(host))
     options = {"thread_count": threads, "check_encodes": "off", **budget(host)}
     return way_of(replace(peer, writer=lambda path: NvcompWriter(path, **options)))
 
 
 def _pinned(host: Host, state: State) -> Way:
-    """Return the way that neither encodes nor writes: what any save must beat, or cost."""
+    """Return the way that neither encodes nor writes."""
     pinned = {name: host_memory(tensor.nbytes, host.torch_device) for name, tensor in state.items()}
 
     def copied(path: Path, given: State) -> None:
@@ -79,7 +79,8 @@ def _measured(
 ) -> Mapping[str, Any]:
     (state, into), way = states(), make()
     nbytes = nbytes_of(state)
-    with host.files_in_memory() as folder, on_the_engine(host), warnings_of() as warned:
+    with host.files_in_memory(2 * nbytes) as folder, on_the_engine(host), warnings_of() as warned:
+        in_memory = folder.is_relative_to("/dev/shm")
         for repeat in range(-1, host.pick(_REPEATS, 1)):
             measure(way, name, folder / "checkpoint", state, into, warm=repeat >= 0)
     saved, loaded = Spread(tuple(way.save_seconds)), Spread(tuple(way.load_seconds))
@@ -93,4 +94,4 @@ def _measured(
         "save_peak_mib": way.save_peak_nbytes / MIB,
         "load_peak_mib": way.load_peak_nbytes / MIB,
     }
-    return {"nbytes": nbytes, "warnings": warned, "rows": {"checkpoints": [row]}}
+    return {"nbytes": nbytes, "in_memory": in_memory, "warnings": warned, "rows": {"checkpoints": [row]}}

@@ -67,7 +67,7 @@ def _name(chain: CodecChain) -> str:
 
 @cache
 def _blocks(host: Host, width: int) -> list[np.ndarray]:
-    """Return blocks of every kind, many of them; the first is of weights."""
+    """Return many blocks of every kind; the first is of weights."""
     size, some = host.pick(1 << 20, 1 << 16), host.pick(70_001, 7_001)
     few = [
         weights(width, size // width),
@@ -160,7 +160,7 @@ def _both_ways(host: Host, engine: Callable[[], CudaEngine], chain: CodecChain) 
 
 
 def _ans(host: Host, version: Callable[[], str], engine: Callable[[], CudaEngine], data_type: str) -> Mapping[str, Any]:
-    """Nothing but nvCOMP knows ANS, so the way back must do."""
+    """Encode and decode with ANS on the GPU: no other decoder of it exists."""
     wrong, sizes = 0, {}
     blocks = [*_blocks(host, _ANS_WIDTHS[data_type])[:12], weights(2, host.pick(5, 1) * MIB // 2)]
     tensors = [_on_device(block, host.torch_device) for block in blocks]

@@ -25,7 +25,7 @@ _TOP = 15
 
 
 class _Shared:
-    """What all probes work on: a state, a device and host memory, made when first needed."""
+    """State, device and host memory of all probes, made when first needed."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
@@ -79,7 +79,7 @@ def _rates(shared: _Shared, codec: str, batch_mib: int) -> Mapping[str, Any]:
 
 
 def _staging(shared: _Shared, batches_mib: tuple[int, ...]) -> Mapping[str, Any]:
-    """Off the GPU: encoded, and as it is."""
+    """Copy a state off the GPU, encoded and as it is."""
     device, state = shared.host.torch_device, shared.state
     pinned = {name: host_memory(tensor.nbytes, device) for name, tensor in state.items()}
 
@@ -101,7 +101,7 @@ def _staging(shared: _Shared, batches_mib: tuple[int, ...]) -> Mapping[str, Any]
 
 
 def _profile(shared: _Shared, action: str, batch_mib: int) -> Mapping[str, Any]:
-    """What runs on the GPU and what is asked of CUDA, as torch's profiler sees it."""
+    """List the slowest kernels and operators, and count the calls of CUDA, with torch's profiler."""
     run = getattr(shared.warm(batch_mib), action)
     activities = [torch.profiler.ProfilerActivity.CPU]
     if not shared.host.stand_in:
@@ -129,7 +129,7 @@ def _top(averages: Any, time: str) -> list[Mapping[str, Any]]:
 
 
 def _python(shared: _Shared, action: str, batch_mib: int) -> Mapping[str, Any]:
-    """Where the time of the engine's own thread goes, by function: waiting for the GPU is in it."""
+    """List the slowest functions of the engine's own thread, waiting for the GPU included."""
     run = getattr(shared.warm(batch_mib), action)
     profile = cProfile.Profile()
     profile.runcall(run)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +14,6 @@ from typing import TypeVar
 import torch
 
 from benchmarks.gpu_acceptance.results import Skipped
-from benchmarks.measuring import Settings
 from dcp_nvcomp.engines.cuda.device import CudaDevice, Device
 from dcp_nvcomp.engines.cuda.engine import CudaEngine, EnginePolicy
 
@@ -26,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Host:
-    """Where the probes run.
+    """The GPU or its stand-in.
 
     Attributes:
         stand_in: True for a CPU that stands in for the GPU.
@@ -93,13 +94,15 @@ class Host:
         return None
 
     @contextmanager
-    def files_in_memory(self) -> Iterator[Path]:
-        """An empty directory for checkpoints, removed afterwards; on a disk if there is no memory for files."""
-        with Settings().scratch() as path:
-            yield path
+    def files_in_memory(self, nbytes: int = 0) -> Iterator[Path]:
+        """Make an empty directory for checkpoints, removed afterwards; on a disk if memory has no room for so much."""
+        memory = Path("/dev/shm")
+        has_room = os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > nbytes
+        with tempfile.TemporaryDirectory(prefix="dcp-nvcomp-acceptance-", dir=memory if has_room else None) as name:
+            yield Path(name)
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
-        """An empty directory for all else, removed afterwards."""
+        """Make an empty directory for all else, removed afterwards."""
         with tempfile.TemporaryDirectory(prefix="dcp-nvcomp-acceptance-") as name:
             yield Path(name)

@@ -29,8 +29,8 @@ _SLICES = 4
 
 def probes(host: Host) -> Iterator[Probe]:
     # each takes a process, so the stand-in shows a few
-    for name in host.pick(tuple(TAMPERED_CODERS), ("Zstd",)):
-        for what in host.pick(tuple(TAMPERINGS), ("random bytes", "a shorter slice", "a frame of another coder")):
+    for what in host.pick(tuple(TAMPERINGS), ("random bytes", "a shorter slice", "a frame of another coder")):
+        for name in host.pick(tuple(TAMPERED_CODERS), ("Zstd",)):
             yield f"{name}: {what}", partial(_refused, host, name, what)
 
 

@@ -122,7 +122,7 @@ def _libzstd(frame: bytes) -> bytes:
 
 
 def _made_slices(coded: Callable[[], Coded], make: Callable[[], list[bytes]]) -> Mapping[str, Any]:
-    """Encoded here and decoded by libzstd, and by the kernel."""
+    """Encode slices, and decode their frames with libzstd and with the kernel."""
     slices = make()
     frames = coded().encode(slices)
     kept = [(data, frame) for data, frame in zip(slices, frames, strict=True) if frame]
@@ -155,7 +155,7 @@ def _cpu_frames(coded: Callable[[], Coded], make: Callable[[], list[bytes]]) -> 
 
 
 def _corrupt_frames(coded: Callable[[], Coded], make: Callable[[], list[bytes]]) -> Mapping[str, Any]:
-    """Nothing is promised but that the kernel comes back, and that the right frames beside them are decoded."""
+    """Decode corrupt frames among good ones: the kernel must return, and the good frames must come out right."""
     random = np.random.default_rng(7)
     slices = [data for data in make() if len(data) > 100]
     framed = [(data, frame) for data, frame in zip(slices, coded().encode(slices), strict=True) if frame]

@@ -28,7 +28,7 @@ def _saved_and_loaded(host: Host, state: State, limit: Callable[[], object]) -> 
     """Save and load with little memory: both must work, and what they do must be right."""
     into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     on_cpu = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in state.items()}
-    with host.files_in_memory() as folder:
+    with host.files_in_memory(1 << 30) as folder:
         limit()
         with warnings_of() as warned:
             writer = save(host, folder / "checkpoint", state, engine="auto")
@@ -57,7 +57,7 @@ def _little(host: Host, left_nbytes: int) -> Mapping[str, Any]:
 
 
 def _released(host: Host) -> Mapping[str, Any]:
-    """What saves keep must come back to a caller who needs it."""
+    """Save and load, then give back the memory that is kept for the next save."""
     state = made_state(host.pick(256, 1) * MIB, host.torch_device)
     with on_the_engine(host) as memory:
         found = {"before": memory.taken(), **_saved_and_loaded(host, state, lambda: None)}

@@ -1,4 +1,4 @@
-"""Step: nvCOMP as it is, where its documentation leaves it open and the engine relies on something.
+"""Step: what the engine relies on and nvCOMP's documentation leaves open.
 
 Sizes: what `buffer_sizes` holds, and if asking waits. Synchrony: if a call returns while the stream is still busy with
 what was there before. The GIL: how much of the time another Python thread gets meanwhile. Scratch memory: what a call
@@ -104,7 +104,7 @@ def probes(host: Host) -> Iterator[Probe]:
 
 
 def _sizes(call: Callable[[], _Call]) -> Mapping[str, Any]:
-    """`buffer_sizes` of encoded and of decoded slices, and what a configuration does for another batch of the shape."""
+    """Describe `buffer_sizes`, and find out if a configuration serves another batch of the same shape."""
     made = call()
     with made.device.session([made.data]):
         frames, _source = made.encode()
@@ -133,7 +133,7 @@ def _sizes(call: Callable[[], _Call]) -> Mapping[str, Any]:
 
 
 def _alignment(call: Callable[[], _Call]) -> Mapping[str, Any]:
-    """What nvCOMP itself says that it wants; the engine's slices and frames are at multiples of 16."""
+    """Return the alignments that nvCOMP asks for; the engine's slices and frames are at multiples of 16."""
     codec, found = call().codec, {}
     for name in ("get_required_compression_alignment", "get_required_decompression_alignment"):
         if hasattr(codec, name):
@@ -229,7 +229,7 @@ def _encoded_sizes(made: _Call) -> Any:
 
 
 def _workspaces(host: Host, device: Callable[[], Device], name: str) -> Mapping[str, Any]:
-    """What nvCOMP takes through the allocator, per decoded byte, by count of slices; and what the engine reckons."""
+    """Return the scratch memory that nvCOMP takes, by count of slices, and what the engine reckons with."""
     target = device()
     memory, stream = target.nvcomp_memory, target.stream_handle
     coders = NvcompCoders(target)

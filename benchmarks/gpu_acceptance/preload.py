@@ -1,4 +1,4 @@
-"""What the processes of all steps have in common. Nothing here may start CUDA, which does not survive a fork."""
+"""Imports shared by the processes of all steps. None of them may start CUDA, which does not survive a fork."""
 
 from importlib import import_module
 

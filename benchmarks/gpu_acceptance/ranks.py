@@ -55,7 +55,7 @@ def _whole(state: Any) -> Any:
 
 
 def _save(host: Host, path: Path) -> list[str]:
-    """Save a state, on each rank; returns the warnings. The whole state is stored beside it."""
+    """Save a state on each rank, and store the whole state next to it; returns the warnings."""
     state = _state(1, host.torch_device)
     with on_the_engine(host), warnings_of() as warned:
         dcp.save(state, storage_writer=NvcompWriter(path / "checkpoint", sync_files=False, **budget(host)))

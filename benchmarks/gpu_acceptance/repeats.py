@@ -42,7 +42,7 @@ class _Repeats:
     def _begin(self) -> None:
         host = self._host
         self._memory = self._stack.enter_context(on_the_engine(host))
-        self._path = self._stack.enter_context(host.files_in_memory()) / "checkpoint"
+        self._path = self._stack.enter_context(host.files_in_memory(1 << 30)) / "checkpoint"
         self._state = made_state(host.pick(512, 1) * MIB, host.torch_device)
         self._into = {name: torch.zeros_like(tensor) for name, tensor in self._state.items()}
         self._before = self._memory.taken()

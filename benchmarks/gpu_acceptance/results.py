@@ -1,4 +1,4 @@
-"""What probes return, and the tables and targets that are made of it."""
+"""Results of probes, and the tables and targets that are made of them."""
 
 from __future__ import annotations
 

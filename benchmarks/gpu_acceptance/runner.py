@@ -144,14 +144,14 @@ class Runner:
 
 
 def _import_all(seconds: float) -> None:
-    """Have the process that all others are forks of import what it does, so that no step's time goes into that."""
+    """Start the process that all others are forks of: importing everything must not count as a step's time."""
     process = _CONTEXT.Process(target=time.time)
     process.start()
     process.join(seconds)
 
 
 class _Progress:
-    """What the processes of a step have reported.
+    """Reports of the processes of a step.
 
     Args:
         probes: receives what is known of each probe.

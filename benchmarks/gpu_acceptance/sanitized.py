@@ -1,4 +1,4 @@
-"""What compute-sanitizer watches: each of our kernels on small blocks. Needs neither nvCOMP's coders nor files."""
+"""The program that compute-sanitizer watches: each of our kernels on small blocks."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def on_the_engine(host: Host, *, capacity_nbytes: int = 1 << 40) -> Iterator[Mem
 
 
 class Memory:
-    """What saves and loads hold of the device.
+    """Device memory that saves and loads hold.
 
     Args:
         pool: the stand-ins, or None for the GPU.
@@ -70,7 +70,7 @@ class Memory:
 
 
 def budget(host: Host) -> dict[str, int]:
-    """Return the option that keeps the stand-in, whose memory is filled with garbage first, from taking long for it."""
+    """Return a small budget for the stand-in, which fills its memory with garbage first; none for a GPU."""
     return host.pick({}, {"device_memory_budget": 16 * MIB})
 
 

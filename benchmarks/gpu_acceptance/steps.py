@@ -40,7 +40,7 @@ STEPS = (
     _step("kernels", "Every kernel against its reference", 60, 40),
     _step("codecs", "Every codec in both directions against the CPU engine, in batches of many sizes", 90, 40),
     _step("nvcomp", "nvCOMP as it is: sizes, synchrony, the GIL, scratch memory", 40, 25),
-    _step("suite", "The tests marked gpu, but for the hostile ones", 150, 90),
+    _step("suite", "The tests of the engines on the GPU, but for the hostile ones", 120, 60),
     _step("raw", "The coders alone, by slice size and count", 60, 30),
     _step("engine", "The engine without files, by batch size, with a profile", 90, 45),
     _step("repeats", "Twenty saves and loads, and the memory that stays reserved", 60, 50),
@@ -48,7 +48,7 @@ STEPS = (
     _step("checkpoints", "A large save and load, beside stock DCP and a plain pinned copy", 90, 80),
     _step("ranks", "Two ranks on one GPU", 60, 50),
     _step("memory", "Out of device memory", 60, 30, alone=True),
-    _step("hostile", "Frames that no encoder wrote, through the engine", 60, 20, alone=True),
+    _step("hostile", "Frames that no encoder wrote, through the engine", 80, 20, alone=True),
     _step("hardware", "The decompression engine of Blackwell GPUs", 40, 30),
-    _step("undefined", "Frames that no encoder wrote, given to nvCOMP itself", 60, 20, alone=True, may_fail=True),
+    _step("undefined", "Frames that no encoder wrote, given to nvCOMP itself", 70, 20, alone=True, may_fail=True),
 )

@@ -1,4 +1,4 @@
-"""Step: the tests marked `gpu`, each a probe, but for those that give nvCOMP what no encoder wrote.
+"""Step: the tests of the engines marked `gpu`, each a probe, but for those that give nvCOMP what no encoder wrote.
 
 A test that ends the process or hangs costs no other test: the next process leaves out what was begun. On the stand-in
 some tests of the engine on the stand-in show that the step works.
@@ -16,14 +16,7 @@ import pytest
 from benchmarks.gpu_acceptance.child import Report
 from benchmarks.gpu_acceptance.host import ROOT, Host
 
-# Those of `make test-gpu` on a host with little more than pytest.
-_TESTS = (
-    "tests/engines",
-    "tests/distributed/gpu",
-    "tests/faults/test_gpu_faults.py",
-    "tests/saving/test_stock_arguments.py",
-)
-_ON_A_GPU = (*_TESTS, "-m", "gpu and not hostile", "--require-gpu")
+_ON_A_GPU = ("tests/engines", "-m", "gpu and not hostile", "--require-gpu")
 _ON_THE_STAND_IN = ("tests/engines/test_cuda_stand_in.py", "-m", "", "-k", "reference")
 
 _SETTINGS = ("-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), "-c", str(ROOT / "setup.cfg"))

@@ -25,8 +25,8 @@ _SCRATCH_NBYTES = 64 << 20
 
 
 def probes(host: Host) -> Iterator[Probe]:
-    for name in host.pick(tuple(_OPTIONS), ("Zstd",)):
-        for what in host.pick(tuple(TAMPERINGS), ("random bytes", "a shorter slice")):
+    for what in host.pick(tuple(TAMPERINGS), ("random bytes", "a shorter slice")):
+        for name in host.pick(tuple(_OPTIONS), ("Zstd",)):
             yield f"{name}: {what}", partial(_observed, host, name, what)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu_acceptance.build import missing_cpu_kernels
 from benchmarks.gpu_acceptance.host import MIB, ROOT, Host
 from benchmarks.gpu_acceptance.results import Probe, Skipped
 from benchmarks.gpu_device import DeviceClock, host_memory
@@ -67,26 +68,11 @@ def _import(host: Host, module: str, packages: tuple[str, ...]) -> Mapping[str, 
 
 
 def _cpu_kernels() -> Mapping[str, Any]:
-    """Build them in place where they are missing: a host that has only this repository and wheels has none."""
-    names = ("dcp_nvcomp.codecs.transforms._planes", "dcp_nvcomp.codecs.coders._literals")
-    missing = [name for name in names if not _is_importable(name)]
-    if not missing:
-        return {"built": False}
-    command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    importlib.invalidate_caches()
-    missing = [name for name in names if not _is_importable(name)]
+    """Report which kernels are missing: the run has tried to build them before it began."""
+    missing = missing_cpu_kernels()
     if missing:
-        raise RuntimeError(f"{missing} could not be built, numpy and libzstd take over: {done.stderr[-1000:]}")
-    return {"built": True}
-
-
-def _is_importable(name: str) -> bool:
-    try:
-        importlib.import_module(name)
-    except ImportError:
-        return False
-    return True
+        raise Skipped(f"{', '.join(missing)} could not be built: numpy and libzstd do the work")
+    return {}
 
 
 def _gpu(host: Host) -> Mapping[str, Any]:
@@ -132,7 +118,7 @@ def _available(host: Host) -> Mapping[str, Any]:
 
 
 def _warnings_as_errors(host: Host) -> Mapping[str, Any]:
-    """A user's `-W error` must not make a GPU unavailable because some package warns when it is imported."""
+    """Look for the GPU under `-W error`: a package that warns when it is imported must not make it unavailable."""
     program = "from dcp_nvcomp.engines.cuda.support import cuda_unavailable_reason as why; print(why())"
     command = [sys.executable, "-W", "error", "-c", program]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50)
@@ -142,7 +128,7 @@ def _warnings_as_errors(host: Host) -> Mapping[str, Any]:
 
 
 def _kernels(host: Host) -> Mapping[str, Any]:
-    """Compile our kernels, and see what the compiler made of them."""
+    """Compile our kernels, and record their registers and memory."""
     if host.stand_in:
         raise Skipped("the step kernels compiles them as C++")
     start = time.perf_counter()
@@ -168,7 +154,7 @@ def _kernels(host: Host) -> Mapping[str, Any]:
 
 
 def _copies(host: Host) -> Mapping[str, Any]:
-    """The ceilings of everything else."""
+    """Measure plain copies, the ceilings of everything else."""
     device, nbytes = host.torch_device, host.pick(1024, 8) * MIB
     memory, other = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
     pinned, plain = host_memory(nbytes, device), torch.zeros(nbytes, dtype=torch.uint8)
