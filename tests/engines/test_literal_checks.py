@@ -15,7 +15,7 @@ from .kernels_on_cpu import emulated_launch
 from .literal_coding import GuardedDevice, decode, libzstd
 
 # Of this length are all slices here; all of them are zeros, if they can be decoded.
-NBYTES = 20
+NBYTES = 40
 ZEROS = bytes(NBYTES)
 
 # Two symbols, 0 and 1, with codes of one bit: the weight of 0 is listed, that of 1 follows.
@@ -38,7 +38,7 @@ def zeros_stream(count: int, nbits: int = 1) -> bytes:
 
 def literals(
     weights: bytes = TWO_SYMBOLS,
-    streams: tuple[bytes, ...] = (zeros_stream(5),) * 4,
+    streams: tuple[bytes, ...] = (zeros_stream(10),) * 4,
     *,
     nbytes: int = NBYTES,
     kind: int = 2,
@@ -79,12 +79,16 @@ def compressed(*fields: tuple[int, int], more: bytes = b"") -> bytes:
 
 # 64 states, of which the weight 0 has 63 and the weight 1 has one: RFC 8878, 4.1.1.
 SHARES = ((1, 4), (64 + 62, 7), (2, 2))
+# Weights 1 and 1, so that the third symbol's is 2: both states are that of the rare weight, and 3 bits are left over,
+# fewer than it asks for.
+TWO_ONES = bits((0, 3), (63, 6), (63, 6), (1, 1))
 TWELVE_BITS = listed(1, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11)
 
 GOOD = {
     "18 bits": framed(literals()),
     "14 bits": framed(literals(size_format=2)),
     "10 bits": framed(literals(size_format=1)),
+    "compressed weights": framed(literals(compressed(*SHARES, more=TWO_ONES), (zeros_stream(10, 2),) * 4)),
     "raw": frame(block(0, NBYTES, ZEROS)),
     "repeated": frame(block(1, NBYTES, b"\0")),
 }
@@ -99,6 +103,7 @@ CORRUPT = {
     "a raw block too long for the slice": frame(block(0, NBYTES + 100, bytes(NBYTES + 100))),
     "a repeated block too long for the slice": frame(block(1, NBYTES + 100, b"\0")),
     "an empty raw block": frame(block(0, 0, b"")),
+    "a compressed block longer than the slice": framed(literals(listed(1, *[0] * 60))),
     "a block of no kind": frame(block(3, NBYTES, ZEROS)),
     "a block too short": frame(block(0, NBYTES - 1, ZEROS[1:])),
     "a short block before the last": frame(block(1, 10, b"\0", last=False), block(1, 10, b"\0")),
@@ -113,19 +118,19 @@ CORRUPT = {
     "literals that end too early": framed(literals(more_nbytes=-1)),
     "literals beyond the block": framed(literals(more_nbytes=1)),
     "more literals than fit": framed(literals(streams=(zeros_stream(30),) * 4, nbytes=120)),
-    "fewer literals than the slice": framed(literals(streams=(zeros_stream(4),) * 4, nbytes=16)),
+    "fewer literals than the slice": framed(literals(streams=(zeros_stream(9),) * 4, nbytes=36)),
     "five literals": frame(block(2, 19, literals(streams=(zeros_stream(2),) * 4, nbytes=5)), nbytes=5),
     "no literals": framed(literals(nbytes=0)),
-    "an empty stream": framed(literals(streams=(b"", *(zeros_stream(5),) * 3))),
-    "a stream without an end mark": framed(literals(streams=(b"\0", *(zeros_stream(5),) * 3))),
-    "a stream that is too long": framed(literals(streams=(zeros_stream(6), *(zeros_stream(5),) * 3))),
-    "a stream that is too short": framed(literals(streams=(*(zeros_stream(5),) * 3, zeros_stream(4)))),
+    "an empty stream": framed(literals(streams=(b"", *(zeros_stream(10),) * 3))),
+    "a stream without an end mark": framed(literals(streams=(b"\0", *(zeros_stream(10),) * 3))),
+    "a stream that is too long": framed(literals(streams=(zeros_stream(11), *(zeros_stream(10),) * 3))),
+    "a stream that is too short": framed(literals(streams=(*(zeros_stream(10),) * 3, zeros_stream(9)))),
     "streams beyond the block": framed(literals(jumps=(0xFFFF, 1, 1))),
     "the third stream beyond the block": framed(literals(jumps=(1, 1, 0xFFFF))),
     "a weight of 15": framed(literals(listed(1, 15))),
     "no weights but zeros": framed(literals(listed(0, 0))),
     "no longest codes": framed(literals(listed(2))),
-    "codes of 12 bits": framed(literals(TWELVE_BITS, (zeros_stream(5, 12),) * 4)),
+    "codes of 12 bits": framed(literals(TWELVE_BITS, (zeros_stream(10, 12),) * 4)),
     "weights that nothing completes": framed(literals(listed(1, 1, 1, 2))),
     "a list beyond the block": framed(literals(bytes([255]))),
     "compressed weights beyond the block": framed(literals(bytes([127, 0x11]))),
@@ -134,8 +139,10 @@ CORRUPT = {
     "shares of 13 weights": framed(literals(compressed((1, 4), (1, 6), *((3, 2),) * 20, more=bytes(3) + b"\1"))),
     "shares of too many weights, one by one": framed(literals(compressed((1, 4), (0, 60), more=b"\1" * 9))),
     "shares and no stream": framed(literals(compressed(*SHARES))),
-    "shares beyond their end": framed(literals(bytes([1, 0x11]))),
-    "a stream of weights without an end mark": framed(literals(compressed(*SHARES, more=b"\1\0"))),
+    "shares that end beyond their bytes": framed(literals(compressed((1, 4), (32, 6), (62, 6)))),
+    "a stream of weights without an end mark": framed(
+        literals(compressed(*SHARES, more=TWO_ONES + b"\0"), (zeros_stream(10, 2),) * 4)
+    ),
     "a stream of weights without states": framed(literals(compressed(*SHARES, more=b"\7"))),
     "more than 255 weights": framed(literals(compressed(*SHARES, more=bytes(99) + b"\1"))),
 }
@@ -160,7 +167,7 @@ def test_corrupt_frames(device: GuardedDevice, coders: LiteralCoders, name: str)
 @pytest.mark.parametrize("at_end", [True, False])
 def test_nothing_beside_corrupt_frames(literals_library: ctypes.CDLL, name: str, at_end: bool) -> None:
     kernels, pages, data = LiteralKernels(emulated_launch(literals_library)), GuardPages(), CORRUPT[name]
-    memory, out = pages.allocate(-(-len(data) // 4) * 4, at_end=at_end), pages.allocate(32, at_end=at_end)
+    memory, out = pages.allocate(-(-len(data) // 4) * 4, at_end=at_end), pages.allocate(48, at_end=at_end)
     # at the end of a page, the frame's own end is there or up to 3 bytes before it
     memory[: len(data)] = np.frombuffer(data, np.uint8)
     corrupt = torch.zeros(1, dtype=torch.int32)

@@ -220,8 +220,8 @@ __device__ bool read_block(const FrameRow &row, Progress &progress, bool &is_las
     const u32 header = get_number(own.beginning, BLOCK_HEADER_NBYTES), kind = header >> 1 & 3, size = header >> 3;
     const u32 begin = progress.at + BLOCK_HEADER_NBYTES, nbytes = kind == REPEATED_BLOCK ? 1 : size;
     is_last = header & 1;
-    if (rest < BLOCK_HEADER_NBYTES || nbytes > rest - BLOCK_HEADER_NBYTES || nbytes == 0 || size > MAX_BLOCK_NBYTES)
-        return false;
+    if (rest < BLOCK_HEADER_NBYTES || nbytes > rest - BLOCK_HEADER_NBYTES || nbytes == 0) return false;
+    if (size > smaller((u32)row.nbytes, MAX_BLOCK_NBYTES)) return false; // longer than the window
     u32 content_nbytes = size;
     if (kind == COMPRESSED_BLOCK) {
         if (nbytes < 5 || frame[begin + nbytes - 1] != 0) return false; // that byte is 0 if there are no sequences
