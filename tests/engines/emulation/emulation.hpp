@@ -1,28 +1,29 @@
 // What CUDA means on a CPU: included before the text of kernels, it makes plain C++ of them.
 //
-// Each thread of a CUDA grid is a fiber with a stack of its own. Fibers change only where threads wait for each other, in
-// an order that the launch's seed decides: forward (0), backward (1), shuffled (any other). The shared memory of a thread
-// block is thread-local memory of the thread that runs the block, and poisoned before it begins.
+// Each thread of a CUDA grid is a fiber with a stack of its own. Fibers change only where threads wait for each other,
+// in an order that the launch's seed decides: forward (0), backward (1), shuffled (any other). The shared memory of a
+// thread block is thread-local memory of the thread that runs the block, and poisoned before it begins.
 //
 // There are two builds:
 //
 // - Fast: thread blocks one after the other. Finds wrong results, undefined behaviour (UBSan), values that a missing
 //   barrier or an uninitialised __shared__ makes depend on the order of threads, and threads that wait in vain.
-// - Races (-DEMULATION_RACES -fsanitize=thread): ThreadSanitizer, for which each fiber is a thread with a clock of its own.
-//   Several thread blocks run at the same time. A race is found in whatever order threads happen to run, if in the cases
-//   that are run two threads access the same byte, one of them writes, not both by an atomic, and nothing orders the two.
-//   Only what CUDA promises orders accesses to memory: launches, __syncthreads*, and __syncwarp within a warp. Shuffles and
-//   ballots wait for all lanes, as on a GPU, but order nothing, nor do atomics, which are relaxed, nor the switch between
-//   fibers. So a missing __syncwarp is found beside a shuffle too.
+// - Races (-DEMULATION_RACES -fsanitize=thread): ThreadSanitizer, for which each fiber is a thread with a clock of its
+//   own. Several thread blocks run at the same time. A race is found in whatever order threads happen to run, if in the
+//   cases that are run two threads access the same byte, one of them writes, not both by an atomic, and nothing orders
+//   the two. Only what CUDA promises orders accesses to memory: launches, __syncthreads*, and __syncwarp within a warp.
+//   Shuffles and ballots wait for all lanes, as on a GPU, but order nothing, nor do atomics, which are relaxed, nor the
+//   switch between fibers. So a missing __syncwarp is found beside a shuffle too.
 //
-// Checked in both: all threads of a thread block wait at the same barrier, all lanes of a warp at the same line. That is
-// stricter than CUDA, where equal barriers in two branches may meet.
+// Checked in both: all threads of a thread block wait at the same barrier, all lanes of a warp at the same line. That
+// is stricter than CUDA, where equal barriers in two branches may meet.
 //
-// Not found: what the cases do not reach; a race whose accesses lie so far apart that ThreadSanitizer, which keeps the last
-// four accesses to each eight bytes, has forgotten the first; order by __syncthreads_count and the like that nothing needs
-// but the count; whatever NVCC or the GPU does differently, such as stale reads through the read-only cache; deadlocks
-// between thread blocks, as all of a group run to their end; races between launches on different streams; accesses outside
-// of a buffer that hit other mapped memory (tests put canaries and guard pages around theirs); how fast it is.
+// Not found: what the cases do not reach; a race whose accesses lie so far apart that ThreadSanitizer, which keeps the
+// last four accesses to each eight bytes, has forgotten the first; order by __syncthreads_count and the like that
+// nothing needs but the count; whatever NVCC or the GPU does differently, such as stale reads through the read-only
+// cache; deadlocks between thread blocks, as all of a group run to their end; races between launches on different
+// streams; accesses outside of a buffer that hit other mapped memory (tests put canaries and guard pages around
+// theirs); how fast it is.
 #pragma once
 
 #include <cstdint>
@@ -90,14 +91,14 @@ void call(void (*kernel)(Parameters...), const uint64_t *arguments, std::index_s
 
 template <auto kernel, class... Parameters>
 Kernel described(const char *name, void (*)(Parameters...)) {
-    return {name, sizeof...(Parameters),
-            [](const uint64_t *arguments) { call(kernel, arguments, std::index_sequence_for<Parameters...>()); }, nullptr};
+    const auto run = [](const uint64_t *words) { call(kernel, words, std::index_sequence_for<Parameters...>()); };
+    return {name, sizeof...(Parameters), run, nullptr};
 }
 
 }  // namespace emulation
 
-#define EMULATED_KERNEL(name)                                                                     \
-    static emulation::Kernel described_##name = emulation::described<name>(#name, name);          \
+#define EMULATED_KERNEL(name)                                                            \
+    static emulation::Kernel described_##name = emulation::described<name>(#name, name); \
     static const bool added_##name = (emulation::add_kernel(described_##name), true)
 
 #define __global__
@@ -127,9 +128,9 @@ Kernel described(const char *name, void (*)(Parameters...)) {
 #define __any_sync(mask, value) (int)(emulation::ballot(EMULATION_SITE, mask, (value) != 0) != 0)
 #define __all_sync(mask, value) (int)(emulation::ballot(EMULATION_SITE, mask, (value) == 0) == 0)
 
-#define EMULATED_ATOMIC(at, operand, expression)                                                                \
+#define EMULATED_ATOMIC(at, operand, expression)                                                    \
     emulation::update(at, [given = (std::remove_reference_t<decltype(*(at))>)(operand)](auto old) { \
-        return (decltype(old))(expression);                                                                     \
+        return (decltype(old))(expression);                                                         \
     })
 #define atomicAdd(at, value) EMULATED_ATOMIC(at, value, old + given)
 #define atomicOr(at, value) EMULATED_ATOMIC(at, value, old | given)

@@ -1,4 +1,4 @@
-// Runs kernels under ThreadSanitizer on memory that another process shares: ThreadSanitizer can't be loaded into Python.
+// Runs kernels under ThreadSanitizer, which can't be loaded into Python, on memory that another process shares.
 //
 //     races DESCRIPTOR ADDRESS NBYTES
 //

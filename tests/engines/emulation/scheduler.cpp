@@ -1,5 +1,5 @@
-// Runs grids of fibers; emulation.hpp says what for. Never compiled with -fsanitize=thread: what happens here is not what
-// a kernel does, so ThreadSanitizer is told of nothing but barriers.
+// Runs grids of fibers; emulation.hpp says what for. Never compiled with -fsanitize=thread: what happens here is not
+// what a kernel does, so ThreadSanitizer is told of nothing but barriers.
 #include <link.h>
 
 #include <algorithm>
@@ -32,7 +32,7 @@ namespace {
 const unsigned kMaxThreads = 1024, kLanes = 32;
 
 #ifdef EMULATION_RACES
-const size_t kStackNbytes = 256 << 10;  // reports are written on them too
+const size_t kStackNbytes = 128 << 10;  // reports are written on them too
 const unsigned kResident = 4;           // thread blocks that run at the same time
 #else
 const size_t kStackNbytes = (64 << 10) + 9 * 64;  // at powers of two, all stacks would share a few lines of the caches
@@ -40,7 +40,7 @@ const size_t kStackNbytes = (64 << 10) + 9 * 64;  // at powers of two, all stack
 
 const Kernel *kernels;
 
-// ---- fibers ----------------------------------------------------------------------------------------------------------
+// ---- fibers ---------------------------------------------------------------------------------------------------------
 
 #ifdef __x86_64__
 // swapcontext does the same, but with two system calls for the mask of signals.
@@ -93,13 +93,13 @@ struct Fiber {
     void *clock = nullptr;  // ThreadSanitizer's
 };
 
-// ---- what ThreadSanitizer is told ------------------------------------------------------------------------------------
+// ---- what ThreadSanitizer is told -----------------------------------------------------------------------------------
 
 char launch_order;
 
 #ifdef EMULATION_RACES
-// One for each thread of a grid: thread blocks must not share any, as none is ordered before another. A megabyte each, so
-// they are kept for the next launch, which is ordered behind this one anyway.
+// One for each thread of a grid: thread blocks must not share any, as none is ordered before another. A megabyte each,
+// so they are kept for the next launch, which is ordered behind this one anyway.
 std::vector<void *> clocks;
 
 void make_clocks(size_t count) {
@@ -118,7 +118,7 @@ void before(char &) {}
 void after(char &) {}
 #endif
 
-// ---- thread blocks ---------------------------------------------------------------------------------------------------
+// ---- thread blocks --------------------------------------------------------------------------------------------------
 
 struct Random {
     uint32_t state;
@@ -148,6 +148,9 @@ struct Launch {
     const uint64_t *arguments;
 };
 
+bool is_same(Site site, Site other) { return site.line == other.line && strcmp(site.file, other.file) == 0; }
+std::string place(Site site) { return std::string(site.file) + ":" + std::to_string(site.line); }
+
 // Thread-local memory of the program or library that this function is part of: all __shared__ variables, and ours.
 int find_shared(dl_phdr_info *info, size_t, void *found) {
     for (unsigned i = 0; i < info->dlpi_phnum; ++i) {
@@ -169,7 +172,10 @@ __thread Block *current;
 class Block {
 public:
     explicit Block(const Launch &launch)
-        : launch_(launch), stacks_(new char[launch.threads * kStackNbytes]), fibers_(launch.threads), warps_(launch.threads / kLanes) {}
+        : launch_(launch),
+          stacks_(new char[launch.threads * kStackNbytes]),
+          fibers_(launch.threads),
+          warps_(launch.threads / kLanes) {}
 
     // Runs one thread block on the calling thread. Returns what is wrong, or nothing.
     std::string run(unsigned number) {
@@ -199,8 +205,8 @@ public:
 
     void wait(Barrier &barrier, unsigned expected, Site site, bool orders_memory) {
         const unsigned generation = barrier.generation;
-        if (barrier.waiting && (barrier.site.line != site.line || strcmp(barrier.site.file, site.file) != 0))
-            fail("line " + std::to_string(site.line) + ": other threads wait in line " + std::to_string(barrier.site.line));
+        if (barrier.waiting && !is_same(site, barrier.site))
+            fail(place(site) + ": other threads wait at " + place(barrier.site));
         barrier.site = site;
         if (orders_memory) before(barrier.order[generation % 2]);
         if (++barrier.waiting == expected) {
@@ -217,7 +223,7 @@ public:
     void wait_for_block(Site site) { wait(barrier_, launch_.threads, site, true); }
 
     void wait_for_warp(Site site, unsigned mask, bool orders_memory) {
-        if (mask != 0xFFFFFFFF) fail("line " + std::to_string(site.line) + ": only whole warps are emulated");
+        if (mask != 0xFFFFFFFF) fail(place(site) + ": only whole warps are emulated");
         wait(warp().barrier, kLanes, site, orders_memory);
     }
 
@@ -244,9 +250,8 @@ private:
 
     void start(unsigned number, Random &random) {
         block_index.x = number;  // also makes sure that this thread has its thread-local memory
-        std::pair<void *, size_t> shared{};
-        dl_iterate_phdr(find_shared, &shared);
-        memset(shared.first, 0x80 | (int)random(128), shared.second);
+        if (!shared_.first) dl_iterate_phdr(find_shared, &shared_);
+        memset(shared_.first, 0x80 | (int)random(128), shared_.second);
         current = this;
         block_index.x = number;
         barrier_ = {};
@@ -291,18 +296,15 @@ private:
     }
 
     std::string stuck() const {
-        std::string waiting;
-        for (unsigned i = 0; i < launch_.threads; ++i)
-            if (!fibers_[i].done) {
-                const Site &site = fibers_[i].waits_for->site;
-                return "thread " + std::to_string(i) + " waits in line " + std::to_string(site.line) +
-                       ", where others never come";
-            }
-        return "no thread runs";
+        size_t waiting = 0;
+        while (fibers_[waiting].done) ++waiting;
+        return "thread " + std::to_string(waiting) + " waits at " + place(fibers_[waiting].waits_for->site) +
+               ", where others never come";
     }
 
     const Launch launch_;
     const std::unique_ptr<char[]> stacks_;
+    std::pair<void *, size_t> shared_{};  // where it is, and how long
     std::vector<Fiber> fibers_;
     std::vector<Warp> warps_;
     Barrier barrier_;
@@ -373,7 +375,8 @@ std::string run_grid(const std::string &name, unsigned grid, unsigned threads, u
     const Kernel *kernel = kernels;
     while (kernel && name != kernel->name) kernel = kernel->next;
     if (!kernel) return "there is no kernel " + name;
-    if (kernel->arguments != arguments.size()) return name + " takes " + std::to_string(kernel->arguments) + " arguments";
+    if (kernel->arguments != arguments.size())
+        return name + " takes " + std::to_string(kernel->arguments) + " arguments";
     if (threads == 0 || threads > kMaxThreads || threads % kLanes) return "a thread block has whole warps, 32 at most";
     const Launch launch{kernel, grid, threads, seed, arguments.data()};
     Random random(seed);
@@ -384,8 +387,8 @@ std::string run_grid(const std::string &name, unsigned grid, unsigned threads, u
 }  // namespace emulation
 
 // For ctypes: puts what is wrong into `error`, or nothing.
-extern "C" void emulation_launch(const char *name, unsigned grid, unsigned threads, uint32_t seed, const uint64_t *arguments,
-                                 unsigned count, char *error, size_t error_nbytes) {
+extern "C" void emulation_launch(const char *name, unsigned grid, unsigned threads, uint32_t seed,
+                                 const uint64_t *arguments, unsigned count, char *error, size_t error_nbytes) {
     const std::string found = emulation::run_grid(name, grid, threads, seed, {arguments, arguments + count});
     snprintf(error, error_nbytes, "%s", found.c_str());
 }
