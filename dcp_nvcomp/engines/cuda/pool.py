@@ -7,6 +7,7 @@ first. `release_device_memory` gives the memory back.
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -154,8 +155,16 @@ def shared_pool() -> EnginePool:
     global _pool
     with _POOL_LOCK:
         if _pool is None or _pool[0] != os.getpid():
+            if _pool is None:
+                # before the interpreter takes apart what nvCOMP's and CuPy's objects need to free theirs
+                atexit.register(_drop_engines)
             _pool = os.getpid(), EnginePool()
         return _pool[1]
+
+
+def _drop_engines() -> None:
+    global _pool
+    _pool = None
 
 
 def release_device_memory() -> None:
