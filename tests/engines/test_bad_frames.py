@@ -87,6 +87,13 @@ def _slices(one: DecodeJob) -> list[tuple[int, int]]:
     return list(zip(one.row.slice_nbytes, lengths, strict=True))
 
 
+def test_slices_that_are_stored_are_no_frames() -> None:
+    noise = np.random.default_rng(1).integers(0, 256, 3 * SLICE, np.uint8)
+    encoded = cpu_encode(noise, ZSTD)
+    assert encoded.row.slice_nbytes == (SLICE,) * 3
+    assert engine_on(StandInDevice(ReferenceKernels()))._checks.frame_faults([job(encoded, ZSTD)]) == {}
+
+
 def test_the_right_block_of_many_is_found() -> None:
     """Blocks of one read lie next to each other, those that were read again elsewhere."""
     chain = CodecChain(Planes(2), Zstd(1024))
