@@ -174,3 +174,19 @@ def test_nothing_beside_corrupt_frames(literals_library: ctypes.CDLL, name: str,
     nbytes = 5 if name == "five literals" else NBYTES
     kernels.decode(torch.tensor([[memory.ctypes.data, len(data), out.ctypes.data, nbytes]]), corrupt)
     assert corrupt[0] == 1 and not out[nbytes:].any()
+
+
+FULL = 128 << 10
+FIVE_LITERALS = literals(streams=(zeros_stream(2),) * 4, nbytes=5)
+SHORT_LAST_BLOCKS = {
+    "five literals": (5, block(2, len(FIVE_LITERALS), FIVE_LITERALS)),
+    "a repeated block too long for the rest": (40, block(1, 50, b"\0")),
+}
+
+
+@pytest.mark.parametrize("name", SHORT_LAST_BLOCKS)
+def test_corrupt_last_blocks(device: GuardedDevice, coders: LiteralCoders, name: str) -> None:
+    """Blocks that are too long for what is left of a slice, but not for all of it."""
+    rest, last = SHORT_LAST_BLOCKS[name]
+    data = frame(block(1, FULL, b"\0", last=False), last, nbytes=FULL + rest)
+    assert decode(device, coders, [data], [FULL + rest]) == [None]
