@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, files
+from typing import Any
 
-__all__ = ["compile_to_cubin", "load_nvrtc"]
+__all__ = ["compile_program", "compile_to_cubin", "load_nvrtc", "version_of"]
 
 _PACKAGES = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
 
@@ -24,8 +25,24 @@ def load_nvrtc() -> ctypes.CDLL | None:
     return None
 
 
+def version_of(nvrtc: ctypes.CDLL) -> str:
+    """Return the version of CUDA that NVRTC is of, such as `13.0`."""
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _check(nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+    return f"{major.value}.{minor.value}"
+
+
 def compile_to_cubin(nvrtc: ctypes.CDLL, source: str, options: Sequence[str]) -> bytes:
-    """Machine code for the architecture that the options name.
+    """Return machine code for the architecture that the options name.
+
+    Raises:
+        ValueError: the source does not compile; the message is the compiler's.
+    """
+    return compile_program(nvrtc, source, options)[0]
+
+
+def compile_program(nvrtc: ctypes.CDLL, source: str, options: Sequence[str]) -> tuple[bytes, str]:
+    """Return machine code, and what the compiler said of it.
 
     Raises:
         ValueError: the source does not compile; the message is the compiler's.
@@ -34,18 +51,20 @@ def compile_to_cubin(nvrtc: ctypes.CDLL, source: str, options: Sequence[str]) ->
     _check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None))
     arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
     status = nvrtc.nvrtcCompileProgram(program, len(options), arguments)
+    log = _content(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).rstrip(b"\0").decode()
     if status:
-        nbytes = ctypes.c_size_t()
-        _check(nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(nbytes)))
-        log = ctypes.create_string_buffer(nbytes.value)
-        _check(nvrtc.nvrtcGetProgramLog(program, log))
-        raise ValueError(log.value.decode())
-    nbytes = ctypes.c_size_t()
-    _check(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(nbytes)))
-    cubin = ctypes.create_string_buffer(nbytes.value)
-    _check(nvrtc.nvrtcGetCUBIN(program, cubin))
+        raise ValueError(log)
+    cubin = _content(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
     nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-    return cubin.raw
+    return cubin, log
+
+
+def _content(get_nbytes: Any, get: Any, program: ctypes.c_void_p) -> bytes:
+    nbytes = ctypes.c_size_t()
+    _check(get_nbytes(program, ctypes.byref(nbytes)))
+    content = ctypes.create_string_buffer(nbytes.value)
+    _check(get(program, content))
+    return content.raw
 
 
 def _check(status: int) -> None:

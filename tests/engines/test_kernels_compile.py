@@ -7,9 +7,10 @@ import sys
 
 import pytest
 
+from dcp_nvcomp.engines.cuda.batches import THREADS
 from dcp_nvcomp.engines.cuda.device import KERNEL_OPTIONS, kernel_source
-from dcp_nvcomp.engines.cuda.literals import LITERALS_KERNELS, LITERALS_OPTIONS, LITERALS_SOURCES
 
+from .kernel_resources import ARCHITECTURES, PROGRAMS, resources_of
 from .nvrtc import compile_to_cubin, load_nvrtc
 
 
@@ -23,13 +24,7 @@ def nvrtc() -> ctypes.CDLL:
     return library
 
 
-PROGRAMS = {
-    "blocks": (("blocks.cu",), KERNEL_OPTIONS, ("inspect_blocks", "split_blocks", "merge_blocks", "copy_pieces")),
-    "literals": (LITERALS_SOURCES, LITERALS_OPTIONS, LITERALS_KERNELS),
-}
-
-
-@pytest.mark.parametrize("architecture", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_compiles(nvrtc: ctypes.CDLL, program: str, architecture: str) -> None:
     sources, options, names = PROGRAMS[program]
@@ -39,6 +34,15 @@ def test_compiles(nvrtc: ctypes.CDLL, program: str, architecture: str) -> None:
     assert cubin.startswith(b"\x7fELF")
     for name in names:
         assert name.encode() in cubin
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_registers_and_shared_memory(nvrtc: ctypes.CDLL, program: str) -> None:
+    """A thread block fits onto any GPU, and no kernel spills registers."""
+    for kernel, resources in resources_of(nvrtc, program, "sm_90").items():
+        assert resources.registers * THREADS <= 65_536, kernel
+        assert resources.shared_nbytes <= 48 << 10, kernel
+        assert resources.spilled_nbytes == resources.stack_nbytes == 0, kernel
 
 
 def test_a_broken_source_is_refused(nvrtc: ctypes.CDLL) -> None:

@@ -1,0 +1,115 @@
+"""What the kernels take of a GPU, as its compiler says: registers, shared memory, spills.
+
+    python -m tests.engines.kernel_resources --nvrtc libnvrtc.so.12 --json benchmarks/results/kernels.json
+
+Compiles all programs with NVRTC for every kind of GPU that they are for, and fails if there is a warning. No GPU is
+needed. `--nvrtc` names further versions of the library beside the one that is installed, as often as needed, such as
+
+    pip install --no-deps --target DIR nvidia-cuda-nvrtc-cu12==12.9.*      # libnvrtc.so.12 is in it
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dcp_nvcomp.engines.cuda.device import KERNEL_OPTIONS, kernel_source
+from dcp_nvcomp.engines.cuda.literals import LITERALS_KERNELS, LITERALS_OPTIONS, LITERALS_SOURCES
+
+from .nvrtc import compile_program, load_nvrtc, version_of
+
+__all__ = ["ARCHITECTURES", "PROGRAMS", "Resources", "resources_of"]
+
+ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+
+# By name: files of kernels/, options, kernels.
+PROGRAMS = {
+    "blocks": (("blocks.cu",), KERNEL_OPTIONS, ("inspect_blocks", "split_blocks", "merge_blocks", "copy_pieces")),
+    "literals": (LITERALS_SOURCES, LITERALS_OPTIONS, LITERALS_KERNELS),
+}
+
+_ENTRY = re.compile(
+    r"Compiling entry function '(?P<kernel>\w+)'.*?"
+    r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads.*?"
+    r"Used (?P<registers>\d+) registers(?P<used>[^\n]*)",
+    re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a kernel takes.
+
+    Attributes:
+        registers: of a thread.
+        shared_nbytes: of a thread block.
+        stack_nbytes: of a thread, in local memory.
+        spilled_nbytes: how much of that is registers that did not fit, stored and loaded.
+    """
+
+    registers: int
+    shared_nbytes: int
+    stack_nbytes: int
+    spilled_nbytes: int
+
+
+def resources_of(nvrtc: ctypes.CDLL, program: str, architecture: str) -> dict[str, Resources]:
+    """Return what each kernel of a program takes.
+
+    Raises:
+        ValueError: it does not compile, or with a warning.
+    """
+    sources, options, names = PROGRAMS[program]
+    arguments = [*options, f"-arch={architecture}", "--ptxas-options=-v"]
+    _, log = compile_program(nvrtc, kernel_source(*sources), arguments)
+    if "warning" in log:
+        raise ValueError(log)
+    found = {}
+    for entry in _ENTRY.finditer(log):
+        shared = re.search(r"(\d+) bytes smem", entry["used"])
+        found[entry["kernel"]] = Resources(
+            registers=int(entry["registers"]),
+            shared_nbytes=int(shared[1]) if shared else 0,
+            stack_nbytes=int(entry["stack"]),
+            spilled_nbytes=int(entry["stores"]) + int(entry["loads"]),
+        )
+    assert sorted(found) == sorted(names), log
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What the kernels take of a GPU, as its compiler says.")
+    parser.add_argument("--nvrtc", action="append", default=[], help="a library beside the installed one")
+    parser.add_argument("--json", type=Path, required=True)
+    arguments = parser.parse_args()
+    installed = load_nvrtc()
+    assert installed is not None
+    rows: list[dict[str, Any]] = []
+    for nvrtc in (installed, *map(ctypes.CDLL, arguments.nvrtc)):
+        for program in PROGRAMS:
+            for architecture in ARCHITECTURES:
+                for kernel, resources in resources_of(nvrtc, program, architecture).items():
+                    where = {"nvrtc": version_of(nvrtc), "program": program, "architecture": architecture}
+                    rows.append({**where, "kernel": kernel, **asdict(resources)})
+    rows.sort(key=lambda row: (row["nvrtc"], row["program"], row["kernel"], int(row["architecture"][3:])))
+    content = {
+        "what": "what ptxas reports while NVRTC compiles (--ptxas-options=-v); no GPU was used",
+        "command": f"python -m tests.engines.kernel_resources --nvrtc libnvrtc.so.12 --json {arguments.json}",
+        "options": {name: " ".join(options) for name, (_, options, _) in PROGRAMS.items()},
+    }
+    arguments.json.write_text(_text(content, rows))
+
+
+def _text(content: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """Return JSON with a line for each kernel."""
+    lines = ",\n  ".join(json.dumps(row) for row in rows)
+    return json.dumps(content, indent=1).removesuffix("\n}") + f',\n "kernels": [\n  {lines}\n ]\n}}\n'
+
+
+if __name__ == "__main__":
+    main()
