@@ -13,12 +13,15 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import json
+import multiprocessing
 import os
+import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +87,7 @@ def main(pipe: Connection, log: Path, step: Step, stand_in: bool, done: Sequence
         done: names of probes that earlier processes of the step have begun.
     """
     os.setsid()  # so that the runner can end the process together with its children
+    threading.Thread(target=_end_with_the_runner, daemon=True).start()
     os.chdir(ROOT)
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
@@ -97,6 +101,14 @@ def main(pipe: Connection, log: Path, step: Step, stand_in: bool, done: Sequence
     host = Host(stand_in)
     report = Report(pipe, frozenset(done), host.trouble)
     report.send(finished=_run(step, host, report))
+
+
+def _end_with_the_runner() -> None:
+    """Wait for the runner's end, and do not stay behind on the GPU."""
+    runner = multiprocessing.parent_process()
+    assert runner is not None
+    wait([runner.sentinel])
+    os.killpg(0, signal.SIGKILL)
 
 
 def _run(step: Step, host: Host, report: Report) -> str | None:
