@@ -67,7 +67,7 @@ class NvcompReader(StorageReader):
         path: local path or fsspec URL of the checkpoint. `checkpoint_id=` of `dcp.load` overrides it.
         thread_count: number of decoding threads; by default one per CPU core, at most 8.
         verify: `"stored"` checks the stored bytes of each block before they are decoded, `"full"` checks the decoded
-            bytes too, `"off"` checks neither. Footers are always checked.
+            bytes too, `"off"` checks neither. Footers are always checked, and what a GPU decodes always on both sides.
         trusted_globals: dotted names that stored objects may use in addition to those that are safe by themselves: in
             `.metadata`, in tensors stored as `torch.save` payloads, and, with `safe_objects`, in Python objects.
         safe_objects: if True, stored Python objects are checked with `weights_only=True` before DCP's planner unpickles

@@ -20,6 +20,8 @@ from dcp_nvcomp.codecs import Bytes, CodecChain, Planes, Zstd
 from dcp_nvcomp.codecs.encoded import EncodedBlock
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda import pool
+from dcp_nvcomp.engines.cuda.batches import RowTable
+from dcp_nvcomp.engines.cuda.copying import CopyingEngine
 from dcp_nvcomp.engines.cuda.engine import CudaEngine, EnginePolicy
 from dcp_nvcomp.engines.cuda.health import FAILURES_IN_A_ROW
 from dcp_nvcomp.engines.cuda.pool import EnginePool
@@ -133,6 +135,34 @@ def test_a_decoder_that_does_nothing_does_not_pass_the_check(chain: CodecChain) 
     with pytest.warns(RuntimeWarning, match="wrong bytes"):
         encoded = encode(engine_on(StandInDevice(ReferenceKernels(), Idle())), [tensor(BLOCKS[0])], chain)
     assert encoded[0].was_wrong and decoded(encoded[0], chain) == BLOCKS[0].tobytes()
+
+
+class IdleInspect(ReferenceKernels):
+    """No CRC is ever computed, so that all of them are 0."""
+
+    def inspect(self, blocks: RowTable, crc: torch.Tensor, seen: torch.Tensor) -> None:
+        super().inspect(blocks, crc.clone(), seen)
+
+
+class FlipsOnTheWay(StandInDevice):
+    """The copy to the host gets a bit wrong."""
+
+    def copy_out(self, source: torch.Tensor, host: memoryview) -> None:
+        flipped = source.clone()
+        flipped[100] ^= 1
+        super().copy_out(flipped, host)
+
+
+@pytest.mark.parametrize(
+    "device",
+    [lambda: StandInDevice(IdleInspect()), lambda: FlipsOnTheWay(ReferenceKernels())],
+    ids=["no CRCs", "copy"],
+)
+def test_what_arrives_on_the_host_is_checked(device: Callable[[], StandInDevice]) -> None:
+    with pytest.warns(RuntimeWarning, match="encoded blocks to wrong bytes"):
+        encoded = encode(engine_on(device()), [tensor(block) for block in BLOCKS], CHAIN)
+    assert any(one.was_wrong for one in encoded)
+    assert [decoded(one) for one in encoded] == [block.tobytes() for block in BLOCKS]
 
 
 def test_without_checks_the_gpu_is_trusted() -> None:
@@ -296,6 +326,36 @@ def test_with_engine_cuda_the_cpu_does_not_take_over() -> None:
         engine.decode([job(cpu_encode(BLOCKS[0], CHAIN), CHAIN)], verify="stored")
 
 
+def test_with_engine_cuda_a_gpu_that_was_given_up_is_an_error() -> None:
+    engine = CudaEngine(CPU, EnginePolicy(BUDGET, may_fall_back=False), backend=StandInDevice(ReferenceKernels()))
+    engine.health.give_up("it was wrong")
+    with pytest.raises(CodecUnavailableError, match=r"engine='cuda' can't go on.*it was wrong"):
+        encode(engine, [tensor(BLOCKS[0])], CHAIN)
+    with pytest.raises(CodecUnavailableError, match=r"engine='cuda' can't go on.*it was wrong"):
+        engine.decode([job(cpu_encode(BLOCKS[0], CHAIN), CHAIN)], verify="stored")
+
+
+def test_each_borrower_has_its_own_policy() -> None:
+    shared = EnginePool(lambda device: StandInDevice(ReferenceKernels()), lambda engine, device: None)
+    with shared.lend(CPU, EnginePolicy(BUDGET, check_encodes=False)) as engine:
+        assert isinstance(engine, CudaEngine)
+    engine.health.give_up("out of memory")
+    with shared.lend(CPU, EnginePolicy(BUDGET, may_fall_back=False)) as engine:
+        assert isinstance(engine, CudaEngine)
+        assert engine._policy == EnginePolicy(BUDGET, may_fall_back=False)
+
+
+def test_a_self_test_without_memory_is_made_up_for() -> None:
+    capacities = [1 << 40, 1 << 16]
+    shared = EnginePool(lambda device: StandInDevice(ReferenceKernels(), capacity_nbytes=capacities.pop()))
+    with pytest.warns(RuntimeWarning, match="slower CPU engine: .*OutOfMemoryError"):  # noqa: SIM117
+        with shared.lend(CPU, EnginePolicy(BUDGET)) as engine:
+            assert isinstance(engine, CopyingEngine)
+    shared.begin()
+    with shared.lend(CPU, EnginePolicy(BUDGET)) as engine:
+        assert isinstance(engine, CudaEngine)
+
+
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
@@ -326,7 +386,8 @@ def test_blocks_of_another_codec_need_no_gpu() -> None:
     chain = CodecChain(Planes(4), Zstd(1024))
     engine = engine_on(StandInDevice(ReferenceKernels()))
     engine.health.broken = "it is on fire"
-    encoded = encode(engine, [tensor(block) for block in BLOCKS], chain)
+    with pytest.warns(RuntimeWarning, match="it is on fire"):
+        encoded = encode(engine, [tensor(block) for block in BLOCKS], chain)
     jobs = [job(one, chain) for one in encoded]
     engine.decode(jobs, verify="full")
     assert [done.out.numpy().tobytes() for done in jobs] == [block.tobytes() for block in BLOCKS]

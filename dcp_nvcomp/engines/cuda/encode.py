@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from dcp_nvcomp.codecs.base import FLAG_PACKED_REST, CodecChain, Coder
-from dcp_nvcomp.codecs.encoded import BlockRow, EncodedBlock
+from dcp_nvcomp.codecs.encoded import BlockRow, EncodedBlock, checksum
 from dcp_nvcomp.engines.cuda.batches import (
     I64,
     BlockLayout,
@@ -178,6 +178,10 @@ class BatchEncoder:
                 bounds[:-1].tolist(), bounds[1:].tolist(), rows, blocks.nbytes.tolist(), strict=True
             )
         ]
+        if self._decoder is not None:
+            # what goes to the file must be what was checked: neither the copy nor the device's CRCs are believed
+            arrived = [checksum(block.data) == block.row.encoded_crc for block in encoded]
+            wrong = sorted({*wrong, *(at for at, same in enumerate(arrived) if not same)})
         return encoded, wrong
 
     def _check(

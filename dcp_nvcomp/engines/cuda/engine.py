@@ -166,7 +166,8 @@ class CudaEngine:
 
     def _encode_batch(self, batch: Sequence[EncodeJob], room: memoryview) -> list[EncodedBlock] | None:
         """Return the encoded blocks of a batch, checked and put right; None if the GPU failed."""
-        if self.health.unusable is not None:
+        if (reason := self.health.unusable) is not None:
+            self._leave_to_cpu(reason)
             return self._copying.encode(batch, room)
         done = self._attempt(lambda: self._encoder.encode(batch, room))
         if done is None:
@@ -241,7 +242,8 @@ class CudaEngine:
 
     def _decode_batch(self, batch: Sequence[DecodeJob], verify: str) -> bool:
         """Decode a batch, and have the CPU decode what came out wrong; False if the GPU failed."""
-        if self.health.unusable is not None:
+        if (reason := self.health.unusable) is not None:
+            self._leave_to_cpu(reason)
             self._copying.decode_checked(batch, verify=verify)
             return True
         doubts = self._attempt(lambda: self._decoder.decode(batch))
@@ -323,6 +325,12 @@ class CudaEngine:
         except Exception as error:  # nvCOMP, CuPy and torch raise errors of many types
             self._copying.reason = f"{type(error).__name__}: {error}"
             return None
+
+    def _leave_to_cpu(self, reason: str) -> None:
+        """Before the CPU engine takes a batch because the GPU is not used any more."""
+        if not self._policy.may_fall_back:
+            raise CodecUnavailableError(f"engine='cuda' can't go on: {reason}. Use engine='auto' or 'cpu'.")
+        self.health.fell_back(reason)
 
     def _fall_back(self, chain: CodecChain) -> None:
         """Before the CPU engine takes a block that failed alone."""

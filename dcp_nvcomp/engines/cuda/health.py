@@ -57,6 +57,11 @@ class DeviceHealth:
         with self._lock:
             self._failures = 0
 
+    def give_up(self, reason: str) -> None:
+        """Leave this save or load to the CPU: there is no memory, say, which there may be for the next one."""
+        with self._lock:
+            self._failures, self._last = FAILURES_IN_A_ROW, reason
+
     def succeeded(self) -> None:
         """A batch came out right."""
         with self._lock:
@@ -92,7 +97,9 @@ class DeviceHealth:
         )
 
     def fell_back(self, reason: str) -> None:
-        """Warn, once, that the CPU takes everything."""
+        """Warn that the CPU takes everything, unless a warning told of the trouble before."""
+        if self._warned:
+            return
         self._warn(
             "broken",
             f"Tensors on {self.name} are handled by the slower CPU engine: {reason}. engine='cpu' silences this.",

@@ -93,15 +93,17 @@ class EnginePool:
         engines = self._engines(device)
         engine = engines.free.get()
         try:
-            engine = self._ready(engine, engines, device, policy)
-            if engine is None:
-                reason = str(engines.health.unusable)
+            ready = self._ready(engine, engines, device, policy)
+            if ready is not None:
+                engine = ready
+            if ready is None:
+                reason = engines.health.unusable or "it has no memory left"
                 if not policy.may_fall_back:
                     raise CodecUnavailableError(f"engine='cuda' can't run here: {reason}. Use engine='auto' or 'cpu'.")
                 engines.health.fell_back(reason)
                 yield CopyingEngine(reason)
             else:
-                yield engine
+                yield ready
         finally:
             engines.free.put(engine)
 
@@ -109,19 +111,22 @@ class EnginePool:
         self, engine: CudaEngine | None, engines: _DeviceEngines, device: torch.device, policy: EnginePolicy
     ) -> CudaEngine | None:
         """Return the engine, made and tested if it was not yet; None if the device can't be used."""
-        if engines.health.unusable is not None:
-            return engine if engine is not None and engines.health.broken is None else None
-        if engine is None:
-            try:
+        if engines.health.broken is not None or (engine is None and engines.health.unusable is not None):
+            return None
+        try:
+            if engine is None:
                 engine = CudaEngine(device, policy, health=engines.health, backend=self._make_device(device))
-            except Exception as error:
-                engines.health.broken = f"{type(error).__name__}: {error}"
-                return None
-        engine.set_policy(policy)
-        with engines.testing:
-            if not engines.is_tested:
-                self._self_test(engine, device)
-                engines.is_tested = True
+            engine.set_policy(policy)
+            with engines.testing:
+                if not engines.is_tested:
+                    self._self_test(engine, device)
+                    engines.is_tested = True
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            engines.health.give_up(f"{type(error).__name__}: {error}")
+            return None
+        except Exception as error:
+            engines.health.broken = f"{type(error).__name__}: {error}"
+            return None
         return engine if engines.health.broken is None else None
 
     def release_memory(self) -> None:
@@ -129,21 +134,19 @@ class EnginePool:
         with self._lock:
             devices = list(self._devices.values())
         for engines in devices:
-            for engine in _taken(engines.free):
-                if engine is not None:
-                    engine.release_memory()
-                engines.free.put(engine)
+            taken: list[CudaEngine | None] = []
+            try:
+                with suppress(Empty):
+                    while True:
+                        taken.append(engines.free.get_nowait())
+                for engine in taken:
+                    if engine is not None:
+                        engine.release_memory()
+            finally:
+                for engine in taken:
+                    engines.free.put(engine)
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.empty_cache()
-
-
-def _taken(queue: LifoQueue[CudaEngine | None]) -> list[CudaEngine | None]:
-    """Take all that is in a queue now."""
-    found = []
-    with suppress(Empty):
-        while True:
-            found.append(queue.get_nowait())
-    return found
 
 
 _pool: tuple[int, EnginePool] | None = None

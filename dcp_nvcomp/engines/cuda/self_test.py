@@ -21,11 +21,17 @@ _NBYTES = 1 << 20
 
 
 def run_self_test(engine: CudaEngine, device: torch.device) -> None:
-    """Record in the engine's health which coders do not work, and if none does, that the device is broken."""
+    """Record in the engine's health which coders do not work, and if none does, that the device is broken.
+
+    Raises:
+        torch.OutOfMemoryError, MemoryError: there is no memory for it.
+    """
     block = _bfloat16_weights()
     for chain in SELF_TEST_CHAINS:
         try:
             _check(engine, chain, block, device)
+        except (torch.OutOfMemoryError, MemoryError):
+            raise  # says nothing of the coder
         except Exception as error:  # whatever it is, this coder can't be used
             assert chain.coder is not None
             engine.health.refused[type(chain.coder)] = f"{type(error).__name__}: {error}"

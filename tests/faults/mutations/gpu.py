@@ -26,6 +26,13 @@ MUTATIONS = (
         tests=CHECKED + "does_nothing",
     ),
     Mutation(
+        row="GPU: what arrives on the host is what was checked",
+        file=ENCODE,
+        old="checksum(block.data) == block.row.encoded_crc",
+        new="True",
+        tests=CHECKED + "arrives_on_the_host",
+    ),
+    Mutation(
         row="GPU: wrong encodes are counted",
         file="dcp_nvcomp/saving/stats.py",
         old="        recoded_blocks += rank.recoded_blocks\n",
@@ -49,8 +56,8 @@ MUTATIONS = (
     Mutation(
         row="GPU: an engine that can't be made",
         file=POOL,
-        old="            except Exception as error:\n                engines.health.broken",
-        new="            except RuntimeError as error:\n                engines.health.broken",
+        old="        except Exception as error:\n            engines.health.broken",
+        new="        except RuntimeError as error:\n            engines.health.broken",
         tests=CHECKED + "not_be_made",
     ),
     Mutation(
