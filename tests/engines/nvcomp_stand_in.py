@@ -377,8 +377,8 @@ class StandInDevice:
 
     def _reserve(self, nbytes: int) -> Tensor:
         self._hold(nbytes)
-        # garbage in it, so that whatever is read before it is written shows
-        memory = np.full(nbytes + 64, 0xA5, np.uint8)
+        # untouched, so that most of a large arena takes no memory; the arena puts garbage into what it gives out
+        memory = np.empty(nbytes + 64, np.uint8)
         start = -memory.ctypes.data % 64
         weakref.finalize(memory, self._drop, nbytes)
         return torch.from_numpy(memory[start : start + nbytes])
