@@ -20,7 +20,8 @@ def test_documents_are_up_to_date(path: Path) -> None:
 
 
 def test_results_are_of_real_runs() -> None:
-    found = sorted(pages.RESULTS.glob("*.json"))
+    # kernels.json is what a compiler says, not a run
+    found = sorted(path for path in pages.RESULTS.glob("*.json") if path.name != "kernels.json")
     assert found
     for path in found:
         result = json.loads(path.read_text())

@@ -19,17 +19,14 @@ from dcp_nvcomp.codecs.configuration import slice_nbytes
 from dcp_nvcomp.codecs.dtypes import ElementType
 from dcp_nvcomp.codecs.registry import CODECS
 from dcp_nvcomp.codecs.scratch import ScratchArrays
-from dcp_nvcomp.engines.choice import EngineChoice
-from dcp_nvcomp.engines.cuda.engine import CudaEngine
 from dcp_nvcomp.engines.memory import plain_allocate
 from dcp_nvcomp.errors import CorruptDataError, FormatError
 from dcp_nvcomp.loading import decoder
 from dcp_nvcomp.saving import job as saving
-from dcp_nvcomp.saving.encode import sources
 from tests.checkpoints import assert_loads, data_file, flip, save
-from tests.engines.cases import engine_on
 from tests.engines.kernels_on_cpu import ReferenceKernels
 from tests.engines.nvcomp_stand_in import StandInDevice
+from tests.engines.stand_in_pool import install_stand_ins
 from tests.states import State
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -134,16 +131,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> GpuStandIn:
     """Host tensors are handled as CUDA tensors are, unless the option says engine="cpu"."""
     made = GpuStandIn()
 
-    def engine(device: torch.device, *, device_memory_budget: int) -> CudaEngine:
+    def engine(device: torch.device) -> StandInDevice:
         made.devices.append(StandInDevice(ReferenceKernels()))
-        return engine_on(made.devices[-1], device_memory_budget)
+        return made.devices[-1]
 
-    for module in (sources, decoder):
-        monkeypatch.setattr(module, "CudaEngine", engine)
+    install_stand_ins(monkeypatch, ReferenceKernels(), make_device=engine)
     for module in (saving, decoder):
         monkeypatch.setattr(module, "pinned_allocate", plain_allocate)
-    monkeypatch.setattr(EngineChoice, "on_cuda", lambda self, device: self.option != "cpu")
-    monkeypatch.setattr(EngineChoice, "may_use_cuda", lambda self: self.option != "cpu")
     return made
 
 
