@@ -196,7 +196,7 @@ def test_the_cuda_engine_leaves_it_to_the_cpu_engine(tmp_path: Path, gpu: GpuSta
     asked = on_the_stand_in(gpu, lambda: assert_loads(tmp_path / "gpu", state, verify="full"))
     assert {name for name, _ in asked} == {"decode"}
     asked = on_the_stand_in(gpu, lambda: save_toy(tmp_path / "toy", state, codec=TOY_CHAIN))
-    assert all(name == "encode" for name, _ in asked)
+    assert {name for name, _ in asked} <= {"encode", "decode"}
     assert not on_the_stand_in(gpu, lambda: save_toy(tmp_path / "floats", {"w": state["w"]}))
     assert not on_the_stand_in(gpu, lambda: assert_loads(tmp_path / "floats", {"w": state["w"]}, verify="full"))
 
