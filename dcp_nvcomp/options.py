@@ -31,6 +31,7 @@ __all__ = [
 ]
 
 CHECK_ENCODES = ("all", "off")
+CUDA_ZSTD = ("auto", "nvcomp", "literals")
 ENGINES = ("auto", "cpu", "cuda")
 MAX_DEFAULT_THREADS = 8
 DEADLINE_OPTION = "storage_deadline_seconds"

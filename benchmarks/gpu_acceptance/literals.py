@@ -18,7 +18,7 @@ from benchmarks.gpu_device import DeviceClock
 from dcp_nvcomp.codecs import Zstd
 from dcp_nvcomp.engines.cuda.batches import padded_nbytes, starts_of
 from dcp_nvcomp.engines.cuda.device import Device
-from dcp_nvcomp.engines.cuda.literals import LiteralCoders
+from dcp_nvcomp.engines.cuda.literals import LiteralCoders, LiteralFrames
 from tests.engines.literal_slices import deep, log_uniform, misplaced, skewed
 
 __all__ = ["literal_probes", "rates"]
@@ -51,12 +51,12 @@ class Coded:
         scratch = self._memory(slices, starts)
         with self._device.session([scratch]):
             frames = self._coders.encode(_CODER, scratch, starts[:-1], lengths)
-            nbytes, addresses = frames.nbytes(), frames.addresses
-            memory = frames._frames
-        first, host = memory.data_ptr(), memory.cpu().numpy()
+            nbytes = frames.nbytes()
+            places, memory = _written(self._device, frames, nbytes)
+        host = memory.cpu().numpy()
         return [
-            host[address - first : address - first + size].tobytes() if size < length else b""
-            for address, size, length in zip(addresses.tolist(), nbytes.tolist(), lengths.tolist(), strict=True)
+            host[at : at + size].tobytes() if size < length else b""
+            for at, size, length in zip(places.tolist(), nbytes.tolist(), lengths.tolist(), strict=True)
         ]
 
     def decode(self, frames: Sequence[bytes], lengths: Sequence[int]) -> list[bytes | None]:
@@ -72,6 +72,14 @@ class Coded:
             host[place : place + size].tobytes() if is_good else None
             for is_good, place, size in zip(good.tolist(), places.tolist(), lengths, strict=False)
         ]
+
+
+def _written(device: Device, frames: LiteralFrames, nbytes: np.ndarray) -> tuple[np.ndarray, Tensor]:
+    """Write frames one after the other; returns where they begin, and the memory."""
+    places = starts_of(padded_nbytes(nbytes))
+    memory = device.arena.empty(int(places[-1]))
+    frames.write(places[:-1] + memory.data_ptr())
+    return places[:-1], memory
 
 
 def literal_probes(host: Host, *, count: int, seeds: int = 1) -> Iterator[Probe]:
@@ -184,13 +192,14 @@ def rates(
     clock = DeviceClock(device.torch_device)
     encode_seconds, decode_seconds, stored = [], [], 0
     for repeat in range(-1, repeats):
-        with device.session([data]):
-            with clock.running():
-                frames = coders.encode(_CODER, data, starts, lengths)
-            nbytes, addresses, memory = frames.nbytes(), frames.addresses, frames._frames
+        # with the wait for the lengths, which the engine has too
+        with device.session([data]), clock.running():
+            frames = coders.encode(_CODER, data, starts, lengths)
+            nbytes = frames.nbytes()
+            places, memory = _written(device, frames, nbytes)
         spent_encoding = clock.take()
         framed = nbytes < lengths
-        at = addresses[framed] - memory.data_ptr()
+        at = places[framed]
         with device.session([memory]):
             with clock.running():
                 decoding = coders.decode(_CODER, memory, at, nbytes[framed], out, starts[framed], lengths[framed])

@@ -22,9 +22,11 @@ class EngineChoice:
 
     Attributes:
         option: `"auto"`, `"cpu"` or `"cuda"`.
+        zstd: who codes Zstd on a GPU, one of `options.CUDA_ZSTD`.
     """
 
     option: str
+    zstd: str = "auto"
     _warned: bool = False
     _known: tuple[int, str | None] = (0, None)
 
@@ -70,7 +72,8 @@ class EngineChoice:
             check_encodes: see `EnginePolicy`.
         """
         share_nbytes = max(1, device_memory_budget // ENGINES_PER_DEVICE)
-        return EnginePolicy(share_nbytes, check_encodes=check_encodes, may_fall_back=self.option != "cuda")
+        may_fall_back = self.option != "cuda"
+        return EnginePolicy(share_nbytes, check_encodes=check_encodes, may_fall_back=may_fall_back, zstd=self.zstd)
 
     def may_use_cuda(self) -> bool:
         """Return True if there can be tensors for the CUDA engine. Imports nothing: perhaps there are none."""

@@ -57,6 +57,7 @@ class LoadOptions:
         device_memory_budget: bytes that CUDA engines may take on a device.
         verify: `"stored"`, `"full"` or `"off"`.
         engine: `"auto"`, `"cpu"` or `"cuda"`.
+        cuda_zstd: who decodes Zstd on a GPU, one of `options.CUDA_ZSTD`.
         safe: loads stored Python objects.
     """
 
@@ -65,6 +66,7 @@ class LoadOptions:
     device_memory_budget: int
     verify: str
     engine: str
+    cuda_zstd: str
     safe: SafeLoader
 
 
@@ -85,7 +87,7 @@ class LoadJob:
         self._planner = planner
         self._options = options
         self._conversions = conversions
-        self._engine = EngineChoice(options.engine)
+        self._engine = EngineChoice(options.engine, options.cuda_zstd)
         self._may_use_cuda = self._engine.may_use_cuda()
         fetchers = CUDA_FETCHERS if self._may_use_cuda else 0
         self._threads = max(options.thread_count + fetchers, filesystem.parallel_reads)

@@ -39,6 +39,7 @@ from dcp_nvcomp.loading.read_plan import Wanted
 from dcp_nvcomp.loading.safe_objects import SafeLoader
 from dcp_nvcomp.loading.stock.load import load_stock_items
 from dcp_nvcomp.options import (
+    CUDA_ZSTD,
     DEADLINE_SECONDS,
     ENGINES,
     STOCK_READER,
@@ -77,6 +78,9 @@ class NvcompReader(StorageReader):
         engine: `"auto"` decodes what goes to a GPU on that GPU if nvCOMP is installed, `"cuda"` fails the load
             if that is impossible on this machine, `"cpu"` never uses the GPU. Read checkpoints from someone else with
             `"cpu"`.
+        cuda_zstd: who decodes Zstandard frames on a GPU: `"nvcomp"`, `"literals"`, which are this package's own kernels
+            (nvCOMP decodes frames with more than literals all the same), or `"auto"`: nvCOMP, unless it fails its
+            self-test or was measured to be slower on this kind of GPU.
         storage_deadline_seconds: on `s3://`, time limit of one storage operation (reading a range, say) with all its
             retries. After that it raises `StorageError`.
         **storage_options: for the fsspec filesystem, such as `endpoint_url` and `key` for S3. Arguments of stock DCP's
@@ -110,6 +114,7 @@ class NvcompReader(StorageReader):
         host_memory_budget: int = 1 << 30,
         device_memory_budget: int = 512 << 20,
         engine: str = "auto",
+        cuda_zstd: str = "auto",
         storage_deadline_seconds: float = DEADLINE_SECONDS,
         **storage_options: Any,
     ) -> None:
@@ -125,6 +130,7 @@ class NvcompReader(StorageReader):
             device_memory_budget=check_budget("device_memory_budget", device_memory_budget),
             verify=check_choice("verify", verify, VERIFY_MODES),
             engine=check_choice("engine", engine, ENGINES),
+            cuda_zstd=check_choice("cuda_zstd", cuda_zstd, CUDA_ZSTD),
             safe=SafeLoader(self.trusted_globals, check_objects=check_flag("safe_objects", safe_objects)),
         )
         self.load_id = uuid.uuid4().hex

@@ -36,6 +36,7 @@ from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.format.footer import FileIdentity
 from dcp_nvcomp.options import (
     CHECK_ENCODES,
+    CUDA_ZSTD,
     DEADLINE_SECONDS,
     ENGINES,
     STOCK_WRITER,
@@ -95,6 +96,9 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         check_encodes: `"all"` decodes on the GPU again what was encoded there and compares CRCs, before it is written;
             the CPU engine encodes blocks that came out wrong (`SaveStats.recoded_blocks`). `"off"` trusts the GPU. The
             CPU engine is not checked: it uses libraries that the whole world tests.
+        cuda_zstd: who writes literals-only Zstandard frames (those of `"auto"` and `"planes-zstd"`) on a GPU:
+            `"nvcomp"`, `"literals"`, which are this package's own kernels, or `"auto"`: nvCOMP, unless it fails its
+            self-test or was measured to be slower on this kind of GPU. Every zstd decoder reads the frames of both.
         storage_deadline_seconds: on `s3://`, time limit of one storage operation (sending a part, reading a range,
             publishing) with all its retries. After that it raises `StorageError`.
         **storage_options: for the fsspec filesystem, such as `endpoint_url` and `key` for S3. Arguments of stock DCP's
@@ -135,6 +139,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         on_save: Callable[[SaveStats], None] | None = None,
         engine: str = "auto",
         check_encodes: str = "all",
+        cuda_zstd: str = "auto",
         storage_deadline_seconds: float = DEADLINE_SECONDS,
         **storage_options: Any,
     ) -> None:
@@ -153,11 +158,12 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         self.on_save = on_save
         self.engine = check_choice("engine", engine, ENGINES)
         self.check_encodes = check_choice("check_encodes", check_encodes, CHECK_ENCODES)
+        self.cuda_zstd = check_choice("cuda_zstd", cuda_zstd, CUDA_ZSTD)
         self.storage_deadline_seconds = check_seconds("storage_deadline_seconds", storage_deadline_seconds)
         self.storage_options = storage_options
         self.last_save: SaveStats | None = None
         self._chooser = parse_codec(codec)
-        self._engine_choice = EngineChoice(self.engine)
+        self._engine_choice = EngineChoice(self.engine, self.cuda_zstd)
         self._begin_life(Saves(os.fspath(path)))
         self._open(self.path)  # fail fast on invalid options
 

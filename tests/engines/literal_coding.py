@@ -97,19 +97,22 @@ def encode(device: GuardedDevice, coders: LiteralCoders, slices: Sequence[U8]) -
     before = scratch.clone()
     with device.session([]):
         frames = coders.encode(CODER, scratch, starts[:-1], lengths)
-        nbytes, addresses = frames.nbytes(), frames.addresses
+        nbytes = frames.nbytes()
+        # with a gap behind each frame
+        places = starts_of(padded_nbytes(nbytes) + 16)
+        memory = device.arena.empty(int(places[-1]))
+        frames.write(places[:-1] + memory.data_ptr())
     assert torch.equal(scratch, before)
     assert (nbytes >= 1).all() and (nbytes <= lengths).all()
-    memory = frames._frames.numpy()
-    untouched = np.ones(memory.size, np.bool_)
+    written, untouched = memory.numpy(), np.ones(memory.numel(), np.bool_)
     found = []
-    for address, length, start in zip(addresses, nbytes, lengths, strict=True):
-        at = int(address) - memory.ctypes.data
-        is_frame = length < start
-        found.append(memory[at : at + length].tobytes() if is_frame else b"")
-        untouched[at : at + length * is_frame] = False
-        assert address % 16 == 0
-    assert (memory[untouched] == POISON).all()
+    for at, nbyte, length in zip(places.tolist(), nbytes.tolist(), lengths.tolist(), strict=False):
+        frame = written[at : at + nbyte * (nbyte < length)]
+        found.append(frame.tobytes())
+        padding = written[at + frame.size : at + -(-frame.size // 16) * 16]
+        assert not padding.any()
+        untouched[at : at + frame.size + padding.size] = False
+    assert (written[untouched] == POISON).all()
     device.check()
     return Encoded([data.tobytes() for data in slices], found)
 

@@ -327,6 +327,7 @@ class StandInDevice:
     """
 
     torch_device = torch.device("cpu")
+    name = "stand-in"
     stream_handle = CudaStream.ptr
 
     def __init__(

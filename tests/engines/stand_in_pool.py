@@ -12,7 +12,7 @@ import torch
 from dcp_nvcomp.engines import choice
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.engines.cuda import pool
-from dcp_nvcomp.engines.cuda.device import Device, Kernels
+from dcp_nvcomp.engines.cuda.device import Device, Kernels, Launch
 from dcp_nvcomp.engines.cuda.engine import CudaEngine
 from dcp_nvcomp.engines.cuda.pool import EnginePool
 from dcp_nvcomp.engines.cuda.self_test import run_self_test
@@ -31,16 +31,18 @@ class StandInPool:
         nvcomp: makes the nvCOMP of the next device.
         devices: those that were made.
         capacity_nbytes: memory of each.
+        literals: what starts the kernels of literals*.cu, if they are compiled.
     """
 
     kernels: Kernels
     nvcomp: Callable[[], NvcompStandIn] = NvcompStandIn
     devices: list[StandInDevice] = field(default_factory=list)
     capacity_nbytes: int = 1 << 40
+    literals: Launch | None = None
 
     def make_device(self, device: torch.device) -> Device:
         """Return another device."""
-        self.devices.append(StandInDevice(self.kernels, self.nvcomp(), self.capacity_nbytes))
+        self.devices.append(StandInDevice(self.kernels, self.nvcomp(), self.capacity_nbytes, self.literals))
         return self.devices[-1]
 
     def calls(self, name: str) -> list[int]:

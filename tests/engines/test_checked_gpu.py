@@ -16,14 +16,14 @@ from torch.distributed.checkpoint import CheckpointException
 
 import dcp_nvcomp
 from dcp_nvcomp import NvcompWriter, SaveStats
-from dcp_nvcomp.codecs import Bytes, CodecChain, Planes, Zstd
+from dcp_nvcomp.codecs import Bytes, CodecChain, Deflate, Planes, Zstd
 from dcp_nvcomp.codecs.encoded import EncodedBlock
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda import pool
 from dcp_nvcomp.engines.cuda.batches import RowTable
 from dcp_nvcomp.engines.cuda.copying import CopyingEngine
 from dcp_nvcomp.engines.cuda.engine import CudaEngine, EnginePolicy
-from dcp_nvcomp.engines.cuda.health import FAILURES_IN_A_ROW
+from dcp_nvcomp.engines.cuda.health import FAILURES_IN_A_ROW, LITERALS, NVCOMP
 from dcp_nvcomp.engines.cuda.pool import EnginePool
 from dcp_nvcomp.engines.cuda.self_test import SELF_TEST_CHAINS, run_self_test
 from dcp_nvcomp.engines.memory import plain_allocate
@@ -248,7 +248,7 @@ def test_the_self_test_finds_a_wrong_coder(direction: str) -> None:
 
     engine = engine_on(StandInDevice(ReferenceKernels(), Wrong(direction, flipped, period=1)))
     run_self_test(engine, CPU)
-    assert set(engine.health.refused) == {type(chain.coder) for chain in SELF_TEST_CHAINS}
+    assert set(engine.health.refused) == {(NVCOMP, Zstd), (NVCOMP, Deflate), (LITERALS, Zstd)}
     assert engine.health.unusable is not None and "self-test" in engine.health.unusable
     engine = engine_on(StandInDevice(ReferenceKernels(), NvcompStandIn(raises)))
     run_self_test(engine, CPU)
@@ -265,21 +265,27 @@ def test_a_coder_that_fails_the_self_test_is_left_to_the_cpu() -> None:
     device = StandInDevice(ReferenceKernels(), BadZstd())
     engine = engine_on(device)
     run_self_test(engine, CPU)
-    assert engine.health.unusable is None and set(engine.health.refused) == {Zstd}
+    assert engine.health.unusable is None and set(engine.health.refused) == {(NVCOMP, Zstd), (LITERALS, Zstd)}
     device.nvcomp.calls.clear()
     encoded = encode(engine, [tensor(block) for block in BLOCKS], CHAIN)
     assert [decoded(one) for one in encoded] == [block.tobytes() for block in BLOCKS]
     assert device.nvcomp.calls == []
 
 
-def test_the_self_test_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    tested: list[CudaEngine] = []
-    shared = EnginePool(lambda device: StandInDevice(ReferenceKernels()), lambda engine, device: tested.append(engine))
+def test_the_self_test_runs_once() -> None:
+    devices: list[StandInDevice] = []
+
+    def make(device: torch.device) -> StandInDevice:
+        devices.append(StandInDevice(ReferenceKernels()))
+        return devices[-1]
+
+    shared = EnginePool(make)
     with shared.lend(CPU, EnginePolicy(BUDGET)) as one, shared.lend(CPU, EnginePolicy(BUDGET)) as other:
         assert one is not other
     with shared.lend(CPU, EnginePolicy(BUDGET)) as again:
         assert again in (one, other)
-    assert len(tested) == 1
+    calls = [len([name for name, _ in device.nvcomp.calls if name == "encode"]) for device in devices]
+    assert calls == [len(SELF_TEST_CHAINS), 0]
 
 
 def test_three_failures_in_a_row_send_everything_to_the_cpu_until_the_next_save() -> None:

@@ -160,13 +160,13 @@ def test_nothing_outside_is_read(literals_library: ctypes.CDLL, random: np.rando
         data = data[: data.size // 16 * 16] if data.size >= 16 else np.full(16, 3, np.uint8)
         source, plan, nbytes = pages.allocate(data.size), pages.allocate(PLAN_NBYTES), pages.allocate(4)
         source[:] = data
-        rows, place = torch.tensor([[source.ctypes.data, data.size]]), torch.zeros(1, dtype=torch.int64)
+        rows = torch.tensor([[source.ctypes.data, data.size]])
         kernels.measure(rows, torch.from_numpy(plan), torch.from_numpy(nbytes))
         length = int(nbytes.view(np.uint32)[0])
         if length == data.size:
             continue
-        frame = pages.allocate(-(-length // 4) * 4)
-        kernels.write(rows, torch.from_numpy(plan), place, torch.from_numpy(frame))
+        frame = pages.allocate(-(-length // 16) * 16)
+        kernels.write(rows, torch.from_numpy(plan), torch.tensor([frame.ctypes.data]))
         whole = frame[:length].tobytes()
         assert libzstd(whole) == data.tobytes()
         for attempt in range(6):

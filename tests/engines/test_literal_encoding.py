@@ -14,14 +14,14 @@ from dcp_nvcomp.codecs import CodecChain, Deflate, Planes, Zstd
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda.decode import BatchDecoder
 from dcp_nvcomp.engines.cuda.encode import BatchEncoder, EncodeJob
-from dcp_nvcomp.engines.cuda.literals import PLAN_NBYTES, LiteralCoders, LiteralFrames, LiteralKernels
+from dcp_nvcomp.engines.cuda.literals import LiteralCoders, LiteralFrames, LiteralKernels
 from dcp_nvcomp.errors import CodecUnavailableError
 from tests.codecs import zstd_oracle
 from tests.effort import THOROUGH
 
 from .cases import cpu_encode, job, tensor, weights
-from .kernels_on_cpu import ReferenceKernels, emulated_launch
-from .literal_coding import CODER, GuardedArena, GuardedDevice, check, encode, libzstd, too_long
+from .kernels_on_cpu import ReferenceKernels
+from .literal_coding import CODER, GuardedArena, GuardedDevice, check, encode, too_long
 from .literal_slices import KIB, deep, exponent_planes, made_slice, skewed
 from .nvcomp_stand_in import StandInDevice
 
@@ -145,40 +145,6 @@ def test_equal_weights_of_many_symbols_are_stored(device: GuardedDevice, coders:
     assert check(device, coders, [data]).frames == [b""]
 
 
-def test_frames_can_begin_at_any_byte(
-    literals_library: ctypes.CDLL, random: np.random.Generator, planes: list[U8]
-) -> None:
-    """Close together too, where one word of memory has parts of two frames."""
-    kernels = LiteralKernels(emulated_launch(literals_library))
-    slices = [torch.from_numpy(made_slice(random, planes).copy()) for _ in range(40)]
-    padded = [torch.cat([data, torch.zeros(-len(data) % 16 + 16, dtype=torch.uint8)]) for data in slices]
-    aligned = [memory[-memory.data_ptr() % 16 :] for memory in padded]
-    for memory, data in zip(aligned, slices, strict=True):
-        memory[: len(data)] = data
-    rows = torch.tensor([(memory.data_ptr(), len(data)) for memory, data in zip(aligned, slices, strict=True)])
-    plans, nbytes = torch.empty(len(rows) * PLAN_NBYTES, dtype=torch.uint8), torch.empty(len(rows), dtype=torch.int32)
-    kernels.measure(rows, plans, nbytes)
-    lengths = torch.where(nbytes < rows[:, 1], nbytes, 0).to(torch.int64)
-    places = torch.cumsum(lengths, 0) - lengths + 5
-    frames = torch.full((int(lengths.sum()) + 5 + 16,), 0xA5, dtype=torch.uint8)
-    kernels.write(rows, plans, places, frames)
-    assert (frames[:5] == 0xA5).all() and (frames[-16:] == 0xA5).all()
-    for data, place, length in zip(slices, places.tolist(), lengths.tolist(), strict=True):
-        if length:
-            assert libzstd(frames[place : place + length].numpy().tobytes()) == data.numpy().tobytes()
-
-
-@pytest.mark.parametrize("count", [1, 2, 255, 2047, 2048, 2049, 50_000])
-def test_places(literals_library: ctypes.CDLL, random: np.random.Generator, count: int) -> None:
-    kernels = LiteralKernels(emulated_launch(literals_library, order=0))
-    lengths = torch.from_numpy(random.integers(1, 128 * KIB + 1, count))
-    nbytes = torch.minimum(lengths, torch.from_numpy(random.integers(1, 128 * KIB + 1, count))).to(torch.int32)
-    rows, places = torch.stack([torch.zeros_like(lengths), lengths], 1), torch.full((count + 1,), -1)
-    kernels.place(rows, nbytes, places)
-    rooms = torch.where(nbytes < lengths, (nbytes + 15) // 16 * 16, 0).to(torch.int64)
-    assert torch.equal(places[:-1], torch.cumsum(rooms, 0) - rooms) and places[-1] == -1
-
-
 # ---- the interface ----
 
 
@@ -196,16 +162,20 @@ def test_the_memory_that_it_says_it_takes(
     coders = LiteralCoders(device)
     slices = [made_slice(random, planes) for _ in range(50)]
     lengths = np.array([data.size for data in slices], np.int64)
-    encode(device, coders, slices)
-    scratch_nbytes = int((-(-lengths // 16) * 16).sum())
-    # from the arena; and the tables, which are torch's
+    scratch = device.arena.empty(int(lengths.sum()) + 16 * lengths.size)
     assert isinstance(device.arena, GuardedArena)
-    assert device.arena.given_nbytes - scratch_nbytes + 50 * (16 + 4 + 8) == coders.encode_nbytes(CODER, lengths)
+    device.arena.given_nbytes = 0
+    with device.session([]):
+        coders.encode(CODER, scratch, 16 * (np.cumsum(lengths // 16 + 1) - lengths // 16 - 1), lengths).nbytes()
+    # from the arena; and the tables, which are torch's
+    assert device.arena.given_nbytes + 50 * (16 + 4 + 8) == coders.encode_nbytes(CODER, lengths)
 
 
-def test_impossible_lengths_are_an_error() -> None:
+def test_impossible_lengths_are_an_error(device: GuardedDevice) -> None:
     for nbytes in (0, 11, -5):
-        frames = LiteralFrames(np.array([10], np.int64), torch.tensor([nbytes], dtype=torch.int32), torch.empty(16))
+        nothing, found = torch.empty(16), torch.tensor([nbytes], dtype=torch.int32)
+        lengths = np.array([10], np.int64)
+        frames = LiteralFrames(device, LiteralKernels(lambda *_: None), lengths, nothing, nothing, found)
         with pytest.raises(RuntimeError, match="impossible lengths"):
             frames.nbytes()
 

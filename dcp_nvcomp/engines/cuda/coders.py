@@ -25,8 +25,8 @@ from dcp_nvcomp.codecs.coders.deflate import Deflate
 from dcp_nvcomp.codecs.coders.zstd import Zstd
 from dcp_nvcomp.codecs.transforms.planes import Planes
 from dcp_nvcomp.codecs.transforms.stored import Bytes
-from dcp_nvcomp.engines.cuda.batches import I64, size_classes
-from dcp_nvcomp.engines.cuda.device import Device
+from dcp_nvcomp.engines.cuda.batches import I64, copy_table, padded_nbytes, size_classes
+from dcp_nvcomp.engines.cuda.device import Device, Kernels
 from dcp_nvcomp.engines.cuda.support import nvcomp_version
 from dcp_nvcomp.errors import UnsupportedVersionError
 
@@ -51,14 +51,17 @@ class _EncodedGroup:
 
 
 class Frames:
-    """Frames of slices, encoded or under way.
+    """Frames of slices, encoded or under way, each in a slot of its own.
 
-    Attributes:
-        addresses: address of each slice's frame; 0 for a slice that nvCOMP was not given.
+    Args:
+        kernels: copy them to where they belong.
+        lengths: of the slices.
     """
 
-    def __init__(self, lengths: I64) -> None:
-        self.addresses = np.zeros_like(lengths)
+    def __init__(self, kernels: Kernels, lengths: I64) -> None:
+        self._kernels = kernels
+        self._lengths = lengths
+        self._addresses = np.zeros_like(lengths)
         self._nbytes = lengths.copy()
         self._groups: list[_EncodedGroup] = []
         self._memory: list[Tensor] = []
@@ -68,7 +71,7 @@ class Frames:
         self._groups.append(group)
         self._memory.append(slots)
         at = np.arange(group.members.size, dtype=np.int64) * group.room_nbytes
-        self.addresses[group.members] = slots.data_ptr() + at
+        self._addresses[group.members] = slots.data_ptr() + at
 
     def nbytes(self) -> I64:
         """Wait, and return the length of each frame; the slice's own length if nvCOMP was not given it."""
@@ -78,7 +81,17 @@ class Frames:
             if found.shape != group.members.shape or (found <= 0).any() or (found > group.room_nbytes).any():
                 raise RuntimeError(f"nvCOMP reports impossible sizes for {group.members.size} slices.")
             self._nbytes[group.members] = found
+        # one that is no shorter would be taken for a stored slice
+        self._nbytes = np.minimum(self._nbytes, self._lengths)
         return self._nbytes
+
+    def write(self, addresses: I64) -> None:
+        """Start to copy each frame that is shorter than its slice to its address; see `SliceFrames`."""
+        framed = self._nbytes < self._lengths
+        nbytes = self._nbytes[framed]
+        if nbytes.size:
+            table = copy_table(self._addresses[framed], addresses[framed], nbytes, padded_nbytes(nbytes) - nbytes)
+            self._kernels.copy(table)
 
 
 class Decoding:
@@ -99,6 +112,10 @@ class Decoding:
         """Wait, and return for each slice True if nvCOMP decoded it to its length."""
         found = np.asarray(self._batch.buffer_sizes, np.int64)
         return found == self._lengths if found.shape == self._lengths.shape else np.zeros(self._lengths.shape, np.bool_)
+
+    def known(self) -> npt.NDArray[np.bool_]:
+        """Return True for each slice: nvCOMP decodes whatever a frame may hold."""
+        return np.ones(self._lengths.shape, np.bool_)
 
 
 @dataclass(frozen=True)
@@ -254,9 +271,9 @@ class NvcompCoders:
             lengths: how long each is, at least 1.
 
         Returns:
-            Their frames. One that is not shorter than its slice means: store the slice.
+            Their frames.
         """
-        frames = Frames(lengths)
+        frames = Frames(self._device.kernels, lengths)
         algorithm = _algorithm(coder)
         assert algorithm.version in (None, self.version)
         for ceiling, members in size_classes(lengths, coder.slice_nbytes):

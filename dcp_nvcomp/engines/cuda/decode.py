@@ -36,9 +36,9 @@ from dcp_nvcomp.engines.cuda.batches import (
     split_width,
     starts_of,
 )
-from dcp_nvcomp.engines.cuda.coders import Decoding, NvcompCoders
 from dcp_nvcomp.engines.cuda.device import Device
 from dcp_nvcomp.engines.cuda.frame_checks import frame_faults
+from dcp_nvcomp.engines.cuda.slice_coders import DeviceCoders, SliceDecoding
 from dcp_nvcomp.errors import CorruptDataError
 
 __all__ = ["BatchDecoder", "DecodeJob", "Doubt", "JobChecks", "read_crcs", "start_crcs"]
@@ -163,10 +163,12 @@ class Doubt:
     Attributes:
         crc: the CRC of what came out, which is not the row's; None if a slice did not decode at all.
         what: a sentence on the slice.
+        is_known: False if nothing need be wrong: a frame is of an encoder whose frames this GPU does not decode.
     """
 
     crc: int | None
     what: str = "The decoded bytes fail their CRC."
+    is_known: bool = True
 
 
 class BatchDecoder:
@@ -174,10 +176,10 @@ class BatchDecoder:
 
     Args:
         device: the device.
-        coders: nvCOMP on it.
+        coders: the coders on it.
     """
 
-    def __init__(self, device: Device, coders: NvcompCoders) -> None:
+    def __init__(self, device: Device, coders: DeviceCoders) -> None:
         self._device = device
         self._coders = coders
         self._layouts = Layouts(every_plane=False)
@@ -237,8 +239,9 @@ class BatchDecoder:
         expected = np.array([job.row.uncompressed_crc for job in jobs], np.uint32)
         doubts = {at: Doubt(int(found[at])) for at in np.flatnonzero(found != expected).tolist()}
         for name, which, decoding in decodings:
-            for at in pieces.block[which[~decoding.good()]].tolist():
-                doubts[at] = Doubt(None, f"A {name} slice does not decode to its length.")
+            bad = ~decoding.good()
+            for at, is_known in zip(pieces.block[which[bad]].tolist(), decoding.known()[bad].tolist(), strict=True):
+                doubts[at] = Doubt(None, f"A {name} slice does not decode to its length.", is_known)
         return doubts
 
     def _fetch(self, jobs: Sequence[DecodeJob]) -> tuple[Tensor, I64]:
@@ -256,7 +259,7 @@ class BatchDecoder:
 
     def _decode_slices(
         self, jobs: Sequence[DecodeJob], pieces: Pieces, batch: _Batch, framed: Bools, encoded: Tensor, scratch: Tensor
-    ) -> list[tuple[str, I64, Decoding]]:
+    ) -> list[tuple[str, I64, SliceDecoding]]:
         """Start to decode all slices; return each coder's name, the numbers of its pieces, and the work under way."""
         coders: dict[Coder, int] = {}
         coder_of_job = np.full(len(jobs), -1, np.int64)

@@ -76,6 +76,7 @@ class Device(Protocol):
 
     Attributes:
         torch_device: the device of the blocks' tensors.
+        name: the kind of GPU, as its driver names it.
         stream_handle: the `cudaStream_t` of its stream.
         kernels: the kernels, on that stream.
         nvcomp: nvCOMP's module.
@@ -84,6 +85,7 @@ class Device(Protocol):
     """
 
     torch_device: torch.device
+    name: str
     stream_handle: int
     kernels: Kernels
     nvcomp: Any
@@ -169,6 +171,7 @@ class CudaDevice:
             raise CodecUnavailableError(f"The CUDA engine can't run here: {reason}.")
         index = torch.cuda.current_device() if device.index is None else device.index
         self.torch_device = torch.device("cuda", index)
+        self.name = torch.cuda.get_device_name(self.torch_device)
         self.nvcomp = load_nvcomp()
         self.nvcomp_memory = installed_memory()
         self._cupy = load_cupy()

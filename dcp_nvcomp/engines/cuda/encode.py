@@ -2,9 +2,10 @@
 
 inspect   each block's CRC and signs
 split     blocks --> planes in scratch memory (without planes: a copy, as coders want aligned input)
-code      slices of coded planes --> frames, each in a slot of its own
-gather    stored planes and frames --> one contiguous run, which one copy takes to the host
-check     the run --> blocks again, whose CRCs must be those of the blocks
+code      slices of coded planes --> frames
+gather    stored planes and frames --> one contiguous run, which one copy takes to the host; frames of our own kernels
+          are written there in the first place
+check     the run --> blocks again, whose CRCs must be those of the blocks; and what arrived on the host
 
 Encoders on GPUs have coded some blocks to wrong bytes, depending on the batch. A checkpoint is the only copy of what
 was trained, so `check` is the rule; it reads what the copy to the host reads, and so covers all steps before.
@@ -34,9 +35,9 @@ from dcp_nvcomp.engines.cuda.batches import (
     split_width,
     starts_of,
 )
-from dcp_nvcomp.engines.cuda.coders import Frames, NvcompCoders
-from dcp_nvcomp.engines.cuda.decode import BatchDecoder, DecodeJob, read_crcs, start_crcs
+from dcp_nvcomp.engines.cuda.decode import BatchDecoder, DecodeJob, JobChecks, read_crcs, start_crcs
 from dcp_nvcomp.engines.cuda.device import Device
+from dcp_nvcomp.engines.cuda.slice_coders import DeviceCoders, SliceFrames
 
 __all__ = ["BatchEncoder", "EncodeJob", "EncodedBatch"]
 
@@ -112,15 +113,16 @@ class BatchEncoder:
 
     Args:
         device: the device.
-        coders: nvCOMP on it.
+        coders: the coders on it.
         decoder: decodes each batch again, to check it; None to trust it.
     """
 
-    def __init__(self, device: Device, coders: NvcompCoders, decoder: BatchDecoder | None) -> None:
+    def __init__(self, device: Device, coders: DeviceCoders, decoder: BatchDecoder | None) -> None:
         self._device = device
         self._coders = coders
         self._decoder = decoder
         self._layouts = Layouts(every_plane=True)
+        self._checks = JobChecks()
 
     def cost_nbytes(self, job: EncodeJob) -> int:
         """Return the device memory that encoding a block takes, in addition to the block."""
@@ -168,7 +170,8 @@ class BatchEncoder:
             bounds = starts[pieces.bounds]
             encoded_crcs = start_crcs(self._device, bounds[:-1] + run.data_ptr(), bounds[1:] - bounds[:-1])
             rows = _rows(layouts, stored_nbytes[pieces.coded], all_flags, crcs)
-            wrong = [] if self._decoder is None else self._check(self._decoder, blocks, rows, run, bounds, scratch)
+            again = [] if self._decoder is None else self._again(blocks, rows)
+            wrong = self._check(again, run, bounds[:-1], scratch)
             rows = [
                 replace(row, encoded_crc=crc) for row, crc in zip(rows, read_crcs(encoded_crcs).tolist(), strict=True)
             ]
@@ -178,31 +181,35 @@ class BatchEncoder:
                 bounds[:-1].tolist(), bounds[1:].tolist(), rows, blocks.nbytes.tolist(), strict=True
             )
         ]
-        if self._decoder is not None:
-            # what goes to the file must be what was checked: neither the copy nor the device's CRCs are believed
-            arrived = [checksum(block.data) == block.row.encoded_crc for block in encoded]
-            wrong = sorted({*wrong, *(at for at, same in enumerate(arrived) if not same)})
-        return encoded, wrong
+        return encoded, sorted({*wrong, *self._arrived_wrong(again, encoded)})
 
-    def _check(
-        self,
-        decoder: BatchDecoder,
-        blocks: _Blocks,
-        rows: Sequence[BlockRow],
-        run: Tensor,
-        bounds: I64,
-        scratch: Tensor,
-    ) -> list[int]:
-        """Decode the run again; return the blocks that come out otherwise. The scratch memory is overwritten."""
-        # it holds the very planes that should come out: a decoder that leaves a slice untouched must not pass
-        scratch.bitwise_not_()
+    def _again(self, blocks: _Blocks, rows: Sequence[BlockRow]) -> list[DecodeJob]:
+        """Return the work of decoding the blocks again, to memory of their own."""
         starts = starts_of(padded_nbytes(blocks.nbytes)).tolist()
         memory = self._device.arena.empty(starts[-1])
-        jobs = [
+        return [
             DecodeJob(memoryview(b""), row, chain, memory[start : start + nbytes])
             for row, chain, start, nbytes in zip(rows, blocks.chains, starts[:-1], blocks.nbytes.tolist(), strict=True)
         ]
-        return sorted(decoder.decode_on_device(jobs, run, bounds[:-1], scratch))
+
+    def _check(self, again: Sequence[DecodeJob], run: Tensor, starts: I64, scratch: Tensor) -> list[int]:
+        """Decode the run again; return the blocks that come out otherwise. The scratch memory is overwritten."""
+        if self._decoder is None:
+            return []
+        # it holds the very planes that should come out: a decoder that leaves a slice untouched must not pass
+        scratch.bitwise_not_()
+        return sorted(self._decoder.decode_on_device(again, run, starts, scratch))
+
+    def _arrived_wrong(self, again: Sequence[DecodeJob], encoded: Sequence[EncodedBlock]) -> list[int]:
+        """Return the blocks that are not in host memory as they were checked, or have a frame that is none.
+
+        Neither the copy nor the device's CRCs are believed. And a decoder on a GPU may not mind what others refuse,
+        such as a byte behind a frame.
+        """
+        arrived = {at: checksum(encoded[at].data) == encoded[at].row.encoded_crc for at in range(len(again))}
+        whole = [at for at, same in arrived.items() if same]
+        faults = self._checks.frame_faults([replace(again[at], data=encoded[at].data) for at in whole])
+        return [*(at for at, same in arrived.items() if not same), *(whole[number] for number in faults)]
 
     def _layouts_of(self, blocks: _Blocks, flags: Sequence[int]) -> list[BlockLayout]:
         sizes = blocks.nbytes.tolist()
@@ -236,7 +243,7 @@ class BatchEncoder:
             device.kernels.copy(copy_table(data[copied], bases[copied], nbytes, np.zeros_like(nbytes)))
         return scratch, bases
 
-    def _code(self, blocks: _Blocks, scratch: Tensor, bases: I64, pieces: Pieces) -> list[tuple[I64, Frames]]:
+    def _code(self, blocks: _Blocks, scratch: Tensor, bases: I64, pieces: Pieces) -> list[tuple[I64, SliceFrames]]:
         """Start to encode all slices, which are the same whatever the flags; for each coder which of the slices."""
         coders: dict[Coder, int] = {}
         of_block = np.array(
@@ -252,21 +259,20 @@ class BatchEncoder:
                 coded.append((which, self._coders.encode(coder, scratch, places[which], lengths[which])))
         return coded
 
-    def _gather(self, pieces: Pieces, bases: I64, coded: Sequence[tuple[I64, Frames]]) -> tuple[Tensor, I64, I64]:
+    def _gather(self, pieces: Pieces, bases: I64, coded: Sequence[tuple[I64, SliceFrames]]) -> tuple[Tensor, I64, I64]:
         """Bring all pieces into one run; returns it, their stored lengths and their starts."""
         sources, stored_nbytes = bases[pieces.block] + pieces.places, pieces.lengths.copy()
         slices = np.flatnonzero(pieces.coded)
         for which, frames in coded:
-            nbytes, which = frames.nbytes(), slices[which]
-            # a frame that is no shorter would be taken for a stored slice: store the slice
-            shorter: npt.NDArray[np.bool_] = nbytes < stored_nbytes[which]
-            stored_nbytes[which[shorter]] = nbytes[shorter]
-            sources[which[shorter]] = frames.addresses[shorter]
+            stored_nbytes[slices[which]] = frames.nbytes()
         room = padded_nbytes(stored_nbytes)
         starts = starts_of(room)
         run = self._device.arena.empty(int(starts[-1]))
-        table = copy_table(sources, starts[:-1] + run.data_ptr(), stored_nbytes, room - stored_nbytes)
-        self._device.kernels.copy(table)
+        targets, stored = starts[:-1] + run.data_ptr(), stored_nbytes == pieces.lengths
+        nbytes = stored_nbytes[stored]
+        self._device.kernels.copy(copy_table(sources[stored], targets[stored], nbytes, room[stored] - nbytes))
+        for which, frames in coded:
+            frames.write(targets[slices[which]])
         return run, stored_nbytes, starts
 
 

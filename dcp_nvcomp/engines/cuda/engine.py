@@ -2,10 +2,10 @@
 
 CudaEngine   batches under a budget, what happens when the GPU fails or is wrong
 encode       a batch of blocks --> encoded blocks        decode     and back
-coders       slices --> frames --> slices                batches    where everything of a batch lies
-device       memory, stream, kernels.cu                  support    what is installed
+slice_coders slices --> frames --> slices, by nvCOMP (coders) or our own kernels (literals)
+batches      where everything of a batch lies            device     memory, stream, kernels
 copying      blocks through the CPU engine               health     what was seen of a GPU
-pool         the engines of a process
+pool         the engines of a process                    support    what is installed
 
 Nothing that a GPU makes is believed. A batch that was encoded is decoded again and its CRCs compared, a decoded block's
 CRC is compared with the one in the file; what differs is left to the CPU engine, as is what fails.
@@ -24,12 +24,13 @@ from torch import Tensor
 from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.encoded import EncodedBlock, checksum
 from dcp_nvcomp.engines.cuda.batches import fitting
-from dcp_nvcomp.engines.cuda.coders import NvcompCoders, is_served, stamped_chain
+from dcp_nvcomp.engines.cuda.coders import stamped_chain
 from dcp_nvcomp.engines.cuda.copying import CopyingEngine
 from dcp_nvcomp.engines.cuda.decode import BatchDecoder, DecodeJob, Doubt, JobChecks
 from dcp_nvcomp.engines.cuda.device import CudaDevice, Device
 from dcp_nvcomp.engines.cuda.encode import BatchEncoder, EncodeJob
 from dcp_nvcomp.engines.cuda.health import DeviceHealth
+from dcp_nvcomp.engines.cuda.slice_coders import DeviceCoders
 from dcp_nvcomp.engines.cuda.support import cuda_unavailable_reason
 from dcp_nvcomp.errors import CheckpointError, CodecUnavailableError, CorruptDataError
 
@@ -57,11 +58,13 @@ class EnginePolicy:
             that alone takes more is a batch of its own.
         check_encodes: True if each batch that was encoded is decoded again.
         may_fall_back: True if the CPU may take what the GPU fails at; else that is an error.
+        zstd: who codes Zstd, one of `options.CUDA_ZSTD`.
     """
 
     device_memory_budget: int
     check_encodes: bool = True
     may_fall_back: bool = True
+    zstd: str = "auto"
 
 
 class BlockEngine(Protocol):
@@ -92,6 +95,7 @@ class CudaEngine:
 
     Attributes:
         health: what is known of the device.
+        coders: the device's coders.
 
     Raises:
         CodecUnavailableError: there is no such device, or a package is missing.
@@ -107,8 +111,8 @@ class CudaEngine:
     ) -> None:
         self._device = CudaDevice(device) if backend is None else backend
         self.health = health or DeviceHealth(str(device))
-        self._coders = NvcompCoders(self._device)
-        self._decoder = BatchDecoder(self._device, self._coders)
+        self.coders = DeviceCoders(self._device, self.health)
+        self._decoder = BatchDecoder(self._device, self.coders)
         self._checks = JobChecks()
         self._copying = CopyingEngine()
         self.set_policy(policy)
@@ -118,7 +122,8 @@ class CudaEngine:
         assert policy.device_memory_budget > 0
         self._policy = policy
         self._device.arena.set_limit(policy.device_memory_budget)
-        self._encoder = BatchEncoder(self._device, self._coders, self._decoder if policy.check_encodes else None)
+        self.coders.prefer(policy.zstd)
+        self._encoder = BatchEncoder(self._device, self.coders, self._decoder if policy.check_encodes else None)
 
     def encode(self, jobs: Sequence[EncodeJob], out: memoryview) -> list[EncodedBlock]:
         """Encode blocks.
@@ -134,7 +139,7 @@ class CudaEngine:
             CodecUnavailableError: the GPU can't encode a block with ANS, which only it can; or it fails, and the CPU
                 may not take over.
         """
-        served = [at for at, job in enumerate(jobs) if self._serves(job.chain)]
+        served = [at for at, job in enumerate(jobs) if self.coders.serves(job.chain)]
         encoded = dict(zip(served, self._encode_served([jobs[at] for at in served], out), strict=True))
         position = sum(block.data.nbytes for block in encoded.values())
         for at in range(len(jobs)):
@@ -142,9 +147,6 @@ class CudaEngine:
                 encoded[at] = self._copying.encode_block(jobs[at], out[position:])
                 position += encoded[at].data.nbytes
         return [encoded[at] for at in range(len(jobs))]
-
-    def _serves(self, chain: CodecChain) -> bool:
-        return is_served(chain) and self.health.serves(chain)
 
     def _encode_served(self, jobs: Sequence[EncodeJob], out: memoryview) -> list[EncodedBlock]:
         costs = self._costs(lambda: [self._encoder.cost_nbytes(job) for job in jobs], len(jobs))
@@ -212,7 +214,7 @@ class CudaEngine:
 
         One with a frame that is no frame, or an odd one, is left to the CPU engine, which refuses it or decodes it.
         """
-        served = [at for at, job in enumerate(jobs) if self._serves(job.chain)]
+        served = [at for at, job in enumerate(jobs) if self.coders.serves(job.chain)]
         if self.health.unusable is None:
             faults = self._checks.frame_faults([jobs[at] for at in served])
             served = [at for number, at in enumerate(served) if number not in faults]
@@ -223,7 +225,7 @@ class CudaEngine:
     def _decode_served(self, jobs: Sequence[DecodeJob], verify: str) -> None:
         for job in jobs:
             try:
-                self._coders.check_decodable(job.chain.coder)
+                self.coders.check_decodable(job.chain.coder)
             except CheckpointError as error:
                 error.path, error.fqn = job.path, job.fqn
                 raise
@@ -268,7 +270,7 @@ class CudaEngine:
         if checksum(host) == doubt.crc:  # only the row is wrong, which is what verify="full" is there to find
             return False
         self._copying.place(host, job)
-        return True
+        return doubt.is_known
 
     def encode_unaided(self, jobs: Sequence[EncodeJob], out: memoryview) -> list[EncodedBlock]:
         """Encode a batch, and raise an error of any type if the GPU fails or is wrong."""

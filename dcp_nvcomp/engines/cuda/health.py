@@ -10,9 +10,13 @@ import threading
 import warnings
 from typing import Final
 
-from dcp_nvcomp.codecs.base import CodecChain, Coder
+from dcp_nvcomp.codecs.base import Coder
 
-__all__ = ["FAILURES_IN_A_ROW", "DeviceHealth"]
+__all__ = ["FAILURES_IN_A_ROW", "LITERALS", "NVCOMP", "DeviceHealth"]
+
+# Who codes on a GPU: nvCOMP, and the kernels of literals.py.
+NVCOMP: Final = "nvcomp"
+LITERALS: Final = "literals"
 
 FAILURES_IN_A_ROW: Final = 3
 
@@ -25,14 +29,16 @@ class DeviceHealth:
 
     Attributes:
         broken: why the device can't be used in this process; None if it can.
-        refused: the coders that failed the self-test, and how.
+        refused: the coders that failed the self-test, by who runs them, and how.
+        tested: those that were tested.
         wrong_blocks: how many blocks it encoded or decoded to wrong bytes. None of these was kept.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.broken: str | None = None
-        self.refused: dict[type[Coder], str] = {}
+        self.refused: dict[tuple[str, type[Coder]], str] = {}
+        self.tested: set[tuple[str, type[Coder]]] = set()
         self.wrong_blocks = 0
         self._lock = threading.Lock()
         self._failures = 0
@@ -48,9 +54,15 @@ class DeviceHealth:
             return f"it failed {FAILURES_IN_A_ROW} times in a row, last: {self._last}"
         return None
 
-    def serves(self, chain: CodecChain) -> bool:
-        """True unless the chain's coder failed the self-test."""
-        return type(chain.coder) not in self.refused
+    def refuse(self, who: str, coder: type[Coder], error: Exception) -> None:
+        """Leave a coder alone from now on.
+
+        Args:
+            who: `NVCOMP` or `LITERALS`.
+            coder: its type.
+            error: why.
+        """
+        self.refused[who, coder] = f"{type(error).__name__}: {error}"
 
     def begin(self) -> None:
         """Forget failures in a row: another save or load begins, and there may be memory again."""

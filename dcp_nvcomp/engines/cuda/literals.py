@@ -1,7 +1,7 @@
 """Our own coder of literals-only zstd frames on a GPU: the kernels of kernels/literals*.cu, in the place of nvCOMP's.
 
 It encodes for `Zstd(literals_only=True)` with slices of at most 128 KiB, and decodes what it or the compiled CPU
-encoder wrote. `LiteralCoders` and what it returns have the interface of coders.py's `NvcompCoders`.
+encoder wrote. slice_coders.py chooses between the two, and has their common interface.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dcp_nvcomp.codecs.base import Coder
 from dcp_nvcomp.codecs.coders.zstd import Zstd
-from dcp_nvcomp.engines.cuda.batches import I64, padded_nbytes, starts_of
+from dcp_nvcomp.engines.cuda.batches import I64, padded_nbytes
 from dcp_nvcomp.engines.cuda.device import KERNEL_OPTIONS, Device, Launch
 
 __all__ = [
@@ -40,7 +40,7 @@ LITERALS_SOURCES: Final = (
     "literals_parse.cu",
     "literals_decode.cu",
 )
-LITERALS_KERNELS: Final = ("measure_slices", "place_frames", "write_slices", "decode_slices")
+LITERALS_KERNELS: Final = ("measure_slices", "write_slices", "decode_slices")
 
 PLAN_NBYTES: Final = 1220  # literals_encode.cu does not compile with any other
 LITERALS_OPTIONS: Final = (*KERNEL_OPTIONS, f"-DPLAN_NBYTES={PLAN_NBYTES}")
@@ -63,13 +63,9 @@ class LiteralKernels:
         """Plan the frames of slices, whose addresses and lengths are the rows of `slices` (int64)."""
         self._run("measure_slices", len(slices), slices, plans, frame_nbytes)
 
-    def place(self, slices: Tensor, frame_nbytes: Tensor, places: Tensor) -> None:
-        """Put into `places` (int64) where each frame begins in the memory for all of them."""
-        self._run("place_frames", 1, slices, frame_nbytes, len(slices), places)
-
-    def write(self, slices: Tensor, plans: Tensor, places: Tensor, frames: Tensor) -> None:
-        """Write each frame to its place in `frames`."""
-        self._run("write_slices", len(slices), slices, plans, places, frames)
+    def write(self, slices: Tensor, plans: Tensor, addresses: Tensor) -> None:
+        """Write each frame to its address (int64), and zeros behind it up to a multiple of 16."""
+        self._run("write_slices", len(slices), slices, plans, addresses)
 
     def decode(self, rows: Tensor, corrupt: Tensor) -> None:
         """Decode frames; rows: address and length of the frame, address and length of the slice (int64)."""
@@ -81,38 +77,38 @@ class LiteralKernels:
 
 
 class LiteralFrames:
-    """Frames of slices, encoded or under way.
+    """Frames of slices, which are measured, but not written yet.
 
     Args:
+        device: the device.
+        kernels: the kernels on it.
         lengths: of the slices.
+        slices: their table on the device.
+        plans: what was measured, for the kernel that writes.
         frame_nbytes: will hold the length of each frame, or that of its slice if there is no frame.
-        frames: the memory of the frames.
     """
 
-    def __init__(self, lengths: I64, frame_nbytes: Tensor, frames: Tensor) -> None:
+    def __init__(
+        self, device: Device, kernels: LiteralKernels, lengths: I64, slices: Tensor, plans: Tensor, frame_nbytes: Tensor
+    ) -> None:
+        self._device = device
+        self._kernels = kernels
         self._lengths = lengths
+        self._slices = slices
+        self._plans = plans
         self._frame_nbytes = frame_nbytes
-        self._frames = frames
-        self._found: tuple[I64, I64] | None = None
 
     def nbytes(self) -> I64:
         """Wait, and return the length of each frame; the slice's own length if a frame would not be shorter."""
-        return self._wait()[0]
+        nbytes = self._frame_nbytes.cpu().numpy().astype(np.int64)
+        if (nbytes < 1).any() or (nbytes > self._lengths).any():
+            raise RuntimeError(f"The GPU reports impossible lengths of frames for {nbytes.size} slices.")
+        return nbytes
 
-    @property
-    def addresses(self) -> I64:
-        """Address of each slice's frame, if it has one. Waits."""
-        return self._wait()[1]
-
-    def _wait(self) -> tuple[I64, I64]:
-        if self._found is None:
-            nbytes = self._frame_nbytes.cpu().numpy().astype(np.int64)
-            if (nbytes < 1).any() or (nbytes > self._lengths).any():
-                raise RuntimeError(f"The GPU reports impossible lengths of frames for {nbytes.size} slices.")
-            # as place_frames does
-            starts = starts_of(np.where(nbytes < self._lengths, padded_nbytes(nbytes), 0))
-            self._found = nbytes, starts[:-1] + self._frames.data_ptr()
-        return self._found
+    def write(self, addresses: I64) -> None:
+        """Start to write the frames, each to its address; what is given for a slice without a frame is not used."""
+        assert (addresses % 16 == 0).all()
+        self._kernels.write(self._slices, self._plans, _upload(self._device, addresses))
 
 
 class LiteralDecoding:
@@ -130,6 +126,10 @@ class LiteralDecoding:
         found: npt.NDArray[np.bool_] = self._corrupt.cpu().numpy() == 0
         return found
 
+    def known(self) -> npt.NDArray[np.bool_]:
+        """Return for each slice True if it was decoded: another frame may be right, but not literals-only."""
+        return self.good()
+
 
 class LiteralCoders:
     """Encodes and decodes literals-only frames on a device's stream.
@@ -145,20 +145,19 @@ class LiteralCoders:
         self._device = device
         self._kernels = LiteralKernels(device.compile(LITERALS_SOURCES, LITERALS_OPTIONS, LITERALS_KERNELS))
 
-    def encodes(self, coder: Coder | None) -> bool:
+    @staticmethod
+    def encodes(coder: Coder | None) -> bool:
         """Return True if it can encode for this coder."""
         return isinstance(coder, Zstd) and coder.literals_only and coder.slice_nbytes <= MAX_SLICE_NBYTES
 
-    def decodes(self, coder: Coder | None) -> bool:
+    @staticmethod
+    def decodes(coder: Coder | None) -> bool:
         """Return True if it can decode frames of this coder: not all of them, perhaps, but it reports the others."""
         return isinstance(coder, Zstd)
 
-    def check_decodable(self, coder: Coder | None) -> None:
-        """Nothing to refuse: the frames have no versions."""
-
     def encode_nbytes(self, coder: Coder, lengths: I64) -> int:
-        """Return the device memory that encoding slices of these lengths takes, in addition to the slices."""
-        return int(padded_nbytes(lengths).sum()) + lengths.size * (PLAN_NBYTES + 4 + 8 + 2 * 8)
+        """Return the device memory that encoding slices of these lengths takes, in addition to slices and frames."""
+        return lengths.size * (PLAN_NBYTES + 4 + 8 + 2 * 8)
 
     def decode_nbytes(self, coder: Coder, lengths: I64) -> int:
         """Return the device memory that decoding slices of these lengths takes, in addition to slices and frames."""
@@ -181,16 +180,10 @@ class LiteralCoders:
         assert int((places + padded_nbytes(lengths)).max()) <= scratch.numel()
         count = lengths.size
         slices = self._upload(places + scratch.data_ptr(), lengths)
-        device = self._device.torch_device
         plans = self._device.arena.empty(count * PLAN_NBYTES)
-        frame_nbytes = torch.empty(count, dtype=torch.int32, device=device)
-        frame_places = torch.empty(count, dtype=torch.int64, device=device)
-        # frames that are not shorter than their slices are not written, so there is room for all others
-        frames = self._device.arena.empty(int(padded_nbytes(lengths).sum()))
+        frame_nbytes = torch.empty(count, dtype=torch.int32, device=self._device.torch_device)
         self._kernels.measure(slices, plans, frame_nbytes)
-        self._kernels.place(slices, frame_nbytes, frame_places)
-        self._kernels.write(slices, plans, frame_places, frames)
-        return LiteralFrames(lengths, frame_nbytes, frames)
+        return LiteralFrames(self._device, self._kernels, lengths, slices, plans, frame_nbytes)
 
     def decode(
         self, coder: Coder, encoded: Tensor, at: I64, nbytes: I64, scratch: Tensor, places: I64, lengths: I64
@@ -217,4 +210,9 @@ class LiteralCoders:
         return LiteralDecoding(corrupt)
 
     def _upload(self, *columns: I64) -> Tensor:
-        return torch.from_numpy(np.stack(columns, axis=1)).to(self._device.torch_device, non_blocking=True)
+        return _upload(self._device, np.stack(columns, axis=1))
+
+
+def _upload(device: Device, table: I64) -> Tensor:
+    """Start to copy a table to a device."""
+    return torch.from_numpy(table).to(device.torch_device, non_blocking=True)

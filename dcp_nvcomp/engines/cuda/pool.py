@@ -36,7 +36,6 @@ class _DeviceEngines:
     def __init__(self, device: torch.device) -> None:
         self.health = DeviceHealth(str(device))
         self.testing = threading.Lock()
-        self.is_tested = False
         # last in, first out: one thread alone makes do with one engine
         self.free: LifoQueue[CudaEngine | None] = LifoQueue()
         for _ in range(ENGINES_PER_DEVICE):
@@ -48,7 +47,7 @@ class EnginePool:
 
     Args:
         make_device: makes what an engine runs on; raises an error of any type if it can't.
-        self_test: see `run_self_test`; called with the first engine of each device.
+        self_test: see `run_self_test`; called whenever an engine is lent.
     """
 
     def __init__(
@@ -118,9 +117,7 @@ class EnginePool:
                 engine = CudaEngine(device, policy, health=engines.health, backend=self._make_device(device))
             engine.set_policy(policy)
             with engines.testing:
-                if not engines.is_tested:
-                    self._self_test(engine, device)
-                    engines.is_tested = True
+                self._self_test(engine, device)
         except (torch.OutOfMemoryError, MemoryError) as error:
             engines.health.give_up(f"{type(error).__name__}: {error}")
             return None

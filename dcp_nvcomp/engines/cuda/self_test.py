@@ -12,32 +12,50 @@ from dcp_nvcomp.codecs.encoded import U8
 from dcp_nvcomp.codecs.transforms.planes import Planes
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda.engine import CudaEngine, DecodeJob, EncodeJob
+from dcp_nvcomp.engines.cuda.health import LITERALS, NVCOMP
 
 __all__ = ["SELF_TEST_CHAINS", "run_self_test"]
 
 # One of each kind of coder that several engines have; ANS is left out, as nothing else could tell if it is right.
-SELF_TEST_CHAINS = (CodecChain(Planes(2), Zstd(literals_only=True)), CodecChain(Planes(2), Deflate(literals_only=True)))
+_ZSTD = CodecChain(Planes(2), Zstd(literals_only=True))
+SELF_TEST_CHAINS = (_ZSTD, CodecChain(Planes(2), Deflate(literals_only=True)))
 _NBYTES = 1 << 20
 
 
 def run_self_test(engine: CudaEngine, device: torch.device) -> None:
-    """Record in the engine's health which coders do not work, and if none does, that the device is broken.
+    """Test what was not tested before: nvCOMP's coders, and our own kernels once an engine is to use them.
+
+    Records in the engine's health which of them do not work, and if none does, that the device is broken.
 
     Raises:
         torch.OutOfMemoryError, MemoryError: there is no memory for it.
     """
-    block = _bfloat16_weights()
+    health, before = engine.health, len(engine.health.tested)
     for chain in SELF_TEST_CHAINS:
-        try:
-            _check(engine, chain, block, device)
-        except (torch.OutOfMemoryError, MemoryError):
-            raise  # says nothing of the coder
-        except Exception as error:  # whatever it is, this coder can't be used
-            assert chain.coder is not None
-            engine.health.refused[type(chain.coder)] = f"{type(error).__name__}: {error}"
-    engine.release_memory()  # it may be more than the budget
-    if len(engine.health.refused) == len(SELF_TEST_CHAINS):
-        engine.health.broken = f"its self-test failed ({next(iter(engine.health.refused.values()))})"
+        _test(engine, NVCOMP, chain, device)
+    # asked after nvCOMP's own test: if that fails, ours take its place
+    if engine.coders.may_use_literals(_ZSTD):
+        _test(engine, LITERALS, _ZSTD, device)
+    if len(health.tested) > before:
+        engine.release_memory()  # it may be more than the budget
+    if health.refused.keys() >= health.tested:
+        health.broken = f"its self-test failed ({next(iter(health.refused.values()))})"
+
+
+def _test(engine: CudaEngine, who: str, chain: CodecChain, device: torch.device) -> None:
+    assert chain.coder is not None
+    health, coder = engine.health, type(chain.coder)
+    if (who, coder) in health.tested:
+        return
+    try:
+        with engine.coders.preferring(who):
+            if engine.coders.serves(chain):
+                _check(engine, chain, _bfloat16_weights(), device)
+    except (torch.OutOfMemoryError, MemoryError):
+        raise  # says nothing of the coder
+    except Exception as error:  # whatever it is, this coder can't be used
+        health.refuse(who, coder, error)
+    health.tested.add((who, coder))
 
 
 def _bfloat16_weights() -> U8:

@@ -44,7 +44,6 @@ def check_literals(memory: SharedMemory, launch: Launch) -> None:
     memory.clear()
     _report(memory, kernels, data, [_without_end_marks(frame), b"none" + frame[4:], two_blocks])
     memory.clear()
-    _place(memory, kernels, 2_100)
     counts = [len(_check_batch(memory, kernels, batch)) for batch in batches[1:]]
     if counts != [3, 1]:
         raise WrongResultError("a slice of random bytes has a frame, or another one has none")
@@ -69,11 +68,13 @@ def _encode(memory: SharedMemory, kernels: LiteralKernels, slices: Sequence[np.n
     memory.empty(16)  # behind the last one too
     rows = torch.from_numpy(memory.put(np.array([[d.ctypes.data, d.size] for d in data], np.int64)).view(np.int64))
     plans = torch.from_numpy(memory.empty(2048 * count))
-    nbytes, places = memory.empty(4 * count).view(np.int32), memory.empty(8 * count).view(np.int64)
+    nbytes = memory.empty(4 * count).view(np.int32)
     frames = memory.empty(int(padded_nbytes(lengths).sum()))
     kernels.measure(rows.view(count, 2), plans, torch.from_numpy(nbytes))
-    kernels.place(rows.view(count, 2), torch.from_numpy(nbytes), torch.from_numpy(places))
-    kernels.write(rows.view(count, 2), plans, torch.from_numpy(places), torch.from_numpy(frames))
+    # one right behind the other
+    places = starts_of(np.where(nbytes < lengths, padded_nbytes(nbytes.astype(np.int64)), 0))[:-1]
+    addresses = memory.put(places + frames.ctypes.data).view(np.int64)
+    kernels.write(rows.view(count, 2), plans, torch.from_numpy(addresses))
     found = zip(places.tolist(), nbytes.tolist(), lengths.tolist(), strict=True)
     return [frames[at : at + size].tobytes() if size < length else None for at, size, length in found]
 
@@ -122,15 +123,3 @@ def _run_decoder(
     kernels.decode(table, torch.from_numpy(corrupt))
     found = [out[place : place + length].tobytes() for place, length in zip(places, lengths, strict=False)]
     return found, corrupt.astype(np.uint8).tobytes()
-
-
-def _place(memory: SharedMemory, kernels: LiteralKernels, count: int) -> None:
-    """Place frames of more slices than are placed in one step; every seventh slice has none."""
-    numbers = np.arange(count)
-    rows = memory.put(np.stack([numbers, np.full(count, 1000)], axis=1).astype(np.int64)).view(np.int64)
-    nbytes = np.where(numbers % 7 == 0, 1000, numbers % 900 + 1).astype(np.int32)
-    places = memory.empty(8 * count).view(np.int64)
-    table = torch.from_numpy(rows).view(count, 2)
-    kernels.place(table, torch.from_numpy(memory.put(nbytes).view(np.int32)), torch.from_numpy(places))
-    expected = starts_of(np.where(nbytes < 1000, padded_nbytes(nbytes.astype(np.int64)), 0))[:-1]
-    expect("places", places.view(np.uint8), expected.tobytes())

@@ -3,8 +3,8 @@
 // threads:
 //
 //   literals.cu         the format, and what all others use
-//   literals_encode.cu  how encoding works: measure_slices and place_frames of literals_measure.cu, with
-//                       literals_weights.cu, and write_slices of literals_write.cu
+//   literals_encode.cu  how encoding works: measure_slices of literals_measure.cu, with literals_weights.cu, and
+//                       write_slices of literals_write.cu
 //   literals_parse.cu   how decoding works: decode_slices of literals_decode.cu
 //
 // The format:
@@ -31,6 +31,8 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 
 const u32 WARP = 32, WARPS = THREADS / WARP, ALL_LANES = 0xFFFFFFFF;
+
+const u32 ALIGNMENT_NBYTES = 16;                     // of frames and slices, as in docs/format.md
 
 const u32 SYMBOLS = 256;
 const u32 MAX_LENGTH = 11;                           // of a code, in bits

@@ -1,8 +1,8 @@
-// Encoding. Each slice becomes a frame of one block, if that is shorter; three launches:
+// Encoding. Each slice becomes a frame of one block, if that is shorter; two launches:
 //
 //   measure_slices   counts each slice's bytes, makes its codes and the frame's header: so the frame's length is known
-//   place_frames     sums the lengths up: where each frame goes
-//   write_slices     reads the slices again, and writes each frame to its place
+//   write_slices     reads the slices again, and writes each frame to where it belongs in the file's bytes; the host,
+//                    which needs the lengths for the file's tables anyway, says where
 //
 // One thread block works on one slice, and each warp on an eighth of it, a run: half of a stream. As it counts its run,
 // the bit at which each run begins is known, so that the warps of write_slices need not wait for each other. In memory,

@@ -1,4 +1,4 @@
-// measure_slices and place_frames of literals_encode.cu.
+// measure_slices of literals_encode.cu.
 
 // ---- counting -------------------------------------------------------------------------------------------------------
 //
@@ -225,41 +225,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) measure_slices(
     if (threadIdx.x == 0) {
         if (own_nbytes >= nbytes) plan.kind = STORED;
         frame_nbytes[blockIdx.x] = smaller(own_nbytes, nbytes);
-    }
-}
-
-// ---- placing --------------------------------------------------------------------------------------------------------
-
-const u32 PLACED = 8; // frames that a thread places at a time
-
-// Where each frame goes, counted from the first; each begins at a multiple of 16. One thread block.
-extern "C" __global__ void __launch_bounds__(THREADS) place_frames(
-    const SliceRow *rows, const u32 *frame_nbytes, u64 count, u64 *places) {
-    __shared__ u32 of_warp[WARPS];
-    u64 begin = 0;
-    for (u64 first = 0; first < count; first += PLACED * THREADS) {
-        u32 room[PLACED], sum = 0;
-#pragma unroll
-        for (u32 i = 0; i < PLACED; ++i) {
-            const u64 at = first + PLACED * threadIdx.x + i;
-            const u32 nbytes = at < count ? frame_nbytes[at] : 0;
-            room[i] = nbytes && nbytes < rows[at].nbytes ? (nbytes + 15) / 16 * 16 : 0;
-            sum += room[i];
-        }
-        const u32 up_to = sum_up_to(sum);
-        if (lane_number() == WARP - 1) of_warp[warp_number()] = up_to;
-        __syncthreads();
-        u64 own = begin + up_to - sum;
-        for (u32 warp = 0; warp < WARPS; ++warp) {
-            if (warp < warp_number()) own += of_warp[warp];
-            begin += of_warp[warp];
-        }
-#pragma unroll
-        for (u32 i = 0; i < PLACED; ++i) {
-            const u64 at = first + PLACED * threadIdx.x + i;
-            if (at < count) places[at] = own;
-            own += room[i];
-        }
-        __syncthreads();
     }
 }

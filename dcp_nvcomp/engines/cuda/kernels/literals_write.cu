@@ -4,14 +4,14 @@
 // bit at which its codes begin, and merges them into words in shared memory, its stage. Full words then go to the
 // frame, the last one stays.
 //
-// Words of the frame that hold the first or the last bit of a run may hold bits of another run or of the header, and
-// bytes beside the frame: they are put together in shared memory, and written byte by byte at the end. Positions are in
-// bits, counted from the multiple of 4 at or before the frame.
+// Words of the frame that hold the first or the last bit of a run may hold bits of another run or of the header, or
+// reach beyond the frame: they are put together in shared memory, and written byte by byte at the end. Positions are in
+// bits, counted from the frame's first.
 
 const u32 STAGE_WORDS = (31 + WARP * GROUP * MAX_LENGTH + 1 + 31) / 32;
 
 struct Target {
-    u32 *words;        // from where positions count
+    u32 *words;        // the frame
     const u32 *run_at; // where each run begins, and where the last one ends
     u32 *edges;        // words that hold these bits; if several are in one word, it is that of the first of them
 
@@ -97,34 +97,44 @@ __device__ void write_run(
     if (lane == 0 && used) put(at, stage[0]);
 }
 
-// Writes each frame to its place, counted from `frames`; nothing for a slice without one.
+// Writes zeros from a frame's end up to the next multiple of ALIGNMENT_NBYTES: bytes that reach a file are never left to
+// chance.
+__device__ void write_padding(u8 *frame, u32 nbytes) {
+    const u32 at = nbytes + threadIdx.x, padded = (nbytes + ALIGNMENT_NBYTES - 1) / ALIGNMENT_NBYTES * ALIGNMENT_NBYTES;
+    if (at < padded) frame[at] = 0;
+}
+
+// Writes each frame to its address, a multiple of ALIGNMENT_NBYTES; nothing for a slice without one.
 extern "C" __global__ void __launch_bounds__(THREADS) write_slices(
-    const SliceRow *rows, const Plan *plans, const u64 *places, u8 *frames) {
+    const SliceRow *rows, const Plan *plans, const u64 *addresses) {
     __shared__ u32 entries[SYMBOLS], stages[WARPS][STAGE_WORDS], run_at[RUNS + 1], edges[RUNS + 1];
     const Plan &plan = plans[blockIdx.x];
     if (plan.kind == STORED) return;
     const SliceRow row = rows[blockIdx.x];
-    u8 *frame = frames + places[blockIdx.x];
+    u8 *frame = (u8 *)addresses[blockIdx.x];
     if (threadIdx.x < plan.header_nbytes) frame[threadIdx.x] = plan.header[threadIdx.x];
-    if (plan.kind == REPEATED) return;
+    if (plan.kind == REPEATED) {
+        write_padding(frame, plan.header_nbytes);
+        return;
+    }
 
-    const u32 skipped = (u32)((u64)frame % 4);
-    u8 *begin = frame - skipped;
     entries[threadIdx.x] = plan.entries[threadIdx.x];
     for (u32 i = threadIdx.x; i < WARPS * STAGE_WORDS; i += THREADS) (&stages[0][0])[i] = 0;
     if (threadIdx.x <= RUNS) {
         edges[threadIdx.x] = 0;
-        run_at[threadIdx.x] = 8 * skipped + plan.run_at[threadIdx.x];
+        run_at[threadIdx.x] = plan.run_at[threadIdx.x];
     }
     __syncthreads();
-    const Target target = {(u32 *)begin, run_at, edges};
+    const Target target = {(u32 *)frame, run_at, edges};
     const u32 number = warp_number();
     write_run((const Words *)row.data, run_of(number, (u32)row.nbytes), number, entries, stages[number], target);
     __syncthreads();
+    const u32 end = run_at[RUNS] / 8;
     if (threadIdx.x <= RUNS && target.edge_of(threadIdx.x) == threadIdx.x) {
         const u32 at = run_at[threadIdx.x] / 32 * 4;
         for (u32 i = 0; i < 4; ++i)
-            if (at + i >= run_at[0] / 8 && at + i < run_at[RUNS] / 8) begin[at + i] = (u8)(edges[threadIdx.x] >> 8 * i);
+            if (at + i >= run_at[0] / 8 && at + i < end) frame[at + i] = (u8)(edges[threadIdx.x] >> 8 * i);
     }
-    if (threadIdx.x == 0) begin[run_at[RUNS] / 8] = 0; // no sequences
+    if (threadIdx.x == 0) frame[end] = 0; // no sequences
+    write_padding(frame, end + 1);
 }

@@ -1,0 +1,197 @@
+"""Who codes a slice on a GPU: nvCOMP, or for literals-only zstd frames our own kernels.
+
+nvCOMP codes whatever it can. The kernels of literals.py take its place where its Zstd failed the self-test, on GPUs for
+which they were measured to be faster (rates.py), or if they are asked for by name. Both write frames that every zstd
+decoder reads.
+
+    encode   slices --> frames under way: their lengths, and then where they are to be written
+    decode   frames --> slices, by the kernels if those are chosen; frames of other encoders are nvCOMP's all the same
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from dcp_nvcomp.codecs.base import CodecChain, Coder
+from dcp_nvcomp.engines.cuda.batches import I64
+from dcp_nvcomp.engines.cuda.coders import NvcompCoders, is_served
+from dcp_nvcomp.engines.cuda.device import Device
+from dcp_nvcomp.engines.cuda.health import LITERALS, NVCOMP, DeviceHealth
+from dcp_nvcomp.engines.cuda.literals import LiteralCoders
+from dcp_nvcomp.engines.cuda.rates import faster_literals
+from dcp_nvcomp.errors import CodecUnavailableError
+from dcp_nvcomp.options import CUDA_ZSTD
+
+__all__ = ["DeviceCoders", "SliceCoders", "SliceDecoding", "SliceFrames"]
+
+Bools = npt.NDArray[np.bool_]
+
+ENCODE: Final = "encode"
+DECODE: Final = "decode"
+
+
+class SliceFrames(Protocol):
+    """Frames of slices, under way."""
+
+    def nbytes(self) -> I64:
+        """Wait, and return the length of each frame; the slice's own length if there is no shorter frame."""
+
+    def write(self, addresses: I64) -> None:
+        """Start to write each frame that is shorter than its slice to its address, a multiple of 16.
+
+        Zeros follow it up to the next multiple of 16.
+        """
+
+
+class SliceDecoding(Protocol):
+    """Slices while they are decoded."""
+
+    def good(self) -> Bools:
+        """Wait, and return for each slice True if it was decoded to its length."""
+
+    def known(self) -> Bools:
+        """Return for each slice False if its frame may be right, but of an encoder that nothing here decodes."""
+
+
+class SliceCoders(Protocol):
+    """What codes slices in device memory; see `NvcompCoders` for the arguments."""
+
+    def encode_nbytes(self, coder: Coder, lengths: I64) -> int:
+        """Return the device memory that encoding slices of these lengths takes, in addition to slices and frames."""
+
+    def decode_nbytes(self, coder: Coder, lengths: I64) -> int:
+        """Return the device memory that decoding slices of these lengths takes, in addition to slices and frames."""
+
+    def encode(self, coder: Coder, scratch: Tensor, places: I64, lengths: I64) -> SliceFrames:
+        """Start to encode slices."""
+
+    def decode(
+        self, coder: Coder, encoded: Tensor, at: I64, nbytes: I64, scratch: Tensor, places: I64, lengths: I64
+    ) -> SliceDecoding:
+        """Start to decode slices."""
+
+
+class _TwoDecodings:
+    """Slices of which our kernels decoded some, and nvCOMP, if it can be had, decodes the rest."""
+
+    def __init__(self, good: Bools, rest: SliceDecoding | None) -> None:
+        self._good = good
+        self._rest = rest
+
+    def good(self) -> Bools:
+        good = self._good.copy()
+        if self._rest is not None:
+            good[~self._good] = self._rest.good()
+        return good
+
+    def known(self) -> Bools:
+        return self._good.copy() if self._rest is None else np.ones_like(self._good)
+
+
+class DeviceCoders:
+    """The coders of one device behind one interface.
+
+    Args:
+        device: the device.
+        health: what is known of it.
+    """
+
+    def __init__(self, device: Device, health: DeviceHealth) -> None:
+        self._device = device
+        self._health = health
+        self._nvcomp = NvcompCoders(device)
+        self._literals: LiteralCoders | None = None
+        self._zstd = "auto"
+        self._faster = faster_literals(device.name)
+
+    def prefer(self, zstd: str) -> None:
+        """Choose from now on who codes Zstd: one of `options.CUDA_ZSTD`."""
+        assert zstd in CUDA_ZSTD
+        self._zstd = zstd
+
+    @contextmanager
+    def preferring(self, zstd: str) -> Iterator[None]:
+        """`prefer`, for a while."""
+        before, self._zstd = self._zstd, zstd
+        try:
+            yield
+        finally:
+            self._zstd = before
+
+    def may_use_literals(self, chain: CodecChain) -> bool:
+        """True if our kernels are to code slices of this chain, should they work."""
+        coder = chain.coder
+        return coder is not None and any(self._wants_literals(coder, direction) for direction in (ENCODE, DECODE))
+
+    def serves(self, chain: CodecChain) -> bool:
+        """True if the device codes blocks of this chain, in both directions."""
+        if not is_served(chain):
+            return False
+        return chain.coder is None or None not in (self._of(chain.coder, ENCODE), self._of(chain.coder, DECODE))
+
+    def check_decodable(self, coder: Coder | None) -> None:
+        """See `NvcompCoders.check_decodable`."""
+        self._nvcomp.check_decodable(coder)
+
+    def encode_nbytes(self, coder: Coder, lengths: I64) -> int:
+        """See `SliceCoders`."""
+        return self._served_by(coder, ENCODE).encode_nbytes(coder, lengths)
+
+    def decode_nbytes(self, coder: Coder, lengths: I64) -> int:
+        """See `SliceCoders`."""
+        return self._served_by(coder, DECODE).decode_nbytes(coder, lengths)
+
+    def encode(self, coder: Coder, scratch: Tensor, places: I64, lengths: I64) -> SliceFrames:
+        """See `NvcompCoders.encode`."""
+        return self._served_by(coder, ENCODE).encode(coder, scratch, places, lengths)
+
+    def decode(
+        self, coder: Coder, encoded: Tensor, at: I64, nbytes: I64, scratch: Tensor, places: I64, lengths: I64
+    ) -> SliceDecoding:
+        """See `NvcompCoders.decode`. Waits, if our kernels are chosen and meet frames that are not theirs."""
+        coders = self._served_by(coder, DECODE)
+        decoding = coders.decode(coder, encoded, at, nbytes, scratch, places, lengths)
+        if coders is self._nvcomp or (good := decoding.good()).all():
+            return decoding
+        others, rest = ~good, None
+        if self._works(NVCOMP, coder):
+            rest = self._nvcomp.decode(
+                coder, encoded, at[others], nbytes[others], scratch, places[others], lengths[others]
+            )
+        return _TwoDecodings(good, rest)
+
+    def _works(self, who: str, coder: Coder) -> bool:
+        return (who, type(coder)) not in self._health.refused
+
+    def _wants_literals(self, coder: Coder, direction: str) -> bool:
+        if self._zstd == NVCOMP or not LiteralCoders.encodes(coder):
+            return False
+        return self._zstd == LITERALS or direction in self._faster or not self._works(NVCOMP, coder)
+
+    def _of(self, coder: Coder, direction: str) -> SliceCoders | None:
+        """Return who codes for a coder; None if nobody on this device may."""
+        if self._wants_literals(coder, direction):
+            literals = self._working_literals(coder)
+            if literals is not None or self._zstd == LITERALS:
+                return literals
+        return self._nvcomp if self._works(NVCOMP, coder) else None
+
+    def _served_by(self, coder: Coder, direction: str) -> SliceCoders:
+        found = self._of(coder, direction)
+        assert found is not None, "the engine asks `serves` first"
+        return found
+
+    def _working_literals(self, coder: Coder) -> LiteralCoders | None:
+        """Return our own coder, compiled when it is first wanted; None if it does not work here."""
+        if self._literals is None and self._works(LITERALS, coder):
+            try:
+                self._literals = LiteralCoders(self._device)
+            except CodecUnavailableError as error:
+                self._health.refuse(LITERALS, type(coder), error)
+        return self._literals if self._works(LITERALS, coder) else None
