@@ -5,8 +5,8 @@
 A document says where: a line `<!-- results SUITE/TABLE [COLUMN ...] -->` begins what is replaced, up to `<!-- end -->`.
 `<!-- machine SUITE -->` stands for a sentence on machine, date and command, and `<!-- targets SUITE -->` for the list
 of the suite's targets. `<!-- gpu section -->` is all that is known of GPUs, from results/gpu-acceptance.json, and
-`<!-- gpu summary -->` a sentence on it; see gpu_pages.py. tests/benchmarks/test_pages.py checks that the documents are
-up to date.
+`<!-- gpu summary -->` a sentence on it; see gpu_pages.py. `<!-- gpu traffic -->` is counted, see gpu_traffic.py.
+tests/benchmarks/test_pages.py checks that the documents are up to date.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_pages import gpu_section, gpu_summary
+from benchmarks.gpu_traffic import gpu_traffic
 from benchmarks.measuring import Spread
 from benchmarks.results import Table
 
@@ -54,6 +55,8 @@ def filled(text: str) -> str:
 def _gpu(part: str) -> str:
     if part == "summary":
         return gpu_summary(RESULTS)
+    if part == "traffic":
+        return gpu_traffic()
     return gpu_section(RESULTS, lambda name: _table(f"gpu-acceptance/{name}", ()))
 
 

@@ -31,6 +31,7 @@ from tests.states import assert_same
 from .cases import BUDGET, cpu_encode, encode, job, tensor, weights
 from .kernels_on_cpu import ReferenceKernels, emulated_launch
 from .nvcomp_stand_in import Codec, NvcompStandIn, StandInDevice
+from .reference_literals import ReferenceLiterals
 from .stand_in_pool import install_stand_ins
 
 KIB = 1 << 10
@@ -49,8 +50,8 @@ class BadZstd(NvcompStandIn):
 
 
 @pytest.fixture
-def launch(literals_library: ctypes.CDLL) -> Launch:
-    return emulated_launch(literals_library, order=0)
+def launch() -> Launch:
+    return ReferenceLiterals()
 
 
 def decoded(encoded: EncodedBlock, chain: CodecChain) -> bytes:
@@ -95,6 +96,11 @@ def test_literals_by_name(launch: Launch) -> None:
     nvcomp_calls(engine).clear()
     assert_codes(engine, CodecChain(Planes(2), Deflate(4 * KIB, literals_only=True)))
     assert {name for name, _ in nvcomp_calls(engine)} == {"encode", "decode"}, "the rest is nvCOMP's"
+
+
+def test_the_real_kernels(literals_library: ctypes.CDLL) -> None:
+    engine = engine_of(emulated_launch(literals_library, order=0), LITERALS)
+    assert not any(block.was_wrong for block in assert_codes(engine))
 
 
 def test_literals_where_nvcomp_fails_its_self_test(launch: Launch) -> None:
@@ -188,21 +194,21 @@ def test_kernels_that_do_nothing(launch: Launch, kernel: str) -> None:
     engine = engine_of(spoiling(launch, kernel), "literals")
     run_self_test(engine, CPU)
     assert engine.health.refused.keys() == {(LITERALS, Zstd)} and engine.health.unusable is None
-    assert not engine.coders.serves(CHAIN), "what was asked for by name is not replaced"
+    assert not engine.coders.encodes(CHAIN), "what was asked for by name is not replaced"
     nvcomp_calls(engine).clear()
     assert_codes(engine)
     assert nvcomp_calls(engine) == []
     engine.set_policy(EnginePolicy(BUDGET))
-    assert engine.coders.serves(CHAIN)
+    assert engine.coders.encodes(CHAIN)
 
 
 def test_kernels_that_do_not_compile() -> None:
     engine = engine_of(None, "literals")
     run_self_test(engine, CPU)
     assert "CodecUnavailableError" in engine.health.refused[LITERALS, Zstd]
-    assert not engine.coders.serves(CHAIN)
+    assert not engine.coders.encodes(CHAIN)
     assert_codes(engine)
-    assert engine_of(None).coders.serves(CHAIN)
+    assert engine_of(None).coders.encodes(CHAIN)
 
 
 def test_nvcomp_by_name_is_not_replaced(launch: Launch) -> None:
@@ -210,7 +216,7 @@ def test_nvcomp_by_name_is_not_replaced(launch: Launch) -> None:
     run_self_test(engine, CPU)
     assert (LITERALS, Zstd) not in engine.health.tested
     assert_codes(engine)
-    assert not engine.coders.serves(CHAIN) and engine.coders._literals is None
+    assert not engine.coders.encodes(CHAIN) and engine.coders._literals is None
 
 
 def test_whole_checkpoints(tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,11 +227,24 @@ def test_whole_checkpoints(tmp_path: Path, launch: Launch, monkeypatch: pytest.M
     state = {"w": torch.randn(300, 100) / 50, "h": torch.randn(30_000).bfloat16(), "z": torch.zeros(5)}
     options = {"cuda_zstd": "literals", "device_memory_budget": 8 << 20}
     save(tmp_path, state, codec="planes-zstd", **options)
-    encodes = len(stand_ins.calls("encode"))
-    assert encodes == 2, "the self-test's alone"
+    assert (len(stand_ins.calls("encode")), len(stand_ins.calls("decode"))) == (2, 4), "the self-test's alone"
     assert_same(load(tmp_path, state, **options), state)
+    assert len(stand_ins.calls("decode")) == 4, "nor does nvCOMP decode anything"
     assert_same(load(tmp_path, state, device_memory_budget=8 << 20), state)
     assert_same(load(tmp_path, state, engine="cpu", verify="full"), state)
+
+
+def test_a_load_where_nvcomp_fails_its_self_test(launch: Launch) -> None:
+    """What a footer says of a coder is not whether its frames are of literals only."""
+    engine = engine_of(launch, nvcomp=BadZstd())
+    run_self_test(engine, CPU)
+    read = CodecChain(Planes(2), Zstd(4 * KIB))
+    assert engine.coders.decodes(read) and not engine.coders.encodes(read)
+    ours = encode(engine, [tensor(BLOCKS[0])], CHAIN)[0]
+    engine._copying = None  # type: ignore[assignment]  # the CPU engine is not asked
+    back = job(ours, read)
+    engine._decode_served([back], "stored")
+    assert back.out.numpy().tobytes() == BLOCKS[0].tobytes()
 
 
 @pytest.mark.parametrize("kind", [NvcompReader, NvcompWriter])

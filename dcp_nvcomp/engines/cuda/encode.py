@@ -196,8 +196,8 @@ class BatchEncoder:
         """Decode the run again; return the blocks that come out otherwise. The scratch memory is overwritten."""
         if self._decoder is None:
             return []
-        # it holds the very planes that should come out: a decoder that leaves a slice untouched must not pass
-        scratch.bitwise_not_()
+        # it may hold the very planes that should come out: a decoder that leaves a slice untouched must not pass
+        scratch[: self._decoder.scratch_nbytes(again)].bitwise_not_()
         return sorted(self._decoder.decode_on_device(again, run, starts, scratch))
 
     def _arrived_wrong(self, again: Sequence[DecodeJob], encoded: Sequence[EncodedBlock]) -> list[int]:

@@ -139,7 +139,7 @@ class CudaEngine:
             CodecUnavailableError: the GPU can't encode a block with ANS, which only it can; or it fails, and the CPU
                 may not take over.
         """
-        served = [at for at, job in enumerate(jobs) if self.coders.serves(job.chain)]
+        served = [at for at, job in enumerate(jobs) if self.coders.encodes(job.chain)]
         encoded = dict(zip(served, self._encode_served([jobs[at] for at in served], out), strict=True))
         position = sum(block.data.nbytes for block in encoded.values())
         for at in range(len(jobs)):
@@ -214,7 +214,7 @@ class CudaEngine:
 
         One with a frame that is no frame, or an odd one, is left to the CPU engine, which refuses it or decodes it.
         """
-        served = [at for at, job in enumerate(jobs) if self.coders.serves(job.chain)]
+        served = [at for at, job in enumerate(jobs) if self.coders.decodes(job.chain)]
         if self.health.unusable is None:
             faults = self._checks.frame_faults([jobs[at] for at in served])
             served = [at for number, at in enumerate(served) if number not in faults]

@@ -120,11 +120,13 @@ class LiteralDecoding:
 
     def __init__(self, corrupt: Tensor) -> None:
         self._corrupt = corrupt
+        self._good: npt.NDArray[np.bool_] | None = None
 
     def good(self) -> npt.NDArray[np.bool_]:
         """Wait, and return for each slice True if it was decoded; False if its frame is corrupt or another coder's."""
-        found: npt.NDArray[np.bool_] = self._corrupt.cpu().numpy() == 0
-        return found
+        if self._good is None:
+            self._good = self._corrupt.cpu().numpy() == 0
+        return self._good
 
     def known(self) -> npt.NDArray[np.bool_]:
         """Return for each slice True if it was decoded: another frame may be right, but not literals-only."""

@@ -49,7 +49,7 @@ def _test(engine: CudaEngine, who: str, chain: CodecChain, device: torch.device)
         return
     try:
         with engine.coders.preferring(who):
-            if engine.coders.serves(chain):
+            if engine.coders.encodes(chain):
                 _check(engine, chain, _bfloat16_weights(), device)
     except (torch.OutOfMemoryError, MemoryError):
         raise  # says nothing of the coder

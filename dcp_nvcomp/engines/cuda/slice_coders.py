@@ -129,11 +129,13 @@ class DeviceCoders:
         coder = chain.coder
         return coder is not None and any(self._wants_literals(coder, direction) for direction in (ENCODE, DECODE))
 
-    def serves(self, chain: CodecChain) -> bool:
-        """True if the device codes blocks of this chain, in both directions."""
-        if not is_served(chain):
-            return False
-        return chain.coder is None or None not in (self._of(chain.coder, ENCODE), self._of(chain.coder, DECODE))
+    def encodes(self, chain: CodecChain) -> bool:
+        """True if the device encodes blocks of this chain, and decodes them again."""
+        return self.decodes(chain) and (chain.coder is None or self._of(chain.coder, ENCODE) is not None)
+
+    def decodes(self, chain: CodecChain) -> bool:
+        """True if the device decodes blocks of this chain, or most of them."""
+        return is_served(chain) and (chain.coder is None or self._of(chain.coder, DECODE) is not None)
 
     def check_decodable(self, coder: Coder | None) -> None:
         """See `NvcompCoders.check_decodable`."""
@@ -170,7 +172,9 @@ class DeviceCoders:
         return (who, type(coder)) not in self._health.refused
 
     def _wants_literals(self, coder: Coder, direction: str) -> bool:
-        if self._zstd == NVCOMP or not LiteralCoders.encodes(coder):
+        # what a file says of its coder does not tell whether the frames are of literals only
+        serves = LiteralCoders.encodes if direction == ENCODE else LiteralCoders.decodes
+        if self._zstd == NVCOMP or not serves(coder):
             return False
         return self._zstd == LITERALS or direction in self._faster or not self._works(NVCOMP, coder)
 
@@ -184,7 +188,7 @@ class DeviceCoders:
 
     def _served_by(self, coder: Coder, direction: str) -> SliceCoders:
         found = self._of(coder, direction)
-        assert found is not None, "the engine asks `serves` first"
+        assert found is not None, "the engine asks first"
         return found
 
     def _working_literals(self, coder: Coder) -> LiteralCoders | None:

@@ -14,23 +14,44 @@ MUTATIONS = (
     Mutation(
         row="GPU: what was encoded is decoded again",
         file=ENCODE,
-        old="        return sorted(decoder.decode_on_device(jobs, run, bounds[:-1], scratch))\n",
+        old="        return sorted(self._decoder.decode_on_device(again, run, starts, scratch))\n",
         new="        return []\n",
         tests=CHECKED + "wrong_encode",
     ),
     Mutation(
         row="GPU: a decoder that does nothing does not pass",
         file=ENCODE,
-        old="        scratch.bitwise_not_()\n",
+        old="        scratch[: self._decoder.scratch_nbytes(again)].bitwise_not_()\n",
         new="",
         tests=CHECKED + "does_nothing",
     ),
     Mutation(
         row="GPU: what arrives on the host is what was checked",
         file=ENCODE,
-        old="checksum(block.data) == block.row.encoded_crc",
+        old="checksum(encoded[at].data) == encoded[at].row.encoded_crc",
         new="True",
         tests=CHECKED + "arrives_on_the_host",
+    ),
+    Mutation(
+        row="GPU: what arrives on the host are frames",
+        file=ENCODE,
+        old=", *(whole[number] for number in faults)]",
+        new="]",
+        tests="tests/engines/test_bad_gpu.py -k a_byte_behind",
+    ),
+    Mutation(
+        row="GPU: frames of other encoders are no fault of the GPU",
+        file=ENGINE,
+        old="        return doubt.is_known\n",
+        new="        return True\n",
+        tests="tests/engines/test_slice_coders.py -k other_encoders",
+    ),
+    Mutation(
+        row="GPU: a coder that failed the self-test is not used",
+        file="dcp_nvcomp/engines/cuda/slice_coders.py",
+        old="        return self._literals if self._works(LITERALS, coder) else None\n",
+        new="        return self._literals\n",
+        tests="tests/engines/test_slice_coders.py -k do_nothing",
     ),
     Mutation(
         row="GPU: wrong encodes are counted",
@@ -49,8 +70,8 @@ MUTATIONS = (
     Mutation(
         row="GPU: a second opinion is placed",
         file=ENGINE,
-        old="        self._copying.place(host, job)\n        return True\n",
-        new="        return True\n",
+        old="        self._copying.place(host, job)\n        return doubt.is_known\n",
+        new="        return doubt.is_known\n",
         tests=CHECKED + "wrong_decode",
     ),
     Mutation(
@@ -64,7 +85,7 @@ MUTATIONS = (
         row="GPU: the self-test",
         file=POOL,
         old="                self._self_test(engine, device)\n",
-        new="",
+        new="                pass\n",
         tests=CHECKED + "runs_once",
     ),
     Mutation(
