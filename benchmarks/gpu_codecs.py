@@ -35,9 +35,9 @@ from dcp_nvcomp.saving.encode.policy import spread_sample
 MIB = 1 << 20
 CODECS = ("auto", "planes-zstd", "planes-deflate", "zstd", "ans")
 OPEN_CODECS = CODECS[:4]
-BUDGET = 1 << 30
+POLICY = EnginePolicy(2 << 30)
 # How many bytes of blocks the engine is handed at once: as a save of a small and of a large state does.
-BATCHES = (32 * MIB, 128 * MIB)
+BATCHES = (32 * MIB, 256 * MIB)
 ENCODE_TARGET, DECODE_TARGET, ANS_TARGET = 60.0, 80.0, 150.0
 
 
@@ -73,7 +73,16 @@ def _batches(blocks: Iterable[tuple[EncodeJob, torch.Tensor]], batch_nbytes: int
 
 
 class EngineWork:
-    """One state under one codec: encoded into an arena of pinned memory, and decoded from there."""
+    """One state under one codec: encoded into an arena of pinned memory, and decoded from there.
+
+    Args:
+        state: the state, on the device.
+        codec: the writer's option.
+        device: where it is done.
+        batch_nbytes: how much the engine is handed at once.
+        arena: host memory for what is encoded.
+        policy: of the engine; two that work at once share its budget.
+    """
 
     def __init__(
         self,
@@ -82,7 +91,7 @@ class EngineWork:
         device: Device,
         batch_nbytes: int,
         arena: torch.Tensor,
-        budget_nbytes: int = BUDGET,
+        policy: EnginePolicy = POLICY,
     ) -> None:
         self.state = state
         self.meter = Meter(device)
@@ -90,12 +99,13 @@ class EngineWork:
         self._nvcomp_version = str(device.nvcomp.__version__)
         self._arena = arena
         # as a save: engines with a stream and a thread each, which share the budget
+        share = replace(policy, device_memory_budget=policy.device_memory_budget // ENGINES_PER_DEVICE)
         self._engines = [
-            CudaEngine(device.torch_device, EnginePolicy(budget_nbytes // ENGINES_PER_DEVICE), backend=backend)
+            CudaEngine(device.torch_device, share, backend=backend)
             for backend in with_siblings(device, ENGINES_PER_DEVICE)
         ]
-        self._engine = CudaEngine(device.torch_device, EnginePolicy(budget_nbytes), backend=device)
-        self._metered = CudaEngine(device.torch_device, EnginePolicy(budget_nbytes), backend=self.meter)
+        self._engine = CudaEngine(device.torch_device, policy, backend=device)
+        self._metered = CudaEngine(device.torch_device, policy, backend=self.meter)
         self._out = {name: torch.empty_like(tensor).fill_(0) for name, tensor in state.items()}
         blocks = (
             block

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.gpu_acceptance.results import TABLES
 
-__all__ = ["RESULT_NAME", "gpu_section", "gpu_summary"]
+__all__ = ["RESULT_NAME", "checked_result", "gpu_section", "gpu_summary"]
 
 RESULT_NAME = "gpu-acceptance.json"
 
@@ -33,7 +33,7 @@ _STATUSES = {"passed": "passed", "failed": "**failed**", "observed": "observed",
 TableText = Callable[[str], str]
 
 
-def _result(results: Path) -> Mapping[str, Any] | None:
+def checked_result(results: Path) -> Mapping[str, Any] | None:
     """Return the result of the run on a GPU, None if there was none.
 
     Raises:
@@ -56,7 +56,7 @@ def gpu_summary(results: Path) -> str:
     Args:
         results: the folder of the results.
     """
-    result = _result(results)
+    result = checked_result(results)
     if result is None:
         return _NO_SUMMARY
     return f"Measurements on a GPU are of one run on an {result['machine']['gpu']}; see [The GPU](#the-gpu)."
@@ -69,7 +69,7 @@ def gpu_section(results: Path, table: TableText) -> str:
         results: the folder of the results.
         table: renders a table by name.
     """
-    result = _result(results)
+    result = checked_result(results)
     if result is None:
         return _NO_SECTION
     parts = [_sentence(result), "\n".join(_steps(result))]

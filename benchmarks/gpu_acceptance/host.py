@@ -64,9 +64,10 @@ class Host:
             emulated_launch,
         )
         from tests.engines.nvcomp_stand_in import StandInDevice
+        from tests.engines.reference_literals import ReferenceLiterals
 
         if not compiled:
-            return StandInDevice(ReferenceKernels())
+            return StandInDevice(ReferenceKernels(), literals=ReferenceLiterals())
         if compiler() is None:
             raise Skipped("there is no C++ compiler, with which a CPU could run the kernels")
         with self.scratch() as blocks, self.scratch() as literals:

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.measuring import Spread
 
-__all__ = ["CHECKS", "PLAIN_COPY", "TABLES", "Probe", "Skipped", "plain", "tables_of"]
+__all__ = ["CHECKS", "PLAIN_COPY", "TABLES", "Probe", "Skipped", "median_of", "plain", "tables_of"]
 
 # A name, and what finds out: returns what goes into the JSON. Its key "rows" holds rows of TABLES by the table's name.
 Probe = tuple[str, Callable[[], Mapping[str, Any] | None]]
@@ -63,6 +63,8 @@ TABLES: Mapping[str, tuple[str, Mapping[str, tuple[str, str]]]] = {
         "The engine from and to GPU memory, GB/s of state; device: without copies to the host",
         {
             "codec": ("codec", ""),
+            "zstd": ("Zstd by", ""),
+            "checked": ("checked", ""),
             "batch_mib": ("batch, MiB", "d"),
             "ratio": ("ratio", ".3f"),
             "encode_rate": ("encode, engine", _RATE),
@@ -129,7 +131,7 @@ class Check:
 
     def result(self, rows: list[Mapping[str, Any]]) -> dict[str, Any] | None:
         """Return the target with what was measured; None if nothing was."""
-        values = [_number(row[self.cell]) for row in rows if self.where(row)]
+        values = [median_of(row[self.cell]) for row in rows if self.where(row)]
         if not values:
             return None
         met = max(values) >= self.bound
@@ -151,7 +153,8 @@ CHECKS = (
 )
 
 
-def _number(cell: Any) -> float:
+def median_of(cell: Any) -> float:
+    """Return a cell's number, of several measurements their median."""
     return float(cell["median"] if isinstance(cell, Mapping) else cell)
 
 

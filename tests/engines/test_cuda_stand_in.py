@@ -218,9 +218,9 @@ def test_blocks_that_are_no_run_of_memory(kernels: Kernels, budget: int) -> None
 def test_the_copy_of_a_strided_block_counts() -> None:
     engine = BatchEncoder(device := StandInDevice(ReferenceKernels()), NvcompCoders(device), None)
     plain, chain = torch.randn(64, 64), CodecChain(Bytes())
-    cost = engine.cost_nbytes(EncodeJob((plain,), chain))
-    assert engine.cost_nbytes(EncodeJob((plain.t(),), chain)) == cost + plain.nbytes
-    assert engine.cost_nbytes(EncodeJob((plain[:32], plain[32:]), chain)) == cost + plain.nbytes
+    jobs = [EncodeJob(tensors, chain) for tensors in ((plain,), (plain.t(),), (plain[:32], plain[32:]))]
+    cost, *others = engine.costs_nbytes(jobs)
+    assert others == [cost + plain.nbytes] * 2
 
 
 def test_nothing_to_do(engine: CudaEngine) -> None:

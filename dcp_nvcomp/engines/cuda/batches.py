@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from dcp_nvcomp.codecs.base import ALIGNMENT_NBYTES, ArrayToBytes, CodecChain, padded
+from dcp_nvcomp.codecs.base import ALIGNMENT_NBYTES, ArrayToBytes, CodecChain, Coder, padded
 from dcp_nvcomp.codecs.transforms.planes import PLANE_NAMES, Planes
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "copy_table",
     "fitting",
     "join_pieces",
+    "number_coders",
     "padded_nbytes",
     "size_classes",
     "split_width",
@@ -104,8 +105,8 @@ class BlockLayout:
         scratch_nbytes: how much scratch memory the block takes.
         planes: where in it the planes `low`, `rest` and `exponent` begin; -1 for one that has no place there.
         first_pieces: the piece with which each of these planes begins; -1 for one that is not there.
-        slice_count: how many pieces are slices.
-        coded_nbytes: their decoded lengths together.
+        slice_nbytes: decoded length of each slice.
+        stored_nbytes: room of the pieces that are none.
     """
 
     lengths: I64
@@ -114,8 +115,8 @@ class BlockLayout:
     scratch_nbytes: int
     planes: tuple[int, int, int]
     first_pieces: tuple[int, int, int]
-    slice_count: int
-    coded_nbytes: int
+    slice_nbytes: tuple[int, ...]
+    stored_nbytes: int
 
 
 def _layout(chain: CodecChain, nbytes: int, flags: int, every_plane: bool) -> BlockLayout:
@@ -144,8 +145,8 @@ def _layout(chain: CodecChain, nbytes: int, flags: int, every_plane: bool) -> Bl
         scratch_nbytes=scratch_nbytes,
         planes=(planes[0], planes[1], planes[2]),
         first_pieces=(first_pieces[0], first_pieces[1], first_pieces[2]),
-        slice_count=int(coded.sum()),
-        coded_nbytes=int(lengths[coded].sum()),
+        slice_nbytes=tuple(lengths[coded].tolist()),
+        stored_nbytes=int(padded_nbytes(lengths[~coded]).sum()),
     )
 
 
@@ -158,17 +159,18 @@ class Layouts:
 
     def __init__(self, *, every_plane: bool) -> None:
         self._every_plane = every_plane
-        self._layouts: dict[tuple[CodecChain, int, int], BlockLayout] = {}
+        # by the chain's id, as its hash takes longer than all else that is done for a block; the chain is kept with it
+        self._layouts: dict[tuple[int, int, int], tuple[CodecChain, BlockLayout]] = {}
 
     def get(self, chain: CodecChain, nbytes: int, flags: int) -> BlockLayout:
         """Return the layout of a block of `nbytes` decoded bytes with these flags."""
-        key = (chain, nbytes, flags)
-        layout = self._layouts.get(key)
-        if layout is None:
+        key = (id(chain), nbytes, flags)
+        found = self._layouts.get(key)
+        if found is None:
             if len(self._layouts) > 4096:
                 self._layouts.clear()
-            layout = self._layouts[key] = _layout(chain, nbytes, flags, self._every_plane)
-        return layout
+            found = self._layouts[key] = chain, _layout(chain, nbytes, flags, self._every_plane)
+        return found[1]
 
 
 @dataclass(frozen=True)
@@ -200,6 +202,16 @@ def join_pieces(layouts: Sequence[BlockLayout]) -> Pieces:
         coded=np.concatenate([layout.coded for layout in layouts]),
         places=np.concatenate([layout.places for layout in layouts]),
     )
+
+
+def number_coders(chains: Sequence[CodecChain]) -> tuple[dict[Coder, int], I64]:
+    """Return the coders of a batch with a number each, and of each chain its coder's number; -1 for one without."""
+    coders: dict[Coder, int] = {}
+    known: dict[int, int] = {}
+    for chain in chains:
+        if id(chain) not in known:
+            known[id(chain)] = -1 if chain.coder is None else coders.setdefault(chain.coder, len(coders))
+    return coders, np.array([known[id(chain)] for chain in chains], np.int64)
 
 
 def size_classes(lengths: I64, slice_nbytes: int) -> list[tuple[int, I64]]:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dcp_nvcomp.codecs.base import CodecChain, Coder
+from dcp_nvcomp.codecs.base import CodecChain, padded
 from dcp_nvcomp.codecs.encoded import BlockRow, checksum
 from dcp_nvcomp.engines.cuda.batches import (
     I64,
@@ -32,6 +32,7 @@ from dcp_nvcomp.engines.cuda.batches import (
     block_table,
     copy_table,
     join_pieces,
+    number_coders,
     padded_nbytes,
     split_width,
     starts_of,
@@ -119,14 +120,12 @@ class JobChecks:
         if job.out.numel() % split_width(codec):
             _refuse(job, "The block is not a whole number of floats long.")
         layout = self._layouts.get(job.chain, job.out.numel(), job.row.flags)
-        stored_nbytes = layout.lengths.copy()
-        if len(job.row.slice_nbytes) != layout.slice_count:
+        stored, decoded = job.row.slice_nbytes, layout.slice_nbytes
+        if len(stored) != len(decoded):
             _refuse(job, "The block does not have the slices that its codec makes.")
-        stored_nbytes[layout.coded] = job.row.slice_nbytes
-        too_large = stored_nbytes > layout.lengths
-        if too_large.any() or (stored_nbytes[layout.coded] < 1).any():
+        if any(not 1 <= nbytes <= most for nbytes, most in zip(stored, decoded, strict=True)):
             _refuse(job, "A slice does not fit into its block.")
-        if int(padded_nbytes(stored_nbytes).sum()) > job.data.nbytes:
+        if sum(map(padded, stored)) + layout.stored_nbytes > job.data.nbytes:
             _refuse(job, "The block is shorter than its slices.")
 
     def frame_faults(self, jobs: Sequence[DecodeJob]) -> dict[int, str]:
@@ -187,11 +186,22 @@ class BatchDecoder:
     def _layout(self, job: DecodeJob) -> BlockLayout:
         return self._layouts.get(job.chain, job.out.numel(), job.row.flags)
 
-    def cost_nbytes(self, job: DecodeJob) -> int:
-        """Return the device memory that decoding a block takes, in addition to the block."""
+    def costs_nbytes(self, jobs: Sequence[DecodeJob]) -> list[int]:
+        """Return the device memory that decoding each block takes, in addition to the block."""
+        known: dict[tuple[int, int, int], int] = {}
+        costs = []
+        for job in jobs:
+            key = id(job.chain), job.out.numel(), job.row.flags
+            if key not in known:
+                known[key] = self._cost_nbytes(job)
+            costs.append(known[key] + job.data.nbytes)
+        return costs
+
+    def _cost_nbytes(self, job: DecodeJob) -> int:
+        """But for the encoded block."""
         layout = self._layout(job)
-        cost = job.data.nbytes + layout.scratch_nbytes + _OVERHEAD_NBYTES
-        if job.chain.coder is not None and layout.slice_count:
+        cost = layout.scratch_nbytes + _OVERHEAD_NBYTES
+        if job.chain.coder is not None and layout.slice_nbytes:
             cost += self._coders.decode_nbytes(job.chain.coder, layout.lengths[layout.coded])
         return cost
 
@@ -261,11 +271,7 @@ class BatchDecoder:
         self, jobs: Sequence[DecodeJob], pieces: Pieces, batch: _Batch, framed: Bools, encoded: Tensor, scratch: Tensor
     ) -> list[tuple[str, I64, SliceDecoding]]:
         """Start to decode all slices; return each coder's name, the numbers of its pieces, and the work under way."""
-        coders: dict[Coder, int] = {}
-        coder_of_job = np.full(len(jobs), -1, np.int64)
-        for index, job in enumerate(jobs):
-            if job.chain.coder is not None:
-                coder_of_job[index] = coders.setdefault(job.chain.coder, len(coders))
+        coders, coder_of_job = number_coders([job.chain for job in jobs])
         coder_of_piece = coder_of_job[pieces.block]
         places = batch.scratch[pieces.block] + pieces.places - scratch.data_ptr()
         decodings = []
@@ -321,7 +327,8 @@ def read_crcs(started: Tensor) -> npt.NDArray[np.uint32]:
 
 def _host_runs(jobs: Sequence[DecodeJob], nbytes: I64, starts: I64) -> tuple[list[memoryview], list[int]]:
     """Return the blocks' host memory, with adjacent blocks (those of one read) joined, and the starts of the runs."""
-    addresses = np.array([np.frombuffer(job.data, np.uint8).ctypes.data for job in jobs], np.int64)
+    # numpy's quickest way to an address; a batch has hundreds of blocks
+    addresses = np.array([np.frombuffer(job.data, np.uint8).__array_interface__["data"][0] for job in jobs], np.int64)
     joined = (addresses[:-1] + nbytes[:-1] == addresses[1:]) & (starts[:-1] + nbytes[:-1] == starts[1:])
     first = np.flatnonzero(np.concatenate([[True], ~joined]))
     last = np.concatenate([first[1:], [len(jobs)]]) - 1

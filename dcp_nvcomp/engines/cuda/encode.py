@@ -14,14 +14,14 @@ was trained, so `check` is the rule; it reads what the copy to the host reads, a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dcp_nvcomp.codecs.base import FLAG_PACKED_REST, CodecChain, Coder
+from dcp_nvcomp.codecs.base import FLAG_PACKED_REST, CodecChain
 from dcp_nvcomp.codecs.encoded import BlockRow, EncodedBlock, checksum
 from dcp_nvcomp.engines.cuda.batches import (
     I64,
@@ -31,6 +31,7 @@ from dcp_nvcomp.engines.cuda.batches import (
     block_table,
     copy_table,
     join_pieces,
+    number_coders,
     padded_nbytes,
     split_width,
     starts_of,
@@ -124,14 +125,24 @@ class BatchEncoder:
         self._layouts = Layouts(every_plane=True)
         self._checks = JobChecks()
 
-    def cost_nbytes(self, job: EncodeJob) -> int:
-        """Return the device memory that encoding a block takes, in addition to the block."""
+    def costs_nbytes(self, jobs: Sequence[EncodeJob]) -> list[int]:
+        """Return the device memory that encoding each block takes, in addition to the block."""
+        known: dict[tuple[int, int, bool], int] = {}
+        costs = []
+        for job in jobs:
+            key = id(job.chain), job.nbytes, job.is_run
+            if key not in known:
+                known[key] = self._cost_nbytes(job)
+            costs.append(known[key])
+        return costs
+
+    def _cost_nbytes(self, job: EncodeJob) -> int:
         chain, nbytes = job.chain, job.nbytes
         layout = self._layouts.get(chain, nbytes, 0)
         cost = layout.scratch_nbytes + chain.max_encoded_nbytes(nbytes) + _OVERHEAD_NBYTES
         if not job.is_run:
             cost += nbytes
-        if chain.coder is not None and layout.slice_count:
+        if chain.coder is not None and layout.slice_nbytes:
             lengths = layout.lengths[layout.coded]
             cost += self._coders.encode_nbytes(chain.coder, lengths)
             if self._decoder is not None:
@@ -172,14 +183,10 @@ class BatchEncoder:
             rows = _rows(layouts, stored_nbytes[pieces.coded], all_flags, crcs)
             again = [] if self._decoder is None else self._again(blocks, rows)
             wrong = self._check(again, run, bounds[:-1], scratch)
-            rows = [
-                replace(row, encoded_crc=crc) for row, crc in zip(rows, read_crcs(encoded_crcs).tolist(), strict=True)
-            ]
+            columns = bounds[:-1], bounds[1:], read_crcs(encoded_crcs), blocks.nbytes
         encoded = [
-            EncodedBlock(out[start:stop], row, nbytes)
-            for start, stop, row, nbytes in zip(
-                bounds[:-1].tolist(), bounds[1:].tolist(), rows, blocks.nbytes.tolist(), strict=True
-            )
+            EncodedBlock(out[start:stop], BlockRow(row.flags, row.slice_nbytes, crc, row.uncompressed_crc), nbytes)
+            for row, start, stop, crc, nbytes in zip(rows, *(column.tolist() for column in columns), strict=True)
         ]
         return encoded, sorted({*wrong, *self._arrived_wrong(again, encoded)})
 
@@ -208,7 +215,8 @@ class BatchEncoder:
         """
         arrived = {at: checksum(encoded[at].data) == encoded[at].row.encoded_crc for at in range(len(again))}
         whole = [at for at, same in arrived.items() if same]
-        faults = self._checks.frame_faults([replace(again[at], data=encoded[at].data) for at in whole])
+        jobs = [DecodeJob(encoded[at].data, again[at].row, again[at].chain, again[at].out) for at in whole]
+        faults = self._checks.frame_faults(jobs)
         return [*(at for at, same in arrived.items() if not same), *(whole[number] for number in faults)]
 
     def _layouts_of(self, blocks: _Blocks, flags: Sequence[int]) -> list[BlockLayout]:
@@ -245,10 +253,7 @@ class BatchEncoder:
 
     def _code(self, blocks: _Blocks, scratch: Tensor, bases: I64, pieces: Pieces) -> list[tuple[I64, SliceFrames]]:
         """Start to encode all slices, which are the same whatever the flags; for each coder which of the slices."""
-        coders: dict[Coder, int] = {}
-        of_block = np.array(
-            [-1 if chain.coder is None else coders.setdefault(chain.coder, len(coders)) for chain in blocks.chains]
-        )
+        coders, of_block = number_coders(blocks.chains)
         slices = np.flatnonzero(pieces.coded)
         of_slice = of_block[pieces.block[slices]]
         places, lengths = (bases[pieces.block] + pieces.places)[slices] - scratch.data_ptr(), pieces.lengths[slices]
@@ -284,7 +289,7 @@ def _rows(
 ) -> list[BlockRow]:
     """Return the blocks' rows, but for the encoded CRCs."""
     sizes = slice_nbytes.tolist()
-    bounds = starts_of(np.array([layout.slice_count for layout in layouts], np.int64)).tolist()
+    bounds = starts_of(np.array([len(layout.slice_nbytes) for layout in layouts], np.int64)).tolist()
     columns = zip(flags.tolist(), bounds[:-1], bounds[1:], crcs.tolist(), strict=True)
     return [BlockRow(flag, tuple(sizes[start:stop]), 0, crc) for flag, start, stop, crc in columns]
 

@@ -139,7 +139,7 @@ class CudaEngine:
             CodecUnavailableError: the GPU can't encode a block with ANS, which only it can; or it fails, and the CPU
                 may not take over.
         """
-        served = [at for at, job in enumerate(jobs) if self.coders.encodes(job.chain)]
+        served = _served([job.chain for job in jobs], self.coders.encodes)
         encoded = dict(zip(served, self._encode_served([jobs[at] for at in served], out), strict=True))
         position = sum(block.data.nbytes for block in encoded.values())
         for at in range(len(jobs)):
@@ -149,7 +149,7 @@ class CudaEngine:
         return [encoded[at] for at in range(len(jobs))]
 
     def _encode_served(self, jobs: Sequence[EncodeJob], out: memoryview) -> list[EncodedBlock]:
-        costs = self._costs(lambda: [self._encoder.cost_nbytes(job) for job in jobs], len(jobs))
+        costs = self._costs(lambda: self._encoder.costs_nbytes(jobs), len(jobs))
         encoded: list[EncodedBlock] = []
         position, most = 0, len(jobs)
         while len(encoded) < len(jobs):
@@ -214,7 +214,7 @@ class CudaEngine:
 
         One with a frame that is no frame, or an odd one, is left to the CPU engine, which refuses it or decodes it.
         """
-        served = [at for at, job in enumerate(jobs) if self.coders.decodes(job.chain)]
+        served = _served([job.chain for job in jobs], self.coders.decodes)
         if self.health.unusable is None:
             faults = self._checks.frame_faults([jobs[at] for at in served])
             served = [at for number, at in enumerate(served) if number not in faults]
@@ -229,7 +229,7 @@ class CudaEngine:
             except CheckpointError as error:
                 error.path, error.fqn = job.path, job.fqn
                 raise
-        costs = self._costs(lambda: [self._decoder.cost_nbytes(job) for job in jobs], len(jobs))
+        costs = self._costs(lambda: self._decoder.costs_nbytes(jobs), len(jobs))
         position, most = 0, len(jobs)
         while position < len(jobs):
             count = self._fitting(costs, position, most)
@@ -275,7 +275,7 @@ class CudaEngine:
     def encode_unaided(self, jobs: Sequence[EncodeJob], out: memoryview) -> list[EncodedBlock]:
         """Encode a batch, and raise an error of any type if the GPU fails or is wrong."""
         with self._device.current():
-            self._device.arena.grow(sum(self._encoder.cost_nbytes(job) for job in jobs))
+            self._device.arena.grow(sum(self._encoder.costs_nbytes(jobs)))
         batch = self._encoder.encode(jobs, out)
         if batch.wrong:
             raise RuntimeError("a block was encoded to wrong bytes")
@@ -284,7 +284,7 @@ class CudaEngine:
     def decode_unaided(self, jobs: Sequence[DecodeJob]) -> None:
         """Decode a batch, and raise an error of any type if the GPU fails or is wrong."""
         with self._device.current():
-            self._device.arena.grow(sum(self._decoder.cost_nbytes(job) for job in jobs))
+            self._device.arena.grow(sum(self._decoder.costs_nbytes(jobs)))
         if self._decoder.decode(jobs):
             raise RuntimeError("a block was decoded to wrong bytes")
 
@@ -343,3 +343,12 @@ class CudaEngine:
             )
         if not chain.needs_gpu:
             self.health.failed(reason)
+
+
+def _served(chains: Sequence[CodecChain], serves: Callable[[CodecChain], bool]) -> list[int]:
+    """Return the numbers of the blocks whose chain is served; almost all of a batch share one of a few."""
+    known: dict[int, bool] = {}
+    for chain in chains:
+        if id(chain) not in known:
+            known[id(chain)] = serves(chain)
+    return [at for at, chain in enumerate(chains) if known[id(chain)]]
