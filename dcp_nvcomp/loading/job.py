@@ -41,7 +41,7 @@ from dcp_nvcomp.storage.base import Filesystem
 __all__ = ["LoadJob", "LoadOptions"]
 
 READ_NBYTES = 8 << 20
-CUDA_READ_NBYTES = 64 << 20
+CUDA_READ_NBYTES = 256 << 20
 READS_AHEAD = 2
 # Threads beyond those that decode, so that a GPU need not wait for the next read.
 CUDA_FETCHERS = 2

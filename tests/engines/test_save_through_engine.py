@@ -189,8 +189,9 @@ def test_all_buffers_together_keep_to_the_host_memory_budget(budget: int) -> Non
 
 
 def test_large_states_get_batches_that_fill_a_gpu() -> None:
-    assert cuda_buffer_nbytes(900 << 20, 16 << 30) == 64 << 20
-    assert cuda_buffer_nbytes(1 << 30, 16 << 30) == 128 << 20
+    assert cuda_buffer_nbytes(200 << 20, 16 << 30) == 64 << 20
+    assert cuda_buffer_nbytes(768 << 20, 16 << 30) == 256 << 20, "the default"
+    assert cuda_buffer_nbytes(1 << 40, 16 << 30) == 256 << 20
     assert cuda_buffer_nbytes(1 << 40, 100 << 20) == 16 << 20, "a small state is encoded, copied and written at once"
 
 

@@ -25,8 +25,8 @@ from dcp_nvcomp.codecs.coders.deflate import Deflate
 from dcp_nvcomp.codecs.coders.zstd import Zstd
 from dcp_nvcomp.codecs.transforms.planes import Planes
 from dcp_nvcomp.codecs.transforms.stored import Bytes
-from dcp_nvcomp.engines.cuda.batches import I64, copy_table, padded_nbytes, size_classes
-from dcp_nvcomp.engines.cuda.device import Device, Kernels
+from dcp_nvcomp.engines.cuda.batches import I64, size_classes
+from dcp_nvcomp.engines.cuda.device import Device
 from dcp_nvcomp.engines.cuda.support import nvcomp_version
 from dcp_nvcomp.errors import UnsupportedVersionError
 
@@ -54,14 +54,15 @@ class Frames:
     """Frames of slices, encoded or under way, each in a slot of its own.
 
     Args:
-        kernels: copy them to where they belong.
         lengths: of the slices.
+
+    Attributes:
+        addresses: address of each slice's frame; 0 for a slice that nvCOMP was not given.
     """
 
-    def __init__(self, kernels: Kernels, lengths: I64) -> None:
-        self._kernels = kernels
+    def __init__(self, lengths: I64) -> None:
         self._lengths = lengths
-        self._addresses = np.zeros_like(lengths)
+        self.addresses = np.zeros_like(lengths)
         self._nbytes = lengths.copy()
         self._groups: list[_EncodedGroup] = []
         self._memory: list[Tensor] = []
@@ -71,7 +72,7 @@ class Frames:
         self._groups.append(group)
         self._memory.append(slots)
         at = np.arange(group.members.size, dtype=np.int64) * group.room_nbytes
-        self._addresses[group.members] = slots.data_ptr() + at
+        self.addresses[group.members] = slots.data_ptr() + at
 
     def nbytes(self) -> I64:
         """Wait, and return the length of each frame; the slice's own length if nvCOMP was not given it."""
@@ -86,12 +87,7 @@ class Frames:
         return self._nbytes
 
     def write(self, addresses: I64) -> None:
-        """Start to copy each frame that is shorter than its slice to its address; see `SliceFrames`."""
-        framed = self._nbytes < self._lengths
-        nbytes = self._nbytes[framed]
-        if nbytes.size:
-            table = copy_table(self._addresses[framed], addresses[framed], nbytes, padded_nbytes(nbytes) - nbytes)
-            self._kernels.copy(table)
+        """Do nothing: all frames are written."""
 
 
 class Decoding:
@@ -273,7 +269,7 @@ class NvcompCoders:
         Returns:
             Their frames.
         """
-        frames = Frames(self._device.kernels, lengths)
+        frames = Frames(lengths)
         algorithm = _algorithm(coder)
         assert algorithm.version in (None, self.version)
         for ceiling, members in size_classes(lengths, coder.slice_nbytes):

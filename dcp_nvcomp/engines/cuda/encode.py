@@ -269,13 +269,16 @@ class BatchEncoder:
         sources, stored_nbytes = bases[pieces.block] + pieces.places, pieces.lengths.copy()
         slices = np.flatnonzero(pieces.coded)
         for which, frames in coded:
-            stored_nbytes[slices[which]] = frames.nbytes()
+            nbytes, which = frames.nbytes(), slices[which]
+            framed = nbytes < stored_nbytes[which]
+            stored_nbytes[which] = nbytes
+            sources[which[framed]] = frames.addresses[framed]
         room = padded_nbytes(stored_nbytes)
         starts = starts_of(room)
         run = self._device.arena.empty(int(starts[-1]))
-        targets, stored = starts[:-1] + run.data_ptr(), stored_nbytes == pieces.lengths
-        nbytes = stored_nbytes[stored]
-        self._device.kernels.copy(copy_table(sources[stored], targets[stored], nbytes, room[stored] - nbytes))
+        targets, there = starts[:-1] + run.data_ptr(), sources != 0
+        nbytes = stored_nbytes[there]
+        self._device.kernels.copy(copy_table(sources[there], targets[there], nbytes, room[there] - nbytes))
         for which, frames in coded:
             frames.write(targets[slices[which]])
         return run, stored_nbytes, starts

@@ -86,6 +86,9 @@ class LiteralFrames:
         slices: their table on the device.
         plans: what was measured, for the kernel that writes.
         frame_nbytes: will hold the length of each frame, or that of its slice if there is no frame.
+
+    Attributes:
+        addresses: 0 for each, as none is written yet.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class LiteralFrames:
     ) -> None:
         self._device = device
         self._kernels = kernels
+        self.addresses = np.zeros_like(lengths)
         self._lengths = lengths
         self._slices = slices
         self._plans = plans

@@ -37,15 +37,21 @@ DECODE: Final = "decode"
 
 
 class SliceFrames(Protocol):
-    """Frames of slices, under way."""
+    """Frames of slices, under way.
+
+    Attributes:
+        addresses: where each lies; 0 for one that is not written yet.
+    """
+
+    addresses: I64
 
     def nbytes(self) -> I64:
         """Wait, and return the length of each frame; the slice's own length if there is no shorter frame."""
 
     def write(self, addresses: I64) -> None:
-        """Start to write each frame that is shorter than its slice to its address, a multiple of 16.
+        """Start to write each frame that is shorter than its slice, and not written yet, to its address.
 
-        Zeros follow it up to the next multiple of 16.
+        The address is a multiple of 16, and zeros follow the frame up to the next one.
         """
 
 

@@ -17,7 +17,7 @@ __all__ = ["BufferPool", "Cancelled", "cuda_buffer_nbytes"]
 # A block of 4 MiB, as ANS has them, with the padding of its slices, must fit.
 _MIN_CUDA_BUFFER_NBYTES = 8 << 20
 # Thousands of slices, which is what a large GPU needs to be busy.
-_MAX_CUDA_BUFFER_NBYTES = 128 << 20
+_MAX_CUDA_BUFFER_NBYTES = 256 << 20
 
 
 def cuda_buffer_nbytes(budget_nbytes: int, state_nbytes: int) -> int:
@@ -30,7 +30,8 @@ def cuda_buffer_nbytes(budget_nbytes: int, state_nbytes: int) -> int:
     Returns:
         A power of two, as torch rounds page-locked memory up to one.
     """
-    wanted = min(budget_nbytes // 8, state_nbytes // 4, _MAX_CUDA_BUFFER_NBYTES)
+    # three of them: two engines each fill one while the third is written
+    wanted = min(budget_nbytes // 3, state_nbytes // 4, _MAX_CUDA_BUFFER_NBYTES)
     return 1 << (max(wanted, _MIN_CUDA_BUFFER_NBYTES).bit_length() - 1)
 
 
