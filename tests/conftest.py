@@ -7,6 +7,7 @@ endpoint URL; keys in DCP_NVCOMP_TEST_S3_KEY and DCP_NVCOMP_TEST_S3_SECRET, by d
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import uuid
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from dcp_nvcomp.engines import notices
 from tests.effort import examples
 from tests.skips import RequireGpu
 
@@ -68,6 +70,25 @@ def keyboard_interrupts() -> Iterator[None]:
     inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, inherited)
+
+
+class _Lost(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+@pytest.fixture(autouse=True)
+def lost_warnings() -> Iterator[list[str]]:
+    """Fail a test that is warned of a GPU unexpectedly: as warnings are errors in tests, these are only logged."""
+    lost, logger = _Lost(), logging.getLogger(notices.__name__)
+    logger.addHandler(lost)
+    yield lost.messages
+    logger.removeHandler(lost)
+    assert not lost.messages, lost.messages
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +10,7 @@ import torch
 from dcp_nvcomp.codecs.choose import CodecChooser, needs_gpu
 from dcp_nvcomp.engines.cuda.engine import EnginePolicy, cuda_unavailable_reason
 from dcp_nvcomp.engines.cuda.pool import ENGINES_PER_DEVICE, shared_pool
+from dcp_nvcomp.engines.notices import warn
 from dcp_nvcomp.errors import CodecUnavailableError
 
 __all__ = ["EngineChoice"]
@@ -97,11 +97,8 @@ class EngineChoice:
             return False
         if not self._warned:
             self._warned = True
-            warnings.warn(
-                f"GPU tensors are handled by the slower CPU engine: {reason}. engine='cpu' silences this.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            message = f"GPU tensors are handled by the slower CPU engine: {reason}. engine='cpu' silences this."
+            warn(message, stacklevel=2)
         return False
 
 

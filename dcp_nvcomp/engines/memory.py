@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+
 import numpy as np
 
-__all__ = ["pinned_allocate", "plain_allocate"]
+from dcp_nvcomp.engines.notices import warn
+
+__all__ = ["PinnedMemory", "pinned_allocate", "plain_allocate"]
 
 
 _ALIGNMENT_NBYTES = 4096
@@ -23,3 +28,32 @@ def pinned_allocate(nbytes: int) -> memoryview:
 
     view: memoryview = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy().data
     return view
+
+
+class PinnedMemory:
+    """Page-locked memory of one save or load. Once there is none, and for whatever reason, pageable memory has to do.
+
+    Args:
+        allocate: `pinned_allocate`, which raises errors of many types: the system limits what may be locked, and a
+            driver may be broken.
+    """
+
+    def __init__(self, allocate: Callable[[int], memoryview]) -> None:
+        self._allocate = allocate
+        self._lock = threading.Lock()
+        self._has_failed = False
+
+    def allocate(self, nbytes: int) -> memoryview:
+        """Return memory. Any thread may call this; the first that fails warns."""
+        if not self._has_failed:
+            try:
+                return self._allocate(nbytes)
+            except Exception as error:
+                with self._lock:
+                    is_first, self._has_failed = not self._has_failed, True
+                if is_first:
+                    warn(
+                        f"{nbytes} bytes of page-locked memory can't be had ({type(error).__name__}: {error}): copies "
+                        "between GPU and host are slower. A lower host_memory_budget needs less of it."
+                    )
+        return plain_allocate(nbytes)

@@ -17,7 +17,7 @@ from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda.batches import fitting, padded_nbytes, starts_of
 from dcp_nvcomp.engines.cuda.engine import BlockEngine, DecodeJob, EnginePolicy, JobChecks
 from dcp_nvcomp.engines.cuda.pool import shared_pool
-from dcp_nvcomp.engines.memory import pinned_allocate, plain_allocate
+from dcp_nvcomp.engines.memory import PinnedMemory, pinned_allocate, plain_allocate
 from dcp_nvcomp.errors import CheckpointError, CodecUnavailableError, CorruptDataError
 from dcp_nvcomp.format.data_file import block_row
 from dcp_nvcomp.format.framing import check_header
@@ -40,11 +40,13 @@ class GpuShare:
 
     Attributes:
         scratch_nbytes: the part of an engine's budget for blocks that cannot be decoded in their destination.
+        pinned: page-locked memory for what is fetched.
     """
 
     def __init__(self, policy: EnginePolicy, read_nbytes: int, device: torch.device | None) -> None:
         self.read_nbytes = read_nbytes
         self.device = device
+        self.pinned = PinnedMemory(pinned_allocate)
         self.scratch_nbytes = policy.device_memory_budget // 4
         self._policy = replace(policy, device_memory_budget=max(1, policy.device_memory_budget - self.scratch_nbytes))
 
@@ -104,7 +106,8 @@ class Decoder:
     def _buffer_of(self, nbytes: int, *, pinned: bool) -> memoryview:
         if len(self._buffer) < nbytes or pinned != self._pinned:
             self._buffer = memoryview(b"")
-            self._buffer = pinned_allocate(max(nbytes, self._gpu.read_nbytes)) if pinned else plain_allocate(nbytes)
+            longest = max(nbytes, self._gpu.read_nbytes)
+            self._buffer = self._gpu.pinned.allocate(longest) if pinned else plain_allocate(nbytes)
             self._pinned = pinned
         return self._buffer[:nbytes]
 

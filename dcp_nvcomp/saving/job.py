@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_nvcomp.engines.cuda.engine import EnginePolicy
 from dcp_nvcomp.engines.cuda.pool import ENGINES_PER_DEVICE
-from dcp_nvcomp.engines.memory import pinned_allocate
+from dcp_nvcomp.engines.memory import PinnedMemory, pinned_allocate
 from dcp_nvcomp.engines.threads import WorkerGroup
 from dcp_nvcomp.errors import StorageError
 from dcp_nvcomp.format.footer import FileIdentity
@@ -127,8 +127,9 @@ class SaveJob:
         host_budget = options.host_memory_budget // (4 if options.may_use_cuda else 1)
         self._host_pool = BufferPool(HOST_BUFFER_NBYTES, host_budget, most)
         cuda_budget = options.host_memory_budget - self._host_pool.limit_nbytes
+        pinned = PinnedMemory(pinned_allocate)
         self._cuda_pool = BufferPool(
-            cuda_buffer_nbytes(cuda_budget, state_nbytes), cuda_budget, CUDA_BUFFERS, pinned_allocate
+            cuda_buffer_nbytes(cuda_budget, state_nbytes), cuda_budget, CUDA_BUFFERS, pinned.allocate
         )
         self._host_tasks: SimpleQueue[Task | None] = SimpleQueue()
         self._cuda_tasks: SimpleQueue[Task | None] = SimpleQueue()

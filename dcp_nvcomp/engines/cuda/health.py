@@ -7,10 +7,10 @@ rest of this save or load. A failed self-test counts for the process.
 from __future__ import annotations
 
 import threading
-import warnings
 from typing import Final
 
 from dcp_nvcomp.codecs.base import Coder
+from dcp_nvcomp.engines.notices import warn
 
 __all__ = ["FAILURES_IN_A_ROW", "LITERALS", "NVCOMP", "DeviceHealth"]
 
@@ -122,4 +122,4 @@ class DeviceHealth:
             if kind in self._warned:
                 return
             self._warned.add(kind)
-        warnings.warn(message, RuntimeWarning, stacklevel=5)
+        warn(message, stacklevel=5)

@@ -1,0 +1,27 @@
+"""Warnings of what costs time and nothing else: a GPU that is left out, memory that is not page-locked.
+
+Who turns warnings into errors (`-W error`) asks to hear of mistakes in his code. A GPU that fails is none, and the save
+or load goes on without it: so here the warning is logged instead of raised, and no checkpoint is lost to it.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+__all__ = ["warn"]
+
+logger = logging.getLogger(__name__)
+
+
+def warn(message: str, *, stacklevel: int = 1) -> None:
+    """Issue a RuntimeWarning, or log it where warnings are errors.
+
+    Args:
+        message: the text.
+        stacklevel: as for `warnings.warn`, counted from the caller.
+    """
+    try:
+        warnings.warn(message, RuntimeWarning, stacklevel=stacklevel + 1)
+    except RuntimeWarning:
+        logger.warning("%s", message)
