@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.choose import CodecChooser, needs_gpu
-from dcp_nvcomp.engines.cuda.engine import EnginePolicy, cuda_unavailable_reason
+from dcp_nvcomp.engines.cuda.engine import EnginePolicy, cuda_unavailable_reason, refusal_of
 from dcp_nvcomp.engines.cuda.pool import ENGINES_PER_DEVICE, shared_pool
 from dcp_nvcomp.engines.notices import warn
 from dcp_nvcomp.errors import CodecUnavailableError
@@ -87,18 +88,41 @@ class EngineChoice:
         """
         if self.option == "cpu" or not _is_cuda(device):
             return False
-        reason, health = self._unavailable_reason(), shared_pool().health(device)
-        if reason is None and health.unusable is None:
-            return True
-        if self.option == "cuda":
-            raise _impossible(reason or str(health.unusable))
+        reason = self._unavailable_reason()
         if reason is None:
-            health.fell_back(str(health.unusable))
+            health = shared_pool().tested(device, self.zstd)
+            if health.unusable is None:
+                return True
+            if self.option == "cuda":
+                raise _impossible(health.unusable)
+            health.fell_back(health.unusable)
             return False
+        if self.option == "cuda":
+            raise _impossible(reason)
         if not self._warned:
             self._warned = True
             message = f"GPU tensors are handled by the slower CPU engine: {reason}. engine='cpu' silences this."
             warn(message, stacklevel=2)
+        return False
+
+    def serves(self, device: torch.device, chain: CodecChain, direction: str) -> bool:
+        """Return True unless the chain's coder failed the self-test of a device that the CUDA engine handles.
+
+        Args:
+            device: the device.
+            chain: the chain.
+            direction: `ENCODE` or `DECODE`.
+
+        Raises:
+            CodecUnavailableError: `engine="cuda"`, and it did.
+        """
+        health = shared_pool().tested(device, self.zstd)
+        refusal = refusal_of(health, chain, self.zstd, direction)
+        if refusal is None:
+            return True
+        if self.option == "cuda":
+            raise _impossible(refusal)
+        health.left_out(chain, refusal)
         return False
 
 

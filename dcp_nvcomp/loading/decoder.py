@@ -15,7 +15,7 @@ from dcp_nvcomp.codecs.scratch import ScratchArrays
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda.batches import fitting, padded_nbytes, starts_of
-from dcp_nvcomp.engines.cuda.engine import BlockEngine, DecodeJob, EnginePolicy, JobChecks
+from dcp_nvcomp.engines.cuda.engine import DECODE, BlockEngine, DecodeJob, EnginePolicy, JobChecks
 from dcp_nvcomp.engines.cuda.pool import shared_pool
 from dcp_nvcomp.engines.memory import PinnedMemory, pinned_allocate, plain_allocate
 from dcp_nvcomp.errors import CheckpointError, CodecUnavailableError, CorruptDataError
@@ -163,7 +163,7 @@ class Decoder:
         devices = {target.destination.device for target in block.targets}
         device = next(iter(devices))
         if len(devices) == 1 and self._choice.on_cuda(device):
-            return device
+            return device if self._choice.serves(device, block.record.chain, DECODE) else None
         if block.record.chain.needs_gpu and torch.cuda.is_available():
             # only a GPU can decode it, whatever its destination
             device = self._gpu.device or torch.device("cuda", torch.cuda.current_device())

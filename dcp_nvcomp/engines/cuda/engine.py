@@ -30,11 +30,13 @@ from dcp_nvcomp.engines.cuda.decode import BatchDecoder, DecodeJob, Doubt, JobCh
 from dcp_nvcomp.engines.cuda.device import CudaDevice, Device
 from dcp_nvcomp.engines.cuda.encode import BatchEncoder, EncodeJob
 from dcp_nvcomp.engines.cuda.health import DeviceHealth
-from dcp_nvcomp.engines.cuda.slice_coders import DeviceCoders
+from dcp_nvcomp.engines.cuda.slice_coders import DECODE, ENCODE, DeviceCoders, refusal_of
 from dcp_nvcomp.engines.cuda.support import cuda_unavailable_reason
 from dcp_nvcomp.errors import CheckpointError, CodecUnavailableError, CorruptDataError
 
 __all__ = [
+    "DECODE",
+    "ENCODE",
     "BlockEngine",
     "CudaEngine",
     "DecodeJob",
@@ -42,6 +44,7 @@ __all__ = [
     "EnginePolicy",
     "JobChecks",
     "cuda_unavailable_reason",
+    "refusal_of",
     "stamped_chain",
 ]
 
@@ -144,6 +147,7 @@ class CudaEngine:
         position = sum(block.data.nbytes for block in encoded.values())
         for at in range(len(jobs)):
             if at not in encoded:
+                self._leave_out(jobs[at].chain, ENCODE)
                 encoded[at] = self._copying.encode_block(jobs[at], out[position:])
                 position += encoded[at].data.nbytes
         return [encoded[at] for at in range(len(jobs))]
@@ -219,6 +223,8 @@ class CudaEngine:
             faults = self._checks.frame_faults([jobs[at] for at in served])
             served = [at for number, at in enumerate(served) if number not in faults]
         others = sorted({*range(len(jobs))} - {*served})
+        for at in others:
+            self._leave_out(jobs[at].chain, DECODE)
         self._copying.decode_checked([jobs[at] for at in others], verify=verify)
         self._decode_served([jobs[at] for at in served], verify)
 
@@ -333,6 +339,14 @@ class CudaEngine:
         if not self._policy.may_fall_back:
             raise CodecUnavailableError(f"engine='cuda' can't go on: {reason}. Use engine='auto' or 'cpu'.")
         self.health.fell_back(reason)
+
+    def _leave_out(self, chain: CodecChain, direction: str) -> None:
+        """Before the CPU engine takes a block: does it because the coder failed the self-test?"""
+        refusal = refusal_of(self.health, chain, self._policy.zstd, direction)
+        if refusal is not None:
+            if not self._policy.may_fall_back:
+                raise CodecUnavailableError(f"engine='cuda' can't run here: {refusal}. Use engine='auto' or 'cpu'.")
+            self.health.left_out(chain, refusal)
 
     def _fall_back(self, chain: CodecChain) -> None:
         """Before the CPU engine takes a block that failed alone."""

@@ -7,9 +7,10 @@ rest of this save or load. A failed self-test counts for the process.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Final
 
-from dcp_nvcomp.codecs.base import Coder
+from dcp_nvcomp.codecs.base import CodecChain, Coder
 from dcp_nvcomp.engines.notices import warn
 
 __all__ = ["FAILURES_IN_A_ROW", "LITERALS", "NVCOMP", "DeviceHealth"]
@@ -63,6 +64,20 @@ class DeviceHealth:
             error: why.
         """
         self.refused[who, coder] = f"{type(error).__name__}: {error}"
+
+    def refusal(self, coder: Coder, who: Sequence[str]) -> str | None:
+        """Return why a coder is not run here; None if one of these may run it."""
+        found = [self.refused.get((one, type(coder))) for one in who]
+        return None if None in found else f"{coder.name} failed its self-test ({found[0]})"
+
+    def left_out(self, chain: CodecChain, refusal: str) -> None:
+        """Warn that the CPU takes the blocks of a chain, once for each coder."""
+        assert chain.coder is not None
+        self._warn(
+            f"{chain.coder.name} left out",
+            f"Blocks of {self.name} that are coded with {chain.coder.name} are handled by the slower CPU engine: "
+            f"{refusal}. engine='cpu' silences this. Please report it, with the versions of nvCOMP and of the driver.",
+        )
 
     def begin(self) -> None:
         """Forget failures in a row: another save or load begins, and there may be memory again."""

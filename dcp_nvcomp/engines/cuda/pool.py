@@ -28,14 +28,24 @@ __all__ = ["ENGINES_PER_DEVICE", "EnginePool", "release_device_memory", "shared_
 
 # One copies while the other computes.
 ENGINES_PER_DEVICE: Final = 2
+# What the self-test's block takes beyond that is given back; saves and loads say how much an engine may keep.
+_SELF_TEST_NBYTES: Final = 1 << 20
 
 
 class _DeviceEngines:
-    """The engines of one device; None stands for one that was not made yet."""
+    """The engines of one device; None stands for one that was not made yet.
+
+    Attributes:
+        health: what is known of the device.
+        testing: held during the self-test.
+        tested: the choices for Zstd with which it was done.
+        free: the engines that are not lent.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.health = DeviceHealth(str(device))
         self.testing = threading.Lock()
+        self.tested: set[str] = set()
         # last in, first out: one thread alone makes do with one engine
         self.free: LifoQueue[CudaEngine | None] = LifoQueue()
         for _ in range(ENGINES_PER_DEVICE):
@@ -71,6 +81,24 @@ class EnginePool:
     def health(self, device: torch.device) -> DeviceHealth:
         """Return what is known of a device."""
         return self._engines(device).health
+
+    def tested(self, device: torch.device, zstd: str) -> DeviceHealth:
+        """Return what is known of a device once it has been through the self-test.
+
+        So what is left to the CPU can go to all of its threads from the first block on.
+
+        Args:
+            device: the device.
+            zstd: see `EnginePolicy`.
+        """
+        engines = self._engines(device)
+        while zstd not in engines.tested and engines.health.unusable is None:
+            engine = engines.free.get()
+            try:
+                engine = self._ready(engine, engines, device, EnginePolicy(_SELF_TEST_NBYTES, zstd=zstd)) or engine
+            finally:
+                engines.free.put(engine)
+        return engines.health
 
     def begin(self) -> None:
         """Another save or load begins: what failed for lack of memory may work now."""
@@ -118,6 +146,7 @@ class EnginePool:
             engine.set_policy(policy)
             with engines.testing:
                 self._self_test(engine, device)
+                engines.tested.add(policy.zstd)
         except (torch.OutOfMemoryError, MemoryError) as error:
             engines.health.give_up(f"{type(error).__name__}: {error}")
             return None

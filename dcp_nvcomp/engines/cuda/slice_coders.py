@@ -28,7 +28,7 @@ from dcp_nvcomp.engines.cuda.rates import faster_literals
 from dcp_nvcomp.errors import CodecUnavailableError
 from dcp_nvcomp.options import CUDA_ZSTD
 
-__all__ = ["DeviceCoders", "SliceCoders", "SliceDecoding", "SliceFrames"]
+__all__ = ["DECODE", "ENCODE", "DeviceCoders", "SliceCoders", "SliceDecoding", "SliceFrames", "refusal_of"]
 
 Bools = npt.NDArray[np.bool_]
 
@@ -205,3 +205,20 @@ class DeviceCoders:
             except CodecUnavailableError as error:
                 self._health.refuse(LITERALS, type(coder), error)
         return self._literals if self._works(LITERALS, coder) else None
+
+
+def refusal_of(health: DeviceHealth, chain: CodecChain, zstd: str, direction: str) -> str | None:
+    """Return why a device must not code blocks of a chain; None if it may, or never does.
+
+    Args:
+        health: what is known of the device, after its self-test.
+        chain: the chain.
+        zstd: who is to code Zstd, one of `options.CUDA_ZSTD`.
+        direction: `ENCODE` or `DECODE`.
+    """
+    if chain.coder is None or not is_served(chain):
+        return None
+    who, serves = [NVCOMP], LiteralCoders.encodes if direction == ENCODE else LiteralCoders.decodes
+    if zstd != NVCOMP and serves(chain.coder):
+        who = [LITERALS] if zstd == LITERALS else [NVCOMP, LITERALS]
+    return health.refusal(chain.coder, who)

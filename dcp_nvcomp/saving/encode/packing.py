@@ -12,6 +12,8 @@ import torch
 from dcp_nvcomp.codecs.base import BLOCK_NBYTES
 from dcp_nvcomp.codecs.choose import sample_nbytes
 from dcp_nvcomp.codecs.dtypes import ElementType
+from dcp_nvcomp.engines.choice import EngineChoice
+from dcp_nvcomp.engines.cuda.engine import ENCODE
 from dcp_nvcomp.engines.tensors import host_array, torch_dtype
 from dcp_nvcomp.format.blocks import BlockGrid
 from dcp_nvcomp.format.record import KIND_PACK, Record
@@ -45,10 +47,12 @@ class Packer:
 
     Args:
         policy: picks the packs' codecs.
+        engine: picks the engine.
     """
 
-    def __init__(self, policy: CodecPolicy) -> None:
+    def __init__(self, policy: CodecPolicy, engine: EngineChoice) -> None:
         self._policy = policy
+        self._engine = engine
         self._packs: dict[tuple[str, str, torch.device | None, bool], _Pack] = {}
 
     def add_tensor(self, member: Member, tensor: torch.Tensor, *, on_cuda: bool) -> list[Ready]:
@@ -110,9 +114,12 @@ class Packer:
         elif pack.on_cuda:
             some = torch.cat(_some_of(pack.tensors, sampled_nbytes)).view(torch_dtype(element))
             chain = self._policy.chain(element, spread_sample(some, sampled_nbytes), pack.nbytes, on_cuda=True)
-            source = CudaPackSource(pack.tensors)
+            if self._engine.serves(pack.tensors[0].device, chain, ENCODE):
+                source = CudaPackSource(pack.tensors)
+            else:
+                source = AcceleratorSource(_joined(pack))
         else:
-            joined = torch.cat([_flat(tensor) for tensor in pack.tensors]).view(torch_dtype(element))
+            joined = _joined(pack)
             chain = self._policy.tensor_chain(element, joined, on_cuda=False)
             source = AcceleratorSource(joined)
         shape = (pack.nbytes // element.nbytes,)
@@ -122,6 +129,10 @@ class Packer:
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _joined(pack: _Pack) -> torch.Tensor:
+    return torch.cat([_flat(tensor) for tensor in pack.tensors]).view(torch_dtype(pack.element))
 
 
 def _some_of(tensors: Sequence[torch.Tensor], nbytes: int) -> list[torch.Tensor]:

@@ -18,6 +18,7 @@ from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.choose import CodecChooser
 from dcp_nvcomp.codecs.dtypes import ELEMENT_TYPES
 from dcp_nvcomp.engines.choice import EngineChoice
+from dcp_nvcomp.engines.cuda.engine import ENCODE
 from dcp_nvcomp.engines.tensors import dtype_name, element_type, host_array, is_transparent, without_lazy_bits
 from dcp_nvcomp.errors import CheckpointError, ShapeMismatchError
 from dcp_nvcomp.format.blocks import BlockGrid, default_block_shape
@@ -46,7 +47,7 @@ class RecordMaker:
     def __init__(self, chooser: CodecChooser, engine: EngineChoice, *, pack: bool) -> None:
         self._engine = engine
         self._policy = CodecPolicy(chooser)
-        self._packer = Packer(self._policy)
+        self._packer = Packer(self._policy, engine)
         self._packed_nbytes = SMALL_NBYTES if pack else 0
 
     def add(self, item: WriteItem, data: torch.Tensor | io.BytesIO) -> list[Ready]:
@@ -94,6 +95,7 @@ class RecordMaker:
         if 0 < nbytes < self._packed_nbytes:
             return self._packer.add_tensor(Member(index, record, nbytes), tensor, on_cuda=on_cuda)
         chain = self._policy.tensor_chain(element, tensor, on_cuda=on_cuda)
+        on_cuda = on_cuda and self._engine.serves(tensor.device, chain, ENCODE)
         return [_ready(index, record, element.name, chain, _source(tensor, on_cuda=on_cuda))]
 
 
