@@ -9,8 +9,9 @@ import torch
 
 from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.choose import CodecChooser, needs_gpu
-from dcp_nvcomp.engines.cuda.engine import EnginePolicy, cuda_unavailable_reason, refusal_of
+from dcp_nvcomp.engines.cuda.engine import EnginePolicy, cuda_unavailable_reason
 from dcp_nvcomp.engines.cuda.pool import ENGINES_PER_DEVICE, shared_pool
+from dcp_nvcomp.engines.cuda.slice_coders import refusal_of
 from dcp_nvcomp.engines.notices import warn
 from dcp_nvcomp.errors import CodecUnavailableError
 
@@ -37,15 +38,18 @@ class EngineChoice:
             self._known = (os.getpid(), cuda_unavailable_reason())
         return self._known[1]
 
-    def check(self) -> None:
+    def begin(self, device_memory_budget: int) -> None:
         """Begin a save or load: make sure, before it does anything, that `engine="cuda"` is not asked for in vain.
 
         Where CUDA can run, tensors in host memory are no reason to refuse: the option is about those on a GPU.
 
+        Args:
+            device_memory_budget: bytes that its engines may take on a device.
+
         Raises:
             CodecUnavailableError: `engine="cuda"`, and it can't run here.
         """
-        shared_pool().begin()
+        shared_pool().begin(device_memory_budget)
         reason = self._unavailable_reason() if self.option == "cuda" else None
         if reason is not None:
             raise _impossible(reason)

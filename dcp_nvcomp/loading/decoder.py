@@ -14,9 +14,10 @@ import torch
 from dcp_nvcomp.codecs.scratch import ScratchArrays
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.engines.cpu import CpuEngine
-from dcp_nvcomp.engines.cuda.batches import fitting, padded_nbytes, starts_of
-from dcp_nvcomp.engines.cuda.engine import DECODE, BlockEngine, DecodeJob, EnginePolicy, JobChecks
+from dcp_nvcomp.engines.cuda.batches import fitting
+from dcp_nvcomp.engines.cuda.engine import BlockEngine, DecodeJob, EnginePolicy, JobChecks
 from dcp_nvcomp.engines.cuda.pool import shared_pool
+from dcp_nvcomp.engines.cuda.slice_coders import DECODE
 from dcp_nvcomp.engines.memory import PinnedMemory, pinned_allocate, plain_allocate
 from dcp_nvcomp.errors import CheckpointError, CodecUnavailableError, CorruptDataError
 from dcp_nvcomp.format.data_file import block_row
@@ -39,7 +40,7 @@ class GpuShare:
         device: the caller's current device; None if it has not used any.
 
     Attributes:
-        scratch_nbytes: the part of an engine's budget for blocks that cannot be decoded in their destination.
+        scratch_nbytes: the part of an engine's memory for blocks that cannot be decoded in their destination.
         pinned: page-locked memory for what is fetched.
     """
 
@@ -48,7 +49,7 @@ class GpuShare:
         self.device = device
         self.pinned = PinnedMemory(pinned_allocate)
         self.scratch_nbytes = policy.device_memory_budget // 4
-        self._policy = replace(policy, device_memory_budget=max(1, policy.device_memory_budget - self.scratch_nbytes))
+        self._policy = policy
 
     def engine(self, device: torch.device) -> AbstractContextManager[BlockEngine]:
         """Lend an engine, after waiting for a free one."""
@@ -234,29 +235,24 @@ class Decoder:
     def _through_scratch(
         self, engine: BlockEngine, pairs: Sequence[tuple[BlockRead, DecodeJob]], read: Read, device: torch.device
     ) -> None:
-        starts = starts_of(padded_nbytes(np.array([job.out.numel() for _, job in pairs], np.int64))).tolist()
-        try:
-            scratch = torch.empty(starts[-1], dtype=torch.uint8, device=device)
-        except torch.OutOfMemoryError:
-            scratch = None
-        if scratch is None:
-            self._without_scratch(engine, pairs, read, device)
-            return
-        jobs = [
-            replace(job, out=scratch[start : start + job.out.numel()])
-            for (_, job), start in zip(pairs, starts[:-1], strict=True)
-        ]
-        self._run(engine, jobs, read)
-        with engine.session([scratch]):
-            for (block, _), job in zip(pairs, jobs, strict=True):
-                host: torch.Tensor | None = None
-                for target in block.targets:
-                    destination = target.destination
-                    if destination.device == device:
-                        destination.place(block.box, job.out)
-                        continue
-                    host = job.out.cpu() if host is None else host
-                    destination.place(block.box, host)
+        with engine.scratch([job for _, job in pairs]) as jobs:
+            if jobs is not None:
+                self._run(engine, jobs, read)
+                with engine.session([job.out for job in jobs]):
+                    for (block, _), job in zip(pairs, jobs, strict=True):
+                        self._place(block, job.out)
+                return
+        self._without_scratch(engine, pairs, read, device)
+
+    def _place(self, block: BlockRead, decoded: torch.Tensor) -> None:
+        host: torch.Tensor | None = None
+        for target in block.targets:
+            destination = target.destination
+            if destination.device == decoded.device:
+                destination.place(block.box, decoded)
+                continue
+            host = decoded.cpu() if host is None else host
+            destination.place(block.box, host)
 
     def _without_scratch(
         self, engine: BlockEngine, pairs: Sequence[tuple[BlockRead, DecodeJob]], read: Read, device: torch.device

@@ -240,7 +240,7 @@ class NvcompReader(StorageReader):
         Raises:
             CodecUnavailableError: `engine="cuda"` needs a GPU or a package that is not available.
         """
-        EngineChoice(self._options.engine).check()
+        EngineChoice(self._options.engine).begin(self._options.device_memory_budget)
         return dataclasses.replace(plan, storage_data=self._save_id)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:

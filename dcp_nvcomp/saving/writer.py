@@ -248,7 +248,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
             StorageError: the path cannot be written.
         """
         save = self._saves.current
-        self._engine_choice.check()
+        self._engine_choice.begin(self.device_memory_budget)
         self._engine_choice.check_codec(self._chooser)
         with contextlib.closing(self._open(save.path)) as filesystem:
             if not save.use_collectives:

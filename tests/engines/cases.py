@@ -73,5 +73,5 @@ def job(encoded: EncodedBlock, chain: CodecChain, misaligned: int = 0) -> Decode
 
 def assert_nothing_held(engine: CudaEngine, device: StandInDevice) -> None:
     """The arena is all that an engine keeps, and nothing else holds a piece of it."""
-    engine.release_memory()
+    engine.memory.release()
     assert device.held_nbytes == 0

@@ -19,14 +19,17 @@ class Memory:
 
     Attributes:
         reserved: sizes of what was reserved, in turn.
+        refused: sizes of what was not there.
     """
 
     def __init__(self, capacity_nbytes: int = 1 << 40) -> None:
         self.capacity_nbytes = capacity_nbytes
         self.reserved: list[int] = []
+        self.refused: list[int] = []
 
     def __call__(self, nbytes: int) -> torch.Tensor:
         if nbytes > self.capacity_nbytes:
+            self.refused.append(nbytes)
             raise torch.OutOfMemoryError("none left")
         self.reserved.append(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8)
@@ -96,6 +99,9 @@ def test_it_makes_do_with_what_there_is() -> None:
     assert arena.capacity_nbytes == 1 << 15
     memory.capacity_nbytes = 1 << 30
     arena.set_limit(1 << 20)
+    assert arena.capacity_nbytes == 1 << 15, "and does not ask for every batch"
+    arena.retry()
+    arena.set_limit(1 << 20)
     assert arena.capacity_nbytes == 1 << 20, "there is memory again"
 
 
@@ -114,13 +120,39 @@ def test_it_grows_for_one_large_batch() -> None:
     assert 100_000 <= arena.capacity_nbytes <= 102_000
 
 
-def test_a_smaller_limit_keeps_the_memory() -> None:
-    memory = Memory()
-    arena = arena_of(1 << 20, memory)
-    for limit in (1 << 20, 1 << 18, 1 << 20):
-        arena.set_limit(limit)
+@pytest.mark.parametrize("limit", [4096, 1 << 18, 1 << 20])
+def test_it_holds_no_more_than_its_limit(limit: int) -> None:
+    memory, returned = Memory(), list[int]()
+    arena = Arena(memory, lambda: returned.append(1))
+    for nbytes in (1 << 20, limit, limit):
+        arena.set_limit(nbytes)
         arena.empty(1000)
-    assert memory.reserved == [1 << 20]
+    assert memory.reserved == ([1 << 20, limit] if limit < 1 << 20 else [limit])
+    assert len(returned) == (limit < 1 << 20), "to the device, and not only to the allocator below"
+
+
+def test_what_it_grew_by_is_given_back() -> None:
+    memory = Memory()
+    arena = arena_of(8192, memory)
+    held = arena.empty(5000)
+    arena.grow(100_000)
+    arena.settle()
+    assert arena.capacity_nbytes == 8192
+    arena.settle()
+    assert memory.reserved[0] == memory.reserved[-1] == 8192 and len(memory.reserved) == 3
+    del held
+
+
+def test_each_size_that_is_not_there_is_asked_for_once() -> None:
+    memory = Memory(50_000)
+    arena = arena_of(1 << 20, memory)
+    for _ in range(5):
+        arena.set_limit(1 << 20)
+        arena.empty(1000)
+        arena.grow(60_000)
+        arena.grow(500_000)
+    assert memory.refused == [1 << at for at in range(20, 15, -1)] + [60_928]
+    assert arena.capacity_nbytes == 1 << 15
 
 
 def give_back(pieces: list[Piece]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from dcp_nvcomp.errors import CodecUnavailableError, CorruptDataError, Unsupport
 
 from .cases import CHAIN, SLICE, U8, assert_nothing_held, cpu_encode, encode, engine_on, job, tensor, weights
 from .kernels_on_cpu import ReferenceKernels
-from .nvcomp_stand_in import NvcompStandIn, StandInDevice
+from .nvcomp_stand_in import Codec, NvcompStandIn, StandInDevice
 
 
 @pytest.fixture
@@ -141,6 +142,23 @@ def test_ans_has_nothing_to_fall_back_on() -> None:
         encode(engine, tensors, chain)
     with pytest.raises(CodecUnavailableError, match="device_memory_budget"):
         engine.decode([job(one, chain) for one in encoded], verify="stored")
+
+
+def test_ans_that_comes_out_wrong_is_an_error_that_says_so() -> None:
+    """More memory would not help."""
+
+    class WrongAns(NvcompStandIn):
+        def Codec(self, **options: Any) -> Codec:  # noqa: N802
+            made = super().Codec(**options)
+            encode_slice = made._encode_slice
+            made._encode_slice = lambda source: encode_slice(source ^ 1)  # type: ignore[method-assign]
+            return made
+
+    chain = CodecChain(Bytes(), Ans(SLICE, "<f4", "6.0.0"))
+    _, tensors = some_blocks(3)
+    with pytest.raises(CodecUnavailableError, match=r"wrong bytes.*found before.*codec='auto'") as caught:
+        encode(engine_on(StandInDevice(ReferenceKernels(), WrongAns())), tensors, chain)
+    assert "memory" not in str(caught.value)
 
 
 def test_a_gpu_that_fails_altogether_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:

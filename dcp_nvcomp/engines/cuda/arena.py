@@ -10,6 +10,7 @@ which is given back may be given out again at once.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -75,48 +76,78 @@ class Piece:
 
 
 class Arena:
-    """Memory of one engine. Only `Piece.give_back` may be called by several threads at once.
+    """Memory of one engine. Only `Piece.give_back` and `retry` may be called by several threads at once.
+
+    What the device did not have is asked for again only after `retry`: a request that fails makes torch's allocator
+    give back all that it keeps for others, and would be made for every batch.
 
     Args:
         allocate: reserves so many bytes of device memory as a uint8 tensor; raises torch.OutOfMemoryError.
+        return_memory: called after memory was given back: has the allocator below return it to the device.
     """
 
-    def __init__(self, allocate: Callable[[int], Tensor]) -> None:
+    def __init__(self, allocate: Callable[[int], Tensor], return_memory: Callable[[], None] = lambda: None) -> None:
         self._allocate = allocate
+        self._return_memory = return_memory
         self._region: _Region | None = None
         self._limit_nbytes = _LEAST_NBYTES
+        self._refused_nbytes = sys.maxsize
+
+    @property
+    def _reserved_nbytes(self) -> int:
+        return 0 if self._region is None else self._region.memory.numel()
 
     @property
     def capacity_nbytes(self) -> int:
         """How much it holds at most: less than its limit if the device has no more, 0 if it has none."""
         if self._region is None:
             self._reserve(self._limit_nbytes)
-        return 0 if self._region is None else self._region.memory.numel()
+        return self._reserved_nbytes
 
     def set_limit(self, nbytes: int) -> None:
-        """Hold at most so much from now on; if that is more than now, memory is reserved again when it is needed."""
-        if self._region is not None and self._region.memory.numel() < min(nbytes, self._limit_nbytes):
-            self.release()  # there was too little memory, perhaps there is more now
-        elif self._region is not None and self._region.memory.numel() < nbytes:
-            self.release()
+        """Hold at most so much from now on; what differs now is given back, and reserved again when it is needed."""
         self._limit_nbytes = max(nbytes, _LEAST_NBYTES)
+        if self._reserved_nbytes < self._limit_nbytes < self._refused_nbytes:
+            self.release()
+        self.shrink(self._limit_nbytes)
+
+    def shrink(self, nbytes: int) -> None:
+        """Give memory back if it is more than this."""
+        if self._reserved_nbytes > max(nbytes, _LEAST_NBYTES):
+            self.release()
+
+    def retry(self) -> None:
+        """Ask again for what the device did not have: another save or load begins."""
+        self._refused_nbytes = sys.maxsize
 
     def grow(self, nbytes: int) -> None:
-        """Make room for one batch that takes more than the limit, if the device has so much."""
-        if self.capacity_nbytes < nbytes:
+        """Make room for one batch that takes more than the limit, if the device has so much, until `settle`."""
+        wanted_nbytes = _rounded(nbytes) + ALIGNMENT_NBYTES
+        if self.capacity_nbytes < nbytes and wanted_nbytes < self._refused_nbytes:
             self.release()
-            self._reserve(_rounded(nbytes) + ALIGNMENT_NBYTES)
+            self._try(wanted_nbytes)
+
+    def settle(self) -> None:
+        """Give back what `grow` reserved beyond the limit."""
+        self.shrink(self._limit_nbytes)
 
     def release(self) -> None:
         """Give all memory back that is not in use; what is in use follows when it no longer is."""
-        self._region = None
+        if self._region is not None:
+            self._region = None
+            self._return_memory()
 
     def _reserve(self, nbytes: int) -> None:
         while nbytes >= _LEAST_NBYTES and self._region is None:
+            self._try(nbytes)
+            nbytes //= 2
+
+    def _try(self, nbytes: int) -> None:
+        if nbytes < self._refused_nbytes:
             try:
                 self._region = _Region(self._allocate(nbytes))
             except (torch.OutOfMemoryError, MemoryError):
-                nbytes //= 2
+                self._refused_nbytes = nbytes
 
     def take(self, nbytes: int) -> Piece:
         """Return memory, its address a multiple of `ALIGNMENT_NBYTES`.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -82,6 +83,11 @@ class CopyingEngine:
             to_device(host, job.out)
 
     @contextmanager
+    def scratch(self, jobs: Sequence[DecodeJob]) -> Iterator[Sequence[DecodeJob] | None]:
+        """As `CudaEngine.scratch`, in host memory: that is where the blocks come from here."""
+        yield [replace(job, out=torch.empty(job.out.numel(), dtype=torch.uint8)) for job in jobs]
+
+    @contextmanager
     def session(self, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Copies between these tensors, complete at the end."""
         device = tensors[0].device
@@ -106,8 +112,8 @@ class CopyingEngine:
     def _check(self, chain: CodecChain) -> None:
         if chain.needs_gpu:
             raise CodecUnavailableError(
-                f"The GPU could not run nvCOMP's ANS ({self.reason}), and nothing else can. Free GPU memory or lower "
-                "device_memory_budget; codec='auto' has no such limit."
+                f"The GPU could not run nvCOMP's ANS ({self.reason}), and nothing else can. If it is short of memory, "
+                "free some or lower device_memory_budget. With codec='auto' the CPU engine takes over what a GPU can't."
             )
 
 

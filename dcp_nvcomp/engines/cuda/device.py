@@ -180,7 +180,7 @@ class CudaDevice:
             self._own_stream = self._cupy.cuda.Stream(non_blocking=True)
         self.stream_handle = int(self._own_stream.ptr)
         self._stream = torch.cuda.ExternalStream(self.stream_handle, device=self.torch_device)  # type: ignore[no-untyped-call]
-        self.arena = Arena(self._reserve)
+        self.arena = Arena(self._reserve, torch.cuda.empty_cache)
         self.nvcomp_memory.attach(self.stream_handle, self.arena)
         names = ("inspect_blocks", "split_blocks", "merge_blocks", "copy_pieces")
         self.kernels: Kernels = LaunchedKernels(self.torch_device, self.compile(("blocks.cu",), KERNEL_OPTIONS, names))

@@ -6,6 +6,7 @@ slice_coders slices --> frames --> slices, by nvCOMP (coders) or our own kernels
 batches      where everything of a batch lies            device     memory, stream, kernels
 copying      blocks through the CPU engine               health     what was seen of a GPU
 pool         the engines of a process                    support    what is installed
+interface    what saves and loads see                    engine_memory, fallback  memory, and what the CPU may do
 
 Nothing that a GPU makes is believed. A batch that was encoded is decoded again and its CRCs compared, a decoded block's
 CRC is compared with the one in the file; what differs is left to the CPU engine, as is what fails.
@@ -13,30 +14,32 @@ CRC is compared with the one in the file; what differs is left to the CPU engine
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.encoded import EncodedBlock, checksum
-from dcp_nvcomp.engines.cuda.batches import fitting
+from dcp_nvcomp.engines.cuda.batches import padded_nbytes, starts_of
 from dcp_nvcomp.engines.cuda.coders import stamped_chain
 from dcp_nvcomp.engines.cuda.copying import CopyingEngine
 from dcp_nvcomp.engines.cuda.decode import BatchDecoder, DecodeJob, Doubt, JobChecks
 from dcp_nvcomp.engines.cuda.device import CudaDevice, Device
 from dcp_nvcomp.engines.cuda.encode import BatchEncoder, EncodeJob
+from dcp_nvcomp.engines.cuda.engine_memory import EngineMemory
+from dcp_nvcomp.engines.cuda.fallback import FallBack
 from dcp_nvcomp.engines.cuda.health import DeviceHealth
-from dcp_nvcomp.engines.cuda.slice_coders import DECODE, ENCODE, DeviceCoders, refusal_of
+from dcp_nvcomp.engines.cuda.interface import BlockEngine, EnginePolicy
+from dcp_nvcomp.engines.cuda.slice_coders import DECODE, ENCODE, DeviceCoders
 from dcp_nvcomp.engines.cuda.support import cuda_unavailable_reason
-from dcp_nvcomp.errors import CheckpointError, CodecUnavailableError, CorruptDataError
+from dcp_nvcomp.errors import CheckpointError, CorruptDataError
 
 __all__ = [
-    "DECODE",
-    "ENCODE",
     "BlockEngine",
     "CudaEngine",
     "DecodeJob",
@@ -44,43 +47,11 @@ __all__ = [
     "EnginePolicy",
     "JobChecks",
     "cuda_unavailable_reason",
-    "refusal_of",
     "stamped_chain",
 ]
 
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class EnginePolicy:
-    """What a save or load asks of an engine.
-
-    Attributes:
-        device_memory_budget: bytes of device memory that a batch may take in addition to the blocks themselves. A block
-            that alone takes more is a batch of its own.
-        check_encodes: True if each batch that was encoded is decoded again.
-        may_fall_back: True if the CPU may take what the GPU fails at; else that is an error.
-        zstd: who codes Zstd, one of `options.CUDA_ZSTD`.
-    """
-
-    device_memory_budget: int
-    check_encodes: bool = True
-    may_fall_back: bool = True
-    zstd: str = "auto"
-
-
-class BlockEngine(Protocol):
-    """What a save or load does with an engine for blocks of a GPU."""
-
-    def encode(self, jobs: Sequence[EncodeJob], out: memoryview) -> list[EncodedBlock]:
-        """Encode blocks; see `CudaEngine.encode`."""
-
-    def decode_checked(self, jobs: Sequence[DecodeJob], *, verify: str) -> None:
-        """Decode blocks that passed `JobChecks`; see `CudaEngine.decode`."""
-
-    def session(self, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """Copies between these tensors, complete at the end."""
 
 
 class CudaEngine:
@@ -99,6 +70,7 @@ class CudaEngine:
     Attributes:
         health: what is known of the device.
         coders: the device's coders.
+        memory: its device memory.
 
     Raises:
         CodecUnavailableError: there is no such device, or a package is missing.
@@ -114,6 +86,7 @@ class CudaEngine:
     ) -> None:
         self._device = CudaDevice(device) if backend is None else backend
         self.health = health or DeviceHealth(str(device))
+        self.memory = EngineMemory(self._device)
         self.coders = DeviceCoders(self._device, self.health)
         self._decoder = BatchDecoder(self._device, self.coders)
         self._checks = JobChecks()
@@ -122,9 +95,9 @@ class CudaEngine:
 
     def set_policy(self, policy: EnginePolicy) -> None:
         """Work for another save or load."""
-        assert policy.device_memory_budget > 0
         self._policy = policy
-        self._device.arena.set_limit(policy.device_memory_budget)
+        self._fall_back = FallBack(self.health, policy)
+        self.memory.set_budget(policy.device_memory_budget)
         self.coders.prefer(policy.zstd)
         self._encoder = BatchEncoder(self._device, self.coders, self._decoder if policy.check_encodes else None)
 
@@ -147,7 +120,7 @@ class CudaEngine:
         position = sum(block.data.nbytes for block in encoded.values())
         for at in range(len(jobs)):
             if at not in encoded:
-                self._leave_out(jobs[at].chain, ENCODE)
+                self._fall_back.of_chain(jobs[at].chain, ENCODE)
                 encoded[at] = self._copying.encode_block(jobs[at], out[position:])
                 position += encoded[at].data.nbytes
         return [encoded[at] for at in range(len(jobs))]
@@ -164,7 +137,7 @@ class CudaEngine:
                 if count > 1:
                     most = count // 2
                     continue
-                self._fall_back(batch[0].chain)
+                self._fall_back.of_block(batch[0].chain, self._copying.reason)
                 done = [self._copying.encode_block(batch[0], room)]
             encoded += done
             position += sum(block.data.nbytes for block in done)
@@ -173,7 +146,7 @@ class CudaEngine:
     def _encode_batch(self, batch: Sequence[EncodeJob], room: memoryview) -> list[EncodedBlock] | None:
         """Return the encoded blocks of a batch, checked and put right; None if the GPU failed."""
         if (reason := self.health.unusable) is not None:
-            self._leave_to_cpu(reason)
+            self._fall_back.of_everything(reason)
             return self._copying.encode(batch, room)
         done = self._attempt(lambda: self._encoder.encode(batch, room))
         if done is None:
@@ -181,8 +154,9 @@ class CudaEngine:
         if not done.wrong:
             self.health.succeeded()
             return done.blocks
+        for at in done.wrong:
+            self._fall_back.of_wrong_block(batch[at].chain)
         self.health.was_wrong(len(done.wrong), "encoded")
-        self._copying.reason = "it encoded a block to wrong bytes"
         wrong = set(done.wrong)
         kept = {at: bytes(block.data) for at, block in enumerate(done.blocks) if at not in wrong}
         position = 0
@@ -224,7 +198,7 @@ class CudaEngine:
             served = [at for number, at in enumerate(served) if number not in faults]
         others = sorted({*range(len(jobs))} - {*served})
         for at in others:
-            self._leave_out(jobs[at].chain, DECODE)
+            self._fall_back.of_chain(jobs[at].chain, DECODE)
         self._copying.decode_checked([jobs[at] for at in others], verify=verify)
         self._decode_served([jobs[at] for at in served], verify)
 
@@ -244,14 +218,14 @@ class CudaEngine:
                 if count > 1:
                     most = count // 2
                     continue
-                self._fall_back(batch[0].chain)
+                self._fall_back.of_block(batch[0].chain, self._copying.reason)
                 self._copying.decode_checked(batch, verify=verify)
             position += count
 
     def _decode_batch(self, batch: Sequence[DecodeJob], verify: str) -> bool:
         """Decode a batch, and have the CPU decode what came out wrong; False if the GPU failed."""
         if (reason := self.health.unusable) is not None:
-            self._leave_to_cpu(reason)
+            self._fall_back.of_everything(reason)
             self._copying.decode_checked(batch, verify=verify)
             return True
         doubts = self._attempt(lambda: self._decoder.decode(batch))
@@ -281,7 +255,7 @@ class CudaEngine:
     def encode_unaided(self, jobs: Sequence[EncodeJob], out: memoryview) -> list[EncodedBlock]:
         """Encode a batch, and raise an error of any type if the GPU fails or is wrong."""
         with self._device.current():
-            self._device.arena.grow(sum(self._encoder.costs_nbytes(jobs)))
+            self.memory.make_room(sum(self._encoder.costs_nbytes(jobs)))
         batch = self._encoder.encode(jobs, out)
         if batch.wrong:
             raise RuntimeError("a block was encoded to wrong bytes")
@@ -290,13 +264,39 @@ class CudaEngine:
     def decode_unaided(self, jobs: Sequence[DecodeJob]) -> None:
         """Decode a batch, and raise an error of any type if the GPU fails or is wrong."""
         with self._device.current():
-            self._device.arena.grow(sum(self._decoder.costs_nbytes(jobs)))
+            self.memory.make_room(sum(self._decoder.costs_nbytes(jobs)))
         if self._decoder.decode(jobs):
             raise RuntimeError("a block was decoded to wrong bytes")
 
-    def release_memory(self) -> None:
-        """Give back the device memory that is kept for the next batch."""
-        self._device.arena.release()
+    @contextmanager
+    def scratch(self, jobs: Sequence[DecodeJob]) -> Iterator[Sequence[DecodeJob] | None]:
+        """Lend memory for decoded blocks, beside which they can be decoded within the budget.
+
+        Args:
+            jobs: checked blocks; of `out` only the length matters.
+
+        Yields:
+            The same blocks with destinations, valid until the end; None if there is no memory for all of them.
+
+        Raises:
+            CodecUnavailableError: there is none for a block alone, and the CPU may not take over.
+        """
+        starts = starts_of(padded_nbytes(np.array([job.out.numel() for job in jobs], np.int64))).tolist()
+        memory, unusable = None, self.health.unusable
+        if unusable is None:
+            with self._device.current():
+                take = self.memory.take_scratch
+                memory = self._attempt(lambda: take(starts[-1], self._decoder.costs_nbytes(jobs)))
+        if memory is not None:
+            with self.memory.beside(memory):
+                places = zip(jobs, starts[:-1], strict=True)
+                yield [replace(job, out=memory[start : start + job.out.numel()]) for job, start in places]
+            return
+        if unusable is not None:
+            self._fall_back.of_everything(unusable)
+        elif len(jobs) == 1:
+            self._fall_back.of_block(jobs[0].chain, self._copying.reason)
+        yield None
 
     def session(self, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Copies between these tensors on the engine's own stream, complete at the end."""
@@ -311,18 +311,11 @@ class CudaEngine:
         return [self._policy.device_memory_budget] * count if costs is None else costs
 
     def _fitting(self, costs: Sequence[int], start: int, most: int) -> int:
-        """Return how many blocks make the next batch; the arena grows for one that alone is too large."""
+        """Return how many blocks make the next batch."""
         if self.health.unusable is not None:
             return min(most, len(costs) - start)
-        arena = self._device.arena
-
-        def make_room() -> int:
-            count = fitting(costs, start, most, min(arena.capacity_nbytes, self._policy.device_memory_budget))
-            if count == 1:
-                arena.grow(costs[start])
-            return count
-
-        return self._attempt(make_room) or 1  # without memory the next attempt fails too, and the CPU takes the block
+        # without memory the next attempt fails too, and the CPU takes the block
+        return self._attempt(lambda: self.memory.fitting(costs, start, most)) or 1
 
     def _attempt(self, work: Callable[[], T]) -> T | None:
         """Do some work; return None if the GPU failed. All that it held is free again by then."""
@@ -333,30 +326,6 @@ class CudaEngine:
         except Exception as error:  # nvCOMP, CuPy and torch raise errors of many types
             self._copying.reason = f"{type(error).__name__}: {error}"
             return None
-
-    def _leave_to_cpu(self, reason: str) -> None:
-        """Before the CPU engine takes a batch because the GPU is not used any more."""
-        if not self._policy.may_fall_back:
-            raise CodecUnavailableError(f"engine='cuda' can't go on: {reason}. Use engine='auto' or 'cpu'.")
-        self.health.fell_back(reason)
-
-    def _leave_out(self, chain: CodecChain, direction: str) -> None:
-        """Before the CPU engine takes a block: does it because the coder failed the self-test?"""
-        refusal = refusal_of(self.health, chain, self._policy.zstd, direction)
-        if refusal is not None:
-            if not self._policy.may_fall_back:
-                raise CodecUnavailableError(f"engine='cuda' can't run here: {refusal}. Use engine='auto' or 'cpu'.")
-            self.health.left_out(chain, refusal)
-
-    def _fall_back(self, chain: CodecChain) -> None:
-        """Before the CPU engine takes a block that failed alone."""
-        reason = self._copying.reason
-        if not self._policy.may_fall_back and not chain.needs_gpu:
-            raise CodecUnavailableError(
-                f"The GPU failed on a block ({reason}), and engine='cuda' rules the CPU engine out."
-            )
-        if not chain.needs_gpu:
-            self.health.failed(reason)
 
 
 def _served(chains: Sequence[CodecChain], serves: Callable[[CodecChain], bool]) -> list[int]:

@@ -8,6 +8,7 @@ first. `release_device_memory` gives the memory back.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -26,6 +27,8 @@ from dcp_nvcomp.errors import CodecUnavailableError
 
 __all__ = ["ENGINES_PER_DEVICE", "EnginePool", "release_device_memory", "shared_pool"]
 
+logger = logging.getLogger(__name__)
+
 # One copies while the other computes.
 ENGINES_PER_DEVICE: Final = 2
 # What the self-test's block takes beyond that is given back; saves and loads say how much an engine may keep.
@@ -37,19 +40,50 @@ class _DeviceEngines:
 
     Attributes:
         health: what is known of the device.
-        testing: held during the self-test.
-        tested: the choices for Zstd with which it was done.
+        making: held while an engine is made, tested, or given another policy.
+        tested: the choices for Zstd with which the self-test was done.
         free: the engines that are not lent.
+        made: all that were made.
+        aside: those that can't work, for lack of memory, say, until another save or load begins.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.health = DeviceHealth(str(device))
-        self.testing = threading.Lock()
+        self.making = threading.Lock()
         self.tested: set[str] = set()
         # last in, first out: one thread alone makes do with one engine
         self.free: LifoQueue[CudaEngine | None] = LifoQueue()
         for _ in range(ENGINES_PER_DEVICE):
             self.free.put(None)
+        self.made: list[CudaEngine] = []
+        self.aside: list[CudaEngine | None] = []
+
+    def has_other(self, engine: CudaEngine | None) -> bool:
+        """True if another engine works."""
+        return any(other is not engine and other not in self.aside for other in self.made)
+
+    def take_back(self) -> None:
+        """Try once more with what was set aside, and for memory that was not there."""
+        with self.making:
+            back, self.aside = self.aside, []
+            for engine in self.made:
+                engine.memory.retry()
+        with self.idle():  # below the others, which are ready
+            for one in sorted(back, key=lambda one: one is not None):
+                self.free.put(one)
+
+    @contextmanager
+    def idle(self) -> Iterator[list[CudaEngine]]:
+        """Hold the engines that were made and are not lent."""
+        taken: list[CudaEngine | None] = []
+        try:
+            with suppress(Empty):
+                while True:
+                    taken.append(self.free.get_nowait())
+            yield [engine for engine in taken if engine is not None]
+        finally:
+            for engine in reversed(taken):
+                self.free.put(engine)
 
 
 class EnginePool:
@@ -93,18 +127,22 @@ class EnginePool:
         """
         engines = self._engines(device)
         while zstd not in engines.tested and engines.health.unusable is None:
-            engine = engines.free.get()
-            try:
-                engine = self._ready(engine, engines, device, EnginePolicy(_SELF_TEST_NBYTES, zstd=zstd)) or engine
-            finally:
-                engines.free.put(engine)
+            engine, _ = self._take(engines, device, EnginePolicy(_SELF_TEST_NBYTES, zstd=zstd))
+            engines.free.put(engine)
         return engines.health
 
-    def begin(self) -> None:
-        """Another save or load begins: what failed for lack of memory may work now."""
-        with self._lock:
-            for engines in self._devices.values():
-                engines.health.begin()
+    def begin(self, device_memory_budget: int) -> None:
+        """Another save or load begins: what failed for lack of memory may work now.
+
+        Args:
+            device_memory_budget: bytes that it may take on each device; engines that hold more give it back.
+        """
+        for engines in self._all():
+            engines.health.begin()
+            engines.take_back()
+            with engines.idle() as idle:
+                for engine in idle:
+                    engine.memory.settle(device_memory_budget // ENGINES_PER_DEVICE)
 
     @contextmanager
     def lend(self, device: torch.device, policy: EnginePolicy) -> Iterator[BlockEngine]:
@@ -118,61 +156,87 @@ class EnginePool:
             CodecUnavailableError: the GPU can't, and the CPU may not.
         """
         engines = self._engines(device)
-        engine = engines.free.get()
+        engine, ready = self._take(engines, device, policy)
         try:
-            ready = self._ready(engine, engines, device, policy)
             if ready is not None:
-                engine = ready
-            if ready is None:
+                yield ready
+            else:
                 reason = engines.health.unusable or "it has no memory left"
                 if not policy.may_fall_back:
                     raise CodecUnavailableError(f"engine='cuda' can't run here: {reason}. Use engine='auto' or 'cpu'.")
                 engines.health.fell_back(reason)
                 yield CopyingEngine(reason)
-            else:
-                yield ready
         finally:
+            if engine is not None:
+                engine.memory.settle()
             engines.free.put(engine)
+
+    def _take(
+        self, engines: _DeviceEngines, device: torch.device, policy: EnginePolicy
+    ) -> tuple[CudaEngine | None, CudaEngine | None]:
+        """Wait for a free engine.
+
+        Returns:
+            What is to be put back, and the engine, ready for use; None if the device can't be used.
+        """
+        while True:
+            engine = engines.free.get()
+            try:
+                with engines.making:
+                    ready, is_aside = self._ready(engine, engines, device, policy)
+            except BaseException:
+                engines.free.put(engine)
+                raise
+            if not is_aside:
+                return ready or engine, ready
 
     def _ready(
         self, engine: CudaEngine | None, engines: _DeviceEngines, device: torch.device, policy: EnginePolicy
-    ) -> CudaEngine | None:
-        """Return the engine, made and tested if it was not yet; None if the device can't be used."""
-        if engines.health.broken is not None or (engine is None and engines.health.unusable is not None):
-            return None
+    ) -> tuple[CudaEngine | None, bool]:
+        """Make an engine ready.
+
+        Returns:
+            The engine, made and tested if it was not yet; None if the device can't be used, or, and then True, if this
+            engine was set aside because another one works.
+        """
+        health, made = engines.health, engine
+        if health.broken is not None or (engine is None and health.unusable is not None):
+            return None, False
         try:
-            if engine is None:
-                engine = CudaEngine(device, policy, health=engines.health, backend=self._make_device(device))
-            engine.set_policy(policy)
-            with engines.testing:
-                self._self_test(engine, device)
-                engines.tested.add(policy.zstd)
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            engines.health.give_up(f"{type(error).__name__}: {error}")
-            return None
+            if made is None:
+                made = CudaEngine(device, policy, health=health, backend=self._make_device(device))
+            made.set_policy(policy)
+            self._self_test(made, device)
+            engines.tested.add(policy.zstd)
+            if health.unusable is None:
+                made.memory.reserve()
         except Exception as error:
-            engines.health.broken = f"{type(error).__name__}: {error}"
-            return None
-        return engine if engines.health.broken is None else None
+            reason = f"{type(error).__name__}: {error}"
+            if engines.has_other(engine):
+                logger.warning("An engine of %s is not used until the next save or load (%s).", device, reason)
+                engines.aside.append(engine)
+                return None, True
+            if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+                health.give_up(reason)
+            else:
+                health.broken = reason
+            return None, False
+        if engine is None:
+            engines.made.append(made)
+        return (made if health.broken is None else None), False
 
     def release_memory(self) -> None:
         """Free the device memory of all engines that are not at work."""
-        with self._lock:
-            devices = list(self._devices.values())
-        for engines in devices:
-            taken: list[CudaEngine | None] = []
-            try:
-                with suppress(Empty):
-                    while True:
-                        taken.append(engines.free.get_nowait())
-                for engine in taken:
-                    if engine is not None:
-                        engine.release_memory()
-            finally:
-                for engine in taken:
-                    engines.free.put(engine)
+        for engines in self._all():
+            with engines.idle() as idle:
+                for engine in idle:
+                    engine.memory.release()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.empty_cache()
+
+    def _all(self) -> list[_DeviceEngines]:
+        with self._lock:
+            return list(self._devices.values())
 
 
 _pool: tuple[int, EnginePool] | None = None

@@ -37,7 +37,7 @@ def run_self_test(engine: CudaEngine, device: torch.device) -> None:
     if engine.coders.may_use_literals(_ZSTD):
         _test(engine, LITERALS, _ZSTD, device)
     if len(health.tested) > before:
-        engine.release_memory()  # it may be more than the budget
+        engine.memory.release()  # it may be more than the budget
     if health.refused.keys() >= health.tested:
         health.broken = f"its self-test failed ({next(iter(health.refused.values()))})"
 

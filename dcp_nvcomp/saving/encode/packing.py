@@ -13,7 +13,7 @@ from dcp_nvcomp.codecs.base import BLOCK_NBYTES
 from dcp_nvcomp.codecs.choose import sample_nbytes
 from dcp_nvcomp.codecs.dtypes import ElementType
 from dcp_nvcomp.engines.choice import EngineChoice
-from dcp_nvcomp.engines.cuda.engine import ENCODE
+from dcp_nvcomp.engines.cuda.slice_coders import ENCODE
 from dcp_nvcomp.engines.tensors import host_array, torch_dtype
 from dcp_nvcomp.format.blocks import BlockGrid
 from dcp_nvcomp.format.record import KIND_PACK, Record

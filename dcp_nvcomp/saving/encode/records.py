@@ -18,7 +18,7 @@ from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.choose import CodecChooser
 from dcp_nvcomp.codecs.dtypes import ELEMENT_TYPES
 from dcp_nvcomp.engines.choice import EngineChoice
-from dcp_nvcomp.engines.cuda.engine import ENCODE
+from dcp_nvcomp.engines.cuda.slice_coders import ENCODE
 from dcp_nvcomp.engines.tensors import dtype_name, element_type, host_array, is_transparent, without_lazy_bits
 from dcp_nvcomp.errors import CheckpointError, ShapeMismatchError
 from dcp_nvcomp.format.blocks import BlockGrid, default_block_shape

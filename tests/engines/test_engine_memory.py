@@ -1,0 +1,247 @@
+"""What engines hold of a device: never more than device_memory_budget, and whatever there is, if it is less."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dcp_nvcomp
+from dcp_nvcomp.engines.cuda.copying import CopyingEngine
+from dcp_nvcomp.engines.cuda.engine import CudaEngine, EnginePolicy
+from dcp_nvcomp.engines.cuda.engine_memory import EngineMemory
+from dcp_nvcomp.engines.cuda.pool import EnginePool, shared_pool
+from dcp_nvcomp.engines.memory import plain_allocate
+from dcp_nvcomp.loading import decoder as decoding
+from dcp_nvcomp.saving import job as saving
+from tests.checkpoints import load_into, save
+
+from .cases import BUDGET
+from .kernels_on_cpu import ReferenceKernels
+from .nvcomp_stand_in import StandInDevice
+from .stand_in_pool import StandInPool, install_stand_ins
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+CPU = torch.device("cpu")
+MIB = 1 << 20
+STATE = {f"{at}": torch.randn(300, 1000) for at in range(8)}
+
+
+class CountingDevice(StandInDevice):
+    """A device that counts the requests which it refuses."""
+
+    refused = 0
+
+    def _hold(self, nbytes: int) -> None:
+        self.refused += self.held_nbytes + nbytes > self.capacity_nbytes
+        super()._hold(nbytes)
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., StandInPool]:
+    def installed(**options: Any) -> StandInPool:
+        for module in (saving, decoding):
+            monkeypatch.setattr(module, "pinned_allocate", plain_allocate)
+        return install_stand_ins(monkeypatch, ReferenceKernels(), **options)
+
+    return installed
+
+
+@pytest.fixture
+def no_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*given: Any, **more: Any) -> Any:
+        raise AssertionError("left to the CPU")
+
+    monkeypatch.setattr(CopyingEngine, "encode_block", fails)
+    monkeypatch.setattr(CopyingEngine, "decoded", fails)
+
+
+def load_all(path: Path, budget: int, *, strided: bool) -> None:
+    """Load to tensors that blocks can be decoded in, or, through scratch memory, to others."""
+    into = {key: torch.zeros(1000, 300).t() if strided else torch.zeros(300, 1000) for key in STATE}
+    load_into(path, into, device_memory_budget=budget)
+    assert all(torch.equal(into[key], value) for key, value in STATE.items())
+
+
+def held_nbytes(pool: StandInPool) -> int:
+    return sum(device.held_nbytes for device in pool.devices)
+
+
+# ---- the budget ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strided", [False, True], ids=["in place", "through scratch memory"])
+def test_a_smaller_budget_counts_from_then_on(
+    tmp_path: Path, install: Callable[..., StandInPool], no_cpu: None, strided: bool
+) -> None:
+    pool = install(self_test=True)
+    with shared_pool().lend(CPU, EnginePolicy(32 * MIB)), shared_pool().lend(CPU, EnginePolicy(32 * MIB)):
+        pass
+    assert held_nbytes(pool) == 64 * MIB
+    save(tmp_path, STATE, device_memory_budget=24 * MIB)
+    assert held_nbytes(pool) <= 24 * MIB
+    for device in pool.devices:
+        device.peak_nbytes = 0
+    load_all(tmp_path, 24 * MIB, strided=strided)
+    assert sum(device.peak_nbytes for device in pool.devices) <= 24 * MIB, "scratch memory is of the budget"
+    load_all(tmp_path, 8 * MIB, strided=strided)
+    assert held_nbytes(pool) <= 8 * MIB
+
+
+def test_scratch_memory_is_of_the_engine(
+    tmp_path: Path, install: Callable[..., StandInPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, STATE, engine="cpu")
+    install()
+    empty, nbytes = torch.empty, list[int]()
+
+    def watched(*shape: Any, **more: Any) -> torch.Tensor:
+        made = empty(*shape, **more)
+        nbytes.append(0 if made.is_meta else made.nbytes)
+        return made
+
+    monkeypatch.setattr(torch, "empty", watched)
+    load_all(tmp_path, 32 * MIB, strided=True)
+    assert max(nbytes, default=0) < MIB / 4
+
+
+def test_batches_make_do_with_what_scratch_memory_leaves() -> None:
+    memory = EngineMemory(StandInDevice(ReferenceKernels()))
+    memory.set_budget(MIB)
+    costs = [MIB // 8] * 8
+    assert memory.fitting(costs, 0, 8) == 8
+    scratch = memory.take_scratch(MIB // 4, costs[:2])
+    with memory.beside(scratch):
+        assert memory.fitting(costs, 0, 8) == 6
+    assert memory.fitting(costs, 0, 8) == 8
+    with pytest.raises(torch.OutOfMemoryError):
+        memory.take_scratch(MIB, costs[:2])
+
+
+@pytest.mark.parametrize("strided", [False, True], ids=["in place", "through scratch memory"])
+def test_a_block_that_alone_takes_more_gets_it_for_a_while(
+    tmp_path: Path, install: Callable[..., StandInPool], no_cpu: None, strided: bool
+) -> None:
+    pool = install()
+    save(tmp_path, STATE, device_memory_budget=2 * MIB)
+    assert held_nbytes(pool) <= 2 * MIB
+    assert max(device.peak_nbytes for device in pool.devices) > 2 * MIB
+    load_all(tmp_path, MIB, strided=strided)
+    assert held_nbytes(pool) <= MIB
+
+
+def test_an_engine_that_a_job_does_not_need_gives_back_too(install: Callable[..., StandInPool]) -> None:
+    pool = install()
+    shared = shared_pool()
+    with shared.lend(CPU, EnginePolicy(16 * MIB)), shared.lend(CPU, EnginePolicy(16 * MIB)):
+        pass
+    shared.begin(8 * MIB)
+    assert held_nbytes(pool) == 0
+
+
+def test_one_thread_alone_makes_do_with_one_engine(install: Callable[..., StandInPool]) -> None:
+    pool = install()
+    shared = shared_pool()
+    for _ in range(3):
+        with shared.lend(CPU, EnginePolicy(BUDGET)):
+            pass
+        dcp_nvcomp.release_device_memory()
+        shared.begin(2 * BUDGET)
+    assert len(pool.devices) == 1
+
+
+# ---- less than the budget --------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_there_is_asked_for_once_in_each_save(
+    tmp_path: Path, install: Callable[..., StandInPool], no_cpu: None
+) -> None:
+    devices: list[CountingDevice] = []
+
+    def make(device: torch.device) -> StandInDevice:
+        devices.append(CountingDevice(ReferenceKernels(), capacity_nbytes=20 * MIB))
+        return devices[-1]
+
+    install(make_device=make)
+    for number in range(1, 4):
+        save(tmp_path / f"{number}", STATE, device_memory_budget=256 * MIB)
+        for _ in range(10):
+            with shared_pool().lend(CPU, EnginePolicy(128 * MIB)):
+                pass
+        # of 128 MiB for each engine there are 16
+        assert 3 <= sum(device.refused for device in devices) <= 3 * number * len(devices)
+
+
+def test_a_gpu_without_memory_is_given_up_until_the_next_save(
+    tmp_path: Path, install: Callable[..., StandInPool]
+) -> None:
+    devices: list[CountingDevice] = []
+
+    def make(device: torch.device) -> StandInDevice:
+        devices.append(CountingDevice(ReferenceKernels(), capacity_nbytes=0))
+        return devices[-1]
+
+    install(make_device=make)
+    with pytest.warns(RuntimeWarning, match="OutOfMemoryError: the device has no memory left"):
+        save(tmp_path / "1", STATE, device_memory_budget=16 * MIB)
+    attempts, refused = len(devices), sum(device.refused for device in devices)
+    assert attempts == 1 and refused <= 12, "8 MiB, and then half of that down to 4 KiB"
+    save(tmp_path / "2", STATE, device_memory_budget=16 * MIB)
+    assert len(devices) == attempts + 1
+
+
+# ---- memory for one engine only --------------------------------------------------------------------------------------
+
+
+def one_at_a_time(how: str, devices: list[StandInDevice], limit: list[int]) -> Callable[[torch.device], StandInDevice]:
+    def make(device: torch.device) -> StandInDevice:
+        if len(devices) >= limit[0]:
+            if how == "no engine":
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            if how == "an error":
+                raise TypeError("one at a time")
+            return StandInDevice(ReferenceKernels(), capacity_nbytes=0)
+        devices.append(StandInDevice(ReferenceKernels()))
+        return devices[-1]
+
+    return make
+
+
+@pytest.mark.parametrize("how", ["no engine", "no arena", "an error"])
+def test_one_engine_does_the_work_of_two(
+    tmp_path: Path, install: Callable[..., StandInPool], no_cpu: None, how: str
+) -> None:
+    devices, limit = list[StandInDevice](), [1]
+    install(make_device=one_at_a_time(how, devices, limit))
+    save(tmp_path, STATE, device_memory_budget=16 * MIB, engine="cuda")
+    load_all(tmp_path, 16 * MIB, strided=False)
+    assert len(devices) == 1
+    limit[0] = 2
+    save(tmp_path / "again", STATE, device_memory_budget=16 * MIB)
+    load_all(tmp_path, 16 * MIB, strided=True)
+
+
+def test_the_second_borrower_waits_for_the_first_engine() -> None:
+    devices, limit, lent = list[StandInDevice](), [1], list[object]()
+    shared = EnginePool(one_at_a_time("no engine", devices, limit), lambda engine, device: None)
+
+    def borrow() -> None:
+        with shared.lend(CPU, EnginePolicy(BUDGET)) as engine:
+            lent.append(engine)
+
+    with shared.lend(CPU, EnginePolicy(BUDGET)) as first:
+        thread = threading.Thread(target=borrow)
+        thread.start()
+        thread.join(0.3)
+        assert thread.is_alive() and not lent
+    thread.join(60)
+    assert lent == [first]
+    limit[0] = 2
+    shared.begin(2 * BUDGET)
+    with shared.lend(CPU, EnginePolicy(BUDGET)) as one, shared.lend(CPU, EnginePolicy(BUDGET)) as other:
+        assert one is first and isinstance(other, CudaEngine), "there is memory again"
