@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -64,7 +63,7 @@ def install_stand_ins(
     """Send host tensors through engines on stand-ins, unless `engine="cpu"`."""
     made = StandInPool(kernels)
     shared = EnginePool(make_device or made.make_device, run_self_test if self_test else _no_self_test)
-    monkeypatch.setattr(pool, "_pool", (os.getpid(), shared))
+    monkeypatch.setattr(pool, "_pool", shared)
     monkeypatch.setattr(choice, "_is_cuda", lambda device: True)
     monkeypatch.setattr(EngineChoice, "may_use_cuda", lambda self: self.option != "cpu")
     monkeypatch.setattr(EngineChoice, "_unavailable_reason", lambda self: None)

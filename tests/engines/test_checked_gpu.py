@@ -19,7 +19,6 @@ from dcp_nvcomp import NvcompWriter, SaveStats
 from dcp_nvcomp.codecs import Bytes, CodecChain, Deflate, Planes, Zstd
 from dcp_nvcomp.codecs.encoded import EncodedBlock
 from dcp_nvcomp.engines.cpu import CpuEngine
-from dcp_nvcomp.engines.cuda import pool
 from dcp_nvcomp.engines.cuda.batches import RowTable
 from dcp_nvcomp.engines.cuda.copying import CopyingEngine
 from dcp_nvcomp.engines.cuda.engine import CudaEngine, EnginePolicy
@@ -380,12 +379,6 @@ def test_twenty_saves_and_loads_reserve_no_more_than_the_first(tmp_path: Path, m
     assert set(reserved) <= {2 << 20, 4 << 20} and sorted(reserved) == reserved, "an engine or two, of 2 MiB each"
     dcp_nvcomp.release_device_memory()
     assert [device.held_nbytes for device in stand_ins.devices] == [0] * len(stand_ins.devices)
-
-
-def test_a_forked_child_has_a_pool_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "_pool", (-1, EnginePool()))
-    assert pool.shared_pool() is pool.shared_pool() is not None
-    assert pool._pool is not None and pool._pool[0] > 0
 
 
 def test_blocks_of_another_codec_need_no_gpu() -> None:

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 import dcp_nvcomp
+from dcp_nvcomp.engines.cuda.arena import Arena
 from dcp_nvcomp.engines.cuda.copying import CopyingEngine
 from dcp_nvcomp.engines.cuda.engine import CudaEngine, EnginePolicy
 from dcp_nvcomp.engines.cuda.engine_memory import EngineMemory
+from dcp_nvcomp.engines.cuda.nvcomp_memory import NvcompMemory
 from dcp_nvcomp.engines.cuda.pool import EnginePool, shared_pool
 from dcp_nvcomp.engines.memory import plain_allocate
 from dcp_nvcomp.loading import decoder as decoding
@@ -245,3 +247,36 @@ def test_the_second_borrower_waits_for_the_first_engine() -> None:
     shared.begin(2 * BUDGET)
     with shared.lend(CPU, EnginePolicy(BUDGET)) as one, shared.lend(CPU, EnginePolicy(BUDGET)) as other:
         assert one is first and isinstance(other, CudaEngine), "there is memory again"
+
+
+# ---- nvCOMP's part ---------------------------------------------------------------------------------------------------
+
+
+class Stream:
+    ptr = 5
+    device = 0
+
+
+class Elsewhere:
+    ptr = 4096
+
+    def give_back(self) -> None:
+        pass
+
+
+def test_nvcomp_keeps_no_arena_of_a_device_that_is_gone() -> None:
+    """The driver gives the handle of a stream that is gone to another."""
+    asked: list[int] = []
+
+    def take(nbytes: int, stream: Any) -> Elsewhere:
+        asked.append(nbytes)
+        return Elsewhere()
+
+    memory = NvcompMemory(take)
+    arena = Arena(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
+    memory.attach(Stream.ptr, arena)
+    memory(100, Stream())
+    assert asked == []
+    del arena
+    memory(100, Stream())
+    assert asked == [100]

@@ -10,6 +10,7 @@ import ctypes
 import importlib.resources
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -180,7 +181,8 @@ class CudaDevice:
             self._own_stream = self._cupy.cuda.Stream(non_blocking=True)
         self.stream_handle = int(self._own_stream.ptr)
         self._stream = torch.cuda.ExternalStream(self.stream_handle, device=self.torch_device)  # type: ignore[no-untyped-call]
-        self.arena = Arena(self._reserve, torch.cuda.empty_cache)
+        # no method of this object, which would then live until the garbage collector runs, and its memory with it
+        self.arena = Arena(partial(_reserve, self.torch_device, self._stream), torch.cuda.empty_cache)
         self.nvcomp_memory.attach(self.stream_handle, self.arena)
         names = ("inspect_blocks", "split_blocks", "merge_blocks", "copy_pieces")
         self.kernels: Kernels = LaunchedKernels(self.torch_device, self.compile(("blocks.cu",), KERNEL_OPTIONS, names))
@@ -219,12 +221,13 @@ class CudaDevice:
     def current(self) -> AbstractContextManager[object]:
         return torch.cuda.device(self.torch_device)
 
-    def _reserve(self, nbytes: int) -> Tensor:
-        with torch.cuda.device(self.torch_device), torch.cuda.stream(self._stream):
-            return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
-
     def copy_in(self, host: memoryview, target: Tensor) -> None:
         target.copy_(host_tensor(host), non_blocking=True)
 
     def copy_out(self, source: Tensor, host: memoryview) -> None:
         host_tensor(host).copy_(source, non_blocking=True)
+
+
+def _reserve(device: torch.device, stream: torch.cuda.Stream, nbytes: int) -> Tensor:
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)

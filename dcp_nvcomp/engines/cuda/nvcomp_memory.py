@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -45,14 +46,15 @@ class NvcompMemory:
 
     def __init__(self, take: Callable[[int, Any], Held]) -> None:
         self._take = take
-        self._arenas: dict[int, Arena] = {}
+        # not for longer than they live: a new stream may get the handle of one that is gone
+        self._arenas: weakref.WeakValueDictionary[int, Arena] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
         self._held_nbytes: dict[int, int] = {}
         self._peak_nbytes: dict[int, int] = {}
         self._released: deque[tuple[int, int]] = deque()
 
     def attach(self, stream_handle: int, arena: Arena) -> None:
-        """Take memory for this stream from an arena."""
+        """Take memory for this stream from an arena, as long as there is that."""
         self._arenas[stream_handle] = arena
 
     def __call__(self, nbytes: int, stream: Any) -> _Allocation:

@@ -8,6 +8,7 @@ first. `release_device_memory` gives the memory back.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import logging
 import os
 import threading
@@ -239,25 +240,41 @@ class EnginePool:
             return list(self._devices.values())
 
 
-_pool: tuple[int, EnginePool] | None = None
-_POOL_LOCK: Final = threading.Lock()
+_pool: EnginePool | None = None
+_pool_lock = threading.Lock()
 
 
 def shared_pool() -> EnginePool:
     """Return this process's pool; a forked child gets one of its own, as CUDA does not survive a fork."""
     global _pool
-    with _POOL_LOCK:
-        if _pool is None or _pool[0] != os.getpid():
-            if _pool is None:
-                # before the interpreter takes apart what nvCOMP's and CuPy's objects need to free theirs
-                atexit.register(_drop_engines)
-            _pool = os.getpid(), EnginePool()
-        return _pool[1]
+    with _pool_lock:
+        if _pool is None:
+            # before the interpreter takes apart what nvCOMP's and CuPy's objects need to free theirs
+            atexit.register(_drop_engines)
+            _pool = EnginePool()
+        return _pool
 
 
 def _drop_engines() -> None:
     global _pool
     _pool = None
+
+
+def _leave_to_parent() -> None:
+    """In a forked child: never touch the parent's engines, and do not end them either.
+
+    Their destructors call CUDA, which does not work in a child. One more reference, which nobody holds, keeps them from
+    running, even when the interpreter ends and takes modules apart.
+    """
+    global _pool, _pool_lock
+    _pool_lock = threading.Lock()  # a thread that is not here may have held it
+    if _pool is not None:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(_pool))
+        _pool = None
+
+
+if hasattr(os, "register_at_fork"):  # where there is fork
+    os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def release_device_memory() -> None:
@@ -270,5 +287,5 @@ def release_device_memory() -> None:
         >>> import dcp_nvcomp
         >>> dcp_nvcomp.release_device_memory()
     """
-    if _pool is not None and _pool[0] == os.getpid():
-        _pool[1].release_memory()
+    if _pool is not None:
+        _pool.release_memory()

@@ -180,6 +180,13 @@ MUTATIONS = (
         tests="tests/engines/test_engine_memory.py -k asked_for_once",
     ),
     Mutation(
+        row="GPU: a forked child leaves the parent's engines alone",
+        file=POOL,
+        old="        ctypes.pythonapi.Py_IncRef(ctypes.py_object(_pool))\n",
+        new="",
+        tests="tests/engines/test_forked_pool.py",
+    ),
+    Mutation(
         row="GPU: one engine does the work of two",
         file=POOL,
         old="            if engines.has_other(engine):\n",
