@@ -21,6 +21,7 @@ __all__ = [
     "STOCK_WRITER",
     "check_budget",
     "check_choice",
+    "check_device_budget",
     "check_flag",
     "check_seconds",
     "check_thread_count",
@@ -43,6 +44,11 @@ def check_budget(name: str, value: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise ConfigurationError(f"{name}={value!r} must be a positive number of bytes.")
     return value
+
+
+def check_device_budget(value: int | None) -> int | None:
+    """Return the budget of device memory: a positive number of bytes, or None for the default."""
+    return None if value is None else check_budget("device_memory_budget", value)
 
 
 def check_flag(name: str, value: Any) -> bool:

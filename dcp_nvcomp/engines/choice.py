@@ -38,18 +38,18 @@ class EngineChoice:
             self._known = (os.getpid(), cuda_unavailable_reason())
         return self._known[1]
 
-    def begin(self, device_memory_budget: int) -> None:
+    def begin(self, device_memory_budget: int | None) -> None:
         """Begin a save or load: make sure, before it does anything, that `engine="cuda"` is not asked for in vain.
 
         Where CUDA can run, tensors in host memory are no reason to refuse: the option is about those on a GPU.
 
         Args:
-            device_memory_budget: bytes that its engines may take on a device.
+            device_memory_budget: bytes that its engines may take on a device; None for the default.
 
         Raises:
             CodecUnavailableError: `engine="cuda"`, and it can't run here.
         """
-        shared_pool().begin(device_memory_budget)
+        shared_pool().begin(self._budget_nbytes(device_memory_budget))
         reason = self._unavailable_reason() if self.option == "cuda" else None
         if reason is not None:
             raise _impossible(reason)
@@ -69,14 +69,17 @@ class EngineChoice:
                 "dcp-nvcomp[cu12] or dcp-nvcomp[cu13]. Use codec='auto', which every machine can write and read."
             )
 
-    def policy(self, device_memory_budget: int, *, check_encodes: bool = True) -> EnginePolicy:
+    def _budget_nbytes(self, device_memory_budget: int | None) -> int:
+        return shared_pool().default_budget_nbytes() if device_memory_budget is None else device_memory_budget
+
+    def policy(self, device_memory_budget: int | None, *, check_encodes: bool = True) -> EnginePolicy:
         """Return what a save or load asks of each of a device's engines.
 
         Args:
-            device_memory_budget: bytes that they may take together.
+            device_memory_budget: bytes that they may take together; None for the default.
             check_encodes: see `EnginePolicy`.
         """
-        share_nbytes = max(1, device_memory_budget // ENGINES_PER_DEVICE)
+        share_nbytes = max(1, self._budget_nbytes(device_memory_budget) // ENGINES_PER_DEVICE)
         may_fall_back = self.option != "cuda"
         return EnginePolicy(share_nbytes, check_encodes=check_encodes, may_fall_back=may_fall_back, zstd=self.zstd)
 

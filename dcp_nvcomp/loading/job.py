@@ -54,7 +54,7 @@ class LoadOptions:
     Attributes:
         thread_count: threads that decode at the same time.
         host_memory_budget: bytes that fetched ranges may take on the host.
-        device_memory_budget: bytes that CUDA engines may take on a device.
+        device_memory_budget: bytes that CUDA engines may take on a device; None for the default.
         verify: `"stored"`, `"full"` or `"off"`.
         engine: `"auto"`, `"cpu"` or `"cuda"`.
         cuda_zstd: who decodes Zstd on a GPU, one of `options.CUDA_ZSTD`.
@@ -63,7 +63,7 @@ class LoadOptions:
 
     thread_count: int
     host_memory_budget: int
-    device_memory_budget: int
+    device_memory_budget: int | None
     verify: str
     engine: str
     cuda_zstd: str

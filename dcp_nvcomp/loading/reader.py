@@ -45,6 +45,7 @@ from dcp_nvcomp.options import (
     STOCK_READER,
     check_budget,
     check_choice,
+    check_device_budget,
     check_flag,
     check_seconds,
     check_thread_count,
@@ -74,7 +75,7 @@ class NvcompReader(StorageReader):
         safe_objects: if True, stored Python objects are checked with `weights_only=True` before DCP's planner unpickles
             them. If False, a checkpoint from someone else can execute code.
         host_memory_budget: bytes of host memory for fetched data.
-        device_memory_budget: bytes of memory on each GPU for decoding.
+        device_memory_budget: bytes of memory on each GPU for decoding; by default as for `NvcompWriter`.
         engine: `"auto"` decodes what goes to a GPU on that GPU if nvCOMP is installed, `"cuda"` fails the load
             if that is impossible on this machine, `"cpu"` never uses the GPU. Read checkpoints from someone else with
             `"cpu"`.
@@ -112,7 +113,7 @@ class NvcompReader(StorageReader):
         trusted_globals: Sequence[str] = (),
         safe_objects: bool = False,
         host_memory_budget: int = 1 << 30,
-        device_memory_budget: int = 512 << 20,
+        device_memory_budget: int | None = None,
         engine: str = "auto",
         cuda_zstd: str = "auto",
         storage_deadline_seconds: float = DEADLINE_SECONDS,
@@ -127,7 +128,7 @@ class NvcompReader(StorageReader):
         self._options = LoadOptions(
             thread_count=check_thread_count(thread_count),
             host_memory_budget=check_budget("host_memory_budget", host_memory_budget),
-            device_memory_budget=check_budget("device_memory_budget", device_memory_budget),
+            device_memory_budget=check_device_budget(device_memory_budget),
             verify=check_choice("verify", verify, VERIFY_MODES),
             engine=check_choice("engine", engine, ENGINES),
             cuda_zstd=check_choice("cuda_zstd", cuda_zstd, CUDA_ZSTD),

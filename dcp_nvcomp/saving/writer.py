@@ -42,6 +42,7 @@ from dcp_nvcomp.options import (
     STOCK_WRITER,
     check_budget,
     check_choice,
+    check_device_budget,
     check_flag,
     check_seconds,
     check_thread_count,
@@ -85,7 +86,8 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         overwrite: if True, a checkpoint at the same path may be replaced. The old one can be loaded until the new one
             is complete.
         host_memory_budget: bytes of host memory for encoded data.
-        device_memory_budget: bytes of memory on each GPU for encoding.
+        device_memory_budget: bytes of memory on each GPU for encoding; by default 2 GiB, at most a tenth of what was
+            free when the process first saved or loaded. `release_device_memory` gives back what is kept of it.
         progress: if True, rank 0 draws a progress bar, provided that standard error is a terminal.
         on_save: called with the `SaveStats` after each commit, on the coordinator (with `use_collectives=False`, on
             each rank). An exception that it raises becomes a warning. With the process checkpointer of
@@ -134,7 +136,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         codec: str | CodecChain | CodecChooser = "auto",
         overwrite: bool = True,
         host_memory_budget: int = 1 << 30,
-        device_memory_budget: int = 512 << 20,
+        device_memory_budget: int | None = None,
         progress: bool = False,
         on_save: Callable[[SaveStats], None] | None = None,
         engine: str = "auto",
@@ -151,7 +153,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         self.overwrite = check_flag("overwrite", overwrite)
         self.sync_files = check_flag("sync_files", sync_files)
         self.host_memory_budget = check_budget("host_memory_budget", host_memory_budget)
-        self.device_memory_budget = check_budget("device_memory_budget", device_memory_budget)
+        self.device_memory_budget = check_device_budget(device_memory_budget)
         self.progress = check_flag("progress", progress)
         if on_save is not None and not callable(on_save):
             raise ConfigurationError(f"on_save={on_save!r} is not callable.")

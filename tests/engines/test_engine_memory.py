@@ -11,12 +11,15 @@ import pytest
 import torch
 
 import dcp_nvcomp
+from dcp_nvcomp.engines import choice
+from dcp_nvcomp.engines.choice import EngineChoice
+from dcp_nvcomp.engines.cuda import pool
 from dcp_nvcomp.engines.cuda.arena import Arena
 from dcp_nvcomp.engines.cuda.copying import CopyingEngine
 from dcp_nvcomp.engines.cuda.engine import CudaEngine, EnginePolicy
 from dcp_nvcomp.engines.cuda.engine_memory import EngineMemory
 from dcp_nvcomp.engines.cuda.nvcomp_memory import NvcompMemory
-from dcp_nvcomp.engines.cuda.pool import EnginePool, shared_pool
+from dcp_nvcomp.engines.cuda.pool import ENGINES_PER_DEVICE, EnginePool, shared_pool
 from dcp_nvcomp.engines.memory import plain_allocate
 from dcp_nvcomp.loading import decoder as decoding
 from dcp_nvcomp.saving import job as saving
@@ -280,3 +283,19 @@ def test_nvcomp_keeps_no_arena_of_a_device_that_is_gone() -> None:
     del arena
     memory(100, Stream())
     assert asked == [100]
+
+
+def test_the_default_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth of what is free, at most 2 GiB, and the same for all saves and loads of a process that uses a GPU."""
+    free: list[int | None] = [None]
+    monkeypatch.setattr(pool, "free_memory_nbytes", lambda: free[0])
+    shared = EnginePool()
+    assert shared.default_budget_nbytes() == 2 << 30
+    free[0] = 5 << 30
+    assert shared.default_budget_nbytes() == (5 << 30) // 10
+    free[0] = 80 << 30
+    assert shared.default_budget_nbytes() == (5 << 30) // 10
+    assert EnginePool().default_budget_nbytes() == 2 << 30
+    monkeypatch.setattr(choice, "shared_pool", lambda: shared)
+    assert EngineChoice("auto").policy(None).device_memory_budget == (5 << 30) // 10 // ENGINES_PER_DEVICE
+    assert EngineChoice("auto").policy(1000).device_memory_budget == 1000 // ENGINES_PER_DEVICE

@@ -31,6 +31,7 @@ __all__ = [
     "Device",
     "Kernels",
     "LaunchedKernels",
+    "free_memory_nbytes",
     "host_tensor",
     "kernel_source",
 ]
@@ -154,6 +155,17 @@ class LaunchedKernels:
 
     def copy(self, pieces: RowTable) -> None:
         self._run("copy_pieces", pieces)
+
+
+def free_memory_nbytes() -> int | None:
+    """Return how much of the current device's memory torch could allocate; None if CUDA was not used, or fails."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    try:
+        free_nbytes, _ = torch.cuda.mem_get_info()
+        return free_nbytes + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    except RuntimeError:  # a GPU that is broken is found out where it is used, and costs no more than its own work
+        return None
 
 
 class CudaDevice:

@@ -20,7 +20,7 @@ from typing import Final
 import torch
 
 from dcp_nvcomp.engines.cuda.copying import CopyingEngine
-from dcp_nvcomp.engines.cuda.device import CudaDevice, Device
+from dcp_nvcomp.engines.cuda.device import CudaDevice, Device, free_memory_nbytes
 from dcp_nvcomp.engines.cuda.engine import BlockEngine, CudaEngine, EnginePolicy
 from dcp_nvcomp.engines.cuda.health import DeviceHealth
 from dcp_nvcomp.engines.cuda.self_test import run_self_test
@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 ENGINES_PER_DEVICE: Final = 2
 # What the self-test's block takes beyond that is given back; saves and loads say how much an engine may keep.
 _SELF_TEST_NBYTES: Final = 1 << 20
+# Room for two batches of some 200 MiB, which have enough slices for every multiprocessor of a large GPU.
+_MOST_BUDGET_NBYTES: Final = 2 << 30
 
 
 class _DeviceEngines:
@@ -104,6 +106,7 @@ class EnginePool:
         self._self_test = self_test
         self._lock = threading.Lock()
         self._devices: dict[torch.device, _DeviceEngines] = {}
+        self._default_budget_nbytes: int | None = None
 
     def _engines(self, device: torch.device) -> _DeviceEngines:
         if device.type == "cuda" and device.index is None:
@@ -131,6 +134,16 @@ class EnginePool:
             engine, _ = self._take(engines, device, EnginePolicy(_SELF_TEST_NBYTES, zstd=zstd))
             engines.free.put(engine)
         return engines.health
+
+    def default_budget_nbytes(self) -> int:
+        """Return the default of `device_memory_budget`; the first save or load of the process decides for all of them.
+
+        Asked again and again, it would become smaller by what engines keep.
+        """
+        with self._lock:
+            if self._default_budget_nbytes is None and (free_nbytes := free_memory_nbytes()) is not None:
+                self._default_budget_nbytes = max(1, min(_MOST_BUDGET_NBYTES, free_nbytes // 10))
+            return self._default_budget_nbytes or _MOST_BUDGET_NBYTES
 
     def begin(self, device_memory_budget: int) -> None:
         """Another save or load begins: what failed for lack of memory may work now.
