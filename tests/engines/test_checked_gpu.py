@@ -357,7 +357,7 @@ def test_a_self_test_without_memory_is_made_up_for() -> None:
     with pytest.warns(RuntimeWarning, match="slower CPU engine: .*OutOfMemoryError"):  # noqa: SIM117
         with shared.lend(CPU, EnginePolicy(BUDGET)) as engine:
             assert isinstance(engine, CopyingEngine)
-    shared.begin()
+    shared.begin(BUDGET)
     with shared.lend(CPU, EnginePolicy(BUDGET)) as engine:
         assert isinstance(engine, CudaEngine)
 
