@@ -9,7 +9,7 @@ import sys
 import pytest
 
 SCRIPT = """
-import os, sys, threading
+import os, sys
 import torch
 from dcp_nvcomp.engines.cuda import pool
 from dcp_nvcomp.engines.cuda.engine import EnginePolicy
@@ -23,13 +23,6 @@ class Device(StandInDevice):
 name = "parent"
 pool._pool = pool.EnginePool(lambda device: Device(ReferenceKernels()), lambda engine, device: None)
 pool.atexit.register(pool._drop_engines)
-lent, done = threading.Event(), threading.Event()
-
-def borrow():
-    with pool.shared_pool().lend(torch.device("cpu"), EnginePolicy(1 << 20)):
-        lent.set()
-        done.wait()
-
 def fork():
     global name
     pid = os.fork()
@@ -40,14 +33,12 @@ def fork():
     CHILD
     sys.exit(0)
 
-thread = threading.Thread(target=borrow, daemon=True)
-thread.start()
-lent.wait()
-with pool.shared_pool().lend(torch.device("cpu"), EnginePolicy(1 << 20)):
+def lend():
+    return pool.shared_pool().lend(torch.device("cpu"), EnginePolicy(1 << 20))
+
+with lend(), lend():
     pass
 fork()
-done.set()
-thread.join()
 """
 
 

@@ -14,8 +14,8 @@ MUTATIONS = (
     Mutation(
         row="GPU: what was encoded is decoded again",
         file=ENCODE,
-        old="        return sorted(self._decoder.decode_on_device(again, run, starts, scratch))\n",
-        new="        return []\n",
+        old="        return again, sorted(self._decoder.decode_on_device(again, run, starts, scratch))\n",
+        new="        return again, []\n",
         tests=CHECKED + "wrong_encode",
     ),
     Mutation(
@@ -24,6 +24,20 @@ MUTATIONS = (
         old="        scratch[: self._decoder.scratch_nbytes(again)].bitwise_not_()\n",
         new="",
         tests=CHECKED + "does_nothing",
+    ),
+    Mutation(
+        row="GPU: a decoder that does nothing does not pass where the block was before",
+        file=ENCODE,
+        old="        memory[::_MARK_NBYTES].bitwise_not_()\n",
+        new="",
+        tests="tests/engines/test_stale_memory.py -k idle",
+    ),
+    Mutation(
+        row="GPU: the memory of the check is held",
+        file=ENCODE,
+        old="        memory = self._device.arena.empty(places[-1])\n",
+        new="        memory = self._device.arena.empty(places[-1])[:]\n",
+        tests="tests/engines/test_stale_memory.py -k held",
     ),
     Mutation(
         row="GPU: what arrives on the host is what was checked",
