@@ -27,6 +27,8 @@ from .reference_literals import ReferenceLiterals
 __all__ = ["Traffic", "traffic"]
 
 _BLOCK_NBYTES, _BLOCKS = 1 << 20, 4
+# The least that a GPU's memory moves at a time.
+_SECTOR_NBYTES = 32
 
 
 @dataclass
@@ -145,7 +147,7 @@ class _Device(StandInDevice):
 
 @contextmanager
 def _counted_torch(count: Traffic) -> Iterator[None]:
-    """Count what the engine does with tensors itself: it brings results to the host, and inverts its scratch memory."""
+    """Count what the engine does with tensors itself: it brings results to the host, and spoils memory."""
     cpu, invert = Tensor.cpu, Tensor.bitwise_not_
     sizes = BatchArray.buffer_sizes
 
@@ -154,7 +156,8 @@ def _counted_torch(count: Traffic) -> Iterator[None]:
         return cpu(self)
 
     def counted_invert(self: Tensor) -> Tensor:
-        count.moved(self.numel(), self.numel())
+        nbytes = self.numel() * min(self.stride(0), _SECTOR_NBYTES)
+        count.moved(nbytes, nbytes)
         return invert(self)
 
     def counted_sizes(self: BatchArray) -> list[int]:
