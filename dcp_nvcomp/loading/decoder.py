@@ -30,6 +30,8 @@ __all__ = ["Decoder", "Fetched", "GpuShare"]
 
 U8 = npt.NDArray[np.uint8]
 
+_Pair = tuple[BlockRead, DecodeJob]
+
 
 class GpuShare:
     """A load's part of the GPUs, for all of its threads.
@@ -172,17 +174,42 @@ class Decoder:
         return None
 
     def _decode_on_gpu(self, device: torch.device, blocks: list[BlockRead], fetched: Fetched) -> None:
-        read = fetched.read
-        pairs = [(block, self._checked(block, fetched, device)) for block in blocks]
-        with self._gpu.engine(device) as engine:
-            direct = [job for _, job in pairs if not job.out.is_meta]
-            self._run(engine, direct, read)
-            others = [(block, job) for block, job in pairs if job.out.is_meta]
-            sizes, start = [job.out.numel() for _, job in others], 0
-            while start < len(others):
-                count = fitting(sizes, start, len(others), self._gpu.scratch_nbytes)
-                self._through_scratch(engine, others[start : start + count], read, device)
-                start += count
+        """Decode blocks with an engine; one that turns out to be corrupt is read once more."""
+        read, again, for_cpu = fetched.read, set[object](), list[_Pair]()
+        todo = [(block, self._checked(block, fetched, device)) for block in blocks]
+        while todo:
+            try:
+                with self._gpu.engine(device) as engine:
+                    self._decode_with(engine, todo, for_cpu, device)
+            except CorruptDataError as error:
+                at = next((at for at, (_, job) in enumerate(todo) if job.byte_range == error.byte_range), None)
+                if at is None or error.byte_range in again:
+                    raise
+                again.add(error.byte_range)
+            else:
+                break
+            # only now: nobody else should have to wait for the storage, and the engine's memory is free again
+            block, job = todo[at]
+            todo[at] = block, self._check(self._read_again(job, read))
+        for block, job in for_cpu:
+            self._decode_on_cpu(block, job.data, read)
+
+    def _decode_with(self, engine: BlockEngine, todo: list[_Pair], for_cpu: list[_Pair], device: torch.device) -> None:
+        """Decode blocks and take them out of `todo`; those that there is no scratch memory for go to `for_cpu`."""
+        direct = [job for _, job in todo if not job.out.is_meta]
+        if direct:
+            engine.decode_checked(direct, verify=self._verify)
+        todo[:] = [(block, job) for block, job in todo if job.out.is_meta]
+        most = len(todo)
+        while todo:
+            count = fitting([job.out.numel() for _, job in todo], 0, most, self._gpu.scratch_nbytes)
+            if self._through_scratch(engine, todo[:count]):
+                del todo[:count]
+            elif count > 1:
+                most = count // 2
+            else:
+                for_cpu.append(_decodable_on_cpu(todo[0], device))
+                del todo[0]
 
     def _checked(self, block: BlockRead, fetched: Fetched, device: torch.device) -> DecodeJob:
         """Return the engine's job for a block, after checking the stored bytes."""
@@ -217,32 +244,16 @@ class Decoder:
         assert job.byte_range is not None
         return replace(job, data=memoryview(self._filesystem.read(read.name, *job.byte_range)))
 
-    def _run(self, engine: BlockEngine, jobs: Sequence[DecodeJob], read: Read) -> None:
-        """Decode checked blocks; one that turns out to be corrupt is read once more."""
-        jobs, again = list(jobs), set[int]()
-        while True:
-            try:
-                engine.decode_checked(jobs, verify=self._verify)
-            except CorruptDataError as error:
-                at = next((at for at, job in enumerate(jobs) if job.byte_range == error.byte_range), None)
-                if at is None or at in again:
-                    raise
-                again.add(at)
-                jobs[at] = self._check(self._read_again(jobs[at], read))
-            else:
-                return
-
-    def _through_scratch(
-        self, engine: BlockEngine, pairs: Sequence[tuple[BlockRead, DecodeJob]], read: Read, device: torch.device
-    ) -> None:
+    def _through_scratch(self, engine: BlockEngine, pairs: Sequence[_Pair]) -> bool:
+        """Decode blocks to scratch memory, and place them; False if there is not so much."""
         with engine.scratch([job for _, job in pairs]) as jobs:
-            if jobs is not None:
-                self._run(engine, jobs, read)
-                with engine.session([job.out for job in jobs]):
-                    for (block, _), job in zip(pairs, jobs, strict=True):
-                        self._place(block, job.out)
-                return
-        self._without_scratch(engine, pairs, read, device)
+            if jobs is None:
+                return False
+            engine.decode_checked(jobs, verify=self._verify)
+            with engine.session([job.out for job in jobs]):
+                for (block, _), job in zip(pairs, jobs, strict=True):
+                    self._place(block, job.out)
+        return True
 
     def _place(self, block: BlockRead, decoded: torch.Tensor) -> None:
         host: torch.Tensor | None = None
@@ -254,22 +265,16 @@ class Decoder:
             host = decoded.cpu() if host is None else host
             destination.place(block.box, host)
 
-    def _without_scratch(
-        self, engine: BlockEngine, pairs: Sequence[tuple[BlockRead, DecodeJob]], read: Read, device: torch.device
-    ) -> None:
-        """Do with less scratch memory, and in the end with host memory."""
-        if len(pairs) == 1:
-            ((block, job),) = pairs
-            if not job.chain.needs_gpu:
-                self._decode_on_cpu(block, job.data, read)
-                return
-            raise CodecUnavailableError(
-                f"{job.out.numel()} bytes of scratch memory are not left on {device}, and only a GPU decodes ANS.",
-                path=job.path,
-                fqn=job.fqn,
-            )
-        for half in (pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]):
-            self._through_scratch(engine, half, read, device)
+
+def _decodable_on_cpu(pair: _Pair, device: torch.device) -> _Pair:
+    _, job = pair
+    if job.chain.needs_gpu:
+        raise CodecUnavailableError(
+            f"{job.out.numel()} bytes of scratch memory are not left on {device}, and only a GPU decodes ANS.",
+            path=job.path,
+            fqn=job.fqn,
+        )
+    return pair
 
 
 @contextmanager

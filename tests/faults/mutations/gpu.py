@@ -207,4 +207,11 @@ MUTATIONS = (
         new="            if False:\n",
         tests="tests/engines/test_engine_memory.py -k work_of_two",
     ),
+    Mutation(
+        row="GPU: blocks that were placed are not placed again",
+        file="dcp_nvcomp/loading/decoder.py",
+        old="                del todo[:count]\n",
+        new="                todo = todo[count:]\n",
+        tests="tests/engines/test_load_again.py",
+    ),
 )
