@@ -55,6 +55,7 @@ _GROUPS = {
     "compiled_library": "kernels",
     "kernels": "kernels",
     "literals_library": "literals",
+    "sanitized_literals": "sanitized",
 }
 
 

@@ -11,6 +11,8 @@
  *   _literals_weights.h   describes the codes
  *   here                  codes the streams, two at the same time, as their instructions do not depend on each other
  *
+ * Such frames are decoded in _literals_decode.h.
+ *
  * All bytes are counted, so before it is written it is known how long a block will be, but for a few bytes: room for
  * the bytes as they are is enough.
  */
@@ -21,6 +23,8 @@
 #include <string.h>
 
 #include "_literals_codes.h"
+#include "_literals_decode.h"
+#include "_literals_frame.h"
 #include "_literals_units.h"
 #include "_literals_weights.h"
 
@@ -31,24 +35,10 @@
 enum {
     MIN_FRAME_NBYTES = 1024, /* shorter ones are left to libzstd, which has shorter headers */
     MIN_CODED_NBYTES = 64,   /* of a block; four streams and a table do not pay before */
-    FRAME_HEADER_NBYTES = 4 + 1 + 4,
-    BLOCK_HEADER_NBYTES = 3,
-    LITERALS_HEADER_NBYTES = 5,
-    JUMP_TABLE_NBYTES = 6,
     FLUSH_NBYTES = 8,   /* what a flush writes, of which the last bytes may not count */
     FLUSHED_SYMBOLS = 4, /* 7 bits left from before and 4 * 11 stay clear of the 8 bits of an entry's length */
     MAX_STREAM_NBYTES = (MAX_BLOCK_NBYTES / 4 * MAX_BITS + 1 + 7) / 8 + FLUSH_NBYTES,
-    RAW_BLOCK = 0,
-    RUN_BLOCK = 1,
-    CODED_BLOCK = 2,
 };
-
-/* So that what is constant in a call is constant in its copy. */
-#ifdef __GNUC__
-#define ALWAYS_INLINE static inline __attribute__((always_inline))
-#else
-#define ALWAYS_INLINE static inline
-#endif
 
 typedef struct {
     Units units;
@@ -185,14 +175,13 @@ static uint8_t *write_block(uint8_t *out, const uint8_t *data, size_t nbytes, in
     uint64_t coded_nbytes = (uint64_t)(end - coded);
     *end++ = 0; /* no sequences */
     write_block_header(out, (size_t)(end - block), CODED_BLOCK, is_last);
-    write_number(block, 2 | 3 << 2 | (uint64_t)nbytes << 4 | coded_nbytes << 22, LITERALS_HEADER_NBYTES);
+    write_number(block, LITERALS_KIND | (uint64_t)nbytes << 4 | coded_nbytes << 22, LITERALS_HEADER_NBYTES);
     return end;
 }
 
 static uint8_t *write_frame_header(uint8_t *out, size_t nbytes) {
-    out = write_number(out, 0xFD2FB528, 4);
-    /* a single segment: the window is the content, whose size follows, here in 4 bytes */
-    *out++ = 2 << 6 | 1 << 5;
+    out = write_number(out, FRAME_MAGIC, 4);
+    *out++ = FRAME_DESCRIPTOR;
     return write_number(out, nbytes, 4);
 }
 
@@ -234,9 +223,29 @@ static PyObject *encode_literals(PyObject *module, PyObject *args) {
     return PyLong_FromSize_t(nbytes);
 }
 
+static PyObject *decode_literals(PyObject *module, PyObject *args) {
+    Py_buffer frame, out;
+    int decoded = 0;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "y*w*", &frame, &out))
+        return NULL;
+    Tables *tables = PyMem_RawMalloc(sizeof *tables);
+    if (tables) {
+        Py_BEGIN_ALLOW_THREADS
+        decoded = decode_frame(frame.buf, (size_t)frame.len, out.buf, (size_t)out.len, tables);
+        Py_END_ALLOW_THREADS
+        PyMem_RawFree(tables);
+    }
+    PyBuffer_Release(&frame);
+    PyBuffer_Release(&out);
+    return PyBool_FromLong(decoded);
+}
+
 static PyMethodDef functions[] = {
     {"encode_literals", encode_literals, METH_VARARGS,
      "encode_literals(data, out): a frame of `data` into `out`; its length, or 0 where libzstd has to do it."},
+    {"decode_literals", decode_literals, METH_VARARGS,
+     "decode_literals(frame, out): decodes to exactly `out`; False where libzstd has to do it, or to say what is wrong."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -10,10 +10,9 @@
 #define LITERALS_UNITS_H
 
 #include "_literals_codes.h"
+#include "_literals_frame.h"
 
 enum {
-    MAX_BLOCK_NBYTES = 128 << 10,
-    STREAMS = 4,
     MAX_PAIRED_RANGE = 128, /* beyond, pairs have so many codes that looking one up is slow */
 };
 
@@ -29,12 +28,6 @@ typedef struct {
         uint16_t pairs[MAX_BLOCK_NBYTES / 2 + STREAMS]; /* behind a stream's, the last symbol of an odd number */
     };
 } Units;
-
-/* The first three streams are equally long. */
-static size_t stream_length(size_t nbytes, int stream) {
-    size_t quarter = (nbytes + 3) / 4;
-    return stream < 3 ? quarter : nbytes - 3 * quarter;
-}
 
 /* Where a stream's pairs begin. */
 static size_t pairs_at(size_t nbytes, int stream) { return (size_t)stream * ((stream_length(nbytes, 0) + 1) / 2); }

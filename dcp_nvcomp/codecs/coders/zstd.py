@@ -29,9 +29,9 @@ class Zstd(Coder):
         slice_nbytes: bytes of a plane in one frame, a multiple of 16.
         level: zstd's compression level where matches are searched. Not needed to decode, so not stored.
         literals_only: code literals without searching for matches. On exponent planes the matches that zstd finds by
-            chance cost 3-4 % of the ratio and half of the speed. The compiled `_literals.c` writes such frames itself;
-            zstd's own library, which codes slices below 1 KiB and all of them where nothing was compiled, can be kept
-            from nearly all matches, but not from searching.
+            chance cost 3-4 % of the ratio and half of the speed. The compiled `_literals.c` writes such frames itself,
+            and decodes them; zstd's own library, which codes slices below 1 KiB and all of them where nothing was
+            compiled, can be kept from nearly all matches, but not from searching.
     """
 
     name: ClassVar[str] = "zstd"
@@ -66,6 +66,8 @@ class Zstd(Coder):
         decompressor = zstandard.ZstdDecompressor(max_window_size=max(2 * self.slice_nbytes, 8 << 20))
 
         def decode(frame: memoryview, out: memoryview) -> None:
+            if _literals is not None and _literals.decode_literals(frame, out):
+                return
             try:
                 parameters = zstandard.get_frame_parameters(frame)
                 claimed = parameters.content_size

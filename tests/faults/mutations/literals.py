@@ -1,4 +1,4 @@
-"""What stands between a tensor and a zstd frame that decodes to something else, or memory that is overwritten."""
+"""What stands between a tensor and a zstd frame that decodes to something else, or memory that is not its own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from tests.faults.mutations import Mutation
 
 _TESTS = "tests/codecs/test_literals_sanitized.py"
 _MADE = f"{_TESTS} -k frames_made"
+_DECODING = "tests/codecs/test_literals_decoding.py"
 
 
 def _mutations(file: str, *changes: tuple[str, str, str]) -> tuple[Mutation, ...]:
@@ -43,5 +44,29 @@ MUTATIONS = (
         ),
         ("counts[weight] && !share ? 1 : share;", "share;", _MADE),
         ("if (counts[weights[0]] < (uint32_t)total)", "if (total > 1)", _MADE),
+    ),
+    *_mutations(
+        "_literals_tables.h",
+        ("if (weight > MAX_WEIGHT || bit > 8 * nbytes)", "if (bit > 8 * nbytes)", f"{_DECODING} -k corrupt"),
+        ("if (weight > MAX_WEIGHT)\n", "if (0)\n", f"{_DECODING} -k corrupt"),
+        ("if (left & (left - 1))", "if (0)", f"{_DECODING} -k corrupt"),
+        ("return shortest + (left == 1) >= 2;", "return 1;", f"{_DECODING} -k descriptions"),
+        ("count < SYMBOLS - 2", "count < 2 * SYMBOLS", f"{_DECODING} -k corrupt"),
+        ("if (nbytes == 0 || nbytes >= room)", "if (nbytes == 0)", f"{_DECODING} -k corrupt"),
+        ("shortest == 1 ? MAX_WINDOW_SYMBOLS - 1 : ", "", f"{_DECODING} -k encoder_makes"),
+    ),
+    *_mutations(
+        "_literals_decode.h",
+        ("WINDOWS_A_ROUND = 5,", "WINDOWS_A_ROUND = 6,", f"{_DECODING} -k encoder_makes"),
+        ("(windows - 1) * MAX_WINDOW_SYMBOLS + 8", "windows * 2", f"{_DECODING} -k encoder_makes"),
+        ("(size_t)(7 + windows * MAX_BITS) / 8", "(size_t)windows", f"{_DECODING} -k corrupt_frames"),
+        ("if (length > nbytes - start)", "if (0)", f"{_DECODING} -k corrupt_frames"),
+        ("if (lanes[at].left >= 64)", "if (lanes[at].left)", f"{_DECODING} -k encoder_makes"),
+        ("        if (length > lane->left)\n            return 0;\n", "", f"{_DECODING} -k corrupt"),
+        ("return lane->left == 0;", "return 1;", f"{_DECODING} -k corrupt"),
+        (" || count > room", "", f"{_DECODING} -k wrong_length"),
+        (" || size > most", "", f"{_DECODING} -k none_of_ours"),
+        ("taken > nbytes - at || ", "", f"{_DECODING} -k cut"),
+        ("return at == nbytes && room == 0;", "return 1;", f"{_DECODING} -k wrong_length"),
     ),
 )
