@@ -1,14 +1,14 @@
 /* CRC32C (Castagnoli; RFC 3720) with the instructions that x86-64 processors have for it. Elsewhere, and in older ones,
- * there is none here: `crc32c_level` is 0, and the package crc32c does it.
+ * `crc32c_level` is 0, and the package crc32c does it.
  *
- *   level 1   the crc32 instruction, on three parts of the data side by side, as it takes three times as long as the
- *             next one has to wait; what each part is worth further ahead, a carry-less product says
+ *   level 1   the crc32 instruction, on three parts of the data side by side, as one can begin in each cycle and takes
+ *             three; the parts' CRCs become one by carry-less products
  *             (Gopal et al., "Fast CRC Computation for iSCSI Polynomial Using CRC32 Instruction", Intel 2011)
  *   level 2   carry-less products of 64 bytes at a time, four side by side
  *             (Gopal et al., "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction", Intel 2009)
  *
- * A CRC's lowest bit is the highest coefficient, and so are constants: x^n modulo the polynomial, its 32 bits reversed.
- * A product of two such numbers lacks a factor x, for which a constant's n is one less.
+ * In a CRC the lowest bit is the highest coefficient, and so it is in the constants, which are powers of x modulo the
+ * polynomial. A product of two such numbers has a factor x too many, so that exponents are one less.
  */
 
 #ifndef CRC32C_H
@@ -74,7 +74,8 @@ __attribute__((target("sse4.2,pclmul"))) static uint32_t crc32c_three_parts(uint
 /* `sum` moved ahead by CRC_FOLDED_NBYTES, plus the bytes that are there. */
 __attribute__((target("avx512f,vpclmulqdq"))) static inline __m512i crc32c_fold(__m512i sum, __m512i constants,
                                                                                const uint8_t *data) {
-    __m512i first = _mm512_clmulepi64_epi128(sum, constants, 0x00), second = _mm512_clmulepi64_epi128(sum, constants, 0x11);
+    __m512i first = _mm512_clmulepi64_epi128(sum, constants, 0x00);
+    __m512i second = _mm512_clmulepi64_epi128(sum, constants, 0x11);
     return _mm512_ternarylogic_epi64(first, second, _mm512_loadu_si512(data), 0x96); /* all three, by exclusive or */
 }
 

@@ -36,42 +36,65 @@ enum {
     MIN_FRAME_NBYTES = 1024, /* shorter ones are left to libzstd, which has shorter headers */
     MIN_CODED_NBYTES = 64,   /* of a block; four streams and a table do not pay before */
     FLUSH_NBYTES = 8,   /* what a flush writes, of which the last bytes may not count */
-    FLUSHED_SYMBOLS = 4, /* 7 bits left from before and 4 * 11 stay clear of the 8 bits of an entry's length */
+    MAX_PENDING_BITS = 56, /* of a stream: clear of the 8 bits of a code's length, */
+    FLUSHED_SYMBOLS = 4,   /* as 7 bits left from before and 4 * 11 are in any case */
     MAX_STREAM_NBYTES = (MAX_BLOCK_NBYTES / 4 * MAX_BITS + 1 + 7) / 8 + FLUSH_NBYTES,
 };
+
+enum Kind { SINGLES, LONG_PAIRS, SHORT_PAIRS }; /* of units; pairs by how many bits they take on average */
 
 typedef struct {
     Units units;
     Table table;
+    int are_short; /* pairs */
     uint8_t stream[MAX_STREAM_NBYTES]; /* while it is not known where it begins */
 } Work;
 
-ALWAYS_INLINE Code code_of(const Code *codes, const void *units, size_t at, int paired) {
-    return codes[paired ? ((const uint16_t *)units)[at] : ((const uint8_t *)units)[at]];
+ALWAYS_INLINE Code code_of(const Code *codes, const void *units, size_t at, enum Kind kind) {
+    return codes[kind == SINGLES ? ((const uint8_t *)units)[at] : ((const uint16_t *)units)[at]];
+}
+
+/* Codes four pairs of few bits, and flushes. That there is no room for all of their bits is so rare that processors
+ * guess right; else it would cost more than a flush. */
+ALWAYS_INLINE void code_four(Stream *stream, const Code *codes, const uint16_t *pairs) {
+    Code a = codes[pairs[3]], b = codes[pairs[2]], c = codes[pairs[1]], d = codes[pairs[0]];
+    put(stream, a);
+    put(stream, b);
+    if (stream->count + (uint32_t)c + (uint32_t)d > MAX_PENDING_BITS)
+        flush(stream);
+    put(stream, c);
+    put(stream, d);
+    flush(stream);
 }
 
 /* Codes the units of two streams, `a_left` of them and `b_left`, at most 3 fewer. */
 ALWAYS_INLINE void code_units(Stream *a_stream, Stream *b_stream, const Code *codes, const void *a, size_t a_left,
-                              const void *b, size_t b_left, int paired) {
+                              const void *b, size_t b_left, enum Kind kind) {
     Stream s = *a_stream, t = *b_stream; /* copies that the compiler can keep in registers */
-    const size_t flushed = paired ? FLUSHED_SYMBOLS / 2 : FLUSHED_SYMBOLS;
     for (; a_left > b_left; flush(&s))
-        put(&s, code_of(codes, a, --a_left, paired));
+        put(&s, code_of(codes, a, --a_left, kind));
     size_t left = b_left;
+    flush(&s);
+    flush(&t);
+    for (; kind == SHORT_PAIRS && left >= 4; left -= 4) {
+        code_four(&s, codes, (const uint16_t *)a + left - 4);
+        code_four(&t, codes, (const uint16_t *)b + left - 4);
+    }
+    const size_t flushed = kind == SINGLES ? FLUSHED_SYMBOLS : FLUSHED_SYMBOLS / 2;
     while (left >= flushed) {
         flush(&s);
         for (size_t i = 0; i < flushed; i++) {
             left--;
-            put(&s, code_of(codes, a, left, paired));
-            put(&t, code_of(codes, b, left, paired));
+            put(&s, code_of(codes, a, left, kind));
+            put(&t, code_of(codes, b, left, kind));
         }
         flush(&t);
     }
     flush(&s);
     while (left) {
         left--;
-        put(&s, code_of(codes, a, left, paired));
-        put(&t, code_of(codes, b, left, paired));
+        put(&s, code_of(codes, a, left, kind));
+        put(&t, code_of(codes, b, left, kind));
     }
     flush(&s);
     flush(&t);
@@ -80,15 +103,21 @@ ALWAYS_INLINE void code_units(Stream *a_stream, Stream *b_stream, const Code *co
 }
 
 SHIFTS
-static void code_paired(Stream *s, Stream *t, const Code *codes, const uint16_t *a, size_t a_left, const uint16_t *b,
-                        size_t b_left) {
-    code_units(s, t, codes, a, a_left, b, b_left, 1);
+static void code_long_pairs(Stream *s, Stream *t, const Code *codes, const uint16_t *a, size_t a_left,
+                            const uint16_t *b, size_t b_left) {
+    code_units(s, t, codes, a, a_left, b, b_left, LONG_PAIRS);
 }
 
 SHIFTS
-static void code_single(Stream *s, Stream *t, const Code *codes, const uint8_t *a, size_t a_left, const uint8_t *b,
-                        size_t b_left) {
-    code_units(s, t, codes, a, a_left, b, b_left, 0);
+static void code_short_pairs(Stream *s, Stream *t, const Code *codes, const uint16_t *a, size_t a_left,
+                             const uint16_t *b, size_t b_left) {
+    code_units(s, t, codes, a, a_left, b, b_left, SHORT_PAIRS);
+}
+
+SHIFTS
+static void code_singles(Stream *s, Stream *t, const Code *codes, const uint8_t *a, size_t a_left, const uint8_t *b,
+                         size_t b_left) {
+    code_units(s, t, codes, a, a_left, b, b_left, SINGLES);
 }
 
 static void code_two_streams(Stream *s, Stream *t, const Work *work, size_t nbytes, int at) {
@@ -101,10 +130,13 @@ static void code_two_streams(Stream *s, Stream *t, const Work *work, size_t nbyt
             put(s, codes[a[a_length / 2]]);
         if (b_length & 1)
             put(t, codes[b[b_length / 2]]);
-        code_paired(s, t, units->codes, a, a_length / 2, b, b_length / 2);
+        if (work->are_short)
+            code_short_pairs(s, t, units->codes, a, a_length / 2, b, b_length / 2);
+        else
+            code_long_pairs(s, t, units->codes, a, a_length / 2, b, b_length / 2);
     } else {
         const uint8_t *a = units->symbols + (size_t)at * stream_length(nbytes, 0);
-        code_single(s, t, work->table.codes, a, a_length, a + a_length, b_length);
+        code_singles(s, t, work->table.codes, a, a_length, a + a_length, b_length);
     }
     finish(s);
     finish(t);
@@ -166,6 +198,7 @@ static uint8_t *write_block(uint8_t *out, const uint8_t *data, size_t nbytes, in
     size_t most = LITERALS_HEADER_NBYTES + description_nbytes + JUMP_TABLE_NBYTES + (size_t)(bits / 8) + STREAMS + 1;
     if (!description_nbytes || most >= nbytes)
         return write_raw(out, data, nbytes, is_last);
+    work->are_short = bits <= 4 * nbytes; /* four pairs take 32 of 56 bits */
     if (units->range)
         code_pairs(units->codes, table->codes + units->first, units->range);
     uint8_t *block = out + BLOCK_HEADER_NBYTES, *coded = block + LITERALS_HEADER_NBYTES;
@@ -245,7 +278,7 @@ static PyMethodDef functions[] = {
     {"encode_literals", encode_literals, METH_VARARGS,
      "encode_literals(data, out): a frame of `data` into `out`; its length, or 0 where libzstd has to do it."},
     {"decode_literals", decode_literals, METH_VARARGS,
-     "decode_literals(frame, out): decodes to exactly `out`; False where libzstd has to do it, or to say what is wrong."},
+     "decode_literals(frame, out): decodes to exactly `out`; False where libzstd has to, or has to say what is wrong."},
     {NULL, NULL, 0, NULL},
 };
 

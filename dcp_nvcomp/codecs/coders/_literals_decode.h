@@ -55,10 +55,11 @@ ALWAYS_INLINE void refill(Cursor *cursor) {
     fill_bits(cursor, used & 7);
 }
 
-/* How many rounds of so many windows a lane has bytes for in any case, on both sides: what a round reads with the 7 bits
- * before, and what it writes, if all windows but the last are full. */
+/* How many rounds of so many windows a lane has bytes for in any case: for what a round reads behind the 7 bits of the
+ * one before, and for what it writes, if all its windows are full and the last is written as 8 bytes. */
 ALWAYS_INLINE size_t rounds_of(const Cursor *cursor, const Lane *lane, int windows) {
-    size_t in_nbytes = (size_t)(7 + windows * MAX_BITS) / 8, out_nbytes = (size_t)(windows - 1) * MAX_WINDOW_SYMBOLS + 8;
+    size_t in_nbytes = (size_t)(7 + windows * MAX_BITS) / 8;
+    size_t out_nbytes = (size_t)(windows - 1) * MAX_WINDOW_SYMBOLS + 8;
     return smaller((size_t)(cursor->in - lane->stream) / in_nbytes, (size_t)(lane->end - cursor->out) / out_nbytes);
 }
 

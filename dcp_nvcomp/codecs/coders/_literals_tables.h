@@ -38,7 +38,7 @@ typedef struct {
     int count;
 } Tables;
 
-/* ---- bits that are read backwards --------------------------------------------------------------------------------- */
+/* ---- bits that are read backwards -------------------------------------------------------------------------------- */
 
 static inline unsigned highest_bit(unsigned value) { return 31 - (unsigned)__builtin_clz(value); }
 
@@ -56,7 +56,7 @@ static unsigned peek(const uint8_t *stream, size_t left, unsigned count) {
     return (word >> (low & 7) & ((1u << there) - 1)) << (count - there);
 }
 
-/* ---- weights ------------------------------------------------------------------------------------------------------ */
+/* ---- weights ----------------------------------------------------------------------------------------------------- */
 
 typedef struct {
     uint8_t weight;
@@ -182,7 +182,7 @@ static size_t read_weights(const uint8_t *in, size_t room, Description *descript
     return count && complete_weights(description, count) ? 1 + nbytes : 0;
 }
 
-/* ---- windows ------------------------------------------------------------------------------------------------------ */
+/* ---- windows ----------------------------------------------------------------------------------------------------- */
 
 static void order_symbols(Tables *tables, const Description *description) {
     int next[MAX_WEIGHT + 2] = {0};

@@ -18,6 +18,7 @@ MUTATIONS = (
     *_mutations(
         "_literals.c",
         ("FLUSHED_SYMBOLS = 4,", "FLUSHED_SYMBOLS = 6,", _MADE),
+        ("MAX_PENDING_BITS = 56,", "MAX_PENDING_BITS = 64,", _MADE),
         ("for (; a_left > b_left; flush(&s))", "for (; a_left > b_left + 1; flush(&s))", _MADE),
         ("put(s, codes[a[a_length / 2]]);", ";", _MADE),
         ("put(t, codes[b[b_length / 2]]);", ";", _MADE),
