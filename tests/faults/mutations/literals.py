@@ -49,7 +49,7 @@ MUTATIONS = (
     *_mutations(
         "_literals_tables.h",
         ("if (weight > MAX_WEIGHT || bit > 8 * nbytes)", "if (bit > 8 * nbytes)", f"{_DECODING} -k corrupt"),
-        ("if (weight > MAX_WEIGHT)\n", "if (0)\n", f"{_DECODING} -k corrupt"),
+        (" || sum >= WINDOWS", "", f"{_DECODING} -k corrupt"),
         ("if (left & (left - 1))", "if (0)", f"{_DECODING} -k corrupt"),
         ("return shortest + (left == 1) >= 2;", "return 1;", f"{_DECODING} -k descriptions"),
         ("count < SYMBOLS - 2", "count < 2 * SYMBOLS", f"{_DECODING} -k corrupt"),
