@@ -142,7 +142,7 @@ def test_blocks_of_all_kinds(random: np.random.Generator) -> None:
 # ---- what is left to libzstd -----------------------------------------------------------------------------------------
 
 
-def test_what_is_none_of_ours(random: np.random.Generator) -> None:
+def test_what_is_none_of_ours(sanitized_literals: Path, tmp_path: Path, random: np.random.Generator) -> None:
     data = skewed(random, 50_000, 20, 90, 1.3).tobytes()
     repeated = data[:300] * 400
     frames = [
@@ -162,18 +162,20 @@ def test_what_is_none_of_ours(random: np.random.Generator) -> None:
         frame_of(50_000, block(1, 50_001, b"a", last=True)),
         frame_of(50_000, block(0, 0, b"", last=False), block(0, 50_000, data, last=True)),
     ]
-    assert [decoded(frame, 50_000) for frame in frames] == [None] * len(frames)
+    pairs = [(frame, 50_000) for frame in frames]
+    pairs.append((frame_of(200 * KIB, block(0, 200 * KIB, random.bytes(200 * KIB), last=True)), 200 * KIB))
+    assert sanitized(sanitized_literals, tmp_path, pairs) == [None] * len(pairs)
 
 
-@pytest.mark.parametrize("symbols", [1, 20, 256])
-def test_a_wrong_length(random: np.random.Generator, symbols: int) -> None:
-    data = skewed(random, 5000, symbols, 0, 1.0).tobytes()
-    frame = framed(data)
-    assert decoded(frame, 5000) == data
-    for nbytes in (0, 1, 4999, 5001, 6000):
-        assert decoded(frame, nbytes) is None
-    for other in (frame[:-1], frame + b"\0", frame + frame):
-        assert decoded(other, 5000) is None
+def test_a_wrong_length(sanitized_literals: Path, tmp_path: Path, random: np.random.Generator) -> None:
+    """Of the frame, or of what it decodes to, also where its header says that."""
+    pairs = []
+    for symbols in (1, 20, 256):
+        frame = framed(skewed(random, 5000, symbols, 0, 1.0).tobytes())
+        for nbytes in (1, 100, 4999, 5001, 6000):
+            pairs += [(frame, nbytes), (frame[:5] + nbytes.to_bytes(4, "little") + frame[9:], nbytes)]
+        pairs += [(other, 5000) for other in (frame[:-1], frame + b"\0", frame + frame)]
+    assert sanitized(sanitized_literals, tmp_path, pairs) == [None] * len(pairs)
 
 
 def test_every_frame_that_is_cut(sanitized_literals: Path, tmp_path: Path, random: np.random.Generator) -> None:
