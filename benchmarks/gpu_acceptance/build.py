@@ -11,11 +11,7 @@ __all__ = ["build_cpu_kernels", "missing_cpu_kernels"]
 
 ROOT = Path(__file__).resolve().parents[2]
 
-_KERNELS = (
-    "dcp_nvcomp.codecs._checksums",
-    "dcp_nvcomp.codecs.transforms._planes",
-    "dcp_nvcomp.codecs.coders._literals",
-)
+_KERNELS = ("dcp_nvcomp.codecs.transforms._planes", "dcp_nvcomp.codecs.coders._literals")
 
 
 def missing_cpu_kernels() -> list[str]:

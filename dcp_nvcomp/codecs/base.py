@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp_nvcomp.codecs.dtypes import ElementType
-from dcp_nvcomp.codecs.encoded import checksum
 from dcp_nvcomp.codecs.scratch import ScratchArrays
 from dcp_nvcomp.errors import ConfigurationError
 
@@ -151,10 +150,6 @@ class ArrayToBytes(ABC):
         Returns:
             The block's flags. The planes of `layout` with these flags lie at the starts of the arrays.
         """
-
-    def split_and_check(self, block: U8, planes: Sequence[U8]) -> tuple[int, int]:
-        """Split one block, and return its flags and its CRC32C; a codec can do better than one after the other."""
-        return self.split(block, planes), checksum(block)
 
     @abstractmethod
     def merge(self, planes: Sequence[U8], flags: int, block: U8, scratch: ScratchArrays) -> None:

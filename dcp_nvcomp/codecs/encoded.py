@@ -11,11 +11,6 @@ import numpy as np
 import numpy.typing as npt
 from crc32c import crc32c
 
-try:
-    from dcp_nvcomp.codecs import _checksums
-except ImportError:  # not compiled, or not for this processor
-    _checksums = None  # type: ignore[assignment]
-
 __all__ = ["VERIFY_MODES", "BlockRow", "EncodedBlock", "checksum"]
 
 # verify: "stored" checks each block's encoded CRC before a decoder sees it, "full" the decoded block's CRC too.
@@ -64,5 +59,4 @@ _RELEASE_GIL = 1
 
 def checksum(data: U8 | memoryview | bytes, value: int = 0) -> int:
     """Return the CRC32C of `data`, without holding the GIL. `value` is the CRC of the bytes before it."""
-    view = data.data if isinstance(data, np.ndarray) else data
-    return crc32c(view, value, _RELEASE_GIL) if _checksums is None else _checksums.checksum(view, value)
+    return crc32c(data.data if isinstance(data, np.ndarray) else data, value, _RELEASE_GIL)

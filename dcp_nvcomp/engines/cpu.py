@@ -55,7 +55,7 @@ class CpuEngine:
         target = np.frombuffer(out, np.uint8)
         codec, has_coder = chain.array_to_bytes, chain.coder is not None
         arrays = self._arrays(codec.layout(block.nbytes, 0, has_coder), target)
-        flags, crc = codec.split_and_check(block, arrays)
+        flags = codec.split(block, arrays)
         sizes: list[int] = []
         position = 0
         for plane, array in zip(codec.layout(block.nbytes, flags, has_coder), arrays, strict=True):
@@ -68,8 +68,9 @@ class CpuEngine:
                     target[position : position + data.size] = data
                 position = _pad(target, position + data.size)
         encoded = out[:position]
-        is_same = codec.is_plain and not has_coder and position == block.nbytes
-        row = BlockRow(flags, tuple(sizes), crc if is_same else checksum(encoded), crc)
+        # of the copy, if there is one: another process may write into the tensor at the same time
+        encoded_from = arrays[0] if codec.is_plain else block
+        row = BlockRow(flags, tuple(sizes), checksum(encoded), checksum(encoded_from))
         return EncodedBlock(encoded, row, block.nbytes)
 
     def _arrays(self, planes: Sequence[Plane], target: U8) -> list[U8]:

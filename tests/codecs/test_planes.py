@@ -8,11 +8,9 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from crc32c import crc32c
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dcp_nvcomp.codecs import encoded
 from dcp_nvcomp.codecs.scratch import ScratchArrays
 from dcp_nvcomp.codecs.transforms import planes, planes_numpy
 from dcp_nvcomp.codecs.transforms.planes import Planes
@@ -179,31 +177,3 @@ def test_two_byte_floats_have_no_low_plane() -> None:
 @pytest.mark.parametrize(("coded", "allowed"), [((), {0, 1, 3}), (("exponent",), {0, 1, 3}), (("rest",), {0})])
 def test_flags_that_planes_can_have(coded: tuple[str, ...], allowed: set[int]) -> None:
     assert {flags for flags in range(9) if Planes(4, coded).check_flags(flags)} == allowed
-
-
-@pytest.mark.parametrize("width", [2, 4, 8])
-@pytest.mark.parametrize("count", [0, 1, 7, 8, 1000, 6143, 6144, 6145, 100_000])
-@pytest.mark.parametrize("sign", [0, 0x80, None])
-def test_split_and_check_is_both(width: int, count: int, sign: int | None) -> None:
-    """Parts of a block are split as the whole is, also if only the last has another sign."""
-    block = np.random.default_rng(count).integers(0, 256, count * width).astype(np.uint8)
-    if sign is not None:
-        block[width - 1 :: width] = block[width - 1 :: width] & 0x7F | sign
-    for odd in (False, True):
-        if odd and count:
-            block[-1] ^= 0x80
-        codec = Planes(width)
-        apart, together = outputs_for(codec, block.size), outputs_for(codec, block.size)
-        flags = codec.split(block, list(apart.values()))
-        assert codec.split_and_check(block, list(together.values())) == (flags, crc32c(block.data))
-        assert {name: plane.tobytes() for name, plane in apart.items()} == {
-            name: plane.tobytes() for name, plane in together.items()
-        }
-
-
-def test_the_compiled_kernels_make_the_checksum() -> None:
-    """Where the processor has instructions for it, which is where there is the module _checksums."""
-    compiled = pytest.importorskip("dcp_nvcomp.codecs.transforms._planes")
-    assert (encoded._checksums is not None) == compiled.HAS_CRC32C
-    with pytest.raises(ValueError, match="not those of this block"):
-        compiled.split_and_check(np.zeros(8, np.uint8), 2, None, np.zeros(4, np.uint8), np.zeros(3, np.uint8))

@@ -10,8 +10,6 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "../_crc32c.h"
-
 #if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "The compiled kernels are for little-endian machines; planes_numpy.py is used elsewhere."
 #endif
@@ -23,11 +21,7 @@
 #define VECTORS
 #endif
 
-enum {
-    SEEN_POSITIVE = 1,
-    SEEN_NEGATIVE = 2,
-    PART_NBYTES = 12 << 10, /* of a block, well within the smallest of caches; a multiple of three parts of a CRC */
-};
+enum { SEEN_POSITIVE = 1, SEEN_NEGATIVE = 2 };
 
 static int signs(uint64_t any, uint64_t all, int top) {
     return (all >> top & 1 ? 0 : SEEN_POSITIVE) | (any >> top & 1 ? SEEN_NEGATIVE : 0);
@@ -162,16 +156,6 @@ static int acquire(PyObject *args, Buffers *buffers, int *width, int is_split) {
     return 1;
 }
 
-/* Splits `count` floats from the one at `at` on. */
-static int split(const Buffers *b, int width, Py_ssize_t at, Py_ssize_t count) {
-    const uint8_t *block = (const uint8_t *)b->block.buf + width * at;
-    uint8_t *rest = (uint8_t *)b->rest.buf + at, *exponent = (uint8_t *)b->exponent.buf + at;
-    if (width == 2)
-        return split2(block, rest, exponent, count);
-    uint8_t *low = (uint8_t *)b->low.buf + (width - 2) * at;
-    return (width == 4 ? split4 : split8)(block, low, rest, exponent, count);
-}
-
 static PyObject *split_floats(PyObject *module, PyObject *args) {
     Buffers b;
     int width, seen;
@@ -179,30 +163,15 @@ static PyObject *split_floats(PyObject *module, PyObject *args) {
     if (!acquire(args, &b, &width, 1))
         return NULL;
     Py_BEGIN_ALLOW_THREADS
-    seen = split(&b, width, 0, b.exponent.len);
+    if (width == 2)
+        seen = split2(b.block.buf, b.rest.buf, b.exponent.buf, b.exponent.len);
+    else if (width == 4)
+        seen = split4(b.block.buf, b.low.buf, b.rest.buf, b.exponent.buf, b.exponent.len);
+    else
+        seen = split8(b.block.buf, b.low.buf, b.rest.buf, b.exponent.buf, b.exponent.len);
     Py_END_ALLOW_THREADS
     release(&b);
     return PyLong_FromLong(seen);
-}
-
-/* A part is still in the cache when it is split, so a block comes from memory once, not twice. */
-static PyObject *split_and_check(PyObject *module, PyObject *args) {
-    Buffers b;
-    int width, seen = 0, level = crc32c_level();
-    uint32_t crc = 0;
-    (void)module;
-    if (!acquire(args, &b, &width, 1))
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    Py_ssize_t part = PART_NBYTES / width, left = b.exponent.len;
-    for (Py_ssize_t at = 0; left > 0; at += part, left -= part) {
-        Py_ssize_t count = left < part ? left : part;
-        crc = crc32c(level, crc, (const uint8_t *)b.block.buf + width * at, (size_t)(width * count));
-        seen |= split(&b, width, at, count);
-    }
-    Py_END_ALLOW_THREADS
-    release(&b);
-    return Py_BuildValue("iI", seen, crc);
 }
 
 static PyObject *merge_floats(PyObject *module, PyObject *args) {
@@ -269,17 +238,13 @@ static PyObject *unpack_rest(PyObject *module, PyObject *args) {
 
 static PyMethodDef functions[] = {
     {"split_floats", split_floats, METH_VARARGS, "See planes_numpy.py."},
-    {"split_and_check", split_and_check, METH_VARARGS, "The same, and the block's CRC32C; only with HAS_CRC32C."},
     {"merge_floats", merge_floats, METH_VARARGS, "See planes_numpy.py."},
     {"pack_rest", pack_rest, METH_VARARGS, "See planes_numpy.py."},
     {"unpack_rest", unpack_rest, METH_VARARGS, "See planes_numpy.py."},
     {NULL, NULL, 0, NULL},
 };
 
-static int execute(PyObject *module) { return PyModule_AddIntConstant(module, "HAS_CRC32C", crc32c_level() > 0); }
-
 static PyModuleDef_Slot slots[] = {
-    {Py_mod_exec, execute},
 #ifdef Py_mod_gil
     {Py_mod_gil, Py_MOD_GIL_NOT_USED},
 #endif

@@ -88,16 +88,6 @@ class Planes(ArrayToBytes):
     def split(self, block: U8, planes: Sequence[U8]) -> int:
         *low, rest, exponent = planes
         signs = kernels.split_floats(block, self.float_nbytes, low[0] if low else None, rest, exponent)
-        return self._pack(rest, signs)
-
-    def split_and_check(self, block: U8, planes: Sequence[U8]) -> tuple[int, int]:
-        if not kernels.HAS_CRC32C:
-            return super().split_and_check(block, planes)
-        *low, rest, exponent = planes
-        signs, crc = kernels.split_and_check(block, self.float_nbytes, low[0] if low else None, rest, exponent)
-        return self._pack(rest, signs), crc
-
-    def _pack(self, rest: U8, signs: int) -> int:
         if "rest" in self.coded or rest.size < 8 or signs not in _FLAGS_OF_SIGNS:
             return 0
         kernels.pack_rest(rest)

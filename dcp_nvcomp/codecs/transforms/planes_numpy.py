@@ -10,9 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["HAS_CRC32C", "merge_floats", "pack_rest", "split_floats", "unpack_rest"]
-
-HAS_CRC32C = False  # the compiled kernels may have `split_and_check`, which makes the CRC in the same pass
+__all__ = ["merge_floats", "pack_rest", "split_floats", "unpack_rest"]
 
 U8 = npt.NDArray[np.uint8]
 U16 = npt.NDArray[np.uint16]

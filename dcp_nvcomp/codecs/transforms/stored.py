@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from dcp_nvcomp.codecs.base import U8, ArrayToBytes, Plane
-from dcp_nvcomp.codecs.encoded import checksum
 from dcp_nvcomp.codecs.scratch import ScratchArrays
 
 __all__ = ["Bytes"]
@@ -38,10 +37,6 @@ class Bytes(ArrayToBytes):
     def split(self, block: U8, planes: Sequence[U8]) -> int:
         np.copyto(planes[0], block)
         return 0
-
-    def split_and_check(self, block: U8, planes: Sequence[U8]) -> tuple[int, int]:
-        # the CRC is the copy's: another process may write into the tensor at the same time
-        return self.split(block, planes), checksum(planes[0])
 
     def merge(self, planes: Sequence[U8], flags: int, block: U8, scratch: ScratchArrays) -> None:
         np.copyto(block, planes[0])
