@@ -286,7 +286,7 @@ class CudaEngine:
         if unusable is None:
             with self._device.current():
                 take = self.memory.take_scratch
-                memory = self._attempt(lambda: take(starts[-1], self._decoder.costs_nbytes(jobs)))
+                memory = self._attempt(lambda: take(starts[-1], self._decode_costs(jobs)))
         if memory is not None:
             with self.memory.beside(memory):
                 places = zip(jobs, starts[:-1], strict=True)
@@ -297,6 +297,13 @@ class CudaEngine:
         elif len(jobs) == 1:
             self._fall_back.of_block(jobs[0].chain, self._copying.reason)
         yield None
+
+    def _decode_costs(self, jobs: Sequence[DecodeJob]) -> list[int]:
+        """Return the cost of each block; 0 for one that is left to the CPU engine."""
+        costs, served = [0] * len(jobs), _served([job.chain for job in jobs], self.coders.decodes)
+        for at, cost in zip(served, self._decoder.costs_nbytes([jobs[at] for at in served]), strict=True):
+            costs[at] = cost
+        return costs
 
     def session(self, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Copies between these tensors on the engine's own stream, complete at the end."""
