@@ -200,6 +200,26 @@ def test_a_gpu_without_memory_is_given_up_until_the_next_save(
     assert len(devices) == attempts + 1
 
 
+def test_an_odd_error_of_the_allocator_counts_for_this_save_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    reserve, error = StandInDevice._reserve, [RuntimeError("CUDA error: unknown")]
+
+    def fails_once(self: StandInDevice, nbytes: int) -> torch.Tensor:
+        if error:
+            raise error.pop()
+        return reserve(self, nbytes)
+
+    monkeypatch.setattr(StandInDevice, "_reserve", fails_once)
+    shared = EnginePool(lambda device: StandInDevice(ReferenceKernels()), lambda engine, device: None)
+    with (
+        pytest.warns(RuntimeWarning, match="RuntimeError: CUDA error: unknown"),
+        shared.lend(CPU, EnginePolicy(BUDGET)) as engine,
+    ):
+        assert isinstance(engine, CopyingEngine)
+    shared.begin(2 * BUDGET)
+    with shared.lend(CPU, EnginePolicy(BUDGET)) as engine:
+        assert isinstance(engine, CudaEngine)
+
+
 # ---- memory for one engine only --------------------------------------------------------------------------------------
 
 

@@ -36,6 +36,7 @@ from .small import failure_of, nothing_leaks
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
     pytest.mark.filterwarnings("ignore:The GPU failed on a block:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:Tensors on cpu are handled by the slower CPU engine:RuntimeWarning"),
 ]
 
 Step = tuple[str, int]

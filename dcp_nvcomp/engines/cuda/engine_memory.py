@@ -42,11 +42,15 @@ class EngineMemory:
         """Reserve what the budget allows, or what there is of it.
 
         Raises:
-            torch.OutOfMemoryError: there is nothing.
+            torch.OutOfMemoryError: there is nothing, whatever the driver calls it.
         """
-        with self._device.current():
-            if self._arena.capacity_nbytes == 0:
-                raise torch.OutOfMemoryError("the device has no memory left for an engine")
+        try:
+            with self._device.current():
+                nbytes = self._arena.capacity_nbytes
+        except Exception as error:
+            raise torch.OutOfMemoryError(f"no memory can be reserved ({type(error).__name__}: {error})") from error
+        if nbytes == 0:
+            raise torch.OutOfMemoryError("the device has no memory left for an engine")
 
     def make_room(self, nbytes: int) -> None:
         """Have room for one batch, be it more than the budget."""
