@@ -1,10 +1,13 @@
 """The codec chain for a tensor, chosen by dtype, size and a measured sample.
 
 codec option  --parse_codec-->  CodecChooser  --choose(element, sample, nbytes)-->  CodecChain, one per record
+
+`auto` itself is in auto.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Protocol, runtime_checkable
@@ -12,28 +15,24 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from dcp_nvcomp.codecs.auto import PLAIN, STORED, Judge, judged_nbytes
 from dcp_nvcomp.codecs.base import CodecChain, Coder
 from dcp_nvcomp.codecs.coders.ans import ANS_DATA_TYPES, Ans
 from dcp_nvcomp.codecs.coders.deflate import Deflate
 from dcp_nvcomp.codecs.coders.zstd import Zstd
 from dcp_nvcomp.codecs.dtypes import ElementType
-from dcp_nvcomp.codecs.transforms.planes import PLANE_NAMES, Planes
+from dcp_nvcomp.codecs.transforms.planes import Planes
 from dcp_nvcomp.codecs.transforms.stored import Bytes
 from dcp_nvcomp.errors import ConfigurationError
 
-__all__ = ["CODEC_NAMES", "STORED", "CodecChooser", "needs_gpu", "parse_codec", "sample_nbytes"]
+__all__ = ["CODEC_NAMES", "STORED", "TINY_NBYTES", "Auto", "CodecChooser", "needs_gpu", "parse_codec", "sample_nbytes"]
 
 U8 = npt.NDArray[np.uint8]
 
-STORED = CodecChain(Bytes())
-PLAIN = CodecChain(Bytes(), Zstd(level=3))
-
 # Sampling runs on one thread for all records of a rank, so it must stay well below the time of encoding them.
-_MIN_SAMPLE_NBYTES = 8 << 10
-_MAX_SAMPLE_NBYTES = 64 << 10
+_MIN_SAMPLE_NBYTES = 64 << 10
+_MAX_SAMPLE_NBYTES = 256 << 10
 _SAMPLED_PART = 32
-# Below this gain, decoding costs more than the bytes are worth.
-WORTHWHILE = 0.98
 TINY_NBYTES = 256
 
 
@@ -75,7 +74,7 @@ class _WhereItFits:
     chain: CodecChain
 
     def choose(self, element: ElementType, sample: U8, nbytes: int) -> CodecChain:
-        return self.chain if self.chain.array_to_bytes.fits(element) else _Auto().choose(element, sample, nbytes)
+        return self.chain if self.chain.array_to_bytes.fits(element) else Auto().choose(element, sample, nbytes)
 
     @property
     def needs_gpu(self) -> bool:
@@ -93,18 +92,18 @@ class _AnsChooser:
 
 
 @dataclass(frozen=True)
-class _Auto:
+class Auto:
     """Open bytes, by what a sample gains."""
 
     def choose(self, element: ElementType, sample: U8, nbytes: int) -> CodecChain:
-        if nbytes < TINY_NBYTES or sample.size == 0:
+        return self.choose_from(element, [sample], nbytes)
+
+    def choose_from(self, element: ElementType, pieces: Sequence[U8], nbytes: int) -> CodecChain:
+        """Return the chain for one record, from several places of it: what repeats between them is out of reach."""
+        if nbytes < TINY_NBYTES:
             return STORED
-        if element.float_nbytes:
-            return _auto_floats(sample, element.float_nbytes)
-        matched, literals = _coded_nbytes(sample, Zstd(level=3)), _coded_nbytes(sample, Zstd(literals_only=True))
-        if min(matched, literals) > WORTHWHILE * sample.size:
-            return STORED
-        return PLAIN if matched < literals else CodecChain(Bytes(), Zstd(literals_only=True))
+        step = judged_nbytes(element)
+        return Judge().judge(element, [part[at : at + step] for part in pieces for at in range(0, part.size, step)])
 
 
 def sample_nbytes(nbytes: int) -> int:
@@ -113,42 +112,8 @@ def sample_nbytes(nbytes: int) -> int:
     return wanted // 16 * 16  # whole elements of any type
 
 
-def _coded_nbytes(data: U8, coder: Coder) -> int:
-    encode, step = coder.encoder(), coder.slice_nbytes
-    view = data.data
-    return sum(min(len(encode(view[at : at + step])), step) for at in range(0, data.size, step))
-
-
-def _auto_floats(sample: U8, float_nbytes: int) -> CodecChain:
-    """Code the exponent plane and the other planes that gain by it, with matches if they help."""
-    count = sample.size // float_nbytes
-    codec = Planes(float_nbytes, PLANE_NAMES)
-    planes = {p.name: np.empty(p.nbytes, np.uint8) for p in codec.layout(sample.size, 0, True)}
-    codec.split(sample[: count * float_nbytes], list(planes.values()))
-    matching, literal = Zstd(level=1), Zstd(literals_only=True)
-    stored_nbytes = {name: plane.size for name, plane in planes.items()}
-    if _same_sign(planes["rest"]):
-        stored_nbytes["rest"] -= count // 8  # a stored rest plane is packed then, a coded one is not
-    simple = sum(stored_nbytes.values()) - stored_nbytes["exponent"] + _coded_nbytes(planes["exponent"], literal)
-    sizes = {name: _coded_nbytes(planes[name], matching) for name in planes}
-    names = tuple(name for name in planes if name == "exponent" or sizes[name] < WORTHWHILE * stored_nbytes[name])
-    thorough = sum(sizes[name] if name in names else stored_nbytes[name] for name in planes)
-    if min(simple, thorough) > WORTHWHILE * sample.size:
-        return STORED
-    if thorough < WORTHWHILE * simple:  # must pay for the time that searching matches costs
-        # more than the exponents compresses, so perhaps whole floats repeat
-        if _coded_nbytes(sample, Zstd(level=3)) < WORTHWHILE * thorough:
-            return PLAIN
-        return CodecChain(Planes(float_nbytes, names), matching)
-    return CodecChain(Planes(float_nbytes), literal)
-
-
-def _same_sign(rest: U8) -> bool:
-    return bool(rest.max() < 0x80 or rest.min() >= 0x80)
-
-
 _NAMED: dict[str, CodecChooser] = {
-    "auto": _Auto(),
+    "auto": Auto(),
     "planes-zstd": _Always(Zstd(literals_only=True), PLAIN, True),
     "planes-deflate": _Always(Deflate(literals_only=True), CodecChain(Bytes(), Deflate()), True),
     "zstd": _Always(None, PLAIN, False),

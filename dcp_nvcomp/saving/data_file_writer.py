@@ -145,6 +145,8 @@ class DataFileWriter:
             self._align()
         encoded, nbytes = self._encoded_nbytes, pending.nbytes
         self.totals.append((pending.chain.label, pending.dtype, Totals(len(pending.members), nbytes, encoded)))
+        if nbytes:
+            pending.choice.achieved(encoded / nbytes)
         for at in range(self._first_item, len(self._items)):
             member, number, _ = self._items[at]
             share = encoded * member.nbytes // nbytes if nbytes else 0

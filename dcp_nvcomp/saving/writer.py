@@ -52,6 +52,7 @@ from dcp_nvcomp.options import (
 )
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.saving.commit import commit_checkpoint, commit_rank, refuse_existing
+from dcp_nvcomp.saving.encode.choices import RememberedChoices
 from dcp_nvcomp.saving.encode.records import RecordMaker
 from dcp_nvcomp.saving.file_plan import plan_files, planned_nbytes
 from dcp_nvcomp.saving.job import SaveJob, SaveOptions
@@ -174,10 +175,12 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         self._saves = saves
         self._orphans = Orphans()
         self._unfinished = False
+        self._remembered = RememberedChoices()
 
     def __getstate__(self) -> dict[str, Any]:
         # the process checkpointer of dcp.async_save sends the writer to its child process for each save
-        return {name: value for name, value in self.__dict__.items() if name not in ("_orphans", "_unfinished")}
+        own = ("_orphans", "_unfinished", "_remembered")
+        return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -311,7 +314,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         return SaveJob(
             filesystem,
             lanes,
-            lambda: RecordMaker(self._chooser, self._engine_choice, pack=self.single_file_per_rank),
+            lambda: RecordMaker(self._chooser, self._engine_choice, self._remembered, pack=self.single_file_per_rank),
             planner.resolve_data,
             SaveOptions(
                 thread_count=self.thread_count,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from dcp_nvcomp.codecs.base import BLOCK_NBYTES
+from dcp_nvcomp.codecs.base import BLOCK_NBYTES, CodecChain
 from dcp_nvcomp.codecs.choose import sample_nbytes
 from dcp_nvcomp.codecs.dtypes import ElementType
 from dcp_nvcomp.engines.choice import EngineChoice
@@ -17,6 +17,7 @@ from dcp_nvcomp.engines.cuda.slice_coders import ENCODE
 from dcp_nvcomp.engines.tensors import host_array, torch_dtype
 from dcp_nvcomp.format.blocks import BlockGrid
 from dcp_nvcomp.format.record import KIND_PACK, Record
+from dcp_nvcomp.saving.encode.choices import AutoChoice, RememberedChoices
 from dcp_nvcomp.saving.encode.pending import Member, PendingRecord, Ready
 from dcp_nvcomp.saving.encode.policy import CodecPolicy, spread_sample
 from dcp_nvcomp.saving.encode.sources import AcceleratorSource, CudaPackSource, HostSource, Source
@@ -48,11 +49,13 @@ class Packer:
     Args:
         policy: picks the packs' codecs.
         engine: picks the engine.
+        remembered: the writer's earlier choices.
     """
 
-    def __init__(self, policy: CodecPolicy, engine: EngineChoice) -> None:
+    def __init__(self, policy: CodecPolicy, engine: EngineChoice, remembered: RememberedChoices) -> None:
         self._policy = policy
         self._engine = engine
+        self._remembered = remembered
         self._packs: dict[tuple[str, str, torch.device | None, bool], _Pack] = {}
 
     def add_tensor(self, member: Member, tensor: torch.Tensor, *, on_cuda: bool) -> list[Ready]:
@@ -108,10 +111,8 @@ class Packer:
         element, sampled_nbytes = pack.element, sample_nbytes(pack.nbytes)
         source: Source
         if pack.arrays:
-            array = np.concatenate(pack.arrays)
-            chain = self._policy.chain(element, array[:sampled_nbytes], pack.nbytes, on_cuda=False)
-            source = HostSource(array.reshape(-1, element.nbytes))
-        elif pack.on_cuda:
+            return self._closed_on_host(pack)
+        if pack.on_cuda:
             some = torch.cat(_some_of(pack.tensors, sampled_nbytes)).view(torch_dtype(element))
             chain = self._policy.chain(element, spread_sample(some, sampled_nbytes), pack.nbytes, on_cuda=True)
             if self._engine.serves(pack.tensors[0].device, chain, ENCODE):
@@ -122,9 +123,26 @@ class Packer:
             joined = _joined(pack)
             chain = self._policy.tensor_chain(element, joined, on_cuda=False)
             source = AcceleratorSource(joined)
-        shape = (pack.nbytes // element.nbytes,)
-        record = Record(KIND_PACK, "", shape, (0,), shape, element, None, BlockGrid(shape, shape), chain, block_count=1)
-        return PendingRecord(record, pack.dtype, tuple(pack.members)), source
+        return PendingRecord(_pack_record(pack, chain), pack.dtype, tuple(pack.members)), source
+
+    def _closed_on_host(self, pack: _Pack) -> Ready:
+        data = np.concatenate(pack.arrays)
+        array = data.reshape(-1, pack.element.nbytes)
+        if not self._policy.is_auto:
+            chain = self._policy.chain(pack.element, data[: sample_nbytes(pack.nbytes)], pack.nbytes, on_cuda=False)
+            return PendingRecord(_pack_record(pack, chain), pack.dtype, tuple(pack.members)), HostSource(array)
+        record = _pack_record(pack, None)
+        assert record.grid is not None
+        # packs have no name, but those of one save to the next hold the same shards
+        named = replace(record, fqn=f"{KIND_PACK} {pack.members[0].record.fqn}")
+        choice = AutoChoice(named, array, record.grid, self._remembered)
+        return PendingRecord(record, pack.dtype, tuple(pack.members), choice), HostSource(array)
+
+
+def _pack_record(pack: _Pack, chain: CodecChain | None) -> Record:
+    shape = (pack.nbytes // pack.element.nbytes,)
+    grid = BlockGrid(shape, shape)
+    return Record(KIND_PACK, "", shape, (0,), shape, pack.element, None, grid, chain, block_count=1)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.format.blocks import BlockGrid
 from dcp_nvcomp.format.record import KIND_PACK, Record
-from dcp_nvcomp.saving.encode.sources import Source
+from dcp_nvcomp.saving.encode.sources import ChainChoice, GivenChain, Source
 
 __all__ = ["Member", "PendingRecord", "Ready"]
 
@@ -34,14 +34,16 @@ class PendingRecord:
     """A record with blocks, ready to be encoded. Its elements are in a `Source`, which may be dropped earlier.
 
     Attributes:
-        record: the record, but for `first_block`.
+        record: the record, but for `first_block`, and without its codec chain if that is still to be chosen.
         dtype: dtype name for stats (`bytes` for Python objects).
         members: the items in it: one, or those of a pack.
+        later: finds the chain of a record without one.
     """
 
     record: Record
     dtype: str
     members: tuple[Member, ...]
+    later: ChainChoice | None = None
 
     @property
     def grid(self) -> BlockGrid:
@@ -50,10 +52,17 @@ class PendingRecord:
         return self.record.grid
 
     @property
-    def chain(self) -> CodecChain:
-        """Its codec chain."""
+    def choice(self) -> ChainChoice:
+        """The choice of its codec chain."""
+        if self.later is not None:
+            return self.later
         assert self.record.chain is not None
-        return self.record.chain
+        return GivenChain(self.record.chain)
+
+    @property
+    def chain(self) -> CodecChain:
+        """Its codec chain, which is settled when its first block is encoded."""
+        return self.choice.chain
 
     @property
     def nbytes(self) -> int:

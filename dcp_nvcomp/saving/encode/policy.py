@@ -9,8 +9,8 @@ import numpy.typing as npt
 import torch
 
 from dcp_nvcomp.codecs.base import CodecChain
-from dcp_nvcomp.codecs.choose import CodecChooser, parse_codec, sample_nbytes
-from dcp_nvcomp.codecs.dtypes import ELEMENT_TYPES, ElementType
+from dcp_nvcomp.codecs.choose import Auto, CodecChooser, sample_nbytes
+from dcp_nvcomp.codecs.dtypes import ElementType
 from dcp_nvcomp.codecs.registry import check_chain
 from dcp_nvcomp.engines.cuda.engine import stamped_chain
 from dcp_nvcomp.engines.tensors import host_array
@@ -29,7 +29,7 @@ class CodecPolicy:
 
     def __init__(self, chooser: CodecChooser) -> None:
         self._chooser = chooser
-        self._auto = parse_codec("auto")
+        self._auto = Auto()
         self._checked: set[tuple[str, str]] = set()
 
     def chain(self, element: ElementType, sample: U8, nbytes: int, *, on_cuda: bool) -> CodecChain:
@@ -53,17 +53,16 @@ class CodecPolicy:
             return stamped_chain(chain)
         return self._auto.choose(element, sample, nbytes) if chain.needs_gpu else chain
 
+    @property
+    def is_auto(self) -> bool:
+        """True if `auto` chooses for every tensor."""
+        return isinstance(self._chooser, Auto)
+
     def tensor_chain(self, element: ElementType, tensor: torch.Tensor, *, on_cuda: bool) -> CodecChain:
         """Return the chain for a tensor without lazy bits, measured on a sample of it."""
         nbytes = tensor.numel() * tensor.element_size()
         sample = spread_sample(tensor, sample_nbytes(nbytes)) if nbytes else np.zeros(0, np.uint8)
         return self.chain(element, sample, nbytes, on_cuda=on_cuda)
-
-    def payload_chain(self, payload: U8) -> CodecChain:
-        """Return the chain for a pickled object: `auto`'s, as the user's choice is for tensors."""
-        step, count = max(payload.size // 4, 1), sample_nbytes(payload.size) // 4
-        parts = [payload[at : at + count] for at in range(0, payload.size, step)][:4]
-        return self._auto.choose(ELEMENT_TYPES["uint8"], np.concatenate(parts or [payload]), payload.size)
 
 
 def spread_sample(tensor: torch.Tensor, nbytes: int, pieces: int = 4) -> U8:

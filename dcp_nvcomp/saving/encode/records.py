@@ -19,10 +19,18 @@ from dcp_nvcomp.codecs.choose import CodecChooser
 from dcp_nvcomp.codecs.dtypes import ELEMENT_TYPES
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.engines.cuda.slice_coders import ENCODE
-from dcp_nvcomp.engines.tensors import dtype_name, element_type, host_array, is_transparent, without_lazy_bits
+from dcp_nvcomp.engines.tensors import (
+    HostArray,
+    dtype_name,
+    element_type,
+    host_array,
+    is_transparent,
+    without_lazy_bits,
+)
 from dcp_nvcomp.errors import CheckpointError, ShapeMismatchError
 from dcp_nvcomp.format.blocks import BlockGrid, default_block_shape
 from dcp_nvcomp.format.record import KIND_BYTES, KIND_TENSOR, KIND_TORCH_SAVE, Record
+from dcp_nvcomp.saving.encode.choices import AutoChoice, RememberedChoices
 from dcp_nvcomp.saving.encode.packing import SMALL_NBYTES, Packer
 from dcp_nvcomp.saving.encode.pending import Member, PendingRecord, Ready
 from dcp_nvcomp.saving.encode.policy import CodecPolicy
@@ -41,13 +49,17 @@ class RecordMaker:
     Args:
         chooser: picks the codec chain.
         engine: picks the engine.
+        remembered: the writer's earlier choices.
         pack: whether small items may share a block.
     """
 
-    def __init__(self, chooser: CodecChooser, engine: EngineChoice, *, pack: bool) -> None:
+    def __init__(
+        self, chooser: CodecChooser, engine: EngineChoice, remembered: RememberedChoices, *, pack: bool
+    ) -> None:
         self._engine = engine
         self._policy = CodecPolicy(chooser)
-        self._packer = Packer(self._policy, engine)
+        self._remembered = remembered
+        self._packer = Packer(self._policy, engine, remembered)
         self._packed_nbytes = SMALL_NBYTES if pack else 0
 
     def add(self, item: WriteItem, data: torch.Tensor | io.BytesIO) -> list[Ready]:
@@ -87,13 +99,16 @@ class RecordMaker:
     def _add_payload(self, index: MetadataIndex, record: Record, payload: U8, dtype: str) -> list[Ready]:
         if 0 < payload.size < self._packed_nbytes:
             return self._packer.add_bytes(Member(index, record, payload.size), payload, "bytes")
-        return [_ready(index, record, dtype, self._policy.payload_chain(payload), HostSource(payload))]
+        # `auto`, as the user's choice is for tensors
+        return [_ready_later(index, record, dtype, payload, None)]
 
     def _add_tensor(self, index: MetadataIndex, record: Record, tensor: torch.Tensor) -> list[Ready]:
         element, on_cuda = record.element, self._engine.on_cuda(tensor.device)
         nbytes = record.uncompressed_nbytes
         if 0 < nbytes < self._packed_nbytes:
             return self._packer.add_tensor(Member(index, record, nbytes), tensor, on_cuda=on_cuda)
+        if self._policy.is_auto and tensor.device.type == "cpu" and not on_cuda:
+            return [_ready_later(index, record, element.name, host_array(tensor), self._remembered)]
         chain = self._policy.tensor_chain(element, tensor, on_cuda=on_cuda)
         on_cuda = on_cuda and self._engine.serves(tensor.device, chain, ENCODE)
         return [_ready(index, record, element.name, chain, _source(tensor, on_cuda=on_cuda))]
@@ -110,6 +125,17 @@ def _ready(index: MetadataIndex, record: Record, dtype: str, chain: CodecChain, 
     grid = BlockGrid(record.shape, default_block_shape(record.shape, record.element.nbytes, chain.block_nbytes))
     record = replace(record, grid=grid, chain=chain, block_count=grid.block_count)
     return PendingRecord(record, dtype, (Member(index, record, record.uncompressed_nbytes),)), source
+
+
+def _ready_later(
+    index: MetadataIndex, record: Record, dtype: str, array: HostArray, remembered: RememberedChoices | None
+) -> Ready:
+    """Return a record in host memory, whose chain `auto` chooses when it is encoded."""
+    grid = BlockGrid(record.shape, default_block_shape(record.shape, record.element.nbytes))
+    record = replace(record, grid=grid, block_count=grid.block_count)
+    choice = AutoChoice(record, array, grid, remembered)
+    members = (Member(index, record, record.uncompressed_nbytes),)
+    return PendingRecord(record, dtype, members, choice), HostSource(array)
 
 
 def _planned_region(item: WriteItem, tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from dcp_nvcomp.codecs.auto import Judge
 from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.encoded import EncodedBlock
 from dcp_nvcomp.codecs.scratch import ScratchArrays
@@ -26,8 +27,10 @@ from dcp_nvcomp.format.blocks import Box
 
 __all__ = [
     "AcceleratorSource",
+    "ChainChoice",
     "CudaPackSource",
     "CudaSource",
+    "GivenChain",
     "HostSource",
     "Part",
     "Source",
@@ -50,7 +53,42 @@ class Workbench:
     def __init__(self, policy: EnginePolicy) -> None:
         self.cpu = CpuEngine()
         self.scratch = ScratchArrays()
+        self.judge = Judge()
         self.policy = policy
+
+
+class ChainChoice(ABC):
+    """The codec chain of a record, which may be found only when its first block is encoded."""
+
+    @property
+    @abstractmethod
+    def chain(self) -> CodecChain:
+        """The chain, once it is settled."""
+
+    @abstractmethod
+    def settle(self, bench: Workbench) -> CodecChain:
+        """Return the chain; find it now if necessary, on the thread that encodes."""
+
+    @abstractmethod
+    def achieved(self, ratio: float) -> None:
+        """Take note of the record's stored over its uncompressed size."""
+
+
+class GivenChain(ChainChoice):
+    """A chain that was known when the record was made."""
+
+    def __init__(self, chain: CodecChain) -> None:
+        self._chain = chain
+
+    @property
+    def chain(self) -> CodecChain:
+        return self._chain
+
+    def settle(self, bench: Workbench) -> CodecChain:
+        return self._chain
+
+    def achieved(self, ratio: float) -> None:
+        pass
 
 
 class Source(ABC):
@@ -67,7 +105,7 @@ class Part:
     """Some blocks of one shard."""
 
     source: Source
-    chain: CodecChain
+    choice: ChainChoice
     boxes: Sequence[Box]
 
 
@@ -87,15 +125,16 @@ def encode_parts(parts: Sequence[Part], out: memoryview, bench: Workbench) -> li
         jobs: list[EncodeJob] = []
         for part in parts:
             assert isinstance(part.source, _CudaEncoded)
-            jobs += part.source.jobs(part.boxes, part.chain)
+            jobs += part.source.jobs(part.boxes, part.choice.chain)
         with shared_pool().lend(device, bench.policy) as engine:
             return engine.encode(jobs, out)
     blocks: list[EncodedBlock] = []
     position = 0
     for part in parts:
         assert isinstance(part.source, _HostEncoded)
+        chain = part.choice.settle(bench)
         for box in part.boxes:
-            block = bench.cpu.encode(part.source.block(box, bench), part.chain, out[position:])
+            block = bench.cpu.encode(part.source.block(box, bench), chain, out[position:])
             position += len(block.data)
             blocks.append(block)
     return blocks

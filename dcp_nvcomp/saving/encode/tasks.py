@@ -15,7 +15,7 @@ from dcp_nvcomp.codecs.encoded import EncodedBlock
 from dcp_nvcomp.format.blocks import Box
 from dcp_nvcomp.saving.encode.buffers import BufferPool
 from dcp_nvcomp.saving.encode.pending import PendingRecord
-from dcp_nvcomp.saving.encode.sources import Part, Source
+from dcp_nvcomp.saving.encode.sources import ChainChoice, Part, Source
 
 __all__ = ["Task", "Tasks"]
 
@@ -72,24 +72,26 @@ class Tasks:
         Yields:
             The tasks that are complete now.
         """
-        grid, chain, element_nbytes = record.grid, record.chain, record.record.element.nbytes
+        grid, choice, element_nbytes = record.grid, record.choice, record.record.element.nbytes
         # a record without elements has nothing to encode, but begins all the same, and in its turn
         if grid.block_count:
             yield from self._change_to(source)
         begins, boxes = True, list[Box]()
         for number in range(grid.block_count):
             box = grid.box(number)
-            needs = chain.max_encoded_nbytes(box.elements * element_nbytes)
-            full = needs > self._room_nbytes or source.cuda_device is None
+            # the CPU engine gets a block at a time, and each of its buffers holds any block, however it is coded
+            on_cpu = source.cuda_device is None
+            needs = 0 if on_cpu else choice.chain.max_encoded_nbytes(box.elements * element_nbytes)
+            full = on_cpu or needs > self._room_nbytes
             if full and (boxes or self._task.parts):
                 if boxes:
-                    self._append(record, source, boxes, begins)
+                    self._append(record, source, choice, boxes, begins)
                     begins, boxes = False, []
                 yield from self.flush()
                 yield from self._change_to(source)
             boxes.append(box)
             self._room_nbytes -= needs
-        self._append(record, source, boxes, begins)
+        self._append(record, source, choice, boxes, begins)
         if boxes and source.cuda_device is None:
             yield from self.flush()
 
@@ -101,10 +103,12 @@ class Tasks:
             self._pool = self._pool_for(source)
             self._room_nbytes = self._pool.buffer_nbytes
 
-    def _append(self, record: PendingRecord, source: Source, boxes: list[Box], begins: bool) -> None:
+    def _append(
+        self, record: PendingRecord, source: Source, choice: ChainChoice, boxes: list[Box], begins: bool
+    ) -> None:
         self._task.records.append((record, len(boxes), begins))
         if boxes:
-            self._task.parts.append(Part(source, record.chain, boxes))
+            self._task.parts.append(Part(source, choice, boxes))
 
     def flush(self) -> Iterator[Task]:
         """Yield the task that is being gathered, if there is anything in it."""

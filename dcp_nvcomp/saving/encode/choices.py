@@ -1,0 +1,197 @@
+"""`auto`'s choices: made by the thread that encodes a record first, and remembered from save to save.
+
+A look at a few elements decides how much work a choice is:
+
+it looks as in an earlier save      the chain of that save, unless its ratio has drifted meanwhile
+dense floats, nothing repeats, and  the chain of that tensor: layers of a model differ in their numbers only. Zeros,
+one of its kind was judged dense    constants, sparse tensors and repeated rows never look like that
+anything else                       slices of it are coded by every chain that could win
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dcp_nvcomp.codecs.auto import STORED, Look, judged_nbytes, literal_exponents
+from dcp_nvcomp.codecs.base import CodecChain
+from dcp_nvcomp.codecs.choose import TINY_NBYTES
+from dcp_nvcomp.codecs.dtypes import ElementType
+from dcp_nvcomp.codecs.scratch import ScratchArrays
+from dcp_nvcomp.engines.tensors import HostArray
+from dcp_nvcomp.format.blocks import BlockGrid
+from dcp_nvcomp.format.record import Record
+from dcp_nvcomp.saving.encode.sources import ChainChoice, Workbench, block_bytes
+
+__all__ = ["AutoChoice", "RememberedChoices"]
+
+U8 = npt.NDArray[np.uint8]
+
+_LOOKED_AT = 2048  # elements: what is worth a microsecond for each 20 KB
+_PIECES = 64
+_JUDGED_SLICES = 4
+_DRIFT = 0.02
+_MOST_REMEMBERED = 1 << 17
+_DIGITS = re.compile(r"\d+")
+
+_Key = tuple[str, str, tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass
+class _Kept:
+    """A choice, what it was made for, and what it came to (stored over uncompressed size) when first used."""
+
+    look: Look
+    chain: CodecChain
+    achieved: float | None = None
+
+
+class RememberedChoices:
+    """The choices of one writer. Any thread may use it: each step is one operation on a dict."""
+
+    def __init__(self) -> None:
+        self._kept: dict[_Key, _Kept] = {}
+        self._dense: dict[tuple[str, str, tuple[int, ...]], Look] = {}
+
+    def recall(self, record: Record, look: Look) -> CodecChain | None:
+        """Return what an earlier save chose for this shard, if it still looks the same."""
+        kept = self._kept.get(_key(record))
+        return kept.chain if kept is not None and kept.look.resembles(look) else None
+
+    def has_dense_kin(self, record: Record) -> bool:
+        """True if a tensor of the same name, but for numbers, and of the same shape and dtype was judged dense."""
+        return _kind(record) in self._dense
+
+    def keep(self, record: Record, look: Look, chain: CodecChain) -> None:
+        """Remember a choice."""
+        if len(self._kept) >= _MOST_REMEMBERED:
+            self._kept.clear()
+            self._dense.clear()
+        self._kept[_key(record)] = _Kept(look, chain)
+        if look.is_dense and chain == literal_exponents(record.element):
+            self._dense[_kind(record)] = look
+
+    def achieved(self, record: Record, ratio: float) -> None:
+        """Take note of what a choice came to, and forget it if that has drifted."""
+        kept = self._kept.get(_key(record))
+        if kept is None:
+            return
+        if kept.achieved is None:
+            kept.achieved = ratio
+        elif abs(ratio - kept.achieved) > _DRIFT * kept.achieved:
+            self._kept.pop(_key(record), None)
+
+
+def _key(record: Record) -> _Key:
+    return record.fqn, record.element.name, record.shape, record.offsets
+
+
+def _kind(record: Record) -> tuple[str, str, tuple[int, ...]]:
+    return _DIGITS.sub("#", record.fqn), record.element.name, record.shape
+
+
+class _Place(NamedTuple):
+    """A record's elements in host memory, and its blocks."""
+
+    array: HostArray
+    grid: BlockGrid
+
+
+class AutoChoice(ChainChoice):
+    """The choice for one record in host memory.
+
+    Args:
+        record: the record.
+        array: its elements.
+        grid: its blocks.
+        remembered: the writer's earlier choices; None if there is no use in remembering this one.
+    """
+
+    def __init__(
+        self, record: Record, array: HostArray, grid: BlockGrid, remembered: RememberedChoices | None = None
+    ) -> None:
+        self._record = record
+        self._place: _Place | None = _Place(array, grid)
+        self._remembered = remembered
+        self._lock = threading.Lock()
+        self._chain: CodecChain | None = None if array.nbytes >= TINY_NBYTES else STORED
+
+    @property
+    def chain(self) -> CodecChain:
+        assert self._chain is not None, "settled before its first block is encoded"
+        return self._chain
+
+    def settle(self, bench: Workbench) -> CodecChain:
+        if self._chain is None:
+            with self._lock:
+                if self._chain is None:
+                    assert self._place is not None
+                    self._chain = self._found(self._place, bench)
+        self._place = None  # the tensor may be freed before its blocks are written
+        return self._chain
+
+    def achieved(self, ratio: float) -> None:
+        if self._remembered is not None:
+            self._remembered.achieved(self._record, ratio)
+
+    def _found(self, place: _Place, bench: Workbench) -> CodecChain:
+        element, remembered = self._record.element, self._remembered
+        if remembered is None:
+            return bench.judge.judge(element, _slices(place, element, bench.scratch))
+        look = bench.judge.look(element, _sample(place, element, bench.scratch))
+        chain = remembered.recall(self._record, look)
+        if chain is not None:
+            return chain
+        if look.is_dense and remembered.has_dense_kin(self._record) and not _repeats(place, element, bench.scratch):
+            chain = literal_exponents(element)
+        else:
+            chain = bench.judge.judge(element, _slices(place, element, bench.scratch))
+        remembered.keep(self._record, look, chain)
+        return chain
+
+
+def _sample(place: _Place, element: ElementType, scratch: ScratchArrays) -> U8:
+    """Return some elements from all over a record, or from the block in its middle if that is not contiguous."""
+    array, grid = place
+    data = (
+        array.reshape(-1).view(np.uint8) if array.flags.c_contiguous else _block(place, grid.block_count // 2, scratch)
+    )
+    step = data.size // _PIECES // element.nbytes * element.nbytes
+    wanted = _LOOKED_AT // _PIECES * element.nbytes
+    if step <= wanted:
+        return data[: _LOOKED_AT * element.nbytes]
+    return np.ascontiguousarray(data[: _PIECES * step].reshape(_PIECES, step)[:, :wanted]).reshape(-1)
+
+
+def _slices(place: _Place, element: ElementType, scratch: ScratchArrays) -> list[U8]:
+    """Return some slices of a record, as they will be coded: all of a small record's."""
+    count = place.grid.block_count
+    blocks = count if count <= 2 else max(2, min(_JUDGED_SLICES, 1 + count // 4))
+    step = judged_nbytes(element)
+    found: list[U8] = []
+    for number in _spread(blocks, count):
+        block = _block(place, number, scratch)
+        found += [block[at : at + step] for at in range(0, block.size, step)]
+    return [found[at] for at in _spread(min(_JUDGED_SLICES, len(found)), len(found))]
+
+
+def _spread(number: int, count: int) -> list[int]:
+    """Return `number` of `count` places, the first and the last among them."""
+    return [place * (count - 1) // max(number - 1, 1) for place in range(number)]
+
+
+def _block(place: _Place, number: int, scratch: ScratchArrays) -> U8:
+    block = block_bytes(place.array, place.grid.box(number), scratch)
+    return block if np.may_share_memory(block, place.array) else block.copy()
+
+
+def _repeats(place: _Place, element: ElementType, scratch: ScratchArrays) -> bool:
+    """Return True if one of two runs of 8 bytes occurs again within a slice: no dense tensor has that by chance."""
+    words = _block(place, 0, scratch)[: judged_nbytes(element)]
+    words = words[: words.size // 8 * 8].view(np.uint64)
+    return any(int(np.count_nonzero(words == words[words.size * part // 3])) > 1 for part in (1, 2))
