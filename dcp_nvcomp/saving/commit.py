@@ -1,6 +1,6 @@
 """The commit: `.metadata` is published last and atomically; what it replaced is removed only after that.
 
-1  read which files the checkpoint that is there now names
+1  read which files the checkpoint that is there now names; a writer knows those of its own last one
 2  publish __<save_id>.metadata: the same bytes under a name of its own, for recovery
 3  check that every data file is there, whole: ranks may have written elsewhere, or files may have been removed
 4  publish .metadata: from here on the new checkpoint exists, and the old one does not
@@ -36,6 +36,7 @@ from dcp_nvcomp.format.names import (
     save_metadata_name,
 )
 from dcp_nvcomp.saving.orphans import files_of_current, remove_files
+from dcp_nvcomp.saving.published import LastPublished
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.reread import is_stored
 
@@ -132,7 +133,13 @@ def _missing(filesystem: Filesystem, name: str, nbytes: int) -> str:
 
 
 def commit_checkpoint(
-    filesystem: Filesystem, metadata: Metadata, save_id: str, own_files: Iterable[str], *, overwrite: bool
+    filesystem: Filesystem,
+    metadata: Metadata,
+    save_id: str,
+    own_files: Iterable[str],
+    last: LastPublished,
+    *,
+    overwrite: bool,
 ) -> None:
     """Publish a checkpoint.
 
@@ -141,6 +148,7 @@ def commit_checkpoint(
         metadata: complete, its data files all durable.
         save_id: its id.
         own_files: the data files that this rank wrote; removed if the checkpoint is certainly not published.
+        last: what this writer published last; takes note of this checkpoint.
         overwrite: True if it may replace another.
 
     Raises:
@@ -151,7 +159,7 @@ def commit_checkpoint(
     copy, files = save_metadata_name(save_id), _data_files(metadata)
     try:
         data = metadata_to_publish(metadata, path=filesystem.location(METADATA_NAME))
-        replaced = (files_of_current(filesystem) or set()) | _files_of_ranks(filesystem)
+        replaced = (files_of_current(filesystem, last) or set()) | _files_of_ranks(filesystem)
         filesystem.publish(copy, data)
         _check_present(filesystem, files)
     except CheckpointError:
@@ -175,6 +183,7 @@ def commit_checkpoint(
         logger.warning("The checkpoint was published, though the storage reported an error: %s", error)
         return
     kept = {METADATA_NAME, copy, *files}
+    last.note(data, kept)
     remove_files(filesystem, replaced - kept, "the checkpoint that was replaced")
 
 

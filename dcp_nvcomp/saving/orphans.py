@@ -16,6 +16,7 @@ from dcp_nvcomp.format.names import (
     DATA_FILE_SUFFIX,
     METADATA_NAME,
 )
+from dcp_nvcomp.saving.published import LastPublished
 from dcp_nvcomp.storage.base import Filesystem
 
 __all__ = ["Orphans", "files_of_current", "remove_files"]
@@ -57,16 +58,22 @@ class Orphans:
                 remove_files(filesystem, set(names) - named, "an earlier, failed save")
 
 
-def files_of_current(filesystem: Filesystem) -> set[str] | None:
+def files_of_current(filesystem: Filesystem, last: LastPublished | None = None) -> set[str] | None:
     """Return the files of the current checkpoint: an empty set if there is none, None if it can't be read.
+
+    Args:
+        filesystem: the checkpoint's directory.
+        last: what this writer published last, if that may be the current checkpoint.
 
     Raises:
         StorageError: the storage did not respond within the time limit; asking again would take as long.
     """
     try:
-        if filesystem.file_nbytes(METADATA_NAME) is None:
+        nbytes = filesystem.file_nbytes(METADATA_NAME)
+        if nbytes is None:
             return set()
-        return read_root(filesystem, METADATA_NAME).names()
+        own = last.names_if_current(filesystem, nbytes) if last is not None else None
+        return own if own is not None else read_root(filesystem, METADATA_NAME).names()
     except CheckpointError as error:
         if isinstance(error, StorageError) and error.errno == errno.ETIMEDOUT:
             raise

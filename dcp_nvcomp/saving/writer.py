@@ -58,6 +58,7 @@ from dcp_nvcomp.saving.file_plan import plan_files, planned_nbytes
 from dcp_nvcomp.saving.job import SaveJob, SaveOptions
 from dcp_nvcomp.saving.orphans import Orphans
 from dcp_nvcomp.saving.progress import ProgressBar
+from dcp_nvcomp.saving.published import LastPublished
 from dcp_nvcomp.saving.saves import Save, Saves
 from dcp_nvcomp.saving.stats import RankResults, RankTotals, SaveStats, summarize
 from dcp_nvcomp.storage.base import Filesystem
@@ -176,10 +177,11 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         self._orphans = Orphans()
         self._unfinished = False
         self._remembered = RememberedChoices()
+        self._last_published = LastPublished()
 
     def __getstate__(self) -> dict[str, Any]:
         # the process checkpointer of dcp.async_save sends the writer to its child process for each save
-        own = ("_orphans", "_unfinished", "_remembered")
+        own = ("_orphans", "_unfinished", "_remembered", "_last_published")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -358,7 +360,9 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
 
     def _commit(self, filesystem: Filesystem, metadata: Metadata, save: Save) -> None:
         try:
-            commit_checkpoint(filesystem, metadata, save.save_id, save.own_files, overwrite=self.overwrite)
+            commit_checkpoint(
+                filesystem, metadata, save.save_id, save.own_files, self._last_published, overwrite=self.overwrite
+            )
         except BaseException as error:
             # it may be published, or may still be: then no rank may remove its files
             if not isinstance(error, CheckpointError) or error.outcome_unknown:

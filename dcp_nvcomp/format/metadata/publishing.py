@@ -41,8 +41,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Metadata of no more shards than this is read back as a whole, in a fraction of a second.
-_FEW_SHARDS: Final = 10_000
+# Metadata of no more shards than this is read back as a whole, in a few milliseconds.
+_FEW_SHARDS: Final = 100
 # An offset is an attribute only if it is given.
 _INDEX_FIELDS: Final = ({"fqn", "index", "offset"}, {"fqn", "index"})
 
