@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy.typing as npt
@@ -28,11 +29,13 @@ HostArray = npt.NDArray[Any]
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     """Return a dtype's name as the format has it, without "torch."."""
     return str(dtype).removeprefix("torch.")
 
 
+@cache
 def element_type(dtype: torch.dtype) -> ElementType | None:
     """Return the format's element type for a torch dtype; None if it has none."""
     return ELEMENT_TYPES.get(dtype_name(dtype))
@@ -62,7 +65,12 @@ def is_transparent(tensor: torch.Tensor) -> bool:
 
 def without_lazy_bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor detached, with its value in memory: conjugate and negative views are flags over other bits."""
-    return tensor.detach().resolve_conj().resolve_neg()
+    # thousands of small tensors: what is nothing to do costs more than asking
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.is_conj():
+        tensor = tensor.resolve_conj()
+    return tensor.resolve_neg() if tensor.is_neg() else tensor
 
 
 def host_array(tensor: torch.Tensor) -> HostArray:

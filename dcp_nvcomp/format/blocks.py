@@ -112,6 +112,8 @@ class BlockGrid:
 
     def block_elements(self) -> npt.NDArray[np.int64]:
         """Return the number of elements of each block, in order. Check `block_count` first: it allocates that many."""
+        if self.block_count == 1:
+            return np.array([math.prod(self.shape)], np.int64)
         elements = np.ones(1, np.int64)
         for size, block, count in zip(self.shape, self.block_shape, self.counts, strict=True):
             sizes = np.full(count, block, np.int64)

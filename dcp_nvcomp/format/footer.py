@@ -108,19 +108,23 @@ class Footer:
         return int(offsets[record.first_block + record.block_count] - offsets[record.first_block])
 
 
-def _slices_per_block(record: Record, block_nbytes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the number of slices of each block. Flags don't change it: a packed plane is never a coded one."""
-    assert record.chain is not None
-    coder = record.chain.coder
-    if coder is None:
-        return np.zeros(len(block_nbytes), np.int64)
-    sizes, inverse = np.unique(block_nbytes, return_inverse=True)
+def _slice_count(chain: CodecChain, nbytes: int) -> int:
+    """Return the number of slices of a block. Flags don't change it: a packed plane is never a coded one."""
+    if chain.coder is None:
+        return 0
     # counted, not listed: a hostile footer may claim millions of slices
-    layouts = [record.chain.array_to_bytes.layout(int(nbytes), 0, True) for nbytes in sizes]
-    counts = [sum(-(-plane.nbytes // coder.slice_nbytes) for plane in planes if plane.coded) for planes in layouts]
-    if max(counts) > MAX_BLOCK_SLICES:
-        raise Invalid(f"a block has {max(counts)} slices, more than {MAX_BLOCK_SLICES}")
-    return np.array(counts, np.int64)[inverse]
+    planes = chain.array_to_bytes.layout(nbytes, 0, True)
+    count = sum(-(-plane.nbytes // chain.coder.slice_nbytes) for plane in planes if plane.coded)
+    if count > MAX_BLOCK_SLICES:
+        raise Invalid(f"a block has {count} slices, more than {MAX_BLOCK_SLICES}")
+    return count
+
+
+def _slices_per_block(chain: CodecChain, block_nbytes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    if block_nbytes.size == 1:  # thousands of tensors have one block
+        return np.array([_slice_count(chain, int(block_nbytes[0]))], np.int64)
+    sizes, inverse = np.unique(block_nbytes, return_inverse=True)
+    return np.array([_slice_count(chain, int(nbytes)) for nbytes in sizes], np.int64)[inverse]
 
 
 def parse_records(description: dict[str, Any], chains: list[CodecChain], blocks: int) -> list[Record]:
@@ -157,9 +161,10 @@ def _locate(
     for record in records:
         if record.grid is None or record.block_count == 0:
             continue
+        assert record.chain is not None
         sizes = record.grid.block_elements() * record.element.nbytes
         nbytes.append(sizes)
-        counts.append(_slices_per_block(record, sizes))
+        counts.append(_slices_per_block(record.chain, sizes))
     block_nbytes = np.concatenate(nbytes)
     offsets = np.concatenate([[data_offset], tables.encoded_nbytes.astype(np.int64)]).cumsum()
     starts = np.concatenate([[0], np.concatenate(counts)]).cumsum()
@@ -173,10 +178,11 @@ def _locate(
         raise Invalid(f"its blocks end at byte {offsets[-1]}, but the footer begins at {trailer.footer_offset}")
     if starts[-1] != len(tables.slice_nbytes):
         raise Invalid(f"its blocks have {starts[-1]} slices, its slice table {len(tables.slice_nbytes)}")
+    flags = tables.flags.tolist()
     for record in records:
         if record.chain is not None:
-            rows = slice(record.first_block, record.first_block + record.block_count)
-            if not all(record.chain.array_to_bytes.check_flags(int(flags)) for flags in np.unique(tables.flags[rows])):
+            of_record = set(flags[record.first_block : record.first_block + record.block_count])
+            if not all(map(record.chain.array_to_bytes.check_flags, of_record)):
                 raise Invalid(f"key {record.fqn!r} has blocks with unknown flags")
     return offsets, starts, block_nbytes
 

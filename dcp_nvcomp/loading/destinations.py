@@ -96,9 +96,8 @@ class Region(Destination):
         self._array: HostArray | None = None
         visible = tensor.dtype == dtype and is_transparent(tensor) and not (tensor.is_conj() or tensor.is_neg())
         # elements that share memory (an expanded tensor) cannot be loaded into: torch raises when it copies
-        visible = visible and 0 not in [
-            step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1
-        ]
+        if visible and not tensor.is_contiguous():
+            visible = 0 not in [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
         self._visible = visible
         if visible and tensor.device.type == "cpu":
             self._array = host_array(self._tensor)
@@ -121,6 +120,18 @@ class Region(Destination):
             return None
         part = self._tensor[block.relative_to(self._box.offsets).index]
         return part.reshape(-1).view(torch.uint8) if part.is_contiguous() else None
+
+    def place_whole(self, block: Box, data: U8) -> None:
+        """Copy from a record that is in host memory as a whole: `place`, in fewer steps where all of it belongs here.
+
+        Args:
+            block: the box of the whole record.
+            data: its bytes in C order.
+        """
+        if self._array is not None and block == self._box:
+            np.copyto(self._array, data.view(self._array.dtype).reshape(self._array.shape))
+        else:
+            self.place(block, torch.from_numpy(data))
 
     def place(self, block: Box, data: torch.Tensor) -> None:
         wanted = self._box.intersect(block)

@@ -19,6 +19,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
 
 import torch
@@ -188,7 +189,7 @@ class LoadJob:
             record.pack[1],
             record.uncompressed_nbytes,
             record.element.nbytes,
-            lambda data: region.place(whole, torch.from_numpy(data)),
+            partial(region.place_whole, whole),
         )
 
     def _resolve_tensor(self, item: ReadItem) -> torch.Tensor:
