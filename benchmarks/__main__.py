@@ -28,6 +28,7 @@ class Suite(str, Enum):
     s3 = "s3"
     gpu = "gpu"
     slices = "slices"
+    tensors = "tensors"
 
 
 @app.command()

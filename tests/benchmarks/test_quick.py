@@ -21,6 +21,7 @@ from rich.console import Console
 
 from benchmarks import gpu_checkpoints, gpu_codecs, slices
 from benchmarks.__main__ import run_suite
+from benchmarks.auto_states import auto_states
 from benchmarks.in_memory import EngineCoder, have_zipnn, zstd_nbytes
 from benchmarks.measuring import Case, Settings, Spread, alternate, paired
 from benchmarks.plots import draw
@@ -111,6 +112,18 @@ def test_scale(tmp_path: Path, part: str) -> None:
     if part == "planning":
         assert all(row["metadata"] <= 1.0 for row in rows["added"])
         assert {row["writer"] for row in rows["planning"]} == {"dcp", "dcp_nvcomp"}
+
+
+@pytest.mark.tools
+def test_tensors(tmp_path: Path) -> None:
+    tables = run_quick("tensors", tmp_path, nbytes=3 << 20)
+    for name, writers in (("checkpoints", 4), ("link", 3)):
+        rows = tables[name]
+        assert len(rows) == 4 * writers
+        assert all(row["ratio"] > 1.05 for row in rows if row["writer"].startswith("dcp_nvcomp"))
+    assert len(tables["auto"]) == len(auto_states(1 << 16, 1 << 16))
+    # a footer's description of the codecs is much of a file of zeros
+    assert all(row["size"] <= 1.003 for row in tables["auto"] if row["ratio"] < 10)
 
 
 @pytest.mark.tools
