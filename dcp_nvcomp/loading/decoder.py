@@ -152,9 +152,8 @@ class Decoder:
         out = direct if direct is not None else self._scratch.array("decoded", nbytes, np.uint8)
         self._cpu.decode(data, block_row(read.footer, block.number), chain, out, verify=self._verify)
         if direct is None:
-            decoded = torch.from_numpy(out)
             for destination in destinations:
-                destination.place(block.box, decoded)
+                destination.place_bytes(block.box, out)
 
     def _decode_again(self, block: BlockRead, read: Read) -> None:
         data = self._filesystem.read(read.name, block.start, block.stop)

@@ -79,6 +79,10 @@ class Destination(ABC):
             data: its bytes in C order: 1-D, uint8, on the host or on the destination's device.
         """
 
+    def place_bytes(self, block: Box, data: U8) -> None:
+        """`place` of bytes in host memory."""
+        self.place(block, torch.from_numpy(data))
+
 
 class Region(Destination):
     """The destination of a region of a tensor record.
@@ -121,13 +125,8 @@ class Region(Destination):
         part = self._tensor[block.relative_to(self._box.offsets).index]
         return part.reshape(-1).view(torch.uint8) if part.is_contiguous() else None
 
-    def place_whole(self, block: Box, data: U8) -> None:
-        """Copy from a record that is in host memory as a whole: `place`, in fewer steps where all of it belongs here.
-
-        Args:
-            block: the box of the whole record.
-            data: its bytes in C order.
-        """
+    def place_bytes(self, block: Box, data: U8) -> None:
+        # thousands of small tensors are wanted whole
         if self._array is not None and block == self._box:
             np.copyto(self._array, data.view(self._array.dtype).reshape(self._array.shape))
         else:
@@ -190,10 +189,12 @@ class Run(Destination):
         self._missing = nbytes
 
     def place(self, block: Box, data: torch.Tensor) -> None:
-        source = data.cpu().numpy()
+        self.place_bytes(block, data.cpu().numpy())
+
+    def place_bytes(self, block: Box, data: U8) -> None:
         begin = block.offsets[0] * self._width
-        first, last = max(begin, self._start), min(begin + source.size, self._start + self._nbytes)
-        part = source[first - begin : last - begin]
+        first, last = max(begin, self._start), min(begin + data.size, self._start + self._nbytes)
+        part = data[first - begin : last - begin]
         if part.size == self._nbytes:
             self._complete(part)
             return

@@ -189,7 +189,7 @@ class LoadJob:
             record.pack[1],
             record.uncompressed_nbytes,
             record.element.nbytes,
-            partial(region.place_whole, whole),
+            partial(region.place_bytes, whole),
         )
 
     def _resolve_tensor(self, item: ReadItem) -> torch.Tensor:
