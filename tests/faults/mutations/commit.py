@@ -52,6 +52,13 @@ MUTATIONS = (
         tests="tests/faults/test_commit.py -k names_the_same",
     ),
     Mutation(
+        row="commit: a writer knows its own metadata by all of its bytes",
+        file="dcp_nvcomp/saving/published.py",
+        old="return set(known[2]) if _digest(data) == known[1] else None",
+        new="return set(known[2])",
+        tests="tests/saving/test_published.py -k same_size",
+    ),
+    Mutation(
         row="commit: old metadata can't have just anything removed",
         file="dcp_nvcomp/format/metadata/roots.py",
         old="name.endswith(DATA_FILE_SUFFIX) and",
