@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["edges", "skewed", "slices"]
+__all__ = ["damaged", "edges", "skewed", "slices"]
 
 
 def skewed(random: np.random.Generator, count: int, symbols: int, first: int, skew: float) -> np.ndarray:
@@ -52,3 +52,24 @@ def edges(random: np.random.Generator) -> list[bytes]:
             made.append(values.astype(np.uint8).tobytes())  # in runs: long codes together
             made.append(values[::-1].astype(np.uint8).tobytes())
     return made
+
+
+def damaged(random: np.random.Generator, frame: bytes) -> bytes:
+    """A frame with bits flipped, bytes replaced, cut off or put in."""
+    data, kind = bytearray(frame), int(random.integers(5))
+    # headers and weights decide what is read and written: half of the damage is there
+    end = len(data) if random.integers(2) else min(len(data), 60)
+    for _ in range(int(random.integers(1, 4))):
+        at = int(random.integers(end))
+        if kind == 0:
+            data[at] ^= 1 << int(random.integers(8))
+        elif kind == 1:
+            data[at] = int(random.integers(256))
+        elif kind == 2:
+            data[at : at + 8] = random.bytes(len(data[at : at + 8]))
+        elif kind == 3 and len(data) > 20:
+            del data[int(random.integers(10, len(data))) :]
+            end = min(end, len(data))
+        else:
+            data[at:at] = random.bytes(int(random.integers(1, 10)))
+    return bytes(data)

@@ -20,7 +20,7 @@ from dcp_nvcomp.codecs.coders import zstd
 from dcp_nvcomp.errors import CorruptDataError
 from tests.effort import THOROUGH
 
-from .literal_slices import edges, skewed, slices
+from .literal_slices import damaged, edges, skewed, slices
 from .sanitizers import run_sanitized
 from .zstd_oracle import decode as by_the_rfc
 
@@ -186,27 +186,6 @@ def test_every_frame_that_is_cut(sanitized_literals: Path, tmp_path: Path, rando
 
 
 # ---- corrupt frames --------------------------------------------------------------------------------------------------
-
-
-def damaged(random: np.random.Generator, frame: bytes) -> bytes:
-    """A frame with bits flipped, bytes replaced, cut off or put in."""
-    data, kind = bytearray(frame), int(random.integers(5))
-    # headers and weights decide what is read and written: half of the damage is there
-    end = len(data) if random.integers(2) else min(len(data), 60)
-    for _ in range(int(random.integers(1, 4))):
-        at = int(random.integers(end))
-        if kind == 0:
-            data[at] ^= 1 << int(random.integers(8))
-        elif kind == 1:
-            data[at] = int(random.integers(256))
-        elif kind == 2:
-            data[at : at + 8] = random.bytes(len(data[at : at + 8]))
-        elif kind == 3 and len(data) > 20:
-            del data[int(random.integers(10, len(data))) :]
-            end = min(end, len(data))
-        else:
-            data[at:at] = random.bytes(int(random.integers(1, 10)))
-    return bytes(data)
 
 
 def resized(frame: bytes) -> bytes:

@@ -300,6 +300,15 @@ class NvcompStandIn:
         return BatchArray([memory[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)])
 
 
+class NvcompWithoutZstd(NvcompStandIn):
+    """nvCOMP that can't make a codec for Zstd."""
+
+    def Codec(self, **options: Any) -> Codec:  # noqa: N802
+        if options["algorithm"] == "Zstd":
+            raise RuntimeError("nvCOMP error: unsupported")
+        return super().Codec(**options)
+
+
 def _no_other_stream(nbytes: int, stream: Any) -> Held:
     raise AssertionError("nvCOMP works on the engine's stream only")
 

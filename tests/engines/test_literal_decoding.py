@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcp_nvcomp.engines.cuda.literals import PLAN_NBYTES, LiteralCoders, LiteralKernels
+from tests.codecs.literal_slices import damaged
 from tests.effort import THOROUGH, examples
 
 from .guard_pages import GuardPages
@@ -98,27 +99,6 @@ def test_what_is_none_of_ours_is_reported(
 
 
 # ---- corrupt frames --------------------------------------------------------------------------------------------------
-
-
-def damaged(random: np.random.Generator, frame: bytes) -> bytes:
-    """Return a frame with bits flipped, bytes replaced, cut off or put in."""
-    data, kind = bytearray(frame), int(random.integers(5))
-    # headers and weights decide what is read and written: half of the damage is there
-    end = len(data) if random.integers(2) else min(len(data), 60)
-    for _ in range(int(random.integers(1, 4))):
-        at = int(random.integers(end))
-        if kind == 0:
-            data[at] ^= 1 << int(random.integers(8))
-        elif kind == 1:
-            data[at] = int(random.integers(256))
-        elif kind == 2:
-            data[at : at + 8] = random.bytes(len(data[at : at + 8]))
-        elif kind == 3 and len(data) > 20:
-            del data[int(random.integers(10, len(data))) :]
-            end = min(end, len(data))
-        else:
-            data[at:at] = random.bytes(int(random.integers(1, 10)))
-    return bytes(data)
 
 
 def test_corrupt_frames(device: GuardedDevice, coders: LiteralCoders, random: np.random.Generator) -> None:

@@ -27,7 +27,7 @@ from tests.states import assert_same
 
 from .cases import BUDGET, CHAIN, cpu_encode, encode, job, tensor, weights
 from .kernels_on_cpu import ReferenceKernels
-from .nvcomp_stand_in import Codec, NvcompStandIn, StandInDevice
+from .nvcomp_stand_in import NvcompWithoutZstd, StandInDevice
 from .stand_in_pool import StandInPool, install_stand_ins
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -36,21 +36,12 @@ BLOCKS = [weights(4, 2500, seed=seed) for seed in range(3)]
 STATE = {f"{at:02}": torch.randn(50_000) for at in range(24)} | {f"small.{at}": torch.randn(40) for at in range(9)}
 
 
-class BadZstd(NvcompStandIn):
-    """nvCOMP that can't make a codec for Zstd."""
-
-    def Codec(self, **options: Any) -> Codec:  # noqa: N802
-        if options["algorithm"] == "Zstd":
-            raise RuntimeError("nvCOMP error: unsupported")
-        return super().Codec(**options)
-
-
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> StandInPool:
     for module in (saving, decoding):
         monkeypatch.setattr(module, "pinned_allocate", plain_allocate)
     made = install_stand_ins(monkeypatch, ReferenceKernels(), self_test=True)
-    made.nvcomp = BadZstd
+    made.nvcomp = NvcompWithoutZstd
     return made
 
 
