@@ -157,9 +157,11 @@ class RawCoder:
         clock = DeviceClock(device.torch_device)
         starts = list(range(0, data.numel(), step))
         lengths = [min(step, data.numel() - start) for start in starts]
-        device.arena.set_limit(12 * data.numel() + (1 << 20))  # slots, and nvCOMP's workspace, which is 9.5 n at most
-        sample = device.nvcomp.as_array(device.arena.empty(step), cuda_stream=device.stream_handle)
+        whole_slice = torch.empty(step, dtype=torch.uint8, device=device.torch_device)
+        sample = device.nvcomp.as_array(whole_slice, cuda_stream=device.stream_handle)
         room = padded(int(self._codec.get_max_comp_buffer_size(sample)))
+        # slots, what is decoded, and nvCOMP's workspace, which is 9.5 n at most
+        device.arena.set_limit(room * len(starts) + 11 * data.numel() + (1 << 20))
         slots = device.arena.empty(room * len(starts))
         at = [room * index for index in range(len(starts))]
         out = device.arena.empty(data.numel())

@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from benchmarks.auto_states import FIXED_CODECS, auto_states
 from benchmarks.measuring import Case, Settings, Spread, alternate, paired
 from benchmarks.peers import Peer, data_nbytes, load, ours, remove, save, stock, stock_fsspec
-from benchmarks.results import Report
+from benchmarks.results import Plot, Report
 from benchmarks.states import State, assert_same, build_state, component, destination, nbytes_of, small_tensors
 from dcp_nvcomp import NvcompWriter
 
@@ -102,6 +102,7 @@ def _checkpoints(report: Report, states: dict[str, State], scratch: Path) -> Non
         stock(THREADS, zstd=True),
     ]
     _compare(report, "checkpoints", "in memory", states, peers, scratch, "")
+    _plot(report, "in memory")
     for row in report.tables[-1].rows:
         if row["writer"] == "dcp_nvcomp":
             for action, bounds in zip(("save", "load"), _TARGETS[row["state"]], strict=True):
@@ -119,11 +120,22 @@ def _over_link(report: Report, states: dict[str, State], scratch: Path) -> None:
         stock_fsspec(THREADS, zstd=True, **options),
     ]
     _compare(report, "link", f"over {LINK_RATE / 1e6:.0f} MB/s", states, peers, scratch, "limited://")
+    _plot(report, f"over {LINK_RATE / 1e6:.0f} MB/s")
     for row in report.tables[-1].rows:
         if row["writer"] == "dcp_nvcomp":
             for action in ("save", "load"):
                 what = f"{row['state']}: {action} speed over plain DCP, over a link"
                 report.at_least(what, row[f"{action}_over_dcp"].median, _LINK_TARGET)
+
+
+def _plot(report: Report, where: str) -> None:
+    """Draw how much faster than plain DCP the last table's writers are."""
+    for action in ("save", "load"):
+        series: dict[str, list[tuple[str, Spread]]] = {}
+        for row in report.tables[-1].rows:
+            if row["writer"] != "dcp":
+                series.setdefault(row["writer"], []).append((row["state"], row[f"{action}_over_dcp"]))
+        report.plots.append(Plot(f"{action} {where}", "", "speed over plain DCP", series, level=1.0))
 
 
 def _compare(
@@ -208,6 +220,8 @@ def _auto(report: Report, scratch: Path) -> None:
         table.add(state=name, **row)
         report.at_most(f"auto, {name}: size over the smallest", row["size"], _MOST_LARGER)
         report.at_most(f"auto, {name}: time over the smallest's", row["time"].median, _MOST_SLOWER)
+    series = {"dcp_nvcomp": [(row["state"], row["time"]) for row in table.rows]}
+    report.plots.append(Plot("`auto`", "", "time over the smallest codec's", series, level=_MOST_SLOWER))
 
 
 def _auto_row(state: State, scratch: Path, repeats: int) -> dict[str, Any]:
