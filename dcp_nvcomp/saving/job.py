@@ -121,7 +121,7 @@ class SaveJob:
         # they write
         most = max(
             BUFFERS_PER_THREAD * (options.thread_count + len(lanes)),
-            options.host_memory_budget // 8 // HOST_BUFFER_NBYTES,
+            options.host_memory_budget // 16 // HOST_BUFFER_NBYTES,
         )
         # if a GPU may take part, most of the budget is for its larger batches
         host_budget = options.host_memory_budget // (4 if options.may_use_cuda else 1)
@@ -225,6 +225,8 @@ class SaveJob:
                 if self._workers.error is None:
                     # only now: whatever fails, the tasks have to be taken, because writers wait for them
                     bench = bench or Workbench(self._options.policy)
+                    assert task.pool is not None
+                    task.buffer = task.pool.take()
                     task.blocks = encode_parts(task.parts, task.buffer, bench)
                     recoded += sum(block.was_wrong for block in task.blocks)
             except BaseException as error:

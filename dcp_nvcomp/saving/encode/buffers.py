@@ -1,7 +1,7 @@
 """Host memory for encoded blocks: a pool of reused buffers, bounded by the user's budget.
 
-An encoder takes a buffer, fills it, and hands it over; the thread that writes it gives it back. While all buffers are
-out, `take` waits: that is how a slow sink holds back the encoders.
+A buffer is reserved for each task before it is handed out; an encoder takes one, fills it, and hands it over; the thread
+that writes it gives it back. While all are reserved, `reserve` waits: that is how a slow sink holds back the encoders.
 """
 
 from __future__ import annotations
@@ -36,11 +36,15 @@ def cuda_buffer_nbytes(budget_nbytes: int, state_nbytes: int) -> int:
 
 
 class Cancelled(Exception):
-    """The pool was closed while a thread waited for a buffer."""
+    """The pool was closed while a thread waited for a reservation."""
 
 
 class BufferPool:
     """A bounded set of equal buffers, allocated as they are first needed.
+
+    Who hands out work reserves a buffer for each piece of it, which may wait, and the thread that does the work takes
+    one of those that are free, which never waits. So work may be handed out far ahead, but only as many buffers are
+    ever touched as are full at once; and the one that was given back last, which caches still hold, is the next taken.
 
     Args:
         buffer_nbytes: size of each, in bytes.
@@ -62,29 +66,37 @@ class BufferPool:
         allocate: Callable[[int], memoryview] = plain_allocate,
     ) -> None:
         self.buffer_nbytes = buffer_nbytes
-        self._unallocated = max(2, min(most, budget_nbytes // buffer_nbytes))
-        self.limit_nbytes = self._unallocated * buffer_nbytes
+        count = max(2, min(most, budget_nbytes // buffer_nbytes))
+        self.limit_nbytes = count * buffer_nbytes
         self._allocate = allocate
-        self._free: SimpleQueue[memoryview | None] = SimpleQueue()
+        # one True for each buffer that is not reserved; a semaphore takes ten times as long
+        self._unreserved: SimpleQueue[bool] = SimpleQueue()
+        for _ in range(count):
+            self._unreserved.put(True)
+        self._free: list[memoryview] = []
 
-    def take(self) -> memoryview:
-        """Return a free buffer; wait for one if necessary. Only for one thread.
+    def reserve(self) -> None:
+        """Reserve a buffer; wait until there is one. Only for one thread.
 
         Raises:
             Cancelled: the pool was closed.
         """
-        if self._unallocated and self._free.empty():
-            self._unallocated -= 1
-            return self._allocate(self.buffer_nbytes)
-        buffer = self._free.get()
-        if buffer is None:
+        if not self._unreserved.get():
             raise Cancelled
-        return buffer
+
+    def take(self) -> memoryview:
+        """Return a buffer that was reserved; any thread may."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            return self._allocate(self.buffer_nbytes)
 
     def give_back(self, buffer: memoryview) -> None:
-        """Return a buffer; any thread may."""
-        self._free.put(buffer)
+        """Return a buffer, or an empty one for a reservation that was not used; any thread may."""
+        if buffer:
+            self._free.append(buffer)
+        self._unreserved.put(True)
 
     def close(self) -> None:
-        """Wake the thread that waits in `take`."""
-        self._free.put(None)
+        """Wake the thread that waits in `reserve`."""
+        self._unreserved.put(False)

@@ -28,7 +28,7 @@ class Task:
             wait to be written.
         records: the records in turn, the number of blocks of each, and whether it begins here.
         pool: the pool of `buffer`; None if there is nothing to encode.
-        buffer: where the encoded blocks go.
+        buffer: where the encoded blocks are; empty until then.
         blocks: the encoded blocks.
         done: held until encoded.
     """
@@ -52,7 +52,7 @@ class Task:
 
 
 class Tasks:
-    """Gathers the records of one file after the other. A buffer is taken only for a task that is complete.
+    """Gathers the records of one file after the other. A buffer is reserved only for a task that is complete.
 
     So a thread that feeds several files never waits for a buffer while a writer waits for an unfinished task.
 
@@ -115,6 +115,7 @@ class Tasks:
         task, self._task = self._task, Task()
         if task.parts:
             assert self._pool is not None
-            task.pool, task.buffer = self._pool, self._pool.take()
+            self._pool.reserve()
+            task.pool = self._pool
         if task.records:
             yield task
