@@ -16,6 +16,7 @@ __all__ = [
     "dtype_name",
     "element_type",
     "host_array",
+    "host_values",
     "is_transparent",
     "torch_dtype",
     "without_lazy_bits",
@@ -27,6 +28,7 @@ HostArray = npt.NDArray[Any]
 
 # Integers of the same width: a view through them keeps every bit and never meets float arithmetic.
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NUMPY_SAME_WIDTH = {width: torch.empty(0, dtype=dtype).numpy().dtype for width, dtype in _SAME_WIDTH.items()}
 
 
 @cache
@@ -73,8 +75,35 @@ def without_lazy_bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_neg() if tensor.is_neg() else tensor
 
 
+@cache
+def _is_known_to_numpy(dtype: torch.dtype) -> bool:
+    try:
+        torch.empty(0, dtype=dtype).numpy()
+    except TypeError:
+        return False
+    return True
+
+
 def host_array(tensor: torch.Tensor) -> HostArray:
-    """Return a numpy view of a CPU tensor as integers of its width (complex128 as itself), with its strides."""
-    same_width = _SAME_WIDTH.get(tensor.element_size())
-    array: HostArray = (tensor if same_width is None else tensor.view(same_width)).numpy()
-    return array
+    """Return a numpy view of a CPU tensor as integers of its width (complex128 as itself), with its strides.
+
+    Raises:
+        RuntimeError: the tensor has lazy bits, or autograd records it.
+    """
+    array: HostArray
+    if not _is_known_to_numpy(tensor.dtype):
+        array = tensor.view(_SAME_WIDTH[tensor.element_size()]).numpy()
+        return array
+    # Torch's own operations let go of the GIL, and on a thread that prepares work for busy ones each of them waits
+    # longer than it takes to have it back; numpy's do not.
+    array = tensor.numpy()
+    same_width = _NUMPY_SAME_WIDTH.get(array.itemsize)
+    return array if same_width is None else array.view(same_width)
+
+
+def host_values(tensor: torch.Tensor) -> HostArray:
+    """Return the values of a CPU tensor as `host_array` does: of a copy, if they are not in memory as they are."""
+    try:
+        return host_array(tensor)
+    except RuntimeError:
+        return host_array(without_lazy_bits(tensor))

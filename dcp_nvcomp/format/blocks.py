@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from dcp_nvcomp.codecs.base import BLOCK_NBYTES
 
-__all__ = ["BlockGrid", "Box", "default_block_shape"]
+__all__ = ["BlockGrid", "Box", "default_block_shape", "default_grid"]
 
 
 @dataclass(frozen=True)
@@ -135,3 +135,9 @@ class BlockGrid:
             for at, count in zip(position, self.counts, strict=True):
                 index = index * count + at
             yield index
+
+
+@lru_cache(maxsize=1024)
+def default_grid(shape: tuple[int, ...], element_nbytes: int, block_nbytes: int = BLOCK_NBYTES) -> BlockGrid:
+    """Return the grid of blocks of `default_block_shape`, one object for all shards of a shape."""
+    return BlockGrid(shape, default_block_shape(shape, element_nbytes, block_nbytes))

@@ -98,13 +98,16 @@ class Region(Destination):
         self._tensor = tensor.detach()
         self._dtype = dtype
         self._array: HostArray | None = None
-        visible = tensor.dtype == dtype and is_transparent(tensor) and not (tensor.is_conj() or tensor.is_neg())
+        visible = tensor.dtype == dtype and is_transparent(tensor)
         # elements that share memory (an expanded tensor) cannot be loaded into: torch raises when it copies
         if visible and not tensor.is_contiguous():
             visible = 0 not in [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
-        self._visible = visible
         if visible and tensor.device.type == "cpu":
-            self._array = host_array(self._tensor)
+            try:
+                self._array = host_array(self._tensor)
+            except RuntimeError:  # lazy bits
+                visible = False
+        self._visible = visible and not (self._array is None and (tensor.is_conj() or tensor.is_neg()))
 
     @property
     def device(self) -> torch.device:

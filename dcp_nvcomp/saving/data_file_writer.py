@@ -141,12 +141,13 @@ class DataFileWriter:
         pending = self._pending
         if pending is None:
             return
+        nbytes = pending.nbytes
+        if nbytes:
+            pending.choice.achieved(self._encoded_nbytes / nbytes)
         if is_large_next:
             self._align()
-        encoded, nbytes = self._encoded_nbytes, pending.nbytes
+        encoded = self._encoded_nbytes
         self.totals.append((pending.chain.label, pending.dtype, Totals(len(pending.members), nbytes, encoded)))
-        if nbytes:
-            pending.choice.achieved(encoded / nbytes)
         for at in range(self._first_item, len(self._items)):
             member, number, _ = self._items[at]
             share = encoded * member.nbytes // nbytes if nbytes else 0

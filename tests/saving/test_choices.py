@@ -12,7 +12,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_nvcomp import NvcompWriter
-from dcp_nvcomp.codecs.auto import Judge
+from dcp_nvcomp.codecs.auto import Judge, Look
+from dcp_nvcomp.codecs.dtypes import ElementType
+from dcp_nvcomp.codecs.encoded import U8
 from dcp_nvcomp.saving.encode.choices import AutoChoice
 from dcp_nvcomp.saving.encode.sources import Workbench
 from tests.checkpoints import assert_loads, save
@@ -41,8 +43,12 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
+def rng(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
 def dense(seed: int) -> torch.Tensor:
-    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed)) * 0.02
+    return torch.randn(SHAPE, generator=rng(seed)) * 0.02
 
 
 def layers(count: int = 4) -> dict[str, torch.Tensor]:
@@ -69,6 +75,9 @@ ODD: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "rounded": lambda tensor: tensor.bfloat16().float(),
     "equal rows": lambda tensor: tensor[:1].expand(SHAPE).clone(),
     "repeated": lambda tensor: tensor[:50].repeat(8, 1),
+    "noise": lambda tensor: torch.randint(0, 256, (*SHAPE, 4), dtype=torch.uint8, generator=rng(2)).view(tensor.dtype)[
+        ..., 0
+    ],
 }
 
 # Floats that come to repeat look like floats that do not, and keep their codec, which is no worse than it was.
@@ -105,6 +114,27 @@ def test_what_changes_is_judged_again(tmp_path: Path, judged: list[str], way: tu
     # a search for matches that finds none any more is noticed by the ratio, after the first such save
     later = [save_with(writer, second) for _ in range(2)]
     assert later[-1] == fresh and len(judged) == 2
+    assert later[0] == fresh or way[0] in ("equal rows", "repeated")
+
+
+def test_dense_floats_are_not_looked_at_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+    look = Judge.look
+
+    def looking(self: Judge, element: ElementType, sample: U8) -> Look:
+        looks.append(sample.size)
+        return look(self, element, sample)
+
+    monkeypatch.setattr(Judge, "look", looking)
+    writer = NvcompWriter(tmp_path, thread_count=1)
+    state = layers()
+    save_with(writer, state)
+    assert len(looks) == len(state)
+    save_with(writer, state)
+    assert len(looks) == len(state)
+    state["layers.1.weight"] = dense(1) * dense(2)  # other exponents, so another size
+    save_with(writer, state)
+    assert len(looks) == len(state) + 1
 
 
 def test_nothing_is_shared_between_shapes_and_dtypes(tmp_path: Path, judged: list[str]) -> None:
@@ -115,7 +145,7 @@ def test_nothing_is_shared_between_shapes_and_dtypes(tmp_path: Path, judged: lis
 
 def test_parts_that_repeat_out_of_reach_are_no_reason_to_search_for_matches(tmp_path: Path) -> None:
     """As experts that were copied from one dense layer: no block holds two of them."""
-    part = (torch.randn(1 << 20, generator=torch.Generator().manual_seed(1)) * 0.02).bfloat16()
+    part = (torch.randn(1 << 20, generator=rng(1)) * 0.02).bfloat16()
     nbytes = {
         codec: save_with(NvcompWriter(tmp_path / codec, codec=codec), {"experts": part.repeat(4)})
         for codec in ("auto", "planes-zstd")

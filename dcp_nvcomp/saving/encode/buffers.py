@@ -1,6 +1,6 @@
 """Host memory for encoded blocks: a pool of reused buffers, bounded by the user's budget.
 
-A buffer is reserved for each task before it is handed out; an encoder takes one, fills it, and hands it over; the thread
+A buffer is reserved for each task before it is handed out; an encoder takes one, fills it and hands it over; the thread
 that writes it gives it back. While all are reserved, `reserve` waits: that is how a slow sink holds back the encoders.
 """
 

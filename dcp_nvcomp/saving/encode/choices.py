@@ -1,6 +1,7 @@
 """`auto`'s choices: made by the thread that encodes a record first, and remembered from save to save.
 
-A look at a few elements decides how much work a choice is:
+Dense floats of one block are coded as they were in the save before, and if they come to another size than they did
+then, chosen for anew and coded again. Of all others a look at a few elements decides how much work a choice is:
 
 it looks as in an earlier save      the chain of that save, unless its ratio has drifted meanwhile
 dense floats, nothing repeats, and  the chain of that tensor: layers of a model differ in their numbers only. Zeros,
@@ -36,6 +37,8 @@ _LOOKED_AT = 2048  # elements: what is worth a microsecond for each 20 KB
 _PIECES = 64
 _JUDGED_SLICES = 4
 _DRIFT = 0.02
+_GLANCED_AT = 64  # elements
+_LEAST_VALUES = 36  # of 64 random bytes 45 to 64 differ
 _MOST_REMEMBERED = 1 << 17
 _DIGITS = re.compile(r"\d+")
 
@@ -50,6 +53,9 @@ class _Kept:
     chain: CodecChain
     achieved: float | None = None
 
+    def expects(self, ratio: float) -> bool:
+        return self.achieved is not None and abs(ratio - self.achieved) <= _DRIFT * self.achieved
+
 
 class RememberedChoices:
     """The choices of one writer. Any thread may use it: each step is one operation on a dict."""
@@ -62,6 +68,18 @@ class RememberedChoices:
         """Return what an earlier save chose for this shard, if it still looks the same."""
         kept = self._kept.get(_key(record))
         return kept.chain if kept is not None and kept.look.resembles(look) else None
+
+    def trust(self, record: Record) -> CodecChain | None:
+        """Return what an earlier save chose for a shard of dense floats, to be used if `expects` then agrees."""
+        kept = self._kept.get(_key(record))
+        if kept is None or kept.achieved is None or not kept.look.is_dense:
+            return None
+        return kept.chain if kept.chain == literal_exponents(record.element) else None
+
+    def expects(self, record: Record, ratio: float) -> bool:
+        """Return True if a choice that was trusted came to what it had come to before."""
+        kept = self._kept.get(_key(record))
+        return kept is not None and kept.expects(ratio)
 
     def has_dense_kin(self, record: Record) -> bool:
         """True if a tensor of the same name, but for numbers, and of the same shape and dtype was judged dense."""
@@ -83,7 +101,7 @@ class RememberedChoices:
             return
         if kept.achieved is None:
             kept.achieved = ratio
-        elif abs(ratio - kept.achieved) > _DRIFT * kept.achieved:
+        elif not kept.expects(ratio):
             self._kept.pop(_key(record), None)
 
 
@@ -119,6 +137,7 @@ class AutoChoice(ChainChoice):
         self._place: _Place | None = _Place(array, grid)
         self._remembered = remembered
         self._lock = threading.Lock()
+        self._is_trusted = False
         self._chain: CodecChain | None = None if array.nbytes >= TINY_NBYTES else STORED
 
     @property
@@ -132,17 +151,34 @@ class AutoChoice(ChainChoice):
                 if self._chain is None:
                     assert self._place is not None
                     self._chain = self._found(self._place, bench)
-        self._place = None  # the tensor may be freed before its blocks are written
+        if not self._is_trusted:
+            self._place = None  # the tensor may be freed before its blocks are written
         return self._chain
+
+    def confirm(self, ratio: float, bench: Workbench) -> CodecChain:
+        if self._is_trusted:
+            assert self._place is not None and self._remembered is not None
+            if not self._remembered.expects(self._record, ratio):
+                self._chain = self._chosen(self._place, self._remembered, bench)
+            self._is_trusted, self._place = False, None
+        return self.chain
 
     def achieved(self, ratio: float) -> None:
         if self._remembered is not None:
             self._remembered.achieved(self._record, ratio)
 
     def _found(self, place: _Place, bench: Workbench) -> CodecChain:
-        element, remembered = self._record.element, self._remembered
+        remembered = self._remembered
         if remembered is None:
-            return bench.judge.judge(element, _slices(place, element, bench.scratch))
+            return bench.judge.judge(self._record.element, _slices(place, self._record.element, bench.scratch))
+        trusted = remembered.trust(self._record) if place.grid.block_count == 1 else None
+        if trusted is None or not _seems_random(place.array, self._record.element):
+            return self._chosen(place, remembered, bench)
+        self._is_trusted = True
+        return trusted
+
+    def _chosen(self, place: _Place, remembered: RememberedChoices, bench: Workbench) -> CodecChain:
+        element = self._record.element
         look = bench.judge.look(element, _sample(place, element, bench.scratch))
         chain = remembered.recall(self._record, look)
         if chain is not None:
@@ -166,6 +202,16 @@ def _sample(place: _Place, element: ElementType, scratch: ScratchArrays) -> U8:
     if step <= wanted:
         return data[: _LOOKED_AT * element.nbytes]
     return np.ascontiguousarray(data[: _PIECES * step].reshape(_PIECES, step)[:, :wanted]).reshape(-1)
+
+
+def _seems_random(array: HostArray, element: ElementType) -> bool:
+    """Return True if the bytes that are stored as they are look random at a glance: their size would not tell."""
+    if not array.flags.c_contiguous:
+        return False
+    width = element.float_nbytes
+    floats = array.reshape(-1).view(np.uint8).reshape(-1, width)
+    some = floats[:: max(1, len(floats) // _GLANCED_AT)].tobytes()
+    return all(len(set(some[at : width * _GLANCED_AT : width])) >= _LEAST_VALUES for at in range(width - 1))
 
 
 def _slices(place: _Place, element: ElementType, scratch: ScratchArrays) -> list[U8]:

@@ -14,7 +14,7 @@ from dcp_nvcomp.codecs.choose import sample_nbytes
 from dcp_nvcomp.codecs.dtypes import ElementType
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.engines.cuda.slice_coders import ENCODE
-from dcp_nvcomp.engines.tensors import host_array, torch_dtype
+from dcp_nvcomp.engines.tensors import host_values, torch_dtype
 from dcp_nvcomp.format.blocks import BlockGrid
 from dcp_nvcomp.format.record import KIND_PACK, Record
 from dcp_nvcomp.saving.encode.choices import AutoChoice, RememberedChoices
@@ -59,14 +59,14 @@ class Packer:
         self._packs: dict[tuple[str, str, torch.device | None, bool], _Pack] = {}
 
     def add_tensor(self, member: Member, tensor: torch.Tensor, *, on_cuda: bool) -> list[Ready]:
-        """Take a small tensor without lazy bits.
+        """Take a small tensor, without lazy bits if it is on a device.
 
         Returns:
             The pack that was full, if there is one.
         """
         if tensor.device.type == "cpu" and not on_cuda:
             # numpy's views take a fraction of the time of torch's, and there may be thousands of tensors
-            data = np.ascontiguousarray(host_array(tensor)).reshape(-1).view(np.uint8)
+            data = np.ascontiguousarray(host_values(tensor)).reshape(-1).view(np.uint8)
             return self.add_bytes(member, data, member.record.element.name)
         pack, ready = self._pack_for(member, member.record.element.name, tensor.device, on_cuda=on_cuda)
         pack.tensors.append(tensor)

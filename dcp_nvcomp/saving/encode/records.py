@@ -6,7 +6,9 @@ WriteItem + resolved data  --RecordMaker.add-->  records ready to encode; small 
 from __future__ import annotations
 
 import io
+import math
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +18,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.choose import CodecChooser
-from dcp_nvcomp.codecs.dtypes import ELEMENT_TYPES
+from dcp_nvcomp.codecs.dtypes import ELEMENT_TYPES, ElementType
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.engines.cuda.slice_coders import ENCODE
 from dcp_nvcomp.engines.tensors import (
@@ -24,11 +26,12 @@ from dcp_nvcomp.engines.tensors import (
     dtype_name,
     element_type,
     host_array,
+    host_values,
     is_transparent,
     without_lazy_bits,
 )
 from dcp_nvcomp.errors import CheckpointError, ShapeMismatchError
-from dcp_nvcomp.format.blocks import BlockGrid, default_block_shape
+from dcp_nvcomp.format.blocks import default_grid
 from dcp_nvcomp.format.record import KIND_BYTES, KIND_TENSOR, KIND_TORCH_SAVE, Record
 from dcp_nvcomp.saving.encode.choices import AutoChoice, RememberedChoices
 from dcp_nvcomp.saving.encode.packing import SMALL_NBYTES, Packer
@@ -83,14 +86,12 @@ class RecordMaker:
             return self._add_payload(item.index, record, payload, "bytes")
         if data.is_meta:
             raise CheckpointError("A tensor on the meta device has no data to save.", fqn=fqn)
-        shape, offsets, whole = _planned_region(item, data)
-        element = element_type(data.dtype)
+        region, element = _planned_region(item, data), element_type(data.dtype)
         if element is None or not is_transparent(data):
             payload = saved_payload(data)
-            record = Record(KIND_TORCH_SAVE, fqn, (payload.size,), offsets, whole, _UINT8)
+            record = Record(KIND_TORCH_SAVE, fqn, (payload.size,), region.offsets, region.whole, _UINT8)
             return self._add_payload(item.index, record, payload, dtype_name(data.dtype))
-        record = Record(KIND_TENSOR, fqn, shape, offsets, whole, element)
-        return self._add_tensor(item.index, record, without_lazy_bits(data))
+        return self._add_tensor(item.index, region, element, data)
 
     def flush(self) -> list[Ready]:
         """Return the packs that are not full."""
@@ -100,18 +101,37 @@ class RecordMaker:
         if 0 < payload.size < self._packed_nbytes:
             return self._packer.add_bytes(Member(index, record, payload.size), payload, "bytes")
         # `auto`, as the user's choice is for tensors
+        grid = default_grid(record.shape, 1)
+        record = replace(record, grid=grid, block_count=grid.block_count)
         return [_ready_later(index, record, dtype, payload, None)]
 
-    def _add_tensor(self, index: MetadataIndex, record: Record, tensor: torch.Tensor) -> list[Ready]:
-        element, on_cuda = record.element, self._engine.on_cuda(tensor.device)
-        nbytes = record.uncompressed_nbytes
-        if 0 < nbytes < self._packed_nbytes:
-            return self._packer.add_tensor(Member(index, record, nbytes), tensor, on_cuda=on_cuda)
-        if self._policy.is_auto and tensor.device.type == "cpu" and not on_cuda:
-            return [_ready_later(index, record, element.name, host_array(tensor), self._remembered)]
+    def _add_tensor(
+        self, index: MetadataIndex, region: _Region, element: ElementType, tensor: torch.Tensor
+    ) -> list[Ready]:
+        on_cuda = self._engine.on_cuda(tensor.device)
+        on_host = tensor.device.type == "cpu" and not on_cuda
+        nbytes = math.prod(region.shape) * element.nbytes
+        is_small = 0 < nbytes < self._packed_nbytes
+        if on_host and self._policy.is_auto and not is_small:
+            grid = default_grid(region.shape, element.nbytes)
+            record = Record(KIND_TENSOR, index.fqn, *region, element, grid=grid, block_count=grid.block_count)
+            return [_ready_later(index, record, element.name, host_values(tensor), self._remembered)]
+        record = Record(KIND_TENSOR, index.fqn, *region, element)
+        if is_small:
+            data = tensor if on_host else without_lazy_bits(tensor)
+            return self._packer.add_tensor(Member(index, record, nbytes), data, on_cuda=on_cuda)
+        tensor = without_lazy_bits(tensor)
         chain = self._policy.tensor_chain(element, tensor, on_cuda=on_cuda)
         on_cuda = on_cuda and self._engine.serves(tensor.device, chain, ENCODE)
         return [_ready(index, record, element.name, chain, _source(tensor, on_cuda=on_cuda))]
+
+
+class _Region(NamedTuple):
+    """Where a shard lies: its shape, its first element in the global tensor, and that one's shape."""
+
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    whole: tuple[int, ...]
 
 
 def _source(tensor: torch.Tensor, *, on_cuda: bool) -> Source:
@@ -122,7 +142,7 @@ def _source(tensor: torch.Tensor, *, on_cuda: bool) -> Source:
 
 def _ready(index: MetadataIndex, record: Record, dtype: str, chain: CodecChain, source: Source) -> Ready:
     """Return a record with blocks of its own."""
-    grid = BlockGrid(record.shape, default_block_shape(record.shape, record.element.nbytes, chain.block_nbytes))
+    grid = default_grid(record.shape, record.element.nbytes, chain.block_nbytes)
     record = replace(record, grid=grid, chain=chain, block_count=grid.block_count)
     return PendingRecord(record, dtype, (Member(index, record, record.uncompressed_nbytes),)), source
 
@@ -131,15 +151,14 @@ def _ready_later(
     index: MetadataIndex, record: Record, dtype: str, array: HostArray, remembered: RememberedChoices | None
 ) -> Ready:
     """Return a record in host memory, whose chain `auto` chooses when it is encoded."""
-    grid = BlockGrid(record.shape, default_block_shape(record.shape, record.element.nbytes))
-    record = replace(record, grid=grid, block_count=grid.block_count)
-    choice = AutoChoice(record, array, grid, remembered)
+    assert record.grid is not None
+    choice = AutoChoice(record, array, record.grid, remembered)
     members = (Member(index, record, record.uncompressed_nbytes),)
     return PendingRecord(record, dtype, members, choice), HostSource(array)
 
 
-def _planned_region(item: WriteItem, tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return shape and offsets of a shard and the shape of its global tensor; check that the shape is the planned one.
+def _planned_region(item: WriteItem, tensor: torch.Tensor) -> _Region:
+    """Return where a shard lies; check that its shape is the planned one.
 
     Raises:
         ShapeMismatchError: it is not.
@@ -152,7 +171,7 @@ def _planned_region(item: WriteItem, tensor: torch.Tensor) -> tuple[tuple[int, .
             f"The planner planned a shard of shape {list(sizes)} but resolved it to one of {list(shape)}.",
             fqn=item.index.fqn,
         )
-    return shape, tuple(planned.chunk.offsets), tuple(planned.size)
+    return _Region(shape, tuple(planned.chunk.offsets), tuple(planned.size))
 
 
 def saved_payload(tensor: torch.Tensor) -> U8:

@@ -69,6 +69,15 @@ class ChainChoice(ABC):
     def settle(self, bench: Workbench) -> CodecChain:
         """Return the chain; find it now if necessary, on the thread that encodes."""
 
+    def confirm(self, ratio: float, bench: Workbench) -> CodecChain:
+        """Return the chain to use, now that the only block of a record came to `ratio`: another one if that surprises.
+
+        Args:
+            ratio: stored over uncompressed size.
+            bench: of this thread.
+        """
+        return self.chain
+
     @abstractmethod
     def achieved(self, ratio: float) -> None:
         """Take note of the record's stored over its uncompressed size."""
@@ -135,6 +144,9 @@ def encode_parts(parts: Sequence[Part], out: memoryview, bench: Workbench) -> li
         chain = part.choice.settle(bench)
         for box in part.boxes:
             block = bench.cpu.encode(part.source.block(box, bench), chain, out[position:])
+            confirmed = part.choice.confirm(len(block.data) / block.uncompressed_nbytes, bench)
+            if confirmed is not chain:
+                block = bench.cpu.encode(part.source.block(box, bench), confirmed, out[position:])
             position += len(block.data)
             blocks.append(block)
     return blocks
