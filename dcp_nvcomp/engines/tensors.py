@@ -28,6 +28,10 @@ HostArray = npt.NDArray[Any]
 
 # Integers of the same width: a view through them keeps every bit and never meets float arithmetic.
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_KNOWN_TO_NUMPY = frozenset(
+    [f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)]
+    + ["bool", "float16", "float32", "float64", "complex64", "complex128"]
+)
 _NUMPY_SAME_WIDTH = {width: torch.empty(0, dtype=dtype).numpy().dtype for width, dtype in _SAME_WIDTH.items()}
 
 
@@ -75,15 +79,6 @@ def without_lazy_bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_neg() if tensor.is_neg() else tensor
 
 
-@cache
-def _is_known_to_numpy(dtype: torch.dtype) -> bool:
-    try:
-        torch.empty(0, dtype=dtype).numpy()
-    except TypeError:
-        return False
-    return True
-
-
 def host_array(tensor: torch.Tensor) -> HostArray:
     """Return a numpy view of a CPU tensor as integers of its width (complex128 as itself), with its strides.
 
@@ -91,7 +86,7 @@ def host_array(tensor: torch.Tensor) -> HostArray:
         RuntimeError: the tensor has lazy bits, or autograd records it.
     """
     array: HostArray
-    if not _is_known_to_numpy(tensor.dtype):
+    if dtype_name(tensor.dtype) not in _KNOWN_TO_NUMPY:
         array = tensor.view(_SAME_WIDTH[tensor.element_size()]).numpy()
         return array
     # Torch's own operations let go of the GIL, and on a thread that prepares work for busy ones each of them waits

@@ -59,12 +59,13 @@ class DataFileWriter:
         self._progress = progress
         self._data_offset = 0  # not known before the first record
         self._position = 0
-        self._chains: dict[str, int] = {}
+        self._chains: dict[CodecChain, tuple[int, str]] = {}
         self._codecs: list[Any] = []
         self._records: list[dict[str, Any]] = []
         self._columns = tuple(array("I") for _ in range(4))
         self._slices = array("I")
         self._pending: PendingRecord | None = None
+        self._label = ""
         self._encoded_nbytes = 0
         self._items: list[tuple[Member, int, int]] = []
         self._first_item = 0
@@ -74,7 +75,8 @@ class DataFileWriter:
         is_large = pending.nbytes >= LARGE_NBYTES
         self._write_header(is_large)
         self._end_record(is_large)
-        number = self.add_record(pending.record, self._codec(pending.chain))
+        codec, self._label = self._codec(pending.chain)
+        number = self.add_record(pending.record, codec)
         self._pending, self._first_item = pending, len(self._items)
         if not pending.is_pack:
             self._items.append((pending.members[0], number, 0))
@@ -89,13 +91,15 @@ class DataFileWriter:
         self._records.append(record.to_json(place))
         return len(self._records) - 1
 
-    def _codec(self, chain: CodecChain) -> int:
-        """Return the index of a chain in the footer."""
-        described = chain.to_json()
-        codec = self._chains.setdefault(repr(described), len(self._codecs))
-        if codec == len(self._codecs):
-            self._codecs.append(described)
-        return codec
+    def _codec(self, chain: CodecChain) -> tuple[int, str]:
+        """Return the index of a chain in the footer, and its label."""
+        found = self._chains.get(chain)
+        if found is None:
+            described = chain.to_json()
+            if described not in self._codecs:  # chains that differ only in how they encode are one there
+                self._codecs.append(described)
+            found = self._chains[chain] = self._codecs.index(described), chain.label
+        return found
 
     def append(self, blocks: Sequence[EncodedBlock]) -> None:
         """Append blocks of the record; their buffer may be used again afterwards."""
@@ -147,7 +151,7 @@ class DataFileWriter:
         if is_large_next:
             self._align()
         encoded = self._encoded_nbytes
-        self.totals.append((pending.chain.label, pending.dtype, Totals(len(pending.members), nbytes, encoded)))
+        self.totals.append((self._label, pending.dtype, Totals(len(pending.members), nbytes, encoded)))
         for at in range(self._first_item, len(self._items)):
             member, number, _ = self._items[at]
             share = encoded * member.nbytes // nbytes if nbytes else 0
