@@ -74,7 +74,8 @@ def check_chain(chain: CodecChain, element: ElementType) -> None:
     try:
         again = chain_from_json(chain.to_json())
         fits = chain.array_to_bytes.fits(element) and again.layout(4096, 0) == chain.layout(4096, 0)
-    except (CheckpointError, AttributeError, AssertionError) as error:
+        hash(chain)  # a writer looks chains up
+    except (CheckpointError, AttributeError, AssertionError, TypeError) as error:
         raise ConfigurationError(f"codec= chose {chain!r}, which no reader could decode: {error}") from error
     if not fits:
         raise ConfigurationError(f"codec= chose {chain!r} for {element.name}, which it can't be applied to.")

@@ -1,12 +1,12 @@
 """The save of one rank's data files: encode, stage and write at the same time.
 
-    calling thread   resolves items, makes records, gathers them in tasks, hands out each task with a buffer, in order
-    encode threads   fill the buffers, in any order: `thread_count` with the CPU engine, two with CUDA engines
+    calling thread   resolves items, makes records, gathers them in tasks, hands out each in order, a buffer reserved
+    encode threads   take and fill the buffers, in any order: `thread_count` with the CPU engine, two with CUDA engines
     write threads    one per lane: append the blocks of the lane's files in order, return the buffers
 
 A lane is a list of files that are written one after the other; lanes are written at the same time. This cannot
-deadlock: no task waits for a buffer while holding one, and the oldest task with a buffer is always the next one that
-its lane writes.
+deadlock: no task waits for a buffer once it is handed out, and the oldest of those handed out is always the next one
+that its lane writes.
 
 Two threads encode on a GPU, each with an engine, and therefore a stream, of its own: while one batch is encoded, the
 previous one is copied to the host, and the one before that is written.
@@ -185,7 +185,7 @@ class SaveJob:
                 continue
             if self._workers.error is not None:
                 return
-            lane.messages.put(task)
+            # the writer waits for whatever it is given, so it is given the task when nothing can come between any more
             if not task.parts:
                 task.done.release()
             elif task.cuda_device is None:
@@ -195,6 +195,7 @@ class SaveJob:
                     self._cuda_threads += 1
                     self._workers.start("dcp-cuda", self._encode, self._cuda_tasks)
                 self._cuda_tasks.put(task)
+            lane.messages.put(task)
 
     def _feed_lane(self, lane: _Lane) -> Iterator[Task]:
         tasks = Tasks(self._pool_for)

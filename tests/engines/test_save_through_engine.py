@@ -94,6 +94,23 @@ def test_many_shards_are_few_batches(tmp_path: Path, on_the_engine: StandInPool)
     assert_loads(tmp_path, state, engine="cpu", verify="full")
 
 
+def test_a_thread_that_cannot_be_started_fails_the_save(
+    tmp_path: Path, on_the_engine: StandInPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And does not leave a writer waiting for what nobody encodes."""
+    start = threading.Thread.start
+
+    def starting(self: threading.Thread) -> None:
+        if self.name == "dcp-cuda":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", starting)
+    with pytest.raises(CheckpointException, match="can't start new thread"):
+        save(tmp_path, many(3, 100_000), codec="planes-zstd")
+    assert not list(tmp_path.glob("*.distcp"))
+
+
 def test_thousands_of_small_shards(tmp_path: Path, on_the_engine: StandInPool) -> None:
     state = many(1500, 96)
     save(tmp_path, state, codec="planes-zstd")

@@ -75,6 +75,8 @@ ODD: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "rounded": lambda tensor: tensor.bfloat16().float(),
     "equal rows": lambda tensor: tensor[:1].expand(SHAPE).clone(),
     "repeated": lambda tensor: tensor[:50].repeat(8, 1),
+    "a tenth zeros": lambda tensor: tensor * (torch.arange(tensor.numel()).view(SHAPE) % 10 != 3),
+    "a tenth zero rows": lambda tensor: tensor * (torch.arange(SHAPE[0]) % 10 != 3)[:, None],
     "noise": lambda tensor: torch.randint(0, 256, (*SHAPE, 4), dtype=torch.uint8, generator=rng(2)).view(tensor.dtype)[
         ..., 0
     ],

@@ -47,6 +47,7 @@ class Planes(ArrayToBytes):
     coded: tuple[str, ...] = ("exponent",)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "coded", tuple(self.coded))  # a list can't be hashed
         if self.float_nbytes not in (2, 4, 8) or not set(self.coded) <= set(PLANE_NAMES):
             raise ConfigurationError(
                 f"Planes(float_nbytes={self.float_nbytes!r}, coded={self.coded!r}): float_nbytes must be 2, 4 or 8, "

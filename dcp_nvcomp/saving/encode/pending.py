@@ -61,7 +61,7 @@ class PendingRecord:
 
     @property
     def chain(self) -> CodecChain:
-        """Its codec chain, which is settled when its first block is encoded."""
+        """Its codec chain, which is settled once its first block is encoded."""
         return self.choice.chain
 
     @property

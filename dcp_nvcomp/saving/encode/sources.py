@@ -70,7 +70,7 @@ class ChainChoice(ABC):
         """Return the chain; find it now if necessary, on the thread that encodes."""
 
     def confirm(self, ratio: float, bench: Workbench) -> CodecChain:
-        """Return the chain to use, now that the only block of a record came to `ratio`: another one if that surprises.
+        """Return the chain to use, now that a block came to `ratio`: another one if a record of one block surprises.
 
         Args:
             ratio: stored over uncompressed size.
