@@ -18,14 +18,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dcp_nvcomp.codecs.base import CodecChain, Coder, SliceEncoder, padded
+from dcp_nvcomp.codecs.base import ALIGNMENT_NBYTES, CodecChain, Coder, SliceEncoder, padded
 from dcp_nvcomp.codecs.coders.zstd import DEFAULT_SLICE_NBYTES, Zstd
 from dcp_nvcomp.codecs.dtypes import ElementType
 from dcp_nvcomp.codecs.scratch import ScratchArrays
 from dcp_nvcomp.codecs.transforms.planes import PLANE_NAMES, Planes
 from dcp_nvcomp.codecs.transforms.stored import Bytes
 
-__all__ = ["LITERALS", "PLAIN", "STORED", "Judge", "Look", "judged_nbytes", "literal_exponents"]
+__all__ = ["LITERALS", "PLAIN", "STORED", "Judge", "Look", "judged_nbytes", "literal_exponents", "most_encoded_nbytes"]
 
 U8 = npt.NDArray[np.uint8]
 
@@ -68,6 +68,12 @@ class Look(NamedTuple):
 def judged_nbytes(element: ElementType) -> int:
     """Return how many bytes of a record make a slice of each of its planes."""
     return DEFAULT_SLICE_NBYTES * (element.float_nbytes or 1)
+
+
+def most_encoded_nbytes(nbytes: int) -> int:
+    """Return an upper bound of the encoded size of a block, whatever chain is found for it."""
+    pieces = nbytes // DEFAULT_SLICE_NBYTES + 2 * len(PLANE_NAMES)
+    return nbytes + pieces * ALIGNMENT_NBYTES
 
 
 def literal_exponents(element: ElementType) -> CodecChain:

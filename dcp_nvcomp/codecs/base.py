@@ -271,7 +271,9 @@ class CodecChain:
 
     def max_encoded_nbytes(self, nbytes: int) -> int:
         """Return an upper bound of the encoded size of a block: no piece is ever stored longer than it is."""
-        return sum(padded(piece.nbytes) for piece in self.layout(nbytes, 0))
+        # as the sum over all pieces: slices that are full need no padding
+        planes = self.array_to_bytes.layout(nbytes, 0, self.coder is not None)
+        return sum(padded(plane.nbytes) for plane in planes)
 
 
 def layout_block(chain: CodecChain, nbytes: int, flags: int) -> tuple[Piece, ...]:

@@ -54,6 +54,8 @@ class CpuEngine:
         """
         target = np.frombuffer(out, np.uint8)
         codec, has_coder = chain.array_to_bytes, chain.coder is not None
+        # first, as this brings the block into the cache, from where it is split faster than from memory
+        crc = 0 if codec.is_plain else checksum(block)
         arrays = self._arrays(codec.layout(block.nbytes, 0, has_coder), target)
         flags = codec.split(block, arrays)
         sizes: list[int] = []
@@ -68,9 +70,9 @@ class CpuEngine:
                     target[position : position + data.size] = data
                 position = _pad(target, position + data.size)
         encoded = out[:position]
-        # of the copy, if there is one: another process may write into the tensor at the same time
-        encoded_from = arrays[0] if codec.is_plain else block
-        row = BlockRow(flags, tuple(sizes), checksum(encoded), checksum(encoded_from))
+        if codec.is_plain:  # of the copy: another process may write into the tensor at the same time
+            crc = checksum(arrays[0])
+        row = BlockRow(flags, tuple(sizes), checksum(encoded), crc)
         return EncodedBlock(encoded, row, block.nbytes)
 
     def _arrays(self, planes: Sequence[Plane], target: U8) -> list[U8]:

@@ -48,11 +48,12 @@ DEVICE = CudaSource([torch.zeros(100 * BLOCK, dtype=torch.uint8)])
 OTHER = CudaSource([torch.zeros(100 * BLOCK, dtype=torch.uint8, device="meta")])
 
 
-def test_the_cpu_engine_gets_a_block_at_a_time() -> None:
+def test_the_cpu_engine_gets_what_fits_a_buffer() -> None:
     gathered = Gathered()
-    gathered.add("a", 3, HOST)
+    gathered.add("a", 6, HOST)
     gathered.add("b", 1, HOST)
-    assert gathered.end() == [[("a", 1, True)], [("a", 1, False)], [("a", 1, False)], [("b", 1, True)]]
+    gathered.add("c", 4, HOST)
+    assert gathered.end() == [[("a", 4, True)], [("a", 2, False), ("b", 1, True), ("c", 1, True)], [("c", 3, False)]]
 
 
 def test_the_cuda_engine_gets_what_fits_a_buffer() -> None:

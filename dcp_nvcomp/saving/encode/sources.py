@@ -123,7 +123,7 @@ def encode_parts(parts: Sequence[Part], out: memoryview, bench: Workbench) -> li
 
     Args:
         parts: the parts.
-        out: where the blocks go, at least the sum of their `max_encoded_nbytes`.
+        out: where the blocks go, at least the sum of the most that each may take.
         bench: of this thread.
 
     Returns:

@@ -1,7 +1,7 @@
 """From records to tasks: units that one thread encodes, and another writes, at once.
 
-The CPU engine takes a block at a time. The CUDA engine wants thousands of slices at once, so for it a task gathers
-blocks of consecutive records of one file until their buffer is full.
+A task gathers blocks of consecutive records of one file until their buffer is full: about 1 MiB for the CPU engine, so
+that little time goes into handing over; far more for the CUDA engine, which wants thousands of slices at once.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from dcp_nvcomp.codecs.auto import most_encoded_nbytes
 from dcp_nvcomp.codecs.encoded import EncodedBlock
 from dcp_nvcomp.format.blocks import Box
 from dcp_nvcomp.saving.encode.buffers import BufferPool
@@ -79,11 +80,8 @@ class Tasks:
         begins, boxes = True, list[Box]()
         for number in range(grid.block_count):
             box = grid.box(number)
-            # the CPU engine gets a block at a time, and each of its buffers holds any block, however it is coded
-            on_cpu = source.cuda_device is None
-            needs = 0 if on_cpu else choice.chain.max_encoded_nbytes(box.elements * element_nbytes)
-            full = on_cpu or needs > self._room_nbytes
-            if full and (boxes or self._task.parts):
+            needs = _most_encoded_nbytes(record, box.elements * element_nbytes)
+            if needs > self._room_nbytes and (boxes or self._task.parts):
                 if boxes:
                     self._append(record, source, choice, boxes, begins)
                     begins, boxes = False, []
@@ -92,8 +90,6 @@ class Tasks:
             boxes.append(box)
             self._room_nbytes -= needs
         self._append(record, source, choice, boxes, begins)
-        if boxes and source.cuda_device is None:
-            yield from self.flush()
 
     def _change_to(self, source: Source) -> Iterator[Task]:
         """Continue with a task that can take blocks of this source."""
@@ -119,3 +115,10 @@ class Tasks:
             task.pool = self._pool
         if task.records:
             yield task
+
+
+def _most_encoded_nbytes(record: PendingRecord, nbytes: int) -> int:
+    """Return an upper bound of the encoded size of one block of a record, `nbytes` long."""
+    if record.later is None:
+        return record.choice.chain.max_encoded_nbytes(nbytes)
+    return most_encoded_nbytes(nbytes)
