@@ -141,12 +141,14 @@ def test_a_step_that_raises_crashes_or_hangs_leaves_the_others_done(tmp_path: Pa
     assert statuses["passes"] == "passed"
 
 
+@pytest.mark.tools
 def test_without_time_nothing_is_begun(tmp_path: Path) -> None:
     result = Runner(tmp_path, {}, stand_in=True, seconds=0.0, say=lambda text: None).run(STEPS)
     assert result["complete"] and len(result["steps"]) == len(STEPS)
     assert {step["reason"] for step in result["steps"].values()} == {"no time was left for it"}
 
 
+@pytest.mark.tools
 def test_the_gpu_tests_download_nothing_where_everything_is_there(tmp_path: Path) -> None:
     """NvCOMP and CuPy are not here, so two empty modules stand for them: only collection is asked for."""
     (tmp_path / "sitecustomize.py").write_text(BLOCKER)

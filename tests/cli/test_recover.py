@@ -128,6 +128,7 @@ def test_on_s3(any_s3_store: S3Store) -> None:
     assert loaded_seed(url, **options) == 5
 
 
+@pytest.mark.slow
 def test_as_a_command(path: Path) -> None:
     save_model(path, seed=1)
     (path / ".metadata").unlink()

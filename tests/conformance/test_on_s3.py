@@ -108,6 +108,7 @@ def _save_rows_and_load_columns(url: str, options: dict[str, Any]) -> None:
     assert_same_bits(state["w"].to_local(), _sharded(value, 1).to_local())
 
 
+@pytest.mark.slow
 def test_reshard(any_s3_store: S3Store, ranks: RankPool) -> None:
     url, options = any_s3_store
     ranks.run(_save_rows_and_load_columns, url, options, world_size=2)

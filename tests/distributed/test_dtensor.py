@@ -52,7 +52,11 @@ def _load_uneven(plugin: Plugin, path: Path, dim: int) -> None:
 
 
 @on_every_plugin
-@pytest.mark.parametrize(("before", "after"), [((4, 0), (3, 0)), ((4, 1), (2, 0)), ((3, 0), (4, 1))], ids=str)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((4, 0), (3, 0)), pytest.param((4, 1), (2, 0), marks=pytest.mark.slow), ((3, 0), (4, 1))],
+    ids=str,
+)
 def test_uneven_shards(
     ranks: RankPool, tmp_path: Path, plugin: Plugin, before: tuple[int, int], after: tuple[int, int]
 ) -> None:

@@ -45,8 +45,13 @@ fork()
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 @pytest.mark.parametrize(
     "child",
-    ["pass", "import gc; gc.collect(); assert pool.shared_pool() is pool.shared_pool() is not None"],
-    ids=["that just ends", "that makes a pool of its own"],
+    [
+        pytest.param("pass", id="that just ends", marks=pytest.mark.slow),
+        pytest.param(
+            "import gc; gc.collect(); assert pool.shared_pool() is pool.shared_pool() is not None",
+            id="that makes a pool of its own",
+        ),
+    ],
 )
 def test_a_child(child: str) -> None:
     script = SCRIPT.replace("CHILD", child)

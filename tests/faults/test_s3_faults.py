@@ -126,7 +126,7 @@ def wire(any_s3_store: Store) -> Iterator[Wire]:
     [
         {"unavailable": 0.2},
         pytest.param({"unavailable": 0.4}, marks=pytest.mark.slow),
-        {"reset": 0.2, "lost": 0.2},
+        pytest.param({"reset": 0.2, "lost": 0.2}, marks=pytest.mark.slow),
         pytest.param({"broken": 0.2, "lost": 0.2, "unavailable": 0.2}, marks=pytest.mark.slow),
         {"truncated": 0.3, "shortened": 0.3},
     ],
@@ -224,6 +224,7 @@ def test_an_upload_that_is_gone_was_completed_if_the_file_is_there(wire: Wire, c
     assert unfinished((wire.url, wire.direct)) == []
 
 
+@pytest.mark.slow
 def test_a_silent_server_is_asked_again(wire: Wire) -> None:
     wire.proxy.next("silent", method="PUT", path=".distcp")
     wire.proxy.next("silent", method="GET", path=".metadata")
@@ -465,6 +466,7 @@ def _save_and_load_dead(url: str, options: dict[str, Any]) -> float:
     return time.monotonic() - began
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["refuses", "silent"])
 def test_a_dead_server_fails_every_rank_in_time(ranks: RankPool, how: str) -> None:
     with socket.socket() as server:

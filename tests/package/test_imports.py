@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 SAVE_AND_LOAD = """
 import sys, warnings
 warnings.filterwarnings("error")
@@ -37,6 +35,5 @@ def test_gpu_packages_are_not_imported(tmp_path: Path) -> None:
     run(tmp_path, after="assert not [name for name in sys.modules if name.startswith(('nvidia.nvcomp', 'cupy'))]")
 
 
-@pytest.mark.parametrize("missing", ["s3fs", "matplotlib", "tqdm"])
-def test_what_only_some_need_is_not_imported(tmp_path: Path, missing: str) -> None:
-    run(tmp_path, before=f"sys.modules[{missing!r}] = None")
+def test_what_only_some_need_is_not_imported(tmp_path: Path) -> None:
+    run(tmp_path, before="sys.modules.update(dict.fromkeys(['s3fs', 'matplotlib', 'tqdm']))")

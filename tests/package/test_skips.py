@@ -58,6 +58,7 @@ def test_runs(): pass
 """
 
 
+@pytest.mark.tools
 @pytest.mark.parametrize("plugins", ["", "timeout"])
 def test_a_required_gpu_that_is_not_there_fails_its_tests(tmp_path: Path, plugins: str) -> None:
     """Also where pytest-timeout is not installed, though tests are marked for it and setup.cfg sets it."""

@@ -263,6 +263,7 @@ def test_container_in_itself(where: str, container: str) -> None:
     refused(asm.metadata(**{where: written[container]}), ".", MetadataError)
 
 
+@pytest.mark.slow
 def test_one_list_for_many_tensors() -> None:
     shards = [asm.shard(asm.size(0, 0), asm.size(4, 6)) + asm.MEMOIZE, *[asm.get(0)] * 2000]
     memoized = asm.listed(*shards) + asm.MEMOIZE  # slot 1
