@@ -69,7 +69,7 @@ class BufferPool:
         count = max(2, min(most, budget_nbytes // buffer_nbytes))
         self.limit_nbytes = count * buffer_nbytes
         self._allocate = allocate
-        # one True for each buffer that is not reserved; a semaphore takes ten times as long
+        # one True for each buffer that is not reserved
         self._unreserved: SimpleQueue[bool] = SimpleQueue()
         for _ in range(count):
             self._unreserved.put(True)
