@@ -2,6 +2,9 @@
 
 One `CpuEngine` per thread: it owns contexts and scratch memory, all of it reused from block to block. The heavy calls
 (numpy, zstd, zlib, CRC32C) release the GIL, so threads scale.
+
+Blocks of trained floats are coded whole, in one compiled call (codecs/planes_literals.py); all others in steps: summed,
+split into planes, and coded slice by slice.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import numpy as np
 
 from dcp_nvcomp.codecs.base import CodecChain, Coder, Plane, SliceDecoder, SliceEncoder, padded
 from dcp_nvcomp.codecs.encoded import U8, BlockRow, EncodedBlock, checksum
+from dcp_nvcomp.codecs.planes_literals import PlanesLiterals, planes_literals
 from dcp_nvcomp.codecs.scratch import ScratchArrays
 from dcp_nvcomp.errors import CorruptDataError
 
@@ -37,6 +41,7 @@ class CpuEngine:
         self._scratch = ScratchArrays()
         self._encoders: dict[Coder, SliceEncoder] = {}
         self._decoders: dict[Coder, SliceDecoder] = {}
+        self._whole: dict[tuple[CodecChain, bool], PlanesLiterals | None] = {}
 
     def encode(self, block: U8, chain: CodecChain, out: memoryview) -> EncodedBlock:
         """Encode one block.
@@ -52,6 +57,51 @@ class CpuEngine:
         Raises:
             CodecUnavailableError: the chain's coder does not run on the CPU.
         """
+        return self.encode_beside(block[np.newaxis], (block.size,), chain, out)[0][0]
+
+    def encode_beside(
+        self, rows: U8, widths: tuple[int, ...], chain: CodecChain, out: memoryview
+    ) -> tuple[list[EncodedBlock], int]:
+        """Encode blocks that lie beside each other in a matrix.
+
+        Args:
+            rows: the bytes of their rows, a matrix; the bytes of a row are next to each other.
+            widths: how many bytes of each row belong to each block, whole elements.
+            chain: the codec chain.
+            out: receives the encoded blocks; at least the sum of their `chain.max_encoded_nbytes`.
+
+        Returns:
+            The encoded blocks, views of `out`, and where the last one ends there.
+
+        Raises:
+            CodecUnavailableError: the chain's coder does not run on the CPU.
+        """
+        whole = self._whole_blocks(chain, decoding=False)
+        done = None if whole is None else whole.encode(rows, widths, out)
+        if done is not None:
+            return done
+        encoded, start, position = list[EncodedBlock](), 0, 0
+        for width in widths:
+            block = self._joined(rows[:, start : start + width])
+            encoded.append(self._encode_in_steps(block, chain, out[position:]))
+            start, position = start + width, position + len(encoded[-1].data)
+        return encoded, position
+
+    def _whole_blocks(self, chain: CodecChain, *, decoding: bool) -> PlanesLiterals | None:
+        key = chain, decoding
+        if key not in self._whole:
+            self._whole[key] = planes_literals(chain, decoding=decoding)
+        return self._whole[key]
+
+    def _joined(self, rows: U8) -> U8:
+        """Return the bytes of some rows: a view if possible, else a copy, valid until the next call."""
+        if rows.flags.c_contiguous:
+            return rows.reshape(-1)
+        copy: U8 = self._scratch.array("joined", rows.size, np.uint8)
+        np.copyto(copy.reshape(rows.shape), rows)
+        return copy
+
+    def _encode_in_steps(self, block: U8, chain: CodecChain, out: memoryview) -> EncodedBlock:
         target = np.frombuffer(out, np.uint8)
         codec, has_coder = chain.array_to_bytes, chain.coder is not None
         # first, as this brings the block into the cache, from where it is split faster than from memory
@@ -111,13 +161,63 @@ class CpuEngine:
             data: the encoded block.
             row: its rows of the footer's tables.
             chain: the codec chain.
-            out: receives the block's bytes, contiguous, exactly its decoded size.
+            out: receives the block's bytes, exactly its decoded size: contiguous, or a matrix as for `encode_beside`.
             verify: `"stored"`, `"full"` or `"off"`.
 
         Raises:
             CorruptDataError: a CRC does not match, or the bytes do not decode to exactly `out`'s size.
             CodecUnavailableError: the chain's coder does not run on the CPU.
         """
+        whole = self._whole_blocks(chain, decoding=True)
+        if whole is not None:
+            rows = out if out.ndim == 2 else out[np.newaxis]
+            outcome = whole.decode([(data, row)], (rows.shape[1],), rows, verify=verify)
+            if outcome.decoded:
+                return
+            if outcome.problem is not None:
+                raise CorruptDataError(outcome.problem)
+            self._learn(chain, outcome.is_foreign)
+        if out.flags.c_contiguous:
+            self._decode_in_steps(data, row, chain, out.reshape(-1), verify)
+            return
+        decoded = self._scratch.array("joined", out.size, np.uint8)
+        self._decode_in_steps(data, row, chain, decoded, verify)
+        np.copyto(out, decoded.reshape(out.shape))
+
+    def decode_beside(
+        self,
+        blocks: Sequence[tuple[memoryview, BlockRow]],
+        widths: tuple[int, ...],
+        chain: CodecChain,
+        rows: U8,
+        *,
+        verify: str,
+    ) -> bool:
+        """Decode blocks that lie beside each other in a matrix, if all of them can be in one call.
+
+        Args:
+            blocks: the encoded blocks, and their rows of the footer's tables.
+            widths: how many bytes of each row belong to each block, whole elements.
+            chain: the codec chain.
+            rows: receives the bytes, a matrix as for `encode_beside`.
+            verify: `"stored"`, `"full"` or `"off"`.
+
+        Returns:
+            True if all of them were decoded. Else `decode` of each will do it, or say what is wrong.
+        """
+        whole = self._whole_blocks(chain, decoding=True)
+        if whole is None:
+            return False
+        outcome = whole.decode(blocks, widths, rows, verify=verify)
+        self._learn(chain, outcome.is_foreign)
+        return outcome.decoded
+
+    def _learn(self, chain: CodecChain, is_foreign: bool) -> None:
+        """Decode a chain in steps from now on if its frames were made elsewhere: trying costs a checksum a block."""
+        if is_foreign:
+            self._whole[chain, True] = None
+
+    def _decode_in_steps(self, data: memoryview, row: BlockRow, chain: CodecChain, out: U8, verify: str) -> None:
         if verify != "off" and checksum(data) != row.encoded_crc:
             raise CorruptDataError("The stored bytes fail their CRC: the file is corrupt.")
         self._decode_planes(data, row, chain, out)

@@ -1,4 +1,8 @@
-"""Pure geometry: the blocks of a shard's box, and those that a region needs."""
+"""Pure geometry: the blocks of a shard's box, and those that a region needs.
+
+row_grid   blocks of whole rows, which are runs of memory
+box_grid   boxes of large matrices, so that a load of columns reads columns; of everything else rows
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,16 @@ import numpy.typing as npt
 
 from dcp_nvcomp.codecs.base import BLOCK_NBYTES
 
-__all__ = ["BlockGrid", "Box", "default_block_shape", "default_grid"]
+__all__ = ["BlockGrid", "Box", "box_block_shape", "box_grid", "row_block_shape", "row_grid"]
+
+# Matrices as large as this are cut into boxes, those of the second size and larger into the larger boxes. Less, and what
+# a block costs would weigh more than what a load of other rows or columns saves.
+_BOXED_NBYTES, _LARGE_NBYTES = 1 << 20, 4 << 20
+_BOX_NBYTES, _LARGE_BOX_NBYTES = 128 << 10, 256 << 10
+_MIN_HEIGHT, _MAX_HEIGHT = 8, 128
+# Longer runs of memory than this serve few columns.
+_MAX_RUN_NBYTES = 4 << 10
+_PARTS = 4
 
 
 @dataclass(frozen=True)
@@ -49,7 +62,7 @@ class Box:
         return Box(tuple(a - b for a, b in zip(self.offsets, origin, strict=True)), self.sizes)
 
 
-def default_block_shape(shape: Sequence[int], element_nbytes: int, block_nbytes: int = BLOCK_NBYTES) -> tuple[int, ...]:
+def row_block_shape(shape: Sequence[int], element_nbytes: int, block_nbytes: int = BLOCK_NBYTES) -> tuple[int, ...]:
     """Return blocks of whole rows, about `block_nbytes` together; of pieces of a row if a row is larger.
 
     Args:
@@ -61,9 +74,9 @@ def default_block_shape(shape: Sequence[int], element_nbytes: int, block_nbytes:
         The block shape: ones in the leading dimensions, then one dimension that is cut, then whole dimensions.
 
     Example:
-        >>> default_block_shape((8192, 4096), 2)
+        >>> row_block_shape((8192, 4096), 2)
         (128, 4096)
-        >>> default_block_shape((4, 1000000), 2, 1 << 20)
+        >>> row_block_shape((4, 1000000), 2, 1 << 20)
         (1, 500000)
     """
     block = [max(size, 1) for size in shape]
@@ -75,9 +88,7 @@ def default_block_shape(shape: Sequence[int], element_nbytes: int, block_nbytes:
             continue
         fits = max(room // inner, 1)
         if fits < block[dim]:
-            # equal parts rather than full ones and a small rest
-            parts = -(-block[dim] // fits)
-            block[dim] = -(-block[dim] // parts)
+            block[dim] = _equal(block[dim], fits)
         break
     return tuple(block)
 
@@ -138,6 +149,53 @@ class BlockGrid:
 
 
 @lru_cache(maxsize=1024)
-def default_grid(shape: tuple[int, ...], element_nbytes: int, block_nbytes: int = BLOCK_NBYTES) -> BlockGrid:
-    """Return the grid of blocks of `default_block_shape`, one object for all shards of a shape."""
-    return BlockGrid(shape, default_block_shape(shape, element_nbytes, block_nbytes))
+def row_grid(shape: tuple[int, ...], element_nbytes: int, block_nbytes: int = BLOCK_NBYTES) -> BlockGrid:
+    """Return the grid of blocks of `row_block_shape`, one object for all shards of a shape."""
+    return BlockGrid(shape, row_block_shape(shape, element_nbytes, block_nbytes))
+
+
+def box_block_shape(shape: Sequence[int], element_nbytes: int) -> tuple[int, ...]:
+    """Return blocks that are boxes of the last two dimensions if these are a large matrix, else `row_block_shape`.
+
+    A box is a quarter of a row wide, less if that is more than 4 KiB, and more if it would be more than 128 rows high.
+    A row has a power of two of them, as ranks that hold columns are often as many. A matrix of few rows, or of short
+    ones, has blocks of rows.
+
+    Args:
+        shape: the shard's shape, in elements.
+        element_nbytes: bytes of one element.
+
+    Returns:
+        The block shape: ones in the leading dimensions.
+
+    Example:
+        >>> box_block_shape((1024, 4096), 4)
+        (64, 1024)
+        >>> box_block_shape((1 << 20, 64), 4)
+        (4096, 64)
+    """
+    nbytes = math.prod(shape[-2:]) * element_nbytes
+    box_nbytes = _BOX_NBYTES if nbytes < _LARGE_NBYTES else _LARGE_BOX_NBYTES
+    if len(shape) < 2 or nbytes < _BOXED_NBYTES:
+        return row_block_shape(shape, element_nbytes)
+    rows, columns = shape[-2:]
+    if rows < _MIN_HEIGHT or columns * element_nbytes < box_nbytes // _MAX_HEIGHT:
+        return row_block_shape(shape, element_nbytes)
+    row_nbytes, min_run_nbytes = columns * element_nbytes, max(box_nbytes // _MAX_HEIGHT, box_nbytes // rows)
+    parts = 1
+    while row_nbytes >= 2 * parts * min_run_nbytes and (parts < _PARTS or row_nbytes > parts * _MAX_RUN_NBYTES):
+        parts *= 2
+    width = -(-columns // parts)
+    height = max(1, min(rows, box_nbytes // (width * element_nbytes)))
+    return (*(1 for _ in shape[:-2]), _equal(rows, height), width)
+
+
+def _equal(size: int, part: int) -> int:
+    """Return the length of equal parts, as many as there are of `part`, rather than full ones and a small rest."""
+    return -(-size // -(-size // part))
+
+
+@lru_cache(maxsize=1024)
+def box_grid(shape: tuple[int, ...], element_nbytes: int) -> BlockGrid:
+    """Return the grid of blocks of `box_block_shape`, one object for all shards of a shape."""
+    return BlockGrid(shape, box_block_shape(shape, element_nbytes))

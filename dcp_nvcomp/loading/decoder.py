@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,7 @@ from dcp_nvcomp.engines.memory import PinnedMemory, pinned_allocate, plain_alloc
 from dcp_nvcomp.errors import CheckpointError, CodecUnavailableError, CorruptDataError
 from dcp_nvcomp.format.data_file import block_row
 from dcp_nvcomp.format.framing import check_header
+from dcp_nvcomp.format.strips import Strip, alone, strips
 from dcp_nvcomp.loading.read_plan import BlockRead, Read
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.reread import twice
@@ -124,11 +126,11 @@ class Decoder:
         if read.start == 0:
             self._check_header(fetched)
         on_gpu: dict[torch.device, list[BlockRead]] = {}
+        on_cpu: list[BlockRead] = []
         for block, device in zip(read.blocks, fetched.devices, strict=True):
-            if device is not None:
-                on_gpu.setdefault(device, []).append(block)
-                continue
-            self._decode_on_cpu(block, fetched.block(block), read)
+            (on_cpu if device is None else on_gpu.setdefault(device, [])).append(block)
+        for _, of_one in groupby(on_cpu, _only_target):
+            self._decode_strips(list(of_one), fetched)
         for device, blocks in on_gpu.items():
             self._decode_on_gpu(device, blocks, fetched)
 
@@ -140,6 +142,26 @@ class Decoder:
             lambda: check_header(self._filesystem.read(read.name, 0, data_offset), path=path),
         )
 
+    def _decode_strips(self, blocks: list[BlockRead], fetched: Fetched) -> None:
+        """Decode blocks that one target wants, or a single block: together where they follow each other in memory."""
+        at = 0
+        for strip in strips([block.box for block in blocks], blocks[0].record.element.nbytes):
+            these = blocks[at : at + len(strip.sizes)]
+            at += len(these)
+            if len(these) == 1 or not self._decode_together(these, strip, fetched):
+                for block in these:
+                    self._decode_on_cpu(block, fetched.block(block), fetched.read)
+
+    def _decode_together(self, blocks: list[BlockRead], strip: Strip, fetched: Fetched) -> bool:
+        """Return True if all are decoded, else each has to be alone, which also tells which one is corrupt."""
+        chain, footer = blocks[0].record.chain, fetched.read.footer
+        direct = blocks[0].targets[0].destination.direct(strip)
+        assert chain is not None
+        if direct is None:
+            return False
+        encoded = [(fetched.block(block), block_row(footer, block.number)) for block in blocks]
+        return self._cpu.decode_beside(encoded, direct.widths, chain, direct.rows, verify=self._verify)
+
     def _decode_on_cpu(self, block: BlockRead, data: memoryview, read: Read) -> None:
         with located(block, read):
             twice(partial(self._decode_block, block, data, read), partial(self._decode_again, block, read))
@@ -148,8 +170,8 @@ class Decoder:
         chain, nbytes = block.record.chain, int(read.footer.block_nbytes[block.number])
         assert chain is not None
         destinations = [target.destination for target in block.targets]
-        direct = destinations[0].direct(block.box) if len(destinations) == 1 else None
-        out = direct if direct is not None else self._scratch.array("decoded", nbytes, np.uint8)
+        direct = destinations[0].direct(alone(block.box)) if len(destinations) == 1 else None
+        out = direct.rows if direct is not None else self._scratch.array("decoded", nbytes, np.uint8)
         self._cpu.decode(data, block_row(read.footer, block.number), chain, out, verify=self._verify)
         if direct is None:
             for destination in destinations:
@@ -263,6 +285,11 @@ class Decoder:
                 continue
             host = decoded.cpu() if host is None else host
             destination.place(block.box, host)
+
+
+def _only_target(block: BlockRead) -> int:
+    """Return the identity of the target that wants a block, or of the block if there are several."""
+    return id(block.targets[0] if len(block.targets) == 1 else block)
 
 
 def _decodable_on_cpu(pair: _Pair, device: torch.device) -> _Pair:

@@ -6,6 +6,7 @@ import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ from dcp_nvcomp.engines.tensors import (
     is_transparent,
 )
 from dcp_nvcomp.format.blocks import Box
+from dcp_nvcomp.format.strips import RowStrip, Strip, row_strip
 
 __all__ = ["Conversions", "Destination", "PackMember", "Region", "Run", "part_of"]
 
@@ -62,12 +64,12 @@ class Destination(ABC):
         """The device of its memory."""
         return torch.device("cpu")
 
-    def direct(self, block: Box) -> U8 | None:
-        """Return the host memory that this block fills as one run of bytes, to decode it there; None if it does not."""
+    def direct(self, strip: Strip) -> RowStrip | None:
+        """Return the host memory that some blocks fill, as rows of bytes, to decode them there; None if it is none."""
         return None
 
     def direct_on_device(self, block: Box) -> torch.Tensor | None:
-        """Return the same memory as a uint8 tensor on the destination's device; None if there is no such run."""
+        """Return a block's memory as a uint8 tensor on the destination's device; None if it is not one run of bytes."""
         return None
 
     @abstractmethod
@@ -113,14 +115,10 @@ class Region(Destination):
     def device(self) -> torch.device:
         return self._tensor.device
 
-    def direct(self, block: Box) -> U8 | None:
-        if self._array is None or self._box.intersect(block) != block:
+    def direct(self, strip: Strip) -> RowStrip | None:
+        if self._array is None or self._box.intersect(strip.box) != strip.box:
             return None
-        part = self._array[block.relative_to(self._box.offsets).index]
-        if not part.flags.c_contiguous:
-            return None
-        flat: U8 = part.reshape(-1).view(np.uint8)
-        return flat
+        return row_strip(self._array, replace(strip, box=strip.box.relative_to(self._box.offsets)))
 
     def direct_on_device(self, block: Box) -> torch.Tensor | None:
         if not self._visible or self._box.intersect(block) != block:

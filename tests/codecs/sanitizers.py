@@ -1,4 +1,4 @@
-"""The kernels of literals from their sources, under AddressSanitizer and UndefinedBehaviorSanitizer."""
+"""Kernels from their sources, under AddressSanitizer and UndefinedBehaviorSanitizer."""
 
 from __future__ import annotations
 
@@ -14,33 +14,40 @@ import pytest
 __all__ = ["compile_sanitized", "run_sanitized"]
 
 COMPILER = shutil.which("gcc")
-SOURCE = Path(__file__).parents[2] / "dcp_nvcomp" / "codecs" / "coders" / "_literals.c"
+CODECS = Path(__file__).parents[2] / "dcp_nvcomp" / "codecs"
 WARNINGS = ("-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror")
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 IMPORT = """
-import pickle, sys
+import pathlib, pickle, sys
 from importlib.util import module_from_spec, spec_from_file_location
-spec = spec_from_file_location("_literals", sys.argv[1])
-literals = module_from_spec(spec)
-spec.loader.exec_module(literals)
+spec = spec_from_file_location(pathlib.Path(sys.argv[1]).stem, sys.argv[1])
+kernels = module_from_spec(spec)
+spec.loader.exec_module(kernels)
 """
 
 
-def compile_sanitized(folder: Path) -> Path:
-    """Compile the sources, without warnings, and return the module's file; skip the test where there is no gcc."""
+def compile_sanitized(folder: Path, source: str, *defined: str) -> Path:
+    """Compile a module, without warnings, and return its file; skip the test where there is no gcc.
+
+    Args:
+        folder: for the file.
+        source: its source in `codecs`.
+        defined: names that the preprocessor shall know.
+    """
     if COMPILER is None:
         pytest.skip("there is no gcc")
-    path = folder / "_literals.so"
+    path = (folder / Path(source).name).with_suffix(".so")
     include = sysconfig.get_paths()["include"]
-    options = ("-g", "-O2", "-shared", "-fPIC", f"-I{include}", *WARNINGS, *SANITIZERS)
-    done = subprocess.run([COMPILER, *options, SOURCE, "-o", path], capture_output=True, text=True)
+    definitions = [f"-D{name}" for name in defined]
+    options = ("-g", "-O2", "-shared", "-fPIC", f"-I{include}", *definitions, *WARNINGS, *SANITIZERS)
+    done = subprocess.run([COMPILER, *options, CODECS / source, "-o", path], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return path
 
 
 def run_sanitized(source: str, library: Path, *arguments: Path) -> None:
-    """Run Python code with the module `literals` of that file, and `arguments` as `sys.argv[2:]`."""
+    """Run Python code with the module `kernels` of that file, and `arguments` as `sys.argv[2:]`."""
     assert COMPILER is not None
     runtime = subprocess.run([COMPILER, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
     # Python does not free everything at its end; stacks of malloc would be of its own allocator otherwise

@@ -35,7 +35,7 @@ decoded = []
 for frame, nbytes in pickle.load(open(sys.argv[2], "rb")):
     # of exactly these lengths, on a heap that is watched
     source, out = (ctypes.c_char * len(frame)).from_buffer_copy(frame), (ctypes.c_char * nbytes)()
-    decoded.append(out.raw if literals.decode_literals(source, out) else None)
+    decoded.append(out.raw if kernels.decode_literals(source, out) else None)
 pickle.dump(decoded, open(sys.argv[3], "wb"))
 """
 

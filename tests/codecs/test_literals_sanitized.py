@@ -24,9 +24,9 @@ frames = []
 for data in pickle.load(open(sys.argv[2], "rb")):
     # as little room as it takes, on a heap that is watched
     out = bytearray(9 + len(data) + 3 * -(-len(data) // (128 << 10)) + 8)
-    frames.append(bytes(out[: literals.encode_literals(memoryview(data), memoryview(out))]))
+    frames.append(bytes(out[: kernels.encode_literals(memoryview(data), memoryview(out))]))
     less = bytearray(len(out) - 1)
-    assert literals.encode_literals(memoryview(data), memoryview(less)) == 0
+    assert kernels.encode_literals(memoryview(data), memoryview(less)) == 0
 pickle.dump(frames, open(sys.argv[3], "wb"))
 """
 CHANGING = """
@@ -44,7 +44,7 @@ while not writer:
 try:
     mixed, decompressor = 0, zstandard.ZstdDecompressor()
     for _ in range(20_000):
-        nbytes = literals.encode_literals(memoryview(data), memoryview(out))
+        nbytes = kernels.encode_literals(memoryview(data), memoryview(out))
         content = decompressor.decompress(memoryview(out)[:nbytes], allow_extra_data=False)
         assert len(content) == len(narrow)
         mixed += content[64:] not in (narrow[64:], wide[64:])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcp_nvcomp.codecs.base import BLOCK_NBYTES
-from dcp_nvcomp.format.blocks import BlockGrid, Box, default_block_shape
+from dcp_nvcomp.format.blocks import BlockGrid, Box, box_block_shape, row_block_shape
 from tests.effort import examples
 
 DRAWN = settings(max_examples=examples(200), deadline=None)
@@ -92,8 +92,8 @@ def test_intersect(data: st.DataObject) -> None:
     st.sampled_from([1, 2, 4, 8, 16]),
     st.sampled_from([1, 16, 1000, BLOCK_NBYTES]),
 )
-def test_default_block_shape(shape: list[int], element_nbytes: int, block_nbytes: int) -> None:
-    block = default_block_shape(shape, element_nbytes, block_nbytes)
+def test_row_block_shape(shape: list[int], element_nbytes: int, block_nbytes: int) -> None:
+    block = row_block_shape(shape, element_nbytes, block_nbytes)
     assert len(block) == len(shape)
     assert all(1 <= size <= max(whole, 1) for size, whole in zip(block, shape, strict=True))
     assert math.prod(block) * element_nbytes <= max(block_nbytes, element_nbytes)
@@ -118,11 +118,87 @@ def test_default_block_shape(shape: list[int], element_nbytes: int, block_nbytes
         ((3, 5, 1 << 22), 4, (1, 1, 1 << 18)),
     ],
 )
-def test_default_block_shape_by_example(shape: tuple[int, ...], element_nbytes: int, block: tuple[int, ...]) -> None:
-    assert default_block_shape(shape, element_nbytes) == block
+def test_row_block_shape_by_example(shape: tuple[int, ...], element_nbytes: int, block: tuple[int, ...]) -> None:
+    assert row_block_shape(shape, element_nbytes) == block
 
 
 def test_overlapping_takes_only_what_is_asked_for() -> None:
     grid = BlockGrid((1 << 40, 1 << 20), (1, 1 << 20))
     assert list(grid.overlapping(Box((1 << 39, 5), (2, 1)))) == [1 << 39, (1 << 39) + 1]
     assert grid.box(1 << 39) == Box((1 << 39, 0), (1, 1 << 20))
+
+
+@DRAWN
+@given(
+    st.lists(st.one_of(st.integers(0, 9), st.integers(0, 20000)), max_size=4),
+    st.sampled_from([1, 2, 4, 8, 16]),
+)
+def test_box_block_shape(shape: list[int], element_nbytes: int) -> None:
+    block = box_block_shape(shape, element_nbytes)
+    if block == row_block_shape(shape, element_nbytes):
+        return
+    # a box of the last two dimensions
+    assert len(block) == len(shape)
+    assert all(size == 1 for size in block[:-2])
+    (rows, columns), (height, width) = shape[-2:], block[-2:]
+    assert math.prod(shape[-2:]) * element_nbytes >= 1 << 20
+    assert 1 <= height <= min(rows, 128)
+    assert 1 <= width <= columns
+    assert math.prod(block) * element_nbytes <= max(256 << 10, width * element_nbytes)
+    assert math.prod(block) * element_nbytes >= 32 << 10
+    parts = -(-columns // width)
+    assert parts & (parts - 1) == 0 or columns % width, "a power of two, but for columns that are not one of them"
+
+
+@pytest.mark.parametrize(
+    ("shape", "element_nbytes", "block"),
+    [
+        ((1024, 4096), 4, (64, 1024)),  # shards of a square matrix of 64 MiB
+        ((2048, 2048), 4, (128, 512)),
+        ((4096, 1024), 4, (128, 512)),
+        ((512, 2048), 4, (128, 512)),  # of one of 16 MiB
+        ((1024, 1024), 4, (128, 512)),
+        ((256, 1024), 4, (128, 256)),  # of one of 4 MiB
+        ((8192, 28672), 2, (73, 1792)),
+        ((16, 4096, 1024), 4, (1, 128, 512)),  # experts
+        ((255, 1024), 4, (255, 1024)),  # less than 1 MiB
+        ((1 << 20, 64), 4, (4096, 64)),  # narrow
+        ((4, 1 << 20), 4, (1, 1 << 18)),  # of low rank
+        ((512, 512, 3, 3), 4, (52, 512, 3, 3)),
+    ],
+)
+def test_box_block_shape_by_example(shape: tuple[int, ...], element_nbytes: int, block: tuple[int, ...]) -> None:
+    assert box_block_shape(shape, element_nbytes) == block
+
+
+def shares(size: int, ranks: int) -> list[tuple[int, int]]:
+    """What DTensor gives to each rank."""
+    part = -(-size // ranks)
+    return [(rank * part, min(size, (rank + 1) * part)) for rank in range(ranks)]
+
+
+def placed(size: int, rows: int, columns: int) -> list[Box]:
+    """The shards of a square matrix."""
+    return [
+        Box((top, left), (bottom - top, right - left))
+        for top, bottom in shares(size, rows)
+        for left, right in shares(size, columns)
+    ]
+
+
+@pytest.mark.parametrize(("size", "limit"), [(4096, 1.15), (2048, 1.3), (1024, 1.5)])
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [((4, 1), (1, 4)), ((1, 4), (3, 1)), ((2, 2), (3, 1)), ((4, 1), (3, 1)), ((4, 1), (2, 1))]
+)
+def test_a_load_of_other_shards_reads_little_more(
+    size: int, limit: float, saved: tuple[int, int], loaded: tuple[int, int]
+) -> None:
+    """Square matrices of 64, 16 and 4 MiB."""
+    for wanted in placed(size, *loaded):
+        fetched = 0
+        for shard in placed(size, *saved):
+            common = wanted.intersect(shard)
+            if common is not None:
+                grid = BlockGrid(shard.sizes, box_block_shape(shard.sizes, 4))
+                fetched += sum(grid.box(at).elements for at in grid.overlapping(common.relative_to(shard.offsets)))
+        assert fetched <= limit * wanted.elements

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
-from dcp_nvcomp.codecs.base import CodecChain
+from dcp_nvcomp.codecs.base import BLOCK_NBYTES, CodecChain
 from dcp_nvcomp.codecs.choose import CodecChooser
 from dcp_nvcomp.codecs.dtypes import ELEMENT_TYPES, ElementType
 from dcp_nvcomp.engines.choice import EngineChoice
@@ -31,7 +31,7 @@ from dcp_nvcomp.engines.tensors import (
     without_lazy_bits,
 )
 from dcp_nvcomp.errors import CheckpointError, ShapeMismatchError
-from dcp_nvcomp.format.blocks import default_grid
+from dcp_nvcomp.format.blocks import box_grid, row_grid
 from dcp_nvcomp.format.record import KIND_BYTES, KIND_TENSOR, KIND_TORCH_SAVE, Record
 from dcp_nvcomp.saving.encode.choices import AutoChoice, RememberedChoices
 from dcp_nvcomp.saving.encode.packing import SMALL_NBYTES, Packer
@@ -101,7 +101,7 @@ class RecordMaker:
         if 0 < payload.size < self._packed_nbytes:
             return self._packer.add_bytes(Member(index, record, payload.size), payload, "bytes")
         # `auto`, as the user's choice is for tensors
-        grid = default_grid(record.shape, 1)
+        grid = row_grid(record.shape, 1)
         record = replace(record, grid=grid, block_count=grid.block_count)
         return [_ready_later(index, record, dtype, payload, None)]
 
@@ -113,7 +113,7 @@ class RecordMaker:
         nbytes = math.prod(region.shape) * element.nbytes
         is_small = 0 < nbytes < self._packed_nbytes
         if on_host and self._policy.is_auto and not is_small:
-            grid = default_grid(region.shape, element.nbytes)
+            grid = box_grid(region.shape, element.nbytes)
             record = Record(KIND_TENSOR, index.fqn, *region, element, grid=grid, block_count=grid.block_count)
             return [_ready_later(index, record, element.name, host_values(tensor), self._remembered)]
         record = Record(KIND_TENSOR, index.fqn, *region, element)
@@ -142,7 +142,10 @@ def _source(tensor: torch.Tensor, *, on_cuda: bool) -> Source:
 
 def _ready(index: MetadataIndex, record: Record, dtype: str, chain: CodecChain, source: Source) -> Ready:
     """Return a record with blocks of its own."""
-    grid = default_grid(record.shape, record.element.nbytes, chain.block_nbytes)
+    if isinstance(source, HostSource) and chain.block_nbytes == BLOCK_NBYTES:
+        grid = box_grid(record.shape, record.element.nbytes)
+    else:  # copied block by block, on a device: runs of memory
+        grid = row_grid(record.shape, record.element.nbytes, chain.block_nbytes)
     record = replace(record, grid=grid, chain=chain, block_count=grid.block_count)
     return PendingRecord(record, dtype, (Member(index, record, record.uncompressed_nbytes),)), source
 

@@ -8,7 +8,7 @@ CudaSource          memory of a CUDA device, CUDA engine, many blocks at once; C
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,6 +24,7 @@ from dcp_nvcomp.engines.cuda.engine import EncodeJob, EnginePolicy
 from dcp_nvcomp.engines.cuda.pool import shared_pool
 from dcp_nvcomp.engines.tensors import HostArray
 from dcp_nvcomp.format.blocks import Box
+from dcp_nvcomp.format.strips import RowStrip, row_strip, strips
 
 __all__ = [
     "AcceleratorSource",
@@ -142,13 +143,14 @@ def encode_parts(parts: Sequence[Part], out: memoryview, bench: Workbench) -> li
     for part in parts:
         assert isinstance(part.source, _HostEncoded)
         chain = part.choice.settle(bench)
-        for box in part.boxes:
-            block = bench.cpu.encode(part.source.block(box, bench), chain, out[position:])
-            confirmed = part.choice.confirm(len(block.data) / block.uncompressed_nbytes, bench)
-            if confirmed is not chain:
-                block = bench.cpu.encode(part.source.block(box, bench), confirmed, out[position:])
-            position += len(block.data)
-            blocks.append(block)
+        for strip in part.source.strips(part.boxes, bench):
+            encoded, nbytes = bench.cpu.encode_beside(*strip, chain, out[position:])
+            if len(part.boxes) == 1:  # only a record of one block can surprise
+                confirmed = part.choice.confirm(nbytes / encoded[0].uncompressed_nbytes, bench)
+                if confirmed is not chain:
+                    encoded, nbytes = bench.cpu.encode_beside(*strip, confirmed, out[position:])
+            blocks += encoded
+            position += nbytes
     return blocks
 
 
@@ -160,8 +162,8 @@ class _HostEncoded(Source):
         return None
 
     @abstractmethod
-    def block(self, box: Box, bench: Workbench) -> U8:
-        """Return the bytes of a block in host memory, valid until the next call."""
+    def strips(self, boxes: Sequence[Box], bench: Workbench) -> Iterator[RowStrip]:
+        """Yield consecutive blocks, each strip valid until the next."""
 
 
 @dataclass(frozen=True)
@@ -170,8 +172,20 @@ class HostSource(_HostEncoded):
 
     array: HostArray
 
-    def block(self, box: Box, bench: Workbench) -> U8:
-        return block_bytes(self.array, box, bench.scratch)
+    def strips(self, boxes: Sequence[Box], bench: Workbench) -> Iterator[RowStrip]:
+        at = 0
+        for strip in strips(boxes, self.array.itemsize):
+            rows = row_strip(self.array, strip)
+            if rows is not None:
+                yield rows
+            else:
+                for box in boxes[at : at + len(strip.sizes)]:
+                    yield _one_row(block_bytes(self.array, box, bench.scratch))
+            at += len(strip.sizes)
+
+
+def _one_row(block: U8) -> RowStrip:
+    return RowStrip(block[np.newaxis], (block.size,))
 
 
 def _ready_event(device: torch.device) -> torch.cuda.Event | None:
@@ -195,13 +209,14 @@ class AcceleratorSource(_HostEncoded):
     def __post_init__(self) -> None:
         object.__setattr__(self, "ready", _ready_event(self.tensor.device))
 
-    def block(self, box: Box, bench: Workbench) -> U8:
-        # this thread has a current stream of its own, which does not wait for the caller's
-        if self.ready is not None:
-            torch.cuda.current_stream(self.tensor.device).wait_event(self.ready)
-        data: U8 = device_block(self.tensor, box).cpu().numpy()
-        assert data.dtype == np.uint8
-        return data
+    def strips(self, boxes: Sequence[Box], bench: Workbench) -> Iterator[RowStrip]:
+        for box in boxes:
+            # this thread has a current stream of its own, which does not wait for the caller's
+            if self.ready is not None:
+                torch.cuda.current_stream(self.tensor.device).wait_event(self.ready)
+            block: U8 = device_block(self.tensor, box).cpu().numpy()
+            assert block.dtype == np.uint8
+            yield _one_row(block)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,120 @@
+"""Strips: consecutive blocks that follow each other in memory, which the CPU engine codes together.
+
+boxes  --strips-->  Strip: some boxes in a line  --row_strip-->  the rows of an array that they are columns of
+
+Boxes beside each other are columns of the rows that they share. Boxes that each are a run of memory, one behind the
+other, are columns of a single row. So memory is passed through in its order, however narrow the boxes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dcp_nvcomp.codecs.base import BLOCK_NBYTES
+from dcp_nvcomp.format.blocks import Box
+
+__all__ = ["RowStrip", "Strip", "alone", "row_strip", "strips"]
+
+U8 = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """Consecutive boxes that follow each other along one dimension, or one box.
+
+    Attributes:
+        box: all of them together.
+        dim: the dimension.
+        sizes: the size of each along it.
+    """
+
+    box: Box
+    dim: int
+    sizes: tuple[int, ...]
+
+
+class RowStrip(NamedTuple):
+    """The bytes of a strip in host memory.
+
+    Attributes:
+        rows: a matrix, in which the bytes of a row are next to each other.
+        widths: how many bytes of each row belong to each box.
+    """
+
+    rows: U8
+    widths: tuple[int, ...]
+
+
+def strips(boxes: Sequence[Box], element_nbytes: int) -> Iterator[Strip]:
+    """Yield strips of at most 1 MiB, unless a single box has more.
+
+    Args:
+        boxes: the boxes, all in one array.
+        element_nbytes: bytes of one element.
+
+    Yields:
+        The strips, in order; together, all boxes.
+    """
+    start, most_elements = 0, BLOCK_NBYTES // element_nbytes
+    while start < len(boxes):
+        first, dim, stop = boxes[start], len(boxes[start].sizes) - 1, start + 1
+        elements = first.elements
+        while stop < len(boxes):
+            along = _following(boxes[stop - 1], boxes[stop])
+            elements += boxes[stop].elements
+            if along is None or elements > most_elements or (stop > start + 1 and along != dim):
+                break
+            dim, stop = along, stop + 1
+        yield _strip(boxes[start:stop], dim)
+        start = stop
+
+
+def alone(box: Box) -> Strip:
+    """Return a strip of one box."""
+    return Strip(box, len(box.sizes) - 1, box.sizes[-1:] or (1,))
+
+
+def _following(box: Box, other: Box) -> int | None:
+    """Return the dimension along which a box follows another; None if it does not."""
+    found = None
+    for dim, (offset, next_offset) in enumerate(zip(box.offsets, other.offsets, strict=True)):
+        if offset == next_offset and box.sizes[dim] == other.sizes[dim]:
+            continue
+        if found is not None or offset + box.sizes[dim] != next_offset:
+            return None
+        found = dim
+    return found
+
+
+def _strip(boxes: Sequence[Box], dim: int) -> Strip:
+    if len(boxes) == 1:
+        return alone(boxes[0])
+    sizes = tuple(box.sizes[dim] for box in boxes)
+    first = boxes[0].sizes
+    return Strip(Box(boxes[0].offsets, (*first[:dim], sum(sizes), *first[dim + 1 :])), dim, sizes)
+
+
+def row_strip(array: npt.NDArray[Any], strip: Strip) -> RowStrip | None:
+    """Return the bytes of a strip.
+
+    Args:
+        array: the array that it lies in, of integers as wide as its elements.
+        strip: the strip, not empty.
+
+    Returns:
+        A view; None if no such rows are one.
+    """
+    part = array[strip.box.index]
+    count, last = len(strip.sizes), part.ndim - 1
+    if part.flags.c_contiguous and (count == 1 or strip.dim < last):
+        sizes, size = (strip.sizes, strip.box.sizes[strip.dim]) if count > 1 else ((1,), 1)
+        return RowStrip(part.reshape(1, -1).view(np.uint8), tuple(part.nbytes // size * one for one in sizes))
+    if last < 0 or part.strides[-1] != part.itemsize or strip.dim < last or any(size != 1 for size in part.shape[:-2]):
+        return None
+    rows = part.reshape(part.shape[-2:] if last else (1, -1)).view(np.uint8)
+    return RowStrip(rows, tuple(size * part.itemsize for size in strip.sizes))

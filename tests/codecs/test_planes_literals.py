@@ -1,0 +1,267 @@
+"""Whole blocks of planes and literals: the bytes that the engine makes in steps, from rows wherever they lie."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from crc32c import crc32c
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcp_nvcomp.codecs import CodecChain, Planes, Zstd
+from dcp_nvcomp.codecs import planes_literals as module
+from dcp_nvcomp.codecs.encoded import U8, BlockRow, EncodedBlock
+from dcp_nvcomp.codecs.planes_literals import PlanesLiterals, planes_literals
+from dcp_nvcomp.engines.cpu import CpuEngine
+from dcp_nvcomp.errors import CorruptDataError
+from tests.effort import THOROUGH, examples
+
+from .sanitizers import run_sanitized
+
+pytest.importorskip("dcp_nvcomp.codecs._planes_literals")
+
+DRAWN = settings(max_examples=examples(100), deadline=None)
+SIGNS = {"mixed": lambda floats: floats, "positive": np.abs, "negative": lambda floats: -np.abs(floats)}
+FLOATS = {2: np.float16, 4: np.float32, 8: np.float64}
+
+
+def chain_of(width: int, slice_nbytes: int = 128 << 10) -> CodecChain:
+    return CodecChain(Planes(width), Zstd(slice_nbytes, literals_only=True))
+
+
+def floats_of(random: np.random.Generator, rows: int, columns: int, width: int, signs: str) -> U8:
+    """Rows of trained floats, as bytes."""
+    floats = SIGNS[signs](random.standard_normal((rows, columns)) * 0.02).astype(FLOATS[width])
+    return np.asarray(floats.view(np.uint8).reshape(rows, columns * width))
+
+
+def room(chain: CodecChain, rows: U8, widths: Sequence[int]) -> memoryview:
+    return memoryview(bytearray(sum(chain.max_encoded_nbytes(len(rows) * width) for width in widths)))
+
+
+def encoded(rows: U8, widths: tuple[int, ...], chain: CodecChain) -> list[EncodedBlock]:
+    """The blocks, coded whole."""
+    whole, out = planes_literals(chain), room(chain, rows, widths)
+    assert whole is not None
+    done = whole.encode(rows, widths, out)
+    assert done is not None
+    blocks, end = done
+    assert end <= len(out)
+    assert bytes(out[end - len(blocks[-1].data) : end]) == bytes(blocks[-1].data)
+    return blocks
+
+
+def in_steps(monkeypatch: pytest.MonkeyPatch) -> CpuEngine:
+    """An engine for which nothing was compiled."""
+    monkeypatch.setattr(module, "kernels", None)
+    return CpuEngine()
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[U8, tuple[int, ...], CodecChain]:
+    """Rows, the widths of the blocks, and a chain none of whose slices is libzstd's."""
+    width, slice_nbytes = draw(st.sampled_from([2, 4, 8])), draw(st.sampled_from([1024, 2048, 128 << 10]))
+    height = draw(st.integers(1, 40))
+    # each block a multiple of 1024 floats
+    step = 1024 // np.gcd(1024, height)
+    columns = [int(step) * count for count in draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))]
+    random = np.random.default_rng(draw(st.integers(0, 1 << 32)))
+    rows = floats_of(random, height, sum(columns), width, draw(st.sampled_from(sorted(SIGNS))))
+    if draw(st.booleans()):  # rows of a wider matrix, at an odd place
+        whole = np.zeros((height, rows.shape[1] + 37), np.uint8)
+        whole[:, 13 : 13 + rows.shape[1]] = rows
+        rows = whole[:, 13 : 13 + rows.shape[1]]
+    return rows, tuple(width * count for count in columns), chain_of(width, slice_nbytes)
+
+
+@DRAWN
+@given(cases())
+def test_the_bytes_are_those_made_in_steps(case: tuple[U8, tuple[int, ...], CodecChain]) -> None:
+    rows, widths, chain = case
+    blocks, start = encoded(rows, widths, chain), 0
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        engine = in_steps(monkeypatch)
+        for block, width in zip(blocks, widths, strict=True):
+            data = np.ascontiguousarray(rows[:, start : start + width]).reshape(-1)
+            expected = engine.encode(data, chain, room(chain, data[np.newaxis], [data.size]))
+            assert (bytes(block.data), block.row) == (bytes(expected.data), expected.row)
+            assert block.uncompressed_nbytes == data.size
+            start += width
+
+
+@DRAWN
+@given(cases(), st.sampled_from(["stored", "full", "off"]))
+def test_rows_come_back(case: tuple[U8, tuple[int, ...], CodecChain], verify: str) -> None:
+    rows, widths, chain = case
+    given_blocks = [(block.data, block.row) for block in encoded(rows, widths, chain)]
+    into = np.full((len(rows), rows.shape[1] + 10), 0xAA, np.uint8)
+    assert CpuEngine().decode_beside(given_blocks, widths, chain, into[:, 5:-5], verify=verify)
+    assert np.array_equal(into[:, 5:-5], rows)
+    assert (into[:, :5] == 0xAA).all()
+    assert (into[:, -5:] == 0xAA).all()
+
+
+def test_one_block_of_rows_comes_back_in_steps_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, chain = floats_of(np.random.default_rng(1), 32, 256, 4, "mixed"), chain_of(4)
+    (block,) = encoded(rows, (1024,), chain)
+    into = np.full((32, 1024 + 10), 0xAA, np.uint8)
+    in_steps(monkeypatch).decode(block.data, block.row, chain, into[:, 5:-5], verify="full")
+    assert np.array_equal(into[:, 5:-5], rows)
+    assert (into[:, -5:] == 0xAA).all()
+
+
+@pytest.mark.parametrize("nbytes", [1024, 4096 + 8, 3 * 512, 3 * 512 - 2, 12288 + 3 * 64, 20000])
+@pytest.mark.parametrize("rows", [64, 65])
+def test_the_sum_is_the_librarys(rows: int, nbytes: int) -> None:
+    data = np.random.default_rng(nbytes).integers(0, 256, (rows, nbytes), np.uint8)
+    (block,) = encoded(data, (nbytes,), chain_of(2, 1 << 20))
+    assert block.row.uncompressed_crc == crc32c(data.tobytes())
+    assert block.row.encoded_crc == crc32c(bytes(block.data))
+
+
+def test_a_short_slice_is_left_to_the_engine() -> None:
+    rows, chain = floats_of(np.random.default_rng(1), 1, 2048 + 1000, 4, "mixed"), chain_of(4, 2048)
+    whole, out = planes_literals(chain), room(chain, rows, (rows.size,))
+    assert whole is not None
+    assert whole.encode(rows, (rows.size,), out) is None
+    block, into = CpuEngine().encode(rows[0], chain, out), np.zeros_like(rows)
+    outcome = whole.decode([(block.data, block.row)], (rows.size,), into, verify="full")
+    assert (outcome.decoded, outcome.is_foreign) == (False, False)
+    CpuEngine().decode(block.data, block.row, chain, into[0], verify="full")
+    assert np.array_equal(into, rows)
+
+
+def test_frames_made_elsewhere_are_left_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = floats_of(np.random.default_rng(1), 1, 1 << 16, 4, "mixed")
+    chain, tries = CodecChain(Planes(4), Zstd(level=1)), []
+    assert planes_literals(chain) is None
+    block = CpuEngine().encode(rows[0], chain, room(chain, rows, (rows.size,)))
+    engine, decode = CpuEngine(), PlanesLiterals.decode
+    monkeypatch.setattr(PlanesLiterals, "decode", lambda *args, **more: tries.append(1) or decode(*args, **more))
+    for _ in range(3):
+        into = np.zeros_like(rows[0])
+        engine.decode(block.data, block.row, chain, into, verify="full")
+        assert np.array_equal(into, rows[0])
+    assert len(tries) == 1
+
+
+@pytest.mark.parametrize("chain", [
+    CodecChain(Planes(4, ()), Zstd(literals_only=True)),
+    CodecChain(Planes(4, ("exponent", "rest")), Zstd(literals_only=True)),
+    CodecChain(Planes(4)),
+])  # fmt: skip
+def test_other_chains_are_coded_in_steps(chain: CodecChain) -> None:
+    assert planes_literals(chain) is None
+    assert planes_literals(chain, decoding=True) is None
+
+
+def damaged(block: EncodedBlock, bit: int) -> memoryview:
+    data = bytearray(block.data)
+    data[bit // 8] ^= 1 << bit % 8
+    return memoryview(data)
+
+
+@DRAWN
+@given(st.integers(0, (1 << 40)), st.integers(0, 2))
+def test_a_bit_that_flipped_is_found(place: int, which: int) -> None:
+    rows, chain, widths = floats_of(np.random.default_rng(2), 16, 768, 4, "positive"), chain_of(4, 2048), (1024,) * 3
+    blocks = encoded(rows, widths, chain)
+    given_blocks = [(block.data, block.row) for block in blocks]
+    given_blocks[which] = damaged(blocks[which], place % (8 * len(blocks[which].data))), blocks[which].row
+    engine, into = CpuEngine(), np.zeros_like(rows)
+    assert not engine.decode_beside(given_blocks, widths, chain, into, verify="stored")
+    with pytest.raises(CorruptDataError, match="The stored bytes fail their CRC"):
+        engine.decode(*given_blocks[which], chain, into[:, :1024], verify="stored")
+    # unchecked, it decodes to something else or is refused, and with the right sum of the wrong bytes it is found too
+    stored = replace(blocks[which].row, encoded_crc=crc32c(bytes(given_blocks[which][0])))
+    try:
+        engine.decode(given_blocks[which][0], stored, chain, into[:, :1024], verify="full")
+    except CorruptDataError:
+        return
+    assert np.array_equal(into[:, :1024], rows[:, which * 1024 : (which + 1) * 1024])  # padding
+
+
+def test_decoded_bytes_that_are_not_those_saved_are_found() -> None:
+    rows, chain = floats_of(np.random.default_rng(2), 16, 512, 4, "mixed"), chain_of(4)
+    one, other = encoded(rows, (1024, 1024), chain)
+    wrong, into = replace(other.row, uncompressed_crc=other.row.uncompressed_crc ^ 1), np.zeros_like(rows)
+    blocks = [(one.data, one.row), (other.data, wrong)]
+    assert CpuEngine().decode_beside(blocks, (1024, 1024), chain, into, verify="stored")
+    assert not CpuEngine().decode_beside(blocks, (1024, 1024), chain, into, verify="full")
+    with pytest.raises(CorruptDataError, match="The decoded bytes fail their CRC"):
+        CpuEngine().decode(other.data, wrong, chain, into[:, 1024:], verify="full")
+
+
+def forged(random: np.random.Generator, block: EncodedBlock) -> tuple[bytes, int, tuple[int, ...], int, int]:
+    """An encoded block and its rows of the tables as nobody wrote them, its sum right."""
+    data, row = bytearray(block.data), block.row
+    for _ in range(random.integers(0, 3)):
+        data[random.integers(0, len(data))] = random.integers(0, 256)
+    if random.integers(0, 3) == 0:
+        data = data[: random.integers(0, len(data))]
+    sizes = [int(random.choice([size, size + random.integers(-20, 20), random.integers(0, 4096), 1 << 62]))
+             if random.integers(0, 4) == 0 else size for size in row.slice_nbytes]  # fmt: skip
+    sizes = sizes[: random.integers(0, len(sizes) + 1)] if random.integers(0, 8) == 0 else sizes
+    flags = int(random.choice([row.flags, 0, 1, 2, 3, 7, -1]))
+    return bytes(data), flags, tuple(max(size, 0) for size in sizes), crc32c(bytes(data)), row.uncompressed_crc
+
+
+SANITIZED = """
+import numpy as np
+made, forged = [], []
+for rows, height, step, widths, width, slice_nbytes, most in pickle.load(open(sys.argv[2], "rb")):
+    # of exactly these lengths, on a heap that is watched
+    source = np.frombuffer(bytearray(rows), np.uint8)
+    matrix = np.lib.stride_tricks.as_strided(source, (height, sum(widths)), (step, 1))
+    made.append([])
+    out = bytearray(most)
+    for start, stop, *row in kernels.encode_rows(matrix, widths, width, slice_nbytes, out):
+        made[-1].append((bytes(out[start:stop]), *row))
+    try:
+        kernels.encode_rows(matrix, widths, width, slice_nbytes, bytearray(most - 1))
+        raise AssertionError("There was less room than it takes")
+    except ValueError:
+        pass
+    into = np.frombuffer(bytearray(len(rows)), np.uint8)
+    target = np.lib.stride_tricks.as_strided(into, matrix.shape, (step, 1))
+    assert kernels.decode_rows(made[-1], widths, target, width, slice_nbytes, True, True) == (0, len(widths))
+    assert (target == matrix).all()
+for blocks, widths, height, width, slice_nbytes in pickle.load(open(sys.argv[3], "rb")):
+    target = np.frombuffer(bytearray(height * sum(widths)), np.uint8).reshape(height, -1)
+    for check_decoded in (True, False):
+        given = [(bytearray(data), *row) for data, *row in blocks]
+        forged.append(kernels.decode_rows(given, widths, target, width, slice_nbytes, True, check_decoded)[0])
+pickle.dump((made, forged), open(sys.argv[4], "wb"))
+"""
+
+
+def test_under_sanitizers(sanitized_planes_literals: Path, tmp_path: Path) -> None:
+    random = np.random.default_rng(3)
+    cases, expected, forgeries = [], [], []
+    for _ in range(1500 if THOROUGH else 60):
+        width, slice_nbytes = int(random.choice([2, 4, 8])), int(random.choice([1024, 4096, 1 << 17]))
+        height, gap = int(random.choice([1, 3, 8, 40])), int(random.choice([0, 0, 9]))
+        columns = [1024 * int(count) for count in random.integers(1, 4, random.integers(1, 4))]
+        rows = floats_of(random, height, sum(columns), width, str(random.choice(sorted(SIGNS))))
+        widths, chain = tuple(width * count for count in columns), chain_of(width, slice_nbytes)
+        padded = np.zeros((height, rows.shape[1] + gap), np.uint8)
+        padded[:, : rows.shape[1]] = rows
+        flat = padded.tobytes()[: padded.size - gap]
+        cases.append((flat, height, padded.shape[1], widths, width, slice_nbytes, len(room(chain, rows, widths))))
+        expected.append(encoded(rows, widths, chain))
+        for _ in range(4):
+            forgeries.append(([forged(random, block) for block in expected[-1]], widths, height, width, slice_nbytes))
+    (tmp_path / "cases").write_bytes(pickle.dumps(cases))
+    (tmp_path / "forgeries").write_bytes(pickle.dumps(forgeries))
+    paths = [tmp_path / name for name in ("cases", "forgeries", "made")]
+    run_sanitized(SANITIZED, sanitized_planes_literals, *paths)
+    made, outcomes = pickle.loads(paths[2].read_bytes())
+    for blocks, found in zip(expected, made, strict=True):
+        for block, (data, flags, slices, encoded_crc, crc) in zip(blocks, found, strict=True):
+            assert (data, BlockRow(flags, slices, encoded_crc, crc)) == (bytes(block.data), block.row)
+    assert set(outcomes) >= {module.kernels.DECODED, module.kernels.FOREIGN, module.kernels.DECODED_CRC}
