@@ -62,7 +62,8 @@ class PlanesLiterals:
             out: receives the blocks; at least the sum of the most that they may take.
 
         Returns:
-            The encoded blocks, views of `out`, and where the last one ends there; None if the engine has to encode them.
+            The encoded blocks, views of `out`, and where the last one ends there; None if the engine has to encode
+            them.
         """
         found = kernels.encode_rows(rows, widths, self.float_nbytes, self.slice_nbytes, out)
         if found is None:
@@ -85,9 +86,7 @@ class PlanesLiterals:
             rows: receives the bytes, a matrix as for `encode`. Without meaning if not all blocks were decoded.
             verify: `"stored"`, `"full"` or `"off"`.
         """
-        given = [
-            (data, row.flags, row.slice_nbytes, row.encoded_crc, row.uncompressed_crc) for data, row in blocks
-        ]
+        given = [(data, row.flags, row.slice_nbytes, row.encoded_crc, row.uncompressed_crc) for data, row in blocks]
         outcome, _ = kernels.decode_rows(
             given, widths, rows, self.float_nbytes, self.slice_nbytes, verify != "off", verify == "full"
         )

@@ -20,8 +20,8 @@ from dcp_nvcomp.codecs.base import BLOCK_NBYTES
 
 __all__ = ["BlockGrid", "Box", "box_block_shape", "box_grid", "row_block_shape", "row_grid"]
 
-# Matrices as large as this are cut into boxes, those of the second size and larger into the larger boxes. Less, and what
-# a block costs would weigh more than what a load of other rows or columns saves.
+# Matrices as large as this are cut into boxes, those of the second size and larger into the larger boxes. Of smaller
+# ones, what a block costs would weigh more than what a load of other rows or columns saves.
 _BOXED_NBYTES, _LARGE_NBYTES = 1 << 20, 4 << 20
 _BOX_NBYTES, _LARGE_BOX_NBYTES = 128 << 10, 256 << 10
 _MIN_HEIGHT, _MAX_HEIGHT = 8, 128
@@ -105,13 +105,19 @@ class BlockGrid:
         """Blocks along each dimension."""
         return tuple(-(-size // block) for size, block in zip(self.shape, self.block_shape, strict=True))
 
-    @property
+    @cached_property
     def block_count(self) -> int:
         """Blocks in all."""
         return math.prod(self.counts)
 
+    @cached_property
+    def _whole(self) -> Box:
+        return Box((0,) * len(self.shape), self.shape)
+
     def box(self, index: int) -> Box:
         """Return the box of block `index` in the shard."""
+        if self.block_count == 1:  # thousands of tensors have one block
+            return self._whole
         offsets, sizes = [], []
         for size, block, count in zip(
             reversed(self.shape), reversed(self.block_shape), reversed(self.counts), strict=True
@@ -136,6 +142,9 @@ class BlockGrid:
     def overlapping(self, region: Box) -> Iterator[int]:
         """Yield the numbers of the blocks that share an element with `region`, in order."""
         if region.elements == 0 or self.block_count == 0:
+            return
+        if self.block_count == 1:
+            yield 0
             return
         ranges = [
             range(offset // block, (offset + size - 1) // block + 1)

@@ -158,13 +158,18 @@ def _locate(
     """Return the places of blocks and slices; check that the sums come out."""
     empty = np.zeros(0, np.int64)
     nbytes, counts = [empty], [empty]
+    known: dict[Any, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}  # most tensors are like others
     for record in records:
         if record.grid is None or record.block_count == 0:
             continue
         assert record.chain is not None
-        sizes = record.grid.block_elements() * record.element.nbytes
-        nbytes.append(sizes)
-        counts.append(_slices_per_block(record.chain, sizes))
+        kind = record.grid.shape, record.grid.block_shape, record.element.nbytes, id(record.chain)
+        found = known.get(kind)
+        if found is None:
+            sizes = record.grid.block_elements() * record.element.nbytes
+            found = known[kind] = sizes, _slices_per_block(record.chain, sizes)
+        nbytes.append(found[0])
+        counts.append(found[1])
     block_nbytes = np.concatenate(nbytes)
     offsets = np.concatenate([[data_offset], tables.encoded_nbytes.astype(np.int64)]).cumsum()
     starts = np.concatenate([[0], np.concatenate(counts)]).cumsum()

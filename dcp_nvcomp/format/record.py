@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from reprlib import repr as shown  # short and shallow: what is shown may be long, and nested too deep for repr
 from typing import Any
 
@@ -200,7 +201,7 @@ def parse_record(description: Any, earlier: Sequence[Record], chains: Sequence[C
     block_shape = _dimensions(description.get("block_shape"), "block_shape", low=1)
     if len(block_shape) != len(shape):
         raise Invalid("block_shape and shape differ in their number of dimensions")
-    grid = BlockGrid(shape, block_shape)
+    grid = _grid(shape, block_shape)
     if math.prod(map(min, block_shape, shape)) * element.nbytes > MAX_BLOCK_NBYTES:
         raise Invalid(f"its blocks are larger than {MAX_BLOCK_NBYTES} bytes")
     codec = description.get("codec")
@@ -209,6 +210,12 @@ def parse_record(description: Any, earlier: Sequence[Record], chains: Sequence[C
     if not chains[codec].array_to_bytes.fits(element):
         raise Invalid(f"its codec can't be that of {element.name} elements")
     return Record(kind, fqn, shape, offsets, whole, element, None, grid, chains[codec], first_block, grid.block_count)
+
+
+@lru_cache(maxsize=1024)
+def _grid(shape: tuple[int, ...], block_shape: tuple[int, ...]) -> BlockGrid:
+    """Return a grid of blocks, one object for all records of a shape."""
+    return BlockGrid(shape, block_shape)
 
 
 def _parse_pack(value: Any, earlier: Sequence[Record], elements: int, kind: str) -> tuple[tuple[int, int], ElementType]:

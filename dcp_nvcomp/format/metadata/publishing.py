@@ -33,6 +33,7 @@ from dcp_nvcomp.errors import CheckpointError, MetadataError
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.metadata.allowed_globals import LIMIT, MAX_DIMS
 from dcp_nvcomp.format.metadata.serialization import parse_metadata, serialize_metadata
+from dcp_nvcomp.format.metadata.sharing import share_equal
 from dcp_nvcomp.format.metadata.trusted_globals import TRUST_ADVICE
 
 __all__ = ["metadata_to_publish", "normalize", "sample"]
@@ -59,7 +60,7 @@ def metadata_to_publish(metadata: Metadata, *, path: str) -> bytes:
     """
     try:
         normal, doubtful = _normalized(metadata)
-        data = _serialize(normal)
+        data = _serialize(share_equal(normal, doubtful))
         if len(data) > MAX_METADATA_NBYTES:
             raise MetadataError(f"It has {len(data)} bytes; a load accepts {MAX_METADATA_NBYTES}.")
         _check_readable(normal, doubtful, data, path=path)
