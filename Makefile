@@ -26,7 +26,7 @@ GPU_NEEDS := torch, cupy, nvidia.nvcomp, zstandard, crc32c, pytest, hypothesis
 GPU_TESTS := tests/engines tests/distributed/gpu tests/faults/test_gpu_faults.py tests/saving/test_stock_arguments.py
 
 # what has to be installed anew after a change: editable installs see all other changes at once
-PACKAGING := setup.cfg setup.py $(wildcard dcp_nvcomp/codecs/*/*.[ch])
+PACKAGING := setup.cfg setup.py $(wildcard dcp_nvcomp/codecs/*.[ch] dcp_nvcomp/codecs/*/*.[ch])
 
 .PHONY: demo figures test test-slow test-faults fuzz soak test-gpu bench lint format clean help
 
@@ -96,7 +96,7 @@ format: $(VENV)/dev.stamp
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info dcp_nvcomp/codecs/*/*.so demo-out .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info dcp_nvcomp/codecs/*.so dcp_nvcomp/codecs/*/*.so demo-out .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/torch.stamp: Makefile
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'

@@ -4,6 +4,9 @@ Each rank holds its shards as DTensors. Bytes are counted by a filesystem that b
 load of its own; metadata and footers count. "needed" are the encoded bytes of what a rank asks for: of each shard in
 the files, the part that its region covers. Seconds are those of loads from plain files, from the first rank's start to
 the last one's end.
+
+The part "reshard" loads the real state, whose matrices are narrow; the part "squares" square fp32 matrices of 64, 16
+and 4 MiB, which are stored in boxes.
 """
 
 from __future__ import annotations
@@ -24,15 +27,17 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from benchmarks.measuring import Settings, Spread, paired
 from benchmarks.peers import Peer, ours, stock, stock_fsspec
 from benchmarks.processes import Ranks
-from benchmarks.results import Plot, Report
+from benchmarks.results import Plot, Report, Table
 from benchmarks.sinks import link
-from benchmarks.states import build_state
+from benchmarks.states import build_state, squares
 from dcp_nvcomp import NvcompReader
 from dcp_nvcomp.format.blocks import Box
 from dcp_nvcomp.format.data_file import read_footers
 from dcp_nvcomp.storage.open import open_filesystem
 
 TENSOR_NBYTES = 64 << 20
+# Sizes of square tensors, and the most that a rank may fetch over its need.
+SQUARES = {64 << 20: 1.15, 16 << 20: 1.3, 4 << 20: 1.5}
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,7 @@ CASES = (
     (rows(4), COPIES),
     (rows(4), WHOLE),
 )
+SQUARE_CASES = ((rows(4), columns(4)), (columns(4), rows(3)), (GRID, rows(3)), (rows(4), rows(3)))
 QUICK_CASES = ((rows(2), columns(2)), (rows(2), WHOLE))
 
 
@@ -79,6 +85,7 @@ class Job:
 
     nbytes: int
     tensor_nbytes: int
+    are_squares: bool
     state: Path | None
     directory: Path
     repeats: int
@@ -86,12 +93,57 @@ class Job:
 
 def run(settings: Settings) -> Report:
     report = Report("reshard", settings)
-    nbytes = settings.nbytes_or(512 << 20)
+    with settings.scratch() as scratch, Ranks(2 if settings.quick else 4) as ranks:
+        if settings.wants("reshard"):
+            _real(report, scratch / "real", ranks)
+        if settings.wants("squares"):
+            _squares(report, scratch / "squares", ranks)
+    return report
+
+
+def _real(report: Report, scratch: Path, ranks: Ranks) -> None:
+    settings = report.settings
     cases = QUICK_CASES if settings.quick else CASES
+    work = [(saved, loaded, TENSOR_NBYTES) for saved, loaded in cases]
+    if not settings.quick:  # what small tensors cost: a block at each edge weighs more
+        work += [(rows(4), rows(3), 16 << 20), (rows(4), rows(3), 4 << 20)]
+    nbytes = settings.nbytes_or(512 << 20)
+    table = _measure(report, "reshard", f"{nbytes / 1e6:.0f} MB of real state", work, nbytes, scratch, ranks)
+    if not settings.quick:
+        report.at_most("4 rows -> 3 rows, fetched over needed", table.rows[0]["factor"], 1.15)
+    labels = [f"{row['saved']} -> {row['loaded']}" for row in table.rows[: len(cases)]]
+    _plot(report, table, labels, "")
+
+
+def _squares(report: Report, scratch: Path, ranks: Ranks) -> None:
+    settings = report.settings
+    cases = QUICK_CASES[:1] if settings.quick else SQUARE_CASES
+    work = [(saved, loaded, nbytes) for nbytes in SQUARES for saved, loaded in cases]
+    if settings.quick:
+        work = [(saved, loaded, 4 << 20) for saved, loaded in cases]
+    nbytes = settings.nbytes_or(256 << 20, quick=8 << 20)
+    table = _measure(report, "squares", f"{nbytes / 1e6:.0f} MB of square matrices", work, nbytes, scratch, ranks)
+    for row in table.rows:
+        what = f"{row['saved']} -> {row['loaded']}, square tensors of {row['tensor_mib']} MiB: fetched over needed"
+        report.at_most(what, row["factor"], SQUARES[row["tensor_mib"] << 20])
+    labels = [f"{row['saved']} -> {row['loaded']}, {row['tensor_mib']} MiB" for row in table.rows]
+    _plot(report, table, labels, " of squares")
+
+
+def _measure(
+    report: Report,
+    name: str,
+    title: str,
+    work: Sequence[tuple[Layout, Layout, int]],
+    nbytes: int,
+    scratch: Path,
+    ranks: Ranks,
+) -> Table:
+    settings = report.settings
+    repeats = settings.repeats_or(5)
     table = report.table(
-        "reshard",
-        f"{nbytes / 1e6:.0f} MB: the rank that fetches most over its need, "
-        f"median (lowest-highest) seconds of {settings.repeats_or(5)}",
+        name,
+        f"{title}: the rank that fetches most over its need, median (lowest-highest) seconds of {repeats}",
         saved=("saved", ""),
         loaded=("loaded", ""),
         tensor_mib=("tensors, MiB", "d"),
@@ -104,23 +156,19 @@ def run(settings: Settings) -> Report:
         stock_seconds=("DCP's, s", ".3f"),
         speedup=("x DCP", ".2f"),
     )
-    work = [(saved, loaded, TENSOR_NBYTES) for saved, loaded in cases]
-    if not settings.quick:  # what small tensors cost: a block at each edge weighs more
-        work += [(rows(4), rows(3), 16 << 20), (rows(4), rows(3), 4 << 20)]
-    with settings.scratch() as scratch, Ranks(2 if settings.quick else 4) as ranks:
-        written: dict[tuple[Layout, int], Path] = {}
-        for saved, loaded, tensor_nbytes in work:
-            settings.say(f"{saved.name} -> {loaded.name}")
-            place = written.setdefault((saved, tensor_nbytes), scratch / f"{len(written)}")
-            job = Job(nbytes, tensor_nbytes, settings.state, place, settings.repeats_or(5))
-            if not place.exists():
-                ranks.run(saved.ranks, save_all, job, saved)
-            results = ranks.run(loaded.ranks, load_all, job, loaded)
-            _add_row(table, saved, loaded, job, results)
-    first = table.rows[0]
-    if not settings.quick:
-        report.at_most("4 rows -> 3 rows, fetched over needed", first["factor"], 1.15)
-    labels = [f"{row['saved']} -> {row['loaded']}" for row in table.rows[: len(cases)]]
+    written: dict[tuple[Layout, int], Path] = {}
+    for saved, loaded, tensor_nbytes in work:
+        settings.say(f"{name}: {saved.name} -> {loaded.name}")
+        place = written.setdefault((saved, tensor_nbytes), scratch / f"{len(written)}")
+        job = Job(nbytes, tensor_nbytes, name == "squares", settings.state, place, repeats)
+        if not place.exists():
+            ranks.run(saved.ranks, save_all, job, saved)
+        results = ranks.run(loaded.ranks, load_all, job, loaded)
+        _add_row(table, saved, loaded, job, results)
+    return table
+
+
+def _plot(report: Report, table: Table, labels: Sequence[str], what: str) -> None:
     for title, mine, theirs, unit in (
         ("Bytes fetched over needed", "factor", "stock_factor", "factor"),
         ("Load", "seconds", "stock_seconds", "seconds"),
@@ -129,11 +177,10 @@ def run(settings: Settings) -> Report:
             name: [(label, row[cell]) for label, row in zip(labels, table.rows, strict=False)]
             for name, cell in (("dcp_nvcomp", mine), ("dcp", theirs))
         }
-        report.plots.append(Plot(title, "", unit, series))
-    return report
+        report.plots.append(Plot(f"{title}{what}", "", unit, series))
 
 
-def _add_row(table: Any, saved: Layout, loaded: Layout, job: Job, results: Sequence[dict[str, Any]]) -> None:
+def _add_row(table: Table, saved: Layout, loaded: Layout, job: Job, results: Sequence[dict[str, Any]]) -> None:
     needed = _needed_nbytes(job.directory / "dcp_nvcomp", [result["regions"] for result in results])
     worst = max(range(len(results)), key=lambda rank: results[rank]["fetched"]["dcp_nvcomp"] / needed[rank])
     stock_factors = [result["fetched"]["dcp"] / result["nbytes"] for result in results]
@@ -189,7 +236,10 @@ def _counted(peer: Peer) -> Peer:
 def _distributed(job: Job, layout: Layout) -> dict[str, DTensor]:
     mesh = init_device_mesh("cpu", layout.mesh)
     kinds = {"rows": Shard(0), "columns": Shard(1), "replicated": Replicate()}
-    state = build_state(job.nbytes, job.state, tensor_nbytes=job.tensor_nbytes)
+    if job.are_squares:
+        state = squares(job.nbytes, job.tensor_nbytes, job.state)
+    else:
+        state = build_state(job.nbytes, job.state, tensor_nbytes=job.tensor_nbytes)
     placed = {}
     for name, tensor in state.items():
         placements = [kinds["replicated" if tensor.dim() < 2 else kind] for kind in layout.placements]

@@ -14,6 +14,7 @@ in any order. tests/benchmarks checks that no coder packs copies better than the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -123,14 +124,24 @@ def _permuted(tensor: torch.Tensor, name: str, copy: int) -> torch.Tensor:
 
 def small_tensors(count: int, path: Path | None = None, *, elements: int = 256) -> State:
     """Many small fp32 tensors (1 KB each by default), all of real first moments."""
-    needed = count * elements * 4
-    moments = [
-        tensor.reshape(-1)
-        for name, tensor in build_state(3 * needed + (4 << 20), path).items()  # a third of each copy and more
-        if component(name) == "exp_avg"
-    ]
-    flat = torch.cat(moments)[: count * elements]
+    flat = _first_moments(count * elements, path)
     return {f"layers.{i}.norm.weight": flat[i * elements : (i + 1) * elements].clone() for i in range(count)}
+
+
+def squares(nbytes: int, tensor_nbytes: int, path: Path | None = None) -> State:
+    """Square fp32 matrices of real first moments, `tensor_nbytes` each."""
+    count, elements = max(1, nbytes // tensor_nbytes), tensor_nbytes // 4
+    side = math.isqrt(elements)
+    flat = _first_moments(count * elements, path)
+    return {
+        f"layers.{i}.weight": flat[i * elements : (i + 1) * elements].view(side, side).clone() for i in range(count)
+    }
+
+
+def _first_moments(elements: int, path: Path | None) -> torch.Tensor:
+    needed = 3 * elements * 4 + (4 << 20)  # a third of each copy and more
+    moments = [t.reshape(-1) for name, t in build_state(needed, path).items() if component(name) == "exp_avg"]
+    return torch.cat(moments)[:elements]
 
 
 def destination(state: Mapping[str, torch.Tensor]) -> State:

@@ -11,7 +11,11 @@ __all__ = ["build_cpu_kernels", "missing_cpu_kernels"]
 
 ROOT = Path(__file__).resolve().parents[2]
 
-_KERNELS = ("dcp_nvcomp.codecs.transforms._planes", "dcp_nvcomp.codecs.coders._literals")
+_KERNELS = (
+    "dcp_nvcomp.codecs.transforms._planes",
+    "dcp_nvcomp.codecs.coders._literals",
+    "dcp_nvcomp.codecs._planes_literals",
+)
 
 
 def missing_cpu_kernels() -> list[str]:

@@ -96,11 +96,14 @@ def test_overlap(tmp_path: Path) -> None:
 
 @pytest.mark.tools
 def test_reshard(tmp_path: Path) -> None:
-    rows = run_quick("reshard", tmp_path)["reshard"]
-    whole = rows[1]
+    tables = run_quick("reshard", tmp_path)
+    columns, whole = tables["reshard"]
     assert (whole["saved"], whole["loaded"]) == ("2 rows", "1 whole")
     assert 1.0 <= whole["factor"] < 1.01 and whole["stock_factor"] >= 1.0
-    assert rows[0]["factor"] == pytest.approx(2.0, rel=0.01)  # blocks are whole rows, a rank wants half of each
+    assert 1.0 <= columns["factor"] <= 2.01  # a rank wants half of each row: of narrow matrices, half of each block
+    (square,) = tables["squares"]
+    assert (square["saved"], square["loaded"], square["tensor_mib"]) == ("2 rows", "2 columns", 4)
+    assert 1.0 <= square["factor"] < 1.05 and square["stock_factor"] >= 2.0
 
 
 @pytest.mark.tools

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 KERNELS = {
     "codecs/transforms/_planes": ("split_floats", "merge_floats", "pack_rest", "unpack_rest"),
     "codecs/coders/_literals": ("encode_literals",),
+    "codecs/_planes_literals": ("encode_rows", "decode_rows"),
 }
 CUDA_SOURCES = [str(path.relative_to(ROOT / "dcp_nvcomp")) for path in (ROOT / "dcp_nvcomp").rglob("*.cu")]
 DATA_FILES = (*(f"{kernel}.pyi" for kernel in KERNELS), "py.typed", *CUDA_SOURCES)
