@@ -97,7 +97,7 @@ class Region(Destination):
 
     def __init__(self, box: Box, tensor: torch.Tensor, dtype: torch.dtype) -> None:
         self._box = box
-        self._tensor = tensor.detach()
+        self._tensor = tensor.detach() if tensor.requires_grad else tensor
         self._dtype = dtype
         self._array: HostArray | None = None
         visible = tensor.dtype == dtype and is_transparent(tensor)

@@ -194,7 +194,9 @@ class LoadJob:
 
     def _resolve_tensor(self, item: ReadItem) -> torch.Tensor:
         """Return the tensor that an item goes into, ready to be written by other threads."""
-        tensor = self._planner.resolve_tensor(item).detach()
+        tensor = self._planner.resolve_tensor(item)
+        if tensor.requires_grad:
+            tensor = tensor.detach()
         if tuple(tensor.shape) != tuple(item.lengths):
             raise ShapeMismatchError(
                 f"The destination has shape {tuple(tensor.shape)}, but {tuple(item.lengths)} was planned for it.",

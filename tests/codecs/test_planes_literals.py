@@ -26,7 +26,7 @@ from .sanitizers import run_sanitized
 pytest.importorskip("dcp_nvcomp.codecs._planes_literals")
 
 DRAWN = settings(max_examples=examples(100), deadline=None)
-SIGNS = {"mixed": lambda floats: floats, "positive": np.abs, "negative": lambda floats: -np.abs(floats)}
+KINDS = {"mixed": lambda floats: floats, "positive": np.abs, "negative": lambda floats: -np.abs(floats), "noise": None}
 FLOATS = {2: np.float16, 4: np.float32, 8: np.float64}
 
 
@@ -34,9 +34,12 @@ def chain_of(width: int, slice_nbytes: int = 128 << 10) -> CodecChain:
     return CodecChain(Planes(width), Zstd(slice_nbytes, literals_only=True))
 
 
-def floats_of(random: np.random.Generator, rows: int, columns: int, width: int, signs: str) -> U8:
-    """Rows of trained floats, as bytes."""
-    floats = SIGNS[signs](random.standard_normal((rows, columns)) * 0.02).astype(FLOATS[width])
+def floats_of(random: np.random.Generator, rows: int, columns: int, width: int, kind: str) -> U8:
+    """Rows of trained floats, as bytes; or of any bytes, whose exponents do not get shorter."""
+    signed = KINDS[kind]
+    if signed is None:
+        return random.integers(0, 256, (rows, columns * width), np.uint8)
+    floats = signed(random.standard_normal((rows, columns)) * 0.02).astype(FLOATS[width])
     return np.asarray(floats.view(np.uint8).reshape(rows, columns * width))
 
 
@@ -71,7 +74,7 @@ def cases(draw: st.DrawFn) -> tuple[U8, tuple[int, ...], CodecChain]:
     step = 1024 // np.gcd(1024, height)
     columns = [int(step) * count for count in draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))]
     random = np.random.default_rng(draw(st.integers(0, 1 << 32)))
-    rows = floats_of(random, height, sum(columns), width, draw(st.sampled_from(sorted(SIGNS))))
+    rows = floats_of(random, height, sum(columns), width, draw(st.sampled_from(sorted(KINDS))))
     if draw(st.booleans()):  # rows of a wider matrix, at an odd place
         whole = np.zeros((height, rows.shape[1] + 37), np.uint8)
         whole[:, 13 : 13 + rows.shape[1]] = rows
@@ -204,12 +207,16 @@ def forged(random: np.random.Generator, block: EncodedBlock) -> tuple[bytes, int
         data[random.integers(0, len(data))] = random.integers(0, 256)
     if random.integers(0, 3) == 0:
         data = data[: random.integers(0, len(data))]
-    sizes = [int(random.choice([size, size + random.integers(-20, 20), random.integers(0, 4096), 1 << 62]))
-             if random.integers(0, 4) == 0 else size for size in row.slice_nbytes]  # fmt: skip
-    sizes = sizes[: random.integers(0, len(sizes) + 1)] if random.integers(0, 8) == 0 else sizes
+    sizes = list(row.slice_nbytes)
+    if random.integers(0, 2) == 0:
+        at = int(random.integers(0, len(sizes)))
+        near = max(0, sizes[at] + int(random.integers(-20, 20)))
+        sizes[at] = (near, int(random.integers(0, 4096)), 1 << 62, (1 << 64) - 1)[int(random.integers(0, 4))]
+    count = int(random.choice([len(sizes), len(sizes), len(sizes), random.integers(0, len(sizes)), 3 * len(sizes)]))
+    sizes = (3 * sizes)[:count]
     flags = int(random.choice([row.flags, 0, 1, 2, 3, 7, -1]))
     sum_of_data = crc32c(bytes(data)) ^ int(random.integers(0, 8) == 0)
-    return bytes(data), flags, tuple(max(size, 0) for size in sizes), sum_of_data, row.uncompressed_crc
+    return bytes(data), flags, tuple(sizes), sum_of_data, row.uncompressed_crc
 
 
 SANITIZED = """
@@ -248,7 +255,7 @@ def test_under_sanitizers(sanitized_planes_literals: Path, tmp_path: Path) -> No
         width, slice_nbytes = int(random.choice([2, 4, 8])), int(random.choice([1024, 4096, 1 << 17]))
         height, gap = int(random.choice([1, 3, 8, 40])), int(random.choice([0, 0, 9]))
         columns = [1024 * int(count) for count in random.integers(1, 4, random.integers(1, 4))]
-        rows = floats_of(random, height, sum(columns), width, str(random.choice(sorted(SIGNS))))
+        rows = floats_of(random, height, sum(columns), width, str(random.choice(sorted(KINDS))))
         widths, chain = tuple(width * count for count in columns), chain_of(width, slice_nbytes)
         padded = np.zeros((height, rows.shape[1] + gap), np.uint8)
         padded[:, : rows.shape[1]] = rows
