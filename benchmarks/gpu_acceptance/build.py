@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +12,11 @@ __all__ = ["build_cpu_kernels", "missing_cpu_kernels"]
 
 ROOT = Path(__file__).resolve().parents[2]
 
-_KERNELS = (
+_KERNELS = [
     "dcp_nvcomp.codecs.transforms._planes",
     "dcp_nvcomp.codecs.coders._literals",
-    "dcp_nvcomp.codecs._planes_literals",
-)
+    *(["dcp_nvcomp.codecs._planes_literals"] if platform.machine() == "x86_64" else []),
+]
 
 
 def missing_cpu_kernels() -> list[str]:

@@ -211,11 +211,9 @@ static void merge_rows(const Job *job, int is_summed) {
 /* SHORT are blocks with a slice that is libzstd's; FOREIGN, with frames or flags that are not written here. */
 enum Outcome { DECODED, SHORT, FOREIGN, STORED_CRC, DECODED_CRC };
 
-/* Decodes all blocks; `at` becomes the number of the one whose CRC is wrong. */
 static enum Outcome decode_job(const Job *job, const uint32_t *crcs, int check_stored, int check_decoded,
-                               uint8_t *exponents, uint8_t *rests, Tables *tables, size_t *at) {
-    for (*at = 0; *at < job->block_count; ++*at) {
-        Block *block = job->blocks + *at;
+                               uint8_t *exponents, uint8_t *rests, Tables *tables) {
+    for (Block *block = job->blocks; block < job->blocks + job->block_count; block++) {
         if (check_stored && crc32c(0, block->data, block->nbytes) != block->encoded_crc)
             return STORED_CRC;
         if (!open_block(job, block, exponents, rests, tables))
@@ -224,8 +222,8 @@ static enum Outcome decode_job(const Job *job, const uint32_t *crcs, int check_s
         rests += block->flags & FLAG_PACKED_REST ? block->floats : 0;
     }
     merge_rows(job, check_decoded);
-    for (*at = 0; check_decoded && *at < job->block_count; ++*at)
-        if (job->blocks[*at].crc != crcs[*at])
+    for (size_t number = 0; check_decoded && number < job->block_count; number++)
+        if (job->blocks[number].crc != crcs[number])
             return DECODED_CRC;
     return DECODED;
 }
@@ -267,8 +265,8 @@ static int take_shape(Call *call, PyObject *rows, PyObject *widths, int is_writt
     Job *job = &call->job;
     if (job->width != 2 && job->width != 4 && job->width != 8)
         return refuse("Floats have 2, 4 or 8 bytes.");
-    if (job->slice_nbytes == 0 || job->slice_nbytes > UINT32_MAX)
-        return refuse("The size of slices is out of range.");
+    if (job->slice_nbytes == 0 || job->slice_nbytes > UINT32_MAX || job->slice_nbytes % ALIGNMENT_NBYTES)
+        return refuse("The size of slices is out of range, or no multiple of 16.");
     if (PyObject_GetBuffer(rows, &call->rows, is_written ? PyBUF_STRIDES | PyBUF_WRITABLE : PyBUF_STRIDES) < 0)
         return 0;
     const Py_buffer *view = &call->rows;
@@ -437,7 +435,6 @@ static PyObject *decode_rows(PyObject *module, PyObject *args) {
     PyObject *encoded, *widths, *rows;
     Py_ssize_t slice_nbytes;
     int check_stored, check_decoded;
-    size_t at = 0;
     (void)module;
     if (!PyArg_ParseTuple(args, "OOOinpp", &encoded, &widths, &rows, &call.job.width, &slice_nbytes, &check_stored,
                           &check_decoded))
@@ -452,7 +449,7 @@ static PyObject *decode_rows(PyObject *module, PyObject *args) {
         uint8_t *exponents = PyMem_RawMalloc(call.floats + 1), *rests = PyMem_RawMalloc(call.packed_floats + 1);
         if (tables && exponents && rests) {
             Py_BEGIN_ALLOW_THREADS
-            outcome = decode_job(&call.job, call.crcs, check_stored, check_decoded, exponents, rests, tables, &at);
+            outcome = decode_job(&call.job, call.crcs, check_stored, check_decoded, exponents, rests, tables);
             Py_END_ALLOW_THREADS
         } else {
             taken = no_memory();
@@ -462,7 +459,7 @@ static PyObject *decode_rows(PyObject *module, PyObject *args) {
         PyMem_RawFree(tables);
     }
     release(&call);
-    return taken ? Py_BuildValue("in", outcome, (Py_ssize_t)at) : NULL;
+    return taken ? PyLong_FromLong(outcome) : NULL;
 }
 
 static PyMethodDef functions[] = {
@@ -471,12 +468,15 @@ static PyMethodDef functions[] = {
      "uncompressed_crc) of each block in `out`; None if the engine has to encode them."},
     {"decode_rows", decode_rows, METH_VARARGS,
      "decode_rows(blocks, widths, rows, float_nbytes, slice_nbytes, check_stored, check_decoded): blocks of (data, "
-     "flags, slices, encoded_crc, uncompressed_crc) into `rows`; (outcome, number of the block it is about)."},
+     "flags, slices, encoded_crc, uncompressed_crc) into `rows`; the outcome."},
     {NULL, NULL, 0, NULL},
 };
 
-static int add_constants(PyObject *module) {
-    make_crc_tables();
+static int start_module(PyObject *module) {
+    if (!prepare_crc32c()) {
+        PyErr_SetString(PyExc_ImportError, "This processor has no instruction for CRC32C.");
+        return -1;
+    }
     if (PyModule_AddIntMacro(module, DECODED) < 0 || PyModule_AddIntMacro(module, SHORT) < 0 ||
         PyModule_AddIntMacro(module, FOREIGN) < 0 || PyModule_AddIntMacro(module, STORED_CRC) < 0 ||
         PyModule_AddIntMacro(module, DECODED_CRC) < 0)
@@ -485,7 +485,7 @@ static int add_constants(PyObject *module) {
 }
 
 static PyModuleDef_Slot slots[] = {
-    {Py_mod_exec, add_constants},
+    {Py_mod_exec, start_module},
 #ifdef Py_mod_gil
     {Py_mod_gil, Py_MOD_GIL_NOT_USED},
 #endif

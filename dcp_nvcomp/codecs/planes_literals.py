@@ -21,19 +21,19 @@ from dcp_nvcomp.codecs.transforms.planes import Planes
 
 try:
     from dcp_nvcomp.codecs import _planes_literals as kernels
-except ImportError:  # no C compiler was there when the package was installed
+except ImportError:  # not compiled, or not for this processor
     kernels = None  # type: ignore[assignment]
 
 __all__ = ["Outcome", "PlanesLiterals", "planes_literals"]
 
 
 class Outcome(NamedTuple):
-    """What became of some encoded blocks.
+    """The result of decoding some blocks.
 
     Attributes:
         decoded: whether all of them were decoded.
         is_foreign: whether one was not, as it has frames or flags that are not written here.
-        problem: what is wrong with one of them, for an error message; None if it was merely declined.
+        problem: what is wrong with one of them, for an error message; None if the kernel declined the block.
     """
 
     decoded: bool
@@ -87,7 +87,7 @@ class PlanesLiterals:
             verify: `"stored"`, `"full"` or `"off"`.
         """
         given = [(data, row.flags, row.slice_nbytes, row.encoded_crc, row.uncompressed_crc) for data, row in blocks]
-        outcome, _ = kernels.decode_rows(
+        outcome = kernels.decode_rows(
             given, widths, rows, self.float_nbytes, self.slice_nbytes, verify != "off", verify == "full"
         )
         return _OUTCOMES[outcome]
@@ -109,7 +109,7 @@ _OUTCOMES = (
 
 
 def planes_literals(chain: CodecChain, *, decoding: bool = False) -> PlanesLiterals | None:
-    """Return what encodes or decodes whole blocks of a chain; None if the engine has to do it in steps.
+    """Return the kernel for whole blocks of a chain; None if the engine has to code them in steps.
 
     Args:
         chain: the chain.

@@ -1,7 +1,7 @@
 """The CPU engine: numpy, zstandard and zlib. Works everywhere and never imports nvCOMP.
 
-One `CpuEngine` per thread: it owns contexts and scratch memory, all of it reused from block to block. The heavy calls
-(numpy, zstd, zlib, CRC32C) release the GIL, so threads scale.
+One `CpuEngine` per thread: it owns contexts and scratch memory, reused from block to block. The heavy calls (numpy,
+zstd, zlib, CRC32C) release the GIL, so threads scale.
 
 Blocks of trained floats are coded whole, in one compiled call (codecs/planes_literals.py); all others in steps: summed,
 split into planes, and coded slice by slice.
@@ -20,6 +20,8 @@ from dcp_nvcomp.codecs.scratch import ScratchArrays
 from dcp_nvcomp.errors import CorruptDataError
 
 __all__ = ["CpuEngine"]
+
+_SKIPPED_BLOCKS = 15
 
 
 class CpuEngine:
@@ -42,6 +44,7 @@ class CpuEngine:
         self._encoders: dict[Coder, SliceEncoder] = {}
         self._decoders: dict[Coder, SliceDecoder] = {}
         self._whole: dict[tuple[CodecChain, bool], PlanesLiterals | None] = {}
+        self._skipped: dict[CodecChain, int] = {}
 
     def encode(self, block: U8, chain: CodecChain, out: memoryview) -> EncodedBlock:
         """Encode one block.
@@ -80,14 +83,21 @@ class CpuEngine:
         done = None if whole is None else whole.encode(rows, widths, out)
         if done is not None:
             return done
-        encoded, start, position = list[EncodedBlock](), 0, 0
+        if len(widths) == 1:
+            encoded = self._encode_in_steps(self._joined(rows), chain, out)
+            return [encoded], len(encoded.data)
+        # one of them may be too short for the kernel, the others are not
+        blocks, start, position = list[EncodedBlock](), 0, 0
         for width in widths:
-            block = self._joined(rows[:, start : start + width])
-            encoded.append(self._encode_in_steps(block, chain, out[position:]))
-            start, position = start + width, position + len(encoded[-1].data)
-        return encoded, position
+            one, nbytes = self.encode_beside(rows[:, start : start + width], (width,), chain, out[position:])
+            blocks += one
+            start, position = start + width, position + nbytes
+        return blocks, position
 
     def _whole_blocks(self, chain: CodecChain, *, decoding: bool) -> PlanesLiterals | None:
+        if decoding and self._skipped.get(chain):
+            self._skipped[chain] -= 1
+            return None
         key = chain, decoding
         if key not in self._whole:
             self._whole[key] = planes_literals(chain, decoding=decoding)
@@ -213,9 +223,9 @@ class CpuEngine:
         return outcome.decoded
 
     def _learn(self, chain: CodecChain, is_foreign: bool) -> None:
-        """Decode a chain in steps from now on if its frames were made elsewhere: trying costs a checksum a block."""
+        """Decode some blocks in steps after one whose frames were made elsewhere: there are more, and trying costs."""
         if is_foreign:
-            self._whole[chain, True] = None
+            self._skipped[chain] = _SKIPPED_BLOCKS
 
     def _decode_in_steps(self, data: memoryview, row: BlockRow, chain: CodecChain, out: U8, verify: str) -> None:
         if verify != "off" and checksum(data) != row.encoded_crc:

@@ -112,8 +112,12 @@ def row_strip(array: npt.NDArray[Any], strip: Strip) -> RowStrip | None:
     part = array[strip.box.index]
     count, last = len(strip.sizes), part.ndim - 1
     if part.flags.c_contiguous and (count == 1 or strip.dim < last):
-        sizes, size = (strip.sizes, strip.box.sizes[strip.dim]) if count > 1 else ((1,), 1)
-        return RowStrip(part.reshape(1, -1).view(np.uint8), tuple(part.nbytes // size * one for one in sizes))
+        if count == 1:
+            return RowStrip(part.reshape(1, -1).view(np.uint8), (part.nbytes,))
+        if any(size != 1 for size in part.shape[: strip.dim]):  # the boxes' bytes are interleaved
+            return None
+        each = part.nbytes // part.shape[strip.dim]
+        return RowStrip(part.reshape(1, -1).view(np.uint8), tuple(each * size for size in strip.sizes))
     if last < 0 or part.strides[-1] != part.itemsize or strip.dim < last or any(size != 1 for size in part.shape[:-2]):
         return None
     rows = part.reshape(part.shape[-2:] if last else (1, -1)).view(np.uint8)

@@ -27,20 +27,18 @@ spec.loader.exec_module(kernels)
 """
 
 
-def compile_sanitized(folder: Path, source: str, *defined: str) -> Path:
+def compile_sanitized(folder: Path, source: str) -> Path:
     """Compile a module, without warnings, and return its file; skip the test where there is no gcc.
 
     Args:
         folder: for the file.
         source: its source in `codecs`.
-        defined: names that the preprocessor shall know.
     """
     if COMPILER is None:
         pytest.skip("there is no gcc")
     path = (folder / Path(source).name).with_suffix(".so")
     include = sysconfig.get_paths()["include"]
-    definitions = [f"-D{name}" for name in defined]
-    options = ("-g", "-O2", "-shared", "-fPIC", f"-I{include}", *definitions, *WARNINGS, *SANITIZERS)
+    options = ("-g", "-O2", "-shared", "-fPIC", f"-I{include}", *WARNINGS, *SANITIZERS)
     done = subprocess.run([COMPILER, *options, CODECS / source, "-o", path], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return path

@@ -33,7 +33,7 @@ from dcp_nvcomp.errors import CheckpointError, MetadataError
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.metadata.allowed_globals import LIMIT, MAX_DIMS
 from dcp_nvcomp.format.metadata.serialization import parse_metadata, serialize_metadata
-from dcp_nvcomp.format.metadata.sharing import share_equal
+from dcp_nvcomp.format.metadata.sharing import fits_earlier_readers, share_equal
 from dcp_nvcomp.format.metadata.trusted_globals import TRUST_ADVICE
 
 __all__ = ["metadata_to_publish", "normalize", "sample"]
@@ -60,7 +60,7 @@ def metadata_to_publish(metadata: Metadata, *, path: str) -> bytes:
     """
     try:
         normal, doubtful = _normalized(metadata)
-        data = _serialize(share_equal(normal, doubtful))
+        data = _shortest(normal, doubtful)
         if len(data) > MAX_METADATA_NBYTES:
             raise MetadataError(f"It has {len(data)} bytes; a load accepts {MAX_METADATA_NBYTES}.")
         _check_readable(normal, doubtful, data, path=path)
@@ -81,6 +81,16 @@ def _normalized(metadata: Metadata) -> tuple[Metadata, set[str | MetadataIndex]]
         return normalize(metadata)
     except Exception as error:  # a planner's objects may lack what DCP's have, and raise whatever they like
         raise MetadataError(f"It does not have the form of DCP's metadata: {type(error).__name__}: {error}.") from error
+
+
+def _shortest(normal: Metadata, doubtful: set[str | MetadataIndex]) -> bytes:
+    try:
+        data = _serialize(share_equal(normal, doubtful))
+        if fits_earlier_readers(normal, len(data)):
+            return data
+    except Exception as error:  # a planner's objects may do anything when they are looked at
+        logger.debug("The metadata's equal parts can't be shared: %s", error)
+    return _serialize(normal)
 
 
 def _check_readable(normal: Metadata, doubtful: set[str | MetadataIndex], data: bytes, *, path: str) -> None:

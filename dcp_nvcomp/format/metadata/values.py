@@ -28,7 +28,7 @@ class ValueReader:
     """
 
     def __init__(self, data_nbytes: int) -> None:
-        self._budget = (1 << 16) + 2 * data_nbytes  # twice, as writers name equal parts by a few bytes (sharing.py)
+        self._budget = (1 << 16) + data_nbytes
 
     def spend(self, amount: int) -> None:
         """Pay for visiting `amount` parts; raise UnsafeMetadataError if the file is too small for so many."""

@@ -145,7 +145,7 @@ def encode_parts(parts: Sequence[Part], out: memoryview, bench: Workbench) -> li
         chain = part.choice.settle(bench)
         for strip in part.source.strips(part.boxes, bench):
             encoded, nbytes = bench.cpu.encode_beside(*strip, chain, out[position:])
-            if len(part.boxes) == 1:  # only a record of one block can surprise
+            if len(part.boxes) == 1:  # only a record of one block can surprise, and its strip is a view of the tensor
                 confirmed = part.choice.confirm(nbytes / encoded[0].uncompressed_nbytes, bench)
                 if confirmed is not chain:
                     encoded, nbytes = bench.cpu.encode_beside(*strip, confirmed, out[position:])

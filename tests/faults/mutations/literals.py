@@ -79,19 +79,19 @@ MUTATIONS = (
     *_mutations(
         "_planes_literals.c",
         ("if ((size_t)call.out.len < room)", "if (0)", _WHOLE),
+        (" || job->slice_nbytes % ALIGNMENT_NBYTES", "", _WHOLE),
         ("if (stored > nbytes || block->nbytes - at < padded(stored))", "if (stored > nbytes)", _WHOLE),
         ("if (stored > nbytes || ", "if (", _WHOLE),
         ("if (block->nbytes < at || block->nbytes - at < padded(rest_nbytes))", "if (0)", _WHOLE),
         ("if ((size_t)PyTuple_GET_SIZE(slices) != slice_count(&call->job, block))", "if (0)", _WHOLE),
         ("size_t stored = coded < nbytes ? coded : nbytes;", "size_t stored = coded;", _WHOLE),
         ("check_stored && crc32c(0, block->data, block->nbytes) != block->encoded_crc", "0", _WHOLE),
-        ("if (job->blocks[*at].crc != crcs[*at])", "if (0)", _WHOLE),
+        ("if (job->blocks[number].crc != crcs[number])", "if (0)", _WHOLE),
         ("block->crc = crc32c(block->crc, row, nbytes);\n                block->seen", "block->seen", _WHOLE),
     ),
     *_mutations(
         "_crc32c.h",
-        ("crc_zeros(byte << 8 * at, SHORT_LANE_NBYTES)", "crc_zeros(byte << 8 * at, LANE_NBYTES)", _WHOLE),
-        ("word ^= sum;", ";", _WHOLE),
+        ("make_lane_table(short_lane, SHORT_LANE_NBYTES);", "make_lane_table(short_lane, LANE_NBYTES);", _WHOLE),
     ),
     *_mutations(
         "planes_literals.py",

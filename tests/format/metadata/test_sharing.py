@@ -6,6 +6,7 @@ import copy
 import pickle
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -17,8 +18,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from dcp_nvcomp.errors import UnsafeMetadataError
 from dcp_nvcomp.format.metadata.publishing import metadata_to_publish
-from dcp_nvcomp.format.metadata.serialization import parse_metadata
+from dcp_nvcomp.format.metadata.serialization import parse_metadata, serialize_metadata
 from dcp_nvcomp.format.metadata.sharing import share_equal
 
 
@@ -61,7 +63,10 @@ def test_equal_parts_are_one_object() -> None:
     shared = share_equal(metadata, set())
     assert shared == metadata == before
     items = shared.state_dict_metadata
-    assert items["a"] is items["b"]
+    assert items["a"] is not items["b"]
+    assert items["a"].chunks is not items["b"].chunks
+    assert items["a"].chunks[1] is items["b"].chunks[1]
+    assert items["a"].size is items["b"].size
     assert items["a"].chunks[0] is items["other dtype"].chunks[0]
     assert items["a"].properties is items["same shards, more of them"].properties
     assert len({id(item.properties) for item in items.values() if isinstance(item, TensorStorageMetadata)}) == 3
@@ -92,14 +97,38 @@ def test_what_is_doubtful_is_not_looked_into() -> None:
 def test_properties_that_cannot_be_hashed() -> None:
     item = tensor((8,), 1)
     item.properties.layout = []  # type: ignore[assignment]
-    assert share_equal(metadata_of({"a": item}), set()).state_dict_metadata["a"] is item
+    assert share_equal(metadata_of({"a": item}), set()).state_dict_metadata["a"].properties is item.properties
 
 
 def test_the_file_is_shorter_and_says_the_same() -> None:
     metadata = metadata_of({f"model.layers.{at}.weight": tensor((8, 3), 2) for at in range(200)})
     plain = copy.deepcopy(metadata)
     data = metadata_to_publish(metadata, path="x")
-    assert len(data) < 0.6 * len(pickle.dumps(plain, protocol=4))
+    assert len(data) < 0.65 * len(pickle.dumps(plain, protocol=4))
     read = parse_metadata(data, path="x")
     assert read.state_dict_metadata == plain.state_dict_metadata == pickle.loads(data).state_dict_metadata
     assert list(read.storage_data) == list(plain.storage_data) == list(pickle.loads(data).storage_data)
+
+
+def test_what_a_reader_pays_for_by_the_length_of_the_file_is_published_as_it_was() -> None:
+    """A list of which the metadata names one far element: readers, those of earlier versions too, take it as it was."""
+    metadata = metadata_of({f"layers.{at}": tensor((8, 3), 2) for at in range(3000)})
+    shorter, longer = (len(serialize_metadata(one)) for one in (share_equal(metadata, set()), metadata))
+    metadata.planner_data = {"layers.0": ("layers", (1 << 16) + (shorter + longer) // 2)}
+    with pytest.raises(UnsafeMetadataError):
+        parse_metadata(serialize_metadata(share_equal(metadata, set())), path="x")
+    data = metadata_to_publish(metadata, path="x")
+    assert data == serialize_metadata(metadata)
+    assert parse_metadata(data, path="x").planner_data == metadata.planner_data
+
+
+def test_ordinary_paths_fit() -> None:
+    metadata = metadata_of({f"layers.{at}": tensor((8, 3), 2) for at in range(3000)})
+    metadata.planner_data = {f"layers.{at}": ("layers", at, "weight") for at in range(3000)}
+    assert len(metadata_to_publish(metadata, path="x")) < 0.75 * len(pickle.dumps(metadata, protocol=4))
+
+
+def test_planner_data_of_another_form_is_published_as_it_was() -> None:
+    metadata = metadata_of({f"layers.{at}": tensor((8, 3), 2) for at in range(300)})
+    metadata.planner_data = ["a", {"b": 1}]
+    assert metadata_to_publish(metadata, path="x") == serialize_metadata(metadata)
