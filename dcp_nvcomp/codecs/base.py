@@ -3,10 +3,11 @@
     block's bytes  --ArrayToBytes.split-->  planes, stored or coded  --Coder-->  slices  -->  one encoded block
 
 A `CodecChain` describes all of it and is what a footer names, as in Zarr v3: a list of `{"name", "configuration"}`. The
-engines (engines/) run chains; `layout_block` alone decides where each piece of a block lies.
+engines (engines/) run chains; `layout_block` decides where each piece of a block lies, and what is compiled for a
+whole chain (planes_literals.py) follows it.
 
-Codecs carry their behaviour: the CPU engine, the format and a save or load know these classes only, never a particular
-codec. registry.py lists the codecs there are.
+Codecs carry their behaviour: the format and a save or load know these classes only, never a particular codec, and the
+engines need no more. registry.py lists the codecs there are.
 """
 
 from __future__ import annotations

@@ -20,12 +20,12 @@ from dcp_nvcomp.codecs.base import BLOCK_NBYTES
 
 __all__ = ["BlockGrid", "Box", "box_block_shape", "box_grid", "row_block_shape", "row_grid"]
 
-# Matrices as large as this are cut into boxes, those of the second size and larger into the larger boxes. Of smaller
-# ones, what a block costs would weigh more than what a load of other rows or columns saves.
+# Matrices as large as this are cut into boxes, those of the second size and larger into the larger boxes. In smaller
+# ones the cost per block exceeds what a resharded load saves.
 _BOXED_NBYTES, _LARGE_NBYTES = 1 << 20, 4 << 20
 _BOX_NBYTES, _LARGE_BOX_NBYTES = 128 << 10, 256 << 10
 _MIN_HEIGHT, _MAX_HEIGHT = 8, 128
-# Longer runs of memory than this serve few columns.
+# Maximum width of a box, unless the matrix has few rows.
 _MAX_RUN_NBYTES = 4 << 10
 _PARTS = 4
 

@@ -153,7 +153,7 @@ class Decoder:
                     self._decode_on_cpu(block, fetched.block(block), fetched.read)
 
     def _decode_together(self, blocks: list[BlockRead], strip: Strip, fetched: Fetched) -> bool:
-        """Return True if all are decoded, else each has to be alone, which also tells which one is corrupt."""
+        """Return True if all are decoded; otherwise the caller decodes each alone, which identifies the corrupt one."""
         chain, footer = blocks[0].record.chain, fetched.read.footer
         direct = blocks[0].targets[0].destination.direct(strip)
         assert chain is not None

@@ -1,4 +1,4 @@
-/* Decodes frames as _literals.c writes them: an order of magnitude less to consider than what libzstd knows of the
+/* Decodes frames as _literals_encode.h writes them: an order of magnitude less to consider than what libzstd knows of the
  * format, and all streams of exponents.
  *
  * The four streams of a block are decoded side by side, as the steps of one have to wait for each other. That the

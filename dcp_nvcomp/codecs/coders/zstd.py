@@ -29,7 +29,7 @@ class Zstd(Coder):
         slice_nbytes: bytes of a plane in one frame, a multiple of 16.
         level: zstd's compression level where matches are searched. Not needed to decode, so not stored.
         literals_only: code literals without searching for matches. On exponent planes the matches that zstd finds by
-            chance cost 3-4 % of the ratio and half of the speed. The compiled `_literals.c` writes such frames itself,
+            chance cost 3-4 % of the ratio and half of the speed. The compiled `_literals` writes such frames itself,
             and decodes them; zstd's own library, which codes slices below 1 KiB and all of them where nothing was
             compiled, can be kept from nearly all matches, but not from searching.
     """

@@ -1,4 +1,4 @@
-// Zstandard frames (RFC 8878) of literals alone, which hold one slice (docs/format.md) each; codecs/coders/_literals.c
+// Zstandard frames (RFC 8878) of literals alone, which hold one slice (docs/format.md) each; codecs/coders/_literals_encode.h
 // makes them on a CPU. literals.py compiles all files literals*.cu as one and launches the kernels with THREADS
 // threads:
 //

@@ -1,4 +1,4 @@
-// Decoding of frames that literals_encode.cu or _literals.c wrote: one or more blocks, four streams each. Any other
+// Decoding of frames that literals_encode.cu or _literals_encode.h wrote: one or more blocks, four streams each. Any other
 // frame and any that is corrupt is reported; what its slice then contains is undefined. Nothing outside of frames is
 // read, and nothing outside of slices written, whatever the frames contain: all lengths are checked before they are
 // used.
