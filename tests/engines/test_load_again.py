@@ -24,7 +24,7 @@ from .stand_in_pool import install_stand_ins
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-STATE = {"a": torch.randn(600, 1000), "w": torch.randn(600, 1000)}
+STATE = {"a": torch.randn(3000, 200), "w": torch.randn(3000, 200)}  # narrow: blocks are runs of memory
 
 
 @pytest.mark.parametrize("strided", [False, True], ids=["in place", "through scratch memory"])
@@ -56,7 +56,7 @@ def test_others_may_use_the_engine_meanwhile(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(CudaEngine, "decode_checked", finds_the_last_corrupt)
     monkeypatch.setattr(PosixFilesystem, "read", watched)
     monkeypatch.setattr(Region, "place", counted)
-    into = {key: torch.zeros(1000, 600).t() if strided else torch.zeros(600, 1000) for key in STATE}
+    into = {key: torch.zeros(200, 3000).t() if strided else torch.zeros(3000, 200) for key in STATE}
     load_into(tmp_path, into, thread_count=1, device_memory_budget=16 << 20)
     assert_same(into, STATE)
     assert len(found) == (2 if strided else 1) and free == [ENGINES_PER_DEVICE] * len(found)

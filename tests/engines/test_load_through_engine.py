@@ -50,8 +50,9 @@ def on_the_engine(monkeypatch: pytest.MonkeyPatch, pinned_nbytes: list[int]) -> 
 def every_kind() -> dict[str, Any]:
     generator = torch.Generator().manual_seed(3)
     state: dict[str, Any] = {
-        "w": torch.randn(900, 999, generator=generator),
+        "w": torch.randn(4500, 200, generator=generator),  # narrow: blocks are runs of memory
         "h": torch.randn(1_000_001, generator=generator).bfloat16(),
+        "boxes": torch.randn(600, 700, generator=generator),
         "v": torch.rand(200, 500, generator=generator).t(),
         "i": torch.arange(40_000),
         "z": torch.zeros(50_000, dtype=torch.complex64),
@@ -86,7 +87,7 @@ def test_into_tensors_of_another_shape_in_memory(tmp_path: Path, on_the_engine: 
     state = every_kind()
     save_on_cpu(tmp_path, state)
     into: dict[str, Any] = {
-        "w": torch.zeros(999, 900).t(),
+        "w": torch.zeros(200, 4500).t(),
         "h": torch.zeros(1_000_001),
         "v": torch.zeros(500, 200),
         "z": torch.zeros(50_000, dtype=torch.complex64).conj(),
@@ -102,7 +103,7 @@ def test_into_tensors_of_another_shape_in_memory(tmp_path: Path, on_the_engine: 
 def test_blocks_are_decoded_where_they_belong(
     tmp_path: Path, on_the_engine: StandInPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state = {"w": torch.randn(3000, 999), "t": torch.randn(999, 1000).t()}
+    state = {"w": torch.randn(15_000, 200), "t": torch.randn(200, 5000).t()}
     save_on_cpu(tmp_path, state)
     into = destination(state)
     first, last = into["w"].data_ptr(), into["w"].data_ptr() + into["w"].nbytes
@@ -263,11 +264,11 @@ def reads_of_blocks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 def test_a_block_that_was_damaged_on_the_way_is_read_again(
     tmp_path: Path, on_the_engine: StandInPool, monkeypatch: pytest.MonkeyPatch, flips: list[int], strided: bool
 ) -> None:
-    state = {"w": torch.randn(2500, 1000)}
+    state = {"w": torch.randn(12_500, 200)}
     save_on_cpu(tmp_path, state)
     flips.append(0)
     again = reads_of_blocks(monkeypatch)
-    into = {"w": torch.zeros(1000, 2500).t() if strided else torch.zeros(2500, 1000)}
+    into = {"w": torch.zeros(200, 12_500).t() if strided else torch.zeros(12_500, 200)}
     load_into(tmp_path, into)
     assert_same(into, state)
     blocks = [span for span in again if span[0] > 0 and span[1] - span[0] > 500_000]
@@ -278,7 +279,7 @@ def test_a_block_that_was_damaged_on_the_way_is_read_again(
 def test_a_block_that_is_damaged_in_the_file_is_named(
     tmp_path: Path, on_the_engine: StandInPool, monkeypatch: pytest.MonkeyPatch, wrong: str
 ) -> None:
-    state = {"a": torch.randn(300, 1000), "w": torch.randn(600, 1000)}
+    state = {"a": torch.randn(1500, 200), "w": torch.randn(3000, 200)}
     save_on_cpu(tmp_path, state)
     (path,) = tmp_path.glob("*.distcp")
     if wrong == "the CRC of the stored bytes":

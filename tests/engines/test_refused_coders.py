@@ -49,9 +49,9 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> StandInPool:
 def cpu_threads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Names of the threads that code blocks on the CPU; none may be that of an engine of the GPU."""
     seen: set[str] = set()
-    cpu_work, decode = CpuEngine.encode, CpuEngine.decode
+    cpu_work, decode = CpuEngine.encode_beside, CpuEngine.decode
 
-    def watched_encode(self: CpuEngine, *given: Any) -> EncodedBlock:
+    def watched_encode(self: CpuEngine, *given: Any) -> tuple[list[EncodedBlock], int]:
         seen.add(threading.current_thread().name)
         return cpu_work(self, *given)
 
@@ -62,7 +62,7 @@ def cpu_threads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     def copying(*given: Any, **more: Any) -> Any:
         raise AssertionError("through an engine of the GPU")
 
-    monkeypatch.setattr(CpuEngine, "encode", watched_encode)
+    monkeypatch.setattr(CpuEngine, "encode_beside", watched_encode)
     monkeypatch.setattr(CpuEngine, "decode", watched_decode)
     monkeypatch.setattr(CopyingEngine, "encode_block", copying)
     monkeypatch.setattr(CopyingEngine, "decoded", copying)

@@ -187,7 +187,7 @@ STAGES = (
     ),
     Stage(
         "encode, item 3",
-        Seam("dcp_nvcomp.engines.cpu:CpuEngine", "encode", "before", nth=3),
+        Seam("dcp_nvcomp.engines.cpu:CpuEngine", "encode_beside", "before", nth=3),
         Seam(_PLANNER, "resolve_data", "before", nth=3),
         on_every_rank=True,
     ),

@@ -84,7 +84,7 @@ SAVE_STEPS = (
     Step("directory", Seam(_POSIX, "create_directory", "before"), *_STORAGE),
     Step("global_plan", Seam(_WRITER, "prepare_global_plan", "before"), *_PLAIN, ranks=(0,)),
     Step("resolve_data", Seam(_SAVE_PLANNER, "resolve_data", "before", nth=3), *_PLAIN),
-    Step("encode", Seam(_ENGINE, "encode", "before", nth=3), *_PLAIN),
+    Step("encode", Seam(_ENGINE, "encode_beside", "before", nth=3), *_PLAIN),
     Step("open", Seam(_POSIX, "open_output", "before", nth=2), *_STORAGE),
     Step("write", Seam("dcp_nvcomp.storage.local.output", "write_all", "before", nth=5), *_EIO),
     Step("fsync", Seam("os", "fsync", "before", 2, in_a_file), *_EIO),
