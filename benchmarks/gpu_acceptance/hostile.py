@@ -6,7 +6,6 @@ The engine must refuse each, or decode it to what the CPU engine decodes it to; 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -43,7 +42,7 @@ def _refused(host: Host, name: str, what: str) -> Mapping[str, Any]:
     frame = TAMPERINGS[what](bytes(good.data[: good.row.slice_nbytes[0]]), coder)
     frame = frame[: SLICE_NBYTES - 1]  # else it would be a stored slice
     data = memoryview(frame.ljust(padded(len(frame)), b"\0") + bytes(good.data[first:]))
-    row = replace(good.row, slice_nbytes=(len(frame), *good.row.slice_nbytes[1:]), encoded_crc=checksum(data))
+    row = good.row._replace(slice_nbytes=(len(frame), *good.row.slice_nbytes[1:]), encoded_crc=checksum(data))
     out, right = (torch.zeros(block.size, dtype=torch.uint8, device=host.torch_device) for _ in range(2))
     engine = host.engine(host.device(), 64 * MIB)
     with warnings_of() as warned:

@@ -6,6 +6,7 @@ An encoded block is a value of its own and may outlive the tensor. Engines know 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +18,7 @@ __all__ = ["VERIFY_MODES", "BlockRow", "EncodedBlock", "checksum"]
 VERIFY_MODES = ("stored", "full", "off")
 
 
-@dataclass(frozen=True, slots=True)
-class BlockRow:
+class BlockRow(NamedTuple):
     """One block's rows of the footer's tables.
 
     Attributes:

@@ -57,6 +57,15 @@ class Box:
         sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
         return None if any(size <= 0 for size in sizes) else Box(starts, sizes)
 
+    def contains(self, other: Box) -> bool:
+        """Return True if all of `other` is in this one."""
+        if self.offsets == other.offsets and self.sizes == other.sizes:
+            return True
+        for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
+            if b < a or b + n > a + m:
+                return False
+        return True
+
     def relative_to(self, origin: Sequence[int]) -> Box:
         """Return the same region relative to `origin`."""
         return Box(tuple(a - b for a, b in zip(self.offsets, origin, strict=True)), self.sizes)
@@ -118,14 +127,16 @@ class BlockGrid:
         """Return the box of block `index` in the shard."""
         if self.block_count == 1:  # thousands of tensors have one block
             return self._whole
-        offsets, sizes = [], []
-        for size, block, count in zip(
-            reversed(self.shape), reversed(self.block_shape), reversed(self.counts), strict=True
-        ):
-            index, position = divmod(index, count)
-            offsets.append(position * block)
-            sizes.append(min(block, size - position * block))
-        return Box(tuple(reversed(offsets)), tuple(reversed(sizes)))
+        offsets, sizes = list(self.shape), list(self.shape)
+        for dim in range(len(sizes) - 1, -1, -1):
+            block = self.block_shape[dim]
+            if block >= sizes[dim]:
+                offsets[dim] = 0
+                continue
+            index, position = divmod(index, self.counts[dim])
+            offset = offsets[dim] = position * block
+            sizes[dim] = min(block, sizes[dim] - offset)
+        return Box(tuple(offsets), tuple(sizes))
 
     def block_elements(self) -> npt.NDArray[np.int64]:
         """Return the number of elements of each block, in order. Check `block_count` first: it allocates that many."""

@@ -9,7 +9,6 @@ other, are columns of a single row. So memory is passed through in its order, ho
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,8 +22,7 @@ __all__ = ["RowStrip", "Strip", "alone", "row_strip", "strips"]
 U8 = npt.NDArray[np.uint8]
 
 
-@dataclass(frozen=True, slots=True)
-class Strip:
+class Strip(NamedTuple):
     """Consecutive boxes that follow each other along one dimension, or one box.
 
     Attributes:
@@ -81,11 +79,12 @@ def alone(box: Box) -> Strip:
 
 def _following(box: Box, other: Box) -> int | None:
     """Return the dimension along which a box follows another; None if it does not."""
+    offsets, sizes, next_offsets, next_sizes = box.offsets, box.sizes, other.offsets, other.sizes
     found = None
-    for dim, (offset, next_offset) in enumerate(zip(box.offsets, other.offsets, strict=True)):
-        if offset == next_offset and box.sizes[dim] == other.sizes[dim]:
+    for dim, offset in enumerate(offsets):
+        if offset == next_offsets[dim] and sizes[dim] == next_sizes[dim]:
             continue
-        if found is not None or offset + box.sizes[dim] != next_offset:
+        if found is not None or offset + sizes[dim] != next_offsets[dim]:
             return None
         found = dim
     return found

@@ -148,14 +148,14 @@ class Decoder:
         for strip in strips([block.box for block in blocks], blocks[0].record.element.nbytes):
             these = blocks[at : at + len(strip.sizes)]
             at += len(these)
-            if len(these) == 1 or not self._decode_together(these, strip, fetched):
+            if not self._decode_together(these, strip, fetched):
                 for block in these:
                     self._decode_on_cpu(block, fetched.block(block), fetched.read)
 
     def _decode_together(self, blocks: list[BlockRead], strip: Strip, fetched: Fetched) -> bool:
         """Return True if all are decoded; otherwise the caller decodes each alone, which identifies the corrupt one."""
-        chain, footer = blocks[0].record.chain, fetched.read.footer
-        direct = blocks[0].targets[0].destination.direct(strip)
+        chain, footer, targets = blocks[0].record.chain, fetched.read.footer, blocks[0].targets
+        direct = targets[0].destination.direct(strip) if len(targets) == 1 else None
         assert chain is not None
         if direct is None:
             return False

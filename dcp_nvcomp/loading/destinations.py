@@ -6,7 +6,6 @@ import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -116,12 +115,14 @@ class Region(Destination):
         return self._tensor.device
 
     def direct(self, strip: Strip) -> RowStrip | None:
-        if self._array is None or self._box.intersect(strip.box) != strip.box:
+        if self._array is None or not self._box.contains(strip.box):
             return None
-        return row_strip(self._array, replace(strip, box=strip.box.relative_to(self._box.offsets)))
+        if any(self._box.offsets):
+            strip = strip._replace(box=strip.box.relative_to(self._box.offsets))
+        return row_strip(self._array, strip)
 
     def direct_on_device(self, block: Box) -> torch.Tensor | None:
-        if not self._visible or self._box.intersect(block) != block:
+        if not self._visible or not self._box.contains(block):
             return None
         part = self._tensor[block.relative_to(self._box.offsets).index]
         return part.reshape(-1).view(torch.uint8) if part.is_contiguous() else None

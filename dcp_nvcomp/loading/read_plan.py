@@ -219,6 +219,7 @@ def plan_reads(file: DataFileRef, footer: Footer, targets: Iterable[Target], lim
         Reads in the order of the file.
     """
     wanted: dict[int, BlockRead] = {}
+    offsets: list[int] = footer.block_offsets.tolist()
     for target in targets:
         grid: BlockGrid | None = target.holder.grid
         assert grid is not None
@@ -226,7 +227,7 @@ def plan_reads(file: DataFileRef, footer: Footer, targets: Iterable[Target], lim
             number = target.holder.first_block + index
             block = wanted.get(number)
             if block is None:
-                start, stop = int(footer.block_offsets[number]), int(footer.block_offsets[number + 1])
+                start, stop = offsets[number : number + 2]
                 block = wanted[number] = BlockRead(number, target.holder, grid.box(index), start, stop, [])
             block.targets.append(target)
     blocks: Sequence[BlockRead] = list(wanted.values())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -201,7 +200,7 @@ def test_a_bit_that_flipped_is_found(place: int, which: int) -> None:
     with pytest.raises(CorruptDataError, match="The stored bytes fail their CRC"):
         engine.decode(*given_blocks[which], chain, into[:, :1024], verify="stored")
     # unchecked, it decodes to something else or is refused, and with the right sum of the wrong bytes it is found too
-    stored = replace(blocks[which].row, encoded_crc=crc32c(bytes(given_blocks[which][0])))
+    stored = blocks[which].row._replace(encoded_crc=crc32c(bytes(given_blocks[which][0])))
     try:
         engine.decode(given_blocks[which][0], stored, chain, into[:, :1024], verify="full")
     except CorruptDataError:
@@ -212,7 +211,7 @@ def test_a_bit_that_flipped_is_found(place: int, which: int) -> None:
 def test_decoded_bytes_that_are_not_those_saved_are_found() -> None:
     rows, chain = floats_of(np.random.default_rng(2), 16, 512, 4, "mixed"), chain_of(4)
     one, other = encoded(rows, (1024, 1024), chain)
-    wrong, into = replace(other.row, uncompressed_crc=other.row.uncompressed_crc ^ 1), np.zeros_like(rows)
+    wrong, into = other.row._replace(uncompressed_crc=other.row.uncompressed_crc ^ 1), np.zeros_like(rows)
     blocks = [(one.data, one.row), (other.data, wrong)]
     assert CpuEngine().decode_beside(blocks, (1024, 1024), chain, into, verify="stored")
     assert not CpuEngine().decode_beside(blocks, (1024, 1024), chain, into, verify="full")

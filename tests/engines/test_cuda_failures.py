@@ -217,7 +217,7 @@ def good() -> tuple[U8, EncodedBlock]:
 def resealed(encoded: EncodedBlock, data: bytes | None = None, **row: object) -> DecodeJob:
     """A job of other bytes or rows whose CRC is right, as an attacker or a bug could make it."""
     held = memoryview(bytes(encoded.data) if data is None else data)
-    changed = replace(encoded.row, encoded_crc=checksum(held), **row)  # type: ignore[arg-type]
+    changed = encoded.row._replace(encoded_crc=checksum(held), **row)  # type: ignore[arg-type]
     out = torch.empty(encoded.uncompressed_nbytes, dtype=torch.uint8)
     return DecodeJob(held, changed, CHAIN, out, path="run/x.distcp", fqn="w", byte_range=(16, 32))
 

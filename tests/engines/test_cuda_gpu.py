@@ -6,7 +6,6 @@ import gc
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -234,7 +233,7 @@ def test_a_slice_that_decodes_to_something_else(engine: CudaEngine, coder: Zstd 
     frame = bytes(coder.encoder()(memoryview(bytes(length))))
     first = -(-good.row.slice_nbytes[0] // 16) * 16
     data = memoryview(frame.ljust(-(-len(frame) // 16) * 16, b"\0") + bytes(good.data[first:]))
-    row = replace(good.row, slice_nbytes=(len(frame), *good.row.slice_nbytes[1:]), encoded_crc=checksum(data))
+    row = good.row._replace(slice_nbytes=(len(frame), *good.row.slice_nbytes[1:]), encoded_crc=checksum(data))
     bad = DecodeJob(data, row, chain, on_gpu(np.zeros_like(block)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # nvCOMP may fail, and the CPU engine say what is wrong
