@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -96,11 +97,29 @@ def lost_warnings() -> Iterator[list[str]]:
 def moto_endpoint() -> Iterator[str]:
     from moto.server import ThreadedMotoServer
 
-    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
+    with pytest.MonkeyPatch.context() as patch:
+        _make_puts_atomic(patch)
+        server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+        server.start()
+        host, port = server.get_host_and_port()
+        yield f"http://{host}:{port}"
+        server.stop()
+
+
+def _make_puts_atomic(patch: pytest.MonkeyPatch) -> None:
+    """Let one object at a time be put: moto looks for the object and puts it in two steps, for several clients at once.
+
+    On a busy machine two publishers that must not overwrite each other both won there. No real server does that.
+    """
+    from moto.s3.responses import S3Response
+
+    put, lock = S3Response.put_object, threading.Lock()
+
+    def one_at_a_time(response: Any) -> Any:
+        with lock:
+            return put(response)
+
+    patch.setattr(S3Response, "put_object", one_at_a_time)
 
 
 @pytest.fixture
