@@ -41,8 +41,7 @@ from dcp_nvcomp.storage.base import Filesystem
 
 __all__ = ["LoadJob", "LoadOptions"]
 
-READ_NBYTES = 8 << 20
-CUDA_READ_NBYTES = 256 << 20
+MIN_CUDA_READ_NBYTES, CUDA_READ_NBYTES = 8 << 20, 256 << 20
 READS_AHEAD = 2
 # Threads beyond those that decode, so that a GPU need not wait for the next read.
 CUDA_FETCHERS = 2
@@ -138,9 +137,9 @@ class LoadJob:
         # an eighth is for everything else that a load needs
         budget_nbytes = self._options.host_memory_budget // self._threads // self._filesystem.read_copies * 7 // 8
         if not self._may_use_cuda:
-            return max(1 << 20, min(READ_NBYTES, budget_nbytes))
+            return max(1 << 20, min(self._filesystem.read_nbytes, budget_nbytes))
         # longer only if every thread still gets work; which blocks go to the GPU is not known yet
-        fair_nbytes = max(READ_NBYTES, wanted_nbytes // (2 * self._threads))
+        fair_nbytes = max(MIN_CUDA_READ_NBYTES, wanted_nbytes // (2 * self._threads))
         longest = max(1 << 20, min(CUDA_READ_NBYTES, budget_nbytes, fair_nbytes))
         return 1 << (longest.bit_length() - 1)  # torch rounds page-locked memory up to a power of two
 

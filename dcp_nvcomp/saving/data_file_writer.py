@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.encoded import EncodedBlock, checksum
+from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.format.footer import FileIdentity, footer_json
 from dcp_nvcomp.format.framing import (
@@ -82,9 +83,10 @@ class DataFileWriter:
             self._items.append((pending.members[0], number, 0))
             return
         start = 0
-        for member in pending.members:
-            self._items.append((member, self.add_record(member.record, (number, start)), 0))
-            start += member.nbytes // member.record.element.nbytes
+        with collector_paused():
+            for member in pending.members:
+                self._items.append((member, self.add_record(member.record, (number, start)), 0))
+                start += member.nbytes // member.record.element.nbytes
 
     def add_record(self, record: Record, place: int | tuple[int, int]) -> int:
         """Append a record to the footer and return its index there; `place` as for `Record.to_json`."""
@@ -133,7 +135,8 @@ class DataFileWriter:
     def results(self, file: DataFileRef) -> list[WriteResult]:
         """Return what `.metadata` needs to know of each item; the file is one plain tuple for all of them."""
         shared = tuple(file)
-        return [WriteResult(member.item_index, nbytes, (shared, number)) for member, number, nbytes in self._items]
+        with collector_paused():
+            return [WriteResult(member.item_index, nbytes, (shared, number)) for member, number, nbytes in self._items]
 
     def _write_header(self, is_large: bool) -> None:
         """Write the header before the first record, so that a large one begins at a multiple of 4096."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_nvcomp.format.names import data_file_name
 
-__all__ = ["PlannedFile", "distribute", "file_count", "plan_files", "planned_nbytes"]
+__all__ = ["PlannedFile", "distribute", "file_count", "plan_files", "planned_nbytes", "small_together"]
+
+_TOGETHER_NBYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,20 @@ def planned_nbytes(item: WriteItem) -> int:
     if item.tensor_data is None:
         return 0
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+
+
+def small_together(items: Iterable[WriteItem]) -> Iterator[list[WriteItem]]:
+    """Yield items in their order: tensors that come to 1 MiB together, larger ones and bytes items alone."""
+    together, nbytes = list[WriteItem](), 0
+    for item in items:
+        size = planned_nbytes(item)
+        if together and (item.tensor_data is None or nbytes + size > _TOGETHER_NBYTES):
+            yield together
+            together, nbytes = [], 0
+        together.append(item)
+        nbytes += _TOGETHER_NBYTES if item.tensor_data is None else size
+    if together:
+        yield together
 
 
 def plan_files(

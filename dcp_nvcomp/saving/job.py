@@ -20,6 +20,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
@@ -33,13 +34,14 @@ from dcp_nvcomp.engines.cuda.pool import ENGINES_PER_DEVICE
 from dcp_nvcomp.engines.memory import PinnedMemory, pinned_allocate
 from dcp_nvcomp.engines.threads import WorkerGroup
 from dcp_nvcomp.errors import StorageError
+from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.footer import FileIdentity
 from dcp_nvcomp.saving.data_file_writer import DataFileWriter
 from dcp_nvcomp.saving.encode.buffers import BufferPool, cuda_buffer_nbytes
 from dcp_nvcomp.saving.encode.records import RecordMaker
 from dcp_nvcomp.saving.encode.sources import Source, Workbench, encode_parts
 from dcp_nvcomp.saving.encode.tasks import Task, Tasks
-from dcp_nvcomp.saving.file_plan import PlannedFile
+from dcp_nvcomp.saving.file_plan import PlannedFile, small_together
 from dcp_nvcomp.saving.stats import RankTotals
 from dcp_nvcomp.storage.base import Filesystem
 
@@ -202,10 +204,14 @@ class SaveJob:
         for file in lane.files:
             lane.messages.put(file)
             maker = self._new_record_maker()
-            for item in file.items:
-                for record, source in maker.add(item, self._resolve(item)):
+            for items in small_together(file.items):
+                # a batch for a GPU may wait for it, and nothing should wait while the collector is paused
+                with nullcontext() if self._options.may_use_cuda else collector_paused():
+                    ready = [made for item in items for made in maker.add(item, self._resolve(item))]
+                for record, source in ready:
                     lane.fed_nbytes += record.nbytes
                     yield from tasks.add(record, source)
+                del ready  # or a tensor that is encoded already would live until the next is resolved
             for record, source in maker.flush():
                 lane.fed_nbytes += record.nbytes
                 yield from tasks.add(record, source)

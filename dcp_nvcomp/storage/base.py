@@ -104,6 +104,7 @@ class Filesystem(ABC):
 
     path: str  # as the user gave it, for messages
     parallel_reads: int  # how many concurrent range reads pay off
+    read_nbytes: int  # length of a read that pays off: longer ones leave threads without work at the end
     file_nbytes_worthwhile: int  # minimum size that justifies another file's open and fsync
     read_copies: int  # peak number of copies of the data in memory during `read_into`
 

@@ -38,6 +38,7 @@ class RemoteFilesystem(Filesystem):
     """
 
     parallel_reads = PARALLEL_READS
+    read_nbytes = 8 << 20  # a request takes a round trip
     read_copies = 3  # as the client received it, joined, and in the caller's buffer
     file_nbytes_worthwhile = 64 << 20
 

@@ -139,6 +139,7 @@ class Storage:
     def __init__(self, parallel_reads: int, read_copies: int) -> None:
         self.parallel_reads = parallel_reads
         self.read_copies = read_copies
+        self.read_nbytes = 4 << 20
 
 
 @pytest.mark.parametrize("budget", [8 << 20, 64 << 20, 1 << 30, 8 << 30])
@@ -305,7 +306,7 @@ def test_without_a_gpu_nothing_changes(on_the_engine: StandInPool) -> None:
     options = LoadOptions(4, 1 << 30, 1 << 30, "stored", "cpu", "auto", None)  # type: ignore[arg-type]
     job = LoadJob(Storage(1, 1), None, options, conversions=None)  # type: ignore[arg-type]
     assert job._threads == 4
-    assert job._longest_read(1 << 40) == loading.READ_NBYTES
+    assert job._longest_read(1 << 40) == 4 << 20
 
 
 def test_small_shards_never_go_through_the_host(

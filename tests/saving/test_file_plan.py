@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from dcp_nvcomp.saving.file_plan import PlannedFile, distribute, file_count, plan_files, planned_nbytes
+from dcp_nvcomp.saving.file_plan import (
+    PlannedFile,
+    distribute,
+    file_count,
+    plan_files,
+    planned_nbytes,
+    small_together,
+)
 
 ID = "5d" * 16
 
@@ -41,6 +48,18 @@ def test_planned_sizes() -> None:
 )
 def test_file_count(total: int, streams: int, count: int) -> None:
     assert file_count(total, streams, 100) == count
+
+
+def test_small_items_are_resolved_together() -> None:
+    """As many as come to 1 MiB: those that are resolved together are in memory together."""
+    bytes_item = WriteItem(MetadataIndex("bytes"), WriteItemType.BYTE_IO)
+    items = [item("huge", 1 << 22), *(item(f"half {n}", 1 << 17) for n in range(3)), item("empty", 0), bytes_item]
+    items += [bytes_item, *(item(f"tiny {n}", 64) for n in range(5000))]
+    together = list(small_together(items))
+    assert [one for some in together for one in some] == items
+    names = [[one.index.fqn for one in some] for some in together[:5]]
+    assert names == [["huge"], ["half 0", "half 1"], ["half 2", "empty"], ["bytes"], ["bytes"]]
+    assert [len(some) for some in together[5:]] == [4096, 904]
 
 
 def test_one_bin_has_the_largest_first() -> None:

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_nvcomp.errors import CheckpointError, MetadataError
+from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.metadata.allowed_globals import LIMIT, MAX_DIMS
 from dcp_nvcomp.format.metadata.serialization import parse_metadata, serialize_metadata
@@ -59,11 +60,12 @@ def metadata_to_publish(metadata: Metadata, *, path: str) -> bytes:
         MetadataError: it holds something that this package's reader would refuse.
     """
     try:
-        normal, doubtful = _normalized(metadata)
-        data = _shortest(normal, doubtful)
-        if len(data) > MAX_METADATA_NBYTES:
-            raise MetadataError(f"It has {len(data)} bytes; a load accepts {MAX_METADATA_NBYTES}.")
-        _check_readable(normal, doubtful, data, path=path)
+        with collector_paused():
+            normal, doubtful = _normalized(metadata)
+            data = _shortest(normal, doubtful)
+            if len(data) > MAX_METADATA_NBYTES:
+                raise MetadataError(f"It has {len(data)} bytes; a load accepts {MAX_METADATA_NBYTES}.")
+            _check_readable(normal, doubtful, data, path=path)
     except CheckpointError as error:
         reason = error.message.removesuffix(TRUST_ADVICE)  # a writer has no such option
         raise MetadataError(

@@ -112,8 +112,9 @@ class PosixFilesystem(Filesystem):
     """
 
     parallel_reads = 2
+    read_nbytes = 4 << 20  # at 8 MiB a load of 100 MB takes a tenth longer
     read_copies = 1
-    file_nbytes_worthwhile = 256 << 20
+    file_nbytes_worthwhile = 64 << 20
 
     def __init__(self, path: str, root: str, *, sync_files: bool = True) -> None:
         self.path = without_secrets(path)
