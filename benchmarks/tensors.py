@@ -22,6 +22,7 @@ from benchmarks.auto_states import FIXED_CODECS, auto_states
 from benchmarks.measuring import Case, Settings, Spread, alternate, paired
 from benchmarks.peers import Peer, data_nbytes, load, ours, remove, save, stock, stock_fsspec
 from benchmarks.results import Plot, Report
+from benchmarks.sinks import link
 from benchmarks.states import State, assert_same, build_state, component, destination, nbytes_of, small_tensors
 from dcp_nvcomp import NvcompWriter
 
@@ -115,6 +116,7 @@ def _checkpoints(report: Report, states: dict[str, State], scratch: Path) -> Non
 
 def _over_link(report: Report, states: dict[str, State], scratch: Path) -> None:
     options = {"rate": LINK_RATE}
+    assert link(**options).writing.rate == LINK_RATE  # it is made here, as importing it registers `limited://`
     peers = [
         _keeping(ours(THREADS, **options), "dcp_nvcomp"),
         stock_fsspec(THREADS, **options),
