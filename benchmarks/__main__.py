@@ -29,6 +29,7 @@ class Suite(str, Enum):
     gpu = "gpu"
     slices = "slices"
     tensors = "tensors"
+    limits = "limits"
 
 
 @app.command()

@@ -130,6 +130,16 @@ def test_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.tools
+def test_limits(tmp_path: Path) -> None:
+    tables = run_quick("limits", tmp_path, nbytes=24 << 20)
+    assert [row["work"] for row in tables["work"]] == ["encode", "decode", "write", "read"] * 2
+    for row in tables["bounds"]:
+        assert 0 < row["least"] < row["ours"]["median"] * 2, "a busy machine slows either of them down"
+    assert [row["action"] for row in tables["planning"]] == ["save", "load"]
+    assert all(row["planner"]["median"] > 0 and row["rest"]["median"] > 0 for row in tables["planning"])
+
+
+@pytest.mark.tools
 @pytest.mark.s3
 def test_s3(tmp_path: Path, moto_endpoint: str) -> None:
     rows = run_quick("s3", tmp_path, s3=moto_endpoint)["s3"]
