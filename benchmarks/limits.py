@@ -1,8 +1,8 @@
 """`limits`: what stops a save and a load in memory, where nothing but the processor and its memory does.
 
 `work` times what cannot be left out, on one thread and on two at once: encoding and decoding, and copying into and out
-of files in memory. `bounds` adds that up for a state: nothing that encodes on these cores is faster than the sum,
-however little else it does. DCP's own figures beside it are of the same run.
+of files in memory, from and to buffers that caches hold. `bounds` adds that up for a state: about what would be left if
+all else took no time. DCP's own figures beside it are of the same run.
 
 `planning` divides saves and loads of 10,000 small tensors among DCP's planner, this project, and the rest of DCP.
 """
@@ -85,9 +85,9 @@ class _Worker:
 
     def write(self) -> None:
         descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT)
-        for block in self.blocks:
+        for _ in self.blocks:
             for at in range(0, _MIB, _PIECE_NBYTES):
-                os.write(descriptor, block[at : at + _PIECE_NBYTES])
+                os.write(descriptor, self._out[at : at + _PIECE_NBYTES])
         os.close(descriptor)
 
     def remove(self) -> None:

@@ -194,6 +194,10 @@ class CpuEngine:
         self._decode_in_steps(data, row, chain, decoded, verify)
         np.copyto(out, decoded.reshape(out.shape))
 
+    def decodes_whole(self, chain: CodecChain) -> bool:
+        """Return True if `decode_beside` is worth a trial: there is a kernel, and no frames of others were just met."""
+        return not self._skipped.get(chain) and self._whole_blocks(chain, decoding=True) is not None
+
     def decode_beside(
         self,
         blocks: Sequence[tuple[memoryview, BlockRow]],

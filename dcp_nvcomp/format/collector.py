@@ -28,18 +28,21 @@ def collector_paused() -> Iterator[None]:
     disabled before, it stays so; another thread must not disable it for good meanwhile, as that would be undone.
     """
     global _waiting_for, _was_enabled
-    with _lock:
-        if _waiting_for == 0:
-            _was_enabled = gc.isenabled()
-            gc.disable()
-        _waiting_for += 1
-    try:
+    is_counted = False
+    try:  # from the first step on: an interrupt between two of them must not leave the collector off
+        with _lock:
+            _waiting_for += 1
+            is_counted = True
+            if _waiting_for == 1:
+                _was_enabled = gc.isenabled()
+                gc.disable()
         yield
     finally:
-        with _lock:
-            _waiting_for -= 1
-            if _waiting_for == 0 and _was_enabled:
-                gc.enable()
+        if is_counted:
+            with _lock:
+                _waiting_for -= 1
+                if _waiting_for == 0 and _was_enabled:
+                    gc.enable()
 
 
 def _begin_again() -> None:

@@ -155,8 +155,10 @@ class Decoder:
     def _decode_together(self, blocks: list[BlockRead], strip: Strip, fetched: Fetched) -> bool:
         """Return True if all are decoded; otherwise the caller decodes each alone, which identifies the corrupt one."""
         chain, footer, targets = blocks[0].record.chain, fetched.read.footer, blocks[0].targets
-        direct = targets[0].destination.direct(strip) if len(targets) == 1 else None
         assert chain is not None
+        if len(targets) > 1 or not self._cpu.decodes_whole(chain):
+            return False
+        direct = targets[0].destination.direct(strip)
         if direct is None:
             return False
         encoded = [(fetched.block(block), block_row(footer, block.number)) for block in blocks]

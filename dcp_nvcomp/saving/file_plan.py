@@ -32,15 +32,15 @@ def planned_nbytes(item: WriteItem) -> int:
 
 
 def small_together(items: Iterable[WriteItem]) -> Iterator[list[WriteItem]]:
-    """Yield items in their order: tensors that come to 1 MiB together, larger ones and bytes items alone."""
+    """Yield items in their order, as many at once as come to 1 MiB; bytes items, of unknown size, count as that."""
     together, nbytes = list[WriteItem](), 0
     for item in items:
-        size = planned_nbytes(item)
-        if together and (item.tensor_data is None or nbytes + size > _TOGETHER_NBYTES):
+        size = _TOGETHER_NBYTES if item.tensor_data is None else planned_nbytes(item)
+        if together and nbytes + size > _TOGETHER_NBYTES:
             yield together
             together, nbytes = [], 0
         together.append(item)
-        nbytes += _TOGETHER_NBYTES if item.tensor_data is None else size
+        nbytes += size
     if together:
         yield together
 

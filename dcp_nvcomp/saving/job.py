@@ -26,6 +26,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -205,13 +206,15 @@ class SaveJob:
             lane.messages.put(file)
             maker = self._new_record_maker()
             for items in small_together(file.items):
-                # a batch for a GPU may wait for it, and nothing should wait while the collector is paused
-                with nullcontext() if self._options.may_use_cuda else collector_paused():
-                    ready = [made for item in items for made in maker.add(item, self._resolve(item))]
+                resolved = [(item, self._resolve(item)) for item in items]
+                # a copy from a device may wait for it, and nothing should wait while the collector is paused
+                with collector_paused() if _are_on_host(resolved) else nullcontext():
+                    ready = [made for item, data in resolved for made in maker.add(item, data)]
+                del resolved  # tensors may be freed once they are encoded
                 for record, source in ready:
                     lane.fed_nbytes += record.nbytes
                     yield from tasks.add(record, source)
-                del ready  # or a tensor that is encoded already would live until the next is resolved
+                del ready
             for record, source in maker.flush():
                 lane.fed_nbytes += record.nbytes
                 yield from tasks.add(record, source)
@@ -290,6 +293,10 @@ class SaveJob:
                 self._results.extend(output.results(file))
             return None
         return output
+
+
+def _are_on_host(resolved: Sequence[tuple[WriteItem, Any]]) -> bool:
+    return all(not isinstance(data, torch.Tensor) or data.device.type == "cpu" for _, data in resolved)
 
 
 def _close_pools(*pools: BufferPool) -> None:

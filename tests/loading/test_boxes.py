@@ -183,6 +183,15 @@ def test_a_part_is_loaded_from_the_blocks_that_it_needs(tmp_path: Path) -> None:
     check_regions(tmp_path, whole, alone)
 
 
+@pytest.mark.parametrize("shape", [SHAPE, (100, 300)])
+def test_a_block_that_one_wants_whole_and_another_in_part(tmp_path: Path, shape: tuple[int, int]) -> None:
+    """It is not decoded into the first of them alone. The second shape is a single block."""
+    whole = trained(*shape)
+    save(tmp_path, {"w": whole}, single_file_per_rank=False)
+    check_regions(tmp_path, whole, [(0, 0, *shape), (20, 30, 50, 60)])
+    check_regions(tmp_path, whole, [(20, 30, 50, 60), (0, 0, *shape)])
+
+
 def check_regions(path: Path, whole: torch.Tensor, regions: list[tuple[int, int, int, int]]) -> None:
     planner = Regions(whole, regions)
     dcp.load({}, storage_reader=NvcompReader(path, verify="full"), planner=planner, no_dist=True)
