@@ -105,7 +105,7 @@ def test_neighbouring_blocks_are_fetched_together(tmp_path: Path, monkeypatch: p
     reads = Reads(monkeypatch)
     dcp.load({"w": torch.zeros(16 << 20)}, storage_reader=NvcompReader(tmp_path), no_dist=True)
     # 64 blocks of 1 MiB in reads of 4 MiB, and the footer
-    assert len(reads.ranges) < 22
+    assert 13 < len(reads.ranges) < 22
 
 
 def test_ten_thousand_small_tensors(tmp_path: Path) -> None:
