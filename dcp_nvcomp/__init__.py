@@ -15,10 +15,12 @@ from dcp_nvcomp.maintenance.inspection import Inspection, inspect_checkpoint
 from dcp_nvcomp.maintenance.recovery import Recovery, recover_checkpoint
 from dcp_nvcomp.maintenance.run_cleaning import RunCleaning, clean_run
 from dcp_nvcomp.maintenance.verification.verify import Verification, verify_checkpoint
+from dcp_nvcomp.saving.asynchronous.async_save import AsyncSave, async_save
 from dcp_nvcomp.saving.stats import SaveStats, Totals
 from dcp_nvcomp.saving.writer import NvcompWriter
 
 __all__ = [
+    "AsyncSave",
     "Cleaning",
     "Inspection",
     "NvcompReader",
@@ -28,6 +30,7 @@ __all__ = [
     "SaveStats",
     "Totals",
     "Verification",
+    "async_save",
     "clean_checkpoint",
     "clean_run",
     "codecs",

@@ -8,6 +8,7 @@
     ├── CheckpointExistsError            there is a checkpoint already and it may not be replaced (also FileExistsError)
     ├── CheckpointReplacedError          another save replaced the checkpoint during a load: load again
     ├── ConcurrentSaveError              another save won the same path
+    ├── EarlierSaveError                 an asynchronous save failed before, and nobody saw it: this one was not made
     ├── StorageError                     the storage refused or failed: permissions, disk full, network (also OSError)
     ├── MetadataError                    `.metadata` can't be read or contradicts itself
     │   └── UnsafeMetadataError          `.metadata` asks for a global, a call or more memory than is allowed
@@ -42,6 +43,7 @@ __all__ = [
     "ConcurrentSaveError",
     "ConfigurationError",
     "CorruptDataError",
+    "EarlierSaveError",
     "FileMismatchError",
     "FormatError",
     "IncompleteCheckpointError",
@@ -162,6 +164,13 @@ class CheckpointReplacedError(CheckpointError):
 
 class ConcurrentSaveError(CheckpointError):
     """Another save published a checkpoint at the same path first."""
+
+
+class EarlierSaveError(CheckpointError):
+    """An asynchronous save failed before and nobody looked at its future, or the ranks are not at the same save.
+
+    The save that raises it was not made. It is raised on all ranks.
+    """
 
 
 class StorageError(CheckpointError, OSError):

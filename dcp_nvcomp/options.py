@@ -24,6 +24,7 @@ __all__ = [
     "check_device_budget",
     "check_flag",
     "check_seconds",
+    "check_staging_budget",
     "check_thread_count",
     "drop_stock_arguments",
     "option_names",
@@ -49,6 +50,11 @@ def check_budget(name: str, value: int) -> int:
 def check_device_budget(value: int | None) -> int | None:
     """Return the budget of device memory: a positive number of bytes, or None for the default."""
     return None if value is None else check_budget("device_memory_budget", value)
+
+
+def check_staging_budget(value: int | None) -> int | None:
+    """Return the budget of asynchronous saves: a positive number of bytes, or None for the default."""
+    return None if value is None else check_budget("staging_budget_nbytes", value)
 
 
 def check_flag(name: str, value: Any) -> bool:

@@ -1,11 +1,11 @@
 """The save of one rank's data files: encode, stage and write at the same time.
 
-    calling thread   resolves items, makes records, gathers them in tasks, hands out each in order, a buffer reserved
-    encode threads   take and fill the buffers, in any order: `thread_count` with the CPU engine, two with CUDA engines
-    write threads    one per lane: append the blocks of the lane's files in order, return the buffers
+    calling thread   resolves items, makes records, gathers them in tasks, hands out each in order, room reserved for it
+    encode threads   take and fill the rooms, in any order: `thread_count` with the CPU engine, two with CUDA engines
+    write threads    one per lane: append the blocks of the lane's files in order, release the rooms
 
 A lane is a list of files that are written one after the other; lanes are written at the same time. This cannot
-deadlock: no task waits for a buffer once it is handed out, and the oldest of those handed out is always the next one
+deadlock: no task waits for memory once it is handed out, and the oldest of those handed out is always the next one
 that its lane writes.
 
 Two threads encode on a GPU, each with an engine, and therefore a stream, of its own: while one batch is encoded, the
@@ -32,13 +32,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_nvcomp.engines.cuda.engine import EnginePolicy
 from dcp_nvcomp.engines.cuda.pool import ENGINES_PER_DEVICE
-from dcp_nvcomp.engines.memory import PinnedMemory, pinned_allocate
 from dcp_nvcomp.engines.threads import WorkerGroup
 from dcp_nvcomp.errors import StorageError
 from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.footer import FileIdentity
 from dcp_nvcomp.saving.data_file_writer import DataFileWriter
-from dcp_nvcomp.saving.encode.buffers import BufferPool, cuda_buffer_nbytes
+from dcp_nvcomp.saving.encode.memory import JobMemory, TaskMemory
 from dcp_nvcomp.saving.encode.records import RecordMaker
 from dcp_nvcomp.saving.encode.sources import Source, Workbench, encode_parts
 from dcp_nvcomp.saving.encode.tasks import Task, Tasks
@@ -50,10 +49,6 @@ __all__ = ["SaveJob", "SaveOptions"]
 
 logger = logging.getLogger(__name__)
 
-HOST_BUFFER_NBYTES = (1 << 20) + (64 << 10)  # a block of 1 MiB and the padding of its slices
-BUFFERS_PER_THREAD = 8
-CUDA_BUFFERS = 8
-
 
 @dataclass(frozen=True)
 class SaveOptions:
@@ -61,15 +56,11 @@ class SaveOptions:
 
     Attributes:
         thread_count: encoding threads.
-        host_memory_budget: bytes that encoded blocks may take on the host.
         policy: for the CUDA engines.
-        may_use_cuda: True if GPU tensors would be encoded on their GPU.
     """
 
     thread_count: int
-    host_memory_budget: int
     policy: EnginePolicy
-    may_use_cuda: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,6 +73,7 @@ _Message = PlannedFile | Task | _EndOfFile | None
 
 @dataclass
 class _Lane:
+    number: int
     files: Sequence[PlannedFile]
     messages: SimpleQueue[_Message] = field(default_factory=SimpleQueue)
     fed_nbytes: int = 0
@@ -98,7 +90,9 @@ class SaveJob:
         options: see `SaveOptions`.
         identity: for the footers.
         progress: called with the uncompressed size of what was written, from any thread.
-        state_nbytes: about how much is saved.
+        memory: what blocks are encoded into.
+        on_staged: called once, on any thread, when all is encoded, so that no data of `resolve` is needed any more;
+            not if the save fails before. An error that it raises fails the save.
     """
 
     def __init__(
@@ -111,34 +105,24 @@ class SaveJob:
         *,
         identity: FileIdentity,
         progress: Callable[[int], None],
-        state_nbytes: int,
+        memory: JobMemory,
+        on_staged: Callable[[], None] | None = None,
     ) -> None:
         self._filesystem = filesystem
-        self._lanes = [_Lane(files) for files in lanes]
+        self._lanes = [_Lane(number, files) for number, files in enumerate(lanes)]
         self._new_record_maker = new_record_maker
         self._resolve = resolve
         self._options = options
         self._identity = identity
         self._progress = progress
-        # enough to keep every thread busy, plus read-ahead within the budget to absorb tensors that encode slower than
-        # they write
-        most = max(
-            BUFFERS_PER_THREAD * (options.thread_count + len(lanes)),
-            options.host_memory_budget // 16 // HOST_BUFFER_NBYTES,
-        )
-        # if a GPU may take part, most of the budget is for its larger batches
-        host_budget = options.host_memory_budget // (4 if options.may_use_cuda else 1)
-        self._host_pool = BufferPool(HOST_BUFFER_NBYTES, host_budget, most)
-        cuda_budget = options.host_memory_budget - self._host_pool.limit_nbytes
-        pinned = PinnedMemory(pinned_allocate)
-        self._cuda_pool = BufferPool(
-            cuda_buffer_nbytes(cuda_budget, state_nbytes), cuda_budget, CUDA_BUFFERS, pinned.allocate
-        )
+        self._memory = memory
         self._host_tasks: SimpleQueue[Task | None] = SimpleQueue()
         self._cuda_tasks: SimpleQueue[Task | None] = SimpleQueue()
         self._cuda_threads = 0
         queues: list[SimpleQueue[Any]] = [*(lane.messages for lane in self._lanes), self._host_tasks, self._cuda_tasks]
-        self._workers = WorkerGroup(queues, partial(_close_pools, self._host_pool, self._cuda_pool))
+        self._workers = WorkerGroup(queues, memory.close)
+        self._on_staged = on_staged
+        self._unstaged = 1  # tasks that are not encoded yet, and the feeding of them
         self._lock = threading.Lock()
         self._opened: list[str] = []
         self._results: list[WriteResult] = []
@@ -188,9 +172,12 @@ class SaveJob:
                 continue
             if self._workers.error is not None:
                 return
+            with self._lock:
+                self._unstaged += 1
             # the writer waits for whatever it is given, so it is given the task when nothing can come between any more
             if not task.parts:
                 task.done.release()
+                self._staged_one()
             elif task.cuda_device is None:
                 self._host_tasks.put(task)
             else:
@@ -199,9 +186,17 @@ class SaveJob:
                     self._workers.start("dcp-cuda", self._encode, self._cuda_tasks)
                 self._cuda_tasks.put(task)
             lane.messages.put(task)
+        self._staged_one()
+
+    def _staged_one(self) -> None:
+        with self._lock:
+            self._unstaged -= 1
+            is_last = not self._unstaged
+        if is_last and self._on_staged is not None and self._workers.error is None:
+            self._on_staged()
 
     def _feed_lane(self, lane: _Lane) -> Iterator[Task]:
-        tasks = Tasks(self._pool_for)
+        tasks = Tasks(partial(self._memory_for, lane.number))
         for file in lane.files:
             lane.messages.put(file)
             maker = self._new_record_maker()
@@ -221,8 +216,8 @@ class SaveJob:
             yield from tasks.flush()
             lane.messages.put(_EndOfFile())
 
-    def _pool_for(self, source: Source) -> BufferPool:
-        return self._host_pool if source.cuda_device is None else self._cuda_pool
+    def _memory_for(self, lane: int, source: Source) -> TaskMemory:
+        return self._memory.host(lane) if source.cuda_device is None else self._memory.cuda(lane)
 
     # --- encode threads ---------------------------------------------------------------------------------------------
 
@@ -235,14 +230,19 @@ class SaveJob:
                 if self._workers.error is None:
                     # only now: whatever fails, the tasks have to be taken, because writers wait for them
                     bench = bench or Workbench(self._options.policy)
-                    assert task.pool is not None
-                    task.buffer = task.pool.take()
-                    task.blocks = encode_parts(task.parts, task.buffer, bench)
+                    assert task.memory is not None
+                    task.room = task.memory.take()
+                    task.blocks = encode_parts(task.parts, task.room.view, bench)
+                    task.room.keep(sum(len(block.data) for block in task.blocks))
                     recoded += sum(block.was_wrong for block in task.blocks)
             except BaseException as error:
                 self._workers.fail(error)
             task.parts = []
             task.done.release()
+            try:
+                self._staged_one()
+            except BaseException as error:
+                self._workers.fail(error)
             busy += time.perf_counter() - start
         tasks.put(None)  # for the next of the threads that share this queue
         self._busy["encode"].append(busy)
@@ -254,6 +254,7 @@ class SaveJob:
     def _write_lane(self, lane: _Lane) -> None:
         output: DataFileWriter | None = None
         busy = 0.0
+        self._memory.wait_to_write()
         while (message := lane.messages.get()) is not None:
             if isinstance(message, Task):
                 message.done.acquire()
@@ -263,8 +264,8 @@ class SaveJob:
                     output = self._handle(message, output)
             except BaseException as error:
                 self._workers.fail(error)
-            if isinstance(message, Task) and message.pool is not None:
-                message.pool.give_back(message.buffer)
+            if isinstance(message, Task):
+                message.release()
             busy += time.perf_counter() - start
         if output is not None:
             output.stream.abort()
@@ -297,8 +298,3 @@ class SaveJob:
 
 def _are_on_host(resolved: Sequence[tuple[WriteItem, Any]]) -> bool:
     return all(not isinstance(data, torch.Tensor) or data.device.type == "cpu" for _, data in resolved)
-
-
-def _close_pools(*pools: BufferPool) -> None:
-    for pool in pools:
-        pool.close()

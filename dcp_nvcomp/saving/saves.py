@@ -9,7 +9,11 @@ from __future__ import annotations
 import threading
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+from dcp_nvcomp.saving.asynchronous.staging import Staging
 
 __all__ = ["Save", "Saves"]
 
@@ -94,6 +98,20 @@ class Saves:
     def _announce(self, save: Save) -> Save:
         self._local.save = self._latest = save
         return save
+
+    @property
+    def staging(self) -> Staging | None:
+        """How the save of this thread is staged; None if it is not an asynchronous one."""
+        return getattr(self._local, "staging", None)
+
+    @contextmanager
+    def staged_by(self, staging: Staging) -> Iterator[None]:
+        """Let the saves of this thread be staged."""
+        self._local.staging = staging
+        try:
+            yield
+        finally:
+            self._local.staging = None
 
     def reset(self, place: str) -> None:
         """Announce another save.

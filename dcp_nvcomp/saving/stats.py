@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -50,12 +50,16 @@ class RankTotals:
         seconds: time in each stage; of the busiest thread if there are several.
         files: names and sizes of the data files.
         recoded_blocks: how many blocks a GPU encoded to wrong bytes, and the CPU engine encoded again.
+        stall_seconds: how long the caller of an asynchronous save waited.
+        staged_nbytes: size of what was staged.
     """
 
     by: dict[tuple[str, str], Totals] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)
     recoded_blocks: int = 0
+    stall_seconds: float = 0.0
+    staged_nbytes: int = 0
 
     def add(self, codec: str, dtype: str, totals: Totals) -> None:
         """Count some records of one codec and dtype."""
@@ -84,6 +88,8 @@ class SaveStats:
         file_nbytes: size of each data file by name.
         recoded_blocks: how many blocks a GPU encoded to wrong bytes. This was noticed, and the CPU engine encoded them
             again: the checkpoint is right, but the GPU, its driver or nvCOMP is not.
+        stall_seconds: how long `async_save` kept its caller waiting, of the slowest rank; 0.0 for other saves.
+        staged_nbytes: what an asynchronous save held in host memory at most, if nothing of it was written meanwhile.
 
     Example:
         >>> import tempfile, torch, torch.distributed.checkpoint as dcp
@@ -104,6 +110,8 @@ class SaveStats:
     total_seconds: float
     file_nbytes: dict[str, int]
     recoded_blocks: int = 0
+    stall_seconds: float = 0.0
+    staged_nbytes: int = 0
 
     @staticmethod
     def of(metadata: Metadata) -> SaveStats | None:
@@ -172,13 +180,12 @@ def _readable(nbytes: int) -> str:
     return f"{nbytes} bytes"
 
 
-def summarize(checkpoint_id: str, save_id: str, ranks: Iterable[RankTotals], total_seconds: float) -> SaveStats:
+def summarize(checkpoint_id: str, save_id: str, ranks: Sequence[RankTotals], total_seconds: float) -> SaveStats:
     """Combine the measurements of all ranks of a save."""
     by_codec: dict[str, Totals] = {}
     by_dtype: dict[str, Totals] = {}
     seconds: dict[str, float] = {}
     files: dict[str, int] = {}
-    recoded_blocks = 0
     for rank in ranks:
         for (codec, dtype), totals in rank.by.items():
             by_codec[codec] = by_codec.get(codec, Totals()) + totals
@@ -186,5 +193,15 @@ def summarize(checkpoint_id: str, save_id: str, ranks: Iterable[RankTotals], tot
         for stage, spent in rank.seconds.items():
             seconds[stage] = max(seconds.get(stage, 0.0), spent)
         files.update(rank.files)
-        recoded_blocks += rank.recoded_blocks
-    return SaveStats(checkpoint_id, save_id, by_codec, by_dtype, seconds, total_seconds, files, recoded_blocks)
+    return SaveStats(
+        checkpoint_id,
+        save_id,
+        by_codec,
+        by_dtype,
+        seconds,
+        total_seconds,
+        files,
+        recoded_blocks=sum(rank.recoded_blocks for rank in ranks),
+        stall_seconds=max((rank.stall_seconds for rank in ranks), default=0.0),
+        staged_nbytes=sum(rank.staged_nbytes for rank in ranks),
+    )

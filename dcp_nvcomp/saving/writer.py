@@ -19,7 +19,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,16 +45,21 @@ from dcp_nvcomp.options import (
     check_device_budget,
     check_flag,
     check_seconds,
+    check_staging_budget,
     check_thread_count,
     drop_stock_arguments,
     option_names,
     shown,
 )
 from dcp_nvcomp.redaction import without_secrets
+from dcp_nvcomp.saving.asynchronous.kept import kept
+from dcp_nvcomp.saving.asynchronous.staging import Staging
 from dcp_nvcomp.saving.commit import commit_checkpoint, commit_rank, refuse_existing
+from dcp_nvcomp.saving.encode.buffers import BufferMemory
 from dcp_nvcomp.saving.encode.choices import RememberedChoices
+from dcp_nvcomp.saving.encode.memory import JobMemory
 from dcp_nvcomp.saving.encode.records import RecordMaker
-from dcp_nvcomp.saving.file_plan import plan_files, planned_nbytes
+from dcp_nvcomp.saving.file_plan import PlannedFile, plan_files, planned_nbytes
 from dcp_nvcomp.saving.job import SaveJob, SaveOptions
 from dcp_nvcomp.saving.orphans import Orphans
 from dcp_nvcomp.saving.progress import ProgressBar
@@ -105,6 +110,9 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
             self-test or was measured to be slower on this kind of GPU. Every zstd decoder reads the frames of both.
         storage_deadline_seconds: on `s3://`, time limit of one storage operation (sending a part, reading a range,
             publishing) with all its retries. After that it raises `StorageError`.
+        staging_budget_nbytes: bytes of host memory that `async_save` may hold until they are written; by default the
+            smaller of the state's size and a quarter of what the host has free for each of its ranks. While it is full,
+            staging waits for writing. What the asynchronous saves of a process have in use is counted together.
         **storage_options: for the fsspec filesystem, such as `endpoint_url` and `key` for S3. Arguments of stock DCP's
             writers that have no counterpart here are accepted if their value changes nothing.
 
@@ -145,6 +153,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         check_encodes: str = "all",
         cuda_zstd: str = "auto",
         storage_deadline_seconds: float = DEADLINE_SECONDS,
+        staging_budget_nbytes: int | None = None,
         **storage_options: Any,
     ) -> None:
         BlockingAsyncStager.__init__(self)
@@ -164,6 +173,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         self.check_encodes = check_choice("check_encodes", check_encodes, CHECK_ENCODES)
         self.cuda_zstd = check_choice("cuda_zstd", cuda_zstd, CUDA_ZSTD)
         self.storage_deadline_seconds = check_seconds("storage_deadline_seconds", storage_deadline_seconds)
+        self.staging_budget_nbytes = check_staging_budget(staging_budget_nbytes)
         self.storage_options = storage_options
         self.last_save: SaveStats | None = None
         self._chooser = parse_codec(codec)
@@ -246,6 +256,17 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         )
         self.last_save = None
 
+    def staged_by(self, staging: Staging) -> contextlib.AbstractContextManager[None]:
+        """Let the saves of this thread be staged; called by `async_save`."""
+        return self._saves.staged_by(staging)
+
+    def close(self) -> None:
+        """Free the host memory that the asynchronous saves of this process keep for the next one.
+
+        Those that are under way go on, and keep theirs.
+        """
+        kept().stores.clear()
+
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Create the directory, and refuse to replace a checkpoint that must be kept; called by DCP.
 
@@ -283,9 +304,13 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         nbytes = sum(planned_nbytes(item) for item in plan.items)
         bar = ProgressBar(nbytes, enabled=self.progress and save.rank == 0)
         with contextlib.closing(self._open(save.path)) as filesystem, bar:
-            job = self._job(plan, planner, filesystem, progress=bar.update, state_nbytes=nbytes)
-            results = RankResults(job.run(), job.totals)
+            lanes = self._lanes(plan, filesystem)
+            with self._memory(nbytes, write_threads=len(lanes)) as memory:
+                job = self._job(lanes, planner, filesystem, memory, progress=bar.update)
+                results = RankResults(job.run(), job.totals)
         results.totals.seconds["plan"] = planned_seconds
+        if self._saves.staging is not None:
+            self._saves.staging.measure(results.totals)
         save.own_files = tuple(job.totals.files)
         if save.use_collectives:
             self._orphans.wrote(save.path, save.own_files)
@@ -295,17 +320,9 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         future.set_result(results)
         return future
 
-    def _job(
-        self,
-        plan: SavePlan,
-        planner: SavePlanner,
-        filesystem: Filesystem,
-        *,
-        progress: Callable[[int], None],
-        state_nbytes: int,
-    ) -> SaveJob:
+    def _lanes(self, plan: SavePlan, filesystem: Filesystem) -> list[list[PlannedFile]]:
         save = self._saves.current
-        lanes = plan_files(
+        return plan_files(
             plan.items,
             save.rank,
             save.save_id,
@@ -313,6 +330,17 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
             streams=filesystem.output_streams(self.thread_count, self.host_memory_budget),
             file_nbytes=filesystem.file_nbytes_worthwhile,
         )
+
+    def _job(
+        self,
+        lanes: Sequence[Sequence[PlannedFile]],
+        planner: SavePlanner,
+        filesystem: Filesystem,
+        memory: JobMemory,
+        *,
+        progress: Callable[[int], None],
+    ) -> SaveJob:
+        save, staging = self._saves.current, self._saves.staging
         return SaveJob(
             filesystem,
             lanes,
@@ -320,16 +348,30 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
             planner.resolve_data,
             SaveOptions(
                 thread_count=self.thread_count,
-                host_memory_budget=self.host_memory_budget,
                 policy=self._engine_choice.policy(self.device_memory_budget, check_encodes=self.check_encodes == "all"),
-                may_use_cuda=self._engine_choice.may_use_cuda(),
             ),
             identity=FileIdentity(
                 save.save_id, save.save_id, save.rank, {"dcp_nvcomp": VERSION, "torch": torch.__version__}
             ),
             progress=progress,
-            state_nbytes=state_nbytes,
+            memory=memory,
+            on_staged=None if staging is None else staging.staged,
         )
+
+    @contextlib.contextmanager
+    def _memory(self, state_nbytes: int, *, write_threads: int) -> Iterator[JobMemory]:
+        """Provide what the save of this thread encodes into; note it if the save fails meanwhile."""
+        staging, may_use_cuda = self._saves.staging, self._engine_choice.may_use_cuda()
+        if staging is None:
+            yield BufferMemory(
+                self.host_memory_budget,
+                threads=self.thread_count + write_threads,
+                state_nbytes=state_nbytes,
+                may_use_cuda=may_use_cuda,
+            )
+            return
+        with staging.memory(self.staging_budget_nbytes, state_nbytes=state_nbytes, may_use_cuda=may_use_cuda) as memory:
+            yield memory
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit the save; called by DCP on the coordinator (with `use_collectives=False`, on each rank).
@@ -342,6 +384,8 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
             ConcurrentSaveError: `overwrite=False`, and another save was published first.
             StorageError: the checkpoint could not be published.
         """
+        if self._saves.staging is not None:
+            self._saves.staging.wait_for_turn()
         save, start = self._saves.current, time.perf_counter()
         metadata.version = "1.0.0"
         metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}

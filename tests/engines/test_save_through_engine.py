@@ -22,17 +22,15 @@ from dcp_nvcomp import NvcompWriter
 from dcp_nvcomp.codecs.encoded import EncodedBlock
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.engines.cuda.device import Kernels
-from dcp_nvcomp.engines.cuda.engine import EnginePolicy
 from dcp_nvcomp.engines.memory import plain_allocate
 from dcp_nvcomp.format.names import data_file_name
 from dcp_nvcomp.saving import job as saving
 from dcp_nvcomp.saving import writer
 from dcp_nvcomp.saving.data_file_writer import DataFileWriter
 from dcp_nvcomp.saving.encode import buffers as staging
-from dcp_nvcomp.saving.encode.buffers import cuda_buffer_nbytes
+from dcp_nvcomp.saving.encode.buffers import BufferMemory, cuda_room_nbytes
 from dcp_nvcomp.saving.encode.pending import PendingRecord
 from dcp_nvcomp.saving.file_plan import PlannedFile
-from dcp_nvcomp.saving.job import SaveJob, SaveOptions
 from tests.checkpoints import assert_loads, save
 
 from .nvcomp_stand_in import NvcompStandIn
@@ -190,26 +188,17 @@ def test_engines_share_the_device_memory_budget(tmp_path: Path, on_the_engine: S
 def test_all_buffers_together_keep_to_the_host_memory_budget(budget: int) -> None:
     for state_nbytes in (0, 100 << 20, 1 << 40):
         for threads in (1, 8, 64):
-            job = SaveJob(
-                None,  # type: ignore[arg-type]
-                [[]] * 4,
-                None,  # type: ignore[arg-type]
-                None,  # type: ignore[arg-type]
-                SaveOptions(threads, budget, EnginePolicy(budget), may_use_cuda=True),
-                identity={},
-                progress=lambda nbytes: None,
-                state_nbytes=state_nbytes,
-            )
-            assert job._host_pool.limit_nbytes + job._cuda_pool.limit_nbytes <= budget
-            assert job._cuda_pool.buffer_nbytes.bit_count() == 1, "torch would round it up"
-            assert job._cuda_pool.limit_nbytes >= 2 * job._cuda_pool.buffer_nbytes
+            memory = BufferMemory(budget, threads=threads + 4, state_nbytes=state_nbytes, may_use_cuda=True)
+            assert memory.host_pool.limit_nbytes + memory.cuda_pool.limit_nbytes <= budget
+            assert memory.cuda_pool.room_nbytes.bit_count() == 1, "torch would round it up"
+            assert memory.cuda_pool.limit_nbytes >= 2 * memory.cuda_pool.room_nbytes
 
 
 def test_large_states_get_batches_that_fill_a_gpu() -> None:
-    assert cuda_buffer_nbytes(200 << 20, 16 << 30) == 64 << 20
-    assert cuda_buffer_nbytes(768 << 20, 16 << 30) == 256 << 20, "the default"
-    assert cuda_buffer_nbytes(1 << 40, 16 << 30) == 256 << 20
-    assert cuda_buffer_nbytes(1 << 40, 100 << 20) == 16 << 20, "a small state is encoded, copied and written at once"
+    assert cuda_room_nbytes(200 << 20, 16 << 30) == 64 << 20
+    assert cuda_room_nbytes(768 << 20, 16 << 30) == 256 << 20, "the default"
+    assert cuda_room_nbytes(1 << 40, 16 << 30) == 256 << 20
+    assert cuda_room_nbytes(1 << 40, 100 << 20) == 16 << 20, "a small state is encoded, copied and written at once"
 
 
 def test_what_is_encoded_is_let_go(tmp_path: Path, on_the_engine: StandInPool, monkeypatch: pytest.MonkeyPatch) -> None:

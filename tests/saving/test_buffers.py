@@ -6,7 +6,8 @@ import threading
 
 import pytest
 
-from dcp_nvcomp.saving.encode.buffers import BufferPool, Cancelled
+from dcp_nvcomp.saving.encode.buffers import BufferPool
+from dcp_nvcomp.saving.encode.memory import Cancelled
 
 
 class Counted:
@@ -27,7 +28,7 @@ def test_only_what_is_full_at_once_is_allocated() -> None:
         pool.reserve()
     assert not allocate.count, "a reservation takes no memory"
     for _ in range(10):
-        pool.give_back(pool.take())
+        pool.take().release()
     assert allocate.count == 1
 
 
@@ -37,7 +38,7 @@ def test_the_last_one_given_back_is_the_next_taken() -> None:
         pool.reserve()
     first, second, third = pool.take(), pool.take(), pool.take()
     for buffer in (first, third, second):
-        pool.give_back(buffer)
+        buffer.release()
     assert pool.take() is second and pool.take() is third
 
 
@@ -56,7 +57,7 @@ def test_no_more_are_reserved_than_the_budget_has_room_for(budget: int, most: in
     thread = threading.Thread(target=reserve)
     thread.start()
     assert not reserved.wait(0.05)
-    pool.give_back(memoryview(b""))  # nothing was encoded into it
+    pool.unreserve()  # nothing was encoded into it
     thread.join()
     assert reserved.is_set()
 

@@ -38,7 +38,7 @@ class Gathered:
         self.out += self.tasks.flush()
         for task in self.out:
             assert sum(count for _, count, _ in task.records) == sum(len(part.boxes) for part in task.parts)
-            assert bool(task.parts) == (task.pool is not None), "a buffer is reserved for what needs one"
+            assert bool(task.parts) == (task.memory is not None), "room is reserved for what needs one"
         return [[(record.record.fqn, count, begins) for record, count, begins in task.records] for task in self.out]
 
 

@@ -1,7 +1,7 @@
-"""Host memory for encoded blocks: a pool of reused buffers, bounded by the user's budget.
+"""Memory of a save that writes what it encodes at once: reused buffers, bounded by the user's budget.
 
 A buffer is reserved for each task before it is handed out; an encoder takes one, fills it and hands it over; the thread
-that writes it gives it back. While all are reserved, `reserve` waits: that is how a slow sink holds back the encoders.
+that writes it gives it back.
 """
 
 from __future__ import annotations
@@ -9,19 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from dcp_nvcomp.engines.memory import plain_allocate
+from dcp_nvcomp.engines.memory import PinnedMemory, pinned_allocate, plain_allocate
+from dcp_nvcomp.saving.encode.memory import Cancelled, JobMemory, Room, TaskMemory
 
-__all__ = ["BufferPool", "Cancelled", "cuda_buffer_nbytes"]
+__all__ = ["HOST_ROOM_NBYTES", "BufferMemory", "BufferPool", "cuda_room_nbytes"]
 
-
+HOST_ROOM_NBYTES = (1 << 20) + (64 << 10)  # a block of 1 MiB and the padding of its slices
+_BUFFERS_PER_THREAD = 8
+_CUDA_BUFFERS = 8
 # A block of 4 MiB, as ANS has them, with the padding of its slices, must fit.
-_MIN_CUDA_BUFFER_NBYTES = 8 << 20
+_MIN_CUDA_ROOM_NBYTES = 8 << 20
 # Thousands of slices, which is what a large GPU needs to be busy.
-_MAX_CUDA_BUFFER_NBYTES = 256 << 20
+_MAX_CUDA_ROOM_NBYTES = 256 << 20
 
 
-def cuda_buffer_nbytes(budget_nbytes: int, state_nbytes: int) -> int:
-    """Return the size of a buffer for one batch of the CUDA engine.
+def cuda_room_nbytes(budget_nbytes: int, state_nbytes: int) -> int:
+    """Return the size of the room for one batch of the CUDA engine.
 
     Args:
         budget_nbytes: limit of all buffers together.
@@ -31,15 +34,24 @@ def cuda_buffer_nbytes(budget_nbytes: int, state_nbytes: int) -> int:
         A power of two, as torch rounds page-locked memory up to one.
     """
     # three of them: two engines each fill one while the third is written
-    wanted = min(budget_nbytes // 3, state_nbytes // 4, _MAX_CUDA_BUFFER_NBYTES)
-    return 1 << (max(wanted, _MIN_CUDA_BUFFER_NBYTES).bit_length() - 1)
+    wanted = min(budget_nbytes // 3, state_nbytes // 4, _MAX_CUDA_ROOM_NBYTES)
+    return 1 << (max(wanted, _MIN_CUDA_ROOM_NBYTES).bit_length() - 1)
 
 
-class Cancelled(Exception):
-    """The pool was closed while a thread waited for a reservation."""
+class _Buffer(Room):
+    __slots__ = ("pool",)
+
+    def __init__(self, view: memoryview, pool: BufferPool) -> None:
+        self.view, self.pool = view, pool
+
+    def keep(self, nbytes: int) -> None:
+        pass
+
+    def release(self) -> None:
+        self.pool.give_back(self)
 
 
-class BufferPool:
+class BufferPool(TaskMemory):
     """A bounded set of equal buffers, allocated as they are first needed.
 
     Who hands out work reserves a buffer for each piece of it, which may wait, and the thread that does the work takes
@@ -47,56 +59,90 @@ class BufferPool:
     ever touched as are full at once; and the one that was given back last, which caches still hold, is the next taken.
 
     Args:
-        buffer_nbytes: size of each, in bytes.
+        room_nbytes: size of each, in bytes.
         budget_nbytes: limit of all buffers together. Two are allowed whatever the budget: with one, encoding and
             writing would take turns.
         most: maximum number of buffers: beyond what keeps all threads busy, they only cause page faults.
         allocate: allocates one.
 
     Attributes:
-        buffer_nbytes: size of each buffer.
+        room_nbytes: size of each buffer.
         limit_nbytes: the most that all buffers take together.
     """
 
     def __init__(
         self,
-        buffer_nbytes: int,
+        room_nbytes: int,
         budget_nbytes: int,
         most: int,
         allocate: Callable[[int], memoryview] = plain_allocate,
     ) -> None:
-        self.buffer_nbytes = buffer_nbytes
-        count = max(2, min(most, budget_nbytes // buffer_nbytes))
-        self.limit_nbytes = count * buffer_nbytes
+        self.room_nbytes = room_nbytes
+        count = max(2, min(most, budget_nbytes // room_nbytes))
+        self.limit_nbytes = count * room_nbytes
         self._allocate = allocate
         # one True for each buffer that is not reserved
         self._unreserved: SimpleQueue[bool] = SimpleQueue()
         for _ in range(count):
             self._unreserved.put(True)
-        self._free: list[memoryview] = []
+        self._free: list[_Buffer] = []
 
     def reserve(self) -> None:
-        """Reserve a buffer; wait until there is one. Only for one thread.
-
-        Raises:
-            Cancelled: the pool was closed.
-        """
         if not self._unreserved.get():
             raise Cancelled
 
-    def take(self) -> memoryview:
-        """Return a buffer that was reserved; any thread may."""
+    def take(self) -> _Buffer:
         try:
             return self._free.pop()
         except IndexError:
-            return self._allocate(self.buffer_nbytes)
+            return _Buffer(self._allocate(self.room_nbytes), self)
 
-    def give_back(self, buffer: memoryview) -> None:
-        """Return a buffer, or an empty one for a reservation that was not used; any thread may."""
-        if buffer:
-            self._free.append(buffer)
+    def unreserve(self) -> None:
+        self._unreserved.put(True)
+
+    def give_back(self, buffer: _Buffer) -> None:
+        """Take back a buffer; any thread may."""
+        self._free.append(buffer)
         self._unreserved.put(True)
 
     def close(self) -> None:
         """Wake the thread that waits in `reserve`."""
         self._unreserved.put(False)
+
+
+class BufferMemory(JobMemory):
+    """Buffers of one save, a pool for each kind of engine.
+
+    Args:
+        budget_nbytes: limit of all buffers together.
+        threads: number of threads that encode or write on the host.
+        state_nbytes: about how much is saved.
+        may_use_cuda: True if a GPU may take part.
+    """
+
+    def __init__(self, budget_nbytes: int, *, threads: int, state_nbytes: int, may_use_cuda: bool) -> None:
+        # enough to keep every thread busy, plus read-ahead within the budget to absorb tensors that encode slower than
+        # they write
+        most = max(_BUFFERS_PER_THREAD * threads, budget_nbytes // 16 // HOST_ROOM_NBYTES)
+        # if a GPU may take part, most of the budget is for its larger batches
+        self.host_pool = BufferPool(HOST_ROOM_NBYTES, budget_nbytes // (4 if may_use_cuda else 1), most)
+        budget_nbytes -= self.host_pool.limit_nbytes
+        self.cuda_pool = BufferPool(
+            cuda_room_nbytes(budget_nbytes, state_nbytes),
+            budget_nbytes,
+            _CUDA_BUFFERS,
+            PinnedMemory(pinned_allocate).allocate,
+        )
+
+    def host(self, lane: int) -> BufferPool:
+        return self.host_pool
+
+    def cuda(self, lane: int) -> BufferPool:
+        return self.cuda_pool
+
+    def wait_to_write(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.host_pool.close()
+        self.cuda_pool.close()

@@ -124,7 +124,7 @@ def encode_parts(parts: Sequence[Part], out: memoryview, bench: Workbench) -> li
 
     Args:
         parts: the parts.
-        out: where the blocks go, at least the sum of the most that each may take.
+        out: where the blocks go, from its start and without gaps; at least the sum of the most that each may take.
         bench: of this thread.
 
     Returns:

@@ -1,6 +1,6 @@
 """From records to tasks: units that one thread encodes, and another writes, at once.
 
-A task gathers blocks of consecutive records of one file until their buffer is full: about 1 MiB for the CPU engine, so
+A task gathers blocks of consecutive records of one file until their room is full: about 1 MiB for the CPU engine, so
 that little time goes into handing over; far more for the CUDA engine, which wants thousands of slices at once.
 """
 
@@ -14,7 +14,7 @@ import torch
 from dcp_nvcomp.codecs.auto import most_encoded_nbytes
 from dcp_nvcomp.codecs.encoded import EncodedBlock
 from dcp_nvcomp.format.blocks import Box
-from dcp_nvcomp.saving.encode.buffers import BufferPool
+from dcp_nvcomp.saving.encode.memory import Room, TaskMemory
 from dcp_nvcomp.saving.encode.pending import PendingRecord
 from dcp_nvcomp.saving.encode.sources import ChainChoice, Part, Source
 
@@ -28,19 +28,19 @@ class Task:
         parts: what to encode, all by one engine; dropped once encoded, so that tensors may be freed while their blocks
             wait to be written.
         records: the records in turn, the number of blocks of each, and whether it begins here.
-        pool: the pool of `buffer`; None if there is nothing to encode.
-        buffer: where the encoded blocks are; empty until then.
+        memory: where room is reserved for it; None if there is nothing to encode.
+        room: where the encoded blocks are; None until then.
         blocks: the encoded blocks.
         done: held until encoded.
     """
 
-    __slots__ = ("blocks", "buffer", "done", "parts", "pool", "records")
+    __slots__ = ("blocks", "done", "memory", "parts", "records", "room")
 
     def __init__(self) -> None:
         self.parts: list[Part] = []
         self.records: list[tuple[PendingRecord, int, bool]] = []
-        self.pool: BufferPool | None = None
-        self.buffer = memoryview(b"")
+        self.memory: TaskMemory | None = None
+        self.room: Room | None = None
         self.blocks: list[EncodedBlock] = []
         # a lock and not an Event, which takes ten times as long (4 us) for each block of 1 MiB
         self.done = threading.Lock()
@@ -51,20 +51,27 @@ class Task:
         """The device whose CUDA engine encodes it; None for the CPU engine."""
         return self.parts[0].source.cuda_device if self.parts else None
 
+    def release(self) -> None:
+        """Give up its memory: its blocks are written, or never will be."""
+        if self.room is not None:
+            self.room.release()
+        elif self.memory is not None:
+            self.memory.unreserve()
+
 
 class Tasks:
-    """Gathers the records of one file after the other. A buffer is reserved only for a task that is complete.
+    """Gathers the records of one file after the other. Room is reserved only for a task that is complete.
 
-    So a thread that feeds several files never waits for a buffer while a writer waits for an unfinished task.
+    So a thread that feeds several files never waits for memory while a writer waits for an unfinished task.
 
     Args:
-        pool_for: the buffers for the blocks of a source.
+        memory_for: the memory for the blocks of a source.
     """
 
-    def __init__(self, pool_for: Callable[[Source], BufferPool]) -> None:
-        self._pool_for = pool_for
+    def __init__(self, memory_for: Callable[[Source], TaskMemory]) -> None:
+        self._memory_for = memory_for
         self._task = Task()
-        self._pool: BufferPool | None = None
+        self._memory: TaskMemory | None = None
         self._room_nbytes = 0
 
     def add(self, record: PendingRecord, source: Source) -> Iterator[Task]:
@@ -96,8 +103,8 @@ class Tasks:
         if self._task.parts and self._task.cuda_device != source.cuda_device:
             yield from self.flush()
         if not self._task.parts:
-            self._pool = self._pool_for(source)
-            self._room_nbytes = self._pool.buffer_nbytes
+            self._memory = self._memory_for(source)
+            self._room_nbytes = self._memory.room_nbytes
 
     def _append(
         self, record: PendingRecord, source: Source, choice: ChainChoice, boxes: list[Box], begins: bool
@@ -110,9 +117,9 @@ class Tasks:
         """Yield the task that is being gathered, if there is anything in it."""
         task, self._task = self._task, Task()
         if task.parts:
-            assert self._pool is not None
-            self._pool.reserve()
-            task.pool = self._pool
+            assert self._memory is not None
+            self._memory.reserve()
+            task.memory = self._memory
         if task.records:
             yield task
 

@@ -1,0 +1,1 @@
+"""Asynchronous saves: the caller waits until its state is staged, not until it is written."""

@@ -1,0 +1,308 @@
+"""Host memory for what is staged: large segments, in which each task takes what it came to.
+
+Buffers of one size would hold 1.06 MiB for 0.77 MiB of encoded blocks: staged in those, nothing would be gained.
+
+    SegmentStores    the free segments of the process, kept from save to save: only the first save faults them in
+    StagingMemory    the segments of one save, filled front to back, free again when all in them is written
+
+No save can hang for lack of memory. Room is reserved before a task is handed out, in the order in which lanes write,
+so a task that was handed out never waits. And what is reserved bounds the segments: those of a lane are filled and
+written in the same order, so all but its first and last one are full of what is still to be written.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from dcp_nvcomp.engines.memory import PinnedMemory, pinned_allocate, plain_allocate
+from dcp_nvcomp.saving.encode.buffers import HOST_ROOM_NBYTES
+from dcp_nvcomp.saving.encode.memory import Cancelled, JobMemory, Room, TaskMemory
+
+__all__ = ["SegmentStore", "SegmentStores", "StagingBudget", "StagingMemory"]
+
+logger = logging.getLogger(__name__)
+
+# Of a segment, at most the room of one task stays unused: a fifteenth, or an eighth with CUDA engines.
+HOST_SEGMENT_NBYTES = 16 << 20
+_ROOMS_OF_CUDA_SEGMENT = 8
+_MIN_CUDA_ROOM_NBYTES = 8 << 20
+_MAX_CUDA_ROOM_NBYTES = 64 << 20
+
+
+class _Segment:
+    """A piece of memory that tasks of one lane fill.
+
+    Attributes:
+        view: the memory.
+        position: where free memory begins.
+        in_use: number of tasks that take memory of it.
+        is_full: True if no task will be added.
+    """
+
+    __slots__ = ("in_use", "is_full", "position", "view")
+
+    def __init__(self, view: memoryview) -> None:
+        self.view = view
+        self.begin()
+
+    def begin(self) -> None:
+        self.position, self.in_use, self.is_full = 0, 0, False
+
+
+class SegmentStore:
+    """Segments of one kind of memory that no save uses. Any thread may call anything."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: list[_Segment] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the segments that are kept."""
+        with self._lock:
+            return sum(len(segment.view) for segment in self._free)
+
+    def take(self, nbytes: int, allocate: Callable[[int], memoryview]) -> _Segment:
+        """Return a segment of `nbytes`: the one that was given back last, or one that `allocate` makes.
+
+        Those of another size, made for a state of another size, are let go.
+        """
+        with self._lock:
+            while self._free:
+                segment = self._free.pop()
+                if len(segment.view) == nbytes:
+                    segment.begin()
+                    return segment
+        return _Segment(allocate(nbytes))
+
+    def give_back(self, segment: _Segment) -> None:
+        """Keep a segment."""
+        with self._lock:
+            self._free.append(segment)
+
+    def clear(self) -> None:
+        """Free all that is kept."""
+        with self._lock:
+            self._free.clear()
+
+
+class StagingBudget:
+    """What all asynchronous saves of a process have reserved and staged."""
+
+    def __init__(self) -> None:
+        self._in_use_nbytes = 0
+        self._changed = threading.Condition()
+
+    def reserve(self, nbytes: int, limit_nbytes: int, is_cancelled: Callable[[], bool]) -> bool:
+        """Reserve `nbytes` once no more than `limit_nbytes` are in use with them; False if cancelled while waiting."""
+        with self._changed:
+            self._changed.wait_for(lambda: is_cancelled() or self._in_use_nbytes + nbytes <= limit_nbytes)
+            if is_cancelled():
+                return False
+            self._in_use_nbytes += nbytes
+            return True
+
+    def has(self, nbytes: int, limit_nbytes: int) -> bool:
+        """True if `reserve` would not wait."""
+        return self._in_use_nbytes + nbytes <= limit_nbytes
+
+    def give_back(self, nbytes: int) -> None:
+        """Give back what was reserved."""
+        with self._changed:
+            self._in_use_nbytes -= nbytes
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Let those that wait look whether they are cancelled."""
+        with self._changed:
+            self._changed.notify_all()
+
+
+class SegmentStores:
+    """What the asynchronous saves of a process share.
+
+    Attributes:
+        plain: segments for the CPU engine.
+        pinned: page-locked segments for CUDA engines; plain ones if no more could be had.
+        budget: what is in use.
+    """
+
+    def __init__(self) -> None:
+        self.plain, self.pinned, self.budget = SegmentStore(), SegmentStore(), StagingBudget()
+
+    def clear(self) -> None:
+        """Free the segments that no save uses."""
+        self.plain.clear()
+        self.pinned.clear()
+
+
+class _Staged(Room):
+    """Room at the end of a segment; once encoded, as much of it as the task came to."""
+
+    __slots__ = ("kept_nbytes", "lane", "segment")
+
+    def __init__(self, lane: _LaneMemory, segment: _Segment) -> None:
+        self.view = segment.view[segment.position :]
+        self.lane, self.segment, self.kept_nbytes = lane, segment, lane.room_nbytes
+
+    def keep(self, nbytes: int) -> None:
+        self.kept_nbytes = nbytes
+        self.lane.filled(self.segment, nbytes)
+
+    def release(self) -> None:
+        self.lane.written(self.segment, self.kept_nbytes)
+
+
+class _LaneMemory(TaskMemory):
+    """Segments that tasks of one lane fill, as many at a time as threads encode for it."""
+
+    def __init__(self, memory: StagingMemory, room_nbytes: int, take_segment: Callable[[], _Segment]) -> None:
+        self.room_nbytes = room_nbytes
+        self._memory = memory
+        self._take_segment = take_segment
+        self._lock = threading.Lock()
+        self._open: list[_Segment] = []  # those that no thread fills just now
+        self.taken: set[_Segment] = set()
+
+    def reserve(self) -> None:
+        self._memory.reserve(self.room_nbytes)
+
+    def unreserve(self) -> None:
+        self._memory.give_back(self.room_nbytes)
+
+    def take(self) -> _Staged:
+        with self._lock:
+            if self._open:
+                segment = self._open.pop()
+            else:
+                segment = self._take_segment()
+                self.taken.add(segment)
+            segment.in_use += 1
+        return _Staged(self, segment)
+
+    def filled(self, segment: _Segment, nbytes: int) -> None:
+        with self._lock:
+            segment.position += nbytes
+            segment.is_full = len(segment.view) - segment.position < self.room_nbytes
+            if not segment.is_full:
+                self._open.append(segment)
+        self._memory.staged(nbytes, self.room_nbytes)
+
+    def written(self, segment: _Segment, nbytes: int) -> None:
+        with self._lock:
+            segment.in_use -= 1
+            is_free = segment.is_full and not segment.in_use
+            if is_free:
+                self.taken.remove(segment)
+        if is_free:
+            self._memory.give_back_segment(segment)
+        self._memory.give_back(nbytes)
+
+
+class StagingMemory(JobMemory):
+    """The memory of one asynchronous save.
+
+    Args:
+        stores: where segments are kept.
+        budget_nbytes: the most that may be reserved and staged at once, by all saves of the process. Two rooms are
+            allowed whatever the budget, and on top come segments that are only partly full: two a lane and thread.
+        state_nbytes: about how much is saved.
+        may_use_cuda: True if a GPU may take part.
+
+    Attributes:
+        staged_nbytes: encoded bytes that were staged so far.
+    """
+
+    def __init__(self, stores: SegmentStores, budget_nbytes: int, *, state_nbytes: int, may_use_cuda: bool) -> None:
+        self.staged_nbytes = 0
+        self._stores = stores
+        wanted = max(_MIN_CUDA_ROOM_NBYTES, min(state_nbytes // 8, budget_nbytes // 8, _MAX_CUDA_ROOM_NBYTES))
+        self._cuda_room_nbytes = 1 << (wanted.bit_length() - 1)  # torch rounds page-locked memory up to a power of two
+        self._budget_nbytes = max(budget_nbytes, 2 * (self._cuda_room_nbytes if may_use_cuda else HOST_ROOM_NBYTES))
+        self._pinned = PinnedMemory(pinned_allocate)
+        self._held_nbytes = 0
+        self._lock = threading.Lock()
+        self._closed = False
+        self._has_waited = False
+        self._lanes: dict[tuple[int, bool], _LaneMemory] = {}
+        # Writing would take the cores from encoding, for which the caller waits; but a GPU does not need them.
+        self._may_write = threading.Event()
+        if may_use_cuda:
+            self._may_write.set()
+
+    def host(self, lane: int) -> TaskMemory:
+        return self._lane((lane, False), HOST_ROOM_NBYTES)
+
+    def cuda(self, lane: int) -> TaskMemory:
+        return self._lane((lane, True), self._cuda_room_nbytes)
+
+    def _lane(self, key: tuple[int, bool], room_nbytes: int) -> _LaneMemory:
+        if key not in self._lanes:  # only the thread that feeds asks
+            take = self._take_pinned if key[1] else self._take_plain
+            self._lanes[key] = _LaneMemory(self, room_nbytes, take)
+        return self._lanes[key]
+
+    def _take_plain(self) -> _Segment:
+        return self._stores.plain.take(HOST_SEGMENT_NBYTES, plain_allocate)
+
+    def _take_pinned(self) -> _Segment:
+        return self._stores.pinned.take(_ROOMS_OF_CUDA_SEGMENT * self._cuda_room_nbytes, self._pinned.allocate)
+
+    def give_back_segment(self, segment: _Segment) -> None:
+        """Keep a segment whose tasks are all written."""
+        is_plain = len(segment.view) == HOST_SEGMENT_NBYTES
+        (self._stores.plain if is_plain else self._stores.pinned).give_back(segment)
+
+    def reserve(self, nbytes: int) -> None:
+        """Reserve memory; if there is none, wait for writing.
+
+        Raises:
+            Cancelled: the save failed.
+        """
+        budget = self._stores.budget
+        if not budget.has(nbytes, self._budget_nbytes):
+            if not self._has_waited:
+                self._has_waited = True
+                logger.warning(
+                    "Staging waits for writing: the encoded state does not fit into staging_budget_nbytes=%d.",
+                    self._budget_nbytes,
+                )
+            self._may_write.set()
+        if not budget.reserve(nbytes, self._budget_nbytes, lambda: self._closed):
+            raise Cancelled
+        with self._lock:
+            self._held_nbytes += nbytes
+
+    def give_back(self, nbytes: int) -> None:
+        """Give back memory that was reserved."""
+        with self._lock:
+            self._held_nbytes -= nbytes
+        self._stores.budget.give_back(nbytes)
+
+    def staged(self, nbytes: int, reserved_nbytes: int) -> None:
+        """A task came to `nbytes` of what was reserved for it."""
+        with self._lock:
+            self.staged_nbytes += nbytes
+        self.give_back(reserved_nbytes - nbytes)
+
+    def wait_to_write(self) -> None:
+        self._may_write.wait()
+
+    def begin_to_write(self) -> None:
+        """Let the write threads begin: all is encoded."""
+        self._may_write.set()
+
+    def close(self) -> None:
+        self._closed = True
+        self._stores.budget.wake()
+        self._may_write.set()
+
+    def end(self) -> None:
+        """Give back everything, once the threads of the save have ended: tasks that were never encoded hold room."""
+        for lane in self._lanes.values():
+            for segment in lane.taken:
+                self.give_back_segment(segment)
+        self._lanes.clear()
+        self.give_back(self._held_nbytes)

@@ -1,0 +1,147 @@
+"""The asynchronous saves of one process group, in their order.
+
+Each save runs on a thread of its own. The next one is staged while this one is still written, so that training does not
+wait for storage; more than two are not under way at once, so a store that is too slow for the saves holds them back.
+
+Collectives of two saves must not meet, nor those of training: all of them would deadlock or take each other's messages.
+So there are two gloo groups, made once, which saves use in turn. Over a third one the ranks of a save first agree that
+it is the same one everywhere, and whether an earlier one failed without anybody having looked at its error.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
+
+from dcp_nvcomp.errors import EarlierSaveError
+from dcp_nvcomp.saving.asynchronous.staging import Staging, UploadFuture
+
+__all__ = ["SaveSequence"]
+
+logger = logging.getLogger(__name__)
+
+_AT_ONCE = 2
+# Between two collectives of a save may lie its slowest rank's writing.
+_TIMEOUT = timedelta(hours=6)
+
+
+class SaveSequence:
+    """The asynchronous saves of one group. All ranks have to make one for a group at the same time.
+
+    Args:
+        group: the process group of the state; None without torch.distributed.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self._for_agreeing = None if group is None else _gloo_group(group)
+        self._for_saves = [None if group is None else _gloo_group(group) for _ in range(_AT_ONCE)]
+        self._count = 0
+        self._latest: list[tuple[UploadFuture, Staging]] = []
+
+    @property
+    def is_usable(self) -> bool:
+        """False once the group was destroyed."""
+        if self.group is None:
+            return True
+        try:
+            return dist.is_initialized() and bool(dist.get_process_group_ranks(self.group))
+        except (KeyError, ValueError):
+            return False
+
+    def wait_for_room(self) -> None:
+        """Wait until another save may begin: the last one is staged, and the one before that is over.
+
+        Raises:
+            EarlierSaveError: the last one was not made, because one before had failed, and nobody saw it.
+        """
+        if self._latest:
+            upload, staging = self._latest[-1]
+            error = staging.completion.exception()
+            if isinstance(error, EarlierSaveError) and not upload.was_looked_at:
+                upload.was_looked_at = True
+                raise error
+        if len(self._latest) == _AT_ONCE:
+            self._latest[0][0].wait()
+
+    @property
+    def last(self) -> UploadFuture | None:
+        """The save that was begun last."""
+        return self._latest[-1][0] if self._latest else None
+
+    def begin(self, save: Callable[[dist.ProcessGroup | None], Metadata], staging: Staging) -> UploadFuture:
+        """Begin a save, on a thread of its own.
+
+        Args:
+            save: makes it, given the group to use.
+            staging: of this save.
+        """
+        upload = UploadFuture()
+        earlier = [upload for upload, _ in self._latest]
+        self._count += 1
+        self._latest = [*self._latest, (upload, staging)][-_AT_ONCE:]
+        # not a daemon: the interpreter waits for it before it exits
+        threading.Thread(target=self._run, args=(save, staging, upload, earlier), name="dcp-async-save").start()
+        return upload
+
+    def _run(
+        self,
+        save: Callable[[dist.ProcessGroup | None], Metadata],
+        staging: Staging,
+        upload: UploadFuture,
+        earlier: Sequence[UploadFuture],
+    ) -> None:
+        try:
+            self._agree(earlier)
+            metadata = save(self._for_saves[self._count % _AT_ONCE])
+        except BaseException as error:
+            if not isinstance(error, EarlierSaveError):
+                logger.error("An asynchronous save failed: %s: %s", type(error).__name__, error)
+            staging.failed(error)
+            upload.set_exception(error)
+        else:
+            staging.staged()  # unless the writer has said so long ago
+            upload.set_result(metadata)
+
+    def _agree(self, earlier: Sequence[UploadFuture]) -> None:
+        """Make sure that all ranks are at the same save, and that none has an earlier error that nobody saw.
+
+        Raises:
+            EarlierSaveError: on all ranks, if one of them has.
+        """
+        error = next((error for upload in earlier if (error := upload.take_unseen_error()) is not None), None)
+        failed, counts = [int(error is not None)], [self._count]
+        if self._for_agreeing is not None:
+            mine = torch.tensor([self._count, int(error is not None)])
+            ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._for_agreeing))]
+            dist.all_gather(ranks, mine, group=self._for_agreeing)
+            counts, failed = torch.stack(ranks).T.tolist()
+        if any(failed):
+            for upload in earlier:  # other ranks may have seen it fail, and this one not yet
+                upload.was_looked_at = True
+            whose = f"on rank {failed.index(1)}" if error is None else f"{type(error).__name__}: {error}"
+            raise EarlierSaveError(
+                f"An earlier asynchronous save failed, and nobody has looked at its future ({whose}). This save was "
+                "not made. Look at `upload_completion` of each save, or catch this error and go on."
+            ) from error
+        if len(set(counts)) > 1:
+            self._count = max(counts)  # so that the next ones fit again
+            raise EarlierSaveError(
+                f"The ranks are not at the same asynchronous save: they have begun {counts}. Each rank has to call "
+                "async_save as often as the others; this save was not made."
+            )
+
+
+def _gloo_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return a group of the same ranks for the CPU, which nobody else uses."""
+    ranks = None if group is dist.group.WORLD else dist.get_process_group_ranks(group)
+    made: dist.ProcessGroup = dist.new_group(
+        ranks, backend="gloo", timeout=_TIMEOUT, use_local_synchronization=ranks is not None
+    )
+    return made

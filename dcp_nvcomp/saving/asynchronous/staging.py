@@ -1,0 +1,146 @@
+"""One asynchronous save, between the thread that waits for it and the thread that makes it.
+
+caller's thread     waits until `completion` is done: then its state may change
+the save's thread   the writer asks for `memory`, says when all is staged, and waits for its turn to commit
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from dcp_nvcomp.saving.asynchronous.host_memory import default_budget_nbytes
+from dcp_nvcomp.saving.asynchronous.segments import SegmentStores, StagingMemory
+from dcp_nvcomp.saving.stats import RankTotals
+
+__all__ = ["Staging", "UploadFuture"]
+
+
+class UploadFuture(Future[Metadata]):
+    """The future of a save, which notices whether anybody looked at its outcome."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.was_looked_at = False
+        self.set_running_or_notify_cancel()  # from now on nobody can cancel it
+
+    def result(self, timeout: float | None = None) -> Metadata:
+        self._look(timeout)
+        return super().result()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._look(timeout)
+        return super().exception()
+
+    def _look(self, timeout: float | None) -> None:
+        super().exception(timeout)  # raises TimeoutError: then nothing was seen
+        self.was_looked_at = True
+
+    def wait(self) -> None:
+        """Wait until the save is over, without looking at its outcome."""
+        super().exception()
+
+    def take_unseen_error(self) -> BaseException | None:
+        """Return the error of a save that failed if nobody has seen it; from now on it counts as seen."""
+        return None if self.was_looked_at or not self.done() else self.exception()
+
+
+class Staging:
+    """How one save is staged.
+
+    Args:
+        stores: the segments of the process.
+        release: lets go of the state, once it is staged or never will be.
+        before: the save before this one, if there is one.
+
+    Attributes:
+        completion: done when the state may change; has the error of this rank if staging failed.
+    """
+
+    def __init__(self, stores: SegmentStores, release: Callable[[], None], before: UploadFuture | None) -> None:
+        self.completion: Future[None] = Future()
+        self.completion.set_running_or_notify_cancel()  # from now on nobody can cancel it
+        self._before = before
+        self._stores = stores
+        self._release = release
+        self._lock = threading.Lock()
+        self._memory: StagingMemory | None = None
+        self._interrupt: BaseException | None = None
+        self._began_seconds = time.perf_counter()
+        self._stalled_until_seconds: float | None = None
+
+    @contextmanager
+    def memory(self, budget_nbytes: int | None, *, state_nbytes: int, may_use_cuda: bool) -> Iterator[StagingMemory]:
+        """Provide the memory of the save, and note it if the save fails meanwhile.
+
+        Args:
+            budget_nbytes: its limit; None for the default.
+            state_nbytes: about how much is saved.
+            may_use_cuda: True if a GPU may take part.
+        """
+        if budget_nbytes is None:
+            budget_nbytes = default_budget_nbytes(state_nbytes)
+        self._memory = StagingMemory(self._stores, budget_nbytes, state_nbytes=state_nbytes, may_use_cuda=may_use_cuda)
+        try:
+            yield self._memory
+        except BaseException as error:
+            self.failed(error)  # now, and not when the other ranks have written their files
+            raise
+        finally:
+            self._memory.end()
+
+    def wait(self) -> BaseException | None:
+        """Wait for `completion` and return its error. If the wait is interrupted, the save fails.
+
+        The caller may change the state after an interrupt, so what was read by then and after must not be published.
+        """
+        try:
+            return self.completion.exception()
+        except BaseException as error:
+            self._interrupt = error
+            raise
+
+    def staged(self) -> None:
+        """Note that the state is not needed any more.
+
+        Raises:
+            BaseException: what interrupted the caller's wait.
+        """
+        if self._interrupt is not None:
+            raise self._interrupt
+        self._complete(None)
+        if self._memory is not None:
+            self._memory.begin_to_write()
+
+    def failed(self, error: BaseException) -> None:
+        """Note that the save failed; without effect on `completion` if the state was staged before."""
+        self._complete(error)
+
+    def _complete(self, error: BaseException | None) -> None:
+        with self._lock:
+            if self.completion.done():
+                return
+            self._release()
+            if error is None:
+                self.completion.set_result(None)
+            else:
+                self.completion.set_exception(error)
+
+    def wait_for_turn(self) -> None:
+        """Wait until the save before is over: checkpoints are published in order."""
+        if self._before is not None:
+            self._before.wait()
+
+    def returned(self) -> None:
+        """Note that the caller's wait is over."""
+        self._stalled_until_seconds = time.perf_counter()
+
+    def measure(self, totals: RankTotals) -> None:
+        """Add what was measured to a rank's totals."""
+        totals.stall_seconds = (self._stalled_until_seconds or time.perf_counter()) - self._began_seconds
+        totals.staged_nbytes = self._memory.staged_nbytes if self._memory is not None else 0
