@@ -190,7 +190,11 @@ class Filesystem(ABC):
         if len(items) < 2:
             return [function(item) for item in items]
         with ThreadPoolExecutor(self.parallel_reads, "dcp-storage") as pool:
-            return list(pool.map(function, items))
+            try:
+                results = pool.map(function, items)
+            except RuntimeError:  # no thread can be started any more: the interpreter waits for a save before it exits
+                results = map(function, items)
+            return list(results)
 
     @abstractmethod
     def close(self) -> None:

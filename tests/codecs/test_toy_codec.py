@@ -22,7 +22,7 @@ from dcp_nvcomp.codecs.scratch import ScratchArrays
 from dcp_nvcomp.engines.memory import plain_allocate
 from dcp_nvcomp.errors import CorruptDataError, FormatError
 from dcp_nvcomp.loading import decoder
-from dcp_nvcomp.saving import job as saving
+from dcp_nvcomp.saving.encode import buffers
 from tests.checkpoints import assert_loads, data_file, flip, save
 from tests.engines.kernels_on_cpu import ReferenceKernels
 from tests.engines.nvcomp_stand_in import StandInDevice
@@ -136,7 +136,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> GpuStandIn:
         return made.devices[-1]
 
     install_stand_ins(monkeypatch, ReferenceKernels(), make_device=engine)
-    for module in (saving, decoder):
+    for module in (buffers, decoder):
         monkeypatch.setattr(module, "pinned_allocate", plain_allocate)
     return made
 

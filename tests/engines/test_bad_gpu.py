@@ -20,7 +20,7 @@ from dcp_nvcomp.engines.cuda.batches import RowTable
 from dcp_nvcomp.engines.cuda.device import Kernels
 from dcp_nvcomp.engines.memory import plain_allocate
 from dcp_nvcomp.loading import decoder as decoding
-from dcp_nvcomp.saving import job as saving
+from dcp_nvcomp.saving.encode import buffers
 from tests.checkpoints import assert_loads, load, save
 from tests.effort import THOROUGH
 from tests.states import assert_same
@@ -319,7 +319,7 @@ CHOSEN = [*CASES][:: 3 if THOROUGH else 29]
 
 
 def save_and_load(path: Path, monkeypatch: pytest.MonkeyPatch, case: str, *, self_test: bool) -> None:
-    for module in (saving, decoding):
+    for module in (buffers, decoding):
         monkeypatch.setattr(module, "pinned_allocate", plain_allocate)
     state = some_state()
     save(path / "good", state, engine="cpu")

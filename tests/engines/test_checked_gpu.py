@@ -28,7 +28,7 @@ from dcp_nvcomp.engines.cuda.self_test import SELF_TEST_CHAINS, run_self_test
 from dcp_nvcomp.engines.memory import plain_allocate
 from dcp_nvcomp.errors import CodecUnavailableError, CorruptDataError
 from dcp_nvcomp.loading import decoder as decoding
-from dcp_nvcomp.saving import job as saving
+from dcp_nvcomp.saving.encode import buffers
 from tests.checkpoints import load_into
 from tests.states import assert_same, blank
 
@@ -213,7 +213,7 @@ def test_a_wrong_decode_is_done_again_by_the_cpu(change: Callable[[bytes], bytes
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, **options: Any) -> StandInPool:
-    for module in (saving, decoding):
+    for module in (buffers, decoding):
         monkeypatch.setattr(module, "pinned_allocate", plain_allocate)
     return install_stand_ins(monkeypatch, ReferenceKernels(), **options)
 

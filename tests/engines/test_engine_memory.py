@@ -22,7 +22,7 @@ from dcp_nvcomp.engines.cuda.nvcomp_memory import NvcompMemory
 from dcp_nvcomp.engines.cuda.pool import ENGINES_PER_DEVICE, EnginePool, shared_pool
 from dcp_nvcomp.engines.memory import plain_allocate
 from dcp_nvcomp.loading import decoder as decoding
-from dcp_nvcomp.saving import job as saving
+from dcp_nvcomp.saving.encode import buffers
 from tests.checkpoints import load_into, save
 
 from .cases import BUDGET
@@ -50,7 +50,7 @@ class CountingDevice(StandInDevice):
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., StandInPool]:
     def installed(**options: Any) -> StandInPool:
-        for module in (saving, decoding):
+        for module in (buffers, decoding):
             monkeypatch.setattr(module, "pinned_allocate", plain_allocate)
         return install_stand_ins(monkeypatch, ReferenceKernels(), **options)
 

@@ -14,7 +14,7 @@ from dcp_nvcomp.engines import choice, notices
 from dcp_nvcomp.engines.cuda.health import DeviceHealth
 from dcp_nvcomp.engines.memory import PinnedMemory, plain_allocate
 from dcp_nvcomp.loading import decoder as decoding
-from dcp_nvcomp.saving import job as saving
+from dcp_nvcomp.saving.encode import buffers
 from tests.checkpoints import assert_loads, save
 
 from .kernels_on_cpu import ReferenceKernels
@@ -69,7 +69,7 @@ def test_several_threads_warn_once() -> None:
 
 
 def test_a_save_without_page_locked_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saving, "pinned_allocate", no_pinned_memory)
+    monkeypatch.setattr(buffers, "pinned_allocate", no_pinned_memory)
     stand_ins = install_stand_ins(monkeypatch, ReferenceKernels())
     with pytest.warns(RuntimeWarning, match="page-locked memory") as caught:
         save(tmp_path, STATE)
@@ -120,7 +120,7 @@ def test_no_save_and_no_load_fails_where_warnings_are_errors(
     def no_device(device: torch.device) -> None:
         raise TypeError("incompatible constructor arguments")
 
-    for module in (saving, decoding):
+    for module in (buffers, decoding):
         monkeypatch.setattr(module, "pinned_allocate", plain_allocate)
     install_stand_ins(monkeypatch, ReferenceKernels(), make_device=no_device)  # type: ignore[arg-type]
     with warnings.catch_warnings():

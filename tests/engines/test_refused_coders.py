@@ -21,7 +21,7 @@ from dcp_nvcomp.engines.cuda.health import LITERALS, NVCOMP
 from dcp_nvcomp.engines.memory import plain_allocate
 from dcp_nvcomp.errors import CodecUnavailableError
 from dcp_nvcomp.loading import decoder as decoding
-from dcp_nvcomp.saving import job as saving
+from dcp_nvcomp.saving.encode import buffers
 from tests.checkpoints import assert_loads, load, save
 from tests.states import assert_same
 
@@ -38,7 +38,7 @@ STATE = {f"{at:02}": torch.randn(50_000) for at in range(24)} | {f"small.{at}": 
 
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> StandInPool:
-    for module in (saving, decoding):
+    for module in (buffers, decoding):
         monkeypatch.setattr(module, "pinned_allocate", plain_allocate)
     made = install_stand_ins(monkeypatch, ReferenceKernels(), self_test=True)
     made.nvcomp = NvcompWithoutZstd

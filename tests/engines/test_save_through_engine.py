@@ -24,10 +24,9 @@ from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.engines.cuda.device import Kernels
 from dcp_nvcomp.engines.memory import plain_allocate
 from dcp_nvcomp.format.names import data_file_name
-from dcp_nvcomp.saving import job as saving
 from dcp_nvcomp.saving import writer
 from dcp_nvcomp.saving.data_file_writer import DataFileWriter
-from dcp_nvcomp.saving.encode import buffers as staging
+from dcp_nvcomp.saving.encode import buffers
 from dcp_nvcomp.saving.encode.buffers import BufferMemory, cuda_room_nbytes
 from dcp_nvcomp.saving.encode.pending import PendingRecord
 from dcp_nvcomp.saving.file_plan import PlannedFile
@@ -42,7 +41,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.fixture
 def on_the_engine(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> StandInPool:
     """Host tensors take the way of CUDA tensors, to engines on the stand-in."""
-    monkeypatch.setattr(saving, "pinned_allocate", plain_allocate)
+    monkeypatch.setattr(buffers, "pinned_allocate", plain_allocate)
     return install_stand_ins(monkeypatch, kernels)
 
 
@@ -128,7 +127,7 @@ def test_lanes_and_a_sink_that_is_slow(
     tmp_path: Path, on_the_engine: StandInPool, monkeypatch: pytest.MonkeyPatch, slow_file: int
 ) -> None:
     """More lanes than buffers, one of them slow, both engines: nobody waits for ever."""
-    monkeypatch.setattr(staging, "_MIN_CUDA_BUFFER_NBYTES", 1 << 20)
+    monkeypatch.setattr(buffers, "_MIN_CUDA_ROOM_NBYTES", 1 << 20)
     monkeypatch.setattr(writer, "plan_files", three_lanes)
     monkeypatch.setattr(EngineChoice, "on_cuda", lambda self, device: self.option != "cpu" and next(turn) % 5 != 0)
     turn, append = itertools.count(), DataFileWriter.append
@@ -227,7 +226,7 @@ def test_what_is_encoded_is_let_go(tmp_path: Path, on_the_engine: StandInPool, m
             left.append(sum(memory() is not None for memory in alive))
 
     monkeypatch.setattr(DataFileWriter, "begin", slow_begin)
-    monkeypatch.setattr(staging, "_MIN_CUDA_BUFFER_NBYTES", 1 << 20)
+    monkeypatch.setattr(buffers, "_MIN_CUDA_ROOM_NBYTES", 1 << 20)
     state = many(60, 400_000)
     planner = Planner()
     dcp.save(state, storage_writer=NvcompWriter(tmp_path, host_memory_budget=8 << 20), planner=planner, no_dist=True)

@@ -24,7 +24,7 @@ from dcp_nvcomp.engines.cuda.rates import faster_literals
 from dcp_nvcomp.engines.cuda.self_test import run_self_test
 from dcp_nvcomp.engines.memory import plain_allocate
 from dcp_nvcomp.loading import decoder as decoding
-from dcp_nvcomp.saving import job as saving
+from dcp_nvcomp.saving.encode import buffers
 from tests.checkpoints import load, save
 from tests.states import assert_same
 
@@ -214,7 +214,7 @@ def test_nvcomp_by_name_is_not_replaced(launch: Launch) -> None:
 
 
 def test_whole_checkpoints(tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (saving, decoding):
+    for module in (buffers, decoding):
         monkeypatch.setattr(module, "pinned_allocate", plain_allocate)
     stand_ins = install_stand_ins(monkeypatch, ReferenceKernels(), self_test=True)
     stand_ins.literals = launch

@@ -24,7 +24,7 @@ from dcp_nvcomp.engines.cuda.engine import EnginePolicy
 from dcp_nvcomp.engines.cuda.support import cuda_unavailable_reason
 from dcp_nvcomp.engines.memory import plain_allocate
 from dcp_nvcomp.loading import decoder as decoding
-from dcp_nvcomp.saving import job as saving
+from dcp_nvcomp.saving.encode import buffers
 from tests.checkpoints import file_names, load, save
 from tests.engines.kernels_on_cpu import ReferenceKernels
 from tests.engines.nvcomp_stand_in import NvcompStandIn, StandInDevice
@@ -131,7 +131,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Use:
     monkeypatch.setattr(EngineChoice, "policy", policy)
     monkeypatch.setattr(copying, "to_host", counted("copy out", copying.to_host))
     monkeypatch.setattr(copying, "to_device", counted("copy in", copying.to_device))
-    for module in (saving, decoding):
+    for module in (buffers, decoding):
         monkeypatch.setattr(module, "pinned_allocate", plain_allocate)
     return use
 

@@ -92,4 +92,4 @@ def test_empty_records_alone_need_no_buffer() -> None:
     gathered = Gathered()
     gathered.add("empty", 0, DEVICE)
     assert gathered.end() == [[("empty", 0, True)]]
-    assert gathered.out[0].cuda_device is None and gathered.out[0].pool is None
+    assert gathered.out[0].cuda_device is None and gathered.out[0].memory is None

@@ -95,28 +95,28 @@ class StagingBudget:
         self._in_use_nbytes = 0
         self._changed = threading.Condition()
 
-    def reserve(self, nbytes: int, limit_nbytes: int, is_cancelled: Callable[[], bool]) -> bool:
-        """Reserve `nbytes` once no more than `limit_nbytes` are in use with them; False if cancelled while waiting."""
+    def reserve(self, nbytes: int, limit_nbytes: int, give_up: Callable[[], bool]) -> bool:
+        """Reserve `nbytes` once no more than `limit_nbytes` are in use with them.
+
+        Args:
+            nbytes: how much.
+            limit_nbytes: the most that may be in use.
+            give_up: tells whether to wait no longer; asked again at each change.
+
+        Returns:
+            False if it gave up: then nothing is reserved.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: is_cancelled() or self._in_use_nbytes + nbytes <= limit_nbytes)
-            if is_cancelled():
+            self._changed.wait_for(lambda: self._in_use_nbytes + nbytes <= limit_nbytes or give_up())
+            if self._in_use_nbytes + nbytes > limit_nbytes:
                 return False
             self._in_use_nbytes += nbytes
             return True
-
-    def has(self, nbytes: int, limit_nbytes: int) -> bool:
-        """True if `reserve` would not wait."""
-        return self._in_use_nbytes + nbytes <= limit_nbytes
 
     def give_back(self, nbytes: int) -> None:
         """Give back what was reserved."""
         with self._changed:
             self._in_use_nbytes -= nbytes
-            self._changed.notify_all()
-
-    def wake(self) -> None:
-        """Let those that wait look whether they are cancelled."""
-        with self._changed:
             self._changed.notify_all()
 
 
@@ -188,7 +188,7 @@ class _LaneMemory(TaskMemory):
             segment.is_full = len(segment.view) - segment.position < self.room_nbytes
             if not segment.is_full:
                 self._open.append(segment)
-        self._memory.staged(nbytes, self.room_nbytes)
+        self._memory.encoded(nbytes, self.room_nbytes)
 
     def written(self, segment: _Segment, nbytes: int) -> None:
         with self._lock:
@@ -225,6 +225,7 @@ class StagingMemory(JobMemory):
         self._held_nbytes = 0
         self._lock = threading.Lock()
         self._closed = False
+        self._unencoded = 0
         self._has_waited = False
         self._lanes: dict[tuple[int, bool], _LaneMemory] = {}
         # Writing would take the cores from encoding, for which the caller waits; but a GPU does not need them.
@@ -256,36 +257,42 @@ class StagingMemory(JobMemory):
         (self._stores.plain if is_plain else self._stores.pinned).give_back(segment)
 
     def reserve(self, nbytes: int) -> None:
-        """Reserve memory; if there is none, wait for writing.
+        """Reserve memory for a task; if there is none, wait until others are encoded, and then for writing.
 
         Raises:
             Cancelled: the save failed.
         """
-        budget = self._stores.budget
-        if not budget.has(nbytes, self._budget_nbytes):
-            if not self._has_waited:
-                self._has_waited = True
-                logger.warning(
-                    "Staging waits for writing: the encoded state does not fit into staging_budget_nbytes=%d.",
-                    self._budget_nbytes,
-                )
-            self._may_write.set()
-        if not budget.reserve(nbytes, self._budget_nbytes, lambda: self._closed):
-            raise Cancelled
+        reserve, limit = self._stores.budget.reserve, self._budget_nbytes
+        # a task comes to less than is reserved for it, so while some are not encoded, room may yet be found
+        if not reserve(nbytes, limit, lambda: self._closed or not self._unencoded):
+            self._wait_no_longer_to_write()
+            if not reserve(nbytes, limit, lambda: self._closed):
+                raise Cancelled
         with self._lock:
             self._held_nbytes += nbytes
+            self._unencoded += 1
+
+    def _wait_no_longer_to_write(self) -> None:
+        self._may_write.set()
+        if not self._has_waited and not self._closed:
+            self._has_waited = True
+            logger.warning(
+                "Staging waits for writing: the encoded state does not fit into staging_budget_nbytes=%d.",
+                self._budget_nbytes,
+            )
+
+    def encoded(self, nbytes: int, reserved_nbytes: int) -> None:
+        """A task came to `nbytes` of what was reserved for it."""
+        with self._lock:
+            self.staged_nbytes += nbytes
+            self._unencoded -= 1
+        self.give_back(reserved_nbytes - nbytes)
 
     def give_back(self, nbytes: int) -> None:
         """Give back memory that was reserved."""
         with self._lock:
             self._held_nbytes -= nbytes
         self._stores.budget.give_back(nbytes)
-
-    def staged(self, nbytes: int, reserved_nbytes: int) -> None:
-        """A task came to `nbytes` of what was reserved for it."""
-        with self._lock:
-            self.staged_nbytes += nbytes
-        self.give_back(reserved_nbytes - nbytes)
 
     def wait_to_write(self) -> None:
         self._may_write.wait()
@@ -296,7 +303,7 @@ class StagingMemory(JobMemory):
 
     def close(self) -> None:
         self._closed = True
-        self._stores.budget.wake()
+        self._stores.budget.give_back(0)  # wakes whoever waits
         self._may_write.set()
 
     def end(self) -> None:

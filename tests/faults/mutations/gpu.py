@@ -70,7 +70,7 @@ MUTATIONS = (
     Mutation(
         row="GPU: wrong encodes are counted",
         file="dcp_nvcomp/saving/stats.py",
-        old="        recoded_blocks += rank.recoded_blocks\n",
+        old="        recoded_blocks=sum(rank.recoded_blocks for rank in ranks),\n",
         new="",
         tests=CHECKED + "statistics",
     ),
