@@ -232,8 +232,7 @@ class SaveJob:
                     bench = bench or Workbench(self._options.policy)
                     assert task.memory is not None
                     task.room = task.memory.take()
-                    task.blocks = encode_parts(task.parts, task.room.view, bench)
-                    task.room.keep(sum(len(block.data) for block in task.blocks))
+                    task.blocks = task.room.keep(*encode_parts(task.parts, task.room.view, bench))
                     recoded += sum(block.was_wrong for block in task.blocks)
             except BaseException as error:
                 self._workers.fail(error)

@@ -12,10 +12,15 @@ written in the same order, so all but its first and last one are full of what is
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+import numpy as np
+
+from dcp_nvcomp.codecs.encoded import EncodedBlock
 from dcp_nvcomp.engines.memory import PinnedMemory, pinned_allocate, plain_allocate
 from dcp_nvcomp.saving.encode.buffers import HOST_ROOM_NBYTES
 from dcp_nvcomp.saving.encode.memory import Cancelled, JobMemory, Room, TaskMemory
@@ -147,12 +152,43 @@ class _Staged(Room):
         self.view = segment.view[segment.position :]
         self.lane, self.segment, self.kept_nbytes = lane, segment, lane.room_nbytes
 
-    def keep(self, nbytes: int) -> None:
+    def keep(self, blocks: list[EncodedBlock], nbytes: int) -> list[EncodedBlock]:
+        if sum(len(block.data) for block in blocks) < nbytes:
+            blocks, nbytes = _without_gaps(blocks, self.view)
         self.kept_nbytes = nbytes
         self.lane.filled(self.segment, nbytes)
+        return blocks
 
     def release(self) -> None:
         self.lane.written(self.segment, self.kept_nbytes)
+
+
+def _without_gaps(blocks: Sequence[EncodedBlock], out: memoryview) -> tuple[list[EncodedBlock], int]:
+    """Move blocks together, and return them and where the last one ends.
+
+    Blocks that lie beside each other in a tensor are encoded at the same time, each with room for the most that it may
+    come to: a third of the room is gaps. What is moved is still in the cache.
+
+    Args:
+        blocks: blocks in `out`, in their order there.
+        out: memory.
+    """
+    start, position = _address(out), 0
+    moved: list[EncodedBlock] = []
+    for block in blocks:
+        nbytes, begin = len(block.data), _address(block.data)
+        if begin != start + position:
+            assert begin > start + position, "not in their order"
+            ctypes.memmove(start + position, begin, nbytes)
+            block = replace(block, data=out[position : position + nbytes])
+        moved.append(block)
+        position += nbytes
+    return moved, position
+
+
+def _address(view: memoryview) -> int:
+    address: int = np.frombuffer(view, np.uint8).ctypes.data
+    return address
 
 
 class _LaneMemory(TaskMemory):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from queue import SimpleQueue
 
+from dcp_nvcomp.codecs.encoded import EncodedBlock
 from dcp_nvcomp.engines.memory import PinnedMemory, pinned_allocate, plain_allocate
 from dcp_nvcomp.saving.encode.memory import Cancelled, JobMemory, Room, TaskMemory
 
@@ -44,8 +45,8 @@ class _Buffer(Room):
     def __init__(self, view: memoryview, pool: BufferPool) -> None:
         self.view, self.pool = view, pool
 
-    def keep(self, nbytes: int) -> None:
-        pass
+    def keep(self, blocks: list[EncodedBlock], nbytes: int) -> list[EncodedBlock]:
+        return blocks
 
     def release(self) -> None:
         self.pool.give_back(self)

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+from dcp_nvcomp.codecs.encoded import EncodedBlock
+
 __all__ = ["Cancelled", "JobMemory", "Room", "TaskMemory"]
 
 
@@ -30,8 +32,16 @@ class Room(ABC):
     view: memoryview
 
     @abstractmethod
-    def keep(self, nbytes: int) -> None:
-        """Say that only the first `nbytes` are needed from now on; on the thread that encodes."""
+    def keep(self, blocks: list[EncodedBlock], nbytes: int) -> list[EncodedBlock]:
+        """Say what is needed from now on; on the thread that encodes.
+
+        Args:
+            blocks: what was encoded into this room.
+            nbytes: how much of the room they take, with the gaps between them.
+
+        Returns:
+            The same blocks, perhaps elsewhere in the room.
+        """
 
     @abstractmethod
     def release(self) -> None:

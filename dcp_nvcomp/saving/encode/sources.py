@@ -119,16 +119,16 @@ class Part:
     boxes: Sequence[Box]
 
 
-def encode_parts(parts: Sequence[Part], out: memoryview, bench: Workbench) -> list[EncodedBlock]:
+def encode_parts(parts: Sequence[Part], out: memoryview, bench: Workbench) -> tuple[list[EncodedBlock], int]:
     """Encode parts that all belong to one engine.
 
     Args:
         parts: the parts.
-        out: where the blocks go, from its start and without gaps; at least the sum of the most that each may take.
+        out: where the blocks go, from its start; at least the sum of the most that each may take.
         bench: of this thread.
 
     Returns:
-        Their blocks, in order.
+        Their blocks, in order, and how much of `out` they take: there may be gaps between them.
     """
     device = parts[0].source.cuda_device
     if device is not None:
@@ -137,7 +137,8 @@ def encode_parts(parts: Sequence[Part], out: memoryview, bench: Workbench) -> li
             assert isinstance(part.source, _CudaEncoded)
             jobs += part.source.jobs(part.boxes, part.choice.chain)
         with shared_pool().lend(device, bench.policy) as engine:
-            return engine.encode(jobs, out)
+            encoded = engine.encode(jobs, out)
+        return encoded, sum(block.data.nbytes for block in encoded)
     blocks: list[EncodedBlock] = []
     position = 0
     for part in parts:
@@ -151,7 +152,7 @@ def encode_parts(parts: Sequence[Part], out: memoryview, bench: Workbench) -> li
                     encoded, nbytes = bench.cpu.encode_beside(*strip, confirmed, out[position:])
             blocks += encoded
             position += nbytes
-    return blocks
+    return blocks, position
 
 
 class _HostEncoded(Source):
