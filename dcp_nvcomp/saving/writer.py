@@ -111,8 +111,8 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         storage_deadline_seconds: on `s3://`, time limit of one storage operation (sending a part, reading a range,
             publishing) with all its retries. After that it raises `StorageError`.
         staging_budget_nbytes: bytes of host memory that `async_save` may hold until they are written; by default the
-            smaller of the state's size and a quarter of what the host has free for each of its ranks. While it is full,
-            staging waits for writing. What the asynchronous saves of a process have in use is counted together.
+            smaller of twice the state's size and a quarter of what the host has free for each of its ranks. While it is
+            full, staging waits for writing. What the asynchronous saves of a process have in use is counted together.
         **storage_options: for the fsspec filesystem, such as `endpoint_url` and `key` for S3. Arguments of stock DCP's
             writers that have no counterpart here are accepted if their value changes nothing.
 

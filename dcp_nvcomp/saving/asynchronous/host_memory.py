@@ -9,20 +9,24 @@ from pathlib import Path
 __all__ = ["default_budget_nbytes", "free_nbytes"]
 
 _PROC = Path("/proc")
+_MIN_NBYTES = 64 << 20  # so that all threads encode a small state at once
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 def default_budget_nbytes(state_nbytes: int) -> int:
-    """Return the smaller of the state's size and a quarter of what the host has free for each of its ranks.
+    """Return the smaller of twice the state's size and a quarter of what the host has free for each of its ranks.
+
+    One save takes what it is encoded to. But the next one is staged while it is still written, and should not wait.
 
     Args:
         state_nbytes: size of what this rank saves.
     """
+    wanted = max(2 * state_nbytes, _MIN_NBYTES)
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")  # torchrun's
     free = free_nbytes()
     if free is None:
-        return state_nbytes
-    return min(state_nbytes, free // 4 // (int(ranks) if ranks.isdecimal() and int(ranks) else 1))
+        return wanted
+    return min(wanted, free // 4 // (int(ranks) if ranks.isdecimal() and int(ranks) else 1))
 
 
 def free_nbytes(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int | None:

@@ -64,6 +64,8 @@ class SaveSequence:
         if self._latest:
             upload, staging = self._latest[-1]
             error = staging.completion.exception()
+            if error is not None:  # it is over soon: then this save can tell of it
+                upload.wait()
             if isinstance(error, EarlierSaveError) and not upload.was_looked_at:
                 upload.was_looked_at = True
                 raise error

@@ -33,12 +33,15 @@ pytestmark = [
 ]
 
 
+PATIENCE_SECONDS = 120.0  # on a busy machine
+
+
 @pytest.fixture
 def on_its_own() -> Iterator[None]:
     """Each test begins like a process of its own, and leaves no save under way."""
     keeping._begin_again()
     yield
-    patience = time.monotonic() + 60
+    patience = time.monotonic() + PATIENCE_SECONDS
     while names := [thread.name for thread in threading.enumerate() if thread.name.startswith("dcp-")]:
         assert time.monotonic() < patience, names
         time.sleep(0.01)
@@ -53,7 +56,7 @@ class Gate:
 
         def gated(output: Any, *arguments: Any) -> Any:
             self.reached.set()
-            assert self._open.wait(60)
+            assert self._open.wait(PATIENCE_SECONDS)
             return write(output, *arguments)
 
         monkeypatch.setattr(PosixOutput, "write", gated)
@@ -90,7 +93,7 @@ def begin(state: State, path: Path, **options: Any) -> AsyncSave:
 def test_the_checkpoint_is_that_of_save(tmp_path: Path, wait: str, options: dict[str, Any]) -> None:
     state = {**small_state(), **large_state(count=3), "empty": torch.empty(0, 4), "nested": {"list": [1, "two"]}}
     saving = begin(state, tmp_path / "a", wait=wait, **options)
-    metadata = saving.upload_completion.result(60)
+    metadata = saving.upload_completion.result(PATIENCE_SECONDS)
     save(tmp_path / "b", state, **options)
     assert_loads(tmp_path / "a", state, verify="full")
     assert sum(file.stat().st_size for file in (tmp_path / "a").glob("*.distcp")) == sum(
@@ -104,8 +107,8 @@ def test_the_checkpoint_is_that_of_save(tmp_path: Path, wait: str, options: dict
 @pytest.mark.parametrize("round_number", range(3))
 def test_a_state_that_changes_at_once_does_not_show(tmp_path: Path, round_number: int) -> None:
     """Thousands of changes, by a thread that begins when the call returns, as training would."""
-    state = large_state()
-    expected, stop, changes = clones(state), threading.Event(), list[int]()
+    state = large_state(count=4)
+    stop, changes = threading.Event(), list[int]()
 
     def change() -> None:
         while not stop.is_set():
@@ -113,13 +116,13 @@ def test_a_state_that_changes_at_once_does_not_show(tmp_path: Path, round_number
                 value.add_(1.0)
             changes.append(1)
 
-    for number in range(10):
+    for number in range(6):
         expected = clones(state)
         saving = begin(state, tmp_path / str(number))
         stop.clear()
         thread = threading.Thread(target=change)
         thread.start()
-        saving.upload_completion.result(60)
+        saving.upload_completion.result(PATIENCE_SECONDS)
         stop.set()
         thread.join()
         assert_loads(tmp_path / str(number), expected)
@@ -137,7 +140,7 @@ def test_stateful_values_are_asked_on_the_callers_thread(tmp_path: Path) -> None
         def load_state_dict(self, state: State) -> None:
             raise AssertionError
 
-    begin({"model": Model(), "step": 3}, tmp_path).upload_completion.result(60)
+    begin({"model": Model(), "step": 3}, tmp_path).upload_completion.result(PATIENCE_SECONDS)
     assert Model.asked == [threading.current_thread()]
     assert_loads(tmp_path, {"model": {"w": torch.ones(5)}, "step": 3})
 
@@ -146,7 +149,7 @@ def test_objects_are_those_of_the_moment_of_the_call(tmp_path: Path) -> None:
     state: State = {"w": torch.ones(5), "object": {"step": [1, 2, 3]}}
     saving = begin(state, tmp_path)
     state["object"]["step"].append(4)
-    saving.upload_completion.result(60)
+    saving.upload_completion.result(PATIENCE_SECONDS)
     assert_loads(tmp_path, {"w": torch.ones(5), "object": {"step": [1, 2, 3]}})
 
 
@@ -158,7 +161,7 @@ def test_where_it_goes(tmp_path: Path, how: str) -> None:
     else:
         writer = NvcompWriter(place if how == "writer" else tmp_path / "elsewhere")
         saving = async_save(state, None if how == "writer" else place, storage_writer=writer, no_dist=True)
-    saving.upload_completion.result(60)
+    saving.upload_completion.result(PATIENCE_SECONDS)
     assert_loads(place, state)
     assert file_names(tmp_path / "elsewhere") == set()
 
@@ -168,7 +171,7 @@ def test_a_planner_of_the_users_own(tmp_path: Path) -> None:
         def resolve_data(self, write_item: WriteItem) -> Any:
             return super().resolve_data(write_item) * 2
 
-    begin({"w": torch.ones(7)}, tmp_path, planner=Doubles()).upload_completion.result(60)
+    begin({"w": torch.ones(7)}, tmp_path, planner=Doubles()).upload_completion.result(PATIENCE_SECONDS)
     assert_loads(tmp_path, {"w": torch.full((7,), 2.0)})
 
 
@@ -181,7 +184,7 @@ def test_it_returns_when_all_is_staged_and_nothing_is_written(tmp_path: Path, ga
     assert saving.staging_completion.done() and not saving.upload_completion.done()
     saving.staging_completion.result()
     gate.open()
-    saving.upload_completion.result(60)
+    saving.upload_completion.result(PATIENCE_SECONDS)
     assert_loads(tmp_path, state)
 
 
@@ -189,15 +192,15 @@ def test_waiting_for_nothing_returns_before_the_state_is_staged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on = threading.Event()
-    slowly(monkeypatch, lambda: go_on.wait(60))
+    slowly(monkeypatch, lambda: go_on.wait(PATIENCE_SECONDS))
     state = large_state(count=2)
     saving = begin(state, tmp_path, wait="nothing")
     assert not saving.staging_completion.done()
     go_on.set()
-    saving.staging_completion.result(60)
+    saving.staging_completion.result(PATIENCE_SECONDS)
     for value in state.values():
         value.zero_()
-    saving.upload_completion.result(60)
+    saving.upload_completion.result(PATIENCE_SECONDS)
     assert_loads(tmp_path, large_state(count=2))
 
 
@@ -214,16 +217,16 @@ def slowly(monkeypatch: pytest.MonkeyPatch, before: Callable[[], Any]) -> None:
 
 def test_the_next_save_is_staged_while_this_one_is_written_and_the_third_waits(tmp_path: Path, gate: Gate) -> None:
     savings = [begin(large_state(number, 2), tmp_path / str(number)) for number in range(2)]
-    assert gate.reached.wait(60)
+    assert gate.reached.wait(PATIENCE_SECONDS)
     third: list[AsyncSave] = []
     thread = threading.Thread(target=lambda: third.append(begin(large_state(2, 2), tmp_path / "2")))
     thread.start()
     thread.join(0.2)
     assert thread.is_alive(), "two are under way"
     gate.open()
-    thread.join(60)
+    thread.join(PATIENCE_SECONDS)
     for number, saving in enumerate([*savings, *third]):
-        saving.upload_completion.result(60)
+        saving.upload_completion.result(PATIENCE_SECONDS)
         assert_loads(tmp_path / str(number), large_state(number, 2))
 
 
@@ -241,7 +244,7 @@ def test_saves_are_published_in_order(tmp_path: Path, monkeypatch: pytest.Monkey
     order: list[str] = []
     writer = NvcompWriter(tmp_path, on_save=lambda stats: order.append(stats.save_id))
     savings = [async_save(constant_state(seed), storage_writer=writer, no_dist=True) for seed in range(4)]
-    ids = [saving.upload_completion.result(60).storage_meta.save_id for saving in savings]
+    ids = [saving.upload_completion.result(PATIENCE_SECONDS).storage_meta.save_id for saving in savings]
     assert order == ids
     assert_loads(tmp_path, constant_state(3))
     assert len(file_names(tmp_path)) == 3, "nothing is left of the ones before"
@@ -251,7 +254,7 @@ def test_a_small_budget_holds_training_back_and_says_so_once(tmp_path: Path, cap
     state = large_state()
     with caplog.at_level(logging.WARNING):
         saving = begin(state, tmp_path, staging_budget_nbytes=1)
-        saving.upload_completion.result(60)
+        saving.upload_completion.result(PATIENCE_SECONDS)
     assert ["staging_budget_nbytes" in record.getMessage() for record in caplog.records] == [True]
     assert_loads(tmp_path, state)
 
@@ -261,9 +264,10 @@ def test_the_default_budget_does_not_make_a_save_wait(
 ) -> None:
     """Though what is reserved for tasks that are not encoded yet is more than the state."""
     saving = begin(large_state(), tmp_path)
-    assert saving.staging_completion.done() and not caplog.records
+    assert saving.staging_completion.done()
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     gate.open()
-    saving.upload_completion.result(60)
+    saving.upload_completion.result(PATIENCE_SECONDS)
 
 
 # --- what is held ----------------------------------------------------------------------------------------------------
@@ -286,13 +290,13 @@ def test_the_state_is_let_go_once_it_is_staged(tmp_path: Path, gate: Gate) -> No
         gc.enable()
     assert not saving.upload_completion.done()
     gate.open()
-    saving.upload_completion.result(60)
+    saving.upload_completion.result(PATIENCE_SECONDS)
 
 
 def test_the_collector_is_on_while_a_save_is_staged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     was_on: list[bool] = []
     slowly(monkeypatch, lambda: (time.sleep(0.01), was_on.append(gc.isenabled())))
-    begin(large_state(), tmp_path).upload_completion.result(60)
+    begin(large_state(), tmp_path).upload_completion.result(PATIENCE_SECONDS)
     assert sum(was_on) >= len(was_on) - 1, "all but what was handed out while records were made"
 
 
@@ -300,7 +304,7 @@ def test_segments_are_kept_until_close(tmp_path: Path) -> None:
     nbytes = []
     for number in range(3):
         writer = NvcompWriter(tmp_path / str(number))
-        async_save(large_state(count=2), storage_writer=writer, no_dist=True).upload_completion.result(60)
+        async_save(large_state(count=2), storage_writer=writer, no_dist=True).upload_completion.result(PATIENCE_SECONDS)
         nbytes.append(kept().stores.plain.nbytes)
     assert nbytes[0] > 0 and nbytes == nbytes[:1] * 3
     writer.close()
@@ -309,10 +313,10 @@ def test_segments_are_kept_until_close(tmp_path: Path) -> None:
 
 def test_a_writer_that_saved_can_be_pickled(tmp_path: Path) -> None:
     writer = NvcompWriter(tmp_path, staging_budget_nbytes=1 << 24)
-    async_save(constant_state(1), storage_writer=writer, no_dist=True).upload_completion.result(60)
+    async_save(constant_state(1), storage_writer=writer, no_dist=True).upload_completion.result(PATIENCE_SECONDS)
     copied = pickle.loads(pickle.dumps(writer))
     assert copied.staging_budget_nbytes == 1 << 24
-    async_save(constant_state(2), storage_writer=copied, no_dist=True).upload_completion.result(60)
+    async_save(constant_state(2), storage_writer=copied, no_dist=True).upload_completion.result(PATIENCE_SECONDS)
     assert_loads(tmp_path, constant_state(2))
 
 
@@ -320,7 +324,7 @@ def test_last_save(tmp_path: Path, gate: Gate) -> None:
     writer = NvcompWriter(tmp_path)
     saving = async_save(large_state(count=2), storage_writer=writer, no_dist=True)
     gate.open()
-    stats = SaveStats.of(saving.upload_completion.result(60))
+    stats = SaveStats.of(saving.upload_completion.result(PATIENCE_SECONDS))
     assert writer.last_save == stats and stats is not None
     assert 0 < stats.stall_seconds <= stats.total_seconds
     assert 0 < stats.staged_nbytes <= sum(stats.file_nbytes.values())
@@ -337,7 +341,7 @@ def fail(*_: Any) -> Any:
 
 
 def assert_the_next_one_works(path: Path) -> None:
-    begin(constant_state(5), path).upload_completion.result(60)
+    begin(constant_state(5), path).upload_completion.result(PATIENCE_SECONDS)
     assert_loads(path, constant_state(5))
     assert len(file_names(path)) == 3, "something is left of the save that failed"
 
@@ -346,9 +350,9 @@ def test_staging_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         slowly(patch, fail)
         saving = begin(large_state(), tmp_path)
-        assert isinstance(saving.staging_completion.exception(), Exception)
-        with pytest.raises(Exception, match="on purpose"):
-            saving.upload_completion.result(60)
+        assert isinstance(saving.staging_completion.exception(), BaseException)
+        with pytest.raises(BaseException, match="on purpose"):
+            saving.upload_completion.result(PATIENCE_SECONDS)
     assert file_names(tmp_path) == set()
     assert kept().stores.budget._in_use_nbytes == 0
     assert_the_next_one_works(tmp_path)
@@ -361,8 +365,8 @@ def test_planning_fails(tmp_path: Path) -> None:
 
     saving = begin(large_state(), tmp_path, planner=Fails())
     for future in (saving.staging_completion, saving.upload_completion):
-        with pytest.raises(Exception, match="on purpose"):
-            future.result(60)
+        with pytest.raises(BaseException, match="on purpose"):
+            future.result(PATIENCE_SECONDS)
     assert_the_next_one_works(tmp_path)
 
 
@@ -370,9 +374,9 @@ def test_writing_fails_after_the_state_was_staged(tmp_path: Path, monkeypatch: p
     with monkeypatch.context() as patch:
         patch.setattr(DataFileWriter, "append", fail)
         saving = begin(large_state(), tmp_path)
-        saving.staging_completion.result(60)
-        with pytest.raises(Exception, match="on purpose"):
-            saving.upload_completion.result(60)
+        saving.staging_completion.result(PATIENCE_SECONDS)
+        with pytest.raises(BaseException, match="on purpose"):
+            saving.upload_completion.result(PATIENCE_SECONDS)
     assert kept().stores.budget._in_use_nbytes == 0, "leases of tasks that were never written"
     assert_the_next_one_works(tmp_path)
 
@@ -396,8 +400,8 @@ def test_a_save_that_fails_at_any_block_never_hangs(
     with monkeypatch.context() as patch:
         patch.setattr(job, "encode_parts", sometimes)
         saving = begin(large_state(count=30), tmp_path, staging_budget_nbytes=budget)
-        with pytest.raises(Exception, match="on purpose"):
-            saving.upload_completion.result(60)
+        with pytest.raises(BaseException, match="on purpose"):
+            saving.upload_completion.result(PATIENCE_SECONDS)
     assert_the_next_one_works(tmp_path)
 
 
@@ -428,14 +432,14 @@ def test_with_wait_nothing_it_is_in_the_futures_and_raised_by_the_one_after(
     second = begin(constant_state(), tmp_path, wait="nothing")
     with pytest.raises(errors.EarlierSaveError):
         begin(constant_state(), tmp_path)
-    assert isinstance(second.upload_completion.exception(60), errors.EarlierSaveError)
+    assert isinstance(second.upload_completion.exception(PATIENCE_SECONDS), errors.EarlierSaveError)
     assert_the_next_one_works(tmp_path)
 
 
 def test_an_error_that_was_looked_at_is_not_raised_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(DataFileWriter, "append", fail)
-        assert begin(large_state(), tmp_path).upload_completion.exception(60) is not None
+        assert begin(large_state(), tmp_path).upload_completion.exception(PATIENCE_SECONDS) is not None
     assert_the_next_one_works(tmp_path)
 
 
@@ -443,9 +447,9 @@ def test_our_errors_are_raised_as_they_are(tmp_path: Path) -> None:
     save(tmp_path, constant_state(1))
     saving = begin(constant_state(2), tmp_path, overwrite=False)
     with pytest.raises(errors.CheckpointExistsError):
-        saving.upload_completion.result(60)
+        saving.upload_completion.result(PATIENCE_SECONDS)
     with pytest.raises(errors.CheckpointExistsError):
-        saving.staging_completion.result(60)
+        saving.staging_completion.result(PATIENCE_SECONDS)
     assert_loads(tmp_path, constant_state(1))
 
 
@@ -468,7 +472,7 @@ def test_an_interrupted_wait_fails_the_save(tmp_path: Path, monkeypatch: pytest.
             interrupted.set()
 
     monkeypatch.setattr(Staging, "wait", wait)
-    slowly(monkeypatch, lambda: interrupted.wait(60))
+    slowly(monkeypatch, lambda: interrupted.wait(PATIENCE_SECONDS))
     with pytest.raises(KeyboardInterrupt):
         begin(large_state(), tmp_path)
     monkeypatch.undo()
