@@ -1,0 +1,179 @@
+"""async_save on several ranks: its collectives never meet those of training, and all ranks learn of a failure."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from dcp_nvcomp import AsyncSave, NvcompWriter, async_save, errors
+from tests.checkpoints import assert_loads, file_names
+from tests.conformance.sabotage import Sabotage
+from tests.states import State
+
+from .launch import RankPool
+
+SHAPE = (64, 500)
+
+
+def _full(seed: int) -> State:
+    generator = torch.Generator().manual_seed(seed)
+    return {f"w{number}": torch.randn(SHAPE, generator=generator) for number in range(3)}
+
+
+def _sharded(seed: int) -> State:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {name: distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None) for name, value in _full(seed).items()}
+
+
+def _spoil(state: State) -> None:
+    for value in state.values():
+        assert isinstance(value, DTensor)
+        value.to_local().fill_(-1)
+
+
+def _assert_alive() -> None:
+    total = torch.tensor([1])
+    dist.all_reduce(total)
+    assert int(total) == dist.get_world_size()
+
+
+class _Fails(DefaultSavePlanner):
+    """Raises while data is fetched."""
+
+    def resolve_data(self, write_item: Any) -> Any:
+        raise Sabotage("on purpose")
+
+
+def _ended(saving: AsyncSave) -> None:
+    """Wait for a save without looking at its outcome."""
+    while not saving.upload_completion.done():
+        time.sleep(0.01)
+
+
+def _beside_training(path: Path, wait: str) -> None:
+    savings = []
+    for seed in range(6):
+        state = _sharded(seed)
+        savings.append(async_save(state, path / str(seed), wait=wait))
+        _assert_alive()  # training's collectives, while those of the save are under way
+        savings[-1].staging_completion.result(100)
+        _spoil(state)
+        for _ in range(20):
+            _assert_alive()
+    for saving in savings:
+        saving.upload_completion.result(100)
+
+
+@pytest.mark.parametrize("wait", ["staged", "nothing"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_saves_beside_the_collectives_of_training(ranks: RankPool, tmp_path: Path, world_size: int, wait: str) -> None:
+    ranks.run(_beside_training, tmp_path, wait, world_size=world_size)
+    for seed in range(6):
+        assert_loads(tmp_path / str(seed), _full(seed))
+
+
+def _fails_while_staging(path: Path, failing: int) -> tuple[str, str]:
+    rank = dist.get_rank()
+    writer = NvcompWriter(path)
+    saving = async_save(_sharded(1), storage_writer=writer, planner=_Fails() if rank == failing else None)
+    _assert_alive()
+    staging = saving.staging_completion.exception(100)
+    with pytest.raises(BaseException, match="on purpose") as caught:
+        saving.upload_completion.result(100)
+    _assert_alive()
+    async_save(_sharded(2), storage_writer=writer).upload_completion.result(100)
+    return type(staging).__name__, type(caught.value).__name__
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_fails_while_staging_fails_the_save_of_all(ranks: RankPool, tmp_path: Path, failing: int) -> None:
+    told = ranks.run(_fails_while_staging, tmp_path, failing, world_size=2)
+    assert [staging != "NoneType" for staging, _ in told] == [rank == failing for rank in range(2)]
+    assert_loads(tmp_path, _full(2))
+    assert len(file_names(tmp_path)) == 4, "files of two ranks, .metadata and its copy"
+
+
+def _nobody_looked(path: Path, who_looks: tuple[int, ...]) -> str:
+    saving = async_save(_sharded(1), path, planner=_Fails() if dist.get_rank() == 0 else None)
+    _ended(saving)
+    if dist.get_rank() in who_looks:
+        assert saving.upload_completion.exception() is not None
+    try:
+        async_save(_sharded(2), path).upload_completion.result(100)
+        said = ""
+    except errors.EarlierSaveError as error:
+        said = str(error)
+    async_save(_sharded(3), path).upload_completion.result(100)
+    return said
+
+
+@pytest.mark.parametrize("who_looks", [(), (0,), (1,), (0, 1)])
+def test_an_error_that_some_rank_did_not_look_at_is_raised_on_all(
+    ranks: RankPool, tmp_path: Path, who_looks: tuple[int, ...]
+) -> None:
+    said = ranks.run(_nobody_looked, tmp_path, who_looks, world_size=2)
+    assert ["An earlier asynchronous save failed" in text for text in said] == [len(who_looks) < 2] * 2, said
+    assert_loads(tmp_path, _full(3))
+
+
+def _one_more_on_a_rank(path: Path) -> list[str]:
+    """Rank 0 has begun a save that rank 1 does not know of: its next one meets rank 1's first."""
+    said = []
+    for seed in range(4):
+        try:
+            async_save(_sharded(seed), path / str(seed)).upload_completion.result(100)
+            said.append("")
+        except errors.EarlierSaveError as error:
+            said.append(str(error))
+        if seed == 0 and dist.get_rank() == 0:
+            from dcp_nvcomp.saving.asynchronous.kept import kept
+
+            kept().sequence(dist.group.WORLD)._count += 1
+    return said
+
+
+def test_ranks_that_are_not_at_the_same_save_are_told(ranks: RankPool, tmp_path: Path) -> None:
+    for said in ranks.run(_one_more_on_a_rank, tmp_path, world_size=2):
+        assert ["as often as the others" in text for text in said] == [False, True, False, False], said
+    assert_loads(tmp_path / "3", _full(3))
+
+
+def _in_a_part_of_the_ranks(path: Path) -> None:
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    rank = dist.get_rank()
+    group = groups[rank % 2]
+    for seed in range(3):
+        state = {"mine": torch.full((100,), 10.0 * seed + rank), f"of {rank}": torch.full((100,), 1.0 * rank)}
+        saving = async_save(state, path / f"{rank % 2}-{seed}", process_group=group)
+        _assert_alive()
+        saving.upload_completion.result(100)
+    if rank == 0:
+        async_save({"w": torch.ones(9)}, path / "alone", no_dist=True).upload_completion.result(100)
+    async_save({"all": torch.ones(9)}, path / "all").upload_completion.result(100)
+
+
+def test_groups_save_on_their_own(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(_in_a_part_of_the_ranks, tmp_path, world_size=4)
+    for seed in range(3):
+        assert_loads(tmp_path / f"1-{seed}", {"of 1": torch.full((100,), 1.0), "of 3": torch.full((100,), 3.0)})
+    assert_loads(tmp_path / "alone", {"w": torch.ones(9)})
+    assert_loads(tmp_path / "all", {"all": torch.ones(9)})
+
+
+def _again_in_another_group(path: Path) -> None:
+    async_save(_sharded(4), path).upload_completion.result(100)
+
+
+def test_a_process_group_that_was_made_anew(ranks: RankPool, tmp_path: Path) -> None:
+    """The processes of the pool destroy their group after each call."""
+    for number, world_size in enumerate((2, 3, 2)):
+        ranks.run(_again_in_another_group, tmp_path / str(number), world_size=world_size)
+        assert_loads(tmp_path / str(number), _full(4))
