@@ -26,7 +26,7 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_process_that_ends_finishes_its_save_first(tmp_path: Path) -> None:
-    """Over an earlier checkpoint of many files, whose removal wants threads that can't be started any more."""
+    """And removes what it replaced."""
     script = """
         import sys, torch
         from dcp_nvcomp import async_save
@@ -37,7 +37,7 @@ def test_a_process_that_ends_finishes_its_save_first(tmp_path: Path) -> None:
     done = run(script, str(tmp_path))
     assert done.returncode == 0 and not done.stderr, done.stderr
     assert_loads(tmp_path, {f"w{n}": torch.full((1000,), float(n + 1)) for n in range(20)})
-    assert len(file_names(tmp_path)) == 22, "what it replaced is gone"
+    assert len(file_names(tmp_path)) == 22
 
 
 def test_a_process_that_dies_of_an_error_finishes_its_save_too(tmp_path: Path) -> None:
@@ -63,6 +63,20 @@ def test_a_save_that_fails_while_the_process_ends_says_so(tmp_path: Path) -> Non
     done = run(script, str(tmp_path))
     assert "An asynchronous save failed" in done.stderr and "on purpose" in done.stderr
     assert ".metadata" not in file_names(tmp_path)
+
+
+def test_storage_works_while_the_interpreter_waits_for_a_save(tmp_path: Path) -> None:
+    """No thread can be started any more then, and each file has to be removed or looked at all the same."""
+    script = """
+        import sys, threading
+        from dcp_nvcomp.storage.open import open_filesystem
+        def late():
+            threading.main_thread().join()
+            print(open_filesystem(sys.argv[1]).map(str, range(3)))
+        threading.Thread(target=late).start()
+        """
+    done = run(script, str(tmp_path))
+    assert done.stdout.strip() == "['0', '1', '2']" and not done.stderr, done.stderr
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
