@@ -1,44 +1,26 @@
-"""Train with FSDP2 and save in the background: training goes on while a checkpoint is encoded and written.
+"""Train with FSDP2 and save in the background: training waits until the state is encoded, not until it is written.
 
     torchrun --nproc-per-node 2 examples/train_async.py --checkpoints runs/async --steps 60 --save-every 20
 
-What matters is the group that `checkpoint_group` makes. `dcp.async_save` runs its collectives on a background thread;
-on a group that training uses as well, they get mixed up with those of training, which deadlocks or aborts. NCCL alone,
-which has no collectives for the CPU, is refused. So saves get a gloo group of their own.
+`async_save` returns when the state may change again. It needs no process group: it makes gloo groups of its own, so
+training may use NCCL, and its collectives never meet those of a save.
 """
 
 from __future__ import annotations
 
 import argparse
-from concurrent.futures import Future
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata
 from train_fsdp import Training, add_model_arguments, end_distributed, load, start_distributed
 
-from dcp_nvcomp import NvcompWriter, SaveStats
+from dcp_nvcomp import AsyncSave, SaveStats, async_save
 
 
-def checkpoint_group() -> dist.ProcessGroup:
-    """Return a group of all ranks, for saves alone."""
-    group: dist.ProcessGroup = dist.new_group(backend="gloo")
-    return group
-
-
-def begin_save(training: Training, path: str, group: dist.ProcessGroup) -> Future[Metadata]:
-    """Copy the state to host memory, and save the copy in the background."""
-    future: Future[Metadata] = dcp.async_save(
-        training.state_dict(), storage_writer=NvcompWriter(path), process_group=group
-    )
-    return future
-
-
-def end_save(future: Future[Metadata]) -> None:
+def end_save(saving: AsyncSave) -> None:
     """Wait for a save, and raise its error if it failed on any rank."""
-    stats = SaveStats.of(future.result())
-    if dist.get_rank() == 0:
-        print(stats, flush=True)
+    stats = SaveStats.of(saving.upload_completion.result())
+    if dist.get_rank() == 0 and stats is not None:
+        print(f"{stats}; training waited {stats.stall_seconds:.3f} s", flush=True)
 
 
 def main() -> None:
@@ -50,15 +32,14 @@ def main() -> None:
     arguments = parser.parse_args()
 
     training = Training(start_distributed(), width=arguments.width, depth=arguments.depth)
-    group = checkpoint_group()
-    saving: Future[Metadata] | None = None
+    saving: AsyncSave | None = None
     while training.progress.step < arguments.steps:
         loss = training.train_step(arguments.global_batch)
         step = training.progress.step
         if step % arguments.save_every == 0:
             if saving is not None:
-                end_save(saving)  # one at a time: each holds a copy of the state
-            saving = begin_save(training, f"{arguments.checkpoints}/step-{step}", group)
+                end_save(saving)  # it was written while these steps were made
+            saving = async_save(training.state_dict(), f"{arguments.checkpoints}/step-{step}")
             if dist.get_rank() == 0:
                 print(f"step {step}  loss {loss:.4f}  saving in the background", flush=True)
     if saving is not None:

@@ -42,12 +42,21 @@ def test_reshard(tmp_path: Path) -> None:
 
 @pytest.mark.tools
 def test_train_async(tmp_path: Path) -> None:
-    """On one group for training and saves it deadlocks or aborts."""
+    """With collectives of training beside those of the saves."""
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     size = ["--width", "32", "--depth", "2", "--steps", "7", "--save-every", "2"]
     printed = run(*ranks, EXAMPLES / "train_async.py", "--checkpoints", tmp_path, *size)
     assert printed.count("saving in the background") == printed.count("saved ") == 3
     assert "loaded step 6" in printed
+
+
+@pytest.mark.slow
+def test_train_async_saves_200_times(tmp_path: Path) -> None:
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    size = ["--width", "16", "--depth", "1", "--steps", "400", "--save-every", "2"]
+    printed = run(*ranks, EXAMPLES / "train_async.py", "--checkpoints", tmp_path, *size)
+    assert printed.count("saving in the background") == printed.count("saved ") == 200
+    assert "loaded step 400" in printed
 
 
 @pytest.mark.tools

@@ -141,6 +141,7 @@ class Stage:
             where rank 1 is to die it is killed by rank 0, which goes on.
         published: whether our checkpoint is there by then.
         fresh: whether there is such a moment where no checkpoint is replaced.
+        staged: whether only the saves of `async_save` come there.
     """
 
     name: str
@@ -149,10 +150,12 @@ class Stage:
     on_every_rank: bool = False
     published: bool = False
     fresh: bool = True
+    staged: bool = False
 
 
 _WRITER, _POSIX = "dcp_nvcomp.saving.writer:NvcompWriter", "dcp_nvcomp.storage.local.filesystem:PosixFilesystem"
 _OUTPUT = "dcp_nvcomp.storage.local.output:PosixOutput"
+_STAGING = "dcp_nvcomp.saving.asynchronous.staging:Staging"
 _STOCK = "torch.distributed.checkpoint.filesystem:FileSystemWriter"
 _STOCK_FILES = "torch.distributed.checkpoint.filesystem:FileSystem"
 _PLANNER = "torch.distributed.checkpoint.default_planner:DefaultSavePlanner"
@@ -190,6 +193,20 @@ STAGES = (
         Seam("dcp_nvcomp.engines.cpu:CpuEngine", "encode_beside", "before", nth=3),
         Seam(_PLANNER, "resolve_data", "before", nth=3),
         on_every_rank=True,
+    ),
+    Stage(
+        "staging ends",
+        Seam(_STAGING, "staged", "before"),
+        None,
+        on_every_rank=True,
+        staged=True,
+    ),
+    Stage(
+        "all staged, nothing written",
+        Seam(_STAGING, "staged", "after"),
+        None,
+        on_every_rank=True,
+        staged=True,
     ),
     Stage(
         "file 2 opened",

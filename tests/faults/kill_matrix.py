@@ -26,11 +26,12 @@ RESULTS = Path(__file__).with_suffix(".json")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
 BEGIN, END = "<!-- kill matrix -->", "<!-- end -->"
 PATHS = ("fresh", "overwrite")
-RUNS = (("ours", "sync"), ("ours", "thread"), ("ours", "process"), ("stock", "sync"))
+RUNS = (("ours", "sync"), ("ours", "thread"), ("ours", "process"), ("ours", "staged"), ("stock", "sync"))
 COLUMNS = (
     ("this plugin", "ours", "sync"),
-    ("async, thread", "ours", "thread"),
-    ("async, process", "ours", "process"),
+    ("async_save", "ours", "staged"),
+    ("DCP's, thread", "ours", "thread"),
+    ("DCP's, process", "ours", "process"),
     ("stock DCP", "stock", "sync"),
 )
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+from dcp_nvcomp import async_save
+
 from . import forked
 from .failpoints import BY_NAME, STAGES, KillingPlanner, Stage
 from .saves import loaded, new_writer, sharded
@@ -25,7 +27,7 @@ class Case:
 
     Attributes:
         writer: "ours" or "stock".
-        how: "sync", or the "thread" or "process" of `dcp.async_save`.
+        how: "sync", the "thread" or "process" of `dcp.async_save`, or "staged" by this package's `async_save`.
         path: "fresh", with an earlier checkpoint elsewhere, or "overwrite".
         stage: name of a stage.
         victim: the rank that is killed.
@@ -63,7 +65,8 @@ def cases(writer: str, how: str) -> list[Case]:
     """All cases of a writer and a way to save: every stage that it has, on every path that has it, for every rank."""
 
     def has(stage: Stage, path: str) -> bool:
-        return getattr(stage, writer) is not None and (stage.fresh or path == "overwrite")
+        reached = getattr(stage, writer) is not None and (how == "staged" or not stage.staged)
+        return reached and (stage.fresh or path == "overwrite")
 
     paths = ("fresh", "overwrite")
     return [
@@ -85,8 +88,11 @@ def _save_killed(case: Case, directory: Path, checkpoint: Path) -> None:
     if case.how == "sync":
         dcp.save(state, storage_writer=writer, planner=planner)
         return
-    kind = AsyncCheckpointerType.THREAD if case.how == "thread" else AsyncCheckpointerType.PROCESS
-    future: Any = dcp.async_save(state, storage_writer=writer, planner=planner, async_checkpointer_type=kind)
+    if case.how == "staged":
+        future: Any = async_save(state, storage_writer=writer, planner=planner).upload_completion
+    else:
+        kind = AsyncCheckpointerType.THREAD if case.how == "thread" else AsyncCheckpointerType.PROCESS
+        future = dcp.async_save(state, storage_writer=writer, planner=planner, async_checkpointer_type=kind)
     for value in state.values():  # training goes on
         if not isinstance(value, str):
             value.to_local().fill_(-1)

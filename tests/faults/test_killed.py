@@ -30,7 +30,7 @@ from .killing import (
 )
 from .saves import loaded, save_next
 
-ALL = [case for how in ("sync", "thread", "process") for case in cases("ours", how)]
+ALL = [case for how in ("sync", "thread", "process", "staged") for case in cases("ours", how)]
 FAST = {
     Case("ours", "sync", "overwrite", "local plan", 1),
     Case("ours", "sync", "overwrite", "encode, item 3", 0),
@@ -44,6 +44,9 @@ FAST = {
     Case("ours", "sync", "overwrite", "one old file removed", 0),
     Case("ours", "thread", "overwrite", "after file 1", 1),
     Case("ours", "process", "overwrite", "before the fsync of file 2", 1),
+    Case("ours", "staged", "overwrite", "encode, item 3", 1),
+    Case("ours", "staged", "overwrite", "all staged, nothing written", 0),
+    Case("ours", "staged", "fresh", "half of a block written", 1),
     Case("ours", "process", "overwrite", "one old file removed", 0),
 }
 assert FAST.issubset(ALL)

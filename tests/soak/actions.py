@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
 
-from dcp_nvcomp import NvcompReader, NvcompWriter
+from dcp_nvcomp import NvcompReader, NvcompWriter, async_save
 from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.format.metadata.serialization import parse_metadata
 from dcp_nvcomp.format.names import METADATA_NAME
@@ -81,7 +81,7 @@ def save(
     writer_options: dict[str, Any],
     failing_rank: int | None = None,
 ) -> None:
-    """Save a content, `how` being `sync` or `async`."""
+    """Save a content, `how` being `sync`, `async` (that of DCP) or `staged`."""
     state = {"tensors": placed(content(family, seed), seed), "facts": facts(family, seed)}
     _break_system_calls(place, seed)
     writer = NvcompWriter(f"{place.url}/{path}", **writer_options, **place.options)
@@ -89,6 +89,12 @@ def save(
     no_dist = not dist.is_initialized()
     if how == "async":
         dcp.async_save(state, storage_writer=writer, planner=planner, no_dist=no_dist).result()
+    elif how == "staged":
+        saving = async_save(state, storage_writer=writer, planner=planner, no_dist=no_dist)
+        for tensor in state["tensors"].values():  # as training would
+            own = local(tensor)
+            own.copy_(~own)
+        saving.upload_completion.result()
     else:
         dcp.save(state, storage_writer=writer, planner=planner, no_dist=no_dist)
 

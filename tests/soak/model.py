@@ -135,7 +135,11 @@ class Model:
             **more.pop("writer_options", {}),
         }
         world_size = draw.randint(1, most_ranks)
-        options = {"how": draw.choice(["sync", "sync", "async"]), "writer_options": writer_options, **more}
+        options = {
+            "how": draw.choice(["sync", "sync", "async", "staged", "staged"]),
+            "writer_options": writer_options,
+            **more,
+        }
         arguments = (self.place, path, self.family[path], content, options)
         return Job(_save, arguments, world_size)
 

@@ -150,8 +150,11 @@ def _serve(connection: Any, job: Job, rank: int, meeting: Path) -> None:
 def _meet(job: Job, rank: int, meeting: Path) -> None:
     import torch.distributed as dist
 
+    from dcp_nvcomp.saving.asynchronous import sequence
+
     doomed = job.kill_after_seconds is not None
     timeout = timedelta(seconds=GLOO_SECONDS_OF_SURVIVORS if doomed else GLOO_SECONDS)
+    sequence._TIMEOUT = timeout  # of the groups that async_save makes
     method = f"file://{meeting}"
     try:
         dist.init_process_group("gloo", init_method=method, rank=rank, world_size=job.world_size, timeout=timeout)

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 _AT_ONCE = 2
 # Between two collectives of a save may lie its slowest rank's writing.
-_TIMEOUT = timedelta(hours=6)
+_TIMEOUT = timedelta(hours=2)
 
 
 class SaveSequence:
