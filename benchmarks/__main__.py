@@ -23,6 +23,7 @@ class Suite(str, Enum):
     ratio = "ratio"
     cpu = "cpu"
     overlap = "overlap"
+    asynchronous = "asynchronous"
     reshard = "reshard"
     scale = "scale"
     s3 = "s3"

@@ -21,6 +21,7 @@ from rich.console import Console
 
 from benchmarks import gpu_checkpoints, gpu_codecs, slices
 from benchmarks.__main__ import run_suite
+from benchmarks.asynchronous import CONTENDERS
 from benchmarks.auto_states import auto_states
 from benchmarks.in_memory import EngineCoder, have_zipnn, zstd_nbytes
 from benchmarks.measuring import Case, Settings, Spread, alternate, paired
@@ -82,6 +83,17 @@ def test_cpu(tmp_path: Path) -> None:
     ]
     assert rows["checkpoints"][0]["save_seconds"]["median"] > 0
     assert {row["state"] for row in rows["coders"]} == {"bf16", "fp32", "together"}
+
+
+@pytest.mark.tools
+def test_asynchronous(tmp_path: Path) -> None:
+    rows = run_quick("asynchronous", tmp_path)
+    assert [row["peer"] for row in rows["lost 1"]] == list(CONTENDERS)
+    for row in rows["lost 1"]:
+        assert 0 < row["stall"]["median"] <= row["lost"]["median"] and row["stall"]["median"] < row["durable"]["median"]
+    (bounds,) = rows["bounds 1"]
+    assert bounds["copy"]["median"] > 0 and bounds["encode"]["median"] > 0 and bounds["encoded"] > 0
+    assert len(rows["small"]) == 2 and len(rows["returns"]) == 1
 
 
 @pytest.mark.tools

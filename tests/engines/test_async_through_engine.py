@@ -39,14 +39,14 @@ def on_the_engine(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> StandInP
     return install_stand_ins(monkeypatch, kernels)
 
 
-def trained(count: int = 40, seed: int = 0) -> State:
+def trained(count: int = 16, seed: int = 0) -> State:
     generator = torch.Generator().manual_seed(seed)
     return {f"w{number}": torch.randn(700 + number, 300, generator=generator) * 0.02 for number in range(count)}
 
 
-@pytest.mark.parametrize("budget", [None, 1, 40 << 20])
+@pytest.mark.parametrize("budget", [None, 1])
 def test_only_encoded_bytes_are_staged(tmp_path: Path, on_the_engine: StandInPool, budget: int | None) -> None:
-    for seed in range(3):
+    for seed in range(2):
         state = trained(seed=seed)
         saving = async_save(state, tmp_path, no_dist=True, staging_budget_nbytes=budget)
         saving.staging_completion.result(100)
@@ -64,10 +64,10 @@ def test_only_encoded_bytes_are_staged(tmp_path: Path, on_the_engine: StandInPoo
 
 def test_segments_of_a_large_save_serve_the_next(tmp_path: Path, on_the_engine: StandInPool) -> None:
     nbytes = []
-    for seed in range(3):
+    for seed in range(2):
         async_save(trained(seed=seed), tmp_path / str(seed), no_dist=True).upload_completion.result(100)
         nbytes.append(kept().stores.pinned.nbytes)
-    assert nbytes == nbytes[:1] * 3
+    assert nbytes == nbytes[:1] * 2
 
 
 def test_tensors_of_both_engines(tmp_path: Path, on_the_engine: StandInPool) -> None:
