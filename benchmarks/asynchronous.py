@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from benchmarks.measuring import Settings, Spread, core_count, paired
 from benchmarks.peers import ours, save, stock_fsspec
 from benchmarks.processes import Ranks
-from benchmarks.results import Report
+from benchmarks.results import Plot, Report
 from benchmarks.sinks import LimitedFileSystem
 from benchmarks.states import State, build_state, nbytes_of
 from dcp_nvcomp import NvcompReader, async_save
@@ -75,8 +75,13 @@ def run(settings: Settings) -> Report:
     nbytes = settings.nbytes_or(503_000_000)
     with settings.scratch() as scratch:
         if settings.wants("lost"):
+            lost: dict[str, list[tuple[Any, Spread]]] = {name: [] for name in CONTENDERS}
             for world_size in (1,) if settings.quick else (1, core_count()):
-                _lost(report, world_size, nbytes, scratch)
+                for name, spread in _lost(report, world_size, nbytes, scratch).items():
+                    lost[name].append((world_size, spread))
+            report.plots.append(
+                Plot("Training that a save in the background costs", f"ranks on {core_count()} cores", "seconds", lost)
+            )
         if settings.wants("small"):
             _small(report, scratch)
         if settings.wants("returns"):
@@ -87,7 +92,7 @@ def run(settings: Settings) -> Report:
 # --- lost ------------------------------------------------------------------------------------------------------------
 
 
-def _lost(report: Report, world_size: int, nbytes: int, scratch: Path) -> None:
+def _lost(report: Report, world_size: int, nbytes: int, scratch: Path) -> dict[str, Spread]:
     settings = report.settings
     repeats = settings.repeats_or(5)
     settings.say(f"{world_size} ranks of {nbytes / 1e6:.0f} MB, a link of {RATE / 1e6:.0f} MB/s each, {repeats} times")
@@ -142,6 +147,7 @@ def _lost(report: Report, world_size: int, nbytes: int, scratch: Path) -> None:
     report.at_most(f"{of}: stall over encoding alone", mine["stall"].median / encode.median, 1.15)
     report.at_most(f"{of}: stall over a copy", mine["stall"].median / copy.median, 1.05 if world_size == 1 else 1.2)
     report.at_most(f"{of}: peak memory over encoded size + 64 MiB", mine["peak"] * 1e6 / (encoded_nbytes + 2**26), 1.0)
+    return {name: row["lost"] for name, row in rows.items()}
 
 
 def _measure(name: str, nbytes: int, source: Path | None, place: str, repeats: int) -> list[Cost]:
@@ -265,9 +271,9 @@ def _small(report: Report, scratch: Path) -> None:
     stalls = {name: _stalls(name, count, scratch, repeats) for name in ("dcp", "dcp_nvcomp")}
     table = report.table(
         "small",
-        f"Stall of a save of {count} tensors of 1 KB on one rank: median (lowest-highest) of {repeats}",
+        f"Small tensors, one rank: median (lowest-highest) of {repeats}",
         peer=("saved with", "s"),
-        stall=("stall, s", ".3f"),
+        stall=(f"stall of a save of {count:,} tensors of 1 KB, s", ".3f"),
     )
     for name, stall in stalls.items():
         table.add(peer=name, stall=stall)
@@ -301,8 +307,8 @@ def _returns(report: Report, nbytes: int, scratch: Path) -> None:
         (seconds,) = ranks.run(1, _return_seconds, nbytes, str(scratch / "returns"), repeats)
     table = report.table(
         "returns",
-        f'async_save(wait="nothing") of 100 tensors, {nbytes / 1e6:.0f} MB: median (lowest-highest) of {repeats}',
-        returns=("returns after, ms", ".2f"),
+        f"Returning at once: median (lowest-highest) of {repeats}",
+        returns=(f'async_save(wait="nothing") of 100 tensors, {nbytes / 1e6:.0f} MB, returns after, ms', ".2f"),
     )
     row = table.add(returns=Spread(tuple(seconds)).scaled(1e3))
     report.at_most('wait="nothing" returns after, ms', row["returns"].median, 5.0)
