@@ -89,19 +89,22 @@ class SaveSequence:
         self._count += 1
         self._latest = [*self._latest, (upload, staging)][-_AT_ONCE:]
         # not a daemon: the interpreter waits for it before it exits
-        threading.Thread(target=self._run, args=(save, staging, upload, earlier), name="dcp-async-save").start()
+        threading.Thread(
+            target=self._run, args=(self._count, save, staging, upload, earlier), name="dcp-async-save"
+        ).start()
         return upload
 
     def _run(
         self,
+        number: int,
         save: Callable[[dist.ProcessGroup | None], Metadata],
         staging: Staging,
         upload: UploadFuture,
         earlier: Sequence[UploadFuture],
     ) -> None:
         try:
-            self._agree(earlier)
-            metadata = save(self._for_saves[self._count % _AT_ONCE])
+            self._agree(number, earlier)
+            metadata = save(self._for_saves[number % _AT_ONCE])
         except BaseException as error:
             if not isinstance(error, EarlierSaveError):
                 logger.error("An asynchronous save failed: %s: %s", type(error).__name__, error)
@@ -111,16 +114,16 @@ class SaveSequence:
             staging.staged()  # unless the writer has said so long ago
             upload.set_result(metadata)
 
-    def _agree(self, earlier: Sequence[UploadFuture]) -> None:
+    def _agree(self, number: int, earlier: Sequence[UploadFuture]) -> None:
         """Make sure that all ranks are at the same save, and that none has an earlier error that nobody saw.
 
         Raises:
             EarlierSaveError: on all ranks, if one of them has.
         """
         error = next((error for upload in earlier if (error := upload.take_unseen_error()) is not None), None)
-        failed, counts = [int(error is not None)], [self._count]
+        failed, counts = [int(error is not None)], [number]
         if self._for_agreeing is not None:
-            mine = torch.tensor([self._count, int(error is not None)])
+            mine = torch.tensor([number, int(error is not None)])
             ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._for_agreeing))]
             dist.all_gather(ranks, mine, group=self._for_agreeing)
             counts, failed = torch.stack(ranks).T.tolist()
