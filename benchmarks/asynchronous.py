@@ -97,7 +97,7 @@ def _lost(report: Report, world_size: int, nbytes: int, scratch: Path) -> dict[s
     repeats = settings.repeats_or(5)
     settings.say(f"{world_size} ranks of {nbytes / 1e6:.0f} MB, a link of {RATE / 1e6:.0f} MB/s each, {repeats} times")
     table = report.table(
-        f"lost {world_size}",
+        f"lost-{world_size}",
         f"One save of {nbytes / 1e6:.0f} MB a rank on {world_size} of {core_count()} cores, link of "
         f"{RATE / 1e6:.0f} MB/s: median (lowest-highest) of {repeats}, of the slowest rank",
         peer=("saved with", "s"),
@@ -137,7 +137,7 @@ def _lost(report: Report, world_size: int, nbytes: int, scratch: Path) -> dict[s
     copy, encode = (max((one[at] for one in bounds), key=lambda spread: spread.median) for at in range(2))
     encoded_nbytes = max(one[2] for one in bounds)
     table = report.table(
-        f"bounds {world_size}",
+        f"bounds-{world_size}",
         f"Lower bounds of the stall, on {world_size} of {core_count()} cores",
         copy=("copy to memory that is there, s", ".3f"),
         encode=("encoding alone, s", ".3f"),

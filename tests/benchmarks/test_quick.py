@@ -88,10 +88,10 @@ def test_cpu(tmp_path: Path) -> None:
 @pytest.mark.tools
 def test_asynchronous(tmp_path: Path) -> None:
     rows = run_quick("asynchronous", tmp_path)
-    assert [row["peer"] for row in rows["lost 1"]] == list(CONTENDERS)
-    for row in rows["lost 1"]:
+    assert [row["peer"] for row in rows["lost-1"]] == list(CONTENDERS)
+    for row in rows["lost-1"]:
         assert 0 < row["stall"]["median"] <= row["lost"]["median"] and row["stall"]["median"] < row["durable"]["median"]
-    (bounds,) = rows["bounds 1"]
+    (bounds,) = rows["bounds-1"]
     assert bounds["copy"]["median"] > 0 and bounds["encode"]["median"] > 0 and bounds["encoded"] > 0
     assert len(rows["small"]) == 2 and len(rows["returns"]) == 1
 
