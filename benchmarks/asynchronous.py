@@ -100,7 +100,7 @@ def _lost(report: Report, world_size: int, nbytes: int, scratch: Path) -> dict[s
         f"lost-{world_size}",
         f"One save of {nbytes / 1e6:.0f} MB a rank on {world_size} of {core_count()} cores, link of "
         f"{RATE / 1e6:.0f} MB/s: median (lowest-highest) of {repeats}, of the slowest rank",
-        peer=("saved with", "s"),
+        peer=("saved with", ""),
         lost=("lost training, s", ".3f"),
         stall=("stall, s", ".3f"),
         first=("stall of the first, s", ".3f"),
@@ -272,7 +272,7 @@ def _small(report: Report, scratch: Path) -> None:
     table = report.table(
         "small",
         f"Small tensors, one rank: median (lowest-highest) of {repeats}",
-        peer=("saved with", "s"),
+        peer=("saved with", ""),
         stall=(f"stall of a save of {count:,} tensors of 1 KB, s", ".3f"),
     )
     for name, stall in stalls.items():
