@@ -40,6 +40,7 @@ def test_a_process_that_ends_finishes_its_save_first(tmp_path: Path) -> None:
     assert len(file_names(tmp_path)) == 22
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_of_an_error_finishes_its_save_too(tmp_path: Path) -> None:
     script = """
         import sys, torch
