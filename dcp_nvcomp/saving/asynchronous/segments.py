@@ -194,13 +194,23 @@ def _address(view: memoryview) -> int:
 class _LaneMemory(TaskMemory):
     """Segments that tasks of one lane fill, as many at a time as threads encode for it."""
 
-    def __init__(self, memory: StagingMemory, room_nbytes: int, take_segment: Callable[[], _Segment]) -> None:
+    def __init__(
+        self,
+        memory: StagingMemory,
+        store: SegmentStore,
+        allocate: Callable[[int], memoryview],
+        *,
+        segment_nbytes: int,
+        room_nbytes: int,
+    ) -> None:
         self.room_nbytes = room_nbytes
         self._memory = memory
-        self._take_segment = take_segment
+        self._store = store
+        self._allocate = allocate
+        self._segment_nbytes = segment_nbytes
         self._lock = threading.Lock()
         self._open: list[_Segment] = []  # those that no thread fills just now
-        self.taken: set[_Segment] = set()
+        self._taken: set[_Segment] = set()
 
     def reserve(self) -> None:
         self._memory.reserve(self.room_nbytes)
@@ -213,8 +223,8 @@ class _LaneMemory(TaskMemory):
             if self._open:
                 segment = self._open.pop()
             else:
-                segment = self._take_segment()
-                self.taken.add(segment)
+                segment = self._store.take(self._segment_nbytes, self._allocate)
+                self._taken.add(segment)
             segment.in_use += 1
         return _Staged(self, segment)
 
@@ -231,10 +241,15 @@ class _LaneMemory(TaskMemory):
             segment.in_use -= 1
             is_free = segment.is_full and not segment.in_use
             if is_free:
-                self.taken.remove(segment)
+                self._taken.remove(segment)
         if is_free:
-            self._memory.give_back_segment(segment)
+            self._store.give_back(segment)
         self._memory.give_back(nbytes)
+
+    def end(self) -> None:
+        """Give back all segments, once the threads of the save have ended."""
+        while self._taken:
+            self._store.give_back(self._taken.pop())
 
 
 class StagingMemory(JobMemory):
@@ -270,27 +285,22 @@ class StagingMemory(JobMemory):
             self._may_write.set()
 
     def host(self, lane: int) -> TaskMemory:
-        return self._lane((lane, False), HOST_ROOM_NBYTES)
+        return self._lane((lane, False))
 
     def cuda(self, lane: int) -> TaskMemory:
-        return self._lane((lane, True), self._cuda_room_nbytes)
+        return self._lane((lane, True))
 
-    def _lane(self, key: tuple[int, bool], room_nbytes: int) -> _LaneMemory:
+    def _lane(self, key: tuple[int, bool]) -> _LaneMemory:
         if key not in self._lanes:  # only the thread that feeds asks
-            take = self._take_pinned if key[1] else self._take_plain
-            self._lanes[key] = _LaneMemory(self, room_nbytes, take)
+            is_cuda, room_nbytes = key[1], self._cuda_room_nbytes
+            self._lanes[key] = _LaneMemory(
+                self,
+                self._stores.pinned if is_cuda else self._stores.plain,
+                self._pinned.allocate if is_cuda else plain_allocate,
+                segment_nbytes=_ROOMS_OF_CUDA_SEGMENT * room_nbytes if is_cuda else HOST_SEGMENT_NBYTES,
+                room_nbytes=room_nbytes if is_cuda else HOST_ROOM_NBYTES,
+            )
         return self._lanes[key]
-
-    def _take_plain(self) -> _Segment:
-        return self._stores.plain.take(HOST_SEGMENT_NBYTES, plain_allocate)
-
-    def _take_pinned(self) -> _Segment:
-        return self._stores.pinned.take(_ROOMS_OF_CUDA_SEGMENT * self._cuda_room_nbytes, self._pinned.allocate)
-
-    def give_back_segment(self, segment: _Segment) -> None:
-        """Keep a segment whose tasks are all written."""
-        is_plain = len(segment.view) == HOST_SEGMENT_NBYTES
-        (self._stores.plain if is_plain else self._stores.pinned).give_back(segment)
 
     def reserve(self, nbytes: int) -> None:
         """Reserve memory for a task; if there is none, wait until others are encoded, and then for writing.
@@ -345,7 +355,6 @@ class StagingMemory(JobMemory):
     def end(self) -> None:
         """Give back everything, once the threads of the save have ended: tasks that were never encoded hold room."""
         for lane in self._lanes.values():
-            for segment in lane.taken:
-                self.give_back_segment(segment)
+            lane.end()
         self._lanes.clear()
         self.give_back(self._held_nbytes)

@@ -412,14 +412,20 @@ def test_a_save_that_fails_at_any_block_never_hangs(
     assert_the_next_one_works(tmp_path)
 
 
+def fails_unseen(path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncSave:
+    """Make a save that fails while it writes, and wait for it without looking at its outcome."""
+    with monkeypatch.context() as patch:
+        patch.setattr(DataFileWriter, "append", fail)
+        saving = begin(large_state(), path)
+        while not saving.upload_completion.done():
+            time.sleep(0.01)
+    return saving
+
+
 def test_an_error_that_nobody_looked_at_is_raised_by_the_next_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(DataFileWriter, "append", fail)
-        saving = begin(large_state(), tmp_path)
-        while not saving.upload_completion.done():
-            time.sleep(0.01)
+    saving = fails_unseen(tmp_path, monkeypatch)
     with pytest.raises(errors.EarlierSaveError, match="on purpose") as caught:
         begin(constant_state(), tmp_path)
     assert caught.value.__cause__ is saving.upload_completion.exception()
@@ -431,11 +437,7 @@ def test_an_error_that_nobody_looked_at_is_raised_by_the_next_save(
 def test_with_wait_nothing_it_is_in_the_futures_and_raised_by_the_one_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(DataFileWriter, "append", fail)
-        saving = begin(large_state(), tmp_path)
-        while not saving.upload_completion.done():
-            time.sleep(0.01)
+    fails_unseen(tmp_path, monkeypatch)
     second = begin(constant_state(), tmp_path, wait="nothing")
     with pytest.raises(errors.EarlierSaveError):
         begin(constant_state(), tmp_path)

@@ -53,7 +53,7 @@ def test_gaps_between_blocks_are_closed() -> None:
         kept = keep(room, *sizes, gap_nbytes=77_777)
         assert [bytes(block.data) for block in kept] == [bytes([at]) * nbytes for at, nbytes in enumerate(sizes)]
     assert memory.staged_nbytes == 50 * sum(sizes)
-    assert len(host.taken) == 2, "30 MB in segments of 16 MiB"  # type: ignore[attr-defined]
+    assert len(host._taken) == 2, "30 MB in segments of 16 MiB"  # type: ignore[attr-defined]
 
 
 def goes_on(work: Callable[[], None], seconds: float = 0.1) -> tuple[threading.Thread, bool]:
