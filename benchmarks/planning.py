@@ -31,8 +31,8 @@ from benchmarks.results import Plot, Report
 from dcp_nvcomp import NvcompWriter
 from dcp_nvcomp.format.metadata.serialization import parse_metadata
 from dcp_nvcomp.format.names import METADATA_NAME, data_file_name
+from dcp_nvcomp.saving.results import RankResults
 from dcp_nvcomp.saving.stats import RankTotals, Totals
-from dcp_nvcomp.saving.writer import RankResults
 
 # ranks, tensors: as many shards again on 8 times the ranks, then twice as many shards
 CASES = ((64, 1_000), (512, 1_000), (4_096, 125), (1_024, 1_000))

@@ -9,6 +9,7 @@
     ├── CheckpointReplacedError          another save replaced the checkpoint during a load: load again
     ├── ConcurrentSaveError              another save won the same path
     ├── EarlierSaveError                 an asynchronous save failed before, and nobody saw it: this one was not made
+    ├── RankFailedError                  another rank failed, or this one with a foreign error (also RuntimeError)
     ├── StorageError                     the storage refused or failed: permissions, disk full, network (also OSError)
     ├── MetadataError                    `.metadata` can't be read or contradicts itself
     │   └── UnsafeMetadataError          `.metadata` asks for a global, a call or more memory than is allowed
@@ -29,7 +30,7 @@ DCP gathers errors across ranks with pickle, so each of them survives it with al
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dcp_nvcomp.redaction import without_secrets
@@ -48,6 +49,7 @@ __all__ = [
     "FormatError",
     "IncompleteCheckpointError",
     "MetadataError",
+    "RankFailedError",
     "ShapeMismatchError",
     "StorageError",
     "TruncatedFileError",
@@ -171,6 +173,33 @@ class EarlierSaveError(CheckpointError):
 
     The save that raises it was not made. It is raised on all ranks.
     """
+
+
+class RankFailedError(CheckpointError, RuntimeError):
+    """A rank failed with an error that is none of this package, or before the save or load began; raised on all ranks.
+
+    Attributes:
+        failures: what failed, by rank in the process group.
+    """
+
+    failures: Mapping[int, str] = {}
+
+    @classmethod
+    def of(cls, failures: Mapping[int, str]) -> RankFailedError:
+        """Tell which ranks failed, and the first of the reasons.
+
+        Args:
+            failures: why, by rank; at least one.
+        """
+        ranks = sorted(failures)
+        some = f"{', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}"
+        which = f"Rank {some}" if len(ranks) == 1 else f"{len(ranks)} ranks ({some})"
+        first = failures[ranks[0]]
+        error = cls(
+            f"{which} failed: {first}" if len(ranks) == 1 else f"{which} failed, the first of them with {first}"
+        )
+        error.failures = {rank: without_secrets(reason) for rank, reason in failures.items()}
+        return error
 
 
 class StorageError(CheckpointError, OSError):

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import settings
 
 from dcp_nvcomp.engines import notices
+from dcp_nvcomp.saving.kept import forget_all
 from tests.effort import examples
 from tests.skips import RequireGpu
 
@@ -81,6 +82,13 @@ class _Lost(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.messages.append(record.getMessage())
+
+
+@pytest.fixture(autouse=True)
+def like_a_new_process() -> Iterator[None]:
+    """Let no test find what the saves of another one kept for the process."""
+    yield
+    forget_all()
 
 
 @pytest.fixture(autouse=True)

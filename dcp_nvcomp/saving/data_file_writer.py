@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.encoded import EncodedBlock, checksum
@@ -132,11 +132,9 @@ class DataFileWriter:
         self.stream.close()
         return DataFileRef(self._name, nbytes, trailer.footer_nbytes, trailer.footer_crc)
 
-    def results(self, file: DataFileRef) -> list[WriteResult]:
-        """Return what `.metadata` needs to know of each item; the file is one plain tuple for all of them."""
-        shared = tuple(file)
-        with collector_paused():
-            return [WriteResult(member.item_index, nbytes, (shared, number)) for member, number, nbytes in self._items]
+    def items(self) -> list[tuple[MetadataIndex, int, int]]:
+        """Return of each item the index of DCP, its encoded size, and the number of its record; after `finish`."""
+        return [(member.item_index, nbytes, number) for member, number, nbytes in self._items]
 
     def _write_header(self, is_large: bool) -> None:
         """Write the header before the first record, so that a large one begins at a multiple of 4096."""

@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.planner import WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_nvcomp.engines.cuda.engine import EnginePolicy
 from dcp_nvcomp.engines.cuda.pool import ENGINES_PER_DEVICE
@@ -42,6 +41,7 @@ from dcp_nvcomp.saving.encode.records import RecordMaker
 from dcp_nvcomp.saving.encode.sources import Source, Workbench, encode_parts
 from dcp_nvcomp.saving.encode.tasks import Task, Tasks
 from dcp_nvcomp.saving.file_plan import PlannedFile, small_together
+from dcp_nvcomp.saving.results import WrittenFile
 from dcp_nvcomp.saving.stats import RankTotals
 from dcp_nvcomp.storage.base import Filesystem
 
@@ -125,15 +125,15 @@ class SaveJob:
         self._unstaged = 1  # tasks that are not encoded yet, and the feeding of them
         self._lock = threading.Lock()
         self._opened: list[str] = []
-        self._results: list[WriteResult] = []
+        self._written: list[WrittenFile] = []
         self._busy: dict[str, list[float]] = {"encode": [], "write": []}
         self.totals = RankTotals()
 
-    def run(self) -> list[WriteResult]:
+    def run(self) -> list[WrittenFile]:
         """Write all files.
 
         Returns:
-            One result per item.
+            The files, and the items in each.
 
         Raises:
             BaseException: the first error of any thread. The files have been removed.
@@ -144,7 +144,7 @@ class SaveJob:
             self._remove_files()
             raise
         self.totals.seconds.update({stage: max(spent, default=0.0) for stage, spent in self._busy.items()})
-        return self._results
+        return self._written
 
     def _remove_files(self) -> None:
         try:
@@ -290,7 +290,7 @@ class SaveJob:
                 self.totals.files[file.name] = file.nbytes
                 for codec, dtype, totals in output.totals:
                     self.totals.add(codec, dtype, totals)
-                self._results.extend(output.results(file))
+                self._written.append(WrittenFile(file, output.items()))
             return None
         return output
 

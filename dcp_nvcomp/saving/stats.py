@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.storage import WriteResult
 
-__all__ = ["RankResults", "RankTotals", "SaveStats", "Totals", "summarize"]
+__all__ = ["RankTotals", "SaveStats", "Totals", "summarize"]
 
 _ATTRIBUTE = "dcp_nvcomp_save_stats"
 STAGES = ("plan", "encode", "write", "commit")
@@ -64,14 +63,6 @@ class RankTotals:
     def add(self, codec: str, dtype: str, totals: Totals) -> None:
         """Count some records of one codec and dtype."""
         self.by[codec, dtype] = self.by.get((codec, dtype), Totals()) + totals
-
-
-class RankResults(list[WriteResult]):
-    """The write results of one rank with its measurements. DCP sends the list to the coordinator as it is."""
-
-    def __init__(self, results: Iterable[WriteResult], totals: RankTotals) -> None:
-        super().__init__(results)
-        self.totals = totals
 
 
 @dataclass(frozen=True)

@@ -52,20 +52,21 @@ from dcp_nvcomp.options import (
     shown,
 )
 from dcp_nvcomp.redaction import without_secrets
-from dcp_nvcomp.saving.asynchronous.kept import kept
 from dcp_nvcomp.saving.asynchronous.staging import Staging
 from dcp_nvcomp.saving.commit import commit_checkpoint, commit_rank, refuse_existing
 from dcp_nvcomp.saving.encode.buffers import BufferMemory
-from dcp_nvcomp.saving.encode.choices import RememberedChoices
 from dcp_nvcomp.saving.encode.memory import JobMemory
 from dcp_nvcomp.saving.encode.records import RecordMaker
 from dcp_nvcomp.saving.file_plan import PlannedFile, plan_files, planned_nbytes
 from dcp_nvcomp.saving.job import SaveJob, SaveOptions
+from dcp_nvcomp.saving.kept import kept
 from dcp_nvcomp.saving.orphans import Orphans
+from dcp_nvcomp.saving.plans.planner import KeepingPlanner
 from dcp_nvcomp.saving.progress import ProgressBar
 from dcp_nvcomp.saving.published import LastPublished
+from dcp_nvcomp.saving.results import RankResults, placed_items, storage_data, write_results
 from dcp_nvcomp.saving.saves import Save, Saves
-from dcp_nvcomp.saving.stats import RankResults, RankTotals, SaveStats, summarize
+from dcp_nvcomp.saving.stats import RankTotals, SaveStats, summarize
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.open import open_filesystem
 from dcp_nvcomp.version import VERSION
@@ -186,12 +187,11 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         self._saves = saves
         self._orphans = Orphans()
         self._unfinished = False
-        self._remembered = RememberedChoices()
         self._last_published = LastPublished()
 
     def __getstate__(self) -> dict[str, Any]:
         # the process checkpointer of dcp.async_save sends the writer to its child process for each save
-        own = ("_orphans", "_unfinished", "_remembered", "_last_published")
+        own = ("_orphans", "_unfinished", "_last_published")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -297,7 +297,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         Raises:
             BaseException: the first error of any thread. The files of this save have been removed.
         """
-        save = self._saves.current
+        save, is_kept = self._saves.current, isinstance(planner, KeepingPlanner) and planner.is_kept
         if plan.storage_data is True:
             self._orphans.remove(self._open)
         planned_seconds = time.perf_counter() - save.started_seconds
@@ -307,7 +307,11 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
             lanes = self._lanes(plan, filesystem)
             with self._memory(nbytes, write_threads=len(lanes)) as memory:
                 job = self._job(lanes, planner, filesystem, memory, progress=bar.update)
-                results = RankResults(job.run(), job.totals)
+                written = job.run()
+        if is_kept:
+            results = RankResults((), job.totals, placed_items(written, plan))
+        else:
+            results = RankResults(write_results(written), job.totals)
         results.totals.seconds["plan"] = planned_seconds
         if self._saves.staging is not None:
             self._saves.staging.measure(results.totals)
@@ -344,7 +348,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         return SaveJob(
             filesystem,
             lanes,
-            lambda: RecordMaker(self._chooser, self._engine_choice, self._remembered, pack=self.single_file_per_rank),
+            lambda: RecordMaker(self._chooser, self._engine_choice, kept().choices, pack=self.single_file_per_rank),
             planner.resolve_data,
             SaveOptions(
                 thread_count=self.thread_count,
@@ -388,7 +392,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
             self._saves.staging.wait_for_turn()
         save, start = self._saves.current, time.perf_counter()
         metadata.version = "1.0.0"
-        metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
+        metadata.storage_data = storage_data(metadata, results)
         metadata.storage_meta = StorageMeta(checkpoint_id=without_secrets(save.path), save_id=save.save_id)
         with contextlib.closing(self._open(save.path)) as filesystem:
             if save.use_collectives:

@@ -134,7 +134,7 @@ def _one_more_on_a_rank(path: Path) -> list[str]:
         except errors.EarlierSaveError as error:
             said.append(str(error))
         if seed == 0 and dist.get_rank() == 0:
-            from dcp_nvcomp.saving.asynchronous.kept import kept
+            from dcp_nvcomp.saving.kept import kept
 
             kept().sequence(dist.group.WORLD)._count += 1
     return said

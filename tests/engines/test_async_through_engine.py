@@ -12,9 +12,9 @@ import torch
 from dcp_nvcomp import SaveStats, async_save
 from dcp_nvcomp.engines.cuda.device import Kernels
 from dcp_nvcomp.engines.memory import plain_allocate
-from dcp_nvcomp.saving.asynchronous import kept as keeping
+from dcp_nvcomp.saving import kept as keeping
 from dcp_nvcomp.saving.asynchronous import segments
-from dcp_nvcomp.saving.asynchronous.kept import kept
+from dcp_nvcomp.saving.kept import kept
 from tests.checkpoints import assert_loads
 from tests.states import State
 
@@ -28,9 +28,9 @@ pytestmark = [
 
 @pytest.fixture
 def on_its_own() -> Iterator[None]:
-    keeping._begin_again()
+    keeping.forget_all()
     yield
-    keeping._begin_again()
+    keeping.forget_all()
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ LAYERS = (
     ("saving", "loading"),
     ("format",),
     ("engines", "storage"),
-    ("codecs", "options"),
+    ("calls", "codecs", "options"),
     ("errors",),
     ("redaction", "version"),
 )

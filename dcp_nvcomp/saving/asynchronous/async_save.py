@@ -15,33 +15,27 @@ training goes on                                                                
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.checkpoint.stateful import Stateful
 
-from dcp_nvcomp.errors import CheckpointError, ConfigurationError, EarlierSaveError
+from dcp_nvcomp.calls.ranks import group_of
+from dcp_nvcomp.calls.values import try_values_of
+from dcp_nvcomp.errors import EarlierSaveError
 from dcp_nvcomp.options import check_choice
-from dcp_nvcomp.saving.asynchronous.kept import kept
-from dcp_nvcomp.saving.asynchronous.planner import ReleasingPlanner, wrapped
 from dcp_nvcomp.saving.asynchronous.staging import Staging
 from dcp_nvcomp.saving.asynchronous.streams import CallersStreams
+from dcp_nvcomp.saving.kept import kept
+from dcp_nvcomp.saving.run_save import planner_for, run_save, writer_for
 from dcp_nvcomp.saving.writer import NvcompWriter
 
 __all__ = ["AsyncSave", "async_save"]
 
 _WAITS = ("staged", "nothing")
-# isinstance of the protocol Stateful takes 34 us, and none of these is one
-_PLAIN = (torch.Tensor, dict, list, tuple, int, float, str, bytes, type(None))
 
 
 @dataclass(frozen=True)
@@ -106,26 +100,29 @@ def async_save(
         ['w']
     """
     check_choice("wait", wait, _WAITS)
-    writer = _writer(storage_writer, checkpoint_id, writer_options)
-    live = {key: value.state_dict() if _is_stateful(value) else value for key, value in state_dict.items()}
-    is_distributed = not no_dist and dist.is_available() and dist.is_initialized()
-    releasing = ReleasingPlanner(planner or DefaultSavePlanner())
-    streams = CallersStreams(live)
+    writer = writer_for("async_save", storage_writer, checkpoint_id, writer_options)
+    values, failure = try_values_of(state_dict)  # if it failed, begin all the same, as the other ranks do
+    keeping = planner_for(planner, writer, failure)
+    streams = CallersStreams(values)
 
     def release() -> None:
-        releasing.release()
-        live.clear()
+        keeping.release()
+        values.clear()
 
     with kept().lock:  # saves of several threads, one after the other
-        sequence = kept().sequence((process_group or dist.group.WORLD) if is_distributed else None)
+        sequence = kept().sequence(group_of(process_group, no_dist=no_dist))
         sequence.wait_for_room()
         staging = Staging(kept().stores, release, sequence.last)
 
         def save(group: dist.ProcessGroup | None) -> Metadata:
             with streams.followed(), writer.staged_by(staging):
-                return _save(wrapped(live), checkpoint_id, writer, releasing, group)
+                return run_save(values, checkpoint_id, writer, keeping, group)
 
         upload = sequence.begin(save, staging)
+    if failure is not None:
+        upload.wait()
+        upload.was_looked_at = True
+        raise failure
     if wait == "staged":
         error = staging.wait()
         if isinstance(error, EarlierSaveError):
@@ -133,49 +130,3 @@ def async_save(
             raise error
     staging.returned()
     return AsyncSave(staging.completion, upload)
-
-
-def _writer(
-    writer: NvcompWriter | None, checkpoint_id: str | os.PathLike[str] | None, options: Mapping[str, Any]
-) -> NvcompWriter:
-    if writer is None:
-        if checkpoint_id is None:
-            raise ConfigurationError("async_save needs a checkpoint_id or a storage_writer.")
-        return NvcompWriter(checkpoint_id, **options)
-    if not isinstance(writer, NvcompWriter):
-        raise ConfigurationError(
-            f"async_save needs an NvcompWriter, not a {type(writer).__name__}: use dcp.async_save with other writers."
-        )
-    if options:
-        raise ConfigurationError(f"Give {', '.join(sorted(options))} to the writer: there is a storage_writer.")
-    return writer
-
-
-def _is_stateful(value: Any) -> bool:
-    return type(value) not in _PLAIN and not isinstance(value, torch.Tensor) and isinstance(value, Stateful)
-
-
-def _save(
-    state_dict: dict[str, Any],
-    checkpoint_id: str | os.PathLike[str] | None,
-    writer: NvcompWriter,
-    planner: SavePlanner,
-    group: dist.ProcessGroup | None,
-) -> Metadata:
-    try:
-        metadata: Metadata = dcp_save(
-            state_dict,
-            checkpoint_id=checkpoint_id,
-            storage_writer=writer,
-            planner=planner,
-            process_group=group,
-            no_dist=group is None,
-        )
-        return metadata
-    except CheckpointException as error:  # of any ranks, the same on all of them
-        own = 0 if group is None else dist.get_rank(group)
-        failures = {rank: failure for rank, (failure, _) in error.failures.items()}
-        ours = failures.get(own, next(iter(failures.values()), None))
-        if isinstance(ours, CheckpointError):
-            raise ours from error
-        raise

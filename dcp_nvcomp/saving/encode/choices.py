@@ -60,7 +60,7 @@ class _Kept:
 
 
 class RememberedChoices:
-    """The choices of one writer. Any thread may use it: each step is one operation on a dict."""
+    """The choices of earlier saves. Any thread may use it: each step is one operation on a dict."""
 
     def __init__(self) -> None:
         self._kept: dict[_Key, _Kept] = {}
@@ -129,7 +129,7 @@ class AutoChoice(ChainChoice):
         record: the record.
         array: its elements.
         grid: its blocks.
-        remembered: the writer's earlier choices; None if there is no use in remembering this one.
+        remembered: earlier choices; None if there is no use in remembering this one.
     """
 
     def __init__(

@@ -49,7 +49,7 @@ class Packer:
     Args:
         policy: picks the packs' codecs.
         engine: picks the engine.
-        remembered: the writer's earlier choices.
+        remembered: earlier choices.
     """
 
     def __init__(self, policy: CodecPolicy, engine: EngineChoice, remembered: RememberedChoices) -> None:

@@ -52,7 +52,7 @@ class RecordMaker:
     Args:
         chooser: picks the codec chain.
         engine: picks the engine.
-        remembered: the writer's earlier choices.
+        remembered: earlier choices.
         pack: whether small items may share a block.
     """
 

@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_nvcomp import AsyncSave, NvcompWriter, SaveStats, async_save, errors
-from dcp_nvcomp.saving.asynchronous import kept as keeping
-from dcp_nvcomp.saving.asynchronous.kept import kept
+from dcp_nvcomp.saving import kept as keeping
 from dcp_nvcomp.saving.data_file_writer import DataFileWriter
 from dcp_nvcomp.saving.encode import sources
+from dcp_nvcomp.saving.kept import kept
 from dcp_nvcomp.storage.local.output import PosixOutput
 from tests.checkpoints import assert_loads, file_names, save
 from tests.conformance.sabotage import Sabotage
@@ -39,7 +39,7 @@ PATIENCE_SECONDS = 120.0  # on a busy machine
 @pytest.fixture
 def on_its_own() -> Iterator[None]:
     """Each test begins like a process of its own, and leaves no save under way."""
-    keeping._begin_again()
+    keeping.forget_all()
     yield
     patience = time.monotonic() + PATIENCE_SECONDS
     while names := [thread.name for thread in threading.enumerate() if thread.name.startswith("dcp-")]:
@@ -310,7 +310,7 @@ def test_the_collector_is_on_while_a_save_is_staged(tmp_path: Path, monkeypatch:
 def test_segments_are_kept_until_close(tmp_path: Path) -> None:
     nbytes = []
     for number in range(3):
-        writer = NvcompWriter(tmp_path / str(number))
+        writer = NvcompWriter(tmp_path / str(number), thread_count=1)  # each thread fills a segment, if it finds work
         async_save(large_state(count=2), storage_writer=writer, no_dist=True).upload_completion.result(PATIENCE_SECONDS)
         nbytes.append(kept().stores.plain.nbytes)
     assert nbytes[0] > 0 and nbytes == nbytes[:1] * 3

@@ -1,4 +1,4 @@
-"""What asynchronous saves of a process keep from one to the next: segments, groups, and which saves are under way.
+"""What saves of a process keep for the next ones: plans, choices of codecs, segments, and which saves are under way.
 
 Kept for the process and not by a writer: a new writer for each save is usual.
 """
@@ -12,25 +12,31 @@ import torch.distributed as dist
 
 from dcp_nvcomp.saving.asynchronous.segments import SegmentStores
 from dcp_nvcomp.saving.asynchronous.sequence import SaveSequence
+from dcp_nvcomp.saving.encode.choices import RememberedChoices
+from dcp_nvcomp.saving.plans.kept_plans import KeptPlans
 
-__all__ = ["Kept", "kept"]
+__all__ = ["Kept", "forget_all", "kept"]
 
 
 class Kept:
     """What is kept.
 
     Attributes:
-        stores: the segments.
-        lock: held while a save begins.
+        plans: those of our own save calls.
+        choices: what `auto` chose.
+        stores: segments of asynchronous saves.
+        lock: held while an asynchronous save begins.
     """
 
     def __init__(self) -> None:
+        self.plans = KeptPlans()
+        self.choices = RememberedChoices()
         self.stores = SegmentStores()
         self.lock = threading.Lock()
         self._sequences: list[SaveSequence] = []
 
     def sequence(self, group: dist.ProcessGroup | None) -> SaveSequence:
-        """Return the saves over a group; all ranks of a group call this in the same order.
+        """Return the asynchronous saves over a group; all ranks of a group call this in the same order.
 
         Args:
             group: the process group; None without torch.distributed.
@@ -52,10 +58,14 @@ def kept() -> Kept:
     return _kept
 
 
-def _begin_again() -> None:
-    """In a forked child: the threads of the saves are not there, and connections and page-locked memory not its own."""
+def forget_all() -> None:
+    """Keep nothing, as a new process does; saves that are under way go on.
+
+    A forked child begins like this: it has none of the threads of the saves, one of which may hold a lock, and neither
+    connections nor page-locked memory of its own.
+    """
     global _kept
     _kept = Kept()
 
 
-os.register_at_fork(after_in_child=_begin_again)
+os.register_at_fork(after_in_child=forget_all)

@@ -1,0 +1,36 @@
+"""The ranks of a call, and what they raise."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dcp_nvcomp.errors import CheckpointError, RankFailedError
+
+__all__ = ["error_of_ranks", "group_of"]
+
+
+def group_of(process_group: dist.ProcessGroup | None, *, no_dist: bool) -> dist.ProcessGroup | None:
+    """Return the ranks that save or load together; None without torch.distributed."""
+    if no_dist or not dist.is_available() or not dist.is_initialized():
+        return None
+    return process_group or dist.group.WORLD
+
+
+def error_of_ranks(error: CheckpointException, group: dist.ProcessGroup | None) -> BaseException:
+    """Return what to raise instead of DCP's exception, which is no `Exception`, and the same on all ranks.
+
+    Args:
+        error: DCP's.
+        group: the ranks that save or load together.
+
+    Returns:
+        What this rank raised; if it raised nothing, what the first of the others raised. If that is an error of neither
+        this package nor an interrupt, one that tells of all.
+    """
+    failures = {number: failure for number, (failure, _) in error.failures.items()}
+    rank = 0 if group is None else dist.get_rank(group)
+    ours = failures.get(rank, next(iter(failures.values()), None))
+    if isinstance(ours, CheckpointError) or (ours is not None and not isinstance(ours, Exception)):
+        return ours
+    return RankFailedError.of({number: f"{type(one).__name__}: {one}" for number, one in failures.items()})

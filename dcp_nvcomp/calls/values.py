@@ -1,0 +1,54 @@
+"""The values of a state dict: Stateful ones, and the one key under which DCP is given all of them.
+
+DCP asks of each value of the dict whether it is Stateful: saving once, loading twice. This takes 34 us each, as long as
+saving a small tensor. So our own calls ask first, of few, and DCP finds a single value, which `unwrapped` undoes in the
+planner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.stateful import Stateful
+
+from dcp_nvcomp.errors import CheckpointError
+
+__all__ = ["is_stateful", "try_values_of", "unwrapped", "wrapped"]
+
+_KEY = "state"
+_PLAIN = (torch.Tensor, dict, list, tuple, int, float, str, bytes, type(None))
+
+
+def is_stateful(value: Any) -> bool:
+    """Return what `isinstance(value, Stateful)` does, quickly."""
+    return type(value) not in _PLAIN and not isinstance(value, torch.Tensor) and isinstance(value, Stateful)
+
+
+def try_values_of(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], CheckpointError | None]:
+    """Return a state dict with the state dicts of its Stateful values in their places.
+
+    Returns:
+        The values; and what was raised by one of them, for which the other ranks must not wait in vain.
+    """
+    values = {}
+    for key, value in state_dict.items():
+        try:
+            values[key] = value.state_dict() if is_stateful(value) else value
+        except Exception as error:
+            failure = CheckpointError(f"state_dict() raised {type(error).__name__}: {error}", fqn=key)
+            failure.__cause__ = error
+            return {}, failure
+    return values, None
+
+
+def wrapped(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a state dict with one value, to be given to DCP with a planner that knows of it."""
+    return {_KEY: values}
+
+
+def unwrapped(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return what was wrapped."""
+    values: dict[str, Any] = state_dict[_KEY]
+    return values

@@ -1,0 +1,1 @@
+"""Plans that are kept from save to save."""

@@ -1,0 +1,60 @@
+"""Before a save: do all ranks keep the same plan, and may they keep the next one?
+
+One small collective. What a rank answers never decides what it plans, only whether all of them plan anew.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+__all__ = ["Proposal", "agree"]
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What one rank brings.
+
+    Attributes:
+        kept_id: id of the plan that it keeps for its state; None if it has none.
+        may_keep: True if a plan for its state can be kept.
+        fresh_id: an id for the plan to make.
+    """
+
+    kept_id: str | None
+    may_keep: bool
+    fresh_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What the ranks do.
+
+    Attributes:
+        use_kept: True if all use the plan that they keep.
+        plan_id: id of the plan; None if it can't be kept.
+    """
+
+    use_kept: bool
+    plan_id: str | None
+
+
+def agree(mine: Proposal, group: dist.ProcessGroup | None) -> Agreement:
+    """Agree with the other ranks.
+
+    Args:
+        mine: the proposal of this rank.
+        group: the ranks that save together; None without torch.distributed.
+    """
+    proposals = [mine]
+    if group is not None:
+        proposals *= dist.get_world_size(group)
+        dist.all_gather_object(proposals, mine, group=group)
+    if not all(proposal.may_keep for proposal in proposals):
+        return Agreement(False, None)
+    kept_ids = {proposal.kept_id for proposal in proposals}
+    if len(kept_ids) == 1 and mine.kept_id is not None:
+        return Agreement(True, mine.kept_id)
+    return Agreement(False, proposals[0].fresh_id)

@@ -1,0 +1,143 @@
+"""The global plan as the coordinator keeps it, and what travels of it.
+
+    once          the final plans of all ranks ------> which items each rank writes, in order
+    each save     numbers of each rank --------------> `storage_data`
+                  the metadata of the plan ----------> a Metadata of this save
+
+A rank's write results name nothing that the coordinator knows: they are positions in the rank's plan, and where these
+items were stored (`PlacedItems`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan
+
+from dcp_nvcomp.format.collector import collector_paused
+
+__all__ = ["GlobalPlan", "PlacedItems", "PlannedMetadata"]
+
+
+@dataclass(frozen=True)
+class PlacedItems:
+    """Where a rank stored the items of its plan.
+
+    Attributes:
+        files: its data files, each as one plain tuple.
+        counts: how many items each file has.
+        positions: of the items in the plan, file after file.
+        records: the record of each, in the same order.
+    """
+
+    files: tuple[tuple[Any, ...], ...]
+    counts: tuple[int, ...]
+    positions: array[int]
+    records: array[int]
+
+
+class GlobalPlan:
+    """What was planned for all ranks.
+
+    Args:
+        plans: the final plans of all ranks.
+        metadata: as the planner made it.
+    """
+
+    def __init__(self, plans: Sequence[SavePlan], metadata: Metadata) -> None:
+        with collector_paused():
+            self._indices = [tuple(item.index for item in plan.items) for plan in plans]
+            self._items = _shared(metadata.state_dict_metadata)
+        self._planner_data = metadata.planner_data
+
+    @property
+    def shard_count(self) -> int:
+        """The number of items of all ranks."""
+        return sum(map(len, self._indices))
+
+    def metadata(self) -> PlannedMetadata:
+        """Return the metadata of another save, of which everything that may be changed is its own."""
+        with collector_paused():
+            properties: dict[int, TensorProperties] = {}
+            items = {
+                fqn: _copied(item, properties) if type(item) is TensorStorageMetadata else dataclasses.replace(item)
+                for fqn, item in self._items.items()
+            }
+        return PlannedMetadata(items, planner_data=_copied_paths(self._planner_data)).planned(self)
+
+    def storage_data(self, ranks: Sequence[PlacedItems]) -> dict[MetadataIndex, Any]:
+        """Return where each item is stored.
+
+        Args:
+            ranks: what each rank reported, in the order of the plans.
+        """
+        found: dict[MetadataIndex, Any] = {}
+        with collector_paused():
+            for indices, placed in zip(self._indices, ranks, strict=True):
+                begin = 0
+                for file, count in zip(placed.files, placed.counts, strict=True):
+                    end = begin + count
+                    for position, record in zip(placed.positions[begin:end], placed.records[begin:end], strict=True):
+                        found[indices[position]] = (file, record)
+                    begin = end
+        return found
+
+
+class PlannedMetadata(Metadata):
+    """Metadata of a planned save. Pickled, it is a Metadata without the tensors.
+
+    At the end of a save DCP sends it to all ranks, which know their own tensors, and may be thousands.
+    """
+
+    plan: GlobalPlan
+
+    def planned(self, plan: GlobalPlan) -> PlannedMetadata:
+        """Note the plan, and return the metadata."""
+        self.plan = plan
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _without_tensors, (self.storage_meta,)
+
+    def plain(self) -> Metadata:
+        """Return the same as DCP's class."""
+        return Metadata(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Metadata)})
+
+
+def _without_tensors(storage_meta: StorageMeta | None) -> Metadata:
+    return Metadata({}, storage_meta=storage_meta)
+
+
+def _shared(items: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the items, in which equal properties are one object."""
+    kinds: dict[Any, TensorProperties] = {}
+    shared = {}
+    for fqn, item in items.items():
+        if type(item) is TensorStorageMetadata:
+            values = tuple(vars(item.properties).values())
+            properties = kinds.setdefault((*values, *map(type, values)), item.properties)
+            item = TensorStorageMetadata(properties, item.size, item.chunks)
+        shared[fqn] = item
+    return shared
+
+
+def _copied(item: TensorStorageMetadata, properties: dict[int, TensorProperties]) -> TensorStorageMetadata:
+    key = id(item.properties)
+    if key not in properties:
+        properties[key] = dataclasses.replace(item.properties)
+    return TensorStorageMetadata(properties[key], item.size, list(item.chunks))
+
+
+def _copied_paths(paths: Any) -> Any:
+    return dict(paths) if type(paths) is dict else paths

@@ -1,0 +1,102 @@
+"""What `save` and `async_save` have in common: the writer, the planner, and the call of DCP."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from dcp_nvcomp.calls.ranks import error_of_ranks
+from dcp_nvcomp.calls.values import wrapped
+from dcp_nvcomp.errors import CheckpointError, ConfigurationError
+from dcp_nvcomp.saving.plans.global_plan import PlannedMetadata
+from dcp_nvcomp.saving.plans.planner import KeepingPlanner
+from dcp_nvcomp.saving.writer import NvcompWriter
+
+__all__ = ["planner_for", "run_save", "writer_for"]
+
+
+def writer_for(
+    call: str,
+    writer: NvcompWriter | None,
+    checkpoint_id: str | os.PathLike[str] | None,
+    options: Mapping[str, Any],
+) -> NvcompWriter:
+    """Return the writer that was given, or one made from the options.
+
+    Args:
+        call: name of the called function.
+        writer: the writer, if one was given.
+        checkpoint_id: the checkpoint, if given.
+        options: of a writer to make.
+
+    Raises:
+        ConfigurationError: the arguments contradict each other.
+    """
+    if writer is None:
+        if checkpoint_id is None:
+            raise ConfigurationError(f"{call} needs a checkpoint_id or a storage_writer.")
+        return NvcompWriter(checkpoint_id, **options)
+    if not isinstance(writer, NvcompWriter):
+        raise ConfigurationError(
+            f"{call} needs an NvcompWriter, not a {type(writer).__name__}: use dcp.{call} with other writers."
+        )
+    if options:
+        raise ConfigurationError(f"Give {', '.join(sorted(options))} to the writer: there is a storage_writer.")
+    return writer
+
+
+def planner_for(
+    planner: SavePlanner | None, writer: NvcompWriter, failure: CheckpointError | None = None
+) -> KeepingPlanner:
+    """Return the planner of one save.
+
+    Args:
+        planner: the caller's; None for DCP's default.
+        writer: the writer. Subclasses of ours may want to see plans and results as DCP has them.
+        failure: why there is no state on this rank.
+    """
+    return KeepingPlanner(planner, may_keep=type(writer) is NvcompWriter, failure=failure)
+
+
+def run_save(
+    values: dict[str, Any],
+    checkpoint_id: str | os.PathLike[str] | None,
+    writer: NvcompWriter,
+    planner: KeepingPlanner,
+    group: dist.ProcessGroup | None,
+) -> Metadata:
+    """Save.
+
+    Args:
+        values: the state dict, without Stateful values.
+        checkpoint_id: the checkpoint; None for the writer's.
+        writer: the writer.
+        planner: for this save.
+        group: the ranks that save together; None without torch.distributed.
+
+    Returns:
+        The metadata; that of all ranks on the coordinator, and its `storage_meta` on the others, if the plan is kept.
+
+    Raises:
+        CheckpointError: what failed on this rank, or else on another; a RankFailedError if that is a foreign error.
+    """
+    planner.agree(values, group)
+    try:
+        metadata: Metadata = dcp_save(
+            wrapped(values),
+            checkpoint_id=checkpoint_id,
+            storage_writer=writer,
+            planner=planner,
+            process_group=group,
+            no_dist=group is None,
+        )
+    except CheckpointException as error:  # of any ranks, the same on all of them
+        raise error_of_ranks(error, group) from error
+    return metadata.plain() if isinstance(metadata, PlannedMetadata) else metadata

@@ -1,0 +1,64 @@
+"""save: one call instead of `dcp.save` with an `NvcompWriter`, and a plan that is kept from save to save."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlanner
+
+from dcp_nvcomp.calls.ranks import group_of
+from dcp_nvcomp.calls.values import try_values_of
+from dcp_nvcomp.saving.run_save import planner_for, run_save, writer_for
+from dcp_nvcomp.saving.writer import NvcompWriter
+
+__all__ = ["save"]
+
+
+def save(
+    state_dict: dict[str, Any],
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    *,
+    storage_writer: NvcompWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    **writer_options: Any,
+) -> Metadata:
+    """Save a state dict, compressed.
+
+    The checkpoint is that of `dcp.save` with an `NvcompWriter`. What differs: the plan is kept for later saves of
+    states with the same keys, shapes, dtypes and placements, errors of this package are raised as they are, and a
+    Stateful value that raises on one rank fails the save on all of them.
+
+    Args:
+        state_dict: what to save.
+        checkpoint_id: path or URL of the checkpoint. Optional with a `storage_writer`.
+        storage_writer: writes it; by default an `NvcompWriter` for `checkpoint_id` with `writer_options`.
+        planner: plans it; by default DCP's `DefaultSavePlanner`. Plans of other classes are not kept.
+        process_group: the ranks that save; by default all.
+        no_dist: if True, save in this process alone.
+        **writer_options: of the `NvcompWriter` to make.
+
+    Returns:
+        DCP's metadata; `SaveStats.of` tells sizes and times from it. Where the plan is kept, it describes the tensors
+        on the coordinator only.
+
+    Raises:
+        ConfigurationError: the arguments contradict each other; nothing was saved.
+        CheckpointError: the save failed. The same error on all ranks, unless several failed.
+        RankFailedError: it failed on a rank with an error that is none of this package.
+
+    Example:
+        >>> import tempfile, torch, dcp_nvcomp
+        >>> path, state = tempfile.mkdtemp(), {"w": torch.arange(4.0)}
+        >>> metadata = dcp_nvcomp.save(state, path, no_dist=True)
+        >>> sorted(metadata.state_dict_metadata)
+        ['w']
+    """
+    writer = writer_for("save", storage_writer, checkpoint_id, writer_options)
+    group = group_of(process_group, no_dist=no_dist)
+    values, failure = try_values_of(state_dict)
+    return run_save(values, checkpoint_id, writer, planner_for(planner, writer, failure), group)

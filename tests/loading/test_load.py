@@ -1,0 +1,217 @@
+"""`load`: what `dcp.load` loads, by the shorter way too, which whole plain tensors take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import default_planner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+
+from dcp_nvcomp import NvcompReader, NvcompWriter, errors, load, save
+from tests.checkpoints import save as dcp_save
+from tests.checkpoints import save_stock
+from tests.conformance.sabotage import Sabotage
+from tests.states import State, assert_same, blank, small_state
+
+
+def full() -> State:
+    return {
+        **small_state(1),
+        "nested": {"w": torch.arange(12.0).reshape(3, 4), "list": [torch.ones(2), {"deep": "text"}], "none": None},
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 4),
+        "transposed": torch.arange(6.0).reshape(2, 3).T,
+        "complex": torch.complex(torch.arange(3.0), torch.ones(3)),
+        "a": 5,
+    }
+
+
+def got(path: Path, into: State, **options: Any) -> State:
+    load(into, path, no_dist=True, **options)
+    return into
+
+
+@pytest.fixture
+def planned_whole(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Keys that DCP's own planner planned."""
+    found: list[str] = []
+    plan = default_planner.create_default_local_load_plan
+
+    def planning(state_dict: State, *arguments: Any) -> LoadPlan:
+        found.extend(state_dict)
+        return plan(state_dict, *arguments)
+
+    monkeypatch.setattr("dcp_nvcomp.loading.planner.create_default_local_load_plan", planning)
+    monkeypatch.setattr(default_planner, "create_default_local_load_plan", planning)
+    return found
+
+
+@pytest.mark.parametrize("write", [lambda state, path: save(state, path, no_dist=True), lambda s, p: dcp_save(p, s)])
+def test_everything_that_can_be_saved(tmp_path: Path, write: Callable[[State, Path], Any]) -> None:
+    write(full(), tmp_path)
+    into = blank(full())
+    nested = into["nested"]
+    assert_same(got(tmp_path, into), full())
+    assert into["nested"] is nested, "filled where it is"
+
+
+def test_a_stock_checkpoint(tmp_path: Path) -> None:
+    save_stock(tmp_path, full())
+    assert_same(got(tmp_path, blank(full())), full())
+
+
+def test_plain_tensors_take_the_shorter_way(tmp_path: Path, planned_whole: list[str]) -> None:
+    save(full(), tmp_path, no_dist=True)
+    got(tmp_path, blank(full()))
+    assert set(planned_whole) == {"step.number", "nested.list.1.deep", "nested.none", "empty", "a"}
+
+
+def test_the_plan_is_that_of_dcp(tmp_path: Path) -> None:
+    state = full()
+    save(state, tmp_path, no_dist=True)
+    plans: list[dict[Any, ReadItem]] = []
+
+    class Recording(NvcompReader):
+        def read_data(self, plan: LoadPlan, planner: Any) -> Any:
+            plans.append({(item.dest_index.fqn, item.dest_index.offset): item for item in plan.items})
+            return super().read_data(plan, planner)
+
+    load(blank(state), storage_reader=Recording(tmp_path), no_dist=True)
+    dcp.load(blank(state), storage_reader=Recording(tmp_path), no_dist=True)
+    assert plans[0] == plans[1]
+
+
+def test_into_parameters(tmp_path: Path) -> None:
+    save({"w": torch.arange(4.0)}, tmp_path, no_dist=True)
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    into = got(tmp_path, {"w": parameter})
+    assert into["w"] is parameter
+    assert_same(parameter.detach(), torch.arange(4.0))
+
+
+def test_a_part_of_a_checkpoint(tmp_path: Path) -> None:
+    save(full(), tmp_path, no_dist=True)
+    into = got(tmp_path, {"nested": {"w": torch.zeros(3, 4)}, "scalar": torch.tensor(0.0)})
+    assert_same(into, {"nested": {"w": full()["nested"]["w"]}, "scalar": torch.tensor(3.5)})
+
+
+def test_partial_loads_leave_what_is_not_there(tmp_path: Path) -> None:
+    save({"w": torch.ones(2)}, tmp_path, no_dist=True)
+    into = {"w": torch.zeros(2), "more": torch.full((2,), 7.0)}
+    got(tmp_path, into, planner=DefaultLoadPlanner(allow_partial_load=True))
+    assert_same(into, {"w": torch.ones(2), "more": torch.full((2,), 7.0)})
+
+
+def test_planners_without_flattening(tmp_path: Path) -> None:
+    state = {"w": torch.ones(2), "object": {"of": [1, 2]}}
+    save(state, tmp_path, no_dist=True, planner=dcp.DefaultSavePlanner(flatten_state_dict=False))
+    into = got(tmp_path, {"w": torch.zeros(2), "object": None}, planner=DefaultLoadPlanner(False, False))
+    assert_same(into, state)
+
+
+class _Doubling(DefaultLoadPlanner):
+    committed: list[str]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        tensor.mul_(2)
+
+
+def test_planners_of_other_classes_plan_themselves(tmp_path: Path) -> None:
+    save({"w": torch.ones(2)}, tmp_path, no_dist=True)
+    assert_same(got(tmp_path, {"w": torch.zeros(2)}, planner=_Doubling()), {"w": torch.full((2,), 2.0)})
+
+
+def test_stateful_values_get_theirs(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    save({"model": model.state_dict(), "step": 3}, tmp_path, no_dist=True)
+    other = torch.nn.Linear(3, 2)
+    into = got(tmp_path, {"model": other, "step": 0})
+    assert into["model"] is other and into["step"] == 3
+    assert_same(other.state_dict(), model.state_dict())
+
+
+# --- what fails -------------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_key(tmp_path: Path) -> None:
+    save({"w": torch.ones(2)}, tmp_path, no_dist=True)
+    with pytest.raises(errors.CheckpointError, match="Missing key in checkpoint state_dict: v"):
+        got(tmp_path, {"w": torch.zeros(2), "v": torch.zeros(2)})
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 1), ()])
+def test_another_shape(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    save({"w": torch.ones(2)}, tmp_path, no_dist=True)
+    with pytest.raises(errors.CheckpointError, match="Size mismatch"):
+        got(tmp_path, {"w": torch.zeros(shape)})
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    with pytest.raises(errors.CheckpointError, match="no checkpoint"):
+        got(tmp_path / "none", {"w": torch.zeros(2)})
+
+
+def test_damage_is_reported_as_it_is(tmp_path: Path) -> None:
+    save({"w": torch.rand(5000)}, tmp_path, no_dist=True)
+    (file,) = tmp_path.glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 3] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(errors.CorruptDataError):
+        got(tmp_path, {"w": torch.zeros(5000)})
+
+
+def test_interrupts_stay_interrupts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save({"w": torch.ones(2)}, tmp_path, no_dist=True)
+
+    def interrupt(*arguments: Any, **options: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(NvcompReader, "read_data", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        got(tmp_path, {"w": torch.zeros(2)})
+
+
+def test_foreign_errors_keep_their_words(tmp_path: Path) -> None:
+    class Failing(DefaultLoadPlanner):
+        def create_local_plan(self) -> LoadPlan:
+            raise Sabotage("on purpose")
+
+    save({"w": torch.ones(2)}, tmp_path, no_dist=True)
+    with pytest.raises(errors.RankFailedError, match="Rank 0 failed: Sabotage: on purpose") as caught:
+        got(tmp_path, {"w": torch.zeros(2)}, planner=Failing())
+    assert caught.value.failures == {0: "Sabotage: on purpose"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "words"),
+    [
+        ((), {}, "needs a checkpoint_id or a storage_reader"),
+        ((), {"storage_reader": dcp.FileSystemReader("x")}, "needs an NvcompReader, not a FileSystemReader"),
+        ((), {"storage_reader": NvcompReader("x"), "verify": "full"}, "Give verify to the reader"),
+        (("x",), {"no_such_option": 1}, "no_such_option"),
+    ],
+)
+def test_contradictions(arguments: tuple[Any, ...], options: dict[str, Any], words: str) -> None:
+    with pytest.raises(errors.ConfigurationError, match=words):
+        load({}, *arguments, no_dist=True, **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "words"),
+    [
+        ((), {}, "needs a checkpoint_id or a storage_writer"),
+        ((), {"storage_writer": dcp.FileSystemWriter("x")}, "needs an NvcompWriter, not a FileSystemWriter"),
+        ((), {"storage_writer": NvcompWriter("x"), "codec": "none"}, "Give codec to the writer"),
+        (("x",), {"no_such_option": 1}, "no_such_option"),
+    ],
+)
+def test_contradictions_of_saves(arguments: tuple[Any, ...], options: dict[str, Any], words: str) -> None:
+    with pytest.raises(errors.ConfigurationError, match=words):
+        save({}, *arguments, no_dist=True, **options)

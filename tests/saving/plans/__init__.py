@@ -1,0 +1,1 @@
+"""Tests of plans that are kept from save to save."""

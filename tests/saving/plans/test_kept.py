@@ -1,0 +1,351 @@
+"""`save` plans once for states of one structure, and nothing of an earlier state shows in a later checkpoint."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
+
+from dcp_nvcomp import NvcompReader, NvcompWriter, SaveStats, async_save, errors, save
+from dcp_nvcomp.saving.kept import forget_all, kept
+from tests.checkpoints import assert_loads
+from tests.checkpoints import save as dcp_save
+from tests.conformance.sabotage import Sabotage
+from tests.states import State, constant_state, small_state
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[SavePlan]:
+    """The plans that DCP's planner made."""
+    found: list[SavePlan] = []
+    plan = DefaultSavePlanner.create_local_plan
+
+    def planning(planner: DefaultSavePlanner) -> SavePlan:
+        found.append(plan(planner))
+        return found[-1]
+
+    monkeypatch.setattr(DefaultSavePlanner, "create_local_plan", planning)
+    return found
+
+
+def put(state: State, path: Path, **options: Any) -> Metadata:
+    return save(state, path, no_dist=True, **options)
+
+
+def seen(path: Path) -> Metadata:
+    return NvcompReader(path).read_metadata()
+
+
+def places(metadata: Metadata) -> dict[Any, Any]:
+    """Where each item is, without the name of the file, which differs from save to save."""
+    return {
+        (index.fqn, index.offset, index.index): (file[0].split("_", 3)[:3], record)
+        for index, (file, record) in metadata.storage_data.items()
+    }
+
+
+def assert_like_dcp(path: Path, state: State, beside: Path, **options: Any) -> None:
+    """Fail unless the checkpoint is that of `dcp.save`."""
+    assert_loads(path, state)
+    dcp_save(beside, state, **options)
+    mine, theirs = seen(path), seen(beside)
+    assert list(mine.state_dict_metadata) == list(theirs.state_dict_metadata)
+    assert mine.state_dict_metadata == theirs.state_dict_metadata
+    assert mine.planner_data == theirs.planner_data
+    assert places(mine) == places(theirs)
+
+
+# --- one structure ---------------------------------------------------------------------------------------------------
+
+
+def test_states_of_one_structure_are_planned_once(tmp_path: Path, planned: list[SavePlan]) -> None:
+    for seed in range(4):  # each with a writer of its own
+        state = {"model": small_state(seed), "list": [torch.full((2, 3), seed), "text"], "empty": torch.empty(0, 2)}
+        put(state, tmp_path / str(seed))
+        assert_like_dcp(tmp_path / str(seed), state, tmp_path / "dcp")
+        assert len(planned) == 1 + seed + 1  # those of dcp.save are counted too
+
+
+def test_save_and_async_save_share_plans(tmp_path: Path, planned: list[SavePlan]) -> None:
+    put(small_state(1), tmp_path)
+    async_save(small_state(2), tmp_path, no_dist=True).upload_completion.result()
+    assert_loads(tmp_path, small_state(2))
+    put(small_state(3), tmp_path)
+    assert_loads(tmp_path, small_state(3))
+    assert len(planned) == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"single_file_per_rank": False}, {"codec": "none"}])
+def test_one_plan_serves_every_writer(tmp_path: Path, planned: list[SavePlan], options: dict[str, Any]) -> None:
+    put(small_state(1), tmp_path / "first")
+    put(small_state(2), tmp_path / "second", **options)
+    assert len(planned) == 1
+    assert_like_dcp(tmp_path / "second", small_state(2), tmp_path / "dcp", **options)
+
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
+_TENSORS = st.builds(
+    lambda shape, dtype, grad: torch.ones(shape, dtype=dtype).requires_grad_(grad and dtype.is_floating_point),
+    st.lists(st.integers(0, 5), max_size=3),
+    st.sampled_from(_DTYPES),
+    st.booleans(),
+)
+_LEAVES = _TENSORS | st.integers() | st.text(max_size=3) | st.none() | st.lists(st.booleans(), max_size=2)
+_STATES = st.dictionaries(
+    st.text("ab.", min_size=1, max_size=3),
+    st.recursive(_LEAVES, lambda inner: st.dictionaries(st.text("ab", max_size=2), inner, max_size=3), max_leaves=6),
+    min_size=1,
+    max_size=5,
+)
+
+
+@given(states=st.lists(_STATES, min_size=1, max_size=3), order=st.lists(st.integers(0, 2), min_size=2, max_size=5))
+@pytest.mark.timeout(600)
+def test_kept_plans_make_the_checkpoints_of_new_ones(
+    tmp_path_factory: pytest.TempPathFactory, states: list[State], order: list[int]
+) -> None:
+    """Of any states, in any order: `.metadata` and data files are those that a new process writes."""
+    forget_all()
+    path = tmp_path_factory.mktemp("kept")
+    for number, which in enumerate(order):
+        state = states[which % len(states)]
+        try:
+            put(state, path / f"{number}-kept")
+        except errors.CheckpointError as error:  # a state that nothing can be saved of, such as keys that are one
+            forget = kept().plans
+            with pytest.raises(type(error)):
+                put(state, path / f"{number}-new")
+            assert kept().plans is forget
+            continue
+        keeping = kept()
+        forget_all()
+        put(state, path / f"{number}-new")
+        mine, theirs = (seen(path / f"{number}-{how}") for how in ("kept", "new"))
+        assert mine.state_dict_metadata == theirs.state_dict_metadata
+        assert mine.planner_data == theirs.planner_data
+        assert places(mine) == places(theirs)
+        _keep_on(keeping)
+
+
+def _keep_on(keeping: Any) -> None:
+    from dcp_nvcomp.saving import kept as module
+
+    module._kept = keeping
+
+
+# --- other structures ------------------------------------------------------------------------------------------------
+
+
+def _model(**changes: Any) -> State:
+    return {"w": torch.arange(12.0).reshape(3, 4), "b": torch.ones(5), "step": 1, **changes}
+
+
+CHANGES: dict[str, Callable[[], State]] = {
+    "dtype": lambda: _model(w=torch.arange(12.0).reshape(3, 4).bfloat16()),
+    "dtype of one size": lambda: _model(w=torch.arange(12, dtype=torch.int32).reshape(3, 4)),
+    "shape": lambda: _model(w=torch.arange(12.0).reshape(4, 3)),
+    "one more key": lambda: _model(more=torch.ones(2)),
+    "one key less": lambda: {key: value for key, value in _model().items() if key != "b"},
+    "another key": lambda: {("a" if key == "b" else key): value for key, value in _model().items()},
+    "an object instead of a tensor": lambda: _model(b="text"),
+    "a tensor instead of an object": lambda: _model(step=torch.tensor(1)),
+    "deeper": lambda: {"w": _model()["w"], "b": _model()["b"], "step": {"step": 1}},
+    "same names, other paths": lambda: {"model": {"w": torch.ones(3)}, **_model()},
+    "gradients": lambda: _model(b=torch.ones(5, requires_grad=True)),
+    "order": lambda: dict(reversed(_model().items())),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_differs_in_structure_is_planned_anew(
+    tmp_path: Path, planned: list[SavePlan], change: Callable[[], State]
+) -> None:
+    put(_model(), tmp_path / "before")
+    put(change(), tmp_path / "changed")
+    assert len(planned) == 2
+    assert_like_dcp(tmp_path / "changed", change(), tmp_path / "dcp")
+    put(_model(), tmp_path / "after")
+    assert_like_dcp(tmp_path / "after", _model(), tmp_path / "dcp")
+    assert len(planned) == 4, "two of them by dcp.save"
+
+
+def test_paths_are_part_of_the_structure(tmp_path: Path, planned: list[SavePlan]) -> None:
+    for state in ({"a": {"b.c": torch.ones(2)}}, {"a.b": {"c": torch.ones(2)}}, {"a.b.c": torch.ones(2)}):
+        put(state, tmp_path)
+        assert_like_dcp(tmp_path, state, tmp_path / "dcp")
+    assert len(planned) == 6
+
+
+def test_options_of_the_planner_are_part_of_it(tmp_path: Path, planned: list[SavePlan]) -> None:
+    state = {"model": {"w": torch.ones(2)}}
+    for number, flatten in enumerate((True, False, True, False)):
+        put(state, tmp_path / str(number), planner=DefaultSavePlanner(flatten_state_dict=flatten))
+    assert [sorted(seen(tmp_path / str(number)).state_dict_metadata) for number in range(4)] == [
+        ["model.w"],
+        ["model"],
+        ["model.w"],
+        ["model"],
+    ]
+    assert len(planned) == 2
+
+
+def test_the_latest_plans_are_kept(tmp_path: Path, planned: list[SavePlan]) -> None:
+    for size in [*range(1, 10), 9, 2, 1]:
+        put({"w": torch.ones(size)}, tmp_path)
+        assert_loads(tmp_path, {"w": torch.ones(size)})
+    assert len(planned) == 10, "eight are kept, so the first one was forgotten"
+
+
+# --- who plans otherwise ---------------------------------------------------------------------------------------------
+
+
+class _Renaming(DefaultSavePlanner):
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        return dataclasses.replace(plan, items=plan.items[:1])
+
+
+class _Subclass(torch.Tensor):
+    pass
+
+
+class _Observing(NvcompWriter):
+    results: list[Any] = []
+
+    def finish(self, metadata: Metadata, results: Any) -> None:
+        self.results.append([len(rank) for rank in results])
+        super().finish(metadata, results)
+
+
+def test_planners_of_other_classes_plan_each_save(tmp_path: Path, planned: list[SavePlan]) -> None:
+    put(_model(), tmp_path)
+    for _ in range(2):
+        metadata = put(_model(), tmp_path, planner=_Renaming())
+        assert len(metadata.storage_data) == 1
+    assert len(planned) == 3
+    put(_model(), tmp_path)
+    assert_loads(tmp_path, _model())
+
+
+def test_a_planner_with_methods_of_the_callers_plans_each_save(tmp_path: Path, planned: list[SavePlan]) -> None:
+    for _ in range(2):
+        planner = DefaultSavePlanner()
+        planner.lookup_object = lambda index: torch.full((5,), 7.0)  # type: ignore[method-assign]
+        put({"b": torch.ones(5)}, tmp_path, planner=planner)
+        assert_loads(tmp_path, {"b": torch.full((5,), 7.0)})
+    assert len(planned) == 2
+
+
+def test_dcps_cache_of_plans_is_not_used(tmp_path: Path) -> None:
+    """It would publish fp32 for what became bf16."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        put({"w": torch.ones(4, dtype=dtype)}, tmp_path, planner=DefaultSavePlanner(enable_plan_caching=True))
+        assert_loads(tmp_path, {"w": torch.ones(4, dtype=dtype)})
+    assert not DefaultSavePlanner._cached_save_plan
+
+
+def test_subclasses_of_the_writer_see_all_results(tmp_path: Path, planned: list[SavePlan]) -> None:
+    for _ in range(2):
+        save(_model(), storage_writer=_Observing(tmp_path), no_dist=True)
+    assert _Observing.results == [[3]] * 2 and len(planned) == 2
+
+
+def test_a_state_that_plans_itself_comes_between(tmp_path: Path, planned: list[SavePlan]) -> None:
+    """A, a tensor subclass, A: the plan of the first A serves the second."""
+    own = {"w": torch.ones(4).as_subclass(_Subclass)}
+    for number, state in enumerate((_model(), own, _model(), own)):
+        put(state, tmp_path / str(number))
+    assert_loads(tmp_path / "2", _model())
+    assert_loads(tmp_path / "3", {"w": torch.ones(4)})
+    assert len(planned) == 3
+
+
+# --- what fails ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", ["prepare_local_plan", "prepare_global_plan", "write_data", "finish"])
+def test_a_failed_save_leaves_no_plan_that_is_wrong(
+    tmp_path: Path, planned: list[SavePlan], monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """Also between the global plan and its end, where the trial kept the failed save's shapes."""
+    put(_model(), tmp_path)
+
+    def fails(*arguments: Any, **options: Any) -> Any:
+        raise Sabotage("on purpose")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(NvcompWriter, step, fails)
+        for state in (CHANGES["shape"](), _model()):
+            with pytest.raises(errors.RankFailedError, match="on purpose"):
+                put(state, tmp_path)
+    for number, state in enumerate((_model(), CHANGES["shape"](), _model())):
+        put(state, tmp_path / str(number))
+        assert_like_dcp(tmp_path / str(number), state, tmp_path / "dcp")
+
+
+def test_a_state_that_cannot_be_planned_fails_each_time(tmp_path: Path) -> None:
+    put(_model(), tmp_path)
+    for _ in range(2):
+        with pytest.raises(errors.CheckpointError, match="duplicated"):
+            put({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, tmp_path)
+    assert_loads(tmp_path, _model())
+
+
+def test_the_metadata_that_was_returned_is_the_callers(tmp_path: Path) -> None:
+    for _ in range(3):
+        metadata = put(_model(), tmp_path)
+        assert type(metadata) is Metadata and SaveStats.of(metadata) is not None
+        assert_like_dcp(tmp_path, _model(), tmp_path / "dcp")
+        item = metadata.state_dict_metadata["w"]
+        assert isinstance(item, TensorStorageMetadata)
+        item.size, item.properties.dtype = torch.Size([7]), torch.int8
+        item.chunks.clear()
+        metadata.planner_data.clear()
+        metadata.storage_data.clear()
+        del metadata.state_dict_metadata["b"]
+
+
+def test_the_state_is_not_kept(tmp_path: Path) -> None:
+    import gc
+    import weakref
+
+    state = _model()
+    watched = weakref.ref(state["w"])
+    put(state, tmp_path)
+    del state
+    gc.collect()
+    assert watched() is None
+
+
+def test_a_forked_child_plans_anew(tmp_path: Path, planned: list[SavePlan]) -> None:
+    put(_model(), tmp_path)
+    child = os.fork()
+    if child == 0:
+        try:
+            put(_model(), tmp_path / "child")
+            os._exit(0 if len(planned) == 2 else 1)
+        except BaseException:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    assert_loads(tmp_path / "child", _model())
+
+
+def test_stats_are_those_of_any_save(tmp_path: Path) -> None:
+    sizes = set()
+    for seed in (1, 1, 1):
+        stats = SaveStats.of(put(constant_state(seed), tmp_path))
+        assert stats is not None
+        sizes.add((stats.uncompressed_nbytes, stats.totals.records, len(stats.files)))
+    assert len(sizes) == 1
+    assert copy.copy(stats) == stats
