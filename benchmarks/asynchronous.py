@@ -12,6 +12,7 @@ a copy of the state to memory that is there already, and encoding it alone.
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -67,7 +68,13 @@ class Cost:
         return self.stall_seconds + background * max(0.0, 1 - 1 / self.slowdown)
 
 
-CONTENDERS = ("dcp", "dcp, kept stager", "dcp, process", "dcp_nvcomp behind dcp", "dcp_nvcomp")
+# The process has to be asked for: the link was registered with fsspec here, and the default does not trust that.
+_STAGING: dict[str, dict[str, Any]] = {
+    "dcp_nvcomp": {"background": "process"},
+    "dcp_nvcomp, copy": {"staging": "copy", "background": "process"},
+    "dcp_nvcomp, encode": {"staging": "encode"},
+}
+CONTENDERS = ("dcp", "dcp, kept stager", "dcp, process", "dcp_nvcomp behind dcp", *_STAGING)
 
 
 def run(settings: Settings) -> Report:
@@ -125,13 +132,14 @@ def _lost(report: Report, world_size: int, nbytes: int, scratch: Path) -> dict[s
         shutil.rmtree(scratch / "c", ignore_errors=True)
     stock = [rows[name] for name in CONTENDERS[:3]]
     best = min(stock, key=lambda row: row["lost"].median)
-    mine, of = rows["dcp_nvcomp"], f"{world_size} rank{'s' * (world_size > 1)}"
+    mine, copying, encoding = (rows[name] for name in _STAGING)
+    of = f"{world_size} rank{'s' * (world_size > 1)}"
     bound = 1.0 if world_size == 1 else 1.3
     report.at_most(f"{of}: lost over stock's best", mine["lost"].median / best["lost"].median, bound)
     soonest = min(row["durable"].median for row in stock)
     report.at_least(f"{of}: stock's soonest publication over ours", soonest / mine["durable"].median, 1.3)
     report.at_most(f"{of}: first stall over stock's first", mine["first"] / min(row["first"] for row in stock), 1.0)
-    report.at_most(f"{of}: steps slowed", mine["slowdown"].median, 1.05)
+    report.at_most(f"{of}: steps slowed, encode", encoding["slowdown"].median, 1.05)
     with Ranks(world_size) as ranks:
         bounds = ranks.run(world_size, _bounds, nbytes, settings.state, str(scratch), repeats)
     copy, encode = (max((one[at] for one in bounds), key=lambda spread: spread.median) for at in range(2))
@@ -144,9 +152,12 @@ def _lost(report: Report, world_size: int, nbytes: int, scratch: Path) -> dict[s
         encoded=("encoded, MB", ".0f"),
     )
     table.add(copy=copy, encode=encode, encoded=encoded_nbytes / 1e6)
-    report.at_most(f"{of}: stall over encoding alone", mine["stall"].median / encode.median, 1.15)
-    report.at_most(f"{of}: stall over a copy", mine["stall"].median / copy.median, 1.05 if world_size == 1 else 1.2)
-    report.at_most(f"{of}: peak memory over encoded size + 64 MiB", mine["peak"] * 1e6 / (encoded_nbytes + 2**26), 1.0)
+    report.at_most(f"{of}: stall over encoding alone, encode", encoding["stall"].median / encode.median, 1.15)
+    report.at_most(
+        f"{of}: stall over a copy, copy", copying["stall"].median / copy.median, 1.05 if world_size == 1 else 1.2
+    )
+    most_nbytes = encoded_nbytes + 2**26
+    report.at_most(f"{of}: peak memory over encoded size + 64 MiB, encode", encoding["peak"] * 1e6 / most_nbytes, 1.0)
     return {name: row["lost"] for name, row in rows.items()}
 
 
@@ -186,6 +197,7 @@ def _measure(name: str, nbytes: int, source: Path | None, place: str, repeats: i
 
 @contextmanager
 def _begin_of(name: str) -> Iterator[Begin]:
+    os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size())  # as torchrun does
     group = dist.new_group(backend="gloo")
     threads = max(1, core_count() // dist.get_world_size())
     stager: DefaultStager | None = None
@@ -198,8 +210,8 @@ def _begin_of(name: str) -> Iterator[Begin]:
     peer = ours(threads, rate=RATE) if name.startswith("dcp_nvcomp") else stock_fsspec(1, rate=RATE)
 
     def begin(state: State, url: str) -> Future[Any]:
-        if name == "dcp_nvcomp":
-            return async_save(state, url, thread_count=threads, rate=RATE).upload_completion
+        if name in _STAGING:
+            return async_save(state, url, thread_count=threads, rate=RATE, **_STAGING[name]).upload_completion
         saving: Any = dcp.async_save(state, storage_writer=peer.writer(url), **options)
         future: Future[Any] = getattr(saving, "upload_completion", saving)
         return future

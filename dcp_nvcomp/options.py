@@ -34,6 +34,8 @@ __all__ = [
 
 CHECK_ENCODES = ("all", "off")
 CUDA_ZSTD = ("auto", "nvcomp", "literals")
+STAGINGS = ("auto", "encode", "copy")
+BACKGROUNDS = ("auto", "thread", "process")
 ENGINES = ("auto", "cpu", "cuda")
 MAX_DEFAULT_THREADS = 8
 DEADLINE_OPTION = "storage_deadline_seconds"

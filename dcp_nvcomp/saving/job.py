@@ -41,6 +41,7 @@ from dcp_nvcomp.saving.encode.records import RecordMaker
 from dcp_nvcomp.saving.encode.sources import Source, Workbench, encode_parts
 from dcp_nvcomp.saving.encode.tasks import Task, Tasks
 from dcp_nvcomp.saving.file_plan import PlannedFile, small_together
+from dcp_nvcomp.saving.patience import Patience
 from dcp_nvcomp.saving.results import WrittenFile
 from dcp_nvcomp.saving.stats import RankTotals
 from dcp_nvcomp.storage.base import Filesystem
@@ -48,6 +49,8 @@ from dcp_nvcomp.storage.base import Filesystem
 __all__ = ["SaveJob", "SaveOptions"]
 
 logger = logging.getLogger(__name__)
+
+_LOOKS_SECONDS = 0.05  # how often it is asked whether to hurry
 
 
 @dataclass(frozen=True)
@@ -57,10 +60,12 @@ class SaveOptions:
     Attributes:
         thread_count: encoding threads.
         policy: for the CUDA engines.
+        patience: how long encoding gives way to others; None if it does not.
     """
 
     thread_count: int
     policy: EnginePolicy
+    patience: Patience | None = None
 
 
 @dataclass(frozen=True)
@@ -158,7 +163,11 @@ class SaveJob:
         for lane in self._lanes:
             self._workers.start("dcp-write", self._write_lane, lane)
         for _ in range(self._options.thread_count):
-            self._workers.start("dcp-encode", self._encode, self._host_tasks)
+            if self._options.patience is None:
+                self._workers.start("dcp-encode", self._encode, self._host_tasks)
+            else:
+                self._workers.start("dcp-encode", self._encode_patiently, self._options.patience)
+                self._workers.start("dcp-hurry", self._encode_in_a_hurry, self._options.patience)
         self._feed()
 
     def _feed(self) -> None:
@@ -234,6 +243,8 @@ class SaveJob:
                     task.room = task.memory.take()
                     task.blocks = task.room.keep(*encode_parts(task.parts, task.room.view, bench))
                     recoded += sum(block.was_wrong for block in task.blocks)
+                    if self._options.patience is not None:
+                        self._options.patience.encoded(sum(block.uncompressed_nbytes for block in task.blocks))
             except BaseException as error:
                 self._workers.fail(error)
             task.parts = []
@@ -247,6 +258,16 @@ class SaveJob:
         self._busy["encode"].append(busy)
         with self._lock:
             self.totals.recoded_blocks += recoded
+
+    def _encode_patiently(self, patience: Patience) -> None:
+        patience.give_way()
+        self._encode(self._host_tasks)
+
+    def _encode_in_a_hurry(self, patience: Patience) -> None:
+        while not patience.wait(_LOOKS_SECONDS):
+            if not self._unstaged or self._workers.error is not None:
+                return
+        self._encode(self._host_tasks)
 
     # --- write threads ----------------------------------------------------------------------------------------------
 

@@ -5,13 +5,16 @@ Kept for the process and not by a writer: a new writer for each save is usual.
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 
 import torch.distributed as dist
 
+from dcp_nvcomp.saving.asynchronous.background.process import BackgroundProcess
 from dcp_nvcomp.saving.asynchronous.segments import SegmentStores
 from dcp_nvcomp.saving.asynchronous.sequence import SaveSequence
+from dcp_nvcomp.saving.asynchronous.shared_memory import SharedSegments
 from dcp_nvcomp.saving.encode.choices import RememberedChoices
 from dcp_nvcomp.saving.plans.kept_plans import KeptPlans
 
@@ -25,6 +28,7 @@ class Kept:
         plans: those of our own save calls.
         choices: what `auto` chose.
         stores: segments of asynchronous saves.
+        shared: those that the background process reads too.
         lock: held while an asynchronous save begins.
     """
 
@@ -32,8 +36,11 @@ class Kept:
         self.plans = KeptPlans()
         self.choices = RememberedChoices()
         self.stores = SegmentStores()
+        self.shared = SharedSegments()
         self.lock = threading.Lock()
         self._sequences: list[SaveSequence] = []
+        self._background: BackgroundProcess | None = None
+        self._starting = threading.Lock()
 
     def sequence(self, group: dist.ProcessGroup | None) -> SaveSequence:
         """Return the asynchronous saves over a group; all ranks of a group call this in the same order.
@@ -49,6 +56,31 @@ class Kept:
         self._sequences.append(made)
         return made
 
+    def background(self) -> BackgroundProcess:
+        """Return the process that encodes copies, started if there is none.
+
+        Raises:
+            OSError: it can't be started.
+        """
+        with self._starting:
+            if self._background is None or not self._background.is_usable:
+                self._background = BackgroundProcess()
+            return self._background
+
+    def free(self) -> None:
+        """Free the memory that no save uses, and end the background process once it has nothing to do."""
+        self.stores.clear()
+        self.shared.clear()
+        with self._starting:
+            background, self._background = self._background, None
+        if background is not None:
+            background.retire()
+
+    def abandon(self) -> None:
+        """Forget what belongs to the process that this one was forked from."""
+        if self._background is not None:
+            self._background.abandon()
+
 
 _kept = Kept()
 
@@ -59,13 +91,18 @@ def kept() -> Kept:
 
 
 def forget_all() -> None:
-    """Keep nothing, as a new process does; saves that are under way go on.
-
-    A forked child begins like this: it has none of the threads of the saves, one of which may hold a lock, and neither
-    connections nor page-locked memory of its own.
-    """
+    """Keep nothing, as a new process does; saves that are under way go on."""
     global _kept
-    _kept = Kept()
+    before, _kept = _kept, Kept()
+    before.free()
 
 
-os.register_at_fork(after_in_child=forget_all)
+def _begin_again() -> None:
+    """In a forked child: it has none of the threads of the saves, one of which may hold a lock, nor what they share."""
+    global _kept
+    before, _kept = _kept, Kept()
+    before.abandon()
+
+
+os.register_at_fork(after_in_child=_begin_again)
+atexit.register(lambda: _kept.free())

@@ -22,7 +22,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
@@ -33,12 +32,13 @@ from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.choose import CodecChooser, parse_codec
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
-from dcp_nvcomp.format.footer import FileIdentity
 from dcp_nvcomp.options import (
+    BACKGROUNDS,
     CHECK_ENCODES,
     CUDA_ZSTD,
     DEADLINE_SECONDS,
     ENGINES,
+    STAGINGS,
     STOCK_WRITER,
     check_budget,
     check_choice,
@@ -56,20 +56,18 @@ from dcp_nvcomp.saving.asynchronous.staging import Staging
 from dcp_nvcomp.saving.commit import commit_checkpoint, commit_rank, refuse_existing
 from dcp_nvcomp.saving.encode.buffers import BufferMemory
 from dcp_nvcomp.saving.encode.memory import JobMemory
-from dcp_nvcomp.saving.encode.records import RecordMaker
-from dcp_nvcomp.saving.file_plan import PlannedFile, plan_files, planned_nbytes
-from dcp_nvcomp.saving.job import SaveJob, SaveOptions
+from dcp_nvcomp.saving.file_plan import planned_nbytes
 from dcp_nvcomp.saving.kept import kept
 from dcp_nvcomp.saving.orphans import Orphans
 from dcp_nvcomp.saving.plans.planner import KeepingPlanner
 from dcp_nvcomp.saving.progress import ProgressBar
 from dcp_nvcomp.saving.published import LastPublished
-from dcp_nvcomp.saving.results import RankResults, placed_items, storage_data, write_results
+from dcp_nvcomp.saving.rank_write import RankWrite
+from dcp_nvcomp.saving.results import RankResults, WrittenFile, placed_items, storage_data, write_results
 from dcp_nvcomp.saving.saves import Save, Saves
 from dcp_nvcomp.saving.stats import RankTotals, SaveStats, summarize
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.open import open_filesystem
-from dcp_nvcomp.version import VERSION
 
 __all__ = ["NvcompWriter"]
 
@@ -111,6 +109,14 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
             self-test or was measured to be slower on this kind of GPU. Every zstd decoder reads the frames of both.
         storage_deadline_seconds: on `s3://`, time limit of one storage operation (sending a part, reading a range,
             publishing) with all its retries. After that it raises `StorageError`.
+        staging: what `async_save` does with host tensors while its caller waits. `"copy"` copies them, to be encoded
+            behind; `"encode"` encodes them, which takes longer, but holds less memory and leaves nothing to do behind;
+            `"auto"` copies if a process can encode behind. Tensors on a GPU are encoded there.
+        background: what encodes copies: a `"process"` of its own, with the cores that training leaves, `"thread"`s of
+            this one, which slow training more, or `"auto"`: a process where it finds the same storage (all but
+            `memory://` and filesystems that were registered with fsspec), on Linux.
+        finish_within_seconds: when such a process should be done. While it has time it has the lowest priority. It
+            hurries if it falls behind, and when the next save is there, or expected from how far apart the last were.
         staging_budget_nbytes: bytes of host memory that `async_save` may hold until they are written; by default the
             smaller of twice the state's size and a quarter of what the host has free for each of its ranks. While it is
             full, staging waits for writing. What the asynchronous saves of a process have in use is counted together.
@@ -154,7 +160,10 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         check_encodes: str = "all",
         cuda_zstd: str = "auto",
         storage_deadline_seconds: float = DEADLINE_SECONDS,
+        staging: str = "auto",
+        background: str = "auto",
         staging_budget_nbytes: int | None = None,
+        finish_within_seconds: float = 60.0,
         **storage_options: Any,
     ) -> None:
         BlockingAsyncStager.__init__(self)
@@ -174,7 +183,10 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         self.check_encodes = check_choice("check_encodes", check_encodes, CHECK_ENCODES)
         self.cuda_zstd = check_choice("cuda_zstd", cuda_zstd, CUDA_ZSTD)
         self.storage_deadline_seconds = check_seconds("storage_deadline_seconds", storage_deadline_seconds)
+        self.staging = check_choice("staging", staging, STAGINGS)
+        self.background = check_choice("background", background, BACKGROUNDS)
         self.staging_budget_nbytes = check_staging_budget(staging_budget_nbytes)
+        self.finish_within_seconds = check_seconds("finish_within_seconds", finish_within_seconds)
         self.storage_options = storage_options
         self.last_save: SaveStats | None = None
         self._chooser = parse_codec(codec)
@@ -235,7 +247,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
             sync_files=self.sync_files,
             deadline_seconds=self.storage_deadline_seconds,
             storage_options=self.storage_options,
-            known_options=option_names(type(self)),
+            known_options=tuple(option_names(type(self))),
         )
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -261,11 +273,11 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         return self._saves.staged_by(staging)
 
     def close(self) -> None:
-        """Free the host memory that the asynchronous saves of this process keep for the next one.
+        """Free the host memory that the asynchronous saves of this process keep for the next one, and their process.
 
         Those that are under way go on, and keep theirs.
         """
-        kept().stores.clear()
+        kept().free()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Create the directory, and refuse to replace a checkpoint that must be kept; called by DCP.
@@ -301,65 +313,71 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         if plan.storage_data is True:
             self._orphans.remove(self._open)
         planned_seconds = time.perf_counter() - save.started_seconds
-        nbytes = sum(planned_nbytes(item) for item in plan.items)
-        bar = ProgressBar(nbytes, enabled=self.progress and save.rank == 0)
-        with contextlib.closing(self._open(save.path)) as filesystem, bar:
-            lanes = self._lanes(plan, filesystem)
-            with self._memory(nbytes, write_threads=len(lanes)) as memory:
-                job = self._job(lanes, planner, filesystem, memory, progress=bar.update)
-                written = job.run()
+        written, totals = self._written(plan, planner)
         if is_kept:
-            results = RankResults((), job.totals, placed_items(written, plan))
+            results = RankResults((), totals, placed_items(written, plan))
         else:
-            results = RankResults(write_results(written), job.totals)
-        results.totals.seconds["plan"] = planned_seconds
+            results = RankResults(write_results(written), totals)
+        totals.seconds["plan"] = planned_seconds
         if self._saves.staging is not None:
-            self._saves.staging.measure(results.totals)
-        save.own_files = tuple(job.totals.files)
+            self._saves.staging.measure(totals)
+        save.own_files = tuple(totals.files)
         if save.use_collectives:
             self._orphans.wrote(save.path, save.own_files)
-        self.last_save = self._summarize([results.totals])
+        self.last_save = self._summarize([totals])
         save.has_ended = save.use_collectives and not save.is_coordinator  # DCP calls nothing more on such a rank
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
-    def _lanes(self, plan: SavePlan, filesystem: Filesystem) -> list[list[PlannedFile]]:
-        save = self._saves.current
-        return plan_files(
-            plan.items,
-            save.rank,
-            save.save_id,
-            single_file_per_rank=self.single_file_per_rank,
-            streams=filesystem.output_streams(self.thread_count, self.host_memory_budget),
-            file_nbytes=filesystem.file_nbytes_worthwhile,
-        )
+    def _written(self, plan: SavePlan, planner: SavePlanner) -> tuple[list[WrittenFile], RankTotals]:
+        save, staging, write = self._saves.current, self._saves.staging, self._rank_write()
+        nbytes = sum(map(planned_nbytes, plan.items))
+        bar = ProgressBar(nbytes, enabled=self.progress and save.rank == 0)
+        with contextlib.closing(write.open()) as filesystem, bar:
+            lanes = write.lanes(plan.items, filesystem)
+            if staging is not None:
+                done = staging.write_copied(
+                    write,
+                    filesystem,
+                    lanes,
+                    plan.items,
+                    planner.resolve_data,
+                    budget_nbytes=self.staging_budget_nbytes,
+                    remembered=kept().choices,
+                    progress=bar.update,
+                )
+                if done is not None:
+                    return done
+            with self._memory(nbytes, write_threads=len(lanes)) as memory:
+                job = write.job(
+                    filesystem,
+                    lanes,
+                    planner.resolve_data,
+                    memory,
+                    engine=self._engine_choice,
+                    remembered=kept().choices,
+                    progress=bar.update,
+                    on_staged=None if staging is None else staging.staged,
+                )
+                return job.run(), job.totals
 
-    def _job(
-        self,
-        lanes: Sequence[Sequence[PlannedFile]],
-        planner: SavePlanner,
-        filesystem: Filesystem,
-        memory: JobMemory,
-        *,
-        progress: Callable[[int], None],
-    ) -> SaveJob:
-        save, staging = self._saves.current, self._saves.staging
-        return SaveJob(
-            filesystem,
-            lanes,
-            lambda: RecordMaker(self._chooser, self._engine_choice, kept().choices, pack=self.single_file_per_rank),
-            planner.resolve_data,
-            SaveOptions(
-                thread_count=self.thread_count,
-                policy=self._engine_choice.policy(self.device_memory_budget, check_encodes=self.check_encodes == "all"),
-            ),
-            identity=FileIdentity(
-                save.save_id, save.save_id, save.rank, {"dcp_nvcomp": VERSION, "torch": torch.__version__}
-            ),
-            progress=progress,
-            memory=memory,
-            on_staged=None if staging is None else staging.staged,
+    def _rank_write(self) -> RankWrite:
+        save = self._saves.current
+        return RankWrite(
+            path=save.path,
+            save_id=save.save_id,
+            rank=save.rank,
+            chooser=self._chooser,
+            thread_count=self.thread_count,
+            single_file_per_rank=self.single_file_per_rank,
+            host_memory_budget=self.host_memory_budget,
+            device_memory_budget=self.device_memory_budget,
+            check_encodes=self.check_encodes == "all",
+            sync_files=self.sync_files,
+            storage_deadline_seconds=self.storage_deadline_seconds,
+            storage_options=self.storage_options,
+            known_options=tuple(option_names(type(self))),
         )
 
     @contextlib.contextmanager

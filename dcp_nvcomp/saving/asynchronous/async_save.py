@@ -25,13 +25,18 @@ from torch.distributed.checkpoint.planner import SavePlanner
 
 from dcp_nvcomp.calls.ranks import group_of
 from dcp_nvcomp.calls.values import try_values_of
+from dcp_nvcomp.codecs.choose import needs_gpu, parse_codec
 from dcp_nvcomp.errors import EarlierSaveError
 from dcp_nvcomp.options import check_choice
+from dcp_nvcomp.saving.asynchronous.copied_write import CopiedWrite
+from dcp_nvcomp.saving.asynchronous.cores import has_spare_core
+from dcp_nvcomp.saving.asynchronous.shared_memory import is_available
 from dcp_nvcomp.saving.asynchronous.staging import Staging
 from dcp_nvcomp.saving.asynchronous.streams import CallersStreams
 from dcp_nvcomp.saving.kept import kept
 from dcp_nvcomp.saving.run_save import planner_for, run_save, writer_for
 from dcp_nvcomp.saving.writer import NvcompWriter
+from dcp_nvcomp.storage.processes import is_known_elsewhere
 
 __all__ = ["AsyncSave", "async_save"]
 
@@ -112,7 +117,8 @@ def async_save(
     with kept().lock:  # saves of several threads, one after the other
         sequence = kept().sequence(group_of(process_group, no_dist=no_dist))
         sequence.wait_for_room()
-        staging = Staging(kept().stores, release, sequence.last)
+        staging = Staging(kept().stores, release, sequence.last, _copied_write(writer, checkpoint_id))
+        staging.within_seconds = writer.finish_within_seconds
 
         def save(group: dist.ProcessGroup | None) -> Metadata:
             with streams.followed(), writer.staged_by(staging):
@@ -130,3 +136,15 @@ def async_save(
             raise error
     staging.returned()
     return AsyncSave(staging.completion, upload)
+
+
+def _copied_write(writer: NvcompWriter, checkpoint_id: str | os.PathLike[str] | None) -> CopiedWrite | None:
+    """Return what copies the state; None if it is to be encoded while the caller waits."""
+    if writer.staging == "encode" or not is_available() or needs_gpu(parse_codec(writer.codec)):
+        return None
+    by_process = writer.background == "process" or (
+        writer.background == "auto" and is_known_elsewhere(checkpoint_id or writer.path)
+    )
+    if writer.staging == "auto" and not (by_process and has_spare_core()):
+        return None
+    return CopiedWrite(kept().shared, kept().stores.budget, kept().background if by_process else None)

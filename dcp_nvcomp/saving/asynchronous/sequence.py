@@ -11,7 +11,9 @@ it is the same one everywhere, and whether an earlier one failed without anybody
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -43,6 +45,7 @@ class SaveSequence:
         self._for_agreeing = None if group is None else _gloo_group(group)
         self._for_saves = [None if group is None else _gloo_group(group) for _ in range(_AT_ONCE)]
         self._count = 0
+        self._began_seconds: float | None = None
         self._latest: list[tuple[UploadFuture, Staging]] = []
 
     @property
@@ -84,8 +87,13 @@ class SaveSequence:
             save: makes it, given the group to use.
             staging: of this save.
         """
-        upload = UploadFuture()
+        upload, now = UploadFuture(), time.monotonic()
         earlier = [upload for upload, _ in self._latest]
+        for _, before in self._latest:  # the next save is there, so the earlier ones are late
+            before.hurry()
+        if self._began_seconds is not None:  # as far apart as the last two, the next one is expected
+            staging.within_seconds = min(staging.within_seconds or math.inf, now - self._began_seconds)
+        self._began_seconds = now
         self._count += 1
         self._latest = [*self._latest, (upload, staging)][-_AT_ONCE:]
         # not a daemon: the interpreter waits for it before it exits

@@ -8,15 +8,23 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import WriteItem
 
+from dcp_nvcomp.saving.asynchronous.copied_write import CopiedWrite
 from dcp_nvcomp.saving.asynchronous.host_memory import default_budget_nbytes
 from dcp_nvcomp.saving.asynchronous.segments import SegmentStores, StagingMemory
+from dcp_nvcomp.saving.encode.choices import RememberedChoices
+from dcp_nvcomp.saving.file_plan import PlannedFile, planned_nbytes
+from dcp_nvcomp.saving.rank_write import RankWrite
+from dcp_nvcomp.saving.results import WrittenFile
 from dcp_nvcomp.saving.stats import RankTotals
+from dcp_nvcomp.storage.base import Filesystem
 
 __all__ = ["Staging", "UploadFuture"]
 
@@ -57,12 +65,22 @@ class Staging:
         stores: the segments of the process.
         release: lets go of the state, once it is staged or never will be.
         before: the save before this one, if there is one.
+        copied: copies the state and has the copy written; None to encode while the caller waits.
 
     Attributes:
         completion: done when the state may change; has the error of this rank if staging failed.
+        within_seconds: when a copied save should be done; None if there is no hurry.
     """
 
-    def __init__(self, stores: SegmentStores, release: Callable[[], None], before: UploadFuture | None) -> None:
+    def __init__(
+        self,
+        stores: SegmentStores,
+        release: Callable[[], None],
+        before: UploadFuture | None,
+        copied: CopiedWrite | None = None,
+    ) -> None:
+        self.within_seconds: float | None = None
+        self._copied = copied
         self.completion: Future[None] = Future()
         self.completion.set_running_or_notify_cancel()  # from now on nobody can cancel it
         self._before = before
@@ -93,6 +111,63 @@ class Staging:
             raise
         finally:
             self._memory.end()
+
+    def write_copied(
+        self,
+        write: RankWrite,
+        filesystem: Filesystem,
+        lanes: Sequence[Sequence[PlannedFile]],
+        items: Sequence[WriteItem],
+        resolve: Callable[[WriteItem], Any],
+        *,
+        budget_nbytes: int | None,
+        remembered: RememberedChoices,
+        progress: Callable[[int], None],
+    ) -> tuple[list[WrittenFile], RankTotals] | None:
+        """Copy the state and have the copy written, if that is how this save is staged.
+
+        Args:
+            write: the rank's part of the save.
+            filesystem: the checkpoint.
+            lanes: the files of each lane.
+            items: of the plan.
+            resolve: returns the data of an item.
+            budget_nbytes: limit of memory; None for the default.
+            remembered: earlier choices.
+            progress: called with the uncompressed size of what was written.
+
+        Returns:
+            The files and the measurements; None if nothing was copied: then the state is to be encoded.
+        """
+        copied = self._copied
+        if copied is None:
+            return None
+        if budget_nbytes is None:
+            budget_nbytes = default_budget_nbytes(sum(map(planned_nbytes, items)))
+        try:
+            if not copied.copy(items, resolve, budget_nbytes):
+                copied.end()
+                self._copied = None
+                return None
+            self.staged()
+            return copied.run(
+                write,
+                filesystem,
+                lanes,
+                within_seconds=self.within_seconds,
+                remembered=remembered,
+                progress=progress,
+            )
+        except BaseException as error:
+            self.failed(error)  # now, and not when the other ranks have written their files
+            raise
+        finally:
+            copied.end()
+
+    def hurry(self) -> None:
+        """Let the save give way to training no longer."""
+        if self._copied is not None:
+            self._copied.hurry()
 
     def wait(self) -> BaseException | None:
         """Wait for `completion` and return its error. If the wait is interrupted, the save fails.
@@ -143,4 +218,5 @@ class Staging:
     def measure(self, totals: RankTotals) -> None:
         """Add what was measured to a rank's totals."""
         totals.stall_seconds = (self._stalled_until_seconds or time.perf_counter()) - self._began_seconds
-        totals.staged_nbytes = self._memory.staged_nbytes if self._memory is not None else 0
+        staged = self._copied if self._copied is not None else self._memory
+        totals.staged_nbytes = staged.staged_nbytes if staged is not None else 0

@@ -1,0 +1,205 @@
+"""The background process: `python -m dcp_nvcomp.saving.asynchronous.background.child MESSAGES SEGMENTS PARENT`.
+
+main thread      takes messages; ends with the process that started it, whatever it is doing then
+a thread a task  encodes and writes; a task that fails removes its files and says why
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+from array import array
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from torch.distributed.checkpoint.planner import WriteItem
+
+from dcp_nvcomp.engines.choice import EngineChoice
+from dcp_nvcomp.errors import CheckpointError
+from dcp_nvcomp.saving.asynchronous.background.messages import (
+    CannotRun,
+    Encoded,
+    Failed,
+    Forget,
+    Hurry,
+    Memory,
+    Message,
+    Progress,
+    WriteTask,
+    Written,
+    WrittenItems,
+)
+from dcp_nvcomp.saving.asynchronous.copies import Place, resolver
+from dcp_nvcomp.saving.asynchronous.shared_memory import SharedSegment
+from dcp_nvcomp.saving.encode.buffers import BufferMemory
+from dcp_nvcomp.saving.file_plan import PlannedFile
+from dcp_nvcomp.saving.kept import kept
+from dcp_nvcomp.saving.patience import Patience
+from dcp_nvcomp.saving.rank_write import RankWrite
+from dcp_nvcomp.saving.results import WrittenFile
+from dcp_nvcomp.storage.processes import register_filesystems
+
+_PROGRESS_SECONDS = 0.2
+_LOOKS_SECONDS = 1.0
+
+
+class Child:
+    """What the process does.
+
+    Args:
+        messages: to and from the process that started it.
+        segments: the socket over which descriptors come.
+    """
+
+    def __init__(self, messages: Connection, segments: socket.socket) -> None:
+        self._messages = messages
+        self._sockets = segments
+        self._sending = threading.Lock()
+        self._segments: dict[int, SharedSegment] = {}
+        self._patience: dict[int, Patience] = {}
+
+    def serve(self) -> None:
+        """Take messages until there is nobody who sends any."""
+        with contextlib.suppress(EOFError, ConnectionError):
+            while True:
+                self._take(self._messages.recv())
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, Memory):
+            _, (descriptor,), _, _ = socket.recv_fds(self._sockets, 1, 1)
+            self._segments[message.number] = SharedSegment(message.nbytes, message.number, descriptor)
+        elif isinstance(message, Forget):
+            for number in message.numbers:
+                self._segments.pop(number, None)
+        elif isinstance(message, Hurry):
+            if message.number in self._patience:
+                self._patience[message.number].hurry()
+        else:
+            assert isinstance(message, WriteTask)
+            self._patience[message.number] = patience = Patience(message.within_seconds)
+            threading.Thread(target=self._run, args=(message, patience), name="dcp-background", daemon=True).start()
+
+    def _send(self, message: Message) -> None:
+        with self._sending:
+            self._messages.send(message)
+
+    def _run(self, task: WriteTask, patience: Patience) -> None:
+        try:
+            try:
+                register_filesystems(pickle.loads(task.filesystems))
+                write: RankWrite = pickle.loads(task.write)
+                items: list[WriteItem] = pickle.loads(task.items)
+                places = [Place(*place) for place in pickle.loads(task.places)]
+            except Exception as error:
+                self._send(CannotRun(task.number, f"{type(error).__name__}: {error}"))
+                return
+            self._send(self._written(task, write, items, places, patience))
+        except ConnectionError:  # whoever wanted it is gone
+            return
+        except BaseException as error:
+            self._send(Failed(task.number, _picklable(error)))
+        finally:
+            del self._patience[task.number]
+
+    def _written(
+        self, task: WriteTask, write: RankWrite, items: Sequence[WriteItem], places: Sequence[Place], patience: Patience
+    ) -> Written:
+        memory = self._segments[task.segment].view
+        lanes = [
+            [PlannedFile(name, tuple(items[position] for position in positions)) for name, positions in lane]
+            for lane in task.lanes
+        ]
+        progress = _Progress(lambda nbytes: self._send(Progress(task.number, nbytes)))
+        state_nbytes = sum(place.nbytes for place in places)
+        patience.begin(state_nbytes)
+        with contextlib.closing(write.open()) as filesystem:
+            job = write.job(
+                filesystem,
+                lanes,
+                resolver(items, places, memory),
+                BufferMemory(
+                    write.host_memory_budget,
+                    threads=2 * write.thread_count + len(lanes),
+                    state_nbytes=state_nbytes,
+                    may_use_cuda=False,
+                ),
+                engine=EngineChoice("cpu"),
+                remembered=kept().choices,
+                progress=progress.add,
+                on_staged=lambda: self._send(Encoded(task.number)),
+                patience=patience,
+            )
+            files = job.run()
+        progress.end()
+        return Written(task.number, _by_position(files, items), job.totals)
+
+
+class _Progress:
+    """Adds up what was written, and tells of it now and then."""
+
+    def __init__(self, tell: Any) -> None:
+        self._tell = tell
+        self._lock = threading.Lock()
+        self._nbytes = 0
+        self._told_seconds = time.monotonic()
+
+    def add(self, nbytes: int) -> None:
+        with self._lock:
+            self._nbytes += nbytes
+            now = time.monotonic()
+            if now - self._told_seconds < _PROGRESS_SECONDS:
+                return
+            self._told_seconds, told, self._nbytes = now, self._nbytes, 0
+        self._tell(told)
+
+    def end(self) -> None:
+        if self._nbytes:
+            self._tell(self._nbytes)
+
+
+def _by_position(files: Sequence[WrittenFile], items: Sequence[WriteItem]) -> tuple[WrittenItems, ...]:
+    position_of = {id(item.index): position for position, item in enumerate(items)}
+    return tuple(
+        WrittenItems(
+            tuple(written.file),
+            array("L", [position_of[id(index)] for index, _, _ in written.items]),
+            array("L", [nbytes for _, nbytes, _ in written.items]),
+            array("L", [record for _, _, record in written.items]),
+        )
+        for written in files
+    )
+
+
+def _picklable(error: BaseException) -> BaseException:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return CheckpointError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _watch(parent: int) -> None:
+    """End with the parent, also if its children, forked from it, still hold its end of the socket."""
+    while os.getppid() == parent:
+        time.sleep(_LOOKS_SECONDS)
+    os._exit(1)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run the process."""
+    messages, segments, parent = map(int, arguments)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: training decides what becomes of the save
+    threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+    Child(Connection(messages), socket.socket(fileno=segments)).serve()
+    os._exit(0)  # with tasks half done, if training died: they are abandoned
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

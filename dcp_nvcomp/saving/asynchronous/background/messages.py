@@ -1,0 +1,137 @@
+"""What the two processes tell each other, by pickle over a socket. A task has a number, which all about it carry.
+
+training -> background     Memory, WriteTask, Hurry, Forget
+background -> training     Progress, Encoded, and at the end one of Written, Failed, CannotRun
+
+The descriptor of a segment follows `Memory` over a second socket.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dcp_nvcomp.saving.stats import RankTotals
+
+__all__ = [
+    "CannotRun",
+    "Encoded",
+    "Failed",
+    "Forget",
+    "Hurry",
+    "Memory",
+    "Message",
+    "Progress",
+    "WriteTask",
+    "Written",
+    "WrittenItems",
+]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A segment that tasks will refer to."""
+
+    number: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Forget:
+    """The segments that are no longer used."""
+
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class WriteTask:
+    """A rank's part of a save.
+
+    Attributes:
+        number: of the task.
+        write: the pickled `RankWrite`. A pickle within the message, as it may hold classes that only training knows.
+        filesystems: pickled pairs of a protocol and the fsspec class that training has for it.
+        items: the pickled items of the plan.
+        lanes: of each lane the files: name, and positions of the items in the plan.
+        segment: number of the segment that holds the data.
+        places: pickled places of the items in it.
+        within_seconds: when it should be done; None if there is no hurry.
+    """
+
+    number: int
+    write: bytes
+    filesystems: bytes
+    items: bytes
+    lanes: Sequence[Sequence[tuple[str, Sequence[int]]]]
+    segment: int
+    places: bytes
+    within_seconds: float | None
+
+
+@dataclass(frozen=True)
+class Hurry:
+    """The task has to give way no longer."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Progress:
+    """So much was written since the last such message."""
+
+    number: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The data in the segment is not needed any more."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class WrittenItems:
+    """A data file and what is in it.
+
+    Attributes:
+        file: how `.metadata` names it.
+        positions: of its items in the plan.
+        nbytes: encoded size of each.
+        records: record of each.
+    """
+
+    file: tuple[Any, ...]
+    positions: array[int]
+    nbytes: array[int]
+    records: array[int]
+
+
+@dataclass(frozen=True)
+class Written:
+    """All files are written."""
+
+    number: int
+    files: tuple[WrittenItems, ...]
+    totals: RankTotals
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The task failed and has removed its files."""
+
+    number: int
+    error: BaseException
+
+
+@dataclass(frozen=True)
+class CannotRun:
+    """The task was not begun: the process lacks something that training has."""
+
+    number: int
+    reason: str
+
+
+Message = Memory | Forget | WriteTask | Hurry | Progress | Encoded | Written | Failed | CannotRun

@@ -1,0 +1,292 @@
+"""The background process, as training sees it: started once, before it is first needed, and dead with training.
+
+One thread takes what the process says and hands it to the thread that waits for it. If the process dies, all that wait
+are told; the next save starts another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Any
+
+from torch.distributed.checkpoint.planner import WriteItem
+
+from dcp_nvcomp.errors import CheckpointError
+from dcp_nvcomp.format.data_file import DataFileRef
+from dcp_nvcomp.saving.asynchronous.background.messages import (
+    CannotRun,
+    Encoded,
+    Failed,
+    Forget,
+    Hurry,
+    Memory,
+    Message,
+    Progress,
+    WriteTask,
+    Written,
+)
+from dcp_nvcomp.saving.asynchronous.copies import Place
+from dcp_nvcomp.saving.asynchronous.shared_memory import SharedSegment
+from dcp_nvcomp.saving.file_plan import PlannedFile
+from dcp_nvcomp.saving.rank_write import RankWrite
+from dcp_nvcomp.saving.results import WrittenFile
+from dcp_nvcomp.saving.stats import RankTotals
+from dcp_nvcomp.storage.processes import filesystem_classes
+
+__all__ = ["BackgroundCannotRun", "BackgroundProcess", "CopiedItems"]
+
+_CHILD = "dcp_nvcomp.saving.asynchronous.background.child"
+_END_SECONDS = 5.0
+
+
+class BackgroundCannotRun(Exception):
+    """The process can't do a task that training can do."""
+
+
+@dataclass(frozen=True)
+class CopiedItems:
+    """Items of a plan whose data was copied.
+
+    Attributes:
+        items: of the plan.
+        places: where the data of each is.
+        segment: in which memory.
+    """
+
+    items: Sequence[WriteItem]
+    places: Sequence[Place]
+    segment: SharedSegment
+
+
+class BackgroundProcess:
+    """A process that encodes and writes. Any thread may call anything.
+
+    Raises:
+        OSError: it can't be started.
+    """
+
+    def __init__(self) -> None:
+        if not sys.executable:
+            raise OSError("this Python does not know its own executable")
+        mine, theirs = zip(*(socket.socketpair() for _ in range(2)), strict=True)
+        descriptors = [end.fileno() for end in theirs]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "CUDA_VISIBLE_DEVICES": "",  # it must not take memory there
+        }
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", _CHILD, *map(str, descriptors), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=descriptors,
+                env=environment,
+            )
+        except BaseException:
+            for end in mine:
+                end.close()
+            raise
+        finally:
+            for end in theirs:
+                end.close()
+        self._connection, self._segments = Connection(mine[0].detach()), mine[1]
+        self._lock = threading.Lock()
+        self._numbers = count()
+        self._waiting: dict[int, SimpleQueue[Message | None]] = {}
+        self._known: dict[int, SharedSegment] = {}
+        self._has_died = False
+        self._is_retired = False
+        threading.Thread(target=self._listen, name="dcp-background", daemon=True).start()
+
+    @property
+    def is_usable(self) -> bool:
+        """False once it has died or is retired."""
+        return not self._has_died and not self._is_retired
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def write(
+        self,
+        write: RankWrite,
+        lanes: Sequence[Sequence[PlannedFile]],
+        copied: CopiedItems,
+        *,
+        within_seconds: float | None,
+        begun: Callable[[Callable[[], None]], None],
+        encoded: Callable[[], None],
+        progress: Callable[[int], None],
+    ) -> tuple[list[WrittenFile], RankTotals]:
+        """Let it write the files of a rank, and wait until they are written.
+
+        Args:
+            write: the rank's part of the save.
+            lanes: the files of each lane.
+            copied: the data.
+            within_seconds: when it should be done; None if there is no hurry.
+            begun: called with a function that makes it hurry.
+            encoded: called when the copy is not needed any more.
+            progress: called with the uncompressed size of what was written.
+
+        Raises:
+            BackgroundCannotRun: it can't do this task, and has done nothing.
+            CheckpointError: it has died.
+            BaseException: what it raised. The files have been removed.
+        """
+        number, answers = next(self._numbers), SimpleQueue[Message | None]()
+        try:
+            task = _task(number, write, lanes, copied, within_seconds)
+        except Exception as error:
+            raise BackgroundCannotRun(f"{type(error).__name__}: {error}") from error
+        with self._lock:
+            is_dead = self._has_died
+            self._waiting[number] = answers
+        try:
+            if is_dead:
+                raise self._death()
+            self._lend(copied.segment)
+            self._send(task)
+            begun(lambda: self._hurry(number))
+            return self._follow(answers, copied.items, encoded, progress)
+        finally:
+            with self._lock:
+                self._waiting.pop(number, None)
+                is_over = self._is_retired and not self._waiting
+            if is_over:
+                self.close()
+
+    def _follow(
+        self,
+        answers: SimpleQueue[Message | None],
+        items: Sequence[WriteItem],
+        encoded: Callable[[], None],
+        progress: Callable[[int], None],
+    ) -> tuple[list[WrittenFile], RankTotals]:
+        while (answer := answers.get()) is not None:
+            if isinstance(answer, Progress):
+                progress(answer.nbytes)
+            elif isinstance(answer, Encoded):
+                encoded()
+            elif isinstance(answer, CannotRun):
+                raise BackgroundCannotRun(answer.reason)
+            elif isinstance(answer, Failed):
+                raise answer.error
+            else:
+                assert isinstance(answer, Written)
+                return [_with_indices(written, items) for written in answer.files], answer.totals
+        raise self._death()
+
+    def _death(self) -> CheckpointError:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_SECONDS)
+        return CheckpointError(
+            f"The background process {self.pid} of asynchronous saves died (exit status {self._process.returncode}): "
+            "this save was not published, and the next one starts another process. If it was killed for want of "
+            'memory, a smaller host_memory_budget or staging="encode" needs less.'
+        )
+
+    def _lend(self, segment: SharedSegment) -> None:
+        with self._lock:
+            if self._known.get(segment.number) is not segment:
+                self._known[segment.number] = segment
+                self._post(Memory(segment.number, segment.nbytes))
+                with contextlib.suppress(OSError):
+                    socket.send_fds(self._segments, [b"s"], [segment.descriptor])
+
+    def forget(self, segments: Sequence[SharedSegment]) -> None:
+        """Let go of segments that no task will need."""
+        with self._lock:
+            numbers = tuple(segment.number for segment in segments if self._known.pop(segment.number, None))
+            if numbers:
+                self._post(Forget(numbers))
+
+    def _hurry(self, number: int) -> None:
+        self._send(Hurry(number))
+
+    def _send(self, message: Message) -> None:
+        with self._lock:
+            self._post(message)
+
+    def _post(self, message: Message) -> None:
+        with contextlib.suppress(OSError):  # it has died: the thread that listens tells all
+            self._connection.send(message)
+
+    def _listen(self) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                message = self._connection.recv()
+                with self._lock:
+                    answers = self._waiting.get(message.number)
+                if answers is not None:
+                    answers.put(message)
+        with self._lock:
+            self._has_died = True
+            waiting = list(self._waiting.values())
+            self._segments.close()
+        for answers in waiting:
+            answers.put(None)
+
+    def retire(self) -> None:
+        """End it once it has nothing to do."""
+        with self._lock:
+            self._is_retired = True
+            is_over = not self._waiting
+        if is_over:
+            self.close()
+
+    def close(self) -> None:
+        """End it; whatever it is doing fails."""
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as messages:
+            messages.shutdown(socket.SHUT_RDWR)
+        self._segments.close()
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def abandon(self) -> None:
+        """Forget it, in a forked child whose process it is not."""
+        self._process.returncode = 0  # so that nobody waits for it, or warns that it is still running
+        self._segments.close()
+        self._connection.close()
+
+
+def _task(
+    number: int,
+    write: RankWrite,
+    lanes: Sequence[Sequence[PlannedFile]],
+    copied: CopiedItems,
+    within_seconds: float | None,
+) -> WriteTask:
+    position_of = {id(item): position for position, item in enumerate(copied.items)}
+    return WriteTask(
+        number,
+        pickle.dumps(write),
+        pickle.dumps(filesystem_classes(write.path)),
+        pickle.dumps(list(copied.items)),
+        [[(file.name, [position_of[id(item)] for item in file.items]) for file in lane] for lane in lanes],
+        copied.segment.number,
+        pickle.dumps([tuple(place) for place in copied.places]),
+        within_seconds,
+    )
+
+
+def _with_indices(written: Any, items: Sequence[WriteItem]) -> WrittenFile:
+    rows = zip(written.positions, written.nbytes, written.records, strict=True)
+    return WrittenFile(
+        DataFileRef(*written.file), [(items[position].index, nbytes, record) for position, nbytes, record in rows]
+    )

@@ -1,0 +1,352 @@
+"""async_save that copies the state, and has the copy encoded behind: by a process of its own, or by threads."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.sinks import LimitedFileSystem
+from dcp_nvcomp import AsyncSave, NvcompWriter, SaveStats, async_save, errors
+from dcp_nvcomp.codecs.base import CodecChain
+from dcp_nvcomp.codecs.choose import parse_codec
+from dcp_nvcomp.saving.asynchronous import cores
+from dcp_nvcomp.saving.asynchronous.shared_memory import SharedSegment
+from dcp_nvcomp.saving.kept import forget_all, kept
+from tests.checkpoints import assert_loads, file_names, save
+from tests.states import State, constant_state, small_state
+
+assert LimitedFileSystem.protocol == "limited"
+
+PATIENCE_SECONDS = 120.0  # on a busy machine
+WAYS = ["process", "thread"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process() -> Iterator[None]:
+    """The background process, which takes seconds to start, serves all tests that do not end it."""
+    yield
+    forget_all()
+
+
+@pytest.fixture(autouse=True)
+def like_a_new_process() -> None:
+    """Instead of the fixture that forgets what is kept after each test."""
+
+
+def begin(state: State, path: Path | str, background: str = "process", **options: Any) -> AsyncSave:
+    return async_save(state, path, no_dist=True, staging="copy", background=background, **options)
+
+
+def finish(saving: AsyncSave) -> SaveStats:
+    stats = SaveStats.of(saving.upload_completion.result(PATIENCE_SECONDS))
+    assert stats is not None
+    return stats
+
+
+def many_kinds() -> State:
+    generator = torch.Generator().manual_seed(3)
+    return {
+        **small_state(5),
+        "large": torch.randn(700, 900, generator=generator),
+        "half": torch.randn(300, 1000, generator=generator).bfloat16(),
+        "transposed": torch.randn(40, 50, generator=generator).T,
+        "strided": torch.arange(100)[::3],
+        "expanded": torch.ones(1, 3).expand(5, 3),
+        "conjugate": torch.randn(9, dtype=torch.complex64, generator=generator).conj(),
+        "bool": torch.arange(10) % 3 == 0,
+        "byte": torch.arange(200).to(torch.uint8),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0, 4),
+        "parameter": torch.nn.Parameter(torch.ones(5)),
+        "nested": {"list": [1, "two", torch.ones(3)]},
+    }
+
+
+# --- what is saved ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("background", WAYS)
+@pytest.mark.parametrize("wait", ["staged", "nothing"])
+@pytest.mark.parametrize("options", [{}, {"single_file_per_rank": False}, {"codec": "none"}, {"codec": "zstd"}])
+def test_the_checkpoint_is_that_of_save(tmp_path: Path, background: str, wait: str, options: dict[str, Any]) -> None:
+    state = many_kinds()
+    expected = {**state, "parameter": torch.ones(5)}
+    for number in range(2):  # into fresh memory, then into what is there
+        stats = finish(begin(state, tmp_path / str(number), background, wait=wait, **options))
+        assert_loads(tmp_path / str(number), expected, verify="full")
+        assert stats.stall_seconds > 0 and stats.staged_nbytes > stats.uncompressed_nbytes * 0.99
+    like = save(tmp_path / "like", state, **options).last_save
+    assert like is not None and like.totals == stats.totals and len(like.files) == len(stats.files)
+
+
+@pytest.mark.parametrize("background", WAYS)
+def test_a_state_that_changes_at_once_does_not_show(tmp_path: Path, background: str) -> None:
+    state = {f"w{number}": torch.randn(300, 1000 + number) for number in range(4)}
+    stop, changes = threading.Event(), list[int]()
+
+    def change() -> None:
+        while not stop.is_set():
+            for value in state.values():
+                value.add_(1.0)
+            changes.append(1)
+
+    for number in range(6):
+        expected = {name: value.clone() for name, value in state.items()}
+        saving = begin(state, tmp_path / str(number), background)
+        stop.clear()
+        thread = threading.Thread(target=change)
+        thread.start()
+        finish(saving)
+        stop.set()
+        thread.join()
+        assert_loads(tmp_path / str(number), expected)
+    assert len(changes) > 20
+
+
+def test_saves_that_overlap_are_published_in_order(tmp_path: Path) -> None:
+    savings = [begin(constant_state(seed, count=200), tmp_path / "one") for seed in range(4)]
+    for saving in savings:
+        finish(saving)
+    assert_loads(tmp_path / "one", constant_state(3, count=200))
+
+
+def test_what_cannot_be_copied_is_encoded(tmp_path: Path) -> None:
+    """A tensor without elements in memory is stored as `torch.save` has it."""
+    finish(begin({"w": torch.ones(3), "sparse": torch.eye(3).to_sparse()}, tmp_path))
+    assert_loads(tmp_path, {"w": torch.ones(3)})
+    assert kept().shared.nbytes == 0 or kept().stores.plain.nbytes > 0
+
+
+def test_a_state_beyond_the_budget_is_encoded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state = {"w": torch.zeros(1 << 20)}
+    stats = finish(begin(state, tmp_path, staging_budget_nbytes=1 << 20))
+    assert "does not fit into staging_budget_nbytes" in caplog.text
+    assert 0 < stats.staged_nbytes < 1 << 20
+    assert_loads(tmp_path, state)
+
+
+def test_memory_that_cannot_be_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(segment: SharedSegment, start: int, data: memoryview) -> None:
+        raise OSError(28, "No space left on device")
+
+    kept().shared.clear()
+    monkeypatch.setattr(SharedSegment, "write", refuse)
+    finish(begin(many_kinds(), tmp_path))
+    assert "no memory for a copy of it" in caplog.text
+    assert_loads(tmp_path, {**many_kinds(), "parameter": torch.ones(5)})
+
+
+# --- memory and processes --------------------------------------------------------------------------------------------
+
+
+def test_memory_and_process_are_kept_until_close(tmp_path: Path) -> None:
+    writers, pids, sizes = [], set(), set()
+    for number in range(3):
+        writers.append(NvcompWriter(tmp_path / str(number), staging="copy", background="process"))
+        finish(async_save(many_kinds(), storage_writer=writers[-1], no_dist=True))
+        pids.add(kept().background().pid)
+        sizes.add(kept().shared.nbytes)
+    (pid,), (size,) = pids, sizes
+    assert size >= 4 * 700 * 900
+    writers[0].close()
+    assert kept().shared.nbytes == 0
+    assert not _is_running(pid)
+    finish(async_save(many_kinds(), storage_writer=writers[0], no_dist=True))
+    assert kept().background().pid != pid
+
+
+def test_states_of_other_sizes(tmp_path: Path) -> None:
+    for number, size in enumerate((1000, 3_000_000, 10, 4_000_000, 1000)):
+        state = {"w": torch.arange(size)}
+        finish(begin(state, tmp_path / str(number)))
+        assert_loads(tmp_path / str(number), state)
+
+
+def test_the_callback_runs_here(tmp_path: Path) -> None:
+    told: list[SaveStats] = []
+    finish(begin(small_state(), tmp_path, on_save=lambda stats: told.append(stats)))
+    assert len(told) == 1 and told[0].files
+
+
+def test_storage_that_only_this_process_has(tmp_path: Path) -> None:
+    url = f"memory://{tmp_path}"
+    finish(async_save(small_state(1), url, no_dist=True, staging="copy"))
+    assert_loads(url, small_state(1))
+
+
+def test_a_filesystem_that_was_registered_here(tmp_path: Path) -> None:
+    finish(begin(small_state(2), f"limited://{tmp_path}", rate=1e9))
+    assert_loads(tmp_path, small_state(2))
+
+
+class _Unpicklable:
+    """A codec chooser that only this process has."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def choose(self, element: Any, sample: Any, nbytes: int) -> CodecChain:
+        chain = parse_codec("zstd").choose(element, sample, nbytes)
+        assert isinstance(chain, CodecChain)
+        return chain
+
+
+def test_a_codec_that_only_this_process_has(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    finish(begin(many_kinds(), tmp_path, codec=_Unpicklable()))
+    assert "so threads do" in caplog.text
+    assert_loads(tmp_path, {**many_kinds(), "parameter": torch.ones(5)})
+
+
+@pytest.mark.parametrize(
+    ("count", "ranks", "threads", "spare"), [(2, 1, 1, 1), (2, 2, 1, 0), (96, 8, 1, 11), (8, 1, 8, 0), (2, 4, 1, -1)]
+)
+def test_spare_cores(count: int, ranks: int, threads: int, spare: int) -> None:
+    assert cores.spare_core_count(count, ranks, threads=threads) == spare
+
+
+@pytest.mark.parametrize(("is_spare", "copies"), [(True, True), (False, False)])
+def test_auto_copies_if_a_core_is_spare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_spare: bool, copies: bool
+) -> None:
+    monkeypatch.setattr("dcp_nvcomp.saving.asynchronous.async_save.has_spare_core", lambda: is_spare)
+    state = {"w": torch.zeros(1 << 20)}
+    stats = finish(async_save(state, tmp_path / "disk", no_dist=True))
+    assert (stats.staged_nbytes == 4 << 20) == copies
+    stats = finish(async_save(state, f"memory://{tmp_path}", no_dist=True))
+    assert stats.staged_nbytes < 1 << 20
+
+
+# --- what fails ------------------------------------------------------------------------------------------------------
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def _stopped(path: Path) -> int:
+    """Have a background process, and stop it."""
+    finish(begin(small_state(), path))
+    pid = kept().background().pid
+    os.kill(pid, signal.SIGSTOP)
+    return pid
+
+
+def test_a_process_that_dies_fails_the_save(tmp_path: Path) -> None:
+    pid = _stopped(tmp_path)
+    saving = begin(many_kinds(), tmp_path)
+    assert saving.staging_completion.done() and not saving.upload_completion.done()
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(errors.CheckpointError, match=r"background process \d+ .* died \(exit status -9\)"):
+        saving.upload_completion.result(PATIENCE_SECONDS)
+    assert_loads(tmp_path, small_state())
+    assert len(file_names(tmp_path)) == 3, ".metadata, its copy, one data file"
+    finish(begin(many_kinds(), tmp_path))
+    assert_loads(tmp_path, {**many_kinds(), "parameter": torch.ones(5)})
+
+
+def test_a_process_that_died_between_saves(tmp_path: Path) -> None:
+    os.kill(_stopped(tmp_path), signal.SIGKILL)
+    for _ in range(2):  # whether it is noticed in time or not
+        saving = begin(small_state(1), tmp_path)
+        if saving.upload_completion.exception(PATIENCE_SECONDS) is None:
+            break
+    assert_loads(tmp_path, small_state(1))
+
+
+def test_what_the_process_raises_is_raised(tmp_path: Path) -> None:
+    pid = _stopped(tmp_path / "gone")
+    saving = begin(many_kinds(), tmp_path / "gone")
+    shutil.rmtree(tmp_path / "gone")
+    os.kill(pid, signal.SIGCONT)
+    with pytest.raises(errors.StorageError, match="No such file"):
+        saving.upload_completion.result(PATIENCE_SECONDS)
+    finish(begin(many_kinds(), tmp_path / "gone"))
+    assert kept().background().pid == pid
+
+
+def test_an_interrupt_of_the_terminal_does_not_reach_it(tmp_path: Path) -> None:
+    finish(begin(small_state(1), tmp_path))
+    pid = kept().background().pid
+    os.kill(pid, signal.SIGINT)
+    finish(begin(small_state(2), tmp_path))
+    assert kept().background().pid == pid
+    assert_loads(tmp_path, small_state(2))
+
+
+def _script(text: str, *arguments: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", text, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+_SAVES = """
+import os, sys, time, torch
+from dcp_nvcomp import async_save
+from dcp_nvcomp.saving.kept import kept
+state = {"w": torch.arange(1000000)}
+def begin(path):
+    return async_save(state, path, no_dist=True, staging="copy", background="process")
+"""
+
+
+def test_a_process_that_ends_finishes_its_save(tmp_path: Path) -> None:
+    script = _script(_SAVES + "saving = begin(sys.argv[1])\nprint(kept().background().pid)\n", tmp_path)
+    out, err = script.communicate(timeout=PATIENCE_SECONDS)
+    assert script.returncode == 0, err
+    assert "Exception" not in err and "ResourceWarning" not in err
+    assert not _is_running(int(out))
+    assert_loads(tmp_path, {"w": torch.arange(1_000_000)})
+
+
+@pytest.mark.parametrize("is_forked", [False, True])
+def test_it_dies_with_training(tmp_path: Path, is_forked: bool) -> None:
+    """Also if a process that training forked, as a data loader does, still has the socket."""
+    fork = "if not os.fork():\n    time.sleep(20)\n    os._exit(0)\n" if is_forked else ""
+    end = "print(kept().background().pid, flush=True)\nsaving = begin(sys.argv[1])\ntime.sleep(60)\n"
+    script = _script(_SAVES + "begin(sys.argv[1]).upload_completion.result()\n" + fork + end, tmp_path)
+    assert script.stdout is not None and script.stderr is not None
+    pid = int(script.stdout.readline())
+    script.kill()
+    script.wait()
+    script.stdout.close()
+    script.stderr.close()
+    patience = time.monotonic() + PATIENCE_SECONDS
+    while _is_running(pid):
+        assert time.monotonic() < patience
+        time.sleep(0.05)
+    assert_loads(tmp_path, {"w": torch.arange(1_000_000)})
+
+
+def test_a_forked_child_has_a_process_of_its_own(tmp_path: Path) -> None:
+    finish(begin(small_state(1), tmp_path))
+    pid = kept().background().pid
+    child = os.fork()
+    if child == 0:
+        try:
+            finish(begin(small_state(2), tmp_path / "child"))
+            good = kept().background().pid != pid
+            kept().free()
+            os._exit(0 if good else 1)
+        except BaseException:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    assert_loads(tmp_path / "child", small_state(2))
+    finish(begin(small_state(3), tmp_path))
+    assert kept().background().pid == pid
+    assert_loads(tmp_path, small_state(3))
