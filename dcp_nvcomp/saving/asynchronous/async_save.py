@@ -1,15 +1,16 @@
 """async_save: the caller waits until its state is staged; it is written and committed behind.
 
-caller's thread                    the save's thread                       encode threads    write threads
+caller's thread                    the save's thread                       behind
 Stateful.state_dict()
 event on its CUDA streams
 begin ---------------------------> agree: is it the same save everywhere?
 wait ...                           dcp.save, over a group of its own:
-                                     plan
-                                     write_data: resolve, records -------> encode ---------> (wait)
-returns <----------- staged ---------------------------------------------- the last block
-training goes on                                                                             write
-                                     gather results, wait for the save before, commit
+                                     plan, or find the plan that is kept
+                                     write_data: encode, or copy
+returns <----------- staged --------                                     write; of a copy, a process encodes and writes
+training goes on                     gather results, wait for the save before, commit
+
+Staged is what is encoded, in segments (segments.py), or what is copied, in shared memory (copied_write.py).
 """
 
 from __future__ import annotations
@@ -70,10 +71,11 @@ def async_save(
 ) -> AsyncSave:
     """Save a state dict in the background; return when the state may change again.
 
-    Unlike `dcp.async_save`, it does not copy the state first. Tensors are encoded where they are, and only what they
-    come to is held in memory until it is written. Collectives run over gloo groups made for the purpose, so those of
-    training may be on NCCL, and never meet those of a save. The next save is staged while this one is still written;
-    the one after that waits until this one is over. Checkpoints are published in order.
+    Tensors on a GPU are encoded there, and only what they come to is held in host memory until it is written. Tensors
+    in host memory are copied and encoded by another process, if training leaves a core for it, else encoded at once;
+    see `staging` of `NvcompWriter`. Collectives run over gloo groups made for the purpose, so those of training may be
+    on NCCL, and never meet those of a save. The next save is staged while this one is still written; the one after that
+    waits until this one is over. Checkpoints are published in order.
 
     Args:
         state_dict: what to save. `state_dict()` of its Stateful values is called here.
