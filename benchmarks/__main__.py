@@ -24,6 +24,7 @@ class Suite(str, Enum):
     cpu = "cpu"
     overlap = "overlap"
     asynchronous = "asynchronous"
+    plans = "plans"
     reshard = "reshard"
     scale = "scale"
     s3 = "s3"

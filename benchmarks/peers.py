@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,19 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._extension import ZStandard  # stock's own; it has no public name
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter  # nor have these
 
+import dcp_nvcomp
 from benchmarks.states import State
 from dcp_nvcomp import NvcompReader, NvcompWriter
 
-__all__ = ["Peer", "data_nbytes", "load", "ours", "remove", "save", "stock", "stock_fsspec"]
+__all__ = ["Peer", "data_nbytes", "load", "ours", "plain_calls", "remove", "save", "stock", "stock_fsspec"]
+
+
+def _dcp_save(state: State, writer: dcp.StorageWriter) -> None:
+    dcp.save(state, storage_writer=writer, no_dist=True)
+
+
+def _dcp_load(into: State, reader: dcp.StorageReader) -> None:
+    dcp.load(into, storage_reader=reader, no_dist=True)
 
 
 @dataclass(frozen=True)
@@ -27,12 +36,16 @@ class Peer:
         threads: threads that it was given.
         writer: makes a writer for a path or URL.
         reader: makes a reader.
+        save_with: saves with a writer, in this process alone.
+        load_with: loads with a reader, in this process alone.
     """
 
     name: str
     threads: int
     writer: Callable[[str], dcp.StorageWriter]
     reader: Callable[[str], dcp.StorageReader]
+    save_with: Callable[[State, Any], object] = _dcp_save
+    load_with: Callable[[State, Any], object] = _dcp_load
 
     @property
     def label(self) -> str:
@@ -48,6 +61,15 @@ def ours(threads: int, *, codec: str = "auto", **options: Any) -> Peer:
         threads,
         lambda path: NvcompWriter(path, codec=codec, **shared),
         lambda path: NvcompReader(path, **shared),
+    )
+
+
+def plain_calls(peer: Peer) -> Peer:
+    """`dcp_nvcomp.save` and `load` instead of DCP's."""
+    return replace(
+        peer,
+        save_with=lambda state, writer: dcp_nvcomp.save(state, storage_writer=writer, no_dist=True),
+        load_with=lambda into, reader: dcp_nvcomp.load(into, storage_reader=reader, no_dist=True),
     )
 
 
@@ -77,15 +99,15 @@ def stock_fsspec(threads: int, *, zstd: bool = False, **storage_options: Any) ->
 
 
 def save(peer: Peer, path: Path | str, state: State) -> dcp.StorageWriter:
-    """Run `dcp.save` in this process alone and return the writer, which holds the statistics."""
+    """Save in this process alone and return the writer, which holds the statistics."""
     writer = peer.writer(str(path))
-    dcp.save(state, storage_writer=writer, no_dist=True)
+    peer.save_with(state, writer)
     return writer
 
 
 def load(peer: Peer, path: Path | str, into: State) -> None:
-    """`dcp.load` in this process alone."""
-    dcp.load(into, storage_reader=peer.reader(str(path)), no_dist=True)
+    """Load in this process alone."""
+    peer.load_with(into, peer.reader(str(path)))
 
 
 def data_nbytes(path: Path) -> int:

@@ -183,7 +183,7 @@ def _check_and_plot(report: Report, added: Any) -> None:
 ROWS, COLUMNS = 128, 4_096
 
 
-def _plan(rank: int, ranks: int, tensors: int) -> SavePlan:
+def plan_of(rank: int, ranks: int, tensors: int) -> SavePlan:
     """Return the plan that a rank sends: its rows of each tensor."""
     items = []
     whole, offsets = torch.Size([ROWS * ranks, COLUMNS]), torch.Size([ROWS * rank, 0])
@@ -196,7 +196,7 @@ def _plan(rank: int, ranks: int, tensors: int) -> SavePlan:
     return SavePlan(items, planner_data=names)
 
 
-def _results(writer: str, rank: int, plan: SavePlan) -> list[WriteResult]:
+def results_of(writer: str, rank: int, plan: SavePlan) -> list[WriteResult]:
     """Return the write results that a rank reports for its plan."""
     nbytes = ROWS * COLUMNS * 2
     if writer == "dcp":
@@ -220,7 +220,7 @@ def coordinate(job: Job) -> Generator[str, None, dict[str, float]]:
     gc.disable()  # while the ranks' plans are made, which is not what is measured
     arrived = []
     for rank in range(job.ranks):
-        plan = storage_writer.prepare_local_plan(_plan(rank, job.ranks, job.tensors))
+        plan = storage_writer.prepare_local_plan(plan_of(rank, job.ranks, job.tensors))
         arrived.append(pickle.dumps(plan))
     gc.enable()
     seconds: dict[str, float] = {}
@@ -231,7 +231,7 @@ def coordinate(job: Job) -> Generator[str, None, dict[str, float]]:
     sent = _timed(seconds, "scatter plans", _dump_all, plans)
     if job.writer == "dcp_nvcomp":
         _pretend_to_write(Path(job.directory), job.ranks, plans)
-    reports = [pickle.dumps(_results(job.writer, rank, plan)) for rank, plan in enumerate(plans)]
+    reports = [pickle.dumps(results_of(job.writer, rank, plan)) for rank, plan in enumerate(plans)]
     del plans, sent
     results = _timed(seconds, "gather results", _load_all, reports)
     _timed(seconds, "finish", storage_writer.finish, metadata, results)
@@ -241,7 +241,7 @@ def coordinate(job: Job) -> Generator[str, None, dict[str, float]]:
 def _pretend_to_write(directory: Path, ranks: int, plans: list[SavePlan]) -> None:
     """Data files as holes of the right size: a commit looks whether they are there."""
     for rank in range(ranks):
-        name, nbytes, *_ = _results("dcp_nvcomp", rank, plans[rank])[0].storage_data[0]
+        name, nbytes, *_ = results_of("dcp_nvcomp", rank, plans[rank])[0].storage_data[0]
         with open(directory / name, "wb") as file:
             file.truncate(nbytes)
 

@@ -2,8 +2,9 @@
 
 fp32 weights with both Adam moments as 432 tensors of 0.4 MB and as 12 large ones, large bf16 tensors alone, 10,000
 tensors of 1 KB. All with two threads, in memory; the part "link" is the same over 500 MB/s. No save replaces a
-checkpoint, as no step of a training does. A writer that has saved before remembers what it chose, so the first save of
-a writer and later ones are apart.
+checkpoint, as no step of a training does. `dcp_nvcomp` is `dcp_nvcomp.save` and `load`, with a new writer for each
+save, as a training job calls them: plans and choices of codecs are kept from the save before. The first save of a
+process, and `dcp.save` and `dcp.load` with an `NvcompWriter` and `NvcompReader`, are apart.
 
 The part "auto" compares what `auto` makes of unusual states with each of the codecs that it chooses from.
 """
@@ -20,11 +21,12 @@ import torch.distributed.checkpoint as dcp
 
 from benchmarks.auto_states import FIXED_CODECS, auto_states
 from benchmarks.measuring import Case, Settings, Spread, alternate, paired
-from benchmarks.peers import Peer, data_nbytes, load, ours, remove, save, stock, stock_fsspec
+from benchmarks.peers import Peer, data_nbytes, load, ours, plain_calls, remove, save, stock, stock_fsspec
 from benchmarks.results import Plot, Report
 from benchmarks.sinks import link
 from benchmarks.states import State, assert_same, build_state, component, destination, nbytes_of, small_tensors
 from dcp_nvcomp import NvcompWriter
+from dcp_nvcomp.saving.kept import forget_all
 
 THREADS = 2
 LINK_RATE = 500e6
@@ -90,16 +92,22 @@ def _cut(flat: dict[str, torch.Tensor], count: int) -> State:
     }
 
 
-def _keeping(peer: Peer, name: str) -> Peer:
-    """The same peer with one writer for all saves to a place, as a training job has it."""
-    return dataclasses.replace(peer, name=name, writer=functools.cache(peer.writer))
+def _first(peer: Peer, name: str) -> Peer:
+    """The same peer in a process that has not saved before."""
+
+    def save_first(state: State, writer: Any) -> None:
+        forget_all()
+        peer.save_with(state, writer)
+
+    return dataclasses.replace(peer, name=name, save_with=save_first)
 
 
 def _checkpoints(report: Report, states: dict[str, State], scratch: Path) -> None:
-    mine = ours(THREADS)
+    mine = plain_calls(ours(THREADS))
     peers = [
-        _keeping(mine, "dcp_nvcomp"),
-        dataclasses.replace(mine, name="dcp_nvcomp, first save"),
+        mine,
+        dataclasses.replace(ours(THREADS), name="dcp_nvcomp by dcp.save"),
+        _first(mine, "dcp_nvcomp, first save"),
         stock(THREADS),
         stock(THREADS, zstd=True),
     ]
@@ -118,7 +126,7 @@ def _over_link(report: Report, states: dict[str, State], scratch: Path) -> None:
     options = {"rate": LINK_RATE}
     assert link(**options).writing.rate == LINK_RATE  # it is made here, as importing it registers `limited://`
     peers = [
-        _keeping(ours(THREADS, **options), "dcp_nvcomp"),
+        plain_calls(ours(THREADS, **options)),
         stock_fsspec(THREADS, **options),
         stock_fsspec(THREADS, zstd=True, **options),
     ]

@@ -242,9 +242,9 @@ class SaveJob:
                     assert task.memory is not None
                     task.room = task.memory.take()
                     task.blocks = task.room.keep(*encode_parts(task.parts, task.room.view, bench))
-                    recoded += sum(block.was_wrong for block in task.blocks)
                     if self._options.patience is not None:
                         self._options.patience.encoded(sum(block.uncompressed_nbytes for block in task.blocks))
+                    recoded += sum(block.was_wrong for block in task.blocks)
             except BaseException as error:
                 self._workers.fail(error)
             task.parts = []

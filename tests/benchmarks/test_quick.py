@@ -86,6 +86,13 @@ def test_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.tools
+def test_plans(tmp_path: Path) -> None:
+    rows = run_quick("plans", tmp_path)
+    assert [row["way"] for row in rows["ranks"]] == ["first save", "later saves", "dcp.save"]
+    kept, anew = rows["simulated"][1], rows["simulated"][0]
+    assert kept["to"] < anew["to"] and kept["back"] < anew["back"]
+
+
 def test_asynchronous(tmp_path: Path) -> None:
     rows = run_quick("asynchronous", tmp_path)
     assert [row["peer"] for row in rows["lost-1"]] == list(CONTENDERS)
