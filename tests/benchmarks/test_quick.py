@@ -139,7 +139,7 @@ def test_scale(tmp_path: Path, part: str) -> None:
 @pytest.mark.tools
 def test_tensors(tmp_path: Path) -> None:
     tables = run_quick("tensors", tmp_path, nbytes=3 << 20)
-    for name, writers in (("checkpoints", 4), ("link", 3)):
+    for name, writers in (("checkpoints", 5), ("link", 3)):
         rows = tables[name]
         assert len(rows) == 4 * writers
         assert all(row["ratio"] > 1.05 for row in rows if row["writer"].startswith("dcp_nvcomp"))
