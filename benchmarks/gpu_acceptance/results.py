@@ -104,6 +104,16 @@ TABLES: Mapping[str, tuple[str, Mapping[str, tuple[str, str]]]] = {
             "load_peak_mib": ("load, GPU MiB", ".0f"),
         },
     ),
+    "asynchronous": (
+        "What keeps training waiting: `async_save` of a state on the GPU, beside a copy of it",
+        {
+            "how": ("how", ""),
+            "stall": ("stall, s", ".4f"),
+            "staged": ("may change after, s", ".4f"),
+            "ratio": ("state over what crosses", ".3f"),
+            "gain": ("plain copy, x (stall x ratio)", ".2f"),
+        },
+    ),
     "hardware": (
         "Deflate frames decoded by the decompression engine and by CUDA, GB/s of what comes out",
         {"backend": ("backend", ""), "slice_kib": ("slice, KiB", "d"), "rate": ("decode", _RATE)},
@@ -146,10 +156,15 @@ def _is_encoded(row: Mapping[str, Any]) -> bool:
     return row["how"] != PLAIN_COPY
 
 
+def _is_staged(row: Mapping[str, Any]) -> bool:
+    return row["how"] == "async_save"
+
+
 CHECKS = (
     Check("open codec, encode on the device, GB/s", "engine", "device_encode_rate", 200.0, _is_open),
     Check("open codec, decode on the device, GB/s", "engine", "device_decode_rate", 200.0, _is_open),
     Check("staging, encoded, speed over a plain pinned copy", "staging", "speedup", 1.15, _is_encoded),
+    Check("async_save, plain pinned copy over its stall times the ratio", "asynchronous", "gain", 0.9, _is_staged),
 )
 
 

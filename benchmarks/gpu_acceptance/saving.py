@@ -34,12 +34,13 @@ def on_the_engine(host: Host, *, capacity_nbytes: int = 1 << 40) -> Iterator[Mem
 
     from dcp_nvcomp.engines.memory import plain_allocate
     from dcp_nvcomp.loading import decoder
+    from dcp_nvcomp.saving.asynchronous import segments
     from dcp_nvcomp.saving.encode import buffers
     from tests.engines.kernels_on_cpu import ReferenceKernels
     from tests.engines.stand_in_pool import install_stand_ins
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (buffers, decoder):
+        for module in (buffers, decoder, segments):
             patch.setattr(module, "pinned_allocate", plain_allocate)
         pool = install_stand_ins(patch, ReferenceKernels(), self_test=True)
         pool.capacity_nbytes = capacity_nbytes

@@ -46,6 +46,7 @@ STEPS = (
     _step("repeats", "Twenty saves and loads, and the memory that stays reserved", 60, 50),
     _step("sanitizer", "The kernels under compute-sanitizer", 100, 50),
     _step("checkpoints", "A large save and load, beside stock DCP and a plain pinned copy", 90, 80),
+    _step("asynchronous", "`async_save`: how long training waits, beside a plain pinned copy", 70, 40),
     _step("ranks", "Two ranks on one GPU", 60, 50),
     _step("memory", "Out of device memory", 60, 30, alone=True),
     _step("hostile", "Frames that no encoder wrote, through the engine", 80, 20, alone=True),
