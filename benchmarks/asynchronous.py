@@ -28,6 +28,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+from benchmarks import torch_checkpointing_peer
 from benchmarks.measuring import Settings, Spread, core_count, paired
 from benchmarks.peers import ours, save, stock_fsspec
 from benchmarks.processes import Ranks
@@ -74,7 +75,8 @@ _STAGING: dict[str, dict[str, Any]] = {
     "dcp_nvcomp, copy": {"staging": "copy", "background": "process"},
     "dcp_nvcomp, encode": {"staging": "encode"},
 }
-CONTENDERS = ("dcp", "dcp, kept stager", "dcp, process", "dcp_nvcomp behind dcp", *_STAGING)
+_META = "torch_checkpointing"
+CONTENDERS = ("dcp", "dcp, kept stager", "dcp, process", "dcp_nvcomp behind dcp", *_STAGING, _META)
 
 
 def run(settings: Settings) -> Report:
@@ -117,6 +119,9 @@ def _lost(report: Report, world_size: int, nbytes: int, scratch: Path) -> dict[s
     )
     rows = {}
     for name in CONTENDERS:
+        if name == _META and not torch_checkpointing_peer.is_installed():
+            report.notes.append("torch_checkpointing is not installed: pip install --no-deps torch_checkpointing==0.1")
+            continue
         with Ranks(world_size) as ranks:  # processes of its own: memory that one keeps must not serve the next
             each = ranks.run(world_size, _measure, name, nbytes, settings.state, str(scratch / "c"), repeats)
         costs = [max(of_ranks, key=lambda cost: cost.lost_seconds) for of_ranks in zip(*each, strict=True)]
@@ -158,6 +163,8 @@ def _lost(report: Report, world_size: int, nbytes: int, scratch: Path) -> dict[s
     )
     most_nbytes = encoded_nbytes + 2**26
     report.at_most(f"{of}: peak memory over encoded size + 64 MiB, encode", encoding["peak"] * 1e6 / most_nbytes, 1.0)
+    if _META in rows:
+        report.at_most(f"{of}: lost over torch_checkpointing's", mine["lost"].median / rows[_META]["lost"].median, 1.0)
     return {name: row["lost"] for name, row in rows.items()}
 
 
@@ -209,7 +216,11 @@ def _begin_of(name: str) -> Iterator[Begin]:
         options["async_checkpointer_type"] = AsyncCheckpointerType.PROCESS
     peer = ours(threads, rate=RATE) if name.startswith("dcp_nvcomp") else stock_fsspec(1, rate=RATE)
 
+    meta = torch_checkpointing_peer.Manager(RATE) if name == _META else None
+
     def begin(state: State, url: str) -> Future[Any]:
+        if meta is not None:
+            return meta.begin(state, url.removeprefix("limited://"))
         if name in _STAGING:
             return async_save(state, url, thread_count=threads, rate=RATE, **_STAGING[name]).upload_completion
         saving: Any = dcp.async_save(state, storage_writer=peer.writer(url), **options)
@@ -217,6 +228,8 @@ def _begin_of(name: str) -> Iterator[Begin]:
         return future
 
     yield begin
+    if meta is not None:
+        meta.close()
     if stager is not None:
         stager.close()
 

@@ -1,8 +1,8 @@
 """Meta's torch_checkpointing (https://pypi.org/project/torch-checkpointing/) over the link of `limited://`.
 
-Without a GPU it is told to use neither page-locked memory nor copies that do not block; the rest is its default: it stages
-on a thread, into shared memory that it keeps, and a process of its own writes. It compresses nothing, and has no way to
-say that a checkpoint of several ranks is complete, but for a barrier that is not used here: in its favour.
+Without a GPU it is told to use neither page-locked memory nor copies that do not block; the rest is its default: it
+stages on a thread, into shared memory that it keeps, and a process of its own writes. It compresses nothing. Its
+barrier, by which the ranks learn that all have written, is not used here, in its favour.
 """
 
 from __future__ import annotations
