@@ -6,7 +6,8 @@ judge   slices, cut and coded as those of the record will be, by every chain tha
         more than one slice, as it never will in a block.
 
 The smallest wins, unless it is a search for matches that gains less than a hundredth: it takes three times as long as
-coding literals.
+coding literals. Of what is nothing but repetition, as zeros are, whole floats win if they are about as small: splitting
+them would take longer than all else.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ _WORTHWHILE = 0.98
 # By how much a faster chain may be larger than the smallest, and by how much if it saves the search for matches.
 _TOLERANCE = 1.0025
 _LITERALS_TOLERANCE = 1.01
+# So many times as small is what repeats all over.
+_REPETITIVE = 200
 
 
 class Look(NamedTuple):
@@ -142,6 +145,12 @@ class Judge:
         # more than the exponents compresses, or they repeat, so perhaps whole floats do
         if smallest.array_to_bytes != Planes(width) or smallest.coder != LITERALS:
             sizes[PLAIN] = self._total_nbytes([piece for part in slices for piece in _cut(part)], PLAIN.coder)
+        least = sizes[_smallest(sizes)]
+        if total > _REPETITIVE * least:
+            sizes[_PLAIN_LITERALS] = self._total_nbytes([piece for part in slices for piece in _cut(part)], LITERALS)
+            for chain in (_PLAIN_LITERALS, PLAIN):
+                if sizes.get(chain, math.inf) <= _TOLERANCE * least:
+                    return chain
         return _chosen(sizes, faster)
 
     def _total_nbytes(self, slices: Sequence[U8], coder: Coder | None) -> int:

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Callable
-
-import numpy as np
 
 from dcp_nvcomp.engines.notices import warn
 
 __all__ = ["PinnedMemory", "pinned_allocate", "plain_allocate"]
 
 
-_ALIGNMENT_NBYTES = 4096
-
-
 def plain_allocate(nbytes: int) -> memoryview:
-    """Host memory whose address is a multiple of 4096, for direct IO."""
-    raw = np.empty(nbytes + _ALIGNMENT_NBYTES, np.uint8)
-    start = -raw.ctypes.data % _ALIGNMENT_NBYTES
-    return raw[start : start + nbytes].data
+    """Host memory whose address is a multiple of 4096, for direct IO.
+
+    Not from numpy, which asks for huge pages: then the kernel may move other memory about to make room for one, and
+    fresh memory takes several times as long to touch.
+    """
+    whole = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return memoryview(whole)[:nbytes]
 
 
 def pinned_allocate(nbytes: int) -> memoryview:

@@ -173,6 +173,8 @@ def test_states_of_other_sizes(tmp_path: Path) -> None:
         state = {"w": torch.arange(size)}
         finish(begin(state, tmp_path / str(number)))
         assert_loads(tmp_path / str(number), state)
+    maps = Path(f"/proc/{kept().background().pid}/maps").read_text()
+    assert maps.count("memfd:dcp_nvcomp") <= 2, "memory that is not used any more is freed in the process too"
 
 
 def test_the_callback_runs_here(tmp_path: Path) -> None:

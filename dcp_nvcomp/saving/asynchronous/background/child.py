@@ -1,4 +1,4 @@
-"""The background process: `python -m dcp_nvcomp.saving.asynchronous.background.child MESSAGES SEGMENTS PARENT`.
+"""The background process. `main` is called with three numbers: two descriptors of sockets, and its parent's process id.
 
 main thread      takes messages; ends with the process that started it, whatever it is doing then
 a thread a task  encodes and writes; a task that fails removes its files and says why
@@ -11,7 +11,6 @@ import os
 import pickle
 import signal
 import socket
-import sys
 import threading
 import time
 from array import array
@@ -199,7 +198,3 @@ def main(arguments: Sequence[str]) -> None:
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
     Child(Connection(messages), socket.socket(fileno=segments)).serve()
     os._exit(0)  # with tasks half done, if training died: they are abandoned
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

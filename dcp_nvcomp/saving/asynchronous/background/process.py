@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -46,7 +47,13 @@ from dcp_nvcomp.storage.processes import filesystem_classes
 
 __all__ = ["BackgroundCannotRun", "BackgroundProcess", "CopiedItems"]
 
-_CHILD = "dcp_nvcomp.saving.asynchronous.background.child"
+# An empty entry of its path is the directory that it is started in, which training need not import from.
+_CHILD = """
+import sys
+sys.path[:] = filter(None, sys.path)
+from dcp_nvcomp.saving.asynchronous.background import child
+child.main(sys.argv[1:])
+"""
 _END_SECONDS = 5.0
 
 
@@ -85,10 +92,11 @@ class BackgroundProcess:
             **os.environ,
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             "CUDA_VISIBLE_DEVICES": "",  # it must not take memory there
+            "OMP_NUM_THREADS": "1",  # its threads are its own
         }
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", _CHILD, *map(str, descriptors), str(os.getpid())],
+                [sys.executable, "-c", _CHILD, *map(str, descriptors), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=descriptors,
                 env=environment,
@@ -102,9 +110,10 @@ class BackgroundProcess:
                 end.close()
         self._connection, self._segments = Connection(mine[0].detach()), mine[1]
         self._lock = threading.Lock()
+        self._sending = threading.Lock()  # another one: what is sent may wait for the process to read
         self._numbers = count()
         self._waiting: dict[int, SimpleQueue[Message | None]] = {}
-        self._known: dict[int, SharedSegment] = {}
+        self._lent: dict[int, weakref.ref[SharedSegment]] = {}
         self._has_died = False
         self._is_retired = False
         threading.Thread(target=self._listen, name="dcp-background", daemon=True).start()
@@ -199,25 +208,24 @@ class BackgroundProcess:
         )
 
     def _lend(self, segment: SharedSegment) -> None:
-        with self._lock:
-            if self._known.get(segment.number) is not segment:
-                self._known[segment.number] = segment
+        """Let it have a segment, and have it let go of those that are not there any more."""
+        with self._sending:
+            gone = tuple(number for number, lent in self._lent.items() if lent() is None)
+            for number in gone:
+                del self._lent[number]
+            if gone:
+                self._post(Forget(gone))
+            if segment.number not in self._lent:
+                self._lent[segment.number] = weakref.ref(segment)
                 self._post(Memory(segment.number, segment.nbytes))
                 with contextlib.suppress(OSError):
                     socket.send_fds(self._segments, [b"s"], [segment.descriptor])
-
-    def forget(self, segments: Sequence[SharedSegment]) -> None:
-        """Let go of segments that no task will need."""
-        with self._lock:
-            numbers = tuple(segment.number for segment in segments if self._known.pop(segment.number, None))
-            if numbers:
-                self._post(Forget(numbers))
 
     def _hurry(self, number: int) -> None:
         self._send(Hurry(number))
 
     def _send(self, message: Message) -> None:
-        with self._lock:
+        with self._sending:
             self._post(message)
 
     def _post(self, message: Message) -> None:
