@@ -27,7 +27,7 @@ from dcp_nvcomp.errors import (
 )
 from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
-from dcp_nvcomp.format.metadata.publishing import metadata_to_publish
+from dcp_nvcomp.format.metadata.publishing import metadata_to_publish, publication, settled_to_publish
 from dcp_nvcomp.format.metadata.roots import is_missing, read_root
 from dcp_nvcomp.format.names import (
     METADATA_NAME,
@@ -36,6 +36,7 @@ from dcp_nvcomp.format.names import (
     save_metadata_name,
 )
 from dcp_nvcomp.saving.orphans import files_of_current, remove_files
+from dcp_nvcomp.saving.plans.global_plan import PlannedMetadata
 from dcp_nvcomp.saving.published import LastPublished
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.reread import is_stored
@@ -158,7 +159,7 @@ def commit_checkpoint(
     """
     copy, files = save_metadata_name(save_id), _data_files(metadata)
     try:
-        data = metadata_to_publish(metadata, path=filesystem.location(METADATA_NAME))
+        data = _to_publish(metadata, filesystem.location(METADATA_NAME))
         replaced = (files_of_current(filesystem, last) or set()) | _files_of_ranks(filesystem)
         filesystem.publish(copy, data)
         _check_present(filesystem, files)
@@ -185,6 +186,17 @@ def commit_checkpoint(
     kept = {METADATA_NAME, copy, *files}
     last.note(data, kept)
     remove_files(filesystem, replaced - kept, "the checkpoint that was replaced")
+
+
+def _to_publish(metadata: Metadata, path: str) -> bytes:
+    if not isinstance(metadata, PlannedMetadata):
+        return metadata_to_publish(metadata, path=path)
+    if metadata.plan.is_settled:
+        return settled_to_publish(metadata.plain(), path=path)
+    made = publication(metadata, path=path)
+    if made.settled is not None:
+        metadata.plan.settle(made.settled)
+    return made.data
 
 
 def _is_published(filesystem: Filesystem, metadata: Metadata, data: bytes) -> bool | None:

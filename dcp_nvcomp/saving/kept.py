@@ -12,7 +12,7 @@ import threading
 import torch.distributed as dist
 
 from dcp_nvcomp.saving.asynchronous.background.process import BackgroundProcess
-from dcp_nvcomp.saving.asynchronous.segments import SegmentStores
+from dcp_nvcomp.saving.asynchronous.segment_stores import SegmentStores
 from dcp_nvcomp.saving.asynchronous.sequence import SaveSequence
 from dcp_nvcomp.saving.asynchronous.shared_memory import SharedSegments
 from dcp_nvcomp.saving.encode.choices import RememberedChoices

@@ -81,15 +81,16 @@ def save(
     writer_options: dict[str, Any],
     failing_rank: int | None = None,
 ) -> None:
-    """Save a content, `how` being `sync`, `async` (that of DCP) or `staged`."""
+    """Save a content, `how` being `sync`, `async` (that of DCP), `staged` or `copied`."""
     state = {"tensors": placed(content(family, seed), seed), "facts": facts(family, seed)}
     _break_system_calls(place, seed)
-    writer = NvcompWriter(f"{place.url}/{path}", **writer_options, **place.options)
+    copied = {"staging": "copy", "background": "process"} if how == "copied" else {}
+    writer = NvcompWriter(f"{place.url}/{path}", **writer_options, **place.options, **copied)
     planner = None if failing_rank is None else FailingPlanner(failing_rank)
     no_dist = not dist.is_initialized()
     if how == "async":
         dcp.async_save(state, storage_writer=writer, planner=planner, no_dist=no_dist).result()
-    elif how == "staged":
+    elif how in ("staged", "copied"):
         saving = async_save(state, storage_writer=writer, planner=planner, no_dist=no_dist)
         for tensor in state["tensors"].values():  # as training would
             own = local(tensor)

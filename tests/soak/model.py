@@ -136,7 +136,7 @@ class Model:
         }
         world_size = draw.randint(1, most_ranks)
         options = {
-            "how": draw.choice(["sync", "sync", "async", "staged", "staged"]),
+            "how": draw.choice(["sync", "sync", "async", "staged", "copied"]),
             "writer_options": writer_options,
             **more,
         }

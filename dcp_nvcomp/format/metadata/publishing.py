@@ -8,6 +8,8 @@ what this package's reader does not take. So:
 2  the reader reads the result: the very bytes if there are few shards, else a sample. Reading half a million shards
    takes twice as long as writing them, so each shard is looked at here, and only what is not plainly readable, and one
    item of each kind of what is, goes into the sample
+
+Later saves by a plan that is kept repeat all but where shards are stored: for these, both are done once.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ import dataclasses
 import logging
 import math
 import operator
-from collections.abc import Container
-from typing import Any, Final, TypeVar
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -37,7 +40,7 @@ from dcp_nvcomp.format.metadata.serialization import parse_metadata, serialize_m
 from dcp_nvcomp.format.metadata.sharing import fits_earlier_readers, share_equal
 from dcp_nvcomp.format.metadata.trusted_globals import TRUST_ADVICE
 
-__all__ = ["metadata_to_publish", "normalize", "sample"]
+__all__ = ["Publication", "metadata_to_publish", "normalize", "publication", "sample", "settled_to_publish"]
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +52,21 @@ _FEW_SHARDS: Final = 100
 _INDEX_FIELDS: Final = ({"fqn", "index", "offset"}, {"fqn", "index"})
 
 
-def metadata_to_publish(metadata: Metadata, *, path: str) -> bytes:
+class Publication(NamedTuple):
+    """Metadata to publish.
+
+    Attributes:
+        data: the bytes of the file.
+        settled: the same metadata in the form that was pickled; None if it holds what only the reader could judge.
+            That of a later save, which differs in nothing but where its shards are stored, needs no more than
+            `settled_to_publish`.
+    """
+
+    data: bytes
+    settled: Metadata | None
+
+
+def publication(metadata: Metadata, *, path: str) -> Publication:
     """Serialize the metadata of a save, and make sure that a load can read it.
 
     Args:
@@ -59,13 +76,36 @@ def metadata_to_publish(metadata: Metadata, *, path: str) -> bytes:
     Raises:
         MetadataError: it holds something that this package's reader would refuse.
     """
+    with _as_refusals(path), collector_paused():
+        normal, doubtful = _normalized(metadata)
+        data, shared = _shortest(normal, doubtful)
+        _check_length(data)
+        _check_readable(normal, doubtful, data, path=path)
+        is_settled = not doubtful and shared is not None and fits_earlier_readers(normal, len(data) // 2)
+        return Publication(data, shared if is_settled else None)
+
+
+def metadata_to_publish(metadata: Metadata, *, path: str) -> bytes:
+    """Return the bytes alone; arguments and errors are those of `publication`."""
+    return publication(metadata, path=path).data
+
+
+def settled_to_publish(metadata: Metadata, *, path: str) -> bytes:
+    """Serialize metadata that is settled but for where its shards are stored; arguments and errors as above."""
+    with _as_refusals(path), collector_paused():
+        data = _serialize(metadata)
+        _check_length(data)
+        places = sample(metadata, ()).storage_data
+        items = {index.fqn: metadata.state_dict_metadata[index.fqn] for index in places}
+        few = dataclasses.replace(metadata, state_dict_metadata=items, storage_data=places, planner_data=None)
+        parse_metadata(_serialize(few), path=path)
+        return data
+
+
+@contextmanager
+def _as_refusals(path: str) -> Iterator[None]:
     try:
-        with collector_paused():
-            normal, doubtful = _normalized(metadata)
-            data = _shortest(normal, doubtful)
-            if len(data) > MAX_METADATA_NBYTES:
-                raise MetadataError(f"It has {len(data)} bytes; a load accepts {MAX_METADATA_NBYTES}.")
-            _check_readable(normal, doubtful, data, path=path)
+        yield
     except CheckpointError as error:
         reason = error.message.removesuffix(TRUST_ADVICE)  # a writer has no such option
         raise MetadataError(
@@ -75,7 +115,11 @@ def metadata_to_publish(metadata: Metadata, *, path: str) -> bytes:
             path=path,
             fqn=error.fqn,
         ) from error
-    return data
+
+
+def _check_length(data: bytes) -> None:
+    if len(data) > MAX_METADATA_NBYTES:
+        raise MetadataError(f"It has {len(data)} bytes; a load accepts {MAX_METADATA_NBYTES}.")
 
 
 def _normalized(metadata: Metadata) -> tuple[Metadata, set[str | MetadataIndex]]:
@@ -85,14 +129,15 @@ def _normalized(metadata: Metadata) -> tuple[Metadata, set[str | MetadataIndex]]
         raise MetadataError(f"It does not have the form of DCP's metadata: {type(error).__name__}: {error}.") from error
 
 
-def _shortest(normal: Metadata, doubtful: set[str | MetadataIndex]) -> bytes:
+def _shortest(normal: Metadata, doubtful: set[str | MetadataIndex]) -> tuple[bytes, Metadata | None]:
     try:
-        data = _serialize(share_equal(normal, doubtful))
+        shared = share_equal(normal, doubtful)
+        data = _serialize(shared)
         if fits_earlier_readers(normal, len(data)):
-            return data
+            return data, shared
     except Exception as error:  # a planner's objects may do anything when they are looked at
         logger.debug("The metadata's equal parts can't be shared: %s", error)
-    return _serialize(normal)
+    return _serialize(normal), None
 
 
 def _check_readable(normal: Metadata, doubtful: set[str | MetadataIndex], data: bytes, *, path: str) -> None:

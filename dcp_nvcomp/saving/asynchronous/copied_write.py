@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.saving.asynchronous.background.process import BackgroundCannotRun, BackgroundProcess, CopiedItems
 from dcp_nvcomp.saving.asynchronous.copies import copied, places_of, resolver
-from dcp_nvcomp.saving.asynchronous.segments import StagingBudget
+from dcp_nvcomp.saving.asynchronous.segment_stores import StagingBudget
 from dcp_nvcomp.saving.asynchronous.shared_memory import SharedSegments
 from dcp_nvcomp.saving.encode.buffers import BufferMemory
 from dcp_nvcomp.saving.encode.choices import RememberedChoices

@@ -2,8 +2,7 @@
 
 Buffers of one size would hold 1.06 MiB for 0.77 MiB of encoded blocks: staged in those, nothing would be gained.
 
-    SegmentStores    the free segments of the process, kept from save to save: only the first save faults them in
-    StagingMemory    the segments of one save, filled front to back, free again when all in them is written
+The segments of a save are filled front to back, and free again when all in them is written.
 
 No save can hang for lack of memory. Room is reserved before a task is handed out, in the order in which lanes write,
 so a task that was handed out never waits. And what is reserved bounds the segments: those of a lane are filled and
@@ -22,10 +21,11 @@ import numpy as np
 
 from dcp_nvcomp.codecs.encoded import EncodedBlock
 from dcp_nvcomp.engines.memory import PinnedMemory, pinned_allocate, plain_allocate
+from dcp_nvcomp.saving.asynchronous.segment_stores import Segment, SegmentStore, SegmentStores
 from dcp_nvcomp.saving.encode.buffers import HOST_ROOM_NBYTES
 from dcp_nvcomp.saving.encode.memory import Cancelled, JobMemory, Room, TaskMemory
 
-__all__ = ["SegmentStore", "SegmentStores", "StagingBudget", "StagingMemory"]
+__all__ = ["StagingMemory"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,119 +36,12 @@ _MIN_CUDA_ROOM_NBYTES = 8 << 20
 _MAX_CUDA_ROOM_NBYTES = 64 << 20
 
 
-class _Segment:
-    """A piece of memory that tasks of one lane fill.
-
-    Attributes:
-        view: the memory.
-        position: where free memory begins.
-        in_use: number of tasks that take memory of it.
-        is_full: True if no task will be added.
-    """
-
-    __slots__ = ("in_use", "is_full", "position", "view")
-
-    def __init__(self, view: memoryview) -> None:
-        self.view = view
-        self.begin()
-
-    def begin(self) -> None:
-        self.position, self.in_use, self.is_full = 0, 0, False
-
-
-class SegmentStore:
-    """Segments of one kind of memory that no save uses. Any thread may call anything."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._free: list[_Segment] = []
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the segments that are kept."""
-        with self._lock:
-            return sum(len(segment.view) for segment in self._free)
-
-    def take(self, nbytes: int, allocate: Callable[[int], memoryview]) -> _Segment:
-        """Return a segment of `nbytes`: the one that was given back last, or one that `allocate` makes.
-
-        Those of another size, made for a state of another size, are let go.
-        """
-        with self._lock:
-            while self._free:
-                segment = self._free.pop()
-                if len(segment.view) == nbytes:
-                    segment.begin()
-                    return segment
-        return _Segment(allocate(nbytes))
-
-    def give_back(self, segment: _Segment) -> None:
-        """Keep a segment."""
-        with self._lock:
-            self._free.append(segment)
-
-    def clear(self) -> None:
-        """Free all that is kept."""
-        with self._lock:
-            self._free.clear()
-
-
-class StagingBudget:
-    """What all asynchronous saves of a process have reserved and staged."""
-
-    def __init__(self) -> None:
-        self._in_use_nbytes = 0
-        self._changed = threading.Condition()
-
-    def reserve(self, nbytes: int, limit_nbytes: int, give_up: Callable[[], bool]) -> bool:
-        """Reserve `nbytes` once no more than `limit_nbytes` are in use with them.
-
-        Args:
-            nbytes: how much.
-            limit_nbytes: the most that may be in use.
-            give_up: tells whether to wait no longer; asked again at each change.
-
-        Returns:
-            False if it gave up: then nothing is reserved.
-        """
-        with self._changed:
-            self._changed.wait_for(lambda: self._in_use_nbytes + nbytes <= limit_nbytes or give_up())
-            if self._in_use_nbytes + nbytes > limit_nbytes:
-                return False
-            self._in_use_nbytes += nbytes
-            return True
-
-    def give_back(self, nbytes: int) -> None:
-        """Give back what was reserved."""
-        with self._changed:
-            self._in_use_nbytes -= nbytes
-            self._changed.notify_all()
-
-
-class SegmentStores:
-    """What the asynchronous saves of a process share.
-
-    Attributes:
-        plain: segments for the CPU engine.
-        pinned: page-locked segments for CUDA engines; plain ones if no more could be had.
-        budget: what is in use.
-    """
-
-    def __init__(self) -> None:
-        self.plain, self.pinned, self.budget = SegmentStore(), SegmentStore(), StagingBudget()
-
-    def clear(self) -> None:
-        """Free the segments that no save uses."""
-        self.plain.clear()
-        self.pinned.clear()
-
-
 class _Staged(Room):
     """Room at the end of a segment; once encoded, as much of it as the task came to."""
 
     __slots__ = ("kept_nbytes", "lane", "segment")
 
-    def __init__(self, lane: _LaneMemory, segment: _Segment) -> None:
+    def __init__(self, lane: _LaneMemory, segment: Segment) -> None:
         self.view = segment.view[segment.position :]
         self.lane, self.segment, self.kept_nbytes = lane, segment, lane.room_nbytes
 
@@ -209,8 +102,8 @@ class _LaneMemory(TaskMemory):
         self._allocate = allocate
         self._segment_nbytes = segment_nbytes
         self._lock = threading.Lock()
-        self._open: list[_Segment] = []  # those that no thread fills just now
-        self._taken: set[_Segment] = set()
+        self._open: list[Segment] = []  # those that no thread fills just now
+        self._taken: set[Segment] = set()
 
     def reserve(self) -> None:
         self._memory.reserve(self.room_nbytes)
@@ -228,7 +121,7 @@ class _LaneMemory(TaskMemory):
             segment.in_use += 1
         return _Staged(self, segment)
 
-    def filled(self, segment: _Segment, nbytes: int) -> None:
+    def filled(self, segment: Segment, nbytes: int) -> None:
         with self._lock:
             segment.position += nbytes
             segment.is_full = len(segment.view) - segment.position < self.room_nbytes
@@ -236,7 +129,7 @@ class _LaneMemory(TaskMemory):
                 self._open.append(segment)
         self._memory.encoded(nbytes, self.room_nbytes)
 
-    def written(self, segment: _Segment, nbytes: int) -> None:
+    def written(self, segment: Segment, nbytes: int) -> None:
         with self._lock:
             segment.in_use -= 1
             is_free = segment.is_full and not segment.in_use

@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_nvcomp.saving.asynchronous.copied_write import CopiedWrite
 from dcp_nvcomp.saving.asynchronous.host_memory import default_budget_nbytes
-from dcp_nvcomp.saving.asynchronous.segments import SegmentStores, StagingMemory
+from dcp_nvcomp.saving.asynchronous.segment_stores import SegmentStores
+from dcp_nvcomp.saving.asynchronous.segments import StagingMemory
 from dcp_nvcomp.saving.encode.choices import RememberedChoices
 from dcp_nvcomp.saving.file_plan import PlannedFile, planned_nbytes
 from dcp_nvcomp.saving.rank_write import RankWrite

@@ -1,7 +1,7 @@
 """`auto`'s choices: made by the thread that encodes a record first, and remembered from save to save.
 
-Dense floats of one block are coded as they were in the save before, if a glance finds no byte that stands out; should
-they come to another size than they did then, there is a second look, and if it differs they are coded again. Of all
+Dense floats of one block are coded as they were in the save before. Should they come to another size than they did
+then, or a glance find a byte that stands out, there is a second look, and if it differs they are coded again. Of all
 others a look at a few elements decides how much work a choice is:
 
 it looks as in an earlier save      the chain of that save, unless its ratio has drifted meanwhile
@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 import threading
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -39,8 +40,9 @@ _PIECES = 64
 _JUDGED_SLICES = 4
 _DRIFT = 0.02
 # Where a glance goes, from 0 to 1: anywhere, as rows or columns of zeros would escape a regular pattern.
-_GLANCED_AT = np.random.default_rng(0).random(512)
+_GLANCED_AT = np.sort(np.random.default_rng(0).random(512))
 _MOST_ALIKE = 24  # of these: as many as a look takes for dense, 3 %, and chance
+_PLANE_OF_BYTE = np.arange(8, dtype=np.uint16) << 8
 _MOST_REMEMBERED = 1 << 17
 _DIGITS = re.compile(r"\d+")
 
@@ -160,7 +162,9 @@ class AutoChoice(ChainChoice):
     def confirm(self, ratio: float, bench: Workbench) -> CodecChain:
         if self._is_trusted:
             assert self._place is not None and self._remembered is not None
-            if not self._remembered.expects(self._record, ratio):
+            # a glance only now: the tensor has just come into the cache, and each place would have to be waited for
+            is_as_before = self._remembered.expects(self._record, ratio)
+            if not is_as_before or not _seems_random(self._place.array, self._record.element):
                 self._chain = self._chosen(self._place, self._remembered, bench)
             self._is_trusted, self._place = False, None
         return self.chain
@@ -173,8 +177,9 @@ class AutoChoice(ChainChoice):
         remembered = self._remembered
         if remembered is None:
             return bench.judge.judge(self._record.element, _slices(place, self._record.element, bench.scratch))
-        trusted = remembered.trust(self._record) if place.grid.block_count == 1 else None
-        if trusted is None or not _seems_random(place.array, self._record.element):
+        may_trust = place.grid.block_count == 1 and place.array.flags.c_contiguous
+        trusted = remembered.trust(self._record) if may_trust else None
+        if trusted is None:
             return self._chosen(place, remembered, bench)
         self._is_trusted = True
         return trusted
@@ -208,12 +213,16 @@ def _sample(place: _Place, element: ElementType, scratch: ScratchArrays) -> U8:
 
 def _seems_random(array: HostArray, element: ElementType) -> bool:
     """Return True if no byte stands out among those that are stored as they are, whose size would not tell."""
-    if not array.flags.c_contiguous:
-        return False
     width = element.float_nbytes
-    floats = array.reshape(-1).view(np.uint8).reshape(-1, width)
-    some = floats[(_GLANCED_AT * len(floats)).astype(np.int64)]
-    return all(int(np.bincount(some[:, at]).max()) <= _MOST_ALIKE for at in range(width - 1))
+    floats = array.reshape(-1).view(np.uint8).view(f"u{width}")
+    some = floats[_glance(floats.size)].view(np.uint8).reshape(-1, width)[:, : width - 1]
+    counts = np.bincount((some + _PLANE_OF_BYTE[: width - 1]).reshape(-1), minlength=1)  # of each plane's bytes
+    return int(counts.max()) <= _MOST_ALIKE
+
+
+@lru_cache(maxsize=64)
+def _glance(count: int) -> npt.NDArray[np.int64]:
+    return (_GLANCED_AT * count).astype(np.int64)
 
 
 def _slices(place: _Place, element: ElementType, scratch: ScratchArrays) -> list[U8]:

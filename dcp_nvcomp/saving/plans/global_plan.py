@@ -60,6 +60,7 @@ class GlobalPlan:
             self._indices = [tuple(item.index for item in plan.items) for plan in plans]
             self._items = _shared(metadata.state_dict_metadata)
         self._planner_data = metadata.planner_data
+        self._is_settled = False
 
     @property
     def shard_count(self) -> int:
@@ -69,12 +70,25 @@ class GlobalPlan:
     def metadata(self) -> PlannedMetadata:
         """Return the metadata of another save, of which everything that may be changed is its own."""
         with collector_paused():
-            properties: dict[int, TensorProperties] = {}
-            items = {
-                fqn: _copied(item, properties) if type(item) is TensorStorageMetadata else dataclasses.replace(item)
-                for fqn, item in self._items.items()
-            }
+            items = _own(self._items)
         return PlannedMetadata(items, planner_data=_copied_paths(self._planner_data)).planned(self)
+
+    @property
+    def is_settled(self) -> bool:
+        """True once metadata of this plan was published in a form that later ones need not be brought into again."""
+        return self._is_settled
+
+    def settle(self, settled: Metadata) -> None:
+        """Use the very parts of metadata that was published, for later saves.
+
+        Args:
+            settled: of a save by this plan; see `Publication`.
+        """
+        with collector_paused():
+            own = {index: index for index in settled.storage_data}
+            self._indices = [tuple([own[index] for index in indices]) for indices in self._indices]
+            self._items = _own(settled.state_dict_metadata)
+        self._is_settled = True
 
     def storage_data(self, ranks: Sequence[PlacedItems]) -> dict[MetadataIndex, Any]:
         """Return where each item is stored.
@@ -130,6 +144,15 @@ def _shared(items: Mapping[str, Any]) -> dict[str, Any]:
             item = TensorStorageMetadata(properties, item.size, item.chunks)
         shared[fqn] = item
     return shared
+
+
+def _own(items: Mapping[str, Any]) -> dict[str, Any]:
+    """Return items whose changes don't show in the others."""
+    properties: dict[int, TensorProperties] = {}
+    return {
+        fqn: _copied(item, properties) if type(item) is TensorStorageMetadata else dataclasses.replace(item)
+        for fqn, item in items.items()
+    }
 
 
 def _copied(item: TensorStorageMetadata, properties: dict[int, TensorProperties]) -> TensorStorageMetadata:
