@@ -16,6 +16,7 @@ from dcp_nvcomp.maintenance.inspection import Inspection, inspect_checkpoint
 from dcp_nvcomp.maintenance.recovery import Recovery, recover_checkpoint
 from dcp_nvcomp.maintenance.run_cleaning import RunCleaning, clean_run
 from dcp_nvcomp.maintenance.verification.verify import Verification, verify_checkpoint
+from dcp_nvcomp.reading.checkpoint import Checkpoint, StoredTensor, open_checkpoint
 from dcp_nvcomp.saving.asynchronous.async_save import AsyncSave, async_save
 from dcp_nvcomp.saving.save import save
 from dcp_nvcomp.saving.stats import SaveStats, Totals
@@ -23,6 +24,7 @@ from dcp_nvcomp.saving.writer import NvcompWriter
 
 __all__ = [
     "AsyncSave",
+    "Checkpoint",
     "Cleaning",
     "Inspection",
     "NvcompReader",
@@ -30,6 +32,7 @@ __all__ = [
     "Recovery",
     "RunCleaning",
     "SaveStats",
+    "StoredTensor",
     "Totals",
     "Verification",
     "async_save",
@@ -39,6 +42,7 @@ __all__ = [
     "errors",
     "inspect_checkpoint",
     "load",
+    "open_checkpoint",
     "recover_checkpoint",
     "release_device_memory",
     "save",

@@ -22,7 +22,9 @@
     │   ├── TruncatedFileError           shorter than `.metadata` or the footer says
     │   └── FileMismatchError            not the file that `.metadata` names: another save's, swapped, grown
     ├── CorruptDataError                 bytes that fail their CRC, or decode to something else
-    └── ShapeMismatchError               the requested shape differs from the saved shape
+    ├── MissingKeyError                  the checkpoint has no such key                  (also KeyError)
+    ├── ShapeMismatchError               the requested shape differs from the saved shape
+    └── DtypeMismatchError               the requested dtype differs from the saved one, and nobody asked to convert
 
 DCP gathers errors across ranks with pickle, so each of them survives it with all of its attributes.
 """
@@ -44,11 +46,13 @@ __all__ = [
     "ConcurrentSaveError",
     "ConfigurationError",
     "CorruptDataError",
+    "DtypeMismatchError",
     "EarlierSaveError",
     "FileMismatchError",
     "FormatError",
     "IncompleteCheckpointError",
     "MetadataError",
+    "MissingKeyError",
     "RankFailedError",
     "ShapeMismatchError",
     "StorageError",
@@ -301,3 +305,11 @@ class CorruptDataError(CheckpointError):
 
 class ShapeMismatchError(CheckpointError):
     """The requested shape differs from the saved shape."""
+
+
+class MissingKeyError(CheckpointError, KeyError):
+    """The checkpoint has no such key."""
+
+
+class DtypeMismatchError(CheckpointError):
+    """The requested dtype differs from the saved one, and nobody asked for a conversion."""

@@ -16,14 +16,15 @@ from __future__ import annotations
 
 import io
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
+from typing import Protocol
 
 import torch
-from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import ReadItem
 
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.engines.tensors import torch_dtype
@@ -32,6 +33,7 @@ from dcp_nvcomp.errors import CorruptDataError, ShapeMismatchError
 from dcp_nvcomp.format.blocks import Box
 from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.data_file import DataFileRef, read_footers
+from dcp_nvcomp.format.footer import Footer
 from dcp_nvcomp.format.record import KIND_BYTES, KIND_TENSOR, KIND_TORCH_SAVE
 from dcp_nvcomp.loading.decoder import Decoder, GpuShare
 from dcp_nvcomp.loading.destinations import Conversions, Destination, PackMember, Region, Run, part_of
@@ -39,12 +41,25 @@ from dcp_nvcomp.loading.read_plan import Read, Target, Wanted, locate, plan_read
 from dcp_nvcomp.loading.safe_objects import SafeLoader
 from dcp_nvcomp.storage.base import Filesystem
 
-__all__ = ["LoadJob", "LoadOptions"]
+__all__ = ["ItemPlanner", "LoadJob", "LoadOptions"]
 
 MIN_CUDA_READ_NBYTES, CUDA_READ_NBYTES = 8 << 20, 256 << 20
 READS_AHEAD = 2
 # Threads beyond those that decode, so that a GPU need not wait for the next read.
 CUDA_FETCHERS = 2
+
+
+class ItemPlanner(Protocol):
+    """What a load needs of DCP's `LoadPlanner`, all of it on the calling thread."""
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """Return the tensor that an item goes into."""
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Take note that an item is there."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Take an object's bytes."""
 
 
 @dataclass(frozen=True)
@@ -75,15 +90,23 @@ class LoadJob:
 
     Args:
         filesystem: the checkpoint.
-        planner: DCP's planner.
+        planner: gives the destinations.
         options: see `LoadOptions`.
         conversions: warns, once, if dtypes differ.
+        footers: returns the checked footers of data files.
     """
 
     def __init__(
-        self, filesystem: Filesystem, planner: LoadPlanner, options: LoadOptions, *, conversions: Conversions
+        self,
+        filesystem: Filesystem,
+        planner: ItemPlanner,
+        options: LoadOptions,
+        *,
+        conversions: Conversions,
+        footers: Callable[[Filesystem, Sequence[DataFileRef]], Sequence[Footer]] = read_footers,
     ) -> None:
         self._filesystem = filesystem
+        self._footers = footers
         self._planner = planner
         self._options = options
         self._conversions = conversions
@@ -110,7 +133,7 @@ class LoadJob:
         by_file: dict[DataFileRef, list[Wanted]] = {}
         for item in items:
             by_file.setdefault(item.stored.file, []).append(item)
-        footers = read_footers(self._filesystem, list(by_file))
+        footers = self._footers(self._filesystem, list(by_file))
         with collector_paused():
             targets = [
                 [locate(item, footer) for item in wanted]

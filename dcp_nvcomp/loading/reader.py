@@ -31,13 +31,11 @@ from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.metadata.ranks import merge_rank_metadata, prefer_rank
 from dcp_nvcomp.format.metadata.roots import is_missing, nothing_there, read_current, read_root
 from dcp_nvcomp.format.metadata.shards import ShardIndex
-from dcp_nvcomp.format.metadata.stored import StoredAt
 from dcp_nvcomp.format.names import METADATA_NAME, rank_of_metadata_name
-from dcp_nvcomp.loading.destinations import Conversions
-from dcp_nvcomp.loading.job import LoadJob, LoadOptions
+from dcp_nvcomp.loading.items import load_items
+from dcp_nvcomp.loading.job import LoadOptions
 from dcp_nvcomp.loading.read_plan import Wanted
 from dcp_nvcomp.loading.safe_objects import SafeLoader
-from dcp_nvcomp.loading.stock.load import load_stock_items
 from dcp_nvcomp.options import (
     CUDA_ZSTD,
     DEADLINE_SECONDS,
@@ -90,6 +88,7 @@ class NvcompReader(StorageReader):
     Attributes:
         path: the checkpoint of the next load.
         load_id: the id of this load; `reset` draws another one.
+        load_options: the options, as load jobs take them.
         storage_data: where each shard of the checkpoint is stored, from `set_up_storage_reader` on.
 
     Raises:
@@ -125,7 +124,7 @@ class NvcompReader(StorageReader):
         self.trusted_globals = tuple(trusted_globals)
         self.storage_deadline_seconds = check_seconds("storage_deadline_seconds", storage_deadline_seconds)
         self.storage_options = storage_options
-        self._options = LoadOptions(
+        self.load_options = LoadOptions(
             thread_count=check_thread_count(thread_count),
             host_memory_budget=check_budget("host_memory_budget", host_memory_budget),
             device_memory_budget=check_device_budget(device_memory_budget),
@@ -140,14 +139,14 @@ class NvcompReader(StorageReader):
         self._rank_parts: dict[int, Metadata] = {}
         self._failure: Exception | None = None
         self._save_id: str | None = None
-        self._open()  # fail fast on invalid options
+        self.open_storage()  # fail fast on invalid options
 
     def __repr__(self) -> str:
-        values = {**vars(self._options), **vars(self), "safe_objects": self._options.safe.checks_objects}
+        values = {**vars(self.load_options), **vars(self), "safe_objects": self.load_options.safe.checks_objects}
         return shown(type(self), self.path, values, self.storage_options)
 
-    def _open(self) -> Filesystem:
-        # opened for each use, so that no connection is carried into another process
+    def open_storage(self) -> Filesystem:
+        """Open the checkpoint's storage: for each use, so that no connection is carried into another process."""
         return open_filesystem(
             self.path,
             deadline_seconds=self.storage_deadline_seconds,
@@ -185,7 +184,7 @@ class NvcompReader(StorageReader):
             # one without collectives, and the other ranks wait for this one until their timeout; and one rank's part of
             # an incomplete checkpoint would leave rows of the destinations as they were.
             raise self._failure
-        filesystem = self._open()
+        filesystem = self.open_storage()
         try:
             metadata = self._read_metadata(filesystem, rank)
         except Exception as error:
@@ -241,7 +240,7 @@ class NvcompReader(StorageReader):
         Raises:
             CodecUnavailableError: `engine="cuda"` needs a GPU or a package that is not available.
         """
-        EngineChoice(self._options.engine).begin(self._options.device_memory_budget)
+        EngineChoice(self.load_options.engine).begin(self.load_options.device_memory_budget)
         return dataclasses.replace(plan, storage_data=self._save_id)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -264,18 +263,12 @@ class NvcompReader(StorageReader):
         Raises:
             BaseException: the first error of any thread. The contents of the destinations are undefined then.
         """
-        filesystem = self._open()
-        ours: list[Wanted] = []
-        stock: list[Wanted] = []
+        filesystem = self.open_storage()
         shards = ShardIndex(self._state_dict_metadata)
         with collector_paused():
-            for item in plan.items:
-                wanted = Wanted.of(item, self._find(item), shards)
-                (ours if isinstance(wanted.stored, StoredAt) else stock).append(wanted)
+            wanted = [Wanted.of(item, self._find(item), shards) for item in plan.items]
         try:
-            conversions = Conversions()  # of this load: each load warns
-            LoadJob(filesystem, planner, self._options, conversions=conversions).run(ours)
-            load_stock_items(filesystem, stock, planner, self._options.safe, conversions)
+            load_items(filesystem, wanted, planner, self.load_options)
         except CheckpointError as error:
             error.message += " The contents of the destinations are undefined now: load again before using them."
             if is_missing(error):

@@ -49,6 +49,19 @@ class SafeLoader:
             data.seek(0)
         return data
 
+    def load_object(self, data: io.BytesIO, fqn: str) -> Any:
+        """Load a bytes item.
+
+        Raises:
+            UnsafeObjectError: it needs a global that is not allowed.
+            CorruptDataError: it is not an archive of `torch.save`.
+        """
+        try:
+            return _load(data, self.trusted)
+        except CheckpointError as error:
+            error.fqn = fqn
+            raise
+
     def load_tensor(self, data: io.BytesIO, fqn: str) -> torch.Tensor:
         """Load a tensor that is stored as `torch.save` writes it.
 

@@ -80,7 +80,7 @@ def test_without_overwriting_exactly_one_wins(place: Place, ranks: RankPool, rou
             assert outcome is None or isinstance(outcome, kinds), outcome
         where = (f"{place[0]}/step-{number}", place[1])
         assert seed_of(where) == 100 * number + of_round.index(None)
-        filesystem = NvcompReader(where[0], **where[1])._open()
+        filesystem = NvcompReader(where[0], **where[1]).open_storage()
         assert len(filesystem.list_names()) == 3  # the others removed theirs, and only theirs
 
 

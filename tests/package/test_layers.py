@@ -14,6 +14,7 @@ PACKAGE = Path(dcp_nvcomp.__file__).parent
 LAYERS = (
     ("cli",),
     ("maintenance",),
+    ("reading",),
     ("saving", "loading"),
     ("format",),
     ("engines", "storage"),

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadItemType
 
 from dcp_nvcomp.errors import CheckpointError, MetadataError, ShapeMismatchError
 from dcp_nvcomp.format.blocks import Box
 from dcp_nvcomp.format.metadata.stored import StockItem
 from dcp_nvcomp.loading.destinations import Conversions, part_of
+from dcp_nvcomp.loading.job import ItemPlanner
 from dcp_nvcomp.loading.read_plan import Wanted
 from dcp_nvcomp.loading.safe_objects import SafeLoader
+from dcp_nvcomp.loading.stock.archive import read_part
 from dcp_nvcomp.loading.stock.items import MAX_STOCK_NBYTES, read_stock_bytes, read_stock_tensor
 from dcp_nvcomp.storage.base import Filesystem
 
@@ -21,7 +23,7 @@ __all__ = ["load_stock_items"]
 def load_stock_items(
     filesystem: Filesystem,
     items: Sequence[Wanted],
-    planner: LoadPlanner,
+    planner: ItemPlanner,
     safe: SafeLoader,
     conversions: Conversions,
 ) -> None:
@@ -30,7 +32,7 @@ def load_stock_items(
     Args:
         filesystem: the checkpoint.
         items: the items to load, all stored by stock DCP.
-        planner: DCP's planner.
+        planner: gives the destinations.
         safe: how stored Python objects are loaded.
         conversions: warns once if dtypes differ.
 
@@ -57,20 +59,27 @@ def _position(where: StockItem) -> tuple[str, int]:
 
 
 def _load_tensor(
-    filesystem: Filesystem, wanted: Wanted, planner: LoadPlanner, safe: SafeLoader, conversions: Conversions
+    filesystem: Filesystem, wanted: Wanted, planner: ItemPlanner, safe: SafeLoader, conversions: Conversions
 ) -> None:
     item, shard = wanted.item, wanted.shard
     if shard is None:
         raise MetadataError("`.metadata` says that this is a Python object, but a tensor was requested.")
-    # not checked against the dtype of `.metadata`: planners may convert what they save
-    saved = read_stock_tensor(filesystem, wanted.stored, sizes=shard.sizes, trusted=safe.trusted)
     region = Box(tuple(item.storage_offsets), tuple(item.lengths))
-    part = part_of(saved, region)
+    whole = Box((0,) * len(shard.sizes), shard.sizes)
+    part = None
+    if whole.contains(region) and region != whole and region.elements:
+        part = read_part(filesystem, wanted.stored, sizes=shard.sizes, dtype=shard.dtype, region=region)
     if part is None:
-        raise ShapeMismatchError(f"The stored tensor has shape {tuple(saved.shape)}, which does not contain {region}.")
+        # not checked against the dtype of `.metadata`: planners may convert what they save
+        saved = read_stock_tensor(filesystem, wanted.stored, sizes=shard.sizes, trusted=safe.trusted)
+        part = part_of(saved, region)
+        if part is None:
+            raise ShapeMismatchError(
+                f"The stored tensor has shape {tuple(saved.shape)}, which does not contain {region}."
+            )
     destination = planner.resolve_tensor(item).detach()
     if destination.shape != part.shape:
         raise ShapeMismatchError(f"The destination has shape {tuple(destination.shape)}, not {tuple(part.shape)}.")
-    conversions.check(item.dest_index.fqn, saved.dtype, destination.dtype)
+    conversions.check(item.dest_index.fqn, part.dtype, destination.dtype)
     destination.copy_(part)
     planner.commit_tensor(item, destination)

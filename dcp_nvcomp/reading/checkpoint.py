@@ -1,0 +1,411 @@
+"""A checkpoint opened for reading, without a process group and without a state dict to load into.
+
+    open_checkpoint(path)  ->  Checkpoint: the keys; nothing but `.metadata` is read
+    checkpoint[key]        ->  StoredTensor: nothing is read; or the Python object
+    stored[10:12]          ->  the blocks that these rows lie in are read, checked and decoded
+
+Footers are read once, each when the first tensor of its file is. Several threads may read at once, and so may forked
+processes, each of which opens the storage anew.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from dcp_nvcomp.calls.suggestions import missing_key
+from dcp_nvcomp.errors import CheckpointError, ConfigurationError, MetadataError, MissingKeyError
+from dcp_nvcomp.format.blocks import Box
+from dcp_nvcomp.format.data_file import DataFileRef, read_footers
+from dcp_nvcomp.format.footer import Footer
+from dcp_nvcomp.format.metadata.shards import ShardIndex
+from dcp_nvcomp.format.metadata.stored import StoredAt
+from dcp_nvcomp.loading.items import load_items
+from dcp_nvcomp.loading.read_plan import Wanted
+from dcp_nvcomp.loading.reader import NvcompReader
+from dcp_nvcomp.options import check_choice
+from dcp_nvcomp.reading.items import Destinations, items_of_box, items_of_object
+from dcp_nvcomp.reading.modules import load_into_module
+from dcp_nvcomp.reading.selection import Selection, select
+from dcp_nvcomp.storage.base import Filesystem
+
+__all__ = ["Checkpoint", "StoredTensor", "open_checkpoint"]
+
+_AT_ONCE_NBYTES = 64 << 20
+
+
+def open_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    framework: Literal["torch", "numpy"] = "torch",
+    device: torch.device | str = "cpu",
+    **reader_options: Any,
+) -> Checkpoint:
+    """Open a checkpoint, of this package or of stock DCP, to read parts of it. No code in it is run.
+
+    Args:
+        path: a local path or any fsspec URL.
+        framework: what tensors are read into: `"torch"`, or `"numpy"`, which has no bfloat16 and no float8.
+        device: where torch tensors are put.
+        **reader_options: of the `NvcompReader` that reads it, such as `verify`, and of the storage.
+
+    Raises:
+        ConfigurationError: an option can't work or is unknown.
+        CheckpointNotFoundError: there is no checkpoint.
+        CheckpointError: its metadata can't be read.
+
+    Example:
+        >>> import tempfile, torch, dcp_nvcomp
+        >>> path = tempfile.mkdtemp()
+        >>> _ = dcp_nvcomp.save({"w": torch.arange(12).reshape(4, 3)}, path, no_dist=True)
+        >>> with dcp_nvcomp.open_checkpoint(path) as checkpoint:
+        ...     checkpoint["w"][1:3, -1]
+        tensor([5, 8])
+    """
+    return Checkpoint(path, framework=framework, device=device, **reader_options)
+
+
+class Checkpoint(Mapping[str, Any]):
+    """A checkpoint opened for reading: a mapping from keys to stored tensors and Python objects.
+
+    Made by `open_checkpoint`. It can be pickled and used after a fork, and is closed at the end of a `with` statement.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        framework: str,
+        device: torch.device | str,
+        **reader_options: Any,
+    ) -> None:
+        self._framework = check_choice("framework", framework, ("torch", "numpy"))
+        self._device = torch.device(device)
+        if self._framework == "numpy" and self._device.type != "cpu":
+            raise ConfigurationError(f"numpy arrays can't be on {device}: leave device= out.")
+        if "safe_objects" in reader_options:
+            raise ConfigurationError("open_checkpoint has no option 'safe_objects': Python objects are always checked.")
+        self._reader = NvcompReader(path, safe_objects=True, **reader_options)
+        self._metadata = self._reader.read_metadata()
+        if self._metadata.storage_data is None:
+            raise MetadataError("`.metadata` does not say where anything is stored.", path=self._reader.path)
+        self._shards = ShardIndex(self._metadata.state_dict_metadata)
+        self._opened: _Opened | None = _Opened(self._reader)
+
+    # --- what is there ----------------------------------------------------------------------------------------------
+
+    @property
+    def path(self) -> str:
+        """The checkpoint, without passwords."""
+        return self._reader.checkpoint_id
+
+    @property
+    def metadata(self) -> Metadata:
+        """DCP's metadata: keys, shapes, dtypes and shards."""
+        return self._metadata
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._metadata.state_dict_metadata)
+
+    def __len__(self) -> int:
+        return len(self._metadata.state_dict_metadata)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._metadata.state_dict_metadata
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint {self.path!r}: {len(self)} keys>"
+
+    def __getitem__(self, key: str) -> Any:
+        """Return a tensor, of which nothing is read yet, or a Python object.
+
+        Raises:
+            MissingKeyError: there is no such key; also a `KeyError`.
+            UnsafeObjectError: the object would run code.
+        """
+        described = self._described(key)
+        return StoredTensor(self, key, described) if isinstance(described, TensorStorageMetadata) else self._object(key)
+
+    def _described(self, key: str) -> Any:
+        try:
+            return self._metadata.state_dict_metadata[key]
+        except KeyError:
+            raise MissingKeyError(missing_key(key, self._metadata.state_dict_metadata), path=self.path) from None
+
+    def in_file_order(self, keys: Iterable[str] | None = None) -> list[str]:
+        """Return keys in the order in which they are stored, in which reading them is quickest.
+
+        Args:
+            keys: by default all.
+        """
+        assert self._metadata.storage_data is not None
+        first: dict[str, tuple[Any, ...]] = {}
+        for index, stored in self._metadata.storage_data.items():
+            place = (stored.file.name, stored.record) if isinstance(stored, StoredAt) else _stock_place(stored)
+            first[index.fqn] = min(place, first.get(index.fqn, place))
+        wanted = list(self if keys is None else keys)
+        return sorted(wanted, key=lambda key: (first.get(key, ("", 0)), key))
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+
+    def read(self, keys: Iterable[str]) -> dict[str, Any]:
+        """Read several tensors and objects at once, which is quicker than one after the other.
+
+        Args:
+            keys: which.
+
+        Returns:
+            Their values, by key.
+
+        Raises:
+            MissingKeyError: there is no such key.
+            CheckpointError: one of them can't be read.
+        """
+        wanted = list(dict.fromkeys(keys))
+        tensors = {
+            key: self._empty(described, described.size)
+            for key in wanted
+            if isinstance(described := self._described(key), TensorStorageMetadata)
+        }
+        objects = self.read_into(tensors, [key for key in wanted if key not in tensors])
+        return {key: self._finished(tensors[key], key) if key in tensors else objects[key] for key in wanted}
+
+    def read_into(self, tensors: Mapping[str, torch.Tensor], objects: Iterable[str] = ()) -> dict[str, Any]:
+        """Read whole tensors into given ones, and return objects.
+
+        Args:
+            tensors: by key, of the stored shape; written where they are, and converted if their dtype is another.
+            objects: keys of Python objects.
+
+        Raises:
+            CheckpointError: one of them can't be read. The contents of the tensors are undefined then.
+        """
+        found: dict[str, Any] = {}
+
+        def take(key: str, data: io.BytesIO) -> None:
+            found[key] = self._reader.load_options.safe.load_object(data, key)
+
+        items = [item for key in objects for item in items_of_object(key)]
+        for key, tensor in tensors.items():
+            described = self._described(key)
+            items += items_of_box(key, described, Box((0,) * tensor.dim(), tuple(described.size)), path=self.path)
+        self._load(items, Destinations(tensors, take))
+        return found
+
+    def stream(self, keys: Iterable[str] | None = None) -> Iterator[tuple[str, Any]]:
+        """Read tensors and objects one after the other, in the order in which they are stored.
+
+        Args:
+            keys: which; by default all.
+
+        Yields:
+            Key and value. Some are read ahead: up to 64 MiB, or one tensor if it is larger.
+        """
+        group: list[str] = []
+        nbytes = 0
+        for key in self.in_file_order(keys):
+            described = self._described(key)
+            size = described.size.numel() * described.properties.dtype.itemsize if _is_tensor(described) else 0
+            if group and nbytes + size > _AT_ONCE_NBYTES:
+                yield from self._drained(group)
+                group, nbytes = [], 0
+            group.append(key)
+            nbytes += size
+        yield from self._drained(group)
+
+    def _drained(self, group: list[str]) -> Iterator[tuple[str, Any]]:
+        values = self.read(group)
+        for key in group:
+            yield key, values.pop(key)  # of which nothing is held here any more
+
+    def dataset(self, keys: Iterable[str] | None = None) -> torch.utils.data.Dataset[tuple[str, Any]]:
+        """Return a map-style dataset of (key, value) in file order, for a `torch.utils.data.DataLoader`.
+
+        Args:
+            keys: which; by default all.
+        """
+        return _KeysAndValues(self, self.in_file_order(keys))
+
+    def load_into(
+        self,
+        module: torch.nn.Module,
+        *,
+        prefix: str = "",
+        dtype: Literal["same", "cast"] = "same",
+    ) -> None:
+        """Load the parameters and buffers of a plain module, also of one on the meta device.
+
+        Args:
+            module: what to load into. Tensors on the meta device are replaced by ones on this checkpoint's device.
+            prefix: what the module's keys begin with in the checkpoint, such as `"model."`.
+            dtype: `"same"` refuses a stored dtype other than the module's, `"cast"` converts.
+
+        Raises:
+            MissingKeyError: the checkpoint lacks a key of the module.
+            ShapeMismatchError: a tensor has another shape.
+            DtypeMismatchError: a tensor has another dtype, with `dtype="same"`.
+            CheckpointError: it can't be read. The contents of the module are undefined then.
+        """
+        load_into_module(self, module, prefix=prefix, dtype=dtype, device=self._device)
+
+    def _object(self, key: str) -> Any:
+        return self.read_into({}, [key])[key]
+
+    def _selected(self, key: str, described: TensorStorageMetadata, selection: Selection) -> Any:
+        tensor = self._empty(described, selection.box.sizes)
+        items = items_of_box(key, described, selection.box, path=self.path)
+        self._load(items, Destinations({key: tensor}))
+        return self._finished(tensor if selection.is_whole_box else tensor[selection.taken], key)
+
+    def _empty(self, described: TensorStorageMetadata, size: Sequence[int]) -> torch.Tensor:
+        return torch.empty(tuple(size), dtype=described.properties.dtype, device=self._device)
+
+    def _finished(self, tensor: torch.Tensor, key: str) -> Any:
+        if self._framework == "torch":
+            return tensor
+        try:
+            return tensor.numpy()
+        except TypeError as error:
+            raise ConfigurationError(f"{error}: open the checkpoint with framework='torch'.", fqn=key) from error
+
+    def _load(self, items: Sequence[Any], destinations: Destinations) -> None:
+        opened = self._open()
+        assert self._metadata.storage_data is not None
+        wanted = []
+        for item in items:
+            stored = self._metadata.storage_data.get(item.storage_index)
+            if stored is None:
+                raise MetadataError(
+                    f"`.metadata` does not say where the shard at {item.storage_index.offset} is.",
+                    path=self.path,
+                    fqn=item.storage_index.fqn,
+                )
+            wanted.append(Wanted.of(item, stored, self._shards))
+        load_items(opened.filesystem, wanted, destinations, self._reader.load_options, footers=opened.footers)
+
+    # --- its storage ------------------------------------------------------------------------------------------------
+
+    def _open(self) -> _Opened:
+        opened = self._opened
+        if opened is None:
+            raise CheckpointError("It is closed.", path=self.path)
+        if opened.pid != os.getpid():  # after a fork, connections and locks are the parent's
+            opened = self._opened = _Opened(self._reader)
+        return opened
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_opened": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _opened=_Opened(state["_reader"]))
+
+    def close(self) -> None:
+        """Close the storage. What was read stays."""
+        opened, self._opened = self._opened, None
+        if opened is not None and opened.pid == os.getpid():
+            opened.filesystem.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class StoredTensor:
+    """A tensor of a checkpoint, of which an index reads a part: `stored[10:12]`, `stored[..., 0]`, `stored[...]`.
+
+    Attributes:
+        shape: of the whole tensor.
+        dtype: as it was saved.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, key: str, described: TensorStorageMetadata) -> None:
+        self._checkpoint, self._key, self._described = checkpoint, key, described
+        self.shape: torch.Size = described.size
+        self.dtype: torch.dtype = described.properties.dtype
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Uncompressed size in bytes."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return self.shape.numel()
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("A tensor without dimensions has no length.")
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> Any:
+        """Read a part: only the blocks that it overlaps, and its file's footer the first time.
+
+        Args:
+            index: integers, slices with a positive step, an ellipsis.
+
+        Returns:
+            A tensor or an array of its own.
+
+        Raises:
+            IndexError: the index is out of range.
+            TypeError: it is a list, a mask or None.
+            CheckpointError: the data can't be read.
+        """
+        return self._checkpoint._selected(self._key, self._described, select(index, self.shape))
+
+    def __repr__(self) -> str:
+        return f"<StoredTensor {self._key!r}: {self.dtype}, {list(self.shape)}>"
+
+
+class _Opened:
+    """The storage as one process has opened it, and the footers that were read."""
+
+    def __init__(self, reader: NvcompReader) -> None:
+        self.pid = os.getpid()
+        self.filesystem = reader.open_storage()
+        self._footers: dict[DataFileRef, Footer] = {}
+        self._lock = threading.Lock()
+
+    def footers(self, filesystem: Filesystem, files: Sequence[DataFileRef]) -> list[Footer]:
+        """Return the footers of data files, each of which is read once."""
+        with self._lock:
+            known = {file: self._footers[file] for file in files if file in self._footers}
+        missing = [file for file in files if file not in known]
+        if missing:
+            known.update(zip(missing, read_footers(filesystem, missing), strict=True))
+            with self._lock:
+                self._footers.update(known)
+        return [known[file] for file in files]
+
+
+class _KeysAndValues(torch.utils.data.Dataset[tuple[str, Any]]):
+    def __init__(self, checkpoint: Checkpoint, keys: Sequence[str]) -> None:
+        self._checkpoint, self._keys = checkpoint, keys
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __getitem__(self, number: int) -> tuple[str, Any]:
+        key = self._keys[number]
+        return key, self._checkpoint.read([key])[key]
+
+
+def _is_tensor(described: Any) -> bool:
+    return isinstance(described, TensorStorageMetadata)
+
+
+def _stock_place(stored: Any) -> tuple[str, int]:
+    return stored.relative_path, stored.offset

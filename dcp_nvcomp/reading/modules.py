@@ -1,0 +1,110 @@
+"""Load a plain module from an opened checkpoint.
+
+the module's state dict  ->  destinations: its own tensors; for those on the meta device, new ones
+after the read           ->  new tensors take their places by `load_state_dict(assign=True)`; tied ones stay tied
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from dcp_nvcomp.calls.suggestions import missing_key
+from dcp_nvcomp.errors import ConfigurationError, DtypeMismatchError, MissingKeyError, ShapeMismatchError
+from dcp_nvcomp.options import check_choice
+from dcp_nvcomp.reading.nesting import nested, paths_below, paths_of
+
+__all__ = ["load_into_module"]
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+class _Source(Protocol):
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def metadata(self) -> Metadata: ...
+
+    def read(self, keys: Iterable[str]) -> dict[str, Any]: ...
+
+    def read_into(self, tensors: Mapping[str, torch.Tensor], objects: Iterable[str] = ()) -> dict[str, Any]: ...
+
+
+def load_into_module(
+    source: _Source, module: torch.nn.Module, *, prefix: str, dtype: str, device: torch.device
+) -> None:
+    """Load a module; see `Checkpoint.load_into`."""
+    check_choice("dtype", dtype, ("same", "cast"))
+    state = module.state_dict(keep_vars=True)
+    _check(source, state, prefix=prefix, may_cast=dtype == "cast")
+    made: dict[int, torch.Tensor] = {}  # by what is on the meta device: two names of one tensor stay one
+    tensors: dict[str, torch.Tensor] = {}
+    assigned: dict[str, Any] = {}
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        if not value.is_meta:
+            tensors[prefix + name] = value.detach()
+            continue
+        if id(value) not in made:
+            made[id(value)] = _like(value, device)
+            tensors[prefix + name] = made[id(value)].detach()
+        assigned[name] = made[id(value)]
+    source.read_into(tensors)
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):  # a module's extra state
+            assigned[name] = _extra_state(source, prefix + name)
+    if assigned:
+        module.load_state_dict(assigned, strict=False, assign=True)
+
+
+def _extra_state(source: _Source, key: str) -> Any:
+    if key in source.metadata.state_dict_metadata:
+        return source.read([key])[key]
+    below = paths_below(paths_of(source.metadata), key)
+    return nested(below, source.read(below))
+
+
+def _like(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    tensor = torch.empty(value.shape, dtype=value.dtype, device=device)
+    return torch.nn.Parameter(tensor, value.requires_grad) if isinstance(value, torch.nn.Parameter) else tensor
+
+
+def _check(source: _Source, state: Mapping[str, Any], *, prefix: str, may_cast: bool) -> None:
+    """Refuse what can't be loaded, before anything is."""
+    there = source.metadata.state_dict_metadata
+    paths = paths_of(source.metadata)
+    for name, value in state.items():
+        key = prefix + name
+        stored = there.get(key)
+        if isinstance(value, torch.Tensor):
+            _check_tensor(source.path, key, value, stored, there, may_cast=may_cast)
+        elif stored is None and not paths_below(paths, key):
+            raise MissingKeyError(missing_key(key, there), path=source.path)
+
+
+def _check_tensor(
+    path: str, key: str, value: torch.Tensor, stored: Any, there: Collection[str], *, may_cast: bool
+) -> None:
+    if stored is None:
+        raise MissingKeyError(missing_key(key, there), path=path)
+    if not isinstance(stored, TensorStorageMetadata):
+        raise ShapeMismatchError("The module has a tensor, the checkpoint a Python object.", path=path, fqn=key)
+    if type(value) not in _PLAIN:
+        raise ConfigurationError(
+            f"The module's tensor is a {type(value).__name__}: use dcp_nvcomp.load for sharded models.", fqn=key
+        )
+    if stored.size != value.shape:
+        raise ShapeMismatchError(
+            f"The module has shape {tuple(value.shape)}, the checkpoint {tuple(stored.size)}.", path=path, fqn=key
+        )
+    if stored.properties.dtype != value.dtype and not may_cast:
+        raise DtypeMismatchError(
+            f"The module has {value.dtype}, the checkpoint {stored.properties.dtype}: dtype='cast' converts.",
+            path=path,
+            fqn=key,
+        )
