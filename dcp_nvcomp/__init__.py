@@ -1,46 +1,70 @@
 """Compressed checkpoints for torch.distributed.checkpoint: smaller and faster to save and load, bit for bit the same.
 
-dcp.save(state_dict, storage_writer=NvcompWriter("s3://bucket/run/step-1000"))
-dcp.load(state_dict, storage_reader=NvcompReader("s3://bucket/run/step-1000"))
+import dcp_nvcomp as ckpt
+
+ckpt.save(state_dict, "s3://bucket/run/step-1000")      # dcp.save with an NvcompWriter
+ckpt.load(state_dict, "s3://bucket/run/step-1000")      # dcp.load with an NvcompReader
+
+Names are imported when they are first used: torch takes seconds, and the command's help needs none of it.
 """
 
 from __future__ import annotations
 
-from dcp_nvcomp import codecs, errors
-from dcp_nvcomp.engines.cuda.pool import release_device_memory
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+from dcp_nvcomp import errors
 from dcp_nvcomp.errors import *  # noqa: F403
-from dcp_nvcomp.loading.load import load
-from dcp_nvcomp.loading.reader import NvcompReader
-from dcp_nvcomp.maintenance.cleaning import Cleaning, clean_checkpoint
-from dcp_nvcomp.maintenance.inspection import Inspection, inspect_checkpoint
-from dcp_nvcomp.maintenance.recovery import Recovery, recover_checkpoint
-from dcp_nvcomp.maintenance.run_cleaning import RunCleaning, clean_run
-from dcp_nvcomp.maintenance.verification.verify import Verification, verify_checkpoint
-from dcp_nvcomp.reading.checkpoint import Checkpoint, StoredTensor, open_checkpoint
-from dcp_nvcomp.saving.asynchronous.async_save import AsyncSave, async_save
-from dcp_nvcomp.saving.save import save
-from dcp_nvcomp.saving.stats import SaveStats, Totals
-from dcp_nvcomp.saving.writer import NvcompWriter
+from dcp_nvcomp.version import VERSION
+
+if TYPE_CHECKING:
+    from dcp_nvcomp import codecs
+    from dcp_nvcomp.engines.cuda.pool import release_device_memory
+    from dcp_nvcomp.loading.load import load
+    from dcp_nvcomp.loading.reader import NvcompReader
+    from dcp_nvcomp.maintenance.cleaning import Cleaning, clean_checkpoint
+    from dcp_nvcomp.maintenance.environment import Environment, info
+    from dcp_nvcomp.maintenance.inspection import Inspection, inspect_checkpoint
+    from dcp_nvcomp.maintenance.recovery import Recovery, recover_checkpoint
+    from dcp_nvcomp.maintenance.run_cleaning import RunCleaning, clean_run
+    from dcp_nvcomp.maintenance.run_listing import RunListing, list_run
+    from dcp_nvcomp.maintenance.verification.findings import Verification
+    from dcp_nvcomp.maintenance.verification.verify import verify_checkpoint
+    from dcp_nvcomp.reading.checkpoint import Checkpoint, StoredTensor, open_checkpoint
+    from dcp_nvcomp.reading.comparison import Comparison, compare_checkpoints
+    from dcp_nvcomp.saving.asynchronous.async_save import AsyncSave, async_save
+    from dcp_nvcomp.saving.save import save
+    from dcp_nvcomp.saving.stats import SaveStats, Totals
+    from dcp_nvcomp.saving.writer import NvcompWriter
+
+__version__ = VERSION
 
 __all__ = [
     "AsyncSave",
     "Checkpoint",
     "Cleaning",
+    "Comparison",
+    "Environment",
     "Inspection",
     "NvcompReader",
     "NvcompWriter",
     "Recovery",
     "RunCleaning",
+    "RunListing",
     "SaveStats",
     "StoredTensor",
     "Totals",
     "Verification",
+    "__version__",
     "async_save",
     "clean_checkpoint",
     "clean_run",
     "codecs",
+    "compare_checkpoints",
     "errors",
+    "info",
     "inspect_checkpoint",
+    "list_run",
     "load",
     "open_checkpoint",
     "recover_checkpoint",
@@ -49,3 +73,47 @@ __all__ = [
     "verify_checkpoint",
     *errors.__all__,
 ]
+
+_HOMES: Final = {
+    "AsyncSave": "saving.asynchronous.async_save",
+    "Checkpoint": "reading.checkpoint",
+    "Cleaning": "maintenance.cleaning",
+    "Comparison": "reading.comparison",
+    "Environment": "maintenance.environment",
+    "Inspection": "maintenance.inspection",
+    "NvcompReader": "loading.reader",
+    "NvcompWriter": "saving.writer",
+    "Recovery": "maintenance.recovery",
+    "RunCleaning": "maintenance.run_cleaning",
+    "RunListing": "maintenance.run_listing",
+    "SaveStats": "saving.stats",
+    "StoredTensor": "reading.checkpoint",
+    "Totals": "saving.stats",
+    "Verification": "maintenance.verification.findings",
+    "async_save": "saving.asynchronous.async_save",
+    "clean_checkpoint": "maintenance.cleaning",
+    "clean_run": "maintenance.run_cleaning",
+    "compare_checkpoints": "reading.comparison",
+    "info": "maintenance.environment",
+    "inspect_checkpoint": "maintenance.inspection",
+    "list_run": "maintenance.run_listing",
+    "load": "loading.load",
+    "open_checkpoint": "reading.checkpoint",
+    "recover_checkpoint": "maintenance.recovery",
+    "release_device_memory": "engines.cuda.pool",
+    "save": "saving.save",
+    "verify_checkpoint": "maintenance.verification.verify",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "codecs":
+        return import_module("dcp_nvcomp.codecs")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

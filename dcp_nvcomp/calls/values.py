@@ -15,8 +15,9 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from dcp_nvcomp.errors import CheckpointError
 
-__all__ = ["is_stateful", "try_values_of", "unwrapped", "wrapped"]
+__all__ = ["PLAIN_TENSORS", "is_default_planner", "is_stateful", "try_values_of", "unwrapped", "wrapped"]
 
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _KEY = "state"
 _PLAIN = (torch.Tensor, dict, list, tuple, int, float, str, bytes, type(None))
 
@@ -41,6 +42,11 @@ def try_values_of(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], Checkp
             failure.__cause__ = error
             return {}, failure
     return values, None
+
+
+def is_default_planner(planner: object, kind: type) -> bool:
+    """Return True if a planner is of this class of DCP's itself, and nobody has put methods of their own into it."""
+    return type(planner) is kind and not any(map(callable, vars(planner).values()))
 
 
 def wrapped(values: dict[str, Any]) -> dict[str, Any]:

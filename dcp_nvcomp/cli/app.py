@@ -1,17 +1,26 @@
-"""The command `dcp-nvcomp`: inspect, verify and repair checkpoints.
+"""The command `dcp-nvcomp`: look into, verify, convert and repair checkpoints.
 
 Results go to stdout, errors to stderr in one line. Exit status: 0, 1 if the checkpoint or the storage is at fault,
 2 for a wrong command line.
+
+Commands import what they need when they run: torch takes seconds, and `--help` and completion need none of it.
 """
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
+from dcp_nvcomp.cli.cat import cat_command
 from dcp_nvcomp.cli.clean import clean_command
+from dcp_nvcomp.cli.diff import diff_command
+from dcp_nvcomp.cli.info import info_command
 from dcp_nvcomp.cli.inspect import inspect_command
+from dcp_nvcomp.cli.ls import ls_command
 from dcp_nvcomp.cli.recover import recover_command
 from dcp_nvcomp.cli.verify import verify_command
+from dcp_nvcomp.version import VERSION
 
 __all__ = ["app", "main"]
 
@@ -19,14 +28,33 @@ app = typer.Typer(
     name="dcp-nvcomp",
     help="Look into, verify and repair compressed PyTorch distributed checkpoints.",
     no_args_is_help=True,
-    add_completion=False,
     # a traceback is for our own mistakes; it must not show the values of options, which may be secrets
     pretty_exceptions_enable=False,
 )
+app.command("ls")(ls_command)
 app.command("inspect")(inspect_command)
+app.command("cat")(cat_command)
+app.command("diff")(diff_command)
 app.command("verify")(verify_command)
 app.command("recover")(recover_command)
 app.command("clean")(clean_command)
+app.command("info")(info_command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"dcp-nvcomp {VERSION}")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+]
+
+
+@app.callback()
+def _common(version: Version = False) -> None:
+    pass
 
 
 def main() -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.filesize import decimal
 
-from dcp_nvcomp.cli.common import AsJson, Options, Output, Url, one_line_errors, parse_storage_options, table
+from dcp_nvcomp.cli.common import AsJson, Options, Output, Url, one_line_errors, parse_storage_options
+from dcp_nvcomp.cli.tables import Column, Table
 from dcp_nvcomp.format.names import is_metadata_temporary
-from dcp_nvcomp.maintenance.cleaning import MIN_AGE_SECONDS, Cleaning, clean_checkpoint
-from dcp_nvcomp.maintenance.run_cleaning import RunCleaning, clean_run
+
+if TYPE_CHECKING:
+    from dcp_nvcomp.maintenance.cleaning import Cleaning
+    from dcp_nvcomp.maintenance.run_cleaning import RunCleaning
 
 __all__ = ["clean_command"]
 
@@ -45,6 +48,9 @@ def clean_command(
 
     Exit status 1 if nothing could be cleaned, with --recursive if any of the checkpoints was refused.
     """
+    from dcp_nvcomp.maintenance.cleaning import clean_checkpoint
+    from dcp_nvcomp.maintenance.run_cleaning import RunCleaning, clean_run
+
     seconds = _seconds(older_than)
     storage_options = parse_storage_options(option)
     clean = clean_run if recursive else clean_checkpoint
@@ -61,6 +67,8 @@ def clean_command(
 
 
 def _seconds(age: str) -> float:
+    from dcp_nvcomp.maintenance.cleaning import MIN_AGE_SECONDS
+
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd])", age)
     if match is None:
         raise typer.BadParameter(f"{age!r} is not an age such as 90m, 12h or 1d.", param_hint="--older-than")
@@ -87,13 +95,18 @@ def _print_cleaning(found: Cleaning) -> None:
 def _print_run(found: RunCleaning) -> None:
     output = Output()
     done = "would remove" if found.dry_run else "removed"
-    rows = table(("checkpoint", "note"), "checkpoint", done, "size", "too young", "note")
+    rows = Table(
+        Column("checkpoint", is_left=True),
+        Column(done),
+        Column("size", drop=1),
+        Column("too young", drop=2),
+        Column("note", is_left=True),
+    )
     for one in found.checkpoints:
         note = f"`recover` can bring back {', '.join(one.recoverable)}" if one.recoverable else ""
-        cells = (one.path, str(len(one.orphans)), decimal(one.nbytes), str(one.young), note)
-        rows.add_row(*map(output.cell, cells))
+        rows.add(one.path, str(len(one.orphans)), decimal(one.nbytes), str(one.young), note)
     for refusal in found.refused:
-        rows.add_row(*map(output.cell, (refusal.path, "-", "-", "-", f"refused: {refusal.error}")))
-    output.print(rows)
+        rows.add(refusal.path, "-", "-", "-", f"refused: {refusal.error}")
+    output.table(rows)
     count = sum(len(one.orphans) for one in found.checkpoints)
     output.print(f"{found.path}: {done} {count} orphan{'' if count == 1 else 's'}, {decimal(found.nbytes)}.")

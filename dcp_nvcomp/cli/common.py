@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
+from datetime import datetime
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from dcp_nvcomp.cli.tables import Table
 from dcp_nvcomp.errors import CheckpointError
 
-__all__ = ["AsJson", "Options", "Output", "Url", "one_line_errors", "parse_storage_options", "printable", "table"]
+__all__ = [
+    "AsJson",
+    "Options",
+    "Output",
+    "Url",
+    "local_time",
+    "one_line_errors",
+    "parse_storage_options",
+    "printable",
+    "progress_bar",
+]
 
 Url = Annotated[
     str, typer.Argument(metavar="URL", help="A local path, or any fsspec URL such as s3://bucket/run/step.")
@@ -62,6 +73,26 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def local_time(seconds: float | None) -> str:
+    """Return a time as the reader's clock shows it; `-` if it is not known."""
+    return "-" if seconds is None else datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
+
+
+@contextlib.contextmanager
+def progress_bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
+    """Provide a bar on standard error, if that is a terminal; call it with the bytes done, and of how many."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
 class Output:
     """Standard output, for lines and tables with text that comes from a checkpoint."""
 
@@ -70,25 +101,18 @@ class Output:
         if not self._console.is_terminal:
             self._console.width = 1 << 16  # a file or a pipe has no edge to cut lines at
 
-    def cell(self, text: str) -> Text:
-        """Text for a table."""
-        # Text, not str: rich would take "[...]" for markup
+    def print(self, line: str = "", *, style: str = "") -> None:
+        """Print a line. One that is longer than the terminal is wide goes on in the next."""
         encoding = self._console.encoding
-        return Text(printable(text).encode(encoding, "backslashreplace").decode(encoding))
+        text = printable(line).encode(encoding, "backslashreplace").decode(encoding)
+        # Text, not str: rich would take "[...]" for markup
+        self._console.print(Text(text, style=style), soft_wrap=True)
 
-    def print(self, what: str | Table = "") -> None:
-        """A line, or a table."""
-        self._console.print(self.cell(what) if isinstance(what, str) else what)
-
-
-def table(left: Iterable[str], *columns: str) -> Table:
-    """An empty table.
-
-    Args:
-        left: the columns whose text begins at the left, and may be folded.
-        columns: all columns.
-    """
-    made = Table(box=None, pad_edge=False, header_style="bold")
-    for name in columns:
-        made.add_column(name, justify="left" if name in left else "right", overflow="fold", no_wrap=name not in left)
-    return made
+    def table(self, table: Table) -> None:
+        """Print a table, without the columns that there is no room for."""
+        lines, left_out = table.lines(self._console.width)
+        self.print(lines[0], style="bold")
+        for line in lines[1:]:
+            self.print(line)
+        if left_out:
+            self.print(f"(no room for {', '.join(left_out)}: widen the terminal, or use --json)", style="dim")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from datetime import datetime, timezone
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.filesize import decimal
 
-from dcp_nvcomp.cli.common import Options, Output, Url, one_line_errors, parse_storage_options, table
-from dcp_nvcomp.maintenance.recovery import INTACT, RECOVERED, Candidate, Recovery, is_save_id, recover_checkpoint
+from dcp_nvcomp.cli.common import Options, Output, Url, one_line_errors, parse_storage_options
+from dcp_nvcomp.cli.tables import Column, Table
+
+if TYPE_CHECKING:
+    from dcp_nvcomp.maintenance.recovery import Candidate, Recovery
 
 __all__ = ["recover_command"]
 
@@ -24,6 +27,8 @@ def recover_command(url: Url, save_id: SaveId = None, option: Options = None) ->
 
     Never replaces a good checkpoint. Exit status 1 if nothing could be restored, or a save must be named.
     """
+    from dcp_nvcomp.maintenance.recovery import INTACT, RECOVERED, is_save_id, recover_checkpoint
+
     if save_id is not None and not is_save_id(save_id):
         message = f"{save_id!r} is not of 32 hexadecimal digits, and no `.metadata.<id>.tmp`."
         raise typer.BadParameter(message, param_hint="--save-id")
@@ -36,18 +41,25 @@ def recover_command(url: Url, save_id: SaveId = None, option: Options = None) ->
 
 
 def _print_recovery(found: Recovery) -> None:
+    from dcp_nvcomp.maintenance.recovery import RECOVERED
+
     output = Output()
     output.print(found.reason)
     if found.outcome == RECOVERED:
         what = f"save {found.save_id}" if found.save_id is not None else "the checkpoint of stock DCP"
         output.print(f"Published {what} as .metadata again.")
     elif found.candidates:
-        rows = table(("save id", "state"), "save id", "written", "keys", "size", "state")
+        rows = Table(
+            Column("save id", is_left=True),
+            Column("written", drop=2),
+            Column("keys", drop=3),
+            Column("size", drop=1),
+            Column("state", is_left=True),
+        )
         for one in found.candidates:
-            time, state = _time(one), "; ".join(one.problems) or "complete"
-            cells = (one.save_id, time, str(one.keys), decimal(one.nbytes), state)
-            rows.add_row(*(output.cell(cell) for cell in cells))
-        output.print(rows)
+            state = "; ".join(one.problems) or "complete"
+            rows.add(one.save_id, _time(one), str(one.keys), decimal(one.nbytes), state)
+        output.table(rows)
 
 
 def _time(one: Candidate) -> str:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.progress import Progress as ProgressBar
 
-from dcp_nvcomp.cli.common import AsJson, Options, Output, Url, one_line_errors, parse_storage_options
-from dcp_nvcomp.maintenance.inspection import LAYOUT_STOCK
-from dcp_nvcomp.maintenance.verification.findings import Finding, Verification
-from dcp_nvcomp.maintenance.verification.verify import Progress, verify_checkpoint
+from dcp_nvcomp.cli.common import AsJson, Options, Output, Url, one_line_errors, parse_storage_options, progress_bar
+
+if TYPE_CHECKING:
+    from dcp_nvcomp.maintenance.verification.findings import Finding, Verification
 
 __all__ = ["verify_command"]
 
@@ -28,8 +23,10 @@ def verify_command(url: Url, full: Full = False, option: Options = None, as_json
 
     Exit status 1 if anything is; warnings do not count, nor do blocks that only a GPU could decode.
     """
+    from dcp_nvcomp.maintenance.verification.verify import verify_checkpoint
+
     storage_options = parse_storage_options(option)
-    with one_line_errors(), _progress() as progress:
+    with one_line_errors(), progress_bar("verifying") as progress:
         found = verify_checkpoint(url, full=full, storage_options=storage_options, progress=progress)
     if as_json:
         typer.echo(json.dumps(found.to_json(), indent=1))
@@ -39,20 +36,9 @@ def verify_command(url: Url, full: Full = False, option: Options = None, as_json
         raise typer.Exit(1)
 
 
-@contextlib.contextmanager
-def _progress() -> Iterator[Progress | None]:
-    """A bar on standard error, if that is a terminal."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with ProgressBar(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("verifying", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
 def _print(found: Verification) -> None:
+    from dcp_nvcomp.maintenance.inspection import LAYOUT_STOCK
+
     output = Output()
     for finding in found.findings:
         output.print(_line(finding))

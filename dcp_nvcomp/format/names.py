@@ -20,6 +20,7 @@ __all__ = [
     "OwnFile",
     "copy_name_of",
     "data_file_name",
+    "data_file_rank",
     "is_metadata_temporary",
     "is_stock_data_file",
     "own_file",
@@ -41,10 +42,18 @@ _COPY_NAME: Final = re.compile(rf"__({_ID})\.metadata")
 _DATA_NAME: Final = re.compile(rf"__{_NUMBER}_{_NUMBER}_({_ID})\.distcp")
 _STOCK_DATA_NAME: Final = re.compile(rf"__{_NUMBER}_{_NUMBER}\.distcp")
 
+_ANY_DATA_NAME: Final = re.compile(rf"__({_NUMBER})_{_NUMBER}(?:_{_ID})?\.distcp")
+
 
 def data_file_name(rank: int, number: int, file_id: str) -> str:
     """Return the name of a data file inside the checkpoint."""
     return f"__{rank}_{number}_{file_id}{DATA_FILE_SUFFIX}"
+
+
+def data_file_rank(name: str) -> int | None:
+    """Return the rank in the name of a data file, of this package or of stock DCP; None for any other name."""
+    match = _ANY_DATA_NAME.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def is_stock_data_file(name: str) -> bool:

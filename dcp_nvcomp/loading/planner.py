@@ -14,13 +14,11 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, cre
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from dcp_nvcomp.calls.values import unwrapped
+from dcp_nvcomp.calls.values import PLAIN_TENSORS, is_default_planner, unwrapped
 from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.format.collector import collector_paused
 
 __all__ = ["UnwrappingPlanner", "planner_for"]
-
-_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def planner_for(planner: LoadPlanner | None, failure: CheckpointError | None = None) -> UnwrappingPlanner:
@@ -32,7 +30,8 @@ def planner_for(planner: LoadPlanner | None, failure: CheckpointError | None = N
     """
     if planner is None:
         planner = _WholeTensorPlanner()
-    elif type(planner) is DefaultLoadPlanner and not any(map(callable, vars(planner).values())):
+    elif is_default_planner(planner, DefaultLoadPlanner):
+        assert isinstance(planner, DefaultLoadPlanner)
         planner = _WholeTensorPlanner(
             flatten_state_dict=planner.flatten_state_dict,
             flatten_sharded_tensors=planner.flatten_sharded_tensors,
@@ -94,7 +93,7 @@ class _WholeTensorPlanner(DefaultLoadPlanner):
         items, others = list[ReadItem](), dict[str, Any]()
         with collector_paused():
             for fqn, value in self.state_dict.items():
-                if type(value) in _PLAIN_TENSORS and _is_one_shard(saved.get(fqn), value):
+                if type(value) in PLAIN_TENSORS and _is_one_shard(saved.get(fqn), value):
                     items.append(_whole(fqn, value))
                 else:
                     others[fqn] = value
@@ -103,7 +102,7 @@ class _WholeTensorPlanner(DefaultLoadPlanner):
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         value = self.state_dict.get(read_item.dest_index.fqn)
-        if type(value) in _PLAIN_TENSORS and isinstance(value, torch.Tensor) and value.shape == read_item.lengths:
+        if type(value) in PLAIN_TENSORS and isinstance(value, torch.Tensor) and value.shape == read_item.lengths:
             return value
         tensor: torch.Tensor = super().resolve_tensor(read_item)
         return tensor

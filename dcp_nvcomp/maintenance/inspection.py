@@ -13,7 +13,7 @@ import errno
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
@@ -26,6 +26,7 @@ from dcp_nvcomp.format.metadata.shards import ShardIndex
 from dcp_nvcomp.format.metadata.stored import StockItem, StoredAt
 from dcp_nvcomp.format.record import KIND_BYTES, KIND_TENSOR, Record
 from dcp_nvcomp.loading.reader import NvcompReader
+from dcp_nvcomp.maintenance.natural import natural_order
 from dcp_nvcomp.maintenance.opening import checked_storage_options, opened
 from dcp_nvcomp.saving.stats import Totals
 from dcp_nvcomp.storage.base import Filesystem
@@ -112,6 +113,24 @@ class Inspection:
         """Uncompressed size over that of the data files; 1.0 if there is nothing."""
         uncompressed_nbytes = self.totals.uncompressed_nbytes
         return uncompressed_nbytes / self.file_nbytes if uncompressed_nbytes and self.file_nbytes else 1.0
+
+    def by_prefix(self, depth: int) -> dict[str, Totals]:
+        """Return sums over the items whose keys have the same first `depth` parts."""
+        found: dict[str, Totals] = {}
+        for item in self.items:
+            prefix = ".".join(item.fqn.split(".")[:depth])
+            found[prefix] = found.get(prefix, Totals()) + item.totals
+        return found
+
+    def only(self, items: Sequence[Item]) -> Inspection:
+        """Return the same of some of the items; data files stay as they are, and sums by codec are of whole items."""
+        by_dtype: dict[str, Totals] = {}
+        by_codec: dict[str, Totals] = {}
+        for item in items:
+            by_dtype[item.dtype] = by_dtype.get(item.dtype, Totals()) + item.totals
+            codec = ", ".join(item.codecs)
+            by_codec[codec] = by_codec.get(codec, Totals()) + item.totals
+        return replace(self, items=tuple(items), by_dtype=by_dtype, by_codec=by_codec)
 
     def to_json(self) -> dict[str, Any]:
         """All of it as JSON values. Keys are only ever added to this document; `schema` changes if one must go."""
@@ -213,7 +232,7 @@ def _inspect(filesystem: Filesystem, metadata: Metadata) -> Inspection:
         LAYOUT_STOCK if stock else LAYOUT_OURS,
         metadata.storage_meta.save_id if metadata.storage_meta is not None else None,
         _items(metadata, stored),
-        tuple(sorted(files, key=lambda file: _natural(file.name))),
+        tuple(sorted(files, key=lambda file: natural_order(file.name))),
         dict(sorted(by_dtype.items())),
         dict(sorted(by_codec.items())),
     )
@@ -225,7 +244,7 @@ def _items(metadata: Metadata, stored: Sequence[_Stored]) -> tuple[Item, ...]:
     for one in stored:
         by_fqn.setdefault(one.fqn, []).append(one)
     items = []
-    for fqn in sorted(by_fqn, key=_natural):
+    for fqn in sorted(by_fqn, key=natural_order):
         shards, described = by_fqn[fqn], metadata.state_dict_metadata.get(fqn)
         is_tensor = isinstance(described, TensorStorageMetadata)
         items.append(
@@ -294,9 +313,3 @@ def _dtype(metadata: Metadata, fqn: str) -> str:
     if isinstance(described, TensorStorageMetadata):
         return dtype_name(described.properties.dtype)
     return KIND_BYTES
-
-
-def _natural(text: str) -> list[tuple[int, str]]:
-    """A sort key under which `layers.2` comes before `layers.10`."""
-    parts = re.split(r"0*([0-9]+)", text)  # text and digits in turn
-    return [(len(part) if turn % 2 else 0, part) for turn, part in enumerate(parts)]

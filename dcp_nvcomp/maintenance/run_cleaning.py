@@ -95,8 +95,8 @@ def clean_run(
     """
     check_age(older_than_seconds)
     with opened(path, storage_options) as filesystem:
-        below, failed = filesystem.list_below()
-        paths = [path_below.rpartition("/") for path_below in below]
+        below, uploads, failed = filesystem.list_below()
+        paths = [path_below.rpartition("/") for path_below in [*(file.name for file in below), *uploads]]
         folders = sorted({folder for folder, _, name in paths if own_file(name) or own_upload(name)})
     if not folders and not failed:
         raise CheckpointNotFoundError("There is no checkpoint at or below this path.", path=filesystem.path)

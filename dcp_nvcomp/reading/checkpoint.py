@@ -129,8 +129,17 @@ class Checkpoint(Mapping[str, Any]):
             MissingKeyError: there is no such key; also a `KeyError`.
             UnsafeObjectError: the object would run code.
         """
+        stored = self.stored(key)
+        return self._object(key) if stored is None else stored
+
+    def stored(self, key: str) -> StoredTensor | None:
+        """Return a tensor, of which nothing is read yet; None for a Python object, which is not read either.
+
+        Raises:
+            MissingKeyError: there is no such key.
+        """
         described = self._described(key)
-        return StoredTensor(self, key, described) if isinstance(described, TensorStorageMetadata) else self._object(key)
+        return StoredTensor(self, key, described) if isinstance(described, TensorStorageMetadata) else None
 
     def _described(self, key: str) -> Any:
         try:
@@ -207,22 +216,29 @@ class Checkpoint(Mapping[str, Any]):
         Yields:
             Key and value. Some are read ahead: up to 64 MiB, or one tensor if it is larger.
         """
+        for group in self.groups(keys):
+            values = self.read(group)
+            for key in group:
+                yield key, values.pop(key)  # of which nothing is held here any more
+
+    def groups(self, keys: Iterable[str] | None = None) -> Iterator[list[str]]:
+        """Yield keys in file order, as many at once as hold 64 MiB, or one that is larger.
+
+        Args:
+            keys: which; by default all.
+        """
         group: list[str] = []
         nbytes = 0
         for key in self.in_file_order(keys):
-            described = self._described(key)
-            size = described.size.numel() * described.properties.dtype.itemsize if _is_tensor(described) else 0
+            stored = self.stored(key)
+            size = 0 if stored is None else stored.nbytes
             if group and nbytes + size > _AT_ONCE_NBYTES:
-                yield from self._drained(group)
+                yield group
                 group, nbytes = [], 0
             group.append(key)
             nbytes += size
-        yield from self._drained(group)
-
-    def _drained(self, group: list[str]) -> Iterator[tuple[str, Any]]:
-        values = self.read(group)
-        for key in group:
-            yield key, values.pop(key)  # of which nothing is held here any more
+        if group:
+            yield group
 
     def dataset(self, keys: Iterable[str] | None = None) -> torch.utils.data.Dataset[tuple[str, Any]]:
         """Return a map-style dataset of (key, value) in file order, for a `torch.utils.data.DataLoader`.
@@ -401,10 +417,6 @@ class _KeysAndValues(torch.utils.data.Dataset[tuple[str, Any]]):
     def __getitem__(self, number: int) -> tuple[str, Any]:
         key = self._keys[number]
         return key, self._checkpoint.read([key])[key]
-
-
-def _is_tensor(described: Any) -> bool:
-    return isinstance(described, TensorStorageMetadata)
 
 
 def _stock_place(stored: Any) -> tuple[str, int]:

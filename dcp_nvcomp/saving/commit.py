@@ -29,6 +29,7 @@ from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.metadata.publishing import metadata_to_publish, publication, settled_to_publish
 from dcp_nvcomp.format.metadata.roots import is_missing, read_root
+from dcp_nvcomp.format.metadata.summary import Summary
 from dcp_nvcomp.format.names import (
     METADATA_NAME,
     rank_metadata_name,
@@ -141,6 +142,7 @@ def commit_checkpoint(
     last: LastPublished,
     *,
     overwrite: bool,
+    summary: Summary | None = None,
 ) -> None:
     """Publish a checkpoint.
 
@@ -151,6 +153,7 @@ def commit_checkpoint(
         own_files: the data files that this rank wrote; removed if the checkpoint is certainly not published.
         last: what this writer published last; takes note of this checkpoint.
         overwrite: True if it may replace another.
+        summary: what a list of checkpoints shows of it.
 
     Raises:
         ConcurrentSaveError: it may not, and another save was published in the meantime.
@@ -159,7 +162,7 @@ def commit_checkpoint(
     """
     copy, files = save_metadata_name(save_id), _data_files(metadata)
     try:
-        data = _to_publish(metadata, filesystem.location(METADATA_NAME))
+        data = _to_publish(metadata, filesystem.location(METADATA_NAME), summary)
         replaced = (files_of_current(filesystem, last) or set()) | _files_of_ranks(filesystem)
         filesystem.publish(copy, data)
         _check_present(filesystem, files)
@@ -188,12 +191,12 @@ def commit_checkpoint(
     remove_files(filesystem, replaced - kept, "the checkpoint that was replaced")
 
 
-def _to_publish(metadata: Metadata, path: str) -> bytes:
+def _to_publish(metadata: Metadata, path: str, summary: Summary | None) -> bytes:
     if not isinstance(metadata, PlannedMetadata):
-        return metadata_to_publish(metadata, path=path)
+        return metadata_to_publish(metadata, path=path, summary=summary)
     if metadata.plan.is_settled:
-        return settled_to_publish(metadata.plain(), path=path)
-    made = publication(metadata, path=path)
+        return settled_to_publish(metadata.plain(), path=path, summary=summary)
+    made = publication(metadata, path=path, summary=summary)
     if made.settled is not None:
         metadata.plan.settle(made.settled)
     return made.data

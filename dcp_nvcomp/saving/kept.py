@@ -63,6 +63,8 @@ class Kept:
             OSError: it can't be started.
         """
         with self._starting:
+            if self._background is not None and self._background.start_failure is not None:
+                raise OSError(self._background.start_failure)  # it would fail at each save, after seconds
             if self._background is None or not self._background.is_usable:
                 self._background = BackgroundProcess()
             return self._background
@@ -78,6 +80,7 @@ class Kept:
 
     def abandon(self) -> None:
         """Forget what belongs to the process that this one was forked from."""
+        self.shared.abandon()
         if self._background is not None:
             self._background.abandon()
 

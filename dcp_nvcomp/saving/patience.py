@@ -49,12 +49,12 @@ class Patience:
         self._is_over.set()
 
     def encoded(self, nbytes: int) -> None:
-        """Note what was encoded; hurry if the rest would come too late at this pace."""
+        """Note what was encoded."""
         with self._lock:
             self._done_nbytes += nbytes
 
     def wait(self, seconds: float) -> bool:
-        """Wait until the save has to hurry, at most so long; return whether it has to."""
+        """Wait, at most so long, until the save has to hurry: if told to, or falling behind. Return whether it has."""
         if self._is_late():
             self.hurry()
         return self._is_over.wait(seconds)

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from dcp_nvcomp.saving.asynchronous.staging import Staging
+from dcp_nvcomp.storage.open import place_of
 
 __all__ = ["Save", "Saves"]
 
@@ -24,6 +25,7 @@ class Save:
 
     Attributes:
         path: the checkpoint. Empty until it is fixed: by `reset` with a place, or when the save begins.
+        place: where that is, wherever the process moves to until the save is over.
         save_id: an id of its own, in the names of its files.
         has_begun: True from `set_up_storage_writer` on.
         has_ended: True once DCP calls nothing more for it on this rank.
@@ -35,6 +37,7 @@ class Save:
     """
 
     path: str = ""
+    place: str = ""
     save_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     has_begun: bool = False
     has_ended: bool = False
@@ -131,6 +134,7 @@ class Saves:
         if save.has_begun:
             save = self._announce(Save(save.path))
         save.path = save.path or self._path
+        save.place = place_of(save.path)
         save.rank, save.is_coordinator, save.use_collectives = rank, is_coordinator, use_collectives
         save.started_seconds = time.perf_counter()
         save.has_begun = True

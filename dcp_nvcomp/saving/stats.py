@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
+
+from dcp_nvcomp.format.metadata.summary import Summary
+from dcp_nvcomp.version import VERSION
 
 __all__ = ["RankTotals", "SaveStats", "Totals", "summarize"]
 
@@ -154,6 +159,43 @@ class SaveStats:
     def ratio(self) -> float:
         """`uncompressed_nbytes` over `stored_nbytes`; 1.0 if nothing was saved."""
         return self.uncompressed_nbytes / self.stored_nbytes if self.uncompressed_nbytes else 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as JSON values. Keys are only ever added; `schema` changes if one must go."""
+        return {
+            "schema": 1,
+            "checkpoint": self.checkpoint_id,
+            "save_id": self.save_id,
+            "uncompressed_nbytes": self.uncompressed_nbytes,
+            "encoded_nbytes": self.encoded_nbytes,
+            "stored_nbytes": self.stored_nbytes,
+            "ratio": self.ratio,
+            "total_seconds": self.total_seconds,
+            "seconds": dict(self.seconds),
+            "stall_seconds": self.stall_seconds,
+            "staged_nbytes": self.staged_nbytes,
+            "recoded_blocks": self.recoded_blocks,
+            "by_codec": {name: asdict(totals) for name, totals in self.by_codec.items()},
+            "by_dtype": {name: asdict(totals) for name, totals in self.by_dtype.items()},
+            "files": dict(self.file_nbytes),
+        }
+
+    def summary(self, ranks: int, metadata: Metadata) -> Summary:
+        """Return what `.metadata` keeps of it.
+
+        Args:
+            ranks: how many wrote it.
+            metadata: of the save.
+        """
+        return Summary(
+            self.save_id,
+            time.time(),
+            ranks,
+            len(metadata.state_dict_metadata or ()),  # a planner's may have none, which the commit refuses
+            self.uncompressed_nbytes,
+            self.stored_nbytes,
+            VERSION,
+        )
 
     def __str__(self) -> str:
         stages = ", ".join(f"{stage} {self.seconds.get(stage, 0.0):.2f} s" for stage in STAGES)

@@ -32,6 +32,7 @@ from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.choose import CodecChooser, parse_codec
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
+from dcp_nvcomp.format.metadata.summary import Summary
 from dcp_nvcomp.options import (
     BACKGROUNDS,
     CHECK_ENCODES,
@@ -290,7 +291,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         save = self._saves.current
         self._engine_choice.begin(self.device_memory_budget)
         self._engine_choice.check_codec(self._chooser)
-        with contextlib.closing(self._open(save.path)) as filesystem:
+        with contextlib.closing(self._open(save.place)) as filesystem:
             if not save.use_collectives:
                 refuse_existing(filesystem, rank=save.rank)
             elif save.is_coordinator and not self.overwrite:
@@ -323,7 +324,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
             self._saves.staging.measure(totals)
         save.own_files = tuple(totals.files)
         if save.use_collectives:
-            self._orphans.wrote(save.path, save.own_files)
+            self._orphans.wrote(save.place, save.own_files)
         self.last_save = self._summarize([totals])
         save.has_ended = save.use_collectives and not save.is_coordinator  # DCP calls nothing more on such a rank
         future: Future[list[WriteResult]] = Future()
@@ -365,7 +366,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
     def _rank_write(self) -> RankWrite:
         save = self._saves.current
         return RankWrite(
-            path=save.path,
+            path=save.place,
             save_id=save.save_id,
             rank=save.rank,
             chooser=self._chooser,
@@ -409,25 +410,31 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         if self._saves.staging is not None:
             self._saves.staging.wait_for_turn()
         save, start = self._saves.current, time.perf_counter()
+        totals = [rank.totals for rank in results if isinstance(rank, RankResults)]
         metadata.version = "1.0.0"
         metadata.storage_data = storage_data(metadata, results)
         metadata.storage_meta = StorageMeta(checkpoint_id=without_secrets(save.path), save_id=save.save_id)
-        with contextlib.closing(self._open(save.path)) as filesystem:
+        with contextlib.closing(self._open(save.place)) as filesystem:
             if save.use_collectives:
-                self._commit(filesystem, metadata, save)
+                self._commit(filesystem, metadata, save, self._summarize(totals).summary(len(totals), metadata))
             else:
                 commit_rank(filesystem, metadata, save.rank, save.own_files)
         self._unfinished = False
-        totals = [rank.totals for rank in results if isinstance(rank, RankResults)]
         totals.append(RankTotals(seconds={"commit": time.perf_counter() - start}))
         stats = self._summarize(totals)
         stats.attach_to(metadata)
         self._report(stats)
 
-    def _commit(self, filesystem: Filesystem, metadata: Metadata, save: Save) -> None:
+    def _commit(self, filesystem: Filesystem, metadata: Metadata, save: Save, summary: Summary) -> None:
         try:
             commit_checkpoint(
-                filesystem, metadata, save.save_id, save.own_files, self._last_published, overwrite=self.overwrite
+                filesystem,
+                metadata,
+                save.save_id,
+                save.own_files,
+                self._last_published,
+                overwrite=self.overwrite,
+                summary=summary,
             )
         except BaseException as error:
             # it may be published, or may still be: then no rank may remove its files

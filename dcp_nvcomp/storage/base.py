@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from dcp_nvcomp.errors import (
     CheckpointError,
@@ -31,6 +31,7 @@ from dcp_nvcomp.errors import (
 from dcp_nvcomp.redaction import Redactor
 
 __all__ = [
+    "Below",
     "FileInfo",
     "Filesystem",
     "OutputStream",
@@ -81,6 +82,20 @@ class UnfinishedUpload:
     name: str
     upload_id: str
     begun_seconds: float
+
+
+class Below(NamedTuple):
+    """What is below a directory, at any depth.
+
+    Attributes:
+        files: all files, each by its relative path.
+        uploads: relative paths of what unfinished uploads are to become.
+        failed: why a folder could not be listed, by its relative path.
+    """
+
+    files: list[FileInfo]
+    uploads: list[str]
+    failed: dict[str, StorageError]
 
 
 class OutputStream(ABC):
@@ -158,11 +173,8 @@ class Filesystem(ABC):
         """Return the plain files directly in the directory, by name; none if there is no directory."""
 
     @abstractmethod
-    def list_below(self) -> tuple[list[str], dict[str, StorageError]]:
-        """Return the relative paths of all files at any depth, and of what unfinished uploads are to become.
-
-        The second value says, by its relative path, why a folder below could not be listed.
-        """
+    def list_below(self) -> Below:
+        """Return what is at any depth below the directory; nothing if there is no directory."""
 
     def list_names(self) -> list[str]:
         """Return the sorted names of the plain files directly in the directory; none if there is no directory."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from dcp_nvcomp.errors import StorageError
 from dcp_nvcomp.storage.base import (
+    Below,
     FileInfo,
     OutputStream,
     already_published,
@@ -275,16 +276,20 @@ class FsspecFilesystem(RemoteFilesystem):
         ]
         return sorted((file for file in inside if file.name and "/" not in file.name), key=lambda file: file.name)
 
-    def list_below(self) -> tuple[list[str], dict[str, StorageError]]:
+    def list_below(self) -> Below:
         with self._errors("list", self.path):
             self._fs.invalidate_cache()
             try:
-                found = self._fs.find(self._root)
+                found = self._fs.find(self._root, detail=True)
             except Exception as error:
                 if not is_not_found(error):
                     raise
-                return [], {}
-        return [str(path).removeprefix(f"{self._root}/") for path in found], {}
+                return Below([], [], {})
+        files = [
+            FileInfo(str(path).removeprefix(f"{self._root}/"), int(info.get("size") or 0), _modified_seconds(info))
+            for path, info in found.items()
+        ]
+        return Below(files, [], {})
 
     def now_seconds(self) -> float:
         with self._errors("ask for the time", self.path):

@@ -26,11 +26,13 @@ from dcp_nvcomp.storage.remote import PARALLEL_READS, part_nbytes
 from dcp_nvcomp.storage.s3 import client as s3_client
 from dcp_nvcomp.storage.s3 import filesystem as s3
 
-__all__ = ["open_filesystem"]
+__all__ = ["open_filesystem", "place_of"]
 
 
 _S3 = ("s3", "s3a")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)(::.*)?://", re.DOTALL)
+# What pathlib makes of a URL.
+_FOLDED_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]+):/(?!/)")
 _LAST_PROTOCOL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://")
 
 
@@ -58,6 +60,11 @@ def open_filesystem(
     text = os.fspath(path)
     if not isinstance(text, str) or not text:
         raise ConfigurationError(f"A checkpoint's path is a non-empty str or Path, not {path!r}.")
+    folded = _FOLDED_URL.match(text)
+    if folded is not None and folded[1].lower() in fsspec.available_protocols():
+        raise ConfigurationError(
+            f"{text!r} is what pathlib makes of a URL: pass {text.replace(':/', '://', 1)!r} as text, not as a Path."
+        )
     options = dict(storage_options or {})
     deadline_seconds = check_seconds(DEADLINE_OPTION, options.pop(DEADLINE_OPTION, deadline_seconds))
     url = _URL.match(text)
@@ -70,6 +77,16 @@ def open_filesystem(
     if protocol in _S3 and not chained:
         return _open_s3(text, options, deadline_seconds)
     return _open_fsspec(text, protocol, options)
+
+
+def place_of(path: str | os.PathLike[str]) -> str:
+    """Return where a path leads now: of a local one the absolute path; URLs of other storage as they are."""
+    text = os.fspath(path)
+    url = _URL.match(text)
+    protocol = url[1].lower() if url else "file"
+    if protocol not in ("file", "local") or "::" in text:
+        return text
+    return os.path.abspath(os.path.expanduser(text[url.end() :] if url else text))
 
 
 def _open_s3(path: str, options: dict[str, Any], deadline_seconds: float) -> Filesystem:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import fsspec
+import fsspec.config
 from fsspec.registry import known_implementations
 
-__all__ = ["filesystem_classes", "is_known_elsewhere", "register_filesystems"]
+__all__ = ["StorageSettings", "filesystem_classes", "is_known_elsewhere", "storage_of"]
 
 _PROTOCOLS = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)(?=::|://)")
 _IN_PROCESS = ("memory",)
@@ -32,11 +35,31 @@ def is_known_elsewhere(path: str | os.PathLike[str]) -> bool:
     return all(name not in _IN_PROCESS and _is_fsspecs_own(name, found) for name, found in classes.items())
 
 
-def register_filesystems(classes: Mapping[str, type]) -> None:
-    """Let URLs with these protocols be opened in this process as they are in another."""
-    for name, found in classes.items():
-        if not _is_fsspecs_own(name, found):
-            fsspec.register_implementation(name, found, clobber=True)
+@dataclass(frozen=True)
+class StorageSettings:
+    """What this process has told fsspec of a URL's storage.
+
+    Attributes:
+        classes: its classes by protocol.
+        config: fsspec's configuration, from its files and what was set since.
+    """
+
+    classes: Mapping[str, type]
+    config: Mapping[str, Any]
+
+    def apply(self) -> None:
+        """Let URLs with these protocols be opened in this process as they are in the other one."""
+        for name, found in self.classes.items():
+            if not _is_fsspecs_own(name, found):
+                fsspec.register_implementation(name, found, clobber=True)
+        if fsspec.config.conf != self.config:
+            fsspec.config.conf.clear()
+            fsspec.config.conf.update(self.config)
+
+
+def storage_of(path: str | os.PathLike[str]) -> StorageSettings:
+    """Return what another process has to know to open this path or URL as this one does."""
+    return StorageSettings(filesystem_classes(path), dict(fsspec.config.conf))
 
 
 def _is_fsspecs_own(protocol: str, found: type) -> bool:

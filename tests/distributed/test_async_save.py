@@ -177,3 +177,46 @@ def test_a_process_group_that_was_made_anew(ranks: RankPool, tmp_path: Path) -> 
     for number, world_size in enumerate((2, 3, 2)):
         ranks.run(_again_in_another_group, tmp_path / str(number), world_size=world_size)
         assert_loads(tmp_path / str(number), _full(4))
+
+
+def _one_looks(path: Path) -> None:
+    """`wait="nothing"`: a save fails, the next one tells of it, and only one rank looks at that."""
+    (path / "file").touch()
+    options: dict[str, Any] = {"wait": "nothing", "staging": "encode"}
+    _ended(async_save(_sharded(0), path / "file" / "no directory", **options))
+    told = async_save(_sharded(1), path / "latest", **options)
+    _ended(told)
+    if dist.get_rank() == 0:
+        assert isinstance(told.upload_completion.exception(), errors.EarlierSaveError)
+    outcomes = []
+    for seed in (2, 3, 4):
+        saving = async_save(_sharded(seed), path / "latest", **options)
+        saving.staging_completion.exception(100)
+        outcomes.append(type(saving.upload_completion.exception(100)).__name__)
+        dist.barrier()
+        if outcomes[-1] == "NoneType":
+            assert_loads(path / "latest", _full(seed))  # no mixture of two saves
+    everyones = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, outcomes)
+    assert everyones == [outcomes] * len(everyones)
+    assert outcomes[1:] == ["NoneType", "NoneType"]
+
+
+def test_ranks_stay_in_step_whoever_looked_at_an_error(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(_one_looks, tmp_path, world_size=2)
+
+
+def _two_groups(path: Path) -> None:
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    first = dist.get_rank()
+    for number in (first, 1 - first):  # in another order on the other rank
+        state = {f"{number}": torch.full((1000,), float(number))}
+        saving = async_save(state, path / "same", process_group=groups[number], wait="nothing", staging="encode")
+        error = saving.upload_completion.exception(100)
+        assert isinstance(error, errors.EarlierSaveError)
+        assert "not at the same asynchronous save" in str(error)
+    assert not list(path.glob("same/.metadata"))
+
+
+def test_saves_of_two_groups_in_another_order_are_refused(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(_two_groups, tmp_path, world_size=2)

@@ -38,6 +38,7 @@ from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.metadata.allowed_globals import LIMIT, MAX_DIMS
 from dcp_nvcomp.format.metadata.serialization import parse_metadata, serialize_metadata
 from dcp_nvcomp.format.metadata.sharing import fits_earlier_readers, share_equal
+from dcp_nvcomp.format.metadata.summary import Summary
 from dcp_nvcomp.format.metadata.trusted_globals import TRUST_ADVICE
 
 __all__ = ["Publication", "metadata_to_publish", "normalize", "publication", "sample", "settled_to_publish"]
@@ -66,34 +67,35 @@ class Publication(NamedTuple):
     settled: Metadata | None
 
 
-def publication(metadata: Metadata, *, path: str) -> Publication:
+def publication(metadata: Metadata, *, path: str, summary: Summary | None = None) -> Publication:
     """Serialize the metadata of a save, and make sure that a load can read it.
 
     Args:
         metadata: the save's; normalized in place.
         path: the file, for messages.
+        summary: of the save.
 
     Raises:
         MetadataError: it holds something that this package's reader would refuse.
     """
     with _as_refusals(path), collector_paused():
         normal, doubtful = _normalized(metadata)
-        data, shared = _shortest(normal, doubtful)
+        data, shared = _shortest(normal, doubtful, summary)
         _check_length(data)
         _check_readable(normal, doubtful, data, path=path)
         is_settled = not doubtful and shared is not None and fits_earlier_readers(normal, len(data) // 2)
         return Publication(data, shared if is_settled else None)
 
 
-def metadata_to_publish(metadata: Metadata, *, path: str) -> bytes:
+def metadata_to_publish(metadata: Metadata, *, path: str, summary: Summary | None = None) -> bytes:
     """Return the bytes alone; arguments and errors are those of `publication`."""
-    return publication(metadata, path=path).data
+    return publication(metadata, path=path, summary=summary).data
 
 
-def settled_to_publish(metadata: Metadata, *, path: str) -> bytes:
+def settled_to_publish(metadata: Metadata, *, path: str, summary: Summary | None = None) -> bytes:
     """Serialize metadata that is settled but for where its shards are stored; arguments and errors as above."""
     with _as_refusals(path), collector_paused():
-        data = _serialize(metadata)
+        data = _serialize(metadata, summary)
         _check_length(data)
         places = sample(metadata, ()).storage_data
         items = {index.fqn: metadata.state_dict_metadata[index.fqn] for index in places}
@@ -129,15 +131,17 @@ def _normalized(metadata: Metadata) -> tuple[Metadata, set[str | MetadataIndex]]
         raise MetadataError(f"It does not have the form of DCP's metadata: {type(error).__name__}: {error}.") from error
 
 
-def _shortest(normal: Metadata, doubtful: set[str | MetadataIndex]) -> tuple[bytes, Metadata | None]:
+def _shortest(
+    normal: Metadata, doubtful: set[str | MetadataIndex], summary: Summary | None
+) -> tuple[bytes, Metadata | None]:
     try:
         shared = share_equal(normal, doubtful)
-        data = _serialize(shared)
+        data = _serialize(shared, summary)
         if fits_earlier_readers(normal, len(data)):
             return data, shared
     except Exception as error:  # a planner's objects may do anything when they are looked at
         logger.debug("The metadata's equal parts can't be shared: %s", error)
-    return _serialize(normal), None
+    return _serialize(normal, summary), None
 
 
 def _check_readable(normal: Metadata, doubtful: set[str | MetadataIndex], data: bytes, *, path: str) -> None:
@@ -150,9 +154,9 @@ def _check_readable(normal: Metadata, doubtful: set[str | MetadataIndex], data: 
     parse_metadata(data, path=path)
 
 
-def _serialize(metadata: Metadata) -> bytes:
+def _serialize(metadata: Metadata, summary: Summary | None = None) -> bytes:
     try:
-        return serialize_metadata(metadata)
+        return serialize_metadata(metadata, summary)
     except Exception as error:  # pickle lets through whatever an object's own methods raise
         raise MetadataError(f"It can't be pickled: {type(error).__name__}: {error}.") from error
 

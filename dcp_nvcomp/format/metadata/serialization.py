@@ -22,6 +22,7 @@ from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.metadata.allowed_globals import ALLOWED
 from dcp_nvcomp.format.metadata.pickle_machine import run_pickle
 from dcp_nvcomp.format.metadata.stored import plain_storage_data
+from dcp_nvcomp.format.metadata.summary import SUMMARY_ATTRIBUTE, Summary
 from dcp_nvcomp.format.metadata.tree import MetadataReader
 from dcp_nvcomp.format.metadata.trusted_globals import resolve_trusted_globals
 
@@ -32,10 +33,19 @@ _TRAILER: Final = struct.Struct("<I8s")
 _TRAILER_MAGIC: Final = b"DCPNVcrc"
 
 
-def serialize_metadata(metadata: Metadata) -> bytes:
-    """Return the bytes of `.metadata`: a pickle that stock DCP reads with torch alone, followed by its CRC."""
+def serialize_metadata(metadata: Metadata, summary: Summary | None = None) -> bytes:
+    """Return the bytes of `.metadata`: a pickle that stock DCP reads with torch alone, followed by its CRC.
+
+    Args:
+        metadata: what it describes.
+        summary: of the save; the last attribute in the pickle.
+    """
     if not all(type(value) is tuple and type(value[0]) is tuple for value in metadata.storage_data.values()):
         metadata = dataclasses.replace(metadata, storage_data=plain_storage_data(metadata.storage_data))
+    text = None if summary is None else summary.to_text()
+    if text is not None:
+        metadata = dataclasses.replace(metadata)
+        setattr(metadata, SUMMARY_ATTRIBUTE, text)
     data = pickle.dumps(metadata, protocol=4)
     return b"".join([data, _TRAILER.pack(crc32c(data), _TRAILER_MAGIC)])
 

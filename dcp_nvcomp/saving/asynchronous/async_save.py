@@ -29,6 +29,7 @@ from dcp_nvcomp.calls.values import try_values_of
 from dcp_nvcomp.codecs.choose import needs_gpu, parse_codec
 from dcp_nvcomp.errors import EarlierSaveError
 from dcp_nvcomp.options import check_choice
+from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.saving.asynchronous.copied_write import CopiedWrite
 from dcp_nvcomp.saving.asynchronous.cores import has_spare_core
 from dcp_nvcomp.saving.asynchronous.shared_memory import is_available
@@ -126,7 +127,7 @@ def async_save(
             with streams.followed(), writer.staged_by(staging):
                 return run_save(values, checkpoint_id, writer, keeping, group)
 
-        upload = sequence.begin(save, staging)
+        upload = sequence.begin(save, staging, without_secrets(os.fspath(checkpoint_id or writer.path)))
     if failure is not None:
         upload.wait()
         upload.was_looked_at = True

@@ -14,13 +14,14 @@ from typing import Any
 from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_nvcomp.engines.choice import EngineChoice
+from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.saving.asynchronous.background.process import BackgroundCannotRun, BackgroundProcess, CopiedItems
-from dcp_nvcomp.saving.asynchronous.copies import copied, places_of, resolver
+from dcp_nvcomp.saving.asynchronous.copies import can_copy, copied, resolver, room_nbytes
 from dcp_nvcomp.saving.asynchronous.segment_stores import StagingBudget
 from dcp_nvcomp.saving.asynchronous.shared_memory import SharedSegments
 from dcp_nvcomp.saving.encode.buffers import BufferMemory
 from dcp_nvcomp.saving.encode.choices import RememberedChoices
-from dcp_nvcomp.saving.file_plan import PlannedFile
+from dcp_nvcomp.saving.file_plan import PlannedFile, planned_nbytes
 from dcp_nvcomp.saving.rank_write import RankWrite
 from dcp_nvcomp.saving.results import WrittenFile
 from dcp_nvcomp.saving.stats import RankTotals
@@ -67,11 +68,13 @@ class CopiedWrite:
         Returns:
             False if nothing was copied: a value can't be, or the budget or the memory of the machine is too small.
         """
-        values = [resolve(item) for item in items]
-        found = places_of(values)
-        if found is None:
+        first = next((item for item in items if item.tensor_data is not None), None)
+        if first is not None and not can_copy(resolve(first)):
             return False
-        places, nbytes = found
+        # Python objects take memory as soon as they are resolved, and only then have a size. A planner may also make
+        # tensors when it is asked for them, so of those there is one at a time.
+        objects = {id(item): resolve(item) for item in items if item.tensor_data is None}
+        nbytes = room_nbytes([*map(planned_nbytes, items), *(one.getbuffer().nbytes for one in objects.values())])
         if nbytes > budget_nbytes:
             logger.warning("The state is encoded while training waits: it does not fit into staging_budget_nbytes.")
             return False
@@ -79,11 +82,15 @@ class CopiedWrite:
         self._held_nbytes = nbytes
         try:
             segment = self._segments.take(nbytes)
-            self._copied = CopiedItems(items, places, segment)
-            copied(values, places, segment)
+            self._copied = CopiedItems(items, [], segment)
+            values = (objects[id(item)] if id(item) in objects else resolve(item) for item in items)
+            places = copied(values, segment, nbytes)
         except OSError as error:
             logger.warning("The state is encoded while training waits: no memory for a copy of it (%s).", error)
             return False
+        if places is None:
+            return False
+        self._copied = CopiedItems(items, places, segment)
         self.staged_nbytes = nbytes
         return True
 
@@ -127,7 +134,7 @@ class CopiedWrite:
                 logger.warning("The background process can't make this save, so threads do: %s", error)
             except BaseException:
                 # it may have died with files half written; their names are of this save only
-                filesystem.remove([file.name for lane in lanes for file in lane])
+                _remove(filesystem, [file.name for lane in lanes for file in lane])
                 raise
         job = write.job(
             filesystem,
@@ -151,7 +158,7 @@ class CopiedWrite:
             return None
         try:
             return self._process()
-        except OSError as error:
+        except Exception as error:
             logger.warning("No background process can be started, so threads make this save: %s", error)
             return None
 
@@ -179,3 +186,10 @@ class CopiedWrite:
             self._segments.give_back(done.segment)
         if held:
             self._budget.give_back(held)
+
+
+def _remove(filesystem: Filesystem, names: Sequence[str]) -> None:
+    try:
+        filesystem.remove(names)
+    except CheckpointError as error:  # what failed first is what to tell of
+        logger.warning("Files of a failed save could not be removed: %s", error)

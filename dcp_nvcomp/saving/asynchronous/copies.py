@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from dcp_nvcomp.engines.tensors import is_transparent, without_lazy_bits
 from dcp_nvcomp.saving.asynchronous.shared_memory import SharedSegment
 
-__all__ = ["Place", "copied", "places_of", "resolver", "value_at"]
+__all__ = ["Place", "can_copy", "copied", "resolver", "room_nbytes", "value_at"]
 
 _ALIGNMENT_NBYTES = 64
 
@@ -35,44 +35,57 @@ class Place(NamedTuple):
     shape: tuple[int, ...] = ()
 
 
-def places_of(values: Iterable[Any]) -> tuple[list[Place], int] | None:
-    """Return where values would lie one behind the other, and where the last one ends.
+def can_copy(value: Any) -> bool:
+    """True if bytes in host memory can stand for it: not for a tensor on a device, or one that hides its storage."""
+    return isinstance(value, io.BytesIO) or (value.device.type == "cpu" and is_transparent(value))
+
+
+def room_nbytes(sizes: Iterable[int]) -> int:
+    """Return how much room values of these sizes take, one behind the other."""
+    return sum(-(-nbytes // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES for nbytes in sizes)
+
+
+def copied(values: Iterable[Any], segment: SharedSegment, limit_nbytes: int) -> list[Place] | None:
+    """Copy values one behind the other, each before the next is asked for.
+
+    Args:
+        values: what to copy.
+        segment: where to.
+        limit_nbytes: how much of it may be used.
 
     Returns:
-        None if one of them is not what bytes in host memory can stand for: a tensor on a device, or of a subclass that
-        hides its storage.
-    """
-    places, end = list[Place](), 0
-    for value in values:
-        if isinstance(value, io.BytesIO):
-            place = Place(end, value.getbuffer().nbytes)
-        elif value.device.type == "cpu" and is_transparent(value):
-            place = Place(end, value.numel() * value.element_size(), value.dtype, tuple(value.shape))
-        else:
-            return None
-        places.append(place)
-        end = -(-(place.start + place.nbytes) // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
-    return places, end
-
-
-def copied(values: Sequence[Any], places: Sequence[Place], segment: SharedSegment) -> None:
-    """Copy values to their places.
+        Where each is; None if one can't be copied, or is larger than it was planned.
 
     Raises:
         OSError: there is not so much memory.
     """
+    places, end = list[Place](), 0
     memory = segment.view
     with torch.no_grad():
-        for value, place in zip(values, places, strict=True):
-            end = place.start + place.nbytes
-            if not place.nbytes:
-                continue
-            if place.dtype is None:
-                segment.write(place.start, value.getbuffer())
-            elif end <= segment.there_nbytes:
-                _tensor_at(place, place.dtype, memory).copy_(value)
+        for value in values:
+            if not can_copy(value):
+                return None
+            if isinstance(value, io.BytesIO):
+                place = Place(end, value.getbuffer().nbytes)
             else:
-                segment.write(place.start, _bytes_of(value))
+                place = Place(end, value.numel() * value.element_size(), value.dtype, tuple(value.shape))
+            end = place.start + room_nbytes([place.nbytes])
+            if end > limit_nbytes:
+                return None
+            _copy(value, place, segment, memory)
+            places.append(place)
+    return places
+
+
+def _copy(value: Any, place: Place, segment: SharedSegment, memory: memoryview) -> None:
+    if not place.nbytes:
+        return
+    if place.dtype is None:
+        segment.write(place.start, value.getbuffer())
+    elif place.start + place.nbytes <= segment.there_nbytes:
+        _tensor_at(place, place.dtype, memory).copy_(value)
+    else:
+        segment.write(place.start, _bytes_of(value))
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -10,6 +10,7 @@ it is the same one everywhere, and whether an earlier one failed without anybody
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import threading
@@ -61,17 +62,12 @@ class SaveSequence:
     def wait_for_room(self) -> None:
         """Wait until another save may begin: the last one is staged, and the one before that is over.
 
-        Raises:
-            EarlierSaveError: the last one was not made, because one before had failed, and nobody saw it.
+        Raises nothing that other ranks would not raise too: else one would begin a save that another does not.
         """
         if self._latest:
             upload, staging = self._latest[-1]
-            error = staging.completion.exception()
-            if error is not None:  # it is over soon: then this save can tell of it
+            if staging.completion.exception() is not None:  # it is over soon: then the next save can tell of it
                 upload.wait()
-            if isinstance(error, EarlierSaveError) and not upload.was_looked_at:
-                upload.was_looked_at = True
-                raise error
         if len(self._latest) == _AT_ONCE:
             self._latest[0][0].wait()
 
@@ -80,12 +76,13 @@ class SaveSequence:
         """The save that was begun last."""
         return self._latest[-1][0] if self._latest else None
 
-    def begin(self, save: Callable[[dist.ProcessGroup | None], Metadata], staging: Staging) -> UploadFuture:
+    def begin(self, save: Callable[[dist.ProcessGroup | None], Metadata], staging: Staging, place: str) -> UploadFuture:
         """Begin a save, on a thread of its own.
 
         Args:
             save: makes it, given the group to use.
             staging: of this save.
+            place: where it goes.
         """
         upload, now = UploadFuture(), time.monotonic()
         earlier = [upload for upload, _ in self._latest]
@@ -98,43 +95,48 @@ class SaveSequence:
         self._latest = [*self._latest, (upload, staging)][-_AT_ONCE:]
         # not a daemon: the interpreter waits for it before it exits
         threading.Thread(
-            target=self._run, args=(self._count, save, staging, upload, earlier), name="dcp-async-save"
+            target=self._run, args=(self._count, place, save, staging, upload, earlier), name="dcp-async-save"
         ).start()
         return upload
 
     def _run(
         self,
         number: int,
+        place: str,
         save: Callable[[dist.ProcessGroup | None], Metadata],
         staging: Staging,
         upload: UploadFuture,
         earlier: Sequence[UploadFuture],
     ) -> None:
         try:
-            self._agree(number, earlier)
+            self._agree(number, place, earlier)
             metadata = save(self._for_saves[number % _AT_ONCE])
         except BaseException as error:
             if not isinstance(error, EarlierSaveError):
                 logger.error("An asynchronous save failed: %s: %s", type(error).__name__, error)
             staging.failed(error)
             upload.set_exception(error)
-        else:
+            return
+        try:
             staging.staged()  # unless the writer has said so long ago
+        except BaseException as error:
+            upload.set_exception(error)
+        else:
             upload.set_result(metadata)
 
-    def _agree(self, number: int, earlier: Sequence[UploadFuture]) -> None:
+    def _agree(self, number: int, place: str, earlier: Sequence[UploadFuture]) -> None:
         """Make sure that all ranks are at the same save, and that none has an earlier error that nobody saw.
 
         Raises:
             EarlierSaveError: on all ranks, if one of them has.
         """
         error = next((error for upload in earlier if (error := upload.take_unseen_error()) is not None), None)
-        failed, counts = [int(error is not None)], [number]
+        failed, counts, saves = [int(error is not None)], [number], [0]
         if self._for_agreeing is not None:
-            mine = torch.tensor([number, int(error is not None)])
+            mine = torch.tensor([int(error is not None), number, self._number_of(place)])
             ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._for_agreeing))]
             dist.all_gather(ranks, mine, group=self._for_agreeing)
-            counts, failed = torch.stack(ranks).T.tolist()
+            failed, counts, saves = torch.stack(ranks).T.tolist()
         if any(failed):
             for upload in earlier:  # other ranks may have seen it fail, and this one not yet
                 upload.was_looked_at = True
@@ -149,6 +151,20 @@ class SaveSequence:
                 f"The ranks are not at the same asynchronous save: they have begun {counts}. Each rank has to call "
                 "async_save as often as the others; this save was not made."
             )
+        if len(set(saves)) > 1:
+            raise EarlierSaveError(
+                f"The ranks are not at the same asynchronous save: this one's is {place!r}. All ranks have to make the "
+                "same saves in the same order, over all groups; this save was not made."
+            )
+
+    def _number_of(self, place: str) -> int:
+        """Return what all ranks of one save have in common: its group, and its place but for the directories above.
+
+        Those may differ, as between nodes that mount the same storage elsewhere.
+        """
+        assert self.group is not None
+        name = f"{self.group.group_name} {place.rstrip('/').rpartition('/')[2]}"
+        return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
 
 
 def _gloo_group(group: dist.ProcessGroup) -> dist.ProcessGroup:

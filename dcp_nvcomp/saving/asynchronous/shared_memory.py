@@ -13,6 +13,7 @@ import ctypes
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from itertools import count
 
@@ -49,7 +50,7 @@ class SharedSegment:
                 raise
         self.descriptor = descriptor
         try:
-            self.view = memoryview(mmap.mmap(descriptor, nbytes))
+            self._address, self.view = _mapped(descriptor, nbytes)
         except BaseException:
             os.close(descriptor)
             raise
@@ -66,16 +67,48 @@ class SharedSegment:
 
     def map(self, nbytes: int) -> None:
         """Map memory that is there, so that the next copy to it meets no faults."""
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self.view))
-        # without it, on older kernels, the faults come later
-        ctypes.CDLL(None, use_errno=True).madvise(
-            ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE
-        )
+        _libc().madvise(self._address, nbytes, _MADV_POPULATE_WRITE)  # on older kernels the faults come later
         self.there_nbytes = max(self.there_nbytes, nbytes)
 
+    def abandon(self) -> None:
+        """Let go of it in a forked child, where it is not mapped."""
+        os.close(self.descriptor)
+        self.descriptor = -1
+
     def __del__(self) -> None:
-        if "view" in self.__dict__:
+        if "view" in self.__dict__ and self.descriptor >= 0:
             os.close(self.descriptor)
+
+
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return libc
+
+
+def _mapped(descriptor: int, nbytes: int) -> tuple[int, memoryview]:
+    """Map a file: in this process only, so that no forked worker, which may live long, holds the memory.
+
+    Not with Python's mmap: that has a descriptor of its own, which a worker would inherit, and unmaps in a worker what
+    is something else's there.
+    """
+    libc = _libc()
+    address = libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
+    if address in (None, ctypes.c_void_p(-1).value):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    libc.madvise(address, nbytes, mmap.MADV_DONTFORK)
+    memory = (ctypes.c_ubyte * nbytes).from_address(address)
+    weakref.finalize(memory, _unmap, os.getpid(), address, nbytes).atexit = False
+    return address, memoryview(memory).cast("B")
+
+
+def _unmap(pid: int, address: int, nbytes: int) -> None:
+    if os.getpid() == pid:
+        _libc().munmap(address, nbytes)
 
 
 class SharedSegments:
@@ -85,6 +118,7 @@ class SharedSegments:
         self._lock = threading.Lock()
         self._numbers: Iterator[int] = count()
         self._free: list[SharedSegment] = []
+        self._made: weakref.WeakSet[SharedSegment] = weakref.WeakSet()
 
     @property
     def nbytes(self) -> int:
@@ -109,7 +143,10 @@ class SharedSegments:
                 return segment
             self._free.clear()
             number = next(self._numbers)
-        return SharedSegment(wanted, number)
+        segment = SharedSegment(wanted, number)
+        with self._lock:
+            self._made.add(segment)
+        return segment
 
     def give_back(self, segment: SharedSegment) -> None:
         """Keep a segment."""
@@ -120,6 +157,11 @@ class SharedSegments:
         """Free all that is kept."""
         with self._lock:
             self._free.clear()
+
+    def abandon(self) -> None:
+        """Let go of all segments in a forked child; those that saves use too."""
+        for segment in list(self._made):
+            segment.abandon()
 
 
 def is_available() -> bool:

@@ -187,7 +187,7 @@ class Staging:
         Raises:
             BaseException: what interrupted the caller's wait.
         """
-        if self._interrupt is not None:
+        if self._interrupt is not None and not self.completion.done():
             raise self._interrupt
         self._complete(None)
         if self._memory is not None:

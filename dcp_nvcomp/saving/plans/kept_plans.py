@@ -86,7 +86,12 @@ class KeptPlans:
         return None
 
     def keep(self, plan: KeptPlan) -> None:
-        """Keep a plan, instead of that for the same structure, and of the oldest ones if there are too many."""
+        """Keep a plan, instead of that for the same structure, and of the oldest ones if there are too many.
+
+        One of more items than all of them may hold, as a coordinator's of very many ranks, is not kept.
+        """
+        if plan.item_count > self._max_items:
+            return
         with self._lock:
             for other in list(self._plans):
                 if other.key == plan.key and other.structure == plan.structure:

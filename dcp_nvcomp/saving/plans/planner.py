@@ -23,13 +23,13 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from dcp_nvcomp.calls.values import unwrapped
+from dcp_nvcomp.calls.values import PLAIN_TENSORS, is_default_planner, unwrapped
 from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.saving.kept import kept
 from dcp_nvcomp.saving.plans.agreement import Proposal, agree
 from dcp_nvcomp.saving.plans.global_plan import GlobalPlan
 from dcp_nvcomp.saving.plans.kept_plans import KeptPlan, PlanKey
-from dcp_nvcomp.saving.plans.structure import PLAIN_TENSORS, Structure, structure_of
+from dcp_nvcomp.saving.plans.structure import Structure, structure_of
 
 __all__ = ["KeepingPlanner"]
 
@@ -49,7 +49,7 @@ class KeepingPlanner(SavePlanner):
 
     def __init__(self, planner: SavePlanner | None, *, may_keep: bool, failure: CheckpointError | None = None) -> None:
         self._planner: SavePlanner | None = planner or DefaultSavePlanner()
-        self._may_keep = may_keep and failure is None and _is_plain_default(self._planner)
+        self._may_keep = may_keep and failure is None and is_default_planner(self._planner, DefaultSavePlanner)
         self._failure = failure
         self._flat_state: dict[str, Any] | None = None
         self._structure: Structure | None = None
@@ -151,8 +151,3 @@ class KeepingPlanner(SavePlanner):
             if type(found) in PLAIN_TENSORS:  # as the default planner finds it, in a tenth of the time
                 return found
         return self._inner.resolve_data(write_item)
-
-
-def _is_plain_default(planner: SavePlanner | None) -> bool:
-    """True if the planner is DCP's, and nobody has put methods of their own into it."""
-    return type(planner) is DefaultSavePlanner and not any(map(callable, vars(planner).values()))

@@ -14,9 +14,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-__all__ = ["PLAIN_TENSORS", "Structure", "structure_of"]
+from dcp_nvcomp.calls.values import PLAIN_TENSORS
 
-PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+__all__ = ["Structure", "structure_of"]
 
 
 @dataclass(frozen=True)

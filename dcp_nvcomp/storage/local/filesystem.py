@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator
 from dcp_nvcomp.errors import StorageError, UnsafePathError
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.storage.base import (
+    Below,
     FileInfo,
     Filesystem,
     OutputStream,
@@ -295,7 +296,7 @@ class PosixFilesystem(Filesystem):
                 return []
         return sorted((file for file in found if file is not None), key=lambda file: file.name)
 
-    def list_below(self) -> tuple[list[str], dict[str, StorageError]]:
+    def list_below(self) -> Below:
         failed: dict[str, StorageError] = {}
 
         def fail(error: OSError) -> None:
@@ -307,12 +308,15 @@ class PosixFilesystem(Filesystem):
             failed[folder] = StorageError.from_os_error("list", self.location(folder), error)
 
         with storage_errors("list", self.path):
-            found = [
-                os.path.relpath(os.path.join(folder, name), self._root)
-                for folder, _, names in os.walk(self._root, onerror=fail)
-                for name in names
-            ]
-        return found, failed
+            found = []
+            for folder, _, names in os.walk(self._root, onerror=fail):
+                for name in names:
+                    full = os.path.join(folder, name)
+                    with contextlib.suppress(FileNotFoundError):  # removed since
+                        status = os.lstat(full)
+                        relative = os.path.relpath(full, self._root)
+                        found.append(FileInfo(relative, status.st_size, status.st_mtime, status.st_ctime))
+        return Below(found, [], failed)
 
     def now_seconds(self) -> float:
         # a network file system stamps files by the server's clock: so ask it for a stamp

@@ -15,7 +15,7 @@ from typing import Any
 
 from dcp_nvcomp.errors import StorageError
 from dcp_nvcomp.options import unknown_option
-from dcp_nvcomp.storage.base import FileInfo, OutputStream, UnfinishedUpload, already_published, too_short
+from dcp_nvcomp.storage.base import Below, FileInfo, OutputStream, UnfinishedUpload, already_published, too_short
 from dcp_nvcomp.storage.remote import RemoteFilesystem
 from dcp_nvcomp.storage.reread import is_stored
 from dcp_nvcomp.storage.s3.client import S3Client, answer_of
@@ -195,16 +195,22 @@ class S3Filesystem(RemoteFilesystem):
                 found.append(UnfinishedUpload(name, upload["UploadId"], upload["Initiated"].timestamp()))
         return found
 
-    def list_below(self) -> tuple[list[str], dict[str, StorageError]]:
+    def list_below(self) -> Below:
         prefix = f"{self._root}/" if self._root else ""
         what = "list unfinished uploads of"
-        keys = [item["Key"] for item in self._listing("list", "list_objects_v2", "Contents", Prefix=prefix)]
+        files = [
+            FileInfo(name, item["Size"], item["LastModified"].timestamp())
+            for item in self._listing("list", "list_objects_v2", "Contents", Prefix=prefix)
+            if (name := item["Key"].removeprefix(prefix)) and not name.endswith("/")
+        ]
+        uploads: list[str] = []
         try:
-            keys += [item["Key"] for item in self._listing(what, "list_multipart_uploads", "Uploads", Prefix=prefix)]
+            found = self._listing(what, "list_multipart_uploads", "Uploads", Prefix=prefix)
+            uploads += [item["Key"].removeprefix(prefix) for item in found]
         except StorageError as error:
             if error.outcome_unknown:
                 raise  # no answer; else these credentials, or this server, can't list them
-        return [name for key in keys if (name := key.removeprefix(prefix)) and not name.endswith("/")], {}
+        return Below(files, uploads, {})
 
     def abort_uploads(self, uploads: Iterable[UnfinishedUpload]) -> None:
         for upload in uploads:

@@ -65,9 +65,9 @@ def test_what_only_the_reader_can_judge_is_never_settled() -> None:
 def test_saves_by_one_plan_settle_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Metadata] = []
 
-    def publishing(metadata: Metadata, *, path: str) -> Any:
+    def publishing(metadata: Metadata, **options: Any) -> Any:
         made.append(metadata)
-        return publication(metadata, path=path)
+        return publication(metadata, **options)
 
     monkeypatch.setattr(commit, "publication", publishing)
     state = {f"layers.{at}.weight": torch.full((8, 3), float(at)) for at in range(150)}

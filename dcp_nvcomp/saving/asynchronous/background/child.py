@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import signal
 import socket
 import threading
 import time
@@ -23,6 +22,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.saving.asynchronous.background.messages import (
+    OWN_ENVIRONMENT,
     CannotRun,
     Encoded,
     Failed,
@@ -31,9 +31,11 @@ from dcp_nvcomp.saving.asynchronous.background.messages import (
     Memory,
     Message,
     Progress,
+    Ready,
     WriteTask,
     Written,
     WrittenItems,
+    own_package,
 )
 from dcp_nvcomp.saving.asynchronous.copies import Place, resolver
 from dcp_nvcomp.saving.asynchronous.shared_memory import SharedSegment
@@ -43,7 +45,7 @@ from dcp_nvcomp.saving.kept import kept
 from dcp_nvcomp.saving.patience import Patience
 from dcp_nvcomp.saving.rank_write import RankWrite
 from dcp_nvcomp.saving.results import WrittenFile
-from dcp_nvcomp.storage.processes import register_filesystems
+from dcp_nvcomp.storage.processes import StorageSettings
 
 _PROGRESS_SECONDS = 0.2
 _LOOKS_SECONDS = 1.0
@@ -78,8 +80,9 @@ class Child:
             for number in message.numbers:
                 self._segments.pop(number, None)
         elif isinstance(message, Hurry):
-            if message.number in self._patience:
-                self._patience[message.number].hurry()
+            patience = self._patience.get(message.number)
+            if patience is not None:
+                patience.hurry()
         else:
             assert isinstance(message, WriteTask)
             self._patience[message.number] = patience = Patience(message.within_seconds)
@@ -92,14 +95,15 @@ class Child:
     def _run(self, task: WriteTask, patience: Patience) -> None:
         try:
             try:
-                register_filesystems(pickle.loads(task.filesystems))
+                _take_environment(task.environment)
+                settings: StorageSettings = pickle.loads(task.storage)
+                settings.apply()
                 write: RankWrite = pickle.loads(task.write)
                 items: list[WriteItem] = pickle.loads(task.items)
-                places = [Place(*place) for place in pickle.loads(task.places)]
             except Exception as error:
                 self._send(CannotRun(task.number, f"{type(error).__name__}: {error}"))
                 return
-            self._send(self._written(task, write, items, places, patience))
+            self._send(self._written(task, write, items, task.places, patience))
         except ConnectionError:  # whoever wanted it is gone
             return
         except BaseException as error:
@@ -176,6 +180,14 @@ def _by_position(files: Sequence[WrittenFile], items: Sequence[WriteItem]) -> tu
     )
 
 
+def _take_environment(variables: dict[str, str]) -> None:
+    """Have the variables that training has now."""
+    wanted = {**variables, "PYTHONPATH": os.environ.get("PYTHONPATH", ""), **OWN_ENVIRONMENT}
+    for name in os.environ.keys() - wanted.keys():
+        os.environ.pop(name, None)
+    os.environ.update({name: value for name, value in wanted.items() if os.environ.get(name) != value})
+
+
 def _picklable(error: BaseException) -> BaseException:
     try:
         pickle.loads(pickle.dumps(error))
@@ -194,7 +206,9 @@ def _watch(parent: int) -> None:
 def main(arguments: Sequence[str]) -> None:
     """Run the process."""
     messages, segments, parent = map(int, arguments)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: training decides what becomes of the save
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-    Child(Connection(messages), socket.socket(fileno=segments)).serve()
+    connection = Connection(messages)
+    with contextlib.suppress(ConnectionError):
+        connection.send(Ready(own_package()))
+    Child(connection, socket.socket(fileno=segments)).serve()
     os._exit(0)  # with tasks half done, if training died: they are abandoned

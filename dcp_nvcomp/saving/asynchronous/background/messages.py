@@ -1,21 +1,25 @@
 """What the two processes tell each other, by pickle over a socket. A task has a number, which all about it carry.
 
 training -> background     Memory, WriteTask, Hurry, Forget
-background -> training     Progress, Encoded, and at the end one of Written, Failed, CannotRun
+background -> training     Ready at the beginning; Progress, Encoded, and at the end one of Written, Failed, CannotRun
 
 The descriptor of a segment follows `Memory` over a second socket.
 """
 
 from __future__ import annotations
 
+import os
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
+from dcp_nvcomp.saving.asynchronous.copies import Place
 from dcp_nvcomp.saving.stats import RankTotals
+from dcp_nvcomp.version import VERSION
 
 __all__ = [
+    "OWN_ENVIRONMENT",
     "CannotRun",
     "Encoded",
     "Failed",
@@ -24,10 +28,23 @@ __all__ = [
     "Memory",
     "Message",
     "Progress",
+    "Ready",
     "WriteTask",
     "Written",
     "WrittenItems",
+    "own_package",
 ]
+
+# Variables that the process has values of its own for.
+OWN_ENVIRONMENT: Final = {
+    "CUDA_VISIBLE_DEVICES": "",  # it must not take memory there
+    "OMP_NUM_THREADS": "1",  # its threads are its own
+}
+
+
+def own_package() -> str:
+    """Return version and place of this package: both processes must have the same."""
+    return f"{VERSION} at {os.path.realpath(__file__)}"
 
 
 @dataclass(frozen=True)
@@ -52,22 +69,24 @@ class WriteTask:
     Attributes:
         number: of the task.
         write: the pickled `RankWrite`. A pickle within the message, as it may hold classes that only training knows.
-        filesystems: pickled pairs of a protocol and the fsspec class that training has for it.
+        storage: pickled `StorageSettings`.
         items: the pickled items of the plan.
         lanes: of each lane the files: name, and positions of the items in the plan.
         segment: number of the segment that holds the data.
-        places: pickled places of the items in it.
+        places: of the items in it.
         within_seconds: when it should be done; None if there is no hurry.
+        environment: variables as they are now: credentials in them may have been renewed.
     """
 
     number: int
     write: bytes
-    filesystems: bytes
+    storage: bytes
     items: bytes
     lanes: Sequence[Sequence[tuple[str, Sequence[int]]]]
     segment: int
-    places: bytes
+    places: Sequence[Place]
     within_seconds: float | None
+    environment: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -75,6 +94,17 @@ class Hurry:
     """The task has to give way no longer."""
 
     number: int
+
+
+@dataclass(frozen=True)
+class Ready:
+    """It takes tasks.
+
+    Attributes:
+        package: `own_package()` there.
+    """
+
+    package: str
 
 
 @dataclass(frozen=True)
@@ -134,4 +164,4 @@ class CannotRun:
     reason: str
 
 
-Message = Memory | Forget | WriteTask | Hurry | Progress | Encoded | Written | Failed | CannotRun
+Message = Memory | Forget | WriteTask | Hurry | Ready | Progress | Encoded | Written | Failed | CannotRun

@@ -7,8 +7,10 @@ are told; the next save starts another one.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -26,6 +28,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.saving.asynchronous.background.messages import (
+    OWN_ENVIRONMENT,
     CannotRun,
     Encoded,
     Failed,
@@ -34,8 +37,10 @@ from dcp_nvcomp.saving.asynchronous.background.messages import (
     Memory,
     Message,
     Progress,
+    Ready,
     WriteTask,
     Written,
+    own_package,
 )
 from dcp_nvcomp.saving.asynchronous.copies import Place
 from dcp_nvcomp.saving.asynchronous.shared_memory import SharedSegment
@@ -43,10 +48,14 @@ from dcp_nvcomp.saving.file_plan import PlannedFile
 from dcp_nvcomp.saving.rank_write import RankWrite
 from dcp_nvcomp.saving.results import WrittenFile
 from dcp_nvcomp.saving.stats import RankTotals
-from dcp_nvcomp.storage.processes import filesystem_classes
+from dcp_nvcomp.storage.processes import storage_of
 
 __all__ = ["BackgroundCannotRun", "BackgroundProcess", "CopiedItems"]
 
+logger = logging.getLogger(__name__)
+
+# Signals by which a scheduler warns training, or a terminal ends it: what becomes of the save is training's to decide.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # An empty entry of its path is the directory that it is started in, which training need not import from.
 _CHILD = """
 import sys
@@ -79,6 +88,9 @@ class CopiedItems:
 class BackgroundProcess:
     """A process that encodes and writes. Any thread may call anything.
 
+    Attributes:
+        start_failure: why it did not come to work at all; None if it did, or may yet.
+
     Raises:
         OSError: it can't be started.
     """
@@ -87,20 +99,8 @@ class BackgroundProcess:
         if not sys.executable:
             raise OSError("this Python does not know its own executable")
         mine, theirs = zip(*(socket.socketpair() for _ in range(2)), strict=True)
-        descriptors = [end.fileno() for end in theirs]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-            "CUDA_VISIBLE_DEVICES": "",  # it must not take memory there
-            "OMP_NUM_THREADS": "1",  # its threads are its own
-        }
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _CHILD, *map(str, descriptors), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=descriptors,
-                env=environment,
-            )
+            self._process = _start([end.fileno() for end in theirs])
         except BaseException:
             for end in mine:
                 end.close()
@@ -114,9 +114,12 @@ class BackgroundProcess:
         self._numbers = count()
         self._waiting: dict[int, SimpleQueue[Message | None]] = {}
         self._lent: dict[int, weakref.ref[SharedSegment]] = {}
+        self._started = threading.Event()  # or it never will
         self._has_died = False
         self._is_retired = False
+        self.start_failure: str | None = None
         threading.Thread(target=self._listen, name="dcp-background", daemon=True).start()
+        threading.Thread(target=self._watch, name="dcp-background", daemon=True).start()
 
     @property
     def is_usable(self) -> bool:
@@ -156,16 +159,18 @@ class BackgroundProcess:
             BaseException: what it raised. The files have been removed.
         """
         number, answers = next(self._numbers), SimpleQueue[Message | None]()
-        try:
-            task = _task(number, write, lanes, copied, within_seconds)
-        except Exception as error:
-            raise BackgroundCannotRun(f"{type(error).__name__}: {error}") from error
         with self._lock:
-            is_dead = self._has_died
-            self._waiting[number] = answers
+            if not self.is_usable:
+                raise BackgroundCannotRun("it has ended")
+            self._waiting[number] = answers  # first of all: from now on `retire` waits for it
         try:
-            if is_dead:
-                raise self._death()
+            try:
+                task = _task(number, write, lanes, copied, within_seconds)
+            except Exception as error:
+                raise BackgroundCannotRun(f"{type(error).__name__}: {error}") from error
+            self._started.wait()  # until then it may turn out that it can't, and must have done nothing
+            if self.start_failure is not None:
+                raise BackgroundCannotRun(self.start_failure)
             self._lend(copied.segment)
             self._send(task)
             begun(lambda: self._hurry(number))
@@ -199,13 +204,19 @@ class BackgroundProcess:
         raise self._death()
 
     def _death(self) -> CheckpointError:
+        status = self._ended()
+        advice = ""
+        if status == -signal.SIGKILL:
+            advice = ' If that was for want of memory, a smaller host_memory_budget or staging="encode" needs less.'
+        return CheckpointError(
+            f"The background process {self.pid} of asynchronous saves died (exit status {status}): this save was not "
+            f"published, and the next one starts another process.{advice}"
+        )
+
+    def _ended(self) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)
-        return CheckpointError(
-            f"The background process {self.pid} of asynchronous saves died (exit status {self._process.returncode}): "
-            "this save was not published, and the next one starts another process. If it was killed for want of "
-            'memory, a smaller host_memory_budget or staging="encode" needs less.'
-        )
+        return self._process.returncode
 
     def _lend(self, segment: SharedSegment) -> None:
         """Let it have a segment, and have it let go of those that are not there any more."""
@@ -218,8 +229,10 @@ class BackgroundProcess:
             if segment.number not in self._lent:
                 self._lent[segment.number] = weakref.ref(segment)
                 self._post(Memory(segment.number, segment.nbytes))
-                with contextlib.suppress(OSError):
+                try:
                     socket.send_fds(self._segments, [b"s"], [segment.descriptor])
+                except OSError:  # it has died; or it has not, and would wait for the descriptor for ever
+                    self._hang_up()
 
     def _hurry(self, number: int) -> None:
         self._send(Hurry(number))
@@ -233,19 +246,48 @@ class BackgroundProcess:
             self._connection.send(message)
 
     def _listen(self) -> None:
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                message = self._connection.recv()
-                with self._lock:
-                    answers = self._waiting.get(message.number)
-                if answers is not None:
-                    answers.put(message)
+        try:
+            with contextlib.suppress(EOFError, OSError):
+                while True:
+                    self._hear(self._connection.recv())
+        except Exception as error:  # what it says can't be read
+            logger.error(
+                "The background process of asynchronous saves is given up: %s: %s", type(error).__name__, error
+            )
+            self._hang_up()
+        finally:
+            if not self._started.is_set() and self.start_failure is None:
+                self.start_failure = f"it could not start (exit status {self._ended()})"
+            with self._lock:
+                self._has_died = True
+                waiting = list(self._waiting.values())
+                self._segments.close()
+            self._started.set()
+            for answers in waiting:
+                answers.put(None)
+
+    def _hear(self, message: Any) -> None:
+        if isinstance(message, Ready):
+            if message.package != own_package():
+                self.start_failure = f"it found another installation, {message.package}"
+                self._hang_up()
+            else:
+                self._started.set()
+            return
         with self._lock:
-            self._has_died = True
-            waiting = list(self._waiting.values())
-            self._segments.close()
-        for answers in waiting:
-            answers.put(None)
+            answers = self._waiting.get(message.number)
+        if answers is not None:
+            answers.put(message)
+
+    def _watch(self) -> None:
+        """Notice that it has died, also if a process that was forked meanwhile holds the other end of its sockets."""
+        self._process.wait()
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        """End the connection, but for what it has said already."""
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as messages:
+            messages.shutdown(socket.SHUT_RDWR)
 
     def retire(self) -> None:
         """End it once it has nothing to do."""
@@ -257,8 +299,7 @@ class BackgroundProcess:
 
     def close(self) -> None:
         """End it; whatever it is doing fails."""
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as messages:
-            messages.shutdown(socket.SHUT_RDWR)
+        self._hang_up()
         self._segments.close()
         try:
             self._process.wait(_END_SECONDS)
@@ -273,6 +314,26 @@ class BackgroundProcess:
         self._connection.close()
 
 
+def _start(descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
+    """Start the process with these descriptors."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if isinstance(path, str) and path),
+        **OWN_ENVIRONMENT,
+    }
+    # signals are blocked by who starts it, as it takes a while until it could ignore them itself
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-c", _CHILD, *map(str, descriptors), str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            pass_fds=descriptors,
+            env=environment,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _task(
     number: int,
     write: RankWrite,
@@ -284,12 +345,13 @@ def _task(
     return WriteTask(
         number,
         pickle.dumps(write),
-        pickle.dumps(filesystem_classes(write.path)),
+        pickle.dumps(storage_of(write.path)),
         pickle.dumps(list(copied.items)),
         [[(file.name, [position_of[id(item)] for item in file.items]) for file in lane] for lane in lanes],
         copied.segment.number,
-        pickle.dumps([tuple(place) for place in copied.places]),
+        copied.places,
         within_seconds,
+        dict(os.environ),
     )
 
 

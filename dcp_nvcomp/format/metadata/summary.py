@@ -1,0 +1,97 @@
+"""The summary of a save, at the end of its `.metadata`: what a list of a thousand checkpoints shows of each.
+
+The last attribute of the pickled Metadata is a text that begins with a mark, by which it is found in the file's last
+few KB; nothing else has to be read. Stock DCP, and readers that don't know it, take it for an attribute of no meaning.
+
+    "DCPNVsum" + CRC32C of the rest as 8 hexadecimal digits + a JSON object
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+from crc32c import crc32c
+
+__all__ = ["SUMMARY_ATTRIBUTE", "SUMMARY_NBYTES", "Summary", "summary_at_end"]
+
+SUMMARY_ATTRIBUTE: Final = "dcp_nvcomp_summary"
+# As much of the end of a file is read to find a summary; one that would not fit is not written.
+SUMMARY_NBYTES: Final = 4096
+_MARK: Final = "DCPNVsum"
+_CRC_DIGITS: Final = 8
+_MOST_TEXT_NBYTES: Final = SUMMARY_NBYTES - 128
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a save came to.
+
+    Attributes:
+        save_id: its id.
+        saved_seconds: when it was about to be published, in seconds since 1970 by the coordinator's clock.
+        ranks: how many ranks wrote it.
+        keys: number of keys.
+        uncompressed_nbytes: size of the state in memory.
+        stored_nbytes: size of the data files.
+        version: of the package that wrote it.
+        more: what later versions add.
+    """
+
+    save_id: str
+    saved_seconds: float
+    ranks: int
+    keys: int
+    uncompressed_nbytes: int
+    stored_nbytes: int
+    version: str = ""
+    more: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ratio(self) -> float:
+        """`uncompressed_nbytes` over `stored_nbytes`; 1.0 if nothing was saved."""
+        return self.uncompressed_nbytes / self.stored_nbytes if self.uncompressed_nbytes else 1.0
+
+    def _is_sane(self) -> bool:
+        sizes = (self.ranks, self.keys, self.uncompressed_nbytes, self.stored_nbytes)
+        texts = (self.save_id, self.version)
+        return (
+            all(type(size) is int and size >= 0 for size in sizes)
+            and all(type(text) is str for text in texts)
+            and type(self.saved_seconds) in (int, float)
+        )
+
+    def to_text(self) -> str | None:
+        """Return the text to store; None if it is too long."""
+        values = asdict(self)
+        text = json.dumps({**values.pop("more"), **values}, separators=(",", ":"))
+        if len(text) > _MOST_TEXT_NBYTES:
+            return None
+        return f"{_MARK}{crc32c(text.encode()):08x}{text}"
+
+
+def summary_at_end(data: bytes) -> Summary | None:
+    """Return the summary in the last bytes of a `.metadata`.
+
+    Args:
+        data: its last `SUMMARY_NBYTES`, or all of it.
+
+    Returns:
+        The summary; None if there is none, as in a checkpoint of stock DCP, or if it is damaged.
+    """
+    at = data.rfind(_MARK.encode())
+    if at < 0:
+        return None
+    start = at + len(_MARK)
+    rest = data[start + _CRC_DIGITS :].decode("ascii", "replace")  # json.dumps writes nothing else
+    try:
+        values, length = json.JSONDecoder().raw_decode(rest)
+        if int(data[start : start + _CRC_DIGITS], 16) != crc32c(rest[:length].encode()):
+            return None
+        known = {name: values.pop(name) for name in tuple(values) if name in Summary.__dataclass_fields__}
+        known.pop("more", None)
+        found = Summary(**known, more=values)
+        return found if found._is_sane() else None
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return None

@@ -1,0 +1,199 @@
+"""Compare two checkpoints: keys, shapes, dtypes and, bit for bit, values.
+
+    compare_checkpoints(a, b) -> Comparison        prints nothing: cli/diff.py does
+
+Both are read tensor by tensor, a few at once, whatever wrote them and however they are sharded.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from dcp_nvcomp.engines.tensors import dtype_name
+from dcp_nvcomp.errors import UnsafeObjectError
+from dcp_nvcomp.reading.checkpoint import Checkpoint, open_checkpoint
+
+__all__ = ["Comparison", "Difference", "compare_checkpoints"]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How one key differs.
+
+    Attributes:
+        fqn: the key.
+        kind: `only in a`, `only in b`, `kind` (one is a tensor, one an object), `dtype`, `shape`, `values`, or
+            `unknown` (an object that is not read because it could run code).
+        what: both sides, in a few words.
+        elements: how many elements differ in their bits; None if values were not compared.
+        max_difference: the largest absolute difference of two of them; NaN if one is NaN where the other is not.
+    """
+
+    fqn: str
+    kind: str
+    what: str
+    elements: int | None = None
+    max_difference: float | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Result of `compare_checkpoints`.
+
+    Attributes:
+        a: the first checkpoint.
+        b: the second one.
+        equal: how many keys are equal.
+        differences: of the others, in the order of the first checkpoint's keys.
+    """
+
+    a: str
+    b: str
+    equal: int
+    differences: tuple[Difference, ...]
+
+    @property
+    def is_equal(self) -> bool:
+        """True if nothing differs."""
+        return not self.differences
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all of it as JSON values. Keys are only ever added; `schema` changes if one must go."""
+        return {
+            "schema": 1,
+            "a": self.a,
+            "b": self.b,
+            "equal": self.equal,
+            "differences": [
+                {
+                    "fqn": one.fqn,
+                    "kind": one.kind,
+                    "what": one.what,
+                    "elements": one.elements,
+                    "max_difference": None if one.max_difference is None else _json_number(one.max_difference),
+                }
+                for one in self.differences
+            ],
+        }
+
+
+def _json_number(value: float) -> float | str:
+    return value if abs(value) < float("inf") else str(value)
+
+
+def compare_checkpoints(
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    *,
+    values: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Comparison:
+    """Compare two checkpoints, of this package or of stock DCP.
+
+    Args:
+        a: the first one: a local path or any fsspec URL.
+        b: the second one.
+        values: False to compare keys, shapes and dtypes only, which reads no tensor.
+        storage_options: for the fsspec filesystems of both.
+        progress: called with the bytes that were compared, and of how many.
+
+    Raises:
+        CheckpointError: one of them can't be read.
+    """
+    options = dict(storage_options or {})
+    with open_checkpoint(a, **options) as first, open_checkpoint(b, **options) as second:
+        found = {fqn: _described_difference(fqn, first, second) for fqn in dict.fromkeys([*first, *second])}
+        if values:
+            same = [fqn for fqn, difference in found.items() if difference is None]
+            found.update(_differing_values(same, first, second, progress))
+        differences = tuple(difference for difference in found.values() if difference is not None)
+        return Comparison(first.path, second.path, len(found) - len(differences), differences)
+
+
+def _described_difference(fqn: str, first: Checkpoint, second: Checkpoint) -> Difference | None:
+    if fqn not in second:
+        return Difference(fqn, "only in a", _described(first.metadata.state_dict_metadata[fqn]))
+    if fqn not in first:
+        return Difference(fqn, "only in b", _described(second.metadata.state_dict_metadata[fqn]))
+    one, other = first.metadata.state_dict_metadata[fqn], second.metadata.state_dict_metadata[fqn]
+    what = f"{_described(one)} and {_described(other)}"
+    if isinstance(one, TensorStorageMetadata) != isinstance(other, TensorStorageMetadata):
+        return Difference(fqn, "kind", what)
+    if isinstance(one, TensorStorageMetadata) and isinstance(other, TensorStorageMetadata):
+        if one.size != other.size:
+            return Difference(fqn, "shape", what)
+        if one.properties.dtype != other.properties.dtype:
+            return Difference(fqn, "dtype", what)
+    return None
+
+
+def _described(item: Any) -> str:
+    if isinstance(item, TensorStorageMetadata):
+        return f"{dtype_name(item.properties.dtype)} {list(item.size)}"
+    return "a Python object"
+
+
+def _differing_values(
+    fqns: Sequence[str], first: Checkpoint, second: Checkpoint, progress: Callable[[int, int], None] | None
+) -> dict[str, Difference]:
+    found = {}
+    total_nbytes = sum(getattr(first.stored(fqn), "nbytes", 0) for fqn in fqns)
+    done_nbytes = 0
+    for group in first.groups(fqns):
+        objects = [fqn for fqn in group if first.stored(fqn) is None]
+        tensors = [fqn for fqn in group if first.stored(fqn) is not None]
+        ours, theirs = first.read(tensors), second.read(tensors)
+        for fqn in tensors:
+            done_nbytes += ours[fqn].nbytes
+            difference = _tensor_difference(fqn, ours.pop(fqn), theirs.pop(fqn))
+            if difference is not None:
+                found[fqn] = difference
+        for fqn in objects:
+            difference = _object_difference(fqn, first, second)
+            if difference is not None:
+                found[fqn] = difference
+        if progress is not None:
+            progress(done_nbytes, total_nbytes)
+    return found
+
+
+def _tensor_difference(fqn: str, one: torch.Tensor, other: torch.Tensor) -> Difference | None:
+    if not one.numel():
+        return None
+    bytes_of = [tensor.reshape(-1).view(torch.uint8).view(-1, one.element_size()) for tensor in (one, other)]
+    differs = (bytes_of[0] != bytes_of[1]).any(1)
+    count = int(differs.sum())
+    if not count:
+        return None
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    pairs = [tensor.reshape(-1)[differs].to(wide) for tensor in (one, other)]
+    gap = (pairs[0] - pairs[1]).abs()
+    gap[pairs[0] == pairs[1]] = 0.0  # 0.0 and -0.0, or infinities
+    gap[pairs[0].isnan() & pairs[1].isnan()] = 0.0
+    largest = float("nan") if bool(gap.isnan().any()) else float(gap.max())
+    what = f"{count} of {one.numel()} elements differ, by at most {largest:.6g}"
+    return Difference(fqn, "values", what, count, largest)
+
+
+def _object_difference(fqn: str, first: Checkpoint, second: Checkpoint) -> Difference | None:
+    try:
+        one, other = first[fqn], second[fqn]
+    except UnsafeObjectError:
+        return Difference(fqn, "unknown", "objects that are not read, because they could run code")
+    try:
+        is_equal = type(one) is type(other) and bool(one == other)
+    except Exception:  # objects whose comparison is ambiguous or fails
+        is_equal = repr(one) == repr(other)
+    return None if is_equal else Difference(fqn, "values", f"{_short(one)} and {_short(other)}")
+
+
+def _short(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:57]}..."

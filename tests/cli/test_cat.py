@@ -1,0 +1,87 @@
+"""`dcp-nvcomp cat`: a tensor, some rows, an object."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from dcp_nvcomp import save
+from dcp_nvcomp.cli.app import app
+from dcp_nvcomp.cli.cat import parse_index
+
+STATE: dict[str, Any] = {
+    "model": {"w": torch.arange(20.0).reshape(5, 4), "empty": torch.zeros(0), "odd[0]": torch.tensor([7])},
+    "broken": torch.tensor([1.0, float("nan"), float("inf"), 0.0]),
+    "config": {"lr": 0.1, "name": "\x1b[31mred"},
+}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> str:
+    save(STATE, tmp_path, no_dist=True)
+    return str(tmp_path)
+
+
+def cat(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["cat", *arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_a_tensor(saved: str) -> None:
+    status, output, errors = cat(saved, "model.w")
+    assert (status, errors) == (0, "")
+    assert output.splitlines()[:2] == ["model.w: float32 [5, 4]", "min 0, max 19, mean 9.5, nan 0, inf 0, zeros 1"]
+    assert "[16., 17., 18., 19.]" in output
+
+
+@pytest.mark.parametrize(
+    ("index", "first"),
+    [("[1:3]", "float32 [2, 4]"), ("[-1, ::2]", "float32 [2]"), ("[..., 0]", "float32 [5]"), ("[]", "float32 [5, 4]")],
+)
+def test_rows(saved: str, index: str, first: str) -> None:
+    status, output, _ = cat(saved, f"model.w{index}")
+    assert status == 0
+    assert output.splitlines()[0] == f"model.w: {first}"
+
+
+def test_what_is_broken_is_counted(saved: str) -> None:
+    assert "min 0, max 1, mean 0.5, nan 1, inf 1, zeros 1" in cat(saved, "broken")[1]
+    assert cat(saved, "model.empty")[1].splitlines()[0] == "model.empty: float32 [0]"
+
+
+def test_brackets_may_be_part_of_a_key(saved: str) -> None:
+    assert "tensor([7])" in cat(saved, "model.odd[0]")[1]
+
+
+def test_objects(saved: str) -> None:
+    assert cat(saved, "config.lr")[1].splitlines() == ["config.lr: float", "0.1"]
+    assert "\x1b" not in cat(saved, "config.name")[1]
+
+
+def test_json(saved: str) -> None:
+    found = json.loads(cat(saved, "broken", "--json")[1])
+    assert found["values"] == [1.0, "nan", "inf", 0.0]
+    assert (found["schema"], found["key"], found["dtype"], found["shape"]) == (1, "broken", "float32", [4])
+    assert found["statistics"]["nan"] == 1
+    assert json.loads(cat(saved, "config.lr", "--json")[1])["value"] == 0.1
+
+
+def test_mistakes(saved: str) -> None:
+    status, _, errors = cat(saved, "w")
+    assert status == 1 and "has 'model.w'" in errors and len(errors.splitlines()) == 1
+    assert cat(saved, "model.w[9]")[0] == 2
+    assert cat(saved, "model.w[x]")[0] == 2
+    assert cat(f"{saved}/nothing", "w")[0] == 1
+
+
+def test_indices() -> None:
+    assert parse_index("1:, -2, ..., ::3") == (slice(1, None), -2, ..., slice(None, None, 3))
+    with pytest.raises(typer.BadParameter):
+        parse_index("1:2:3:4")

@@ -1,0 +1,127 @@
+"""`dcp-nvcomp ls`: the checkpoints of a run, from a few KB of each."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from dcp_nvcomp import CheckpointNotFoundError, list_run, save
+from dcp_nvcomp.cli.app import app
+from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
+from tests.checkpoints import save_stock
+from tests.conftest import S3Store
+
+STATE = {"w": torch.zeros(100_000), "step": 1}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Steps of every kind."""
+    for step in (2, 10):
+        save(STATE, tmp_path / f"step-{step}", no_dist=True)
+    save_stock(tmp_path / "step-1", STATE)
+    save(STATE, tmp_path / "step-11", no_dist=True)
+    (tmp_path / "step-11" / ".metadata").unlink()  # died before it was published
+    save(STATE, tmp_path / "step-12", no_dist=True)
+    next((tmp_path / "step-12").glob("*.distcp")).unlink()
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "events.txt").write_text("x")
+    return tmp_path
+
+
+def ls(*arguments: str, width: int = 0) -> tuple[int, str, str]:
+    result = CliRunner(env={"COLUMNS": str(width)} if width else None).invoke(app, ["ls", *arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_steps_in_natural_order(run: Path) -> None:
+    found = list_run(run)
+    assert [step.name for step in found.steps] == ["step-1", "step-2", "step-10", "step-11", "step-12"]
+    assert [step.step for step in found.steps] == [1, 2, 10, 11, 12]
+    assert [step.state for step in found.steps] == ["complete", "complete", "complete", "incomplete", "damaged"]
+    stock, ours, *_ = found.steps
+    assert (stock.uncompressed_nbytes, stock.ratio, stock.ranks, stock.keys) == (None, None, 1, None)
+    assert stock.stored_nbytes > 400_000
+    assert (ours.ranks, ours.keys) == (1, 2)
+    assert ours.stored_nbytes == sum(file.stat().st_size for file in (run / "step-2").glob("*.distcp"))
+    assert ours.ratio is not None and ours.ratio > 50
+    assert ours.saved_seconds == pytest.approx((run / "step-2" / ".metadata").stat().st_mtime)
+
+
+def test_a_few_kb_are_read_of_each(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[tuple[str, int]] = []
+    read = PosixFilesystem.read
+
+    def counted(self: PosixFilesystem, name: str, start: int, stop: int) -> bytes:
+        reads.append((name, stop - start))
+        return read(self, name, start, stop)
+
+    monkeypatch.setattr(PosixFilesystem, "read", counted)
+    monkeypatch.setattr(PosixFilesystem, "read_all", None)
+    assert len(list_run(run).steps) == 5
+    assert sorted(name for name, _ in reads) == [f"step-{step}/.metadata" for step in (1, 10, 12, 2)]
+    assert all(nbytes <= 4096 for _, nbytes in reads)
+
+
+def test_the_table(run: Path) -> None:
+    status, output, errors = ls(str(run))
+    assert (status, errors) == (0, "")
+    heading, *rows = output.splitlines()
+    assert heading.split() == ["checkpoint", "saved", "before", "size", "ratio", "ranks", "keys", "state"]
+    assert [row.split()[0] for row in rows] == ["step-1", "step-2", "step-10", "step-11", "step-12"]
+    assert rows[0].split()[-4:] == ["-", "1", "-", "complete"]
+
+
+def test_json(run: Path) -> None:
+    status, output, _ = ls(str(run), "--json")
+    found: dict[str, Any] = json.loads(output)
+    assert status == 0
+    assert (found["schema"], found["run"], found["failed"]) == (1, str(run), {})
+    assert set(found["steps"][0]) == {
+        *("name", "step", "state", "saved_seconds", "stored_nbytes", "uncompressed_nbytes", "ratio"),
+        *("ranks", "keys", "save_id"),
+    }
+
+
+def test_a_checkpoint_itself_and_deeper_ones(run: Path) -> None:
+    assert [step.name for step in list_run(run / "step-2").steps] == [""]
+    shutil.move(str(run / "step-2"), str(run / "a" / "b"))
+    assert "a/b" in [step.name for step in list_run(run).steps]
+    assert ls(str(run / "a" / "b"))[1].splitlines()[1].startswith(".")
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError):
+        list_run(tmp_path)
+    status, output, errors = ls(str(tmp_path / "nothing"))
+    assert (status, output) == (1, "")
+    assert errors.startswith("Error: There is no checkpoint at or below this path.")
+
+
+@pytest.mark.s3
+def test_on_s3(s3_store: S3Store) -> None:
+    url, options = s3_store
+    for step in (1, 2):
+        save(STATE, f"{url}/step-{step}", no_dist=True, **options)
+    found = list_run(url, storage_options=options)
+    assert [(step.name, step.state, step.ranks) for step in found.steps] == [
+        ("step-1", "complete", 1),
+        ("step-2", "complete", 1),
+    ]
+    assert all(step.ratio is not None and step.ratio > 50 for step in found.steps)
+
+
+def test_inspect_of_a_run_lists_it(run: Path) -> None:
+    result = CliRunner().invoke(app, ["inspect", str(run)])
+    assert result.exit_code == 0
+    assert f"{run} is no checkpoint itself; these are below it:" in result.stdout
+    assert "step-10" in result.stdout
+    (run / "empty").mkdir()
+    assert CliRunner().invoke(app, ["inspect", str(run / "empty")]).exit_code == 1
