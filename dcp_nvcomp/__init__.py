@@ -19,6 +19,7 @@ from dcp_nvcomp.version import VERSION
 
 if TYPE_CHECKING:
     from dcp_nvcomp import codecs
+    from dcp_nvcomp.conversion.convert import Conversion, convert
     from dcp_nvcomp.engines.cuda.pool import release_device_memory
     from dcp_nvcomp.loading.load import load
     from dcp_nvcomp.loading.reader import NvcompReader
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from dcp_nvcomp.maintenance.run_listing import RunListing, list_run
     from dcp_nvcomp.maintenance.verification.findings import Verification
     from dcp_nvcomp.maintenance.verification.verify import verify_checkpoint
+    from dcp_nvcomp.one_file.load import load_compressed_checkpoint
+    from dcp_nvcomp.one_file.save import save_compressed_checkpoint
     from dcp_nvcomp.reading.checkpoint import Checkpoint, StoredTensor, open_checkpoint
     from dcp_nvcomp.reading.comparison import Comparison, compare_checkpoints
     from dcp_nvcomp.saving.asynchronous.async_save import AsyncSave, async_save
@@ -44,6 +47,7 @@ __all__ = [
     "Checkpoint",
     "Cleaning",
     "Comparison",
+    "Conversion",
     "Environment",
     "Inspection",
     "NvcompReader",
@@ -61,15 +65,18 @@ __all__ = [
     "clean_run",
     "codecs",
     "compare_checkpoints",
+    "convert",
     "errors",
     "info",
     "inspect_checkpoint",
     "list_run",
     "load",
+    "load_compressed_checkpoint",
     "open_checkpoint",
     "recover_checkpoint",
     "release_device_memory",
     "save",
+    "save_compressed_checkpoint",
     "verify_checkpoint",
     *errors.__all__,
 ]
@@ -79,6 +86,7 @@ _HOMES: Final = {
     "Checkpoint": "reading.checkpoint",
     "Cleaning": "maintenance.cleaning",
     "Comparison": "reading.comparison",
+    "Conversion": "conversion.convert",
     "Environment": "maintenance.environment",
     "Inspection": "maintenance.inspection",
     "NvcompReader": "loading.reader",
@@ -94,14 +102,17 @@ _HOMES: Final = {
     "clean_checkpoint": "maintenance.cleaning",
     "clean_run": "maintenance.run_cleaning",
     "compare_checkpoints": "reading.comparison",
+    "convert": "conversion.convert",
     "info": "maintenance.environment",
     "inspect_checkpoint": "maintenance.inspection",
     "list_run": "maintenance.run_listing",
     "load": "loading.load",
+    "load_compressed_checkpoint": "one_file.load",
     "open_checkpoint": "reading.checkpoint",
     "recover_checkpoint": "maintenance.recovery",
     "release_device_memory": "engines.cuda.pool",
     "save": "saving.save",
+    "save_compressed_checkpoint": "one_file.save",
     "verify_checkpoint": "maintenance.verification.verify",
 }
 

@@ -66,6 +66,17 @@ def check_flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
+def check_path(path: Any) -> str:
+    """Return a path or URL as text."""
+    try:
+        text = os.fspath(path)
+    except TypeError:
+        text = None
+    if not isinstance(text, str) or not text:
+        raise ConfigurationError(f"A checkpoint's path is a non-empty str or Path, not {path!r}.")
+    return text
+
+
 def check_seconds(name: str, value: float) -> float:
     """Return a time limit: a positive, finite number of seconds."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:

@@ -32,5 +32,10 @@ def error_of_ranks(error: CheckpointException, group: dist.ProcessGroup | None) 
     rank = 0 if group is None else dist.get_rank(group)
     ours = failures.get(rank, next(iter(failures.values()), None))
     if isinstance(ours, CheckpointError) or (ours is not None and not isinstance(ours, Exception)):
-        return ours
-    return RankFailedError.of({number: f"{type(one).__name__}: {one}" for number, one in failures.items()})
+        return ours.with_traceback(None)  # of twenty frames that are DCP's
+    failed = RankFailedError.of({number: f"{type(one).__name__}: {one}" for number, one in failures.items()})
+    stack = error.failures[min(failures)][1] if failures else None
+    if stack:
+        failed.message += f" (raised in {stack[-1].filename}, line {stack[-1].lineno})"
+    failed.__cause__ = ours  # with its traceback, if it is this rank's
+    return failed

@@ -13,9 +13,17 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
-from dcp_nvcomp.errors import CheckpointError
+from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 
-__all__ = ["PLAIN_TENSORS", "is_default_planner", "is_stateful", "try_values_of", "unwrapped", "wrapped"]
+__all__ = [
+    "PLAIN_TENSORS",
+    "check_state_dict",
+    "is_default_planner",
+    "is_stateful",
+    "try_values_of",
+    "unwrapped",
+    "wrapped",
+]
 
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _KEY = "state"
@@ -25,6 +33,28 @@ _PLAIN = (torch.Tensor, dict, list, tuple, int, float, str, bytes, type(None))
 def is_stateful(value: Any) -> bool:
     """Return what `isinstance(value, Stateful)` does, quickly."""
     return type(value) not in _PLAIN and not isinstance(value, torch.Tensor) and isinstance(value, Stateful)
+
+
+def check_state_dict(call: str, state_dict: Any) -> None:
+    """Refuse what is no state dict.
+
+    Args:
+        call: name of the called function.
+        state_dict: what it was given.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    if isinstance(state_dict, torch.nn.Module | torch.optim.Optimizer):
+        raise ConfigurationError(
+            f"{call} needs a dict, not a {type(state_dict).__name__}: pass {{'model': model.state_dict()}}, or "
+            "get_state_dict of torch.distributed.checkpoint.state_dict."
+        )
+    if not isinstance(state_dict, dict):
+        raise ConfigurationError(f"{call} needs a dict, not a {type(state_dict).__name__}: pass {{'state': ...}}.")
+    for key in state_dict:
+        if not isinstance(key, str):
+            raise ConfigurationError(f"The keys of a state dict are text, and {key!r} is not.")
 
 
 def try_values_of(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], CheckpointError | None]:

@@ -14,6 +14,7 @@ import typer
 
 from dcp_nvcomp.cli.cat import cat_command
 from dcp_nvcomp.cli.clean import clean_command
+from dcp_nvcomp.cli.convert import convert_command
 from dcp_nvcomp.cli.diff import diff_command
 from dcp_nvcomp.cli.info import info_command
 from dcp_nvcomp.cli.inspect import inspect_command
@@ -26,7 +27,7 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="dcp-nvcomp",
-    help="Look into, verify and repair compressed PyTorch distributed checkpoints.",
+    help="Look into, verify, convert and repair compressed PyTorch distributed checkpoints.",
     no_args_is_help=True,
     # a traceback is for our own mistakes; it must not show the values of options, which may be secrets
     pretty_exceptions_enable=False,
@@ -35,6 +36,7 @@ app.command("ls")(ls_command)
 app.command("inspect")(inspect_command)
 app.command("cat")(cat_command)
 app.command("diff")(diff_command)
+app.command("convert")(convert_command)
 app.command("verify")(verify_command)
 app.command("recover")(recover_command)
 app.command("clean")(clean_command)

@@ -6,13 +6,24 @@ import mmap
 import threading
 from collections.abc import Callable
 
+import numpy as np
+
 from dcp_nvcomp.engines.notices import warn
 
-__all__ = ["PinnedMemory", "pinned_allocate", "plain_allocate"]
+__all__ = ["PinnedMemory", "fresh_allocate", "pinned_allocate", "plain_allocate"]
+
+_ALIGNMENT_NBYTES = 4096
 
 
 def plain_allocate(nbytes: int) -> memoryview:
-    """Host memory whose address is a multiple of 4096, for direct IO.
+    """Host memory whose address is a multiple of 4096, for direct IO: the allocator's, which has some that was used."""
+    raw = np.empty(nbytes + _ALIGNMENT_NBYTES, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT_NBYTES
+    return raw[start : start + nbytes].data
+
+
+def fresh_allocate(nbytes: int) -> memoryview:
+    """The same of fresh memory, for much of it that is kept.
 
     Not from numpy, which asks for huge pages: then the kernel may move other memory about to make room for one, and
     fresh memory takes several times as long to touch.

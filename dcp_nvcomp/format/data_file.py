@@ -21,7 +21,7 @@ from dcp_nvcomp.format.framing import (
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.reread import twice
 
-__all__ = ["DataFileRef", "block_row", "read_footer", "read_footers"]
+__all__ = ["DataFileRef", "block_row", "find_data_file", "read_footer", "read_footers"]
 
 
 class DataFileRef(NamedTuple):
@@ -49,6 +49,25 @@ def block_row(footer: Footer, number: int) -> BlockRow:
         int(tables.encoded_crc[number]),
         int(tables.uncompressed_crc[number]),
     )
+
+
+def find_data_file(filesystem: Filesystem, name: str, file_nbytes: int) -> DataFileRef:
+    """Return a data file as `.metadata` would name it, of one that no `.metadata` names.
+
+    Args:
+        filesystem: where it is.
+        name: its name.
+        file_nbytes: its size.
+
+    Raises:
+        FormatError: it is no data file.
+        CorruptDataError: its end is damaged.
+        StorageError: it can't be read.
+    """
+    path = filesystem.location(name)
+    tail = filesystem.read(name, max(file_nbytes - TRAILER_NBYTES, 0), file_nbytes)
+    trailer = decode_trailer(memoryview(tail), path=path, file_nbytes=file_nbytes)
+    return DataFileRef(name, file_nbytes, trailer.footer_nbytes, trailer.footer_crc)
 
 
 def read_footer(filesystem: Filesystem, file: DataFileRef) -> Footer:

@@ -8,7 +8,7 @@ from dcp_nvcomp.format.data_file import DataFileRef, read_footers
 from dcp_nvcomp.format.footer import Footer
 from dcp_nvcomp.format.metadata.stored import StoredAt
 from dcp_nvcomp.loading.destinations import Conversions
-from dcp_nvcomp.loading.job import ItemPlanner, LoadJob, LoadOptions
+from dcp_nvcomp.loading.job import ItemPlanner, Loaded, LoadJob, LoadOptions
 from dcp_nvcomp.loading.read_plan import Wanted
 from dcp_nvcomp.loading.stock.load import load_stock_items
 from dcp_nvcomp.storage.base import Filesystem
@@ -25,7 +25,8 @@ def load_items(
     options: LoadOptions,
     *,
     footers: Footers = read_footers,
-) -> None:
+    progress: Callable[[int], None] | None = None,
+) -> Loaded:
     """Load items into the destinations that a planner gives.
 
     Args:
@@ -34,6 +35,10 @@ def load_items(
         planner: gives the destinations.
         options: of the load.
         footers: returns the checked footers of data files.
+        progress: called with the size of what was decoded, by any thread.
+
+    Returns:
+        How much it was.
 
     Raises:
         BaseException: the first error of any thread. The contents of the destinations are undefined then.
@@ -41,5 +46,7 @@ def load_items(
     conversions = Conversions()  # of this load: each load warns
     ours = [item for item in items if isinstance(item.stored, StoredAt)]
     stock = [item for item in items if not isinstance(item.stored, StoredAt)]
-    LoadJob(filesystem, planner, options, conversions=conversions, footers=footers).run(ours)
+    job = LoadJob(filesystem, planner, options, conversions=conversions, footers=footers, progress=progress)
+    loaded = job.run(ours)
     load_stock_items(filesystem, stock, planner, options.safe, conversions)
+    return loaded

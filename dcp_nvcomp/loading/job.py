@@ -21,7 +21,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.distributed.checkpoint.planner import ReadItem
@@ -41,7 +41,7 @@ from dcp_nvcomp.loading.read_plan import Read, Target, Wanted, locate, plan_read
 from dcp_nvcomp.loading.safe_objects import SafeLoader
 from dcp_nvcomp.storage.base import Filesystem
 
-__all__ = ["ItemPlanner", "LoadJob", "LoadOptions"]
+__all__ = ["ItemPlanner", "LoadJob", "LoadOptions", "Loaded"]
 
 MIN_CUDA_READ_NBYTES, CUDA_READ_NBYTES = 8 << 20, 256 << 20
 READS_AHEAD = 2
@@ -85,6 +85,13 @@ class LoadOptions:
     safe: SafeLoader
 
 
+class Loaded(NamedTuple):
+    """What a job loaded: the size of what was wanted, decoded, and of what was read for it."""
+
+    nbytes: int
+    fetched_nbytes: int
+
+
 class LoadJob:
     """One rank's part of one load.
 
@@ -94,6 +101,7 @@ class LoadJob:
         options: see `LoadOptions`.
         conversions: warns, once, if dtypes differ.
         footers: returns the checked footers of data files.
+        progress: called with the size of what was decoded, by any thread.
     """
 
     def __init__(
@@ -104,7 +112,9 @@ class LoadJob:
         *,
         conversions: Conversions,
         footers: Callable[[Filesystem, Sequence[DataFileRef]], Sequence[Footer]] = read_footers,
+        progress: Callable[[int], None] | None = None,
     ) -> None:
+        self._progress = progress
         self._filesystem = filesystem
         self._footers = footers
         self._planner = planner
@@ -121,11 +131,14 @@ class LoadJob:
         self._device = _current_device()
         self._committed = 0
 
-    def run(self, items: Sequence[Wanted]) -> None:
+    def run(self, items: Sequence[Wanted]) -> Loaded:
         """Load some items.
 
         Args:
             items: the items, all of them stored by `NvcompWriter`.
+
+        Returns:
+            How much it was.
 
         Raises:
             BaseException: the first error of any thread. The contents of the destinations are undefined then.
@@ -154,6 +167,8 @@ class LoadJob:
             raise RuntimeError(
                 f"{count - self._committed} of {count} items were not loaded, and no error was reported."
             )
+        wanted_nbytes = sum(target.nbytes for of_file in targets for target in of_file)
+        return Loaded(wanted_nbytes, sum(read.stop - read.start for read in reads))
 
     def _longest_read(self, wanted_nbytes: int) -> int:
         """Return the maximum length of a read, such that the buffers of all threads are within the budget."""
@@ -269,6 +284,8 @@ class LoadJob:
                     fetched = decoder.fetch(read)
                     with self._decode_slots:
                         decoder.decode(fetched)
+                    if self._progress is not None:
+                        self._progress(read.stop - read.start)
                     for block in read.blocks:
                         for target in block.targets:
                             if target.block_placed():

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import LoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+from torch.futures import Future
 
 from dcp_nvcomp.calls.ranks import error_of_ranks, group_of
-from dcp_nvcomp.calls.values import is_stateful, try_values_of, wrapped
-from dcp_nvcomp.errors import ConfigurationError
-from dcp_nvcomp.loading.planner import planner_for
+from dcp_nvcomp.calls.values import check_state_dict, is_stateful, try_values_of, wrapped
+from dcp_nvcomp.errors import CheckpointError, ConfigurationError
+from dcp_nvcomp.loading.planner import UnwrappingPlanner, planner_for
 from dcp_nvcomp.loading.reader import NvcompReader
+from dcp_nvcomp.options import check_choice
 
 __all__ = ["load"]
 
@@ -28,12 +32,13 @@ def load(
     planner: LoadPlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
+    dtype: Literal["same", "cast"] = "same",
     **reader_options: Any,
 ) -> None:
     """Load a checkpoint into a state dict: of this package, or of stock DCP.
 
-    What `dcp.load` with an `NvcompReader` does. What differs: errors of this package are raised as they are, and a
-    Stateful value that raises on one rank fails the load on all of them.
+    What `dcp.load` with an `NvcompReader` does. What differs: errors of this package are raised as they are, a Stateful
+    value that raises on one rank fails the load on all of them, and dtypes have to be the saved ones.
 
     Args:
         state_dict: what to load into. Tensors are filled where they are, other values are replaced, and Stateful values
@@ -43,10 +48,15 @@ def load(
         planner: plans it; by default as DCP's `DefaultLoadPlanner` does.
         process_group: the ranks that load; by default all.
         no_dist: if True, load in this process alone.
+        dtype: `"same"` refuses a tensor of another dtype than the saved one, `"cast"` converts. A planner of another
+            class than DCP's default one decides itself, as with `NvcompReader`, which warns.
         **reader_options: of the `NvcompReader` to make.
 
     Raises:
         ConfigurationError: the arguments contradict each other; nothing was loaded.
+        MissingKeyError: the checkpoint has no such key; nothing was loaded.
+        ShapeMismatchError: a tensor has another shape; nothing was loaded.
+        DtypeMismatchError: a tensor has another dtype; nothing was loaded.
         CheckpointError: the load failed; the contents of the tensors may be undefined. The same error on all ranks,
             unless several failed.
         RankFailedError: it failed on a rank with an error that is none of this package.
@@ -61,26 +71,73 @@ def load(
         >>> state["w"]
         tensor([0., 1., 2., 3.])
     """
+    check_state_dict("load", state_dict)
+    check_choice("dtype", dtype, ("same", "cast"))
     reader = _reader(storage_reader, checkpoint_id, reader_options)
     group = group_of(process_group, no_dist=no_dist)
     # sorted, so that all ranks load in the same order
     values, failure = try_values_of({key: state_dict[key] for key in sorted(state_dict)})
+    planning = planner_for(planner, failure, may_cast=dtype == "cast")
+    failed: BaseException | None = None
     try:
         dcp_load(
             wrapped(values),
             checkpoint_id=checkpoint_id,
-            storage_reader=reader,
-            planner=planner_for(planner, failure),
+            storage_reader=_Reading(reader, planning),
+            planner=planning,
             process_group=group,
             no_dist=group is None,
         )
     except CheckpointException as error:  # of any ranks, the same on all of them
-        raise error_of_ranks(error, group) from error
+        failed = error_of_ranks(error, group)
+    if failed is not None:  # only here: that exception's text is the tracebacks of all ranks
+        raise failed
     for key, value in values.items():
         if is_stateful(state_dict[key]):
             state_dict[key].load_state_dict(value)
         else:
             state_dict[key] = value
+
+
+class _Reading(StorageReader):
+    """A reader that hands a failure to read the metadata to the planner, which raises it.
+
+    DCP would log it, with a page of tracebacks on each rank, try another way, and raise an error of its own.
+    """
+
+    def __init__(self, reader: NvcompReader, planner: UnwrappingPlanner) -> None:
+        self._reader, self._planner = reader, planner
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self._reader.reset(checkpoint_id)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        try:
+            return self._reader.read_metadata(*args, **kwargs)
+        except CheckpointError as error:
+            self._planner.failure = self._planner.failure or error
+            return Metadata({}, storage_data={})
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._reader.set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return self._reader.prepare_local_plan(plan)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return self._reader.prepare_global_plan(plans)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        return self._reader.read_data(plan, planner)
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The checkpoint, without passwords: DCP logs it."""
+        return self._reader.checkpoint_id
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return NvcompReader.validate_checkpoint_id(checkpoint_id)
 
 
 def _reader(
@@ -91,9 +148,8 @@ def _reader(
             raise ConfigurationError("load needs a checkpoint_id or a storage_reader.")
         return NvcompReader(checkpoint_id, **options)
     if not isinstance(reader, NvcompReader):
-        raise ConfigurationError(
-            f"load needs an NvcompReader, not a {type(reader).__name__}: use dcp.load with other readers."
-        )
+        advice = "it is for saving" if isinstance(reader, StorageWriter) else "use dcp.load with other readers"
+        raise ConfigurationError(f"load needs an NvcompReader, not a {type(reader).__name__}: {advice}.")
     if options:
         raise ConfigurationError(f"Give {', '.join(sorted(options))} to the reader: there is a storage_reader.")
     return reader

@@ -9,9 +9,12 @@ read_data               fetch -> decode -> place, see job.py; stock checkpoints 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
+import time
 import uuid
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
@@ -19,6 +22,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from dcp_nvcomp.calls.progress import ProgressBar
 from dcp_nvcomp.codecs.encoded import VERIFY_MODES
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.errors import (
@@ -31,11 +35,13 @@ from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.metadata.ranks import merge_rank_metadata, prefer_rank
 from dcp_nvcomp.format.metadata.roots import is_missing, nothing_there, read_current, read_root
 from dcp_nvcomp.format.metadata.shards import ShardIndex
+from dcp_nvcomp.format.metadata.stored import StoredAt
 from dcp_nvcomp.format.names import METADATA_NAME, rank_of_metadata_name
 from dcp_nvcomp.loading.items import load_items
 from dcp_nvcomp.loading.job import LoadOptions
 from dcp_nvcomp.loading.read_plan import Wanted
 from dcp_nvcomp.loading.safe_objects import SafeLoader
+from dcp_nvcomp.loading.stats import LoadStats
 from dcp_nvcomp.options import (
     CUDA_ZSTD,
     DEADLINE_SECONDS,
@@ -45,6 +51,7 @@ from dcp_nvcomp.options import (
     check_choice,
     check_device_budget,
     check_flag,
+    check_path,
     check_seconds,
     check_thread_count,
     drop_stock_arguments,
@@ -56,6 +63,8 @@ from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.open import open_filesystem
 
 __all__ = ["NvcompReader"]
+
+logger = logging.getLogger(__name__)
 
 
 class NvcompReader(StorageReader):
@@ -80,6 +89,9 @@ class NvcompReader(StorageReader):
         cuda_zstd: who decodes Zstandard frames on a GPU: `"nvcomp"`, `"literals"`, which are this package's own kernels
             (nvCOMP decodes frames with more than literals all the same), or `"auto"`: nvCOMP, unless it fails its
             self-test or was measured to be slower on this kind of GPU.
+        progress: if True, rank 0 draws a progress bar; where standard error is no terminal, it logs a line every 10 s.
+        on_load: called with the `LoadStats` of this rank after each load. An exception that it raises becomes a
+            warning.
         storage_deadline_seconds: on `s3://`, time limit of one storage operation (reading a range, say) with all its
             retries. After that it raises `StorageError`.
         **storage_options: for the fsspec filesystem, such as `endpoint_url` and `key` for S3. Arguments of stock DCP's
@@ -89,6 +101,7 @@ class NvcompReader(StorageReader):
         path: the checkpoint of the next load.
         load_id: the id of this load; `reset` draws another one.
         load_options: the options, as load jobs take them.
+        last_load: the `LoadStats` of the last load of this rank; None before the first, and while one is under way.
         storage_data: where each shard of the checkpoint is stored, from `set_up_storage_reader` on.
 
     Raises:
@@ -115,12 +128,14 @@ class NvcompReader(StorageReader):
         device_memory_budget: int | None = None,
         engine: str = "auto",
         cuda_zstd: str = "auto",
+        progress: bool = False,
+        on_load: Callable[[LoadStats], None] | None = None,
         storage_deadline_seconds: float = DEADLINE_SECONDS,
         **storage_options: Any,
     ) -> None:
         super().__init__()
         drop_stock_arguments(storage_options, STOCK_READER, type(self))
-        self.path = os.fspath(path)
+        self.path = check_path(path)
         self.trusted_globals = tuple(trusted_globals)
         self.storage_deadline_seconds = check_seconds("storage_deadline_seconds", storage_deadline_seconds)
         self.storage_options = storage_options
@@ -133,6 +148,12 @@ class NvcompReader(StorageReader):
             cuda_zstd=check_choice("cuda_zstd", cuda_zstd, CUDA_ZSTD),
             safe=SafeLoader(self.trusted_globals, check_objects=check_flag("safe_objects", safe_objects)),
         )
+        self.progress = check_flag("progress", progress)
+        if on_load is not None and not callable(on_load):
+            raise ConfigurationError(f"on_load={on_load!r} is not callable.")
+        self.on_load = on_load
+        self.last_load: LoadStats | None = None
+        self._rank = 0
         self.load_id = uuid.uuid4().hex
         self.storage_data: dict[MetadataIndex, Any] = {}
         self._state_dict_metadata: dict[str, Any] = {}
@@ -229,7 +250,8 @@ class NvcompReader(StorageReader):
             )
         self._state_dict_metadata = metadata.state_dict_metadata
         self.storage_data = metadata.storage_data
-        own = self._rank_parts.get(kwargs.get("rank") or 0)
+        self._rank, self.last_load = kwargs.get("rank") or 0, None
+        own = self._rank_parts.get(self._rank)
         if own is not None:
             self.storage_data = prefer_rank(metadata, own)
         self._save_id = metadata.storage_meta.save_id if metadata.storage_meta is not None else None
@@ -263,12 +285,17 @@ class NvcompReader(StorageReader):
         Raises:
             BaseException: the first error of any thread. The contents of the destinations are undefined then.
         """
+        start = time.perf_counter()
         filesystem = self.open_storage()
         shards = ShardIndex(self._state_dict_metadata)
         with collector_paused():
             wanted = [Wanted.of(item, self._find(item), shards) for item in plan.items]
+        stored_nbytes = sum(
+            file.nbytes for file in {one.stored.file for one in wanted if isinstance(one.stored, StoredAt)}
+        )
         try:
-            load_items(filesystem, wanted, planner, self.load_options)
+            with ProgressBar("loading", stored_nbytes, enabled=self.progress and self._rank == 0) as bar:
+                loaded = load_items(filesystem, wanted, planner, self.load_options, progress=bar.update)
         except CheckpointError as error:
             error.message += " The contents of the destinations are undefined now: load again before using them."
             if is_missing(error):
@@ -276,9 +303,21 @@ class NvcompReader(StorageReader):
             raise
         finally:
             filesystem.close()
+        self._report(LoadStats(self.checkpoint_id, len(wanted), *loaded, time.perf_counter() - start))
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _report(self, stats: LoadStats) -> None:
+        self.last_load = stats
+        if self._rank == 0:
+            logger.info("%s", stats)
+        if self.on_load is not None:
+            try:
+                self.on_load(stats)
+            except Exception as error:
+                message = f"The checkpoint is loaded, but on_load raised {type(error).__name__}: {error}"
+                warnings.warn(message, RuntimeWarning, stacklevel=2)
 
     def _raise_if_replaced(self, filesystem: Filesystem, error: CheckpointError) -> None:
         """Raise a clearer error if a data file is missing because another save has replaced the checkpoint."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 import zipfile
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from dcp_nvcomp.errors import CheckpointError, CorruptDataError, UnsafeObjectError
 from dcp_nvcomp.format.metadata.trusted_globals import resolve_trusted_globals
 
-__all__ = ["SafeLoader", "check_crcs", "load_tensor_safely"]
+__all__ = ["SafeLoader", "check_crcs", "load_tensor_safely", "what_it_needs"]
 
 _BYTEARRAY = (b"c__builtin__\nbytearray\n", b"cbuiltins\nbytearray\n")
 
@@ -126,10 +127,16 @@ def _load(data: io.BytesIO, trusted: Sequence[Any], *, crcs: bool = False) -> An
         raise UnsafeObjectError(
             "A stored object needs more than weights_only loading allows. If you trust this checkpoint, name its "
             "globals in trusted_globals=, or register them with torch.serialization.add_safe_globals. "
-            f"torch says: {error}"
+            f"{what_it_needs(error)}"
         ) from error
     except Exception as error:  # torch.load raises almost anything for corrupt input
         raise CorruptDataError(f"A stored object cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+def what_it_needs(error: Exception) -> str:
+    """Return the one sentence of torch's page that matters."""
+    named = re.search(r"GLOBAL (\S+) was not", str(error))
+    return f"It needs {named[1]}." if named else f"torch says: {' '.join(str(error).split())[:300]}"
 
 
 def _check_archive(data: io.BytesIO, trusted: Sequence[Any], crcs: bool) -> None:

@@ -14,6 +14,7 @@ import io
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -27,8 +28,10 @@ from dcp_nvcomp.format.footer import Footer
 from dcp_nvcomp.format.metadata.shards import ShardIndex
 from dcp_nvcomp.format.metadata.stored import StoredAt
 from dcp_nvcomp.loading.items import load_items
+from dcp_nvcomp.loading.job import LoadOptions
 from dcp_nvcomp.loading.read_plan import Wanted
 from dcp_nvcomp.loading.reader import NvcompReader
+from dcp_nvcomp.loading.safe_objects import SafeLoader
 from dcp_nvcomp.options import check_choice
 from dcp_nvcomp.reading.items import Destinations, items_of_box, items_of_object
 from dcp_nvcomp.reading.modules import load_into_module
@@ -207,6 +210,19 @@ class Checkpoint(Mapping[str, Any]):
         self._load(items, Destinations(tensors, take))
         return found
 
+    def read_stored_object(self, key: str) -> bytes:
+        """Return a Python object as it is stored, which is as `torch.save` wrote it. It is not loaded.
+
+        Args:
+            key: its key.
+        """
+        found: list[bytes] = []
+        options = self._reader.load_options
+        unchecked = replace(options, safe=SafeLoader(self._reader.trusted_globals, check_objects=False))
+        take = Destinations({}, lambda _, data: found.append(data.getvalue()))
+        self._load(items_of_object(key), take, unchecked)
+        return found[0]
+
     def stream(self, keys: Iterable[str] | None = None) -> Iterator[tuple[str, Any]]:
         """Read tensors and objects one after the other, in the order in which they are stored.
 
@@ -290,7 +306,7 @@ class Checkpoint(Mapping[str, Any]):
         except TypeError as error:
             raise ConfigurationError(f"{error}: open the checkpoint with framework='torch'.", fqn=key) from error
 
-    def _load(self, items: Sequence[Any], destinations: Destinations) -> None:
+    def _load(self, items: Sequence[Any], destinations: Destinations, options: LoadOptions | None = None) -> None:
         opened = self._open()
         assert self._metadata.storage_data is not None
         wanted = []
@@ -303,7 +319,8 @@ class Checkpoint(Mapping[str, Any]):
                     fqn=item.storage_index.fqn,
                 )
             wanted.append(Wanted.of(item, stored, self._shards))
-        load_items(opened.filesystem, wanted, destinations, self._reader.load_options, footers=opened.footers)
+        options = options or self._reader.load_options
+        load_items(opened.filesystem, wanted, destinations, options, footers=opened.footers)
 
     # --- its storage ------------------------------------------------------------------------------------------------
 

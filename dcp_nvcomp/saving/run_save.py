@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.storage import StorageReader
 
 from dcp_nvcomp.calls.ranks import error_of_ranks
 from dcp_nvcomp.calls.values import wrapped
@@ -44,9 +45,8 @@ def writer_for(
             raise ConfigurationError(f"{call} needs a checkpoint_id or a storage_writer.")
         return NvcompWriter(checkpoint_id, **options)
     if not isinstance(writer, NvcompWriter):
-        raise ConfigurationError(
-            f"{call} needs an NvcompWriter, not a {type(writer).__name__}: use dcp.{call} with other writers."
-        )
+        advice = "it is for loading" if isinstance(writer, StorageReader) else f"use dcp.{call} with other writers"
+        raise ConfigurationError(f"{call} needs an NvcompWriter, not a {type(writer).__name__}: {advice}.")
     if options:
         raise ConfigurationError(f"Give {', '.join(sorted(options))} to the writer: there is a storage_writer.")
     return writer
@@ -88,6 +88,7 @@ def run_save(
         CheckpointError: what failed on this rank, or else on another; a RankFailedError if that is a foreign error.
     """
     planner.agree(values, group)
+    failed: BaseException | None = None
     try:
         metadata: Metadata = dcp_save(
             wrapped(values),
@@ -98,5 +99,7 @@ def run_save(
             no_dist=group is None,
         )
     except CheckpointException as error:  # of any ranks, the same on all of them
-        raise error_of_ranks(error, group) from error
+        failed = error_of_ranks(error, group)
+    if failed is not None:  # only here: that exception's text is the tracebacks of all ranks
+        raise failed
     return metadata.plain() if isinstance(metadata, PlannedMetadata) else metadata

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from dcp_nvcomp.calls.progress import ProgressBar
 from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.choose import CodecChooser, parse_codec
 from dcp_nvcomp.engines.choice import EngineChoice
@@ -45,6 +46,7 @@ from dcp_nvcomp.options import (
     check_choice,
     check_device_budget,
     check_flag,
+    check_path,
     check_seconds,
     check_staging_budget,
     check_thread_count,
@@ -61,7 +63,6 @@ from dcp_nvcomp.saving.file_plan import planned_nbytes
 from dcp_nvcomp.saving.kept import kept
 from dcp_nvcomp.saving.orphans import Orphans
 from dcp_nvcomp.saving.plans.planner import KeepingPlanner
-from dcp_nvcomp.saving.progress import ProgressBar
 from dcp_nvcomp.saving.published import LastPublished
 from dcp_nvcomp.saving.rank_write import RankWrite
 from dcp_nvcomp.saving.results import RankResults, WrittenFile, placed_items, storage_data, write_results
@@ -95,7 +96,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         host_memory_budget: bytes of host memory for encoded data.
         device_memory_budget: bytes of memory on each GPU for encoding; by default 2 GiB, at most a tenth of what was
             free when the process first saved or loaded. `release_device_memory` gives back what is kept of it.
-        progress: if True, rank 0 draws a progress bar, provided that standard error is a terminal.
+        progress: if True, rank 0 draws a progress bar; where standard error is no terminal, it logs a line every 10 s.
         on_save: called with the `SaveStats` after each commit, on the coordinator (with `use_collectives=False`, on
             each rank). An exception that it raises becomes a warning. With the process checkpointer of
             `dcp.async_save` it must be picklable, and runs in the child process.
@@ -192,7 +193,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         self.last_save: SaveStats | None = None
         self._chooser = parse_codec(codec)
         self._engine_choice = EngineChoice(self.engine, self.cuda_zstd)
-        self._begin_life(Saves(os.fspath(path)))
+        self._begin_life(Saves(check_path(path)))
         self._open(self.path)  # fail fast on invalid options
 
     def _begin_life(self, saves: Saves) -> None:
@@ -332,9 +333,10 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         return future
 
     def _written(self, plan: SavePlan, planner: SavePlanner) -> tuple[list[WrittenFile], RankTotals]:
-        save, staging, write = self._saves.current, self._saves.staging, self._rank_write()
+        save, staging = self._saves.current, self._saves.staging
+        write = self.rank_write(save.place, save.save_id, rank=save.rank)
         nbytes = sum(map(planned_nbytes, plan.items))
-        bar = ProgressBar(nbytes, enabled=self.progress and save.rank == 0)
+        bar = ProgressBar("saving", nbytes, enabled=self.progress and save.rank == 0)
         with contextlib.closing(write.open()) as filesystem, bar:
             lanes = write.lanes(plan.items, filesystem)
             if staging is not None:
@@ -363,12 +365,18 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
                 )
                 return job.run(), job.totals
 
-    def _rank_write(self) -> RankWrite:
-        save = self._saves.current
+    def rank_write(self, place: str, save_id: str, *, rank: int) -> RankWrite:
+        """Return what one rank writes in one save with these options.
+
+        Args:
+            place: where to.
+            save_id: id of the save.
+            rank: the rank.
+        """
         return RankWrite(
-            path=save.place,
-            save_id=save.save_id,
-            rank=save.rank,
+            path=place,
+            save_id=save_id,
+            rank=rank,
             chooser=self._chooser,
             thread_count=self.thread_count,
             single_file_per_rank=self.single_file_per_rank,

@@ -218,12 +218,16 @@ def test_one_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     assert ratio is not None and float(ratio[1]) == pytest.approx(writer.last_save.ratio, abs=0.01)
 
 
-def test_load_logs_nothing_at_info(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_load_logs_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     dcp.save(_every_kind(), storage_writer=OURS.writer(tmp_path))
     caplog.set_level(logging.INFO, logger="dcp_nvcomp")
     caplog.clear()
-    dcp.load({"step": None}, storage_reader=OURS.reader(tmp_path))
-    assert not [record for record in caplog.records if record.name.split(".")[0] == "dcp_nvcomp"]
+    reader = OURS.reader(tmp_path)
+    dcp.load({"step": None}, storage_reader=reader)
+    lines = [record for record in caplog.records if record.name.split(".")[0] == "dcp_nvcomp"]
+    assert [record.getMessage() for record in lines] == [str(reader.last_load)]
+    assert lines[0].levelno == logging.INFO
+    assert str(tmp_path) in lines[0].getMessage() and "\n" not in lines[0].getMessage()
 
 
 def test_no_bar_without_a_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -141,14 +141,14 @@ def test_stateful_values_get_theirs(tmp_path: Path) -> None:
 
 def test_a_missing_key(tmp_path: Path) -> None:
     save({"w": torch.ones(2)}, tmp_path, no_dist=True)
-    with pytest.raises(errors.CheckpointError, match="Missing key in checkpoint state_dict: v"):
+    with pytest.raises(errors.CheckpointError, match="There is no 'v'"):
         got(tmp_path, {"w": torch.zeros(2), "v": torch.zeros(2)})
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 1), ()])
 def test_another_shape(tmp_path: Path, shape: tuple[int, ...]) -> None:
     save({"w": torch.ones(2)}, tmp_path, no_dist=True)
-    with pytest.raises(errors.CheckpointError, match="Size mismatch"):
+    with pytest.raises(errors.CheckpointError, match="but .* was saved"):
         got(tmp_path, {"w": torch.zeros(shape)})
 
 

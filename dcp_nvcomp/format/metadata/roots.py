@@ -150,7 +150,7 @@ def read_current(filesystem: Filesystem, *, trusted_globals: Sequence[str] = ())
     try:
         return read_root(filesystem, METADATA_NAME, trusted_globals=trusted_globals)
     except MetadataError as error:
-        if not isinstance(error, UnsafeMetadataError) and _has_copy(filesystem):
+        if _has_copy(filesystem):
             error.message += " A save left a copy of its metadata here: try `dcp-nvcomp recover`."
         raise
 
@@ -197,4 +197,7 @@ def nothing_there(filesystem: Filesystem, names: Iterable[str]) -> CheckpointNot
             "`.metadata` was lost, `dcp-nvcomp recover` brings it back.",
             path=filesystem.path,
         )
-    return CheckpointNotFoundError("There is no checkpoint here: no `.metadata` was found.", path=filesystem.path)
+    return CheckpointNotFoundError(
+        "There is no checkpoint here: no `.metadata` was found. `dcp-nvcomp ls` lists those below a directory.",
+        path=filesystem.path,
+    )

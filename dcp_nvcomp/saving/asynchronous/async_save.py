@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from dcp_nvcomp.calls.ranks import group_of
-from dcp_nvcomp.calls.values import try_values_of
+from dcp_nvcomp.calls.values import check_state_dict, try_values_of
 from dcp_nvcomp.codecs.choose import needs_gpu, parse_codec
 from dcp_nvcomp.errors import EarlierSaveError
 from dcp_nvcomp.options import check_choice
@@ -107,6 +107,7 @@ def async_save(
         >>> sorted(metadata.state_dict_metadata)
         ['w']
     """
+    check_state_dict("async_save", state_dict)
     check_choice("wait", wait, _WAITS)
     writer = writer_for("async_save", storage_writer, checkpoint_id, writer_options)
     values, failure = try_values_of(state_dict)  # if it failed, begin all the same, as the other ranks do

@@ -20,7 +20,7 @@ from dataclasses import replace
 import numpy as np
 
 from dcp_nvcomp.codecs.encoded import EncodedBlock
-from dcp_nvcomp.engines.memory import PinnedMemory, pinned_allocate, plain_allocate
+from dcp_nvcomp.engines.memory import PinnedMemory, fresh_allocate, pinned_allocate
 from dcp_nvcomp.saving.asynchronous.segment_stores import Segment, SegmentStore, SegmentStores
 from dcp_nvcomp.saving.encode.buffers import HOST_ROOM_NBYTES
 from dcp_nvcomp.saving.encode.memory import Cancelled, JobMemory, Room, TaskMemory
@@ -189,7 +189,7 @@ class StagingMemory(JobMemory):
             self._lanes[key] = _LaneMemory(
                 self,
                 self._stores.pinned if is_cuda else self._stores.plain,
-                self._pinned.allocate if is_cuda else plain_allocate,
+                self._pinned.allocate if is_cuda else fresh_allocate,
                 segment_nbytes=_ROOMS_OF_CUDA_SEGMENT * room_nbytes if is_cuda else HOST_SEGMENT_NBYTES,
                 room_nbytes=room_nbytes if is_cuda else HOST_ROOM_NBYTES,
             )

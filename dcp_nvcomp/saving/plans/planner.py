@@ -150,4 +150,12 @@ class KeepingPlanner(SavePlanner):
             found = self._flat_state.get(write_item.index.fqn)
             if type(found) in PLAIN_TENSORS:  # as the default planner finds it, in a tenth of the time
                 return found
-        return self._inner.resolve_data(write_item)
+        if write_item.type != WriteItemType.BYTE_IO or not is_default_planner(self._inner, DefaultSavePlanner):
+            return self._inner.resolve_data(write_item)
+        try:
+            return self._inner.resolve_data(write_item)
+        except Exception as error:  # pickle lets through whatever an object's own methods raise
+            raise CheckpointError(
+                f"This value can't be pickled, so it can't be saved: {type(error).__name__}: {error}",
+                fqn=write_item.index.fqn,
+            ) from error

@@ -24,7 +24,7 @@ MUTATIONS = (
     Mutation(
         row="commit: metadata that no load could read",
         file="dcp_nvcomp/format/metadata/publishing.py",
-        old="            _check_readable(normal, doubtful, data, path=path)\n",
+        old="        _check_readable(normal, doubtful, data, path=path)\n",
         new="",
         tests="tests/saving/test_unreadable_metadata.py -k leaves_the_old",
     ),

@@ -1,0 +1,1 @@
+"""Conversion between checkpoint formats, streamed a piece at a time."""

@@ -1,0 +1,108 @@
+"""The format of safetensors files: 8 bytes with the length of a JSON header, the header, then the tensors' bytes.
+
+Source: https://github.com/huggingface/safetensors, README, "Format". Written and read here as streams, from and to any
+storage; names of several files and of their index are huggingface_hub's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from dcp_nvcomp.errors import CorruptDataError
+
+__all__ = ["DTYPES", "INDEX_NAME", "MAX_HEADER_NBYTES", "SINGLE_NAME", "StoredPart", "header_of", "parse_header"]
+
+SINGLE_NAME: Final = "model.safetensors"
+INDEX_NAME: Final = "model.safetensors.index.json"
+# The library's own limit.
+MAX_HEADER_NBYTES: Final = 100_000_000
+_LENGTH_NBYTES: Final = 8
+
+DTYPES: Final[Mapping[torch.dtype, str]] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
+_BY_NAME: Final = {name: dtype for dtype, name in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """Where a tensor's bytes are in a file.
+
+    Attributes:
+        key: its key.
+        shape: its shape.
+        dtype: its element type.
+        start: its first byte.
+        stop: its end.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    stop: int
+
+
+def header_of(tensors: Sequence[tuple[str, tuple[int, ...], torch.dtype]]) -> bytes:
+    """Return the beginning of a file with these tensors in this order: length and header, padded to 8 bytes.
+
+    Args:
+        tensors: key, shape and dtype of each.
+    """
+    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for key, shape, dtype in tensors:
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        described[key] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(_LENGTH_NBYTES, "little") + text
+
+
+def parse_header(text: bytes, *, path: str, file_nbytes: int) -> list[StoredPart]:
+    """Return the tensors of a file.
+
+    Args:
+        text: its header, without the length.
+        path: the file, for messages.
+        file_nbytes: its size.
+
+    Raises:
+        CorruptDataError: it is not the header of a safetensors file, or names bytes that are not there.
+    """
+    found = []
+    try:
+        described = json.loads(text)
+        begin = _LENGTH_NBYTES + len(text)
+        for key, one in described.items():
+            if key == "__metadata__":
+                continue
+            start, stop = one["data_offsets"]
+            shape, dtype = tuple(map(int, one["shape"])), _BY_NAME[one["dtype"]]
+            if not 0 <= start <= stop <= file_nbytes - begin or stop - start != math.prod(shape) * dtype.itemsize:
+                raise ValueError(f"{key!r} has bytes {start} to {stop}")
+            found.append(StoredPart(key, shape, dtype, begin + start, begin + stop))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptDataError(f"This is no safetensors file: {type(error).__name__}: {error}", path=path) from error
+    return sorted(found, key=lambda part: part.start)

@@ -1,0 +1,71 @@
+"""Checkpoints of this package and of stock DCP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from dcp_nvcomp.conversion.entries import ObjectEntry, ObjectReader, Source, TensorEntry, TensorReader
+from dcp_nvcomp.format.blocks import Box
+from dcp_nvcomp.reading.checkpoint import Checkpoint, StoredTensor, open_checkpoint
+from dcp_nvcomp.reading.nesting import paths_of
+
+__all__ = ["CheckpointSource"]
+
+# What is read is written soon, and less memory than a load may take is enough for that.
+_HOST_MEMORY_NBYTES = 64 << 20
+
+
+class CheckpointSource(Source):
+    """A checkpoint, whatever its number of ranks.
+
+    Args:
+        path: a local path or any fsspec URL.
+        storage_options: for the fsspec filesystem.
+    """
+
+    def __init__(self, path: str, **storage_options: Any) -> None:
+        self._checkpoint = open_checkpoint(path, host_memory_budget=_HOST_MEMORY_NBYTES, **storage_options)
+
+    @property
+    def path(self) -> str:
+        return self._checkpoint.path
+
+    def entries(self) -> Sequence[TensorEntry | ObjectEntry]:
+        found: list[TensorEntry | ObjectEntry] = []
+        described = self._checkpoint.metadata.state_dict_metadata
+        paths = paths_of(self._checkpoint.metadata)
+        for key in self._checkpoint.in_file_order():
+            item, stored = described[key], self._checkpoint.stored(key)
+            if isinstance(item, TensorStorageMetadata) and stored is not None:
+                reader = _TensorReader(stored)
+                found.append(TensorEntry(key, paths[key], tuple(item.size), item.properties.dtype, reader))
+            else:
+                found.append(ObjectEntry(key, paths[key], _ObjectReader(self._checkpoint, key)))
+        return found
+
+    def close(self) -> None:
+        self._checkpoint.close()
+
+
+class _TensorReader(TensorReader):
+    def __init__(self, stored: StoredTensor) -> None:
+        self._stored = stored
+
+    def read(self, box: Box) -> torch.Tensor:
+        tensor: torch.Tensor = self._stored[box.index]
+        return tensor
+
+
+class _ObjectReader(ObjectReader):
+    def __init__(self, checkpoint: Checkpoint, key: str) -> None:
+        self._checkpoint, self._key = checkpoint, key
+
+    def stored(self) -> bytes:
+        return self._checkpoint.read_stored_object(self._key)
+
+    def value(self) -> Any:
+        return self._checkpoint[self._key]

@@ -1,0 +1,149 @@
+"""Files of `torch.save`: nested dicts and lists of tensors and objects.
+
+Loaded with `weights_only=True`, so nothing in them is run, and mapped into memory, so that tensors are read when they
+are converted. A remote file is fetched to a temporary one first.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dcp_nvcomp.calls.files import parent_and_name
+from dcp_nvcomp.conversion.entries import ObjectEntry, ObjectReader, Path, Source, TensorEntry, TensorReader
+from dcp_nvcomp.errors import CheckpointError, CheckpointNotFoundError, CorruptDataError, UnsafeObjectError
+from dcp_nvcomp.format.blocks import Box
+from dcp_nvcomp.loading.safe_objects import what_it_needs
+from dcp_nvcomp.redaction import without_secrets
+from dcp_nvcomp.storage.base import Filesystem
+from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
+from dcp_nvcomp.storage.open import open_filesystem, place_of
+
+__all__ = ["TorchFileSource"]
+
+_FETCH_NBYTES = 16 << 20
+
+
+class TorchFileSource(Source):
+    """A file of `torch.save`.
+
+    Args:
+        path: a local path or any fsspec URL.
+        storage_options: for the fsspec filesystem.
+
+    Raises:
+        CheckpointNotFoundError: there is no such file.
+        UnsafeObjectError: it needs more than `weights_only=True` loads.
+        CorruptDataError: it is no file of `torch.save`.
+    """
+
+    def __init__(self, path: str, **storage_options: Any) -> None:
+        self._path = without_secrets(path)
+        parent, name = parent_and_name(path)
+        filesystem = open_filesystem(parent, storage_options=storage_options)
+        self._temporary: str | None = None
+        try:
+            nbytes = filesystem.file_nbytes(name)
+            if nbytes is None:
+                raise CheckpointNotFoundError("There is no such file.", path=self._path)
+            if isinstance(filesystem, PosixFilesystem):
+                local = place_of(path)
+            else:
+                local = self._temporary = _fetched(filesystem, name, nbytes)
+            self._state = _loaded(local, self._path)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            filesystem.close()
+
+    @property
+    def path(self) -> str:
+        return self._path
+
+    def entries(self) -> Sequence[TensorEntry | ObjectEntry]:
+        state = self._state if isinstance(self._state, Mapping) else {"state": self._state}
+        found: list[TensorEntry | ObjectEntry] = []
+        _flatten(state, (), found)
+        seen = set()
+        for entry in found:
+            if entry.key in seen:
+                raise CheckpointError("Two values of the nested state have this key.", path=self._path, fqn=entry.key)
+            seen.add(entry.key)
+        return found
+
+    def close(self) -> None:
+        if self._temporary is not None:
+            os.unlink(self._temporary)
+            self._temporary = None
+
+
+def _fetched(filesystem: Filesystem, name: str, nbytes: int) -> str:
+    with tempfile.NamedTemporaryFile(delete=False, prefix="dcp_nvcomp_", suffix=".pt") as file:
+        try:
+            for start in range(0, nbytes, _FETCH_NBYTES):
+                shutil.copyfileobj(io.BytesIO(filesystem.read(name, start, min(start + _FETCH_NBYTES, nbytes))), file)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+    return file.name
+
+
+def _loaded(local: str, path: str) -> Any:
+    try:
+        return torch.load(local, map_location="cpu", weights_only=True, mmap=True)
+    except MemoryError:
+        raise
+    except pickle.UnpicklingError as error:
+        raise UnsafeObjectError(
+            "The file needs more than weights_only loading allows. If you trust it, register its classes with "
+            f"torch.serialization.add_safe_globals. {what_it_needs(error)}",
+            path=path,
+        ) from error
+    except Exception as error:  # torch.load raises almost anything for other files
+        raise CorruptDataError(
+            f"This is no file of torch.save that can be mapped: {type(error).__name__}: {error}", path=path
+        ) from error
+
+
+def _flatten(value: Any, path: Path, found: list[TensorEntry | ObjectEntry]) -> None:
+    """Gather the leaves of nested dicts and lists under keys of parts joined by dots, as DCP does."""
+    if isinstance(value, Mapping) and value and all(isinstance(key, str | int) for key in value):
+        for key, one in value.items():
+            _flatten(one, (*path, key), found)
+    elif isinstance(value, list) and any(isinstance(one, torch.Tensor | Mapping | list) for one in value):
+        for number, one in enumerate(value):
+            _flatten(one, (*path, number), found)
+    elif isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized:
+        key = ".".join(map(str, path))
+        found.append(TensorEntry(key, path, tuple(value.shape), value.dtype, _Part(value.detach())))
+    else:
+        found.append(ObjectEntry(".".join(map(str, path)), path, _Object(value)))
+
+
+class _Part(TensorReader):
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def read(self, box: Box) -> torch.Tensor:
+        return self._tensor[box.index].clone(memory_format=torch.contiguous_format)
+
+
+class _Object(ObjectReader):
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def stored(self) -> bytes:
+        data = io.BytesIO()
+        torch.save(self._value, data)
+        return data.getvalue()
+
+    def value(self) -> Any:
+        return self._value

@@ -1,0 +1,66 @@
+"""`dcp-nvcomp convert`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from dcp_nvcomp import save
+from dcp_nvcomp.cli.app import app
+from dcp_nvcomp.cli.convert import _nbytes
+
+STATE = {"model": {"w": torch.arange(10.0)}, "step": 3}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    save(STATE, tmp_path / "a", no_dist=True)
+    return tmp_path
+
+
+def convert(*arguments: object) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["convert", *map(str, arguments)])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_to_safetensors(saved: Path) -> None:
+    to = saved / "b.safetensors"
+    status, output, errors = convert(saved / "a", to, "--prefix", "model.", "--dtype", "bfloat16")
+    assert (status, errors) == (0, "")
+    assert output == f"{saved}/a -> {to} (safetensors): 1 tensors, 20 bytes\n"
+    assert load_file(to)["w"].dtype == torch.bfloat16
+
+
+def test_json(saved: Path) -> None:
+    status, output, _ = convert(saved / "a", saved / "b", "--to", "dcp", "--json")
+    assert status == 0
+    assert json.loads(output) == {
+        "schema": 1,
+        "source": str(saved / "a"),
+        "destination": str(saved / "b"),
+        "format": "dcp",
+        "tensors": 1,
+        "objects": 1,
+        "nbytes": 40,
+    }
+
+
+def test_mistakes(saved: Path) -> None:
+    status, output, errors = convert(saved / "a", saved / "b.safetensors")
+    assert (status, output) == (1, "")
+    assert len(errors.splitlines()) == 1 and "prefix" in errors
+    assert convert(saved / "a", saved / "b", "--dtype", "int8")[0] == 2
+    assert convert(saved / "a", saved / "b", "--to", "onnx")[0] == 2
+    assert convert(saved / "a", saved / "b", "--max-shard", "5 apples")[0] == 2
+    assert convert(saved / "nothing", saved / "b")[0] == 1
+
+
+@pytest.mark.parametrize(("text", "nbytes"), [("5GB", 5 * 10**9), ("1.5 MiB", 3 << 19), ("100", 100)])
+def test_sizes(text: str, nbytes: int) -> None:
+    assert _nbytes(text) == nbytes
