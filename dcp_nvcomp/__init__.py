@@ -33,8 +33,9 @@ if TYPE_CHECKING:
     from dcp_nvcomp.maintenance.verification.verify import verify_checkpoint
     from dcp_nvcomp.one_file.load import load_compressed_checkpoint
     from dcp_nvcomp.one_file.save import save_compressed_checkpoint
-    from dcp_nvcomp.reading.checkpoint import Checkpoint, StoredTensor, open_checkpoint
+    from dcp_nvcomp.reading.checkpoint import Checkpoint, open_checkpoint
     from dcp_nvcomp.reading.comparison import Comparison, compare_checkpoints
+    from dcp_nvcomp.reading.stored_tensor import StoredTensor
     from dcp_nvcomp.saving.asynchronous.async_save import AsyncSave, async_save
     from dcp_nvcomp.saving.save import save
     from dcp_nvcomp.saving.stats import SaveStats, Totals
@@ -95,7 +96,7 @@ _HOMES: Final = {
     "RunCleaning": "maintenance.run_cleaning",
     "RunListing": "maintenance.run_listing",
     "SaveStats": "saving.stats",
-    "StoredTensor": "reading.checkpoint",
+    "StoredTensor": "reading.stored_tensor",
     "Totals": "saving.stats",
     "Verification": "maintenance.verification.findings",
     "async_save": "saving.asynchronous.async_save",

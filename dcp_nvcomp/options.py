@@ -6,7 +6,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args
 
 import numpy as np
 
@@ -16,9 +16,15 @@ from dcp_nvcomp.redaction import without_secrets
 __all__ = [
     "DEADLINE_OPTION",
     "DEADLINE_SECONDS",
-    "ENGINES",
     "STOCK_READER",
     "STOCK_WRITER",
+    "BackgroundKind",
+    "CheckEncodes",
+    "CudaZstd",
+    "DtypePolicy",
+    "Engine",
+    "StagingKind",
+    "Verify",
     "check_budget",
     "check_choice",
     "check_device_budget",
@@ -32,11 +38,14 @@ __all__ = [
     "unknown_option",
 ]
 
-CHECK_ENCODES = ("all", "off")
-CUDA_ZSTD = ("auto", "nvcomp", "literals")
-STAGINGS = ("auto", "encode", "copy")
-BACKGROUNDS = ("auto", "thread", "process")
-ENGINES = ("auto", "cpu", "cuda")
+Engine = Literal["auto", "cpu", "cuda"]
+CudaZstd = Literal["auto", "nvcomp", "literals"]
+CheckEncodes = Literal["all", "off"]
+StagingKind = Literal["auto", "encode", "copy"]
+BackgroundKind = Literal["auto", "thread", "process"]
+Verify = Literal["stored", "full", "off"]
+DtypePolicy = Literal["same", "cast"]
+
 MAX_DEFAULT_THREADS = 8
 DEADLINE_OPTION = "storage_deadline_seconds"
 DEADLINE_SECONDS = 300.0  # survives a server's restart, and a store that is too busy for minutes
@@ -94,9 +103,10 @@ def check_thread_count(value: int | None) -> int:
     return value
 
 
-def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
-    """Return a word that must be one of `choices`."""
-    if value not in choices:
+def check_choice(name: str, value: Any, words: Any) -> str:
+    """Return a word that must be one of a `Literal`'s."""
+    choices = get_args(words)
+    if not isinstance(value, str) or value not in choices:
         raise ConfigurationError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}.")
     return str(value)
 

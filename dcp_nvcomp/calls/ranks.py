@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import warnings
+
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -11,10 +14,24 @@ __all__ = ["error_of_ranks", "group_of"]
 
 
 def group_of(process_group: dist.ProcessGroup | None, *, no_dist: bool) -> dist.ProcessGroup | None:
-    """Return the ranks that save or load together; None without torch.distributed."""
-    if no_dist or not dist.is_available() or not dist.is_initialized():
-        return None
-    return process_group or dist.group.WORLD
+    """Return the ranks that save or load together; None without torch.distributed.
+
+    Warns where a launcher has started several processes that know nothing of each other yet.
+    """
+    if not no_dist and dist.is_available() and dist.is_initialized():
+        return process_group or dist.group.WORLD
+    # DCP says in each process that it "assumes the intent" to be alone, also where that was asked for
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if not no_dist and processes not in ("", "1"):
+        warnings.warn(
+            f"WORLD_SIZE={processes}, but torch.distributed is not initialized: each process saves and loads alone, "
+            "and of several that save to one path the last one wins. Call torch.distributed.init_process_group "
+            "first, or pass no_dist=True if that is meant.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return None
 
 
 def error_of_ranks(error: CheckpointException, group: dist.ProcessGroup | None) -> BaseException:

@@ -77,7 +77,7 @@ def _to_json(key: str, value: Any) -> dict[str, Any]:
     import torch
 
     if not isinstance(value, torch.Tensor):
-        return {"schema": 1, "key": key, "value": json.loads(json.dumps(value, default=repr))}
+        return {"schema": 1, "key": key, "value": _finite(json.loads(json.dumps(value, default=repr)))}
     too_many = value.numel() > _MOST_JSON_VALUES
     return {
         "schema": 1,
@@ -90,7 +90,9 @@ def _to_json(key: str, value: Any) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """Return nested lists with text for what JSON has no number for."""
+    """Return nested values with text for what JSON has no number for."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
     if isinstance(value, list):
         return [_finite(one) for one in value]
     if isinstance(value, complex):

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timezone
+import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.filesize import decimal
 
-from dcp_nvcomp.cli.common import Options, Output, Url, one_line_errors, parse_storage_options
+from dcp_nvcomp.cli.common import AsJson, Options, Output, Url, local_time, one_line_errors, parse_storage_options
 from dcp_nvcomp.cli.tables import Column, Table
 
 if TYPE_CHECKING:
-    from dcp_nvcomp.maintenance.recovery import Candidate, Recovery
+    from dcp_nvcomp.maintenance.recovery import Recovery
 
 __all__ = ["recover_command"]
 
@@ -22,7 +22,7 @@ SaveId = Annotated[
 ]
 
 
-def recover_command(url: Url, save_id: SaveId = None, option: Options = None) -> None:
+def recover_command(url: Url, save_id: SaveId = None, option: Options = None, as_json: AsJson = False) -> None:
     """Restore a lost or corrupt `.metadata` from the copy that each save leaves.
 
     Never replaces a good checkpoint. Exit status 1 if nothing could be restored, or a save must be named.
@@ -35,7 +35,10 @@ def recover_command(url: Url, save_id: SaveId = None, option: Options = None) ->
     storage_options = parse_storage_options(option)
     with one_line_errors():
         found = recover_checkpoint(url, save_id=save_id, storage_options=storage_options)
-    _print_recovery(found)
+    if as_json:
+        typer.echo(json.dumps(found.to_json(), indent=2))
+    else:
+        _print_recovery(found)
     if found.outcome not in (RECOVERED, INTACT):
         raise typer.Exit(1)
 
@@ -58,11 +61,5 @@ def _print_recovery(found: Recovery) -> None:
         )
         for one in found.candidates:
             state = "; ".join(one.problems) or "complete"
-            rows.add(one.save_id, _time(one), str(one.keys), decimal(one.nbytes), state)
+            rows.add(one.save_id, local_time(one.modified_seconds), str(one.keys), decimal(one.nbytes), state)
         output.table(rows)
-
-
-def _time(one: Candidate) -> str:
-    if one.modified_seconds is None:
-        return "?"
-    return datetime.fromtimestamp(one.modified_seconds, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")

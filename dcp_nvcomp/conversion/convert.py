@@ -29,12 +29,11 @@ from dcp_nvcomp.options import check_choice
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.storage.open import open_filesystem, place_of
 
-__all__ = ["FORMATS", "Conversion", "convert"]
-
-FORMATS: Final = ("dcp-nvcomp", "dcp", "safetensors", "torch")
-_TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin", ".ckpt")
+__all__ = ["Conversion", "Format", "convert"]
 
 Format = Literal["dcp-nvcomp", "dcp", "safetensors", "torch"]
+
+_TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin", ".ckpt")
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ def convert(
         1
     """
     source, destination = os.fspath(source), os.fspath(destination)
-    target = check_choice("to", _format_of(destination) if to is None else to, FORMATS)
+    target = check_choice("to", _format_of(destination) if to is None else to, Format)
     options = dict(storage_options or {})
     if place_of(source).rstrip("/") == place_of(destination).rstrip("/"):
         raise ConfigurationError("The source and the destination are the same place.")

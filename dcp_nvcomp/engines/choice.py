@@ -24,7 +24,7 @@ class EngineChoice:
 
     Attributes:
         option: `"auto"`, `"cpu"` or `"cuda"`.
-        zstd: who codes Zstd on a GPU, one of `options.CUDA_ZSTD`.
+        zstd: who codes Zstd on a GPU, one of `options.CudaZstd`.
     """
 
     option: str

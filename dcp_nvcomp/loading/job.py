@@ -72,7 +72,7 @@ class LoadOptions:
         device_memory_budget: bytes that CUDA engines may take on a device; None for the default.
         verify: `"stored"`, `"full"` or `"off"`.
         engine: `"auto"`, `"cpu"` or `"cuda"`.
-        cuda_zstd: who decodes Zstd on a GPU, one of `options.CUDA_ZSTD`.
+        cuda_zstd: who decodes Zstd on a GPU, one of `options.CudaZstd`.
         safe: loads stored Python objects.
     """
 

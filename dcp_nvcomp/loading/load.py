@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -19,7 +19,7 @@ from dcp_nvcomp.calls.values import check_state_dict, is_stateful, try_values_of
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.loading.planner import UnwrappingPlanner, planner_for
 from dcp_nvcomp.loading.reader import NvcompReader
-from dcp_nvcomp.options import check_choice
+from dcp_nvcomp.options import DtypePolicy, check_choice
 
 __all__ = ["load"]
 
@@ -32,7 +32,7 @@ def load(
     planner: LoadPlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
-    dtype: Literal["same", "cast"] = "same",
+    dtype: DtypePolicy = "same",
     **reader_options: Any,
 ) -> None:
     """Load a checkpoint into a state dict: of this package, or of stock DCP.
@@ -72,7 +72,7 @@ def load(
         tensor([0., 1., 2., 3.])
     """
     check_state_dict("load", state_dict)
-    check_choice("dtype", dtype, ("same", "cast"))
+    check_choice("dtype", dtype, DtypePolicy)
     reader = _reader(storage_reader, checkpoint_id, reader_options)
     group = group_of(process_group, no_dist=no_dist)
     # sorted, so that all ranks load in the same order

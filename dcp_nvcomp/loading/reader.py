@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp_nvcomp.calls.progress import ProgressBar
-from dcp_nvcomp.codecs.encoded import VERIFY_MODES
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.errors import (
     CheckpointError,
@@ -43,10 +42,11 @@ from dcp_nvcomp.loading.read_plan import Wanted
 from dcp_nvcomp.loading.safe_objects import SafeLoader
 from dcp_nvcomp.loading.stats import LoadStats
 from dcp_nvcomp.options import (
-    CUDA_ZSTD,
     DEADLINE_SECONDS,
-    ENGINES,
     STOCK_READER,
+    CudaZstd,
+    Engine,
+    Verify,
     check_budget,
     check_choice,
     check_device_budget,
@@ -121,13 +121,13 @@ class NvcompReader(StorageReader):
         path: str | os.PathLike[str],
         *,
         thread_count: int | None = None,
-        verify: str = "stored",
+        verify: Verify = "stored",
         trusted_globals: Sequence[str] = (),
         safe_objects: bool = False,
         host_memory_budget: int = 1 << 30,
         device_memory_budget: int | None = None,
-        engine: str = "auto",
-        cuda_zstd: str = "auto",
+        engine: Engine = "auto",
+        cuda_zstd: CudaZstd = "auto",
         progress: bool = False,
         on_load: Callable[[LoadStats], None] | None = None,
         storage_deadline_seconds: float = DEADLINE_SECONDS,
@@ -143,9 +143,9 @@ class NvcompReader(StorageReader):
             thread_count=check_thread_count(thread_count),
             host_memory_budget=check_budget("host_memory_budget", host_memory_budget),
             device_memory_budget=check_device_budget(device_memory_budget),
-            verify=check_choice("verify", verify, VERIFY_MODES),
-            engine=check_choice("engine", engine, ENGINES),
-            cuda_zstd=check_choice("cuda_zstd", cuda_zstd, CUDA_ZSTD),
+            verify=check_choice("verify", verify, Verify),
+            engine=check_choice("engine", engine, Engine),
+            cuda_zstd=check_choice("cuda_zstd", cuda_zstd, CudaZstd),
             safe=SafeLoader(self.trusted_globals, check_objects=check_flag("safe_objects", safe_objects)),
         )
         self.progress = check_flag("progress", progress)

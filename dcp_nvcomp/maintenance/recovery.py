@@ -114,6 +114,27 @@ class Recovery:
     reason: str
     candidates: tuple[Candidate, ...]
 
+    def to_json(self) -> dict[str, Any]:
+        """Return all of it as JSON values. Keys are only ever added; `schema` changes if one must go."""
+        return {
+            "schema": 1,
+            "checkpoint": self.path,
+            "outcome": self.outcome,
+            "save_id": self.save_id,
+            "reason": self.reason,
+            "candidates": [
+                {
+                    "save_id": one.save_id,
+                    "name": one.name,
+                    "modified_seconds": one.modified_seconds,
+                    "keys": one.keys,
+                    "nbytes": one.nbytes,
+                    "problems": list(one.problems),
+                }
+                for one in self.candidates
+            ],
+        }
+
 
 @dataclass(frozen=True)
 class _Current:

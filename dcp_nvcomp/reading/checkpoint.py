@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import io
 import os
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -23,8 +22,6 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from dcp_nvcomp.calls.suggestions import missing_key
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError, MetadataError, MissingKeyError
 from dcp_nvcomp.format.blocks import Box
-from dcp_nvcomp.format.data_file import DataFileRef, read_footers
-from dcp_nvcomp.format.footer import Footer
 from dcp_nvcomp.format.metadata.shards import ShardIndex
 from dcp_nvcomp.format.metadata.stored import StoredAt
 from dcp_nvcomp.loading.items import load_items
@@ -32,13 +29,16 @@ from dcp_nvcomp.loading.job import LoadOptions
 from dcp_nvcomp.loading.read_plan import Wanted
 from dcp_nvcomp.loading.reader import NvcompReader
 from dcp_nvcomp.loading.safe_objects import SafeLoader
-from dcp_nvcomp.options import check_choice
+from dcp_nvcomp.options import DtypePolicy, check_choice
 from dcp_nvcomp.reading.items import Destinations, items_of_box, items_of_object
 from dcp_nvcomp.reading.modules import load_into_module
-from dcp_nvcomp.reading.selection import Selection, select
-from dcp_nvcomp.storage.base import Filesystem
+from dcp_nvcomp.reading.opened import OpenedStorage
+from dcp_nvcomp.reading.selection import Selection
+from dcp_nvcomp.reading.stored_tensor import StoredTensor
 
-__all__ = ["Checkpoint", "StoredTensor", "open_checkpoint"]
+__all__ = ["Checkpoint", "Framework", "open_checkpoint"]
+
+Framework = Literal["torch", "numpy"]
 
 _AT_ONCE_NBYTES = 64 << 20
 
@@ -46,7 +46,7 @@ _AT_ONCE_NBYTES = 64 << 20
 def open_checkpoint(
     path: str | os.PathLike[str],
     *,
-    framework: Literal["torch", "numpy"] = "torch",
+    framework: Framework = "torch",
     device: torch.device | str = "cpu",
     **reader_options: Any,
 ) -> Checkpoint:
@@ -84,11 +84,11 @@ class Checkpoint(Mapping[str, Any]):
         self,
         path: str | os.PathLike[str],
         *,
-        framework: str,
+        framework: Framework,
         device: torch.device | str,
         **reader_options: Any,
     ) -> None:
-        self._framework = check_choice("framework", framework, ("torch", "numpy"))
+        self._framework = check_choice("framework", framework, Framework)
         self._device = torch.device(device)
         if self._framework == "numpy" and self._device.type != "cpu":
             raise ConfigurationError(f"numpy arrays can't be on {device}: leave device= out.")
@@ -99,7 +99,7 @@ class Checkpoint(Mapping[str, Any]):
         if self._metadata.storage_data is None:
             raise MetadataError("`.metadata` does not say where anything is stored.", path=self._reader.path)
         self._shards = ShardIndex(self._metadata.state_dict_metadata)
-        self._opened: _Opened | None = _Opened(self._reader)
+        self._opened: OpenedStorage | None = OpenedStorage(self._reader)
 
     # --- what is there ----------------------------------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class Checkpoint(Mapping[str, Any]):
             MissingKeyError: there is no such key.
         """
         described = self._described(key)
-        return StoredTensor(self, key, described) if isinstance(described, TensorStorageMetadata) else None
+        return StoredTensor(key, described, self._selected) if isinstance(described, TensorStorageMetadata) else None
 
     def _described(self, key: str) -> Any:
         try:
@@ -269,7 +269,7 @@ class Checkpoint(Mapping[str, Any]):
         module: torch.nn.Module,
         *,
         prefix: str = "",
-        dtype: Literal["same", "cast"] = "same",
+        dtype: DtypePolicy = "same",
     ) -> None:
         """Load the parameters and buffers of a plain module, also of one on the meta device.
 
@@ -324,19 +324,19 @@ class Checkpoint(Mapping[str, Any]):
 
     # --- its storage ------------------------------------------------------------------------------------------------
 
-    def _open(self) -> _Opened:
+    def _open(self) -> OpenedStorage:
         opened = self._opened
         if opened is None:
             raise CheckpointError("It is closed.", path=self.path)
         if opened.pid != os.getpid():  # after a fork, connections and locks are the parent's
-            opened = self._opened = _Opened(self._reader)
+            opened = self._opened = OpenedStorage(self._reader)
         return opened
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_opened": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _opened=_Opened(state["_reader"]))
+        self.__dict__.update(state, _opened=OpenedStorage(state["_reader"]))
 
     def close(self) -> None:
         """Close the storage. What was read stays."""
@@ -349,79 +349,6 @@ class Checkpoint(Mapping[str, Any]):
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-class StoredTensor:
-    """A tensor of a checkpoint, of which an index reads a part: `stored[10:12]`, `stored[..., 0]`, `stored[...]`.
-
-    Attributes:
-        shape: of the whole tensor.
-        dtype: as it was saved.
-    """
-
-    def __init__(self, checkpoint: Checkpoint, key: str, described: TensorStorageMetadata) -> None:
-        self._checkpoint, self._key, self._described = checkpoint, key, described
-        self.shape: torch.Size = described.size
-        self.dtype: torch.dtype = described.properties.dtype
-
-    @property
-    def ndim(self) -> int:
-        """The number of dimensions."""
-        return len(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Uncompressed size in bytes."""
-        return self.shape.numel() * self.dtype.itemsize
-
-    def numel(self) -> int:
-        """Return the number of elements."""
-        return self.shape.numel()
-
-    def __len__(self) -> int:
-        if not self.shape:
-            raise TypeError("A tensor without dimensions has no length.")
-        return self.shape[0]
-
-    def __getitem__(self, index: Any) -> Any:
-        """Read a part: only the blocks that it overlaps, and its file's footer the first time.
-
-        Args:
-            index: integers, slices with a positive step, an ellipsis.
-
-        Returns:
-            A tensor or an array of its own.
-
-        Raises:
-            IndexError: the index is out of range.
-            TypeError: it is a list, a mask or None.
-            CheckpointError: the data can't be read.
-        """
-        return self._checkpoint._selected(self._key, self._described, select(index, self.shape))
-
-    def __repr__(self) -> str:
-        return f"<StoredTensor {self._key!r}: {self.dtype}, {list(self.shape)}>"
-
-
-class _Opened:
-    """The storage as one process has opened it, and the footers that were read."""
-
-    def __init__(self, reader: NvcompReader) -> None:
-        self.pid = os.getpid()
-        self.filesystem = reader.open_storage()
-        self._footers: dict[DataFileRef, Footer] = {}
-        self._lock = threading.Lock()
-
-    def footers(self, filesystem: Filesystem, files: Sequence[DataFileRef]) -> list[Footer]:
-        """Return the footers of data files, each of which is read once."""
-        with self._lock:
-            known = {file: self._footers[file] for file in files if file in self._footers}
-        missing = [file for file in files if file not in known]
-        if missing:
-            known.update(zip(missing, read_footers(filesystem, missing), strict=True))
-            with self._lock:
-                self._footers.update(known)
-        return [known[file] for file in files]
 
 
 class _KeysAndValues(torch.utils.data.Dataset[tuple[str, Any]]):

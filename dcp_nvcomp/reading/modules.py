@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from dcp_nvcomp.calls.suggestions import missing_key
 from dcp_nvcomp.errors import ConfigurationError, DtypeMismatchError, MissingKeyError, ShapeMismatchError
-from dcp_nvcomp.options import check_choice
+from dcp_nvcomp.options import DtypePolicy, check_choice
 from dcp_nvcomp.reading.nesting import nested, paths_below, paths_of
 
 __all__ = ["load_into_module"]
@@ -38,7 +38,7 @@ def load_into_module(
     source: _Source, module: torch.nn.Module, *, prefix: str, dtype: str, device: torch.device
 ) -> None:
     """Load a module; see `Checkpoint.load_into`."""
-    check_choice("dtype", dtype, ("same", "cast"))
+    check_choice("dtype", dtype, DtypePolicy)
     state = module.state_dict(keep_vars=True)
     _check(source, state, prefix=prefix, may_cast=dtype == "cast")
     made: dict[int, torch.Tensor] = {}  # by what is on the meta device: two names of one tensor stay one

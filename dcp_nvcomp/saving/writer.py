@@ -35,13 +35,13 @@ from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.format.metadata.summary import Summary
 from dcp_nvcomp.options import (
-    BACKGROUNDS,
-    CHECK_ENCODES,
-    CUDA_ZSTD,
     DEADLINE_SECONDS,
-    ENGINES,
-    STAGINGS,
     STOCK_WRITER,
+    BackgroundKind,
+    CheckEncodes,
+    CudaZstd,
+    Engine,
+    StagingKind,
     check_budget,
     check_choice,
     check_device_budget,
@@ -158,12 +158,12 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         device_memory_budget: int | None = None,
         progress: bool = False,
         on_save: Callable[[SaveStats], None] | None = None,
-        engine: str = "auto",
-        check_encodes: str = "all",
-        cuda_zstd: str = "auto",
+        engine: Engine = "auto",
+        check_encodes: CheckEncodes = "all",
+        cuda_zstd: CudaZstd = "auto",
         storage_deadline_seconds: float = DEADLINE_SECONDS,
-        staging: str = "auto",
-        background: str = "auto",
+        staging: StagingKind = "auto",
+        background: BackgroundKind = "auto",
         staging_budget_nbytes: int | None = None,
         finish_within_seconds: float = 60.0,
         **storage_options: Any,
@@ -181,12 +181,12 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         if on_save is not None and not callable(on_save):
             raise ConfigurationError(f"on_save={on_save!r} is not callable.")
         self.on_save = on_save
-        self.engine = check_choice("engine", engine, ENGINES)
-        self.check_encodes = check_choice("check_encodes", check_encodes, CHECK_ENCODES)
-        self.cuda_zstd = check_choice("cuda_zstd", cuda_zstd, CUDA_ZSTD)
+        self.engine = check_choice("engine", engine, Engine)
+        self.check_encodes = check_choice("check_encodes", check_encodes, CheckEncodes)
+        self.cuda_zstd = check_choice("cuda_zstd", cuda_zstd, CudaZstd)
         self.storage_deadline_seconds = check_seconds("storage_deadline_seconds", storage_deadline_seconds)
-        self.staging = check_choice("staging", staging, STAGINGS)
-        self.background = check_choice("background", background, BACKGROUNDS)
+        self.staging = check_choice("staging", staging, StagingKind)
+        self.background = check_choice("background", background, BackgroundKind)
         self.staging_budget_nbytes = check_staging_budget(staging_budget_nbytes)
         self.finish_within_seconds = check_seconds("finish_within_seconds", finish_within_seconds)
         self.storage_options = storage_options

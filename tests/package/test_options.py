@@ -52,9 +52,9 @@ def test_threads() -> None:
 
 
 def test_choices() -> None:
-    assert options.check_choice("engine", "cpu", options.ENGINES) == "cpu"
+    assert options.check_choice("engine", "cpu", options.Engine) == "cpu"
     with pytest.raises(errors.ConfigurationError, match="engine='gpu' must be one of 'auto', 'cpu', 'cuda'"):
-        options.check_choice("engine", "gpu", options.ENGINES)
+        options.check_choice("engine", "gpu", options.Engine)
 
 
 def test_names_of_the_options() -> None:

@@ -10,8 +10,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dcp_nvcomp.conversion.entries import ObjectEntry, ObjectReader, Source, TensorEntry, TensorReader
 from dcp_nvcomp.format.blocks import Box
-from dcp_nvcomp.reading.checkpoint import Checkpoint, StoredTensor, open_checkpoint
+from dcp_nvcomp.reading.checkpoint import Checkpoint, open_checkpoint
 from dcp_nvcomp.reading.nesting import paths_of
+from dcp_nvcomp.reading.stored_tensor import StoredTensor
 
 __all__ = ["CheckpointSource"]
 

@@ -26,7 +26,7 @@ class EnginePolicy:
             it goes back to the pool.
         check_encodes: True if each batch that was encoded is decoded again.
         may_fall_back: True if the CPU may take what the GPU fails at; else that is an error.
-        zstd: who codes Zstd, one of `options.CUDA_ZSTD`.
+        zstd: who codes Zstd, one of `options.CudaZstd`.
     """
 
     device_memory_budget: int

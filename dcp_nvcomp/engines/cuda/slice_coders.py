@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final, Protocol
+from typing import Final, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,7 @@ from dcp_nvcomp.engines.cuda.health import LITERALS, NVCOMP, DeviceHealth
 from dcp_nvcomp.engines.cuda.literals import LiteralCoders
 from dcp_nvcomp.engines.cuda.rates import faster_literals
 from dcp_nvcomp.errors import CodecUnavailableError
-from dcp_nvcomp.options import CUDA_ZSTD
+from dcp_nvcomp.options import CudaZstd
 
 __all__ = ["DECODE", "ENCODE", "DeviceCoders", "SliceCoders", "SliceDecoding", "SliceFrames", "refusal_of"]
 
@@ -117,8 +117,8 @@ class DeviceCoders:
         self._faster = faster_literals(device.name)
 
     def prefer(self, zstd: str) -> None:
-        """Choose from now on who codes Zstd: one of `options.CUDA_ZSTD`."""
-        assert zstd in CUDA_ZSTD
+        """Choose from now on who codes Zstd: one of `options.CudaZstd`."""
+        assert zstd in get_args(CudaZstd)
         self._zstd = zstd
 
     @contextmanager
@@ -213,7 +213,7 @@ def refusal_of(health: DeviceHealth, chain: CodecChain, zstd: str, direction: st
     Args:
         health: what is known of the device, after its self-test.
         chain: the chain.
-        zstd: who is to code Zstd, one of `options.CUDA_ZSTD`.
+        zstd: who is to code Zstd, one of `options.CudaZstd`.
         direction: `ENCODE` or `DECODE`.
     """
     if chain.coder is None or not is_served(chain):

@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
@@ -42,7 +42,7 @@ from dcp_nvcomp.storage.processes import is_known_elsewhere
 
 __all__ = ["AsyncSave", "async_save"]
 
-_WAITS = ("staged", "nothing")
+_Wait = Literal["staged", "nothing"]
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def async_save(
     planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
-    wait: str = "staged",
+    wait: _Wait = "staged",
     **writer_options: Any,
 ) -> AsyncSave:
     """Save a state dict in the background; return when the state may change again.
@@ -108,7 +108,7 @@ def async_save(
         ['w']
     """
     check_state_dict("async_save", state_dict)
-    check_choice("wait", wait, _WAITS)
+    check_choice("wait", wait, _Wait)
     writer = writer_for("async_save", storage_writer, checkpoint_id, writer_options)
     values, failure = try_values_of(state_dict)  # if it failed, begin all the same, as the other ranks do
     keeping = planner_for(planner, writer, failure)

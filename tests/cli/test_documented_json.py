@@ -1,0 +1,121 @@
+"""What `--json` prints has the fields that docs/commands.md says, no others, and is JSON as the standard has it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dcp_nvcomp import save
+
+from .checkpoints import make_old, new_id, run
+
+ROOT = Path(__file__).parents[2]
+TABLE_ROW = re.compile(r"^\| (`[^|]*`) \| ([^|]*) \|", re.MULTILINE)
+SUMS = {"shards", "uncompressed_nbytes", "encoded_nbytes", "ratio"}
+OPEN = {"failed", "versions", "kernels", "by_dtype", "by_codec", "statistics", "value"}  # whose fields are names
+KINDS: dict[type, str] = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    list: "array",
+    dict: "object",
+}
+
+
+def _documented(command: str) -> dict[str, str]:
+    """Return the types by field, of all tables of a command's section."""
+    section = (ROOT / "docs" / "commands.md").read_text().split(f"\n### {command}\n")[1].split("\n### ")[0]
+    return {field: kinds for names, kinds in TABLE_ROW.findall(section) for field in re.findall(r"`([^`]+)`", names)}
+
+
+def _fields(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if path and not path.endswith("[]"):
+        yield path, value
+    if isinstance(value, dict) and path not in OPEN:
+        for name, one in value.items():
+            if name != "schema":
+                yield from _fields(one, f"{path}.{name}" if path else name)
+    elif isinstance(value, list):
+        for one in value:
+            if isinstance(one, dict):
+                yield from _fields(one, f"{path}[]")
+
+
+def _no_constant(name: str) -> None:
+    raise AssertionError(f"{name} is no JSON")
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Path:
+    """A run with what each command has something to say about."""
+    state = {"w": torch.arange(20_000.0), "small": torch.ones(3), "step": 1, "odd": {"loss": float("nan")}}
+    save(state, tmp_path / "step-1", no_dist=True)
+    state["w"][7] = torch.inf
+    save({**state, "step": 2}, tmp_path / "step-2", no_dist=True)
+    save(state, tmp_path / "broken", no_dist=True)
+    data = next((tmp_path / "broken").glob("*.distcp"))
+    damaged = bytearray(data.read_bytes())
+    damaged[100] ^= 1
+    data.write_bytes(damaged)
+    save(state, tmp_path / "lost", no_dist=True)
+    (tmp_path / "lost" / ".metadata").unlink()
+    save(state, tmp_path / "corrupt", no_dist=True)
+    (tmp_path / "corrupt" / ".metadata").write_bytes(b"no metadata")
+    orphan = tmp_path / "step-1" / f"__0_0_{new_id()}.distcp"  # of a save that died
+    orphan.write_bytes(b"x")
+    make_old(*(tmp_path / "step-1").iterdir())
+    return tmp_path
+
+
+COMMANDS = {
+    "ls": ("ls {}",),
+    "inspect": ("inspect {}/step-1",),
+    "cat": ("cat {}/step-1 w[3:5]", "cat {}/step-2 w[7]", "cat {}/step-1 step", "cat {}/step-1 odd.loss"),
+    "diff": ("diff {}/step-1 {}/step-2",),
+    "convert": ("convert {}/step-1 {}/model.safetensors --prefix w",),
+    "verify": ("verify {}/step-1", "verify {}/broken"),
+    "recover": ("recover {}/lost", "recover {}/step-1"),
+    "clean": ("clean {}/step-1 --dry-run", "clean {} --recursive --dry-run"),
+    "info": ("info",),
+}
+
+
+def test_each_command_is_described() -> None:
+    text = (ROOT / "docs" / "commands.md").read_text().split("\n## JSON\n")[1]
+    assert re.findall(r"^### (\w+)$", text, re.MULTILINE) == list(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_fields_are_those_of_the_docs(checkpoints: Path, command: str) -> None:
+    documented, seen = _documented(command), set()
+    for line in COMMANDS[command]:
+        _, output, _ = run(*(word.replace("{}", str(checkpoints)) for word in line.split()), "--json")
+        document = json.loads(output, parse_constant=_no_constant)
+        assert document.pop("schema") == 1
+        for field, value in _fields(document):
+            name = _name(command, field)
+            assert name in documented, f"{command}: {field} is not described"
+            assert documented[name] == "any" or _kind(value) in documented[name], (
+                f"{command}: {field} is {value!r}, not {documented[name]}"
+            )
+            seen.add(name)
+    assert documented.keys() == seen
+
+
+def _name(command: str, field: str) -> str:
+    """Return how the docs call a field: documents within a document, and sums, are described once."""
+    last = field.rpartition(".")[2]
+    if command == "inspect" and last in SUMS and field != "totals.ratio":
+        return last
+    return field.removeprefix("checkpoints[].")
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else KINDS[type(value)]
