@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 from dcp_nvcomp.errors import ConfigurationError
-from dcp_nvcomp.loading.reader import NvcompReader
-from dcp_nvcomp.options import DEADLINE_OPTION
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.open import open_filesystem
 
-__all__ = ["checked_storage_options", "opened"]
+__all__ = ["READER_OPTIONS", "checked_storage_options", "opened"]
+
+# What `NvcompReader` takes and a storage does not; written out, because importing it takes torch, and that seconds,
+# which is longer than listing a run.
+READER_OPTIONS: Final = frozenset(
+    {
+        "cuda_zstd",
+        "device_memory_budget",
+        "engine",
+        "host_memory_budget",
+        "on_load",
+        "path",
+        "progress",
+        "safe_objects",
+        "storage_options",
+        "thread_count",
+        "trusted_globals",
+        "verify",
+    }
+)
 
 
 @contextlib.contextmanager
@@ -35,6 +51,6 @@ def checked_storage_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
         ConfigurationError: one of them is `NvcompReader`'s own, and not of its storage.
     """
     options = dict(given or {})
-    for name in (inspect.signature(NvcompReader).parameters.keys() - {DEADLINE_OPTION}) & options.keys():
+    for name in sorted(READER_OPTIONS & options.keys()):
         raise ConfigurationError(f"{name!r} is not an option of the storage.")
     return options

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from dcp_nvcomp import NvcompReader, NvcompWriter, errors, options
+from dcp_nvcomp.maintenance.opening import READER_OPTIONS
 
 
 @pytest.mark.parametrize(
@@ -66,3 +68,8 @@ def test_names_of_the_options() -> None:
 def test_an_unknown_option() -> None:
     assert "did you mean 'codec'?" in str(options.unknown_option("codek", ["codec"], "there is none"))
     assert "Unknown option 'x': there is none." in str(options.unknown_option("x", [], "there is none"))
+
+
+def test_options_of_the_reader_are_not_of_a_storage() -> None:
+    parameters = inspect.signature(NvcompReader).parameters.keys()
+    assert parameters - {options.DEADLINE_OPTION} == READER_OPTIONS
