@@ -114,7 +114,7 @@ def test_random_slices_are_those_of_the_tensor(
     draw = random.Random(repr(shape))
     with open_checkpoint(url, **options) as checkpoint:
         stored = checkpoint["k"]
-        for number in range(250 if store is None else 40):
+        for number in range(250):
             bounds = [sorted(draw.sample(range(length + 1), 2)) for length in shape]
             index = tuple(slice(*pair) for pair in bounds)[: draw.randint(1, len(shape))]
             fetched.clear()
