@@ -236,6 +236,7 @@ def _auto(report: Report, scratch: Path) -> None:
 
 def _auto_row(state: State, scratch: Path, repeats: int) -> dict[str, Any]:
     """Save one state with every codec, and with `auto` and the smallest again and again."""
+    forget_all()  # each state stands for a run: choices that were kept for the one before belong to another
     codecs: dict[str, Any] = {**FIXED_CODECS, "auto": "auto"}
     writers = {name: NvcompWriter(scratch / name, codec=codec, thread_count=THREADS) for name, codec in codecs.items()}
 
