@@ -36,6 +36,19 @@ if TYPE_CHECKING:
     from dcp_nvcomp.reading.checkpoint import Checkpoint, open_checkpoint
     from dcp_nvcomp.reading.comparison import Comparison, compare_checkpoints
     from dcp_nvcomp.reading.stored_tensor import StoredTensor
+    from dcp_nvcomp.runs.events import (
+        RunReport,
+        StepDelayed,
+        StepFailed,
+        StepRestored,
+        StepSaved,
+        StepSkipped,
+        StepsRemoved,
+    )
+    from dcp_nvcomp.runs.keep import Best, Keep, SavedStep
+    from dcp_nvcomp.runs.manager import CheckpointManager
+    from dcp_nvcomp.runs.pruning import Pruning, pin_step, prune_run, unpin_step
+    from dcp_nvcomp.runs.step_save import StepSave
     from dcp_nvcomp.saving.asynchronous.async_save import AsyncSave, async_save
     from dcp_nvcomp.saving.save import save
     from dcp_nvcomp.saving.stats import SaveStats, Totals
@@ -44,6 +57,22 @@ if TYPE_CHECKING:
 __version__ = VERSION
 
 __all__ = [
+    "unpin_step",
+    "prune_run",
+    "pin_step",
+    "Pruning",
+    "StepsRemoved",
+    "StepSkipped",
+    "StepSaved",
+    "StepSave",
+    "StepRestored",
+    "StepDelayed",
+    "StepFailed",
+    "SavedStep",
+    "RunReport",
+    "Keep",
+    "CheckpointManager",
+    "Best",
     "AsyncSave",
     "Checkpoint",
     "Cleaning",
@@ -84,18 +113,31 @@ __all__ = [
 
 _HOMES: Final = {
     "AsyncSave": "saving.asynchronous.async_save",
+    "Best": "runs.keep",
     "Checkpoint": "reading.checkpoint",
+    "CheckpointManager": "runs.manager",
     "Cleaning": "maintenance.cleaning",
     "Comparison": "reading.comparison",
     "Conversion": "conversion.convert",
     "Environment": "maintenance.environment",
     "Inspection": "maintenance.inspection",
+    "Keep": "runs.keep",
     "NvcompReader": "loading.reader",
     "NvcompWriter": "saving.writer",
+    "Pruning": "runs.pruning",
     "Recovery": "maintenance.recovery",
     "RunCleaning": "maintenance.run_cleaning",
     "RunListing": "maintenance.run_listing",
+    "RunReport": "runs.events",
     "SaveStats": "saving.stats",
+    "SavedStep": "runs.keep",
+    "StepDelayed": "runs.events",
+    "StepFailed": "runs.events",
+    "StepRestored": "runs.events",
+    "StepSave": "runs.step_save",
+    "StepSaved": "runs.events",
+    "StepSkipped": "runs.events",
+    "StepsRemoved": "runs.events",
     "StoredTensor": "reading.stored_tensor",
     "Totals": "saving.stats",
     "Verification": "maintenance.verification.findings",
@@ -110,10 +152,13 @@ _HOMES: Final = {
     "load": "loading.load",
     "load_compressed_checkpoint": "one_file.load",
     "open_checkpoint": "reading.checkpoint",
+    "pin_step": "runs.pruning",
+    "prune_run": "runs.pruning",
     "recover_checkpoint": "maintenance.recovery",
     "release_device_memory": "engines.cuda.pool",
     "save": "saving.save",
     "save_compressed_checkpoint": "one_file.save",
+    "unpin_step": "runs.pruning",
     "verify_checkpoint": "maintenance.verification.verify",
 }
 

@@ -9,6 +9,7 @@
     ├── CheckpointReplacedError          another save replaced the checkpoint during a load: load again
     ├── ConcurrentSaveError              another save won the same path
     ├── EarlierSaveError                 an asynchronous save failed before, and nobody saw it: this one was not made
+    ├── RunInUseError                    another manager writes to this run
     ├── RankFailedError                  another rank failed, or this one with a foreign error (also RuntimeError)
     ├── StorageError                     the storage refused or failed: permissions, disk full, network (also OSError)
     ├── MetadataError                    `.metadata` can't be read or contradicts itself
@@ -54,6 +55,7 @@ __all__ = [
     "MetadataError",
     "MissingKeyError",
     "RankFailedError",
+    "RunInUseError",
     "ShapeMismatchError",
     "StorageError",
     "TruncatedFileError",
@@ -177,6 +179,10 @@ class EarlierSaveError(CheckpointError):
 
     The save that raises it was not made. It is raised on all ranks.
     """
+
+
+class RunInUseError(CheckpointError):
+    """Another `CheckpointManager` writes to this run, or has taken it over."""
 
 
 class RankFailedError(CheckpointError, RuntimeError):

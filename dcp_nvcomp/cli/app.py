@@ -19,6 +19,7 @@ from dcp_nvcomp.cli.diff import diff_command
 from dcp_nvcomp.cli.info import info_command
 from dcp_nvcomp.cli.inspect import inspect_command
 from dcp_nvcomp.cli.ls import ls_command
+from dcp_nvcomp.cli.prune import pin_command, prune_command
 from dcp_nvcomp.cli.recover import recover_command
 from dcp_nvcomp.cli.verify import verify_command
 from dcp_nvcomp.version import VERSION
@@ -40,6 +41,8 @@ app.command("convert")(convert_command)
 app.command("verify")(verify_command)
 app.command("recover")(recover_command)
 app.command("clean")(clean_command)
+app.command("prune")(prune_command)
+app.command("pin")(pin_command)
 app.command("info")(info_command)
 
 

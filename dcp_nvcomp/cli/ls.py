@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import typer
@@ -18,23 +19,36 @@ __all__ = ["ls_command", "print_steps"]
 
 
 def ls_command(url: Url, option: Options = None, as_json: AsJson = False) -> None:
-    """List the checkpoints of a run: date, size, ratio, ranks, and whether each is complete.
+    """List the checkpoints of a run: date, size, ratio, ranks, whether each is complete, metrics, and why it is kept.
 
     Reads a few KB of each. Exit status 1 if there is none.
     """
     from dcp_nvcomp.maintenance.run_listing import list_run
+    from dcp_nvcomp.runs.pruning import reasons_of
 
     storage_options = parse_storage_options(option)
     with one_line_errors():
         found = list_run(url, storage_options=storage_options)
+        kept = reasons_of(url, storage_options=storage_options)
     if as_json:
-        typer.echo(json.dumps(found.to_json(), indent=1))
+        document = found.to_json()
+        for step in document["steps"]:
+            step["kept"] = list(kept.get(step["step"], ()))
+        typer.echo(json.dumps(document, indent=1))
     else:
-        print_steps(Output(), found)
+        print_steps(Output(), found, kept)
 
 
-def print_steps(output: Output, found: RunListing) -> None:
-    """Print the steps of a run as a table."""
+def print_steps(output: Output, found: RunListing, kept: Mapping[int, tuple[str, ...]] | None = None) -> None:
+    """Print the steps of a run as a table.
+
+    Args:
+        output: where to.
+        found: the steps.
+        kept: why steps are kept, if a manager says so.
+    """
+    kept = kept or {}
+    with_metrics = any(step.metrics for step in found.steps)
     table = Table(
         Column("checkpoint", is_left=True),
         Column("saved", is_left=True, drop=2),
@@ -44,6 +58,8 @@ def print_steps(output: Output, found: RunListing) -> None:
         Column("ranks", drop=4),
         Column("keys", drop=6),
         Column("state", is_left=True),
+        *([Column("metrics", is_left=True, drop=7)] if with_metrics else []),
+        *([Column("kept", is_left=True, drop=8)] if kept else []),
     )
     for step in found.steps:
         table.add(
@@ -55,6 +71,8 @@ def print_steps(output: Output, found: RunListing) -> None:
             str(step.ranks),
             "-" if step.keys is None else str(step.keys),
             step.state,
+            *([", ".join(f"{name} {value:.6g}" for name, value in step.metrics.items())] if with_metrics else []),
+            *([", ".join(kept.get(step.step, ()) if step.step is not None else ())] if kept else []),
         )
     output.table(table)
     for path, error in found.failed.items():

@@ -8,10 +8,11 @@ thousand checkpoints on an object store take a thousand small reads, many at onc
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dcp_nvcomp.errors import CheckpointError, CheckpointNotFoundError
@@ -19,9 +20,9 @@ from dcp_nvcomp.format.metadata.summary import SUMMARY_NBYTES, Summary, summary_
 from dcp_nvcomp.format.names import METADATA_NAME, data_file_rank, own_file, own_upload, rank_of_metadata_name
 from dcp_nvcomp.maintenance.natural import natural_order
 from dcp_nvcomp.maintenance.opening import opened
-from dcp_nvcomp.storage.base import FileInfo, Filesystem
+from dcp_nvcomp.storage.base import Below, FileInfo, Filesystem
 
-__all__ = ["COMPLETE", "DAMAGED", "INCOMPLETE", "RunListing", "Step", "list_run"]
+__all__ = ["COMPLETE", "DAMAGED", "INCOMPLETE", "RunListing", "Step", "list_run", "steps_below"]
 
 COMPLETE = "complete"
 INCOMPLETE = "incomplete"
@@ -34,7 +35,7 @@ class Step:
 
     Attributes:
         name: its path below the run; empty for a checkpoint at the run's own path.
-        step: the number at the end of its name; None if there is none.
+        step: the step that a run saved it for; else the number at the end of its name, None if there is none.
         state: `complete`; `incomplete`: data files without `.metadata`, of a save that died or is under way; `damaged`:
             the data files are not all there.
         saved_seconds: when its `.metadata` was written, else its last file, in seconds since 1970 by the storage's
@@ -44,6 +45,7 @@ class Step:
         ranks: how many ranks wrote it; by the names of the files if there is no summary.
         keys: number of keys; None without a summary.
         save_id: id of the save; None without a summary.
+        metrics: of that step, if a run saved it with any.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Step:
     ranks: int
     keys: int | None
     save_id: str | None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def ratio(self) -> float | None:
@@ -76,6 +79,8 @@ class Step:
             "ranks": self.ranks,
             "keys": self.keys,
             "save_id": self.save_id,
+            # JSON has no NaN
+            "metrics": {name: value if math.isfinite(value) else str(value) for name, value in self.metrics.items()},
         }
 
 
@@ -117,19 +122,32 @@ def list_run(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any]
     """
     with opened(path, storage_options) as filesystem:
         below = filesystem.list_below()
-        folders: dict[str, list[FileInfo]] = {}
-        for file in below.files:
-            folders.setdefault(file.name.rpartition("/")[0], []).append(file)
-        for upload in below.uploads:
-            folder, _, name = upload.rpartition("/")
-            if own_upload(name):
-                folders.setdefault(folder, [])
-        found = {folder: files for folder, files in folders.items() if _is_checkpoint(files, folder, below.uploads)}
-        if not found and not below.failed:
+        steps = steps_below(filesystem, below)
+        if not steps and not below.failed:
             raise CheckpointNotFoundError("There is no checkpoint at or below this path.", path=filesystem.path)
-        order = sorted(found, key=natural_order)
-        steps = filesystem.map(lambda folder: _step(filesystem, folder, found[folder]), order)
         return RunListing(filesystem.path, tuple(steps), {name: str(error) for name, error in below.failed.items()})
+
+
+def steps_below(filesystem: Filesystem, below: Below) -> list[Step]:
+    """Return the checkpoints among what is below a directory, in natural order of their names.
+
+    Args:
+        filesystem: the directory.
+        below: what is below it.
+
+    Raises:
+        StorageError: the storage fails.
+    """
+    folders: dict[str, list[FileInfo]] = {}
+    for file in below.files:
+        folders.setdefault(file.name.rpartition("/")[0], []).append(file)
+    for upload in below.uploads:
+        folder, _, name = upload.rpartition("/")
+        if own_upload(name):
+            folders.setdefault(folder, [])
+    found = {folder: files for folder, files in folders.items() if _is_checkpoint(files, folder, below.uploads)}
+    order = sorted(found, key=natural_order)
+    return filesystem.map(lambda folder: _step(filesystem, folder, found[folder]), order)
 
 
 def _names(files: Iterable[FileInfo]) -> list[str]:
@@ -154,9 +172,10 @@ def _step(filesystem: Filesystem, folder: str, files: list[FileInfo]) -> Step:
         state = DAMAGED
     times = [file.modified_seconds for file in ([root] if root else files) if file.modified_seconds is not None]
     number = re.search(r"([0-9]+)$", folder)
+    in_name = int(number[1]) if number else None
     return Step(
         folder,
-        int(number[1]) if number else None,
+        in_name if summary is None or summary.step is None else summary.step,
         state,
         max(times, default=None),
         present_nbytes if summary is None else summary.stored_nbytes,
@@ -164,6 +183,7 @@ def _step(filesystem: Filesystem, folder: str, files: list[FileInfo]) -> Step:
         len({data_file_rank(name) for name in data}) if summary is None else summary.ranks,
         None if summary is None else summary.keys,
         None if summary is None else summary.save_id,
+        {} if summary is None else summary.metrics,
     )
 
 

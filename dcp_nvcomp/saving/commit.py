@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from itertools import starmap
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -42,7 +43,15 @@ from dcp_nvcomp.saving.published import LastPublished
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.reread import is_stored
 
-__all__ = ["commit_checkpoint", "commit_rank", "refuse_existing"]
+__all__ = [
+    "WrittenSave",
+    "commit_checkpoint",
+    "commit_files",
+    "commit_rank",
+    "data_files",
+    "refuse_existing",
+    "to_publish",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -87,8 +96,8 @@ def _files_of_ranks(filesystem: Filesystem) -> set[str]:
     return found
 
 
-def _data_files(metadata: Metadata) -> dict[str, int]:
-    """The data files that the metadata names, and their sizes."""
+def data_files(metadata: Metadata) -> dict[str, int]:
+    """Return the data files that the metadata names, and their sizes."""
     files = {value[0] for value in metadata.storage_data.values()}
     return {file.name: file.nbytes for file in starmap(DataFileRef, files)}
 
@@ -160,22 +169,61 @@ def commit_checkpoint(
         MetadataError: no load could read the metadata.
         StorageError: a data file is missing; or it could not be published, or it is unknown whether it was.
     """
-    copy, files = save_metadata_name(save_id), _data_files(metadata)
     try:
-        data = _to_publish(metadata, filesystem.location(METADATA_NAME), summary)
-        replaced = (files_of_current(filesystem, last) or set()) | _files_of_ranks(filesystem)
-        filesystem.publish(copy, data)
-        _check_present(filesystem, files)
+        data = to_publish(metadata, filesystem.location(METADATA_NAME), summary)
     except CheckpointError:
-        remove_files(filesystem, {copy, *own_files}, "a save that was not published")
+        remove_files(filesystem, own_files, "a save that was not published")
+        raise
+    commit_files(
+        filesystem, WrittenSave(data, save_id, data_files(metadata), tuple(own_files)), last, overwrite=overwrite
+    )
+
+
+@dataclass(frozen=True)
+class WrittenSave:
+    """A save whose files are all written.
+
+    Attributes:
+        data: the bytes of its `.metadata`.
+        save_id: its id.
+        files: its data files, and their sizes.
+        own_files: those to remove if it is certainly not published.
+    """
+
+    data: bytes = field(repr=False)
+    save_id: str
+    files: Mapping[str, int]
+    own_files: tuple[str, ...]
+
+
+def commit_files(filesystem: Filesystem, save: WrittenSave, last: LastPublished, *, overwrite: bool) -> None:
+    """Publish a checkpoint whose `.metadata` is made.
+
+    Args:
+        filesystem: the checkpoint's directory.
+        save: what to publish.
+        last: what was published here last; takes note of this checkpoint.
+        overwrite: True if it may replace another.
+
+    Raises:
+        ConcurrentSaveError: it may not, and another save was published in the meantime.
+        StorageError: a data file is missing; or it could not be published, or it is unknown whether it was.
+    """
+    copy = save_metadata_name(save.save_id)
+    try:
+        replaced = (files_of_current(filesystem, last) or set()) | _files_of_ranks(filesystem)
+        filesystem.publish(copy, save.data)
+        _check_present(filesystem, save.files)
+    except CheckpointError:
+        remove_files(filesystem, {copy, *save.own_files}, "a save that was not published")
         raise
     try:
-        filesystem.publish(METADATA_NAME, data, overwrite=overwrite)
+        filesystem.publish(METADATA_NAME, save.data, overwrite=overwrite)
     except CheckpointError as error:
-        published = _is_published(filesystem, metadata, data)
+        published = _is_published(filesystem, save)
         # if the storage may still carry it out, `.metadata` would name files that were removed
         if published is False and not error.outcome_unknown:
-            remove_files(filesystem, {copy, *own_files}, "a save that could not be published")
+            remove_files(filesystem, {copy, *save.own_files}, "a save that could not be published")
         if published is not True:
             if error.outcome_unknown:
                 error.message += (
@@ -186,12 +234,22 @@ def commit_checkpoint(
         # it is there, but perhaps not durably (after a failed fsync, say), so keep the old files
         logger.warning("The checkpoint was published, though the storage reported an error: %s", error)
         return
-    kept = {METADATA_NAME, copy, *files}
-    last.note(data, kept)
+    kept = {METADATA_NAME, copy, *save.files}
+    last.note(save.data, kept)
     remove_files(filesystem, replaced - kept, "the checkpoint that was replaced")
 
 
-def _to_publish(metadata: Metadata, path: str, summary: Summary | None) -> bytes:
+def to_publish(metadata: Metadata, path: str, summary: Summary | None) -> bytes:
+    """Return the bytes of `.metadata`.
+
+    Args:
+        metadata: complete.
+        path: of the file, for messages.
+        summary: what a list of checkpoints shows of the save.
+
+    Raises:
+        MetadataError: no load could read it.
+    """
     if not isinstance(metadata, PlannedMetadata):
         return metadata_to_publish(metadata, path=path, summary=summary)
     if metadata.plan.is_settled:
@@ -202,16 +260,15 @@ def _to_publish(metadata: Metadata, path: str, summary: Summary | None) -> bytes
     return made.data
 
 
-def _is_published(filesystem: Filesystem, metadata: Metadata, data: bytes) -> bool | None:
+def _is_published(filesystem: Filesystem, save: WrittenSave) -> bool | None:
     """Return True if `.metadata` is this save's: storage may carry out what it fails to confirm. None if unknown."""
     try:
         if filesystem.file_nbytes(METADATA_NAME) is None:
             return False
-        if is_stored(lambda: filesystem.read_all(METADATA_NAME, limit_nbytes=MAX_METADATA_NBYTES), data):
+        if is_stored(lambda: filesystem.read_all(METADATA_NAME, limit_nbytes=MAX_METADATA_NBYTES), save.data):
             return True
         # a False has our files removed: so only if what is there can be read, and is of another save
-        there = read_root(filesystem, METADATA_NAME).metadata
-        return None if there.storage_meta == metadata.storage_meta else False
+        return None if read_root(filesystem, METADATA_NAME).save_id == save.save_id else False
     except CheckpointError:
         return None
 

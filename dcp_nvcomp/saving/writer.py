@@ -56,7 +56,7 @@ from dcp_nvcomp.options import (
 )
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.saving.asynchronous.staging import Staging
-from dcp_nvcomp.saving.commit import commit_checkpoint, commit_rank, refuse_existing
+from dcp_nvcomp.saving.commit import commit_rank, refuse_existing
 from dcp_nvcomp.saving.encode.buffers import BufferMemory
 from dcp_nvcomp.saving.encode.memory import JobMemory
 from dcp_nvcomp.saving.file_plan import planned_nbytes
@@ -64,6 +64,7 @@ from dcp_nvcomp.saving.kept import kept
 from dcp_nvcomp.saving.orphans import Orphans
 from dcp_nvcomp.saving.plans.planner import KeepingPlanner
 from dcp_nvcomp.saving.published import LastPublished
+from dcp_nvcomp.saving.publishers import FinishedSave, Publisher, publish_here
 from dcp_nvcomp.saving.rank_write import RankWrite
 from dcp_nvcomp.saving.results import RankResults, WrittenFile, placed_items, storage_data, write_results
 from dcp_nvcomp.saving.saves import Save, Saves
@@ -202,10 +203,11 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         self._orphans = Orphans()
         self._unfinished = False
         self._last_published = LastPublished()
+        self._publisher: Publisher = publish_here
 
     def __getstate__(self) -> dict[str, Any]:
         # the process checkpointer of dcp.async_save sends the writer to its child process for each save
-        own = ("_orphans", "_unfinished", "_last_published")
+        own = ("_orphans", "_unfinished", "_last_published", "_publisher")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -273,6 +275,10 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
     def staged_by(self, staging: Staging) -> contextlib.AbstractContextManager[None]:
         """Let the saves of this thread be staged; called by `async_save`."""
         return self._saves.staged_by(staging)
+
+    def published_by(self, publisher: Publisher) -> None:
+        """Let another publisher than the plain commit publish what this writer saves in this process."""
+        self._publisher = publisher
 
     def close(self) -> None:
         """Free the host memory that the asynchronous saves of this process keep for the next one, and their process.
@@ -435,14 +441,9 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
 
     def _commit(self, filesystem: Filesystem, metadata: Metadata, save: Save, summary: Summary) -> None:
         try:
-            commit_checkpoint(
+            self._publisher(
                 filesystem,
-                metadata,
-                save.save_id,
-                save.own_files,
-                self._last_published,
-                overwrite=self.overwrite,
-                summary=summary,
+                FinishedSave(metadata, save.save_id, save.own_files, self._last_published, self.overwrite, summary),
             )
         except BaseException as error:
             # it may be published, or may still be: then no rank may remove its files

@@ -140,6 +140,14 @@ class Filesystem(ABC):
     def create_directory(self) -> None:
         """Make the checkpoint's directory and its parents, durably. Does nothing on object stores."""
 
+    def remove_directory(self) -> None:
+        """Remove the directory if it is empty and the storage has directories; else do nothing."""
+        return
+
+    def free_nbytes(self) -> int | None:
+        """Return how much can still be written; None if the storage does not tell."""
+        return None
+
     @abstractmethod
     def open_output(self, name: str) -> OutputStream:
         """Begin a data file. Its name is one that was never used before."""

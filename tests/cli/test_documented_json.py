@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from dcp_nvcomp import save
+from dcp_nvcomp import CheckpointManager, save
 
 from .checkpoints import make_old, new_id, run
 
 ROOT = Path(__file__).parents[2]
 TABLE_ROW = re.compile(r"^\| (`[^|]*`) \| ([^|]*) \|", re.MULTILINE)
 SUMS = {"shards", "uncompressed_nbytes", "encoded_nbytes", "ratio"}
-OPEN = {"failed", "versions", "kernels", "by_dtype", "by_codec", "statistics", "value"}  # whose fields are names
+# whose fields are names
+OPEN = {"failed", "versions", "kernels", "by_dtype", "by_codec", "statistics", "value", "steps[].metrics"}
 KINDS: dict[type, str] = {
     str: "string",
     bool: "boolean",
@@ -68,6 +69,10 @@ def checkpoints(tmp_path: Path) -> Path:
     (tmp_path / "lost" / ".metadata").unlink()
     save(state, tmp_path / "corrupt", no_dist=True)
     (tmp_path / "corrupt" / ".metadata").write_bytes(b"no metadata")
+    with CheckpointManager(tmp_path / "run", every=1) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {"w": torch.zeros(3)}, metrics={"loss": float("nan")})
+    (tmp_path / "run" / "step-2" / ".removing").mkdir()  # so that step 2 can't be removed
     orphan = tmp_path / "step-1" / f"__0_0_{new_id()}.distcp"  # of a save that died
     orphan.write_bytes(b"x")
     make_old(*(tmp_path / "step-1").iterdir())
@@ -83,6 +88,7 @@ COMMANDS = {
     "verify": ("verify {}/step-1", "verify {}/broken"),
     "recover": ("recover {}/lost", "recover {}/step-1"),
     "clean": ("clean {}/step-1 --dry-run", "clean {} --recursive --dry-run"),
+    "prune": ("prune {}/run --keep-last 2 --dry-run", "prune {}/run --keep-last 1"),
     "info": ("info",),
 }
 

@@ -86,7 +86,7 @@ def test_json(run: Path) -> None:
     assert (found["schema"], found["run"], found["failed"]) == (1, str(run), {})
     assert set(found["steps"][0]) == {
         *("name", "step", "state", "saved_seconds", "stored_nbytes", "uncompressed_nbytes", "ratio"),
-        *("ranks", "keys", "save_id"),
+        *("ranks", "keys", "save_id", "metrics", "kept"),
     }
 
 

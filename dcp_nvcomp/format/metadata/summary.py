@@ -36,6 +36,8 @@ class Summary:
         uncompressed_nbytes: size of the state in memory.
         stored_nbytes: size of the data files.
         version: of the package that wrote it.
+        step: the step of training, if a run saved it.
+        metrics: of that step, such as `{"loss": 2.5}`.
         more: what later versions add.
     """
 
@@ -46,6 +48,8 @@ class Summary:
     uncompressed_nbytes: int
     stored_nbytes: int
     version: str = ""
+    step: int | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
     more: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -60,11 +64,16 @@ class Summary:
             all(type(size) is int and size >= 0 for size in sizes)
             and all(type(text) is str for text in texts)
             and type(self.saved_seconds) in (int, float)
+            and (self.step is None or (type(self.step) is int and self.step >= 0))
+            and type(self.metrics) is dict
+            and all(type(value) in (int, float) for value in self.metrics.values())
         )
 
     def to_text(self) -> str | None:
         """Return the text to store; None if it is too long."""
         values = asdict(self)
+        if self.step is None:
+            del values["step"], values["metrics"]
         text = json.dumps({**values.pop("more"), **values}, separators=(",", ":"))
         if len(text) > _MOST_TEXT_NBYTES:
             return None

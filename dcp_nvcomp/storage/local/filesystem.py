@@ -135,6 +135,22 @@ class PosixFilesystem(Filesystem):
         with storage_errors("create the directory", self.path):
             os.makedirs(self._root, exist_ok=True)
 
+    def remove_directory(self) -> None:
+        with storage_errors("remove the directory", self.path):
+            try:
+                os.rmdir(self._root)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR, errno.EBUSY):
+                    raise
+
+    def free_nbytes(self) -> int | None:
+        existing = self._root
+        while not os.path.isdir(existing):
+            existing = os.path.dirname(existing)
+        with storage_errors("look up the free space", self.path):
+            found = os.statvfs(existing)
+        return found.f_bavail * found.f_frsize
+
     def _sync_parents(self) -> None:
         """Make the directory's own name durable, and those above it, which may be new too."""
         if self._parents_synced or not self._sync_files:

@@ -17,7 +17,7 @@ MUTATIONS = (
     Mutation(
         row="commit: all data files are there",
         file=COMMIT,
-        old="        _check_present(filesystem, files)\n",
+        old="        _check_present(filesystem, save.files)\n",
         new="",
         tests="tests/faults/test_commit.py -k gone_before",
     ),

@@ -11,9 +11,9 @@ MUTATIONS = (
     Mutation(
         row="SIGKILL: the old files stay until the new checkpoint is published",
         file=COMMIT,
-        old="    try:\n        filesystem.publish(METADATA_NAME, data, overwrite=overwrite)\n",
+        old="    try:\n        filesystem.publish(METADATA_NAME, save.data, overwrite=overwrite)\n",
         new='    remove_files(filesystem, replaced, "")\n'
-        "    try:\n        filesystem.publish(METADATA_NAME, data, overwrite=overwrite)\n",
+        "    try:\n        filesystem.publish(METADATA_NAME, save.data, overwrite=overwrite)\n",
         tests=KILLED + "sync-overwrite-before_the_rename-rank_0",
     ),
     Mutation(
@@ -93,7 +93,7 @@ MUTATIONS = (
     Mutation(
         row="one rank raises: the coordinator removes what it could not publish",
         file=COMMIT,
-        old='            remove_files(filesystem, {copy, *own_files}, "a save that could not be published")\n',
+        old='            remove_files(filesystem, {copy, *save.own_files}, "a save that could not be published")\n',
         new="            pass\n",
         tests=RAISES + "test_save[publish-0]",
     ),

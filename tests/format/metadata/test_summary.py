@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from crc32c import crc32c
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemReader
@@ -61,9 +64,27 @@ def test_of_another_writer_there_is_none(tmp_path: Path) -> None:
 
 
 def test_what_later_versions_add_is_kept() -> None:
-    later = dataclasses.replace(SUMMARY, more={"step": 12, "metrics": {"loss": 0.5}})
+    later = dataclasses.replace(SUMMARY, more={"rungs": 12, "notes": {"by": "x"}})
     text = later.to_text()
     assert text is not None and summary_at_end(text.encode()) == later
+
+
+def test_step_and_metrics_of_a_run_are_kept() -> None:
+    of_a_run = dataclasses.replace(SUMMARY, step=12, metrics={"loss": 0.5, "accuracy": 1})
+    text = of_a_run.to_text()
+    assert text is not None and summary_at_end(text.encode()) == of_a_run
+
+
+def test_of_a_save_outside_a_run_nothing_is_said_of_steps() -> None:
+    text = SUMMARY.to_text()
+    assert text is not None and "step" not in text and "metrics" not in text
+
+
+@pytest.mark.parametrize("wrong", [{"step": -1}, {"step": "1"}, {"step": 1, "metrics": {"loss": "low"}}])
+def test_steps_that_no_run_writes_are_refused(wrong: dict[str, Any]) -> None:
+    values = {name: value for name, value in dataclasses.asdict(SUMMARY).items() if name != "more"}
+    text = json.dumps({**values, **wrong})
+    assert summary_at_end(f"DCPNVsum{crc32c(text.encode()):08x}{text}".encode()) is None
 
 
 def test_one_that_is_too_long_is_left_out() -> None:

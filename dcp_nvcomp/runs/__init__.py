@@ -1,0 +1,1 @@
+"""A training run: its checkpoints, what is kept of them, and where they are."""

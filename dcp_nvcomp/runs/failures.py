@@ -1,0 +1,57 @@
+"""Errors of saves that failed behind training, until a call of the manager has raised them on all ranks."""
+
+from __future__ import annotations
+
+import threading
+
+from dcp_nvcomp.errors import RankFailedError
+
+__all__ = ["Failures"]
+
+
+class Failures:
+    """What failed and was not raised yet.
+
+    Ranks notice a failure at different times, and must raise it at the same call. So each tells the others the newest
+    step that failed on it, and a step that was raised once is not raised again by a rank that notices later.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._errors: dict[int, BaseException] = {}
+        self._raised = 0
+
+    def note(self, number: int, error: BaseException) -> None:
+        """Remember a failure.
+
+        Args:
+            number: which save of this manager it was; the same on all ranks.
+            error: why.
+        """
+        with self._lock:
+            if number > self._raised:
+                self._errors[number] = error
+
+    @property
+    def newest(self) -> int:
+        """The latest save that failed and was not raised; 0 if none did."""
+        with self._lock:
+            return max(self._errors, default=0)
+
+    def raise_up_to(self, number: int) -> None:
+        """Raise what failed, on each rank, once the ranks agreed that a save did.
+
+        Args:
+            number: the latest save that failed on any rank; 0 if none did.
+
+        Raises:
+            CheckpointError: why it did.
+        """
+        with self._lock:
+            if number <= self._raised:
+                return
+            self._raised = number
+            own = [self._errors.pop(one) for one in sorted(self._errors) if one <= number]
+        if not own:
+            raise RankFailedError("A save behind training failed on another rank, which says why.")
+        raise own[-1]

@@ -1,0 +1,524 @@
+"""CheckpointManager: the checkpoints of a training run, from the first save to the restart on other machines.
+
+    should_save -> save -> async_save into the fast tier, or straight into the durable one
+                           pipeline.py: on each node, copies, upload, commit, retention
+    restore     -> restoring/: the newest complete step of any place, each file from its nearest copy
+
+All ranks make a manager, and call `should_save`, `save` and `restore` at the same steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from dcp_nvcomp.calls.ranks import group_of
+from dcp_nvcomp.calls.values import check_state_dict, try_values_of
+from dcp_nvcomp.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, RunInUseError
+from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
+from dcp_nvcomp.format.names import METADATA_NAME
+from dcp_nvcomp.options import check_choice, check_flag, check_path, check_seconds
+from dcp_nvcomp.redaction import without_secrets
+from dcp_nvcomp.runs.events import Event, RunReport, StepDelayed, StepRestored, StepSkipped
+from dcp_nvcomp.runs.failures import Failures
+from dcp_nvcomp.runs.keep import Best, Keep, KeepRule, SavedStep
+from dcp_nvcomp.runs.lease import Lease
+from dcp_nvcomp.runs.options import SaveOptions, check_count, check_tiers, job_id
+from dcp_nvcomp.runs.pipeline import Pipeline, TierRules
+from dcp_nvcomp.runs.preemption import SignalWatch
+from dcp_nvcomp.runs.publishers import NodePublisher, StepPublisher, check_metrics
+from dcp_nvcomp.runs.ranks import Maximum, Ranks
+from dcp_nvcomp.runs.restoring.candidates import Candidate, candidates
+from dcp_nvcomp.runs.restoring.nearest import NearestReader
+from dcp_nvcomp.runs.restoring.restore import Restoring
+from dcp_nvcomp.runs.step_save import StepSave
+from dcp_nvcomp.runs.steps import StepNames
+from dcp_nvcomp.runs.tiers.durable import DurableTier
+from dcp_nvcomp.runs.tiers.fast import FastTier, HeldStep
+from dcp_nvcomp.runs.tiers.nodes import Nodes, Place, this_node
+from dcp_nvcomp.saving.asynchronous.async_save import async_save
+from dcp_nvcomp.saving.commit import WrittenSave
+
+__all__ = ["CheckpointManager"]
+
+logger = logging.getLogger(__name__)
+
+_Behind = Literal["wait", "skip"]
+
+
+class CheckpointManager:
+    """Save the steps of a training run, keep some of them, and restore the newest from wherever it is.
+
+    Args:
+        root: path or URL of the run: the durable tier. Its checkpoints are `<root>/step-<N>`, each like any other.
+        every: save to the durable tier at each multiple of this step; step 0 is not saved.
+        keep: which steps stay in the durable tier: a `Keep`, or a callable that is given the complete steps and returns
+            those to keep. By default all. The newest stays in any case.
+        fast: directory of the fast tier, on each node's own memory or disk, such as `"/dev/shm/run-7"`. By default
+            there is none, and saves go straight to the durable tier.
+        fast_every: save to the fast tier at each multiple of this step.
+        fast_keep: how many complete steps stay in the fast tier.
+        copies: how many other nodes get a copy of what each node has in its fast tier.
+        node: name of this rank's node; by default what torchrun says, else the name of the host.
+        domain: what fails together with this node, such as its rack; by default the node. Copies go to other domains.
+        asynchronous: if False, `save` returns when the step is in all its tiers.
+        on_behind: what happens to a save that is due for the durable tier while the last but one is still on its way
+            there: it waits, or with `"skip"` it is not made, or goes to the fast tier only.
+        run_id: id of this job, the same for all its restarts; by default `TORCHELASTIC_RUN_ID`. A job with the same id
+            takes the run over at once, others have to wait until its lease has run out.
+        take_over: if True, take the run from whoever holds it.
+        lease_seconds: how long the run stays this job's if it dies.
+        step_template: name of a step's directory.
+        preemption_signals: signals after which `should_save` asks for a last save.
+        on_event: called with each event (`StepSaved`, `StepFailed`, ...), sometimes on a thread of the manager. An
+            exception that it raises is logged.
+        process_group: the ranks of the run; by default all.
+        **options: of `NvcompWriter` and `NvcompReader`, and for the fsspec filesystem of `root`.
+
+    Raises:
+        ConfigurationError: an option can't work.
+        RunInUseError: another manager writes to this run.
+        StorageError: the storage fails.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from dcp_nvcomp import CheckpointManager, Keep
+        >>> state = {"w": torch.zeros(3)}
+        >>> run = tempfile.mkdtemp()
+        >>> with CheckpointManager(run, every=10, keep=Keep(last=2)) as manager:
+        ...     restored = manager.restore(state)
+        ...     for step in range(restored.step + 1 if restored else 0, 41):
+        ...         _ = state["w"].add_(1)
+        ...         if manager.should_save(step):
+        ...             _ = manager.save(step, state, metrics={"loss": 1 / step})
+        >>> with CheckpointManager(run, every=10) as manager:
+        ...     print([saved.step for saved in manager.steps()], manager.restore(state).step, state["w"])
+        [30, 40] 40 tensor([41., 41., 41.])
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        every: int = 1000,
+        keep: Keep | KeepRule | None = None,
+        fast: str | os.PathLike[str] | None = None,
+        fast_every: int | None = None,
+        fast_keep: int = 2,
+        copies: int = 0,
+        node: str | None = None,
+        domain: str | None = None,
+        asynchronous: bool = True,
+        on_behind: _Behind = "wait",
+        run_id: str | None = None,
+        take_over: bool = False,
+        lease_seconds: float = 60.0,
+        step_template: str = "step-{step}",
+        preemption_signals: Sequence[signal.Signals] = (signal.SIGTERM,),
+        on_event: Callable[[Event], None] | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        **options: Any,
+    ) -> None:
+        self._every = check_count("every", every)
+        self._fast_every = None if fast_every is None else check_count("fast_every", fast_every)
+        check_tiers(fast, fast_every, copies)
+        check_count("fast_keep", fast_keep)
+        check_seconds("lease_seconds", lease_seconds)
+        self._asynchronous = check_flag("asynchronous", asynchronous)
+        self._on_behind = check_choice("on_behind", on_behind, _Behind)
+        if keep is not None and not callable(keep):
+            raise ConfigurationError(f"keep={keep!r} must be a Keep, or a callable.")
+        self._keep, self._on_event = keep, on_event
+        self._options = SaveOptions.of(check_path(root), options)
+        names = StepNames(step_template)
+        self._durable = DurableTier(check_path(root), names, self._options.storage)
+        self._fast = None if fast is None else FastTier(check_path(fast), names)
+        self._copies = copies
+
+        self._group = group_of(process_group, no_dist=False)
+        self._ranks, fast_ranks, durable_ranks = (Ranks(self._group) for _ in range(3))
+        self._all_ranks = (self._ranks, fast_ranks, durable_ranks)
+        name = this_node() if node is None else str(node)
+        places = self._ranks.gather(Place(name, name if domain is None else str(domain)))
+        self._nodes = Nodes(places, self._ranks.rank)
+
+        self._failures = Failures()
+        self._report, self._telling = RunReport(), threading.Lock()
+        self._agreeing: Maximum | None = None
+        self._is_preempted = self._has_last_save = self._is_closed = False
+        self._saves = 0
+        self._has_warned = False
+        self._lease: Lease | None = None
+        complete = self._begin(run_id or job_id(), take_over, lease_seconds)
+        self._signals = SignalWatch(preemption_signals)
+        self._pipeline = Pipeline(
+            fast_ranks,
+            durable_ranks,
+            self._nodes,
+            self._fast,
+            self._durable,
+            TierRules(keep, fast_keep, copies),
+            complete,
+            tell=self._tell,
+            on_failure=self._failures.note,
+        )
+
+    def _begin(self, run_id: str | None, take_over: bool, lease_seconds: float) -> tuple[SavedStep, ...]:
+        """Take the run, and finish what an earlier manager left unfinished; return the complete steps."""
+
+        def take() -> tuple[str, tuple[SavedStep, ...]]:
+            lease = Lease.take(self._durable.open_own, run_id=run_id, lease_seconds=lease_seconds, take_over=take_over)
+            try:
+                run = self._durable.run()
+                found = self._durable.list()
+                self._durable.remove(found.removing)
+            except BaseException:
+                lease.release()
+                raise
+            self._lease = lease
+            return run, found.complete
+
+        run, complete = self._ranks.on_one(take)
+        if self._fast is not None:
+            fast = self._fast
+            try:
+                self._ranks.together(lambda: fast.claim(run))
+            except BaseException:
+                self._release()
+                raise
+        return complete
+
+    @property
+    def preempted(self) -> bool:
+        """True on all ranks once the job was told to end on any: after the next save, leave the loop."""
+        return self._is_preempted
+
+    def should_save(self, step: int) -> bool:
+        """Return whether this step is to be saved: the same on all ranks, which all have to ask at each step.
+
+        Args:
+            step: the step of training that was just made.
+
+        Raises:
+            CheckpointError: an earlier save failed behind training; on all ranks at the same step.
+            RunInUseError: another manager has taken the run over.
+        """
+        self._check_open()
+        self._agree_beside_training()
+        if self._is_preempted and not self._has_last_save:
+            return True
+        return self._is_due(step, self._every) or self._is_due(step, self._fast_every)
+
+    @staticmethod
+    def _is_due(step: int, every: int | None) -> bool:
+        return every is not None and step > 0 and step % every == 0
+
+    def _agree_beside_training(self) -> None:
+        """Learn what the ranks told each other since the last step, and begin to tell what is known now."""
+        agreeing, self._agreeing = self._agreeing, self._ranks.begin_maximum(self._known())
+        if agreeing is not None:
+            self._follow(agreeing.wait())
+
+    def _known(self) -> list[int]:
+        """Return what this rank knows and the others may not."""
+        lost = self._lease is not None and self._lease.is_lost
+        return [int(self._signals.was_told), int(lost), self._failures.newest]
+
+    def _follow(self, agreed: Sequence[int]) -> None:
+        told, lost, failed = agreed
+        self._is_preempted = self._is_preempted or bool(told)
+        if lost:
+            if self._lease is not None:
+                self._lease.check()
+            raise RunInUseError("Another manager has taken this run over.", path=without_secrets(self._durable.root))
+        self._failures.raise_up_to(failed)
+
+    def save(self, step: int, state: dict[str, Any], *, metrics: Mapping[str, float] | None = None) -> StepSave:
+        """Save a step; return when the state may change again.
+
+        With a fast tier it goes there, and if it is due at this step (a multiple of `every`, or the job is told to
+        end), from there to the durable tier. Without one, or if it does not fit, straight to the durable tier. A step
+        that is there already is replaced.
+
+        Args:
+            step: the step of training that was just made.
+            state: the state dict, as for `async_save`; the same keys at each save.
+            metrics: of this step, for `Best` and lists; numbers by name.
+
+        Returns:
+            The save under way.
+
+        Raises:
+            ConfigurationError: the arguments can't work; nothing was saved.
+            CheckpointError: an earlier save failed behind training, and this one was not made; on all ranks. With
+                `asynchronous=False` also: this one failed.
+            RunInUseError: another manager has taken the run over.
+        """
+        self._check_open()
+        check_count("step", step, least=0)
+        check_state_dict("save", state)
+        self._saves += 1
+        save = StepSave(step, self._saves, check_metrics(step, metrics))
+        due = self._fast is None or self._is_preempted or self._is_due(step, self._every)
+        to_fast, is_behind = self._agree_on_tier(state, due=due)
+        due = due or not to_fast
+        if due and is_behind:
+            if self._on_behind == "wait":
+                self._wait_for_uploads(save)
+            elif not to_fast:
+                return self._skipped(save)
+            else:
+                due = False
+                self._tell(StepSkipped(step, "earlier steps are still on their way: it goes to the fast tier only"))
+        self._begin_save(save, state, to_fast=to_fast, upload=due)
+        self._has_last_save = self._has_last_save or self._is_preempted
+        save.returned()
+        if not self._asynchronous:
+            self._pipeline.wait_for_uploads(0)
+            save.saved.exception()
+            self._follow(self._ranks.maximum(self._known()))
+        return save
+
+    def _wait_for_uploads(self, save: StepSave) -> None:
+        start = time.perf_counter()
+        self._pipeline.wait_for_uploads(1)
+        self._tell(StepDelayed(save.step, time.perf_counter() - start))
+
+    def _agree_on_tier(self, state: dict[str, Any], *, due: bool) -> tuple[bool, bool]:
+        """Return whether all nodes have room in the fast tier, and whether any is behind with the durable one."""
+        lacks_room = int(not self._has_room(state))
+        is_behind = int(self._pipeline.on_their_way > 1)
+        *known, no_room, behind = self._ranks.maximum([*self._known(), lacks_room, is_behind])
+        self._follow(known)
+        return self._fast is not None and not no_room, bool(behind)
+
+    def _has_room(self, state: dict[str, Any]) -> bool:
+        """Return whether the next step, and the copies of other nodes' files, fit this node's fast tier."""
+        if self._fast is None:
+            return True
+        here = len(self._nodes.ranks_of(self._nodes.own))
+        expected = self._pipeline.fast_nbytes
+        if not expected:
+            expected = state_nbytes(state) * here * (1 + self._copies)
+        return self._fast.free_nbytes() > 1.1 * expected
+
+    def _begin_save(self, save: StepSave, state: dict[str, Any], *, to_fast: bool, upload: bool) -> None:
+        if to_fast:
+            assert self._fast is not None
+            path = self._fast.path_of(save.step)
+            publisher = NodePublisher(save.step, save.metrics, self._durable.path_of(save.step))
+            writer = self._options.fast_writer(path)
+        else:
+            if self._fast is not None:
+                self._tell_of_lack_of_room(save)
+            path = self._durable.path_of(save.step)
+            writer = self._options.durable_writer(path)
+            publisher = None
+        writer.published_by(publisher or StepPublisher(save.step, save.metrics))
+        with self._durable.held(save.step):  # not while it is removed
+            saving = async_save(
+                state, path, storage_writer=writer, process_group=self._group, no_dist=self._group is None
+            )
+            save.staged.set_result(None)
+            if publisher is not None:
+                self._pipeline.follow_fast(save, saving, publisher, upload=upload)
+            else:
+                self._pipeline.follow_direct(save, saving)
+
+    def _tell_of_lack_of_room(self, save: StepSave) -> None:
+        if not self._has_warned and self._ranks.is_first:
+            self._has_warned = True
+            logger.warning(
+                "There is too little room in the fast tier for step %d and for later ones, until there is again: they "
+                "go to the durable tier.",
+                save.step,
+            )
+        self._tell(StepSkipped(save.step, "there is too little room in the fast tier: it goes to the durable tier"))
+
+    def _skipped(self, save: StepSave) -> StepSave:
+        event = StepSkipped(save.step, "earlier steps are still on their way to the durable tier: it was not saved")
+        self._tell(event)
+        save.staged.set_result(None)
+        save.saved.set_result(event)
+        return save
+
+    def steps(self) -> tuple[SavedStep, ...]:
+        """Return the complete steps of the durable tier, in ascending order; lists the storage.
+
+        Raises:
+            StorageError: the storage fails.
+        """
+        return self._durable.list().complete
+
+    def latest(self) -> SavedStep | None:
+        """Return the newest complete step of the durable tier; None if there is none."""
+        return next(reversed(self.steps()), None)
+
+    def best(self, metric: str, mode: Literal["min", "max"] = "min") -> SavedStep | None:
+        """Return the best complete step of the durable tier by a metric; None if no step has it."""
+        steps = self.steps()
+        found = Best(metric, mode).of(steps)
+        return next((one for one in steps if one.step in found), None)
+
+    def restore(self, state: dict[str, Any], step: int | None = None, *, fallback: bool = True) -> StepRestored | None:
+        """Load a step into a state; by default the newest that is complete in any place. All ranks call this.
+
+        Args:
+            state: what to load into, with the keys that were saved.
+            step: the step to load.
+            fallback: if the newest step turns out damaged, warn and take the one before it; if False, raise.
+
+        Returns:
+            What was loaded, the same step on all ranks; None if there is nothing to load.
+
+        Raises:
+            CheckpointNotFoundError: there is no such step.
+            CheckpointError: the load failed, or every step is damaged.
+            RankFailedError: it failed on another rank.
+        """
+        self._check_open()
+        check_state_dict("restore", state)
+        found = self._candidates()
+        wanted = [one for one in found if step is None or one.step == step]
+        if step is not None and not wanted:
+            raise CheckpointNotFoundError(
+                f"There is no complete checkpoint of step {step}.", path=without_secrets(self._durable.path_of(step))
+            )
+        if not wanted:
+            return None
+        loading = Restoring(
+            self._ranks,
+            self._nodes,
+            self._fast,
+            {"process_group": self._group, "no_dist": self._group is None},
+            lambda number: NearestReader(self._durable.path_of(number), **self._options.for_durable_reader),
+        )
+        event = loading.newest(state, wanted, fallback=fallback and step is None)
+        self._tell(event)
+        self._go_on_with_uploads(found)
+        return event
+
+    def _candidates(self) -> list[Candidate]:
+        """Return what could be restored, the same on all ranks."""
+        listed = self._ranks.on_one(self._durable.list)
+        mine: list[HeldStep] = []
+        if self._fast is not None and self._nodes.is_leader:
+            mine = self._fast.held()
+        on_nodes = [(self._nodes.node_of(rank), steps) for rank, steps in enumerate(self._ranks.gather(mine)) if steps]
+        return candidates([*listed.complete, *listed.damaged], on_nodes)
+
+    def _go_on_with_uploads(self, found: Sequence[Candidate]) -> None:
+        """Upload what is complete in the fast tier and was on its way when an earlier job ended; forget the rest."""
+        if self._fast is None:
+            return
+        complete = [one for one in found if one.is_complete_on_nodes]
+        self._pipeline.remember_fast([one.step for one in complete])
+        newest = max((one.step for one in found if one.is_durable), default=-1)
+        for one in reversed(complete):
+            if one.step > newest and not one.is_durable and self._is_due(one.step, self._every):
+                self._upload_again(one)
+
+    def _upload_again(self, candidate: Candidate) -> None:
+        assert self._fast is not None
+        here, source = self._fast.open(candidate.step), self._nodes.ranks_of(candidate.with_metadata[0])[0]
+        data = self._ranks.on_one(lambda: here.read_all(METADATA_NAME, limit_nbytes=MAX_METADATA_NBYTES), source)
+        senders = {}
+        for number, name in enumerate(sorted(candidate.wanted)):
+            ranks = self._nodes.ranks_of(candidate.holders[name][0])
+            senders[name] = ranks[number % len(ranks)]
+        self._saves += 1
+        save = StepSave(candidate.step, self._saves, candidate.metrics)
+        save.tiers = ("fast",)
+        self._pipeline.upload(save, WrittenSave(data, candidate.save_id, candidate.wanted, ()), senders)
+
+    def report(self) -> RunReport:
+        """Return what this manager did so far, on this rank."""
+        with self._telling:
+            return self._report
+
+    def wait(self) -> None:
+        """Wait until all saves are in all their tiers.
+
+        Raises:
+            CheckpointError: one of them failed; on all ranks.
+        """
+        self._check_open()
+        self._pipeline.wait()
+        self._follow(self._ranks.maximum(self._known()))
+
+    def close(self) -> None:
+        """Wait for all saves, and give the run back.
+
+        Raises:
+            CheckpointError: a save failed, and no call has raised it yet.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._signals.close()
+        self._pipeline.close()
+        self._release()
+        self._failures.raise_up_to(self._failures.newest)
+
+    def _release(self) -> None:
+        if self._lease is not None:
+            try:
+                self._lease.release()
+            except CheckpointError as error:
+                logger.warning("The lease of the run could not be given back, and will run out: %s", error)
+        for ranks in self._all_ranks:
+            ranks.close()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except CheckpointError as failure:
+            if error is None:
+                raise
+            logger.error("A save failed as well: %s", failure)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ConfigurationError("This CheckpointManager is closed.")
+
+    def _tell(self, event: Event) -> None:
+        with self._telling:
+            self._report = self._report.after(event)
+        if self._ranks.is_first:
+            logger.info("%s", event)
+        if self._on_event is not None:
+            try:
+                self._on_event(event)
+            except Exception as error:
+                logger.error("on_event raised %s: %s", type(error).__name__, error)
+
+
+def state_nbytes(state: Mapping[str, Any]) -> int:
+    """Return the size of this rank's part of a state: of its tensors, in bytes."""
+    values, _ = try_values_of(state)
+    found, waiting = 0, list(values.values())
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, list | tuple):
+            waiting += value
+        elif isinstance(value, torch.Tensor):
+            local = value.to_local() if isinstance(value, DTensor) else value
+            found += local.numel() * local.element_size()
+    return found

@@ -1,0 +1,85 @@
+"""The options of a manager: checked, and those of writers, readers and storage told apart."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dcp_nvcomp.errors import ConfigurationError
+from dcp_nvcomp.loading.reader import NvcompReader
+from dcp_nvcomp.options import DEADLINE_OPTION, option_names
+from dcp_nvcomp.saving.writer import NvcompWriter
+
+__all__ = ["SaveOptions", "check_count", "check_tiers", "job_id"]
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """Options that are passed on.
+
+    Attributes:
+        writer: of `NvcompWriter`.
+        reader: of `NvcompReader`.
+        storage: for the fsspec filesystem of the durable tier, and its deadline.
+    """
+
+    writer: Mapping[str, Any]
+    reader: Mapping[str, Any]
+    storage: Mapping[str, Any]
+
+    @staticmethod
+    def of(root: str, options: Mapping[str, Any]) -> SaveOptions:
+        """Tell options apart.
+
+        Args:
+            root: path or URL of the run.
+            options: as the user gave them.
+
+        Raises:
+            ConfigurationError: one is unknown, or has a value that can't work.
+        """
+        writer_names, reader_names = set(option_names(NvcompWriter)), set(option_names(NvcompReader))
+        writer = {name: value for name, value in options.items() if name in writer_names}
+        reader = {name: value for name, value in options.items() if name in reader_names}
+        rest = {name: value for name, value in options.items() if name not in writer_names | reader_names}
+        NvcompWriter(root, **writer, **rest)  # these two look at all values, and open the storage
+        NvcompReader(root, **reader, **rest)
+        deadline = {name: value for name, value in options.items() if name == DEADLINE_OPTION}
+        return SaveOptions(writer, reader, {**rest, **deadline})
+
+    def durable_writer(self, path: str) -> NvcompWriter:
+        """Return a writer into the durable tier."""
+        return NvcompWriter(path, **{**self.writer, **self.storage})
+
+    def fast_writer(self, path: str) -> NvcompWriter:
+        """Return a writer into the fast tier: what a power failure takes from there is on other nodes."""
+        return NvcompWriter(path, **{**self.writer, "sync_files": False})
+
+    @property
+    def for_durable_reader(self) -> dict[str, Any]:
+        """Options of a reader of the durable tier."""
+        return {**self.reader, **self.storage}
+
+
+def check_count(name: str, value: Any, *, least: int = 1) -> int:
+    """Return a whole number of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigurationError(f"{name}={value!r} must be a whole number of at least {least}.")
+    return value
+
+
+def check_tiers(fast: Any, fast_every: Any, copies: Any) -> None:
+    """Raise ConfigurationError if options of the fast tier contradict each other."""
+    check_count("copies", copies, least=0)
+    if fast is None and (fast_every is not None or copies):
+        raise ConfigurationError("fast_every= and copies= are of the fast tier: name its directory with fast=.")
+    if fast is not None:
+        check_count("fast_every", 1 if fast_every is None else fast_every)
+
+
+def job_id() -> str | None:
+    """Return torchrun's id of this job; None without torchrun, and if nobody gave it one."""
+    found = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return None if found in ("", "none") else found

@@ -1,0 +1,71 @@
+"""Pins: steps that no rule removes, because someone elsewhere needs them.
+
+A pin is a small file, `.run/pin-<step>`, that anyone with access to the run may put there: an evaluation that loads the
+step for hours, a person who wants to keep it. A manager looks for pins right before it removes a step; whoever pins
+looks, after the pin is there, whether the step still is.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import re
+import socket
+
+from dcp_nvcomp.errors import CheckpointNotFoundError
+from dcp_nvcomp.format.names import METADATA_NAME
+from dcp_nvcomp.runs.removal import is_being_removed
+from dcp_nvcomp.storage.base import Filesystem
+
+__all__ = ["pin", "pinned_steps", "unpin"]
+
+_NAME = re.compile(r"pin-(0|[1-9][0-9]{0,17})")
+
+
+def pinned_steps(own: Filesystem) -> frozenset[int]:
+    """Return the pinned steps.
+
+    Args:
+        own: the run's own directory, `.run`.
+    """
+    matches = (_NAME.fullmatch(name) for name in own.list_names())
+    return frozenset(int(match[1]) for match in matches if match)
+
+
+def pin(own: Filesystem, at: Filesystem, step: int) -> None:
+    """Pin a step.
+
+    Args:
+        own: the run's own directory, `.run`.
+        at: the step's directory.
+        step: the step.
+
+    Raises:
+        CheckpointNotFoundError: there is no complete checkpoint of this step, or a manager is removing it.
+    """
+    own.create_directory()
+    own.publish(_name_of(step), json.dumps({"by": _whoever(), "seconds": own.now_seconds()}).encode())
+    if at.file_nbytes(METADATA_NAME) is None or is_being_removed(at):
+        unpin(own, step)
+        raise CheckpointNotFoundError(f"There is no checkpoint of step {step} to pin.", path=at.path)
+
+
+def unpin(own: Filesystem, step: int) -> None:
+    """Let a step go again; one that is not pinned is fine.
+
+    Args:
+        own: the run's own directory, `.run`.
+        step: the step.
+    """
+    own.remove([_name_of(step)])
+
+
+def _name_of(step: int) -> str:
+    return f"pin-{step}"
+
+
+def _whoever() -> str:
+    try:
+        return f"{getpass.getuser()}@{socket.gethostname()}"
+    except (OSError, KeyError):  # no such user, as in containers
+        return socket.gethostname()

@@ -1,0 +1,313 @@
+"""What happens to a save behind training, on two threads of each rank.
+
+    fast thread       wait until all ranks have written -> `.metadata` on each node -> copies to peers -> old steps go
+    durable thread    upload the files as they are -> commit -> steps that nothing keeps go
+
+A save that goes straight to the durable tier has its place on the durable thread, so steps are published in order. Both
+threads do the same jobs in the same order on all ranks, each with process groups of its own, and each stage ends with
+the ranks telling each other whether it worked: an error is the same on all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from dcp_nvcomp.errors import CheckpointError
+from dcp_nvcomp.format.names import METADATA_NAME, data_file_rank
+from dcp_nvcomp.runs.background import Background
+from dcp_nvcomp.runs.events import Event, StepsRemoved
+from dcp_nvcomp.runs.keep import Keep, KeepRule, SavedStep
+from dcp_nvcomp.runs.kept import write_kept
+from dcp_nvcomp.runs.publishers import NodePublisher
+from dcp_nvcomp.runs.ranks import Ranks
+from dcp_nvcomp.runs.removal import REMOVING
+from dcp_nvcomp.runs.step_save import StepSave
+from dcp_nvcomp.runs.tiers.durable import DurableTier
+from dcp_nvcomp.runs.tiers.fast import FastTier
+from dcp_nvcomp.runs.tiers.nodes import Nodes
+from dcp_nvcomp.runs.tiers.transfer import move_files
+from dcp_nvcomp.runs.tiers.uploads import upload_files
+from dcp_nvcomp.saving.asynchronous.async_save import AsyncSave
+from dcp_nvcomp.saving.commit import WrittenSave, commit_files
+from dcp_nvcomp.saving.published import LastPublished
+from dcp_nvcomp.saving.stats import SaveStats
+
+__all__ = ["Pipeline", "TierRules"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TierRules:
+    """What is kept where.
+
+    Attributes:
+        keep: rule for the durable tier.
+        fast_keep: how many complete steps stay in the fast tier.
+        copies: how many nodes get copies of each node's files.
+    """
+
+    keep: Keep | KeepRule | None
+    fast_keep: int
+    copies: int
+
+
+class Pipeline:
+    """The threads of a manager.
+
+    Args:
+        fast_ranks, durable_ranks: the ranks, for either thread.
+        nodes: where they are.
+        fast: this node's fast tier, if there is one.
+        durable: the durable tier.
+        rules: what is kept where.
+        complete: the complete steps of the durable tier; only the first rank's count.
+        tell: called with each event.
+        on_failure: called with the number of a save that failed, and its error.
+    """
+
+    def __init__(
+        self,
+        fast_ranks: Ranks,
+        durable_ranks: Ranks,
+        nodes: Nodes,
+        fast: FastTier | None,
+        durable: DurableTier,
+        rules: TierRules,
+        complete: Collection[SavedStep],
+        *,
+        tell: Callable[[Event], None],
+        on_failure: Callable[[int, BaseException], None],
+    ) -> None:
+        self._fast_ranks, self._durable_ranks, self._nodes = fast_ranks, durable_ranks, nodes
+        self._fast, self._durable, self._rules = fast, durable, rules
+        self._tell, self._on_failure = tell, on_failure
+        self._complete = {saved.step: saved for saved in complete}
+        self._leftover: set[int] = set()
+        self._changed = threading.Condition()
+        self._on_their_way: list[int] = []
+        self._in_fast: list[int] = []
+        self.fast_nbytes = 0  # what the last step took on this node
+        self._durable_thread = Background("dcp-run-durable", _unexpected)
+        self._fast_thread = None if fast is None else Background("dcp-run-fast", _unexpected)
+
+    @property
+    def on_their_way(self) -> int:
+        """How many steps are not in the durable tier yet that are on their way there."""
+        with self._changed:
+            return len(self._on_their_way)
+
+    def wait_for_uploads(self, most_waiting: int) -> None:
+        """Wait until no more than this many steps are on their way to the durable tier."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._on_their_way) <= most_waiting)
+
+    def _sets_out(self, step: int) -> None:
+        self._durable.hold(step)
+        with self._changed:
+            self._on_their_way.append(step)
+
+    def _arrives(self, step: int) -> None:
+        self._durable.let_go(step)
+        with self._changed:
+            self._on_their_way.remove(step)
+            self._changed.notify_all()
+
+    def follow_direct(self, save: StepSave, saving: AsyncSave) -> None:
+        """See a save to its end that goes straight to the durable tier."""
+        self._sets_out(save.step)
+        self._durable_thread.do(lambda: self._end_direct(save, saving))
+
+    def follow_fast(self, save: StepSave, saving: AsyncSave, publisher: NodePublisher, *, upload: bool) -> None:
+        """See a save to its end that goes to the fast tier, and from there to the durable one if `upload`."""
+        assert self._fast_thread is not None
+        if upload:
+            self._sets_out(save.step)
+        self._fast_thread.do(lambda: self._end_fast(save, saving, publisher, upload=upload))
+
+    def upload(self, save: StepSave, written: WrittenSave, senders: Mapping[str, int]) -> None:
+        """Upload a step that is in the fast tier.
+
+        Args:
+            save: the save.
+            written: what to publish.
+            senders: the rank that sends each file.
+        """
+        self._sets_out(save.step)
+        self._durable_thread.do(lambda: self._end_upload(save, written, senders))
+
+    def remember_fast(self, steps: Collection[int]) -> None:
+        """Say which complete steps the fast tier has."""
+        self._in_fast = sorted({*self._in_fast, *steps})
+
+    def wait(self) -> None:
+        """Wait until all of it is done."""
+        if self._fast_thread is not None:
+            self._fast_thread.wait_for()
+        self._durable_thread.wait_for()
+
+    def close(self) -> None:
+        """Wait until all of it is done, and end the threads."""
+        if self._fast_thread is not None:
+            self._fast_thread.close()
+        self._durable_thread.close()
+
+    def _end_direct(self, save: StepSave, saving: AsyncSave) -> None:
+        try:
+            save.reached("durable", stats=_stats(saving.upload_completion.result()))
+            self._end_durable(save)
+        except BaseException as error:
+            self._fail(save, error)
+        finally:
+            self._arrives(save.step)
+        self._prune()
+
+    def _end_fast(self, save: StepSave, saving: AsyncSave, publisher: NodePublisher, *, upload: bool) -> None:
+        try:
+            stats = _stats(saving.upload_completion.result())
+            written = self._fast_ranks.share(publisher.written)
+            self._publish_on_nodes(save.step, written)
+            save.reached("fast", stats=stats)
+        except BaseException as error:
+            if upload:
+                self._arrives(save.step)
+            self._fail(save, error)
+            return
+        if upload:
+            self._durable_thread.do(lambda: self._end_upload(save, written, _own_senders(written)))
+        copied_nbytes = 0
+        try:
+            copied_nbytes = self._copy(save.step, written)
+            if self._rules.copies:
+                save.reached("copies", copied_nbytes=copied_nbytes)
+        except BaseException as error:
+            self._fail(save, error)
+        self.fast_nbytes = copied_nbytes + self._own_nbytes(written)
+        self._prune_fast(save.step)
+        if not upload:
+            self._finish(save)
+
+    def _publish_on_nodes(self, step: int, written: WrittenSave) -> None:
+        """Put the step's `.metadata` on the nodes other than the coordinator's."""
+        assert self._fast is not None
+        fast = self._fast
+
+        def publish() -> None:
+            if self._nodes.is_leader and self._nodes.own != self._nodes.node_of(0):
+                filesystem = fast.open(step)
+                filesystem.remove([REMOVING])
+                filesystem.publish(METADATA_NAME, written.data)
+
+        self._fast_ranks.together(publish)
+
+    def _copy(self, step: int, written: WrittenSave) -> int:
+        """Send this rank's files to its peers; return what it received."""
+        if not self._rules.copies:
+            return 0
+        assert self._fast is not None
+        transfers = {one: _files_of(written, one.source) for one in self._nodes.copies(self._rules.copies)}
+        received: list[int] = []
+        here = self._fast.open(step)
+        move_files(
+            self._fast_ranks, transfers, here, here, on_moved=lambda name, nbytes: received.append(written.files[name])
+        )
+        return sum(received)
+
+    def _own_nbytes(self, written: WrittenSave) -> int:
+        """Return how much of a save this node's ranks wrote."""
+        own = set(self._nodes.ranks_of(self._nodes.own))
+        return sum(nbytes for name, nbytes in written.files.items() if data_file_rank(name) in own)
+
+    def _prune_fast(self, step: int) -> None:
+        assert self._fast is not None
+        self.remember_fast([step])
+        with self._changed:
+            busy = set(self._on_their_way)
+        old = [one for one in self._in_fast[: -self._rules.fast_keep] if one not in busy]
+        if old and self._nodes.is_leader:
+            gone = self._fast.remove(old)
+            if gone:
+                self._tell(StepsRemoved(gone, "fast"))
+        self._in_fast = [one for one in self._in_fast if one not in old]
+
+    def _end_upload(self, save: StepSave, written: WrittenSave, senders: Mapping[str, int]) -> None:
+        try:
+            sent = self._durable_ranks.together(lambda: self._send(save.step, written, senders))
+            self._durable_ranks.on_one(lambda: self._commit(save.step, written))
+            save.reached("durable", uploaded_nbytes=sent)
+            self._end_durable(save)
+        except BaseException as error:
+            self._fail(save, error)
+        finally:
+            self._arrives(save.step)
+        self._prune()
+
+    def _send(self, step: int, written: WrittenSave, senders: Mapping[str, int]) -> int:
+        assert self._fast is not None
+        own = [name for name, rank in senders.items() if rank == self._durable_ranks.rank]
+        return upload_files(self._fast.open(step), self._durable.open(step), own, written.files) if own else 0
+
+    def _commit(self, step: int, written: WrittenSave) -> None:
+        filesystem = self._durable.open(step)
+        filesystem.remove([REMOVING])
+        commit_files(filesystem, written, LastPublished(), overwrite=True)
+
+    def _end_durable(self, save: StepSave) -> None:
+        self._complete[save.step] = SavedStep(save.step, time.time(), save.metrics)
+        self._leftover.discard(save.step)
+        self._finish(save)
+
+    def _prune(self) -> None:
+        """Remove what nothing keeps of the durable tier, on the first rank."""
+        if not self._durable_ranks.is_first:
+            return
+        try:
+            doomed = self._durable.doomed(self._rules.keep, self._complete.values())
+            write_kept(self._durable.open_own(), doomed.kept)
+            removed = self._durable.remove({*doomed.steps, *self._leftover})
+        except CheckpointError as error:
+            logger.warning("Old steps could not be removed, and will be at the next save: %s", error)
+            return
+        except Exception as error:  # of a rule of the user's own
+            logger.error("The rule that says what to keep raised %s: %s", type(error).__name__, error)
+            return
+        self._leftover = set(removed.failed)
+        for step in (*removed.steps, *removed.failed):
+            self._complete.pop(step, None)
+        if removed.steps:
+            self._tell(StepsRemoved(removed.steps, "durable"))
+
+    def _finish(self, save: StepSave) -> None:
+        if not save.saved.done():
+            event = save.finished()
+            self._tell(event)
+            save.saved.set_result(event)
+
+    def _fail(self, save: StepSave, error: BaseException) -> None:
+        if not save.saved.done():
+            self._tell(save.failed(error))
+            self._on_failure(save.number, error)
+            save.saved.set_exception(error)
+
+
+def _stats(metadata: Metadata) -> SaveStats | None:
+    return SaveStats.of(metadata)
+
+
+def _files_of(written: WrittenSave, rank: int) -> dict[str, int]:
+    return {name: nbytes for name, nbytes in written.files.items() if data_file_rank(name) == rank}
+
+
+def _own_senders(written: WrittenSave) -> dict[str, int]:
+    """Return the ranks that wrote the files."""
+    return {name: rank for name in written.files if (rank := data_file_rank(name)) is not None}
+
+
+def _unexpected(error: BaseException) -> None:
+    logger.error("A checkpoint manager's thread failed: %s: %s", type(error).__name__, error)

@@ -1,0 +1,177 @@
+"""What an operator does with a run: remove the steps that nothing keeps, pin one, list why the others are kept."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dcp_nvcomp.errors import CheckpointNotFoundError
+from dcp_nvcomp.maintenance.opening import checked_storage_options
+from dcp_nvcomp.options import check_path
+from dcp_nvcomp.redaction import without_secrets
+from dcp_nvcomp.runs.keep import Keep, KeepRule, SavedStep
+from dcp_nvcomp.runs.kept import read_kept
+from dcp_nvcomp.runs.pins import pin, pinned_steps, unpin
+from dcp_nvcomp.runs.steps import StepNames
+from dcp_nvcomp.runs.tiers.durable import DurableTier
+
+__all__ = ["Pruning", "pin_step", "prune_run", "reasons_of", "unpin_step"]
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """Result of `prune_run`.
+
+    Attributes:
+        path: the run.
+        dry_run: True if nothing was removed.
+        removed: the steps that were removed, or would be.
+        kept: why each of the others is kept.
+        failed: why steps could not be removed, by step; call again.
+    """
+
+    path: str
+    dry_run: bool
+    removed: tuple[SavedStep, ...]
+    kept: Mapping[int, tuple[str, ...]]
+    failed: Mapping[int, str]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the removed steps together."""
+        return sum(saved.nbytes for saved in self.removed)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all of it as JSON values. Keys are only ever added; `schema` changes if one must go."""
+        return {
+            "schema": 1,
+            "run": self.path,
+            "dry_run": self.dry_run,
+            "nbytes": self.nbytes,
+            "removed": [{"step": saved.step, "nbytes": saved.nbytes} for saved in self.removed],
+            "kept": [{"step": step, "reasons": list(reasons)} for step, reasons in sorted(self.kept.items())],
+            "failed": [{"step": step, "error": error} for step, error in sorted(self.failed.items())],
+        }
+
+
+def prune_run(
+    path: str | os.PathLike[str],
+    keep: Keep | KeepRule,
+    *,
+    dry_run: bool = False,
+    step_template: str = "step-{step}",
+    storage_options: Mapping[str, Any] | None = None,
+) -> Pruning:
+    """Remove the steps of a run that a rule does not keep; never the newest complete one, nor what is pinned.
+
+    What is left of removals that were cut short goes too. It may run beside a job that saves to the run, but not beside
+    one that restores an older step from it, unless that is pinned.
+
+    Args:
+        path: path or URL of the run.
+        keep: says which steps are kept.
+        dry_run: only report what would be removed.
+        step_template: name of a step's directory.
+        storage_options: for the fsspec filesystem, such as `endpoint_url` and `key` for S3.
+
+    Returns:
+        What was removed, and why the rest is kept.
+
+    Raises:
+        ConfigurationError: an option is unknown or can't work.
+        CheckpointNotFoundError: the run has no complete step.
+        StorageError: the storage fails.
+
+    Example:
+        >>> import tempfile, torch, dcp_nvcomp
+        >>> run = tempfile.mkdtemp()
+        >>> for step in (1, 2, 3):
+        ...     _ = dcp_nvcomp.save({"w": torch.zeros(3)}, f"{run}/step-{step}", no_dist=True)
+        >>> [saved.step for saved in dcp_nvcomp.prune_run(run, dcp_nvcomp.Keep(last=1)).removed]
+        [1, 2]
+    """
+    durable = _durable(path, step_template, storage_options)
+    found = durable.list()
+    if not found.complete:
+        raise CheckpointNotFoundError("There is no complete step in this run.", path=without_secrets(durable.root))
+    doomed = durable.doomed(keep, found.complete)
+    by_step = {saved.step: saved for saved in found.complete}
+    gone: tuple[int, ...] = doomed.steps
+    failed: dict[int, str] = {}
+    if not dry_run:
+        removed = durable.remove({*doomed.steps, *found.removing})
+        gone, failed = removed.steps, {step: str(error) for step, error in removed.failed.items()}
+    return Pruning(
+        without_secrets(durable.root),
+        dry_run,
+        tuple(by_step.get(step, SavedStep(step, 0.0)) for step in gone),
+        doomed.kept,
+        failed,
+    )
+
+
+def pin_step(
+    path: str | os.PathLike[str],
+    step: int,
+    *,
+    step_template: str = "step-{step}",
+    storage_options: Mapping[str, Any] | None = None,
+) -> None:
+    """Keep a step, whatever a manager's rule says, until it is unpinned.
+
+    Args:
+        path: path or URL of the run.
+        step: the step.
+        step_template: name of a step's directory.
+        storage_options: for the fsspec filesystem, such as `endpoint_url` and `key` for S3.
+
+    Raises:
+        ConfigurationError: an option is unknown or can't work.
+        CheckpointNotFoundError: there is no complete checkpoint of this step.
+        StorageError: the storage fails.
+    """
+    durable = _durable(path, step_template, storage_options)
+    pin(durable.open_own(), durable.open(step), step)
+
+
+def unpin_step(path: str | os.PathLike[str], step: int, *, storage_options: Mapping[str, Any] | None = None) -> None:
+    """Let a pinned step go again; one that is not pinned is fine.
+
+    Args:
+        path: path or URL of the run.
+        step: the step.
+        storage_options: for the fsspec filesystem, such as `endpoint_url` and `key` for S3.
+
+    Raises:
+        ConfigurationError: an option is unknown or can't work.
+        StorageError: the storage fails.
+    """
+    unpin(_durable(path, StepNames().template, storage_options).open_own(), step)
+
+
+def reasons_of(
+    path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+) -> dict[int, tuple[str, ...]]:
+    """Return why steps of a run are kept: as its manager last decided, and what is pinned.
+
+    Args:
+        path: path or URL of the run.
+        storage_options: for the fsspec filesystem, such as `endpoint_url` and `key` for S3.
+
+    Raises:
+        ConfigurationError: an option is unknown.
+        StorageError: the storage fails.
+    """
+    own = _durable(path, StepNames().template, storage_options).open_own()
+    found = read_kept(own)
+    for step in pinned_steps(own):
+        found[step] = (*(reason for reason in found.get(step, ()) if reason != "pinned"), "pinned")
+    return found
+
+
+def _durable(
+    path: str | os.PathLike[str], step_template: str, storage_options: Mapping[str, Any] | None
+) -> DurableTier:
+    return DurableTier(check_path(path), StepNames(step_template), checked_storage_options(storage_options))

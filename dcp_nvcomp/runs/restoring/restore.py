@@ -1,0 +1,189 @@
+"""Loads the newest step that can be loaded; one that turns out damaged is named, and the one before it is taken."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from dcp_nvcomp.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptDataError,
+    FormatError,
+    MetadataError,
+    RankFailedError,
+    UnknownCodecError,
+    UnsafeMetadataError,
+    UnsupportedVersionError,
+)
+from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
+from dcp_nvcomp.format.metadata.roots import is_missing
+from dcp_nvcomp.format.names import METADATA_NAME
+from dcp_nvcomp.loading.load import load
+from dcp_nvcomp.runs.events import StepRestored
+from dcp_nvcomp.runs.ranks import Ranks
+from dcp_nvcomp.runs.restoring.candidates import Candidate
+from dcp_nvcomp.runs.restoring.nearest import Fetch, NearestReader
+from dcp_nvcomp.runs.tiers.fast import FastTier
+from dcp_nvcomp.runs.tiers.nodes import Nodes
+
+__all__ = ["ExpectsCheckpoint", "Restoring"]
+
+logger = logging.getLogger(__name__)
+
+_NOT_DAMAGE = (UnsafeMetadataError, UnsupportedVersionError, UnknownCodecError)
+_DAMAGE = (FormatError, CorruptDataError, MetadataError, CheckpointNotFoundError)
+
+
+@runtime_checkable
+class ExpectsCheckpoint(Protocol):
+    """A Stateful value whose state dict depends on what the checkpoint has that is loaded next."""
+
+    def expect(self, fqns: Iterable[str]) -> None:
+        """Say which entries that checkpoint has, by their names below this value's own."""
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """What became of an attempt to load a step, as one rank tells the others.
+
+    Attributes:
+        is_damage: True if the step is damaged, or not all there.
+        error: what was raised; None if nothing was.
+        damaged: files whose copy on this rank's node is damaged.
+    """
+
+    is_damage: bool
+    error: str | None
+    damaged: tuple[str, ...]
+
+
+class Restoring:
+    """How the ranks of a run load one of its steps.
+
+    Args:
+        ranks: the ranks.
+        nodes: where they are.
+        fast: this node's fast tier, if there is one.
+        load_options: of `load`: the ranks that load together.
+        reader_for: makes a reader for a step.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        nodes: Nodes,
+        fast: FastTier | None,
+        load_options: Mapping[str, Any],
+        reader_for: Callable[[int], NearestReader],
+    ) -> None:
+        self._ranks, self._nodes, self._fast = ranks, nodes, fast
+        self._load_options, self._reader_for = dict(load_options), reader_for
+
+    def newest(self, state: dict[str, Any], tried: Sequence[Candidate], *, fallback: bool) -> StepRestored:
+        """Load the first of the candidates that can be loaded.
+
+        Args:
+            state: what to load into.
+            tried: the candidates, at least one, in the order in which to try them; the same on all ranks.
+            fallback: False to raise if the first one is damaged.
+
+        Raises:
+            CheckpointError: none could be loaded; or the load failed for another reason than damage.
+            RankFailedError: it failed on another rank.
+        """
+        damaged: list[int] = []
+        last: BaseException | None = None
+        for candidate in tried:
+            start = time.perf_counter()
+            loaded, last = self._load(state, candidate)
+            if loaded is not None:
+                return StepRestored(
+                    candidate.step,
+                    time.perf_counter() - start,
+                    loaded.files,
+                    loaded.nbytes,
+                    tuple(damaged),
+                    candidate.metrics,
+                )
+            assert last is not None
+            if not fallback:
+                raise last
+            damaged.append(candidate.step)
+            warnings.warn(
+                f"Step {candidate.step} is damaged, so the one before it is taken: {last}", RuntimeWarning, stacklevel=4
+            )
+        assert last is not None
+        raise last
+
+    def _load(self, state: dict[str, Any], candidate: Candidate) -> tuple[NearestReader | None, BaseException | None]:
+        """Load one candidate, without the copies that turn out damaged; return why the step is damaged, if it is."""
+        while True:
+            reader, error = self._attempt(state, candidate)
+            words = None if error is None else f"{type(error).__name__}: {error}"
+            attempts = self._ranks.gather(_Attempt(_is_damage(error), words, reader.damaged))
+            failed = {rank: one for rank, one in enumerate(attempts) if one.error is not None}
+            if not failed:
+                return reader, None
+            if any(not one.is_damage for one in failed.values()):
+                if error is not None and not _is_damage(error):
+                    raise error
+                raise RankFailedError.of({rank: str(one.error) for rank, one in failed.items() if not one.is_damage})
+            bad = {(self._nodes.node_of(rank), name) for rank, one in enumerate(attempts) for name in one.damaged}
+            known = {(node, name) for name, nodes in candidate.holders.items() for node in nodes}
+            if not bad & known or not _has_others(candidate.without(bad)):
+                return None, error or CorruptDataError(str(next(iter(failed.values())).error))
+            logger.warning("Copies of step %d are damaged, and others are taken: %s", candidate.step, sorted(bad))
+            candidate = candidate.without(bad)
+
+    def _attempt(self, state: dict[str, Any], candidate: Candidate) -> tuple[NearestReader, Exception | None]:
+        reader = self._reader_for(candidate.step)
+        try:
+            if candidate.is_on_nodes and self._fast is not None:
+                here = self._fast.open(candidate.step)
+                self._spread_metadata(candidate)
+                reader.from_nodes(Fetch(candidate, self._ranks, self._nodes, here), here)
+            self._announce(state, reader)
+            load(state, storage_reader=reader, **self._load_options)
+        except Exception as error:
+            return reader, error
+        return reader, None
+
+    def _spread_metadata(self, candidate: Candidate) -> None:
+        """Put the step's `.metadata` on the nodes that lack it."""
+        assert self._fast is not None
+        here = self._fast.open(candidate.step)
+        source = self._nodes.ranks_of(candidate.with_metadata[0])[0]
+        data = self._ranks.on_one(lambda: here.read_all(METADATA_NAME, limit_nbytes=MAX_METADATA_NBYTES), source)
+
+        def publish() -> None:
+            if self._nodes.is_leader and self._nodes.own not in candidate.with_metadata:
+                here.create_directory()
+                here.publish(METADATA_NAME, data)
+
+        self._ranks.together(publish)
+
+    def _announce(self, state: Mapping[str, Any], reader: NearestReader) -> None:
+        """Tell the values that want to know what the checkpoint has."""
+        waiting = {key: value for key, value in state.items() if isinstance(value, ExpectsCheckpoint)}
+        if not any(self._ranks.gather(bool(waiting))):
+            return
+        fqns = self._ranks.on_one(lambda: sorted(reader.read_metadata().state_dict_metadata))
+        for key, value in waiting.items():
+            prefix = f"{key}."
+            value.expect([fqn[len(prefix) :] for fqn in fqns if fqn.startswith(prefix)])
+
+
+def _is_damage(error: BaseException | None) -> bool:
+    if error is None or isinstance(error, _NOT_DAMAGE):
+        return False
+    return isinstance(error, _DAMAGE) or (isinstance(error, CheckpointError) and is_missing(error))
+
+
+def _has_others(candidate: Candidate) -> bool:
+    """True if each file is still somewhere."""
+    return candidate.is_durable or candidate.is_complete_on_nodes

@@ -1,0 +1,150 @@
+"""The fast tier: a directory on each node, in memory or on a local disk.
+
+    <fast>/step-<N>/       what ranks of this node saved, copies of other nodes' files, and the `.metadata` of all
+    <fast>/.run/run        which run the directory belongs to
+
+A step is complete when every file that its `.metadata` names is on some node. Files of two saves never have the same
+name, so copies lie beside what the node saved itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from dcp_nvcomp.errors import CheckpointError, ConfigurationError
+from dcp_nvcomp.format.data_file import DataFileRef
+from dcp_nvcomp.format.metadata.roots import read_root
+from dcp_nvcomp.format.metadata.summary import SUMMARY_NBYTES, summary_at_end
+from dcp_nvcomp.format.names import METADATA_NAME, data_file_rank
+from dcp_nvcomp.runs.removal import is_being_removed, remove_step
+from dcp_nvcomp.runs.steps import RUN_FOLDER, StepNames
+from dcp_nvcomp.storage.base import Filesystem
+from dcp_nvcomp.storage.open import open_filesystem, place_of
+
+__all__ = ["FastTier", "HeldStep"]
+
+logger = logging.getLogger(__name__)
+
+_RUN = "run"
+_MOST_NAME_NBYTES = 1 << 12
+
+
+@dataclass(frozen=True)
+class HeldStep:
+    """What one node has of a step.
+
+    Attributes:
+        step: the step.
+        save_id: id of the save whose `.metadata` is there; empty if there is none.
+        saved_seconds: when that was, in seconds since 1970.
+        wanted: the data files that the `.metadata` names, and their sizes; empty if there is none.
+        held: the data files that are there, and their sizes.
+        metrics: of the step.
+    """
+
+    step: int
+    save_id: str
+    saved_seconds: float
+    wanted: Mapping[str, int]
+    held: Mapping[str, int]
+    metrics: Mapping[str, float]
+
+
+class FastTier:
+    """This node's part of the fast tier.
+
+    Args:
+        root: the directory.
+        names: of the steps' directories.
+
+    Raises:
+        ConfigurationError: it is no local path.
+    """
+
+    def __init__(self, root: str, names: StepNames) -> None:
+        self.root, self.names = place_of(root).rstrip("/") or "/", names
+        if "://" in self.root:
+            raise ConfigurationError(f"fast={root!r} must be a directory of each node, such as one in /dev/shm.")
+
+    def path_of(self, step: int) -> str:
+        """Return the path of a step."""
+        return f"{self.root}/{self.names.name_of(step)}"
+
+    def open(self, step: int) -> Filesystem:
+        """Open the directory of a step."""
+        return open_filesystem(self.path_of(step), sync_files=False)  # memory, or one copy of several
+
+    def claim(self, run: str) -> None:
+        """Make sure that the directory is this run's, or nobody's yet.
+
+        Args:
+            run: id of the run.
+
+        Raises:
+            ConfigurationError: it holds steps of another run.
+        """
+        own = open_filesystem(f"{self.root}/{RUN_FOLDER}")
+        own.create_directory()
+        if own.file_nbytes(_RUN) is None:
+            with contextlib.suppress(CheckpointError):  # another rank of this node was quicker
+                own.publish(_RUN, run.encode(), overwrite=False)
+        found = own.read_all(_RUN, limit_nbytes=_MOST_NAME_NBYTES).decode("utf-8", "replace")
+        if found != run:
+            raise ConfigurationError(
+                f"fast={self.root!r} holds steps of another run ({found}, and this one is {run}): choose another "
+                "directory, or remove that one if the other run is not needed any more.",
+            )
+
+    def free_nbytes(self) -> int:
+        """Return how much can still be written."""
+        found = open_filesystem(self.root).free_nbytes()
+        assert found is not None
+        return found
+
+    def steps(self) -> list[int]:
+        """Return the steps of which anything is there, in ascending order."""
+        root = open_filesystem(self.root)
+        folders = {file.name.partition("/")[0] for file in root.list_below().files if "/" in file.name}
+        return sorted(step for folder in folders if (step := self.names.step_of(folder)) is not None)
+
+    def held(self) -> list[HeldStep]:
+        """Return what is there of each step; what can't be read counts as not there."""
+        return [self._held_of(step) for step in self.steps()]
+
+    def _held_of(self, step: int) -> HeldStep:
+        with contextlib.closing(self.open(step)) as filesystem:
+            files = filesystem.list_files()
+            held = {file.name: file.nbytes for file in files if data_file_rank(file.name) is not None}
+            nothing = HeldStep(step, "", 0.0, {}, held, {})
+            if not any(file.name == METADATA_NAME for file in files) or is_being_removed(filesystem):
+                return nothing
+            try:
+                root = read_root(filesystem, METADATA_NAME)
+            except CheckpointError as error:
+                logger.warning("The fast tier's metadata of step %d can't be read: %s", step, error)
+                return nothing
+            refs = root.files()
+            summary = summary_at_end(root.data[-SUMMARY_NBYTES:])
+            if summary is None or any(not isinstance(ref, DataFileRef) for ref in refs.values()):
+                return nothing  # no manager wrote this
+            wanted = {name: ref.nbytes for name, ref in refs.items() if ref is not None}
+            return HeldStep(step, root.save_id or "", summary.saved_seconds, wanted, held, summary.metrics)
+
+    def remove(self, steps: Collection[int]) -> tuple[int, ...]:
+        """Remove what is here of steps; a failure is logged, and costs no more than space.
+
+        Returns:
+            Those that are gone.
+        """
+        gone = []
+        for step in steps:
+            try:
+                with contextlib.closing(self.open(step)) as filesystem:
+                    remove_step(filesystem)
+                gone.append(step)
+            except CheckpointError as error:
+                logger.warning("Step %d could not be removed from the fast tier: %s", step, error)
+        return tuple(gone)

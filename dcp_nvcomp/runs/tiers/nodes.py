@@ -1,0 +1,126 @@
+"""Which ranks are on which node, and whose files each node gets copies of.
+
+Nodes stand in a ring, in the order of their first ranks. The copies of a node's files go to the next nodes that are in
+other failure domains than itself.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Nodes", "Place", "Transfer", "rounds", "this_node"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs.
+
+    Attributes:
+        node: name of its node: ranks of one node see the same fast tier.
+        domain: what fails together, such as a rack; by default the node.
+    """
+
+    node: str
+    domain: str
+
+
+def this_node() -> str:
+    """Return the name of this process's node: what torchrun says, else the name of the host."""
+    group_rank = os.environ.get("GROUP_RANK")
+    return socket.gethostname() if group_rank is None else f"node {group_rank}"
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Files that go from one rank to another.
+
+    Attributes:
+        source: the rank that sends.
+        to: the rank that receives.
+    """
+
+    source: int
+    to: int
+
+
+class Nodes:
+    """The nodes of a run.
+
+    Args:
+        places: of all ranks, by rank.
+        rank: this rank.
+
+    Attributes:
+        names: of the nodes, in the order of their first ranks.
+    """
+
+    def __init__(self, places: Sequence[Place], rank: int) -> None:
+        self._places, self._rank = tuple(places), rank
+        self.names = tuple(dict.fromkeys(place.node for place in places))
+
+    def node_of(self, rank: int) -> str:
+        """Return the node of a rank."""
+        return self._places[rank].node
+
+    def ranks_of(self, node: str) -> list[int]:
+        """Return the ranks of a node."""
+        return [rank for rank, place in enumerate(self._places) if place.node == node]
+
+    @property
+    def own(self) -> str:
+        """The node of this rank."""
+        return self.node_of(self._rank)
+
+    @property
+    def is_leader(self) -> bool:
+        """True on the rank that acts for its node."""
+        return self.ranks_of(self.own)[0] == self._rank
+
+    def peers_of(self, node: str, count: int) -> list[str]:
+        """Return the nodes that get copies of a node's files: fewer than `count` if there are not as many domains.
+
+        Args:
+            node: the node.
+            count: how many copies.
+        """
+        at = self.names.index(node)
+        domains = {self._domain_of(node)}
+        peers: list[str] = []
+        for other in (*self.names[at + 1 :], *self.names[:at]):
+            if len(peers) < count and self._domain_of(other) not in domains:
+                domains.add(self._domain_of(other))
+                peers.append(other)
+        return peers
+
+    def _domain_of(self, node: str) -> str:
+        return self._places[self.ranks_of(node)[0]].domain
+
+    def copies(self, count: int) -> list[Transfer]:
+        """Return which rank sends its files to which.
+
+        Args:
+            count: how many copies of each file.
+        """
+        found = []
+        for node in self.names:
+            for peer in self.peers_of(node, count):
+                receivers = self.ranks_of(peer)
+                for number, source in enumerate(self.ranks_of(node)):
+                    found.append(Transfer(source, receivers[number % len(receivers)]))
+        return found
+
+
+def rounds(transfers: Sequence[Transfer]) -> list[list[Transfer]]:
+    """Return transfers in rounds, in each of which a rank sends to at most one other and receives from at most one."""
+    made: list[list[Transfer]] = []
+    for transfer in transfers:
+        for one in made:
+            if all(transfer.source != other.source and transfer.to != other.to for other in one):
+                one.append(transfer)
+                break
+        else:
+            made.append([transfer])
+    return made

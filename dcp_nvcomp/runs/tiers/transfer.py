@@ -1,0 +1,150 @@
+"""Moves files between ranks as they are: in bounded pieces, each with its CRC, over gloo.
+
+    sender: read a piece -> piece + CRC32C -> send         receiver: receive -> check -> write
+
+Both sides know beforehand which files go, and of what sizes, so nothing is negotiated. A side that fails goes on with
+the exchange and says so at the end: the other one would wait in vain for what does not come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from dcp_nvcomp.codecs.encoded import checksum
+from dcp_nvcomp.errors import CheckpointError, CorruptDataError
+from dcp_nvcomp.runs.ranks import Ranks
+from dcp_nvcomp.runs.tiers.nodes import Transfer, rounds
+from dcp_nvcomp.storage.base import Filesystem, OutputStream
+
+__all__ = ["move_files"]
+
+_PIECE_NBYTES = 8 << 20
+_CRC_NBYTES = 4
+
+Piece = tuple[str, int, int]
+
+
+def move_files(
+    ranks: Ranks,
+    transfers: Mapping[Transfer, Mapping[str, int]],
+    source: Filesystem,
+    target: Filesystem,
+    *,
+    on_moved: Callable[[str, int], None],
+) -> None:
+    """Send and receive files; all ranks call this with the same transfers.
+
+    Args:
+        ranks: the ranks.
+        transfers: the files that go from rank to rank, and their sizes.
+        source: where this rank reads what it sends.
+        target: where it writes what it receives; a file that is there already is replaced.
+        on_moved: called with name and size of each file that was received.
+
+    Raises:
+        CheckpointError: a file could not be read, sent or written; the same on all ranks. What arrived whole stays.
+    """
+    ends = _Ends(source, target, on_moved)
+    for one in rounds(list(transfers)):
+        outgoing = next((transfer for transfer in one if transfer.source == ranks.rank), None)
+        incoming = next((transfer for transfer in one if transfer.to == ranks.rank), None)
+        if outgoing is not None or incoming is not None:
+            sent = [] if outgoing is None else _pieces(transfers[outgoing])
+            received = [] if incoming is None else _pieces(transfers[incoming])
+            _run_round(ranks, ends, outgoing, sent, incoming, received)
+    ranks.together(ends.finish)
+
+
+def _pieces(files: Mapping[str, int]) -> list[Piece]:
+    return [
+        (name, start, min(start + _PIECE_NBYTES, nbytes))
+        for name, nbytes in sorted(files.items())
+        for start in range(0, nbytes, _PIECE_NBYTES)
+    ]
+
+
+def _run_round(
+    ranks: Ranks,
+    ends: _Ends,
+    outgoing: Transfer | None,
+    sent: Sequence[Piece],
+    incoming: Transfer | None,
+    received: Sequence[Piece],
+) -> None:
+    for number in range(max(len(sent), len(received))):
+        leaving = ends.read(sent[number]) if number < len(sent) else None
+        arriving = None
+        if number < len(received):
+            _, start, stop = received[number]
+            arriving = torch.empty(stop - start + _CRC_NBYTES, dtype=torch.uint8)
+        ranks.exchange(
+            leaving, 0 if outgoing is None else outgoing.to, arriving, 0 if incoming is None else incoming.source
+        )
+        if arriving is not None:
+            is_last = number + 1 == len(received) or received[number + 1][0] != received[number][0]
+            ends.write(received[number], arriving, is_last=is_last)
+
+
+class _Ends:
+    """The files of this rank that are being sent and received, and the first error of either."""
+
+    def __init__(self, source: Filesystem, target: Filesystem, on_moved: Callable[[str, int], None]) -> None:
+        self._source, self._target, self._on_moved = source, target, on_moved
+        self._output: OutputStream | None = None
+        self._error: CheckpointError | None = None
+
+    def read(self, piece: Piece) -> torch.Tensor:
+        name, start, stop = piece
+        message = torch.empty(stop - start + _CRC_NBYTES, dtype=torch.uint8)
+        data = message.numpy()
+        try:
+            self._source.read_into(name, start, data[:-_CRC_NBYTES].data)
+            crc = checksum(data[:-_CRC_NBYTES])
+        except CheckpointError as error:
+            self._error = self._error or error
+            crc = checksum(data[:-_CRC_NBYTES]) ^ 1  # the receiver must not take it for the file
+        data[-_CRC_NBYTES:] = np.frombuffer(crc.to_bytes(_CRC_NBYTES, "little"), np.uint8)
+        return message
+
+    def write(self, piece: Piece, message: torch.Tensor, *, is_last: bool) -> None:
+        name, start, stop = piece
+        try:
+            self._write(name, start, message.numpy(), is_last=is_last)
+        except CheckpointError as error:
+            self._error = self._error or error
+            self._drop()
+            return
+        if is_last and self._output is None and self._error is None:
+            self._on_moved(name, stop)
+
+    def _write(self, name: str, start: int, data: np.ndarray, *, is_last: bool) -> None:
+        if start == 0:
+            self._drop()
+            self._target.remove([name])
+            self._output = self._target.open_output(name)
+        if self._output is None:  # an earlier piece of this file failed
+            return
+        payload, crc = data[:-_CRC_NBYTES], int.from_bytes(data[-_CRC_NBYTES:].tobytes(), "little")
+        if checksum(payload) != crc:
+            raise CorruptDataError(
+                "What arrived from another rank is not what was read there.",
+                path=self._target.location(name),
+                byte_range=(start, start + len(payload)),
+            )
+        self._output.write(payload.data)
+        if is_last:
+            self._output.close()
+            self._output = None
+
+    def _drop(self) -> None:
+        output, self._output = self._output, None
+        if output is not None:
+            output.abort()
+
+    def finish(self) -> None:
+        self._drop()
+        if self._error is not None:
+            raise self._error

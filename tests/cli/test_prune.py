@@ -1,0 +1,141 @@
+"""`dcp-nvcomp prune` and `pin`, and what `ls` says of a managed run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from dcp_nvcomp import (
+    Best,
+    CheckpointManager,
+    CheckpointNotFoundError,
+    ConfigurationError,
+    Keep,
+    list_run,
+    pin_step,
+    prune_run,
+)
+from dcp_nvcomp.cli.app import app
+from dcp_nvcomp.runs.removal import REMOVING
+
+
+@pytest.fixture
+def managed(tmp_path: Path) -> Path:
+    """A run of the steps 10 to 60, whose loss is lowest at 30."""
+    with CheckpointManager(tmp_path, every=10, keep=Keep(last=5, best=Best("loss"))) as manager:
+        for step in range(10, 61, 10):
+            manager.save(step, {"w": torch.zeros(1000)}, metrics={"loss": abs(step - 30) / 10})
+    return tmp_path
+
+
+def command(*arguments: object) -> tuple[int, str, str]:
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, list(map(str, arguments)))
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def steps(path: Path) -> list[int | None]:
+    return [step.step for step in list_run(path).steps]
+
+
+def test_ls_shows_metrics_and_why_a_step_is_kept(managed: Path) -> None:
+    code, out, _ = command("ls", managed)
+    lines = out.splitlines()
+    assert code == 0 and "metrics" in lines[0] and "kept" in lines[0]
+    assert any("step-30" in line and "loss 0" in line and "best loss" in line for line in lines)
+    document = json.loads(command("ls", managed, "--json")[1])
+    by_step = {step["step"]: step for step in document["steps"]}
+    assert by_step[30]["kept"] == ["last 5", "best loss"] and by_step[60]["metrics"] == {"loss": 3.0}
+
+
+def test_prune_says_what_would_go_and_then_removes_it(managed: Path) -> None:
+    arguments = ("prune", managed, "--keep-last", 1, "--keep-best", "loss:min:2", "--milestone", 50)
+    code, out, _ = command(*arguments, "--dry-run")
+    assert (
+        code == 0 and "2 steps would go" not in out and "1 steps would go" in out.replace("step would", "steps would")
+    )
+    assert steps(managed) == [20, 30, 40, 50, 60]
+    code, out, _ = command(*arguments, "--json")
+    document = json.loads(out)
+    assert [one["step"] for one in document["removed"]] == [20]
+    assert {one["step"]: one["reasons"] for one in document["kept"]}[40] == ["best loss"]
+    assert steps(managed) == [30, 40, 50, 60]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kept"),
+    [
+        (("--keep-last", 2), [50, 60]),
+        (("--keep-last", 1, "--keep-every", 20), [20, 40, 60]),
+        (("--keep-last", 1, "--keep-best", "loss:max"), [60]),
+        (("--keep-last", 1, "--newer-than", "1h"), [20, 30, 40, 50, 60]),
+    ],
+)
+def test_rules(managed: Path, arguments: tuple[Any, ...], kept: list[int]) -> None:
+    assert command("prune", managed, *arguments)[0] == 0
+    assert steps(managed) == kept
+
+
+def test_what_is_pinned_stays_until_it_is_not(managed: Path) -> None:
+    assert command("pin", managed, 40) == (0, "step 40 is pinned\n", "")
+    command("prune", managed, "--keep-last", 1)
+    assert steps(managed) == [40, 60]
+    assert "pinned" in command("ls", managed)[1]
+    with CheckpointManager(managed, every=10, keep=Keep(last=1)) as manager:
+        manager.save(70, {"w": torch.zeros(1000)})
+    assert steps(managed) == [40, 70], "a manager sees it too"
+    assert command("pin", managed, 40, "--remove")[0] == 0
+    command("prune", managed, "--keep-last", 1)
+    assert steps(managed) == [70]
+
+
+def test_only_a_complete_step_can_be_pinned(managed: Path) -> None:
+    code, _, error = command("pin", managed, 45)
+    assert code == 1 and "no checkpoint of step 45" in error
+    (managed / "step-40" / REMOVING).touch()
+    with pytest.raises(CheckpointNotFoundError):
+        pin_step(managed, 40)
+    assert not list((managed / ".run").glob("pin-*"))
+
+
+def test_prune_finishes_removals_that_were_cut_short(managed: Path) -> None:
+    (managed / "step-20" / ".metadata").unlink()
+    (managed / "step-20" / REMOVING).touch()
+    assert not prune_run(managed, Keep(last=100), dry_run=True).removed
+    prune_run(managed, Keep(last=100))
+    assert not (managed / "step-20").exists() and steps(managed) == [30, 40, 50, 60]
+
+
+def test_the_newest_stays_whatever_a_callable_says(managed: Path) -> None:
+    found = prune_run(managed, lambda steps: [])
+    assert [saved.step for saved in found.removed] == [20, 30, 40, 50]
+    assert found.kept == {60: ("newest",)} and found.nbytes > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--keep-last", 0), "keep-last"),
+        (("--keep-last", 1, "--newer-than", "soon"), "newer-than"),
+        (("--keep-last", 1, "--keep-best", "loss:min:x"), "keep-best"),
+    ],
+)
+def test_wrong_command_lines(managed: Path, arguments: tuple[Any, ...], words: str) -> None:
+    code, _, error = command("prune", managed, *arguments)
+    assert code == 2 and words in error
+
+
+def test_a_mode_that_is_none_is_named(managed: Path) -> None:
+    code, _, error = command("prune", managed, "--keep-last", 1, "--keep-best", "loss:least")
+    assert code == 1 and "least" in error
+
+
+def test_nothing_to_prune(tmp_path: Path) -> None:
+    assert command("prune", tmp_path, "--keep-last", 1)[0] == 1
+    with pytest.raises(ConfigurationError, match="safe_objects"):
+        prune_run(tmp_path, Keep(), storage_options={"safe_objects": True})

@@ -1,0 +1,143 @@
+"""Which steps of a run are kept: rules against a model over runs of 10,000 steps."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Collection, Sequence
+from datetime import timedelta
+
+import pytest
+
+from dcp_nvcomp.errors import ConfigurationError
+from dcp_nvcomp.runs.keep import Best, Keep, SavedStep, reasons_to_keep
+from tests.effort import THOROUGH
+
+
+def run(count: int, *, apart: int = 10, losses: Sequence[float] | None = None) -> list[SavedStep]:
+    losses = losses or [1.0 / (number + 1) for number in range(count)]
+    return [SavedStep(number * apart, 60.0 * number, {"loss": losses[number]}) for number in range(count)]
+
+
+class Model:
+    """What Keep means, one question a step and rule."""
+
+    def __init__(self, keep: Keep) -> None:
+        self.keep = keep
+
+    def keeps(self, step: SavedStep, steps: Sequence[SavedStep]) -> bool:
+        later = sum(other.step > step.step for other in steps)
+        if later < self.keep.last:
+            return True
+        if self.keep.every is not None and step.step % self.keep.every == 0:
+            return True
+        if self.keep.newer_than is not None:
+            assert isinstance(self.keep.newer_than, timedelta)
+            newest = max(other.saved_seconds for other in steps)
+            if newest - step.saved_seconds < self.keep.newer_than.total_seconds():
+                return True
+        if self.keep.best is not None:
+            assert isinstance(self.keep.best, Best)
+            value = step.metrics.get(self.keep.best.metric, math.nan)
+            better = 0
+            for other in steps:
+                theirs = other.metrics.get(self.keep.best.metric, math.nan)
+                ahead = theirs < value if self.keep.best.mode == "min" else theirs > value
+                better += ahead or (theirs == value and other.step > step.step)
+            if not math.isnan(value) and better < self.keep.best.count:
+                return True
+        return step.step in self.keep.milestones
+
+
+def drawn(random_: random.Random) -> Keep:
+    some = random_.random
+    return Keep(
+        last=random_.randint(1, 5),
+        every=random_.choice((None, 500, 2000)),
+        newer_than=timedelta(minutes=random_.randint(1, 20)) if some() < 0.5 else None,
+        best=Best("loss", random_.choice(("min", "max")), random_.randint(1, 3)) if some() < 0.5 else None,
+        milestones=tuple(random_.choices(range(0, 100_000, 10), k=random_.randint(0, 5))),
+    )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_run_of_10_000_steps_keeps_what_the_model_keeps(seed: int) -> None:
+    random_ = random.Random(seed)
+    keep = drawn(random_)
+    model, kept, compared = Model(keep), [], 0
+    for number in range(10_000):
+        metrics = {"loss": random_.choice((math.nan, 1.0, 2.0, random_.random()))} if random_.random() < 0.9 else {}
+        kept.append(SavedStep(number * 10, number * 60.0, metrics))
+        remaining = set(reasons_to_keep(keep, kept))
+        if number % (7 if THOROUGH else 101) == 0:
+            compared += 1
+            assert remaining == {step.step for step in kept if model.keeps(step, kept)}
+        kept = [step for step in kept if step.step in remaining]
+        assert kept[-1].step == number * 10
+    assert compared > 50
+
+
+def test_reasons_say_which_rules_speak_for_a_step() -> None:
+    keep = Keep(last=1, every=50, best=(Best("loss", "max", 1), Best("loss", "min", 1)), milestones={20})
+    assert keep.reasons(run(10)) == {
+        0: ("every 50", "best loss"),
+        20: ("milestone",),
+        50: ("every 50",),
+        90: ("last 1", "best loss"),
+    }
+
+
+def test_nothing_is_newer_than_a_run_that_stands_still() -> None:
+    keep = Keep(newer_than=120.0)
+    assert set(keep(run(10))) == {80, 90}
+
+
+def test_a_callable_decides_but_for_the_newest() -> None:
+    def odd(steps: Sequence[SavedStep]) -> Collection[int]:
+        return [step.step for step in steps if step.step % 20 and step.step < 90]
+
+    assert reasons_to_keep(odd, run(10)) == {
+        10: ("rule",),
+        30: ("rule",),
+        50: ("rule",),
+        70: ("rule",),
+        90: ("newest",),
+    }
+
+
+def test_no_rule_keeps_all() -> None:
+    assert set(reasons_to_keep(None, run(10))) == {step.step for step in run(10)}
+    assert reasons_to_keep(Keep(), []) == {}
+
+
+def test_nan_and_missing_metrics_are_never_the_best() -> None:
+    steps = [SavedStep(1, 0.0, {"loss": math.nan}), SavedStep(2, 0.0), SavedStep(3, 0.0, {"loss": 5.0})]
+    assert Best("loss", "min", 3).of(steps) == [3]
+
+
+def test_of_equal_values_the_later_step_is_better() -> None:
+    assert Best("loss", "min", 2).of(run(4, losses=[1.0, 1.0, 2.0, 1.0])) == [30, 10]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"last": 0}, "last=0"),
+        ({"last": True}, "last=True"),
+        ({"every": -1}, "every=-1"),
+        ({"newer_than": 0}, "newer_than=0"),
+        ({"newer_than": "1 day"}, "newer_than='1 day'"),
+        ({"best": "loss"}, "best='loss'"),
+        ({"milestones": [1.5]}, "milestones"),
+        ({"milestones": "100"}, "milestones"),
+    ],
+)
+def test_mistakes_are_named(options: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        Keep(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("arguments", [("", "min", 1), ("loss", "least", 1), ("loss", "min", 0)])
+def test_mistakes_in_best_are_named(arguments: tuple[object, ...]) -> None:
+    with pytest.raises(ConfigurationError, match="Best"):
+        Best(*arguments)  # type: ignore[arg-type]
