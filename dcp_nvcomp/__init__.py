@@ -48,6 +48,9 @@ if TYPE_CHECKING:
     from dcp_nvcomp.runs.keep import Best, Keep, SavedStep
     from dcp_nvcomp.runs.manager import CheckpointManager
     from dcp_nvcomp.runs.pruning import Pruning, pin_step, prune_run, unpin_step
+    from dcp_nvcomp.runs.state.resharding import LoaderPart
+    from dcp_nvcomp.runs.state.sampler import ElasticSampler
+    from dcp_nvcomp.runs.state.training_state import TrainingState
     from dcp_nvcomp.runs.step_save import StepSave
     from dcp_nvcomp.saving.asynchronous.async_save import AsyncSave, async_save
     from dcp_nvcomp.saving.save import save
@@ -57,6 +60,9 @@ if TYPE_CHECKING:
 __version__ = VERSION
 
 __all__ = [
+    "LoaderPart",
+    "ElasticSampler",
+    "TrainingState",
     "unpin_step",
     "prune_run",
     "pin_step",
@@ -119,9 +125,11 @@ _HOMES: Final = {
     "Cleaning": "maintenance.cleaning",
     "Comparison": "reading.comparison",
     "Conversion": "conversion.convert",
+    "ElasticSampler": "runs.state.sampler",
     "Environment": "maintenance.environment",
     "Inspection": "maintenance.inspection",
     "Keep": "runs.keep",
+    "LoaderPart": "runs.state.resharding",
     "NvcompReader": "loading.reader",
     "NvcompWriter": "saving.writer",
     "Pruning": "runs.pruning",
@@ -140,6 +148,7 @@ _HOMES: Final = {
     "StepsRemoved": "runs.events",
     "StoredTensor": "reading.stored_tensor",
     "Totals": "saving.stats",
+    "TrainingState": "runs.state.training_state",
     "Verification": "maintenance.verification.findings",
     "async_save": "saving.asynchronous.async_save",
     "clean_checkpoint": "maintenance.cleaning",

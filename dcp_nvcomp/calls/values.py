@@ -7,8 +7,8 @@ planner.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
@@ -17,6 +17,7 @@ from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 
 __all__ = [
     "PLAIN_TENSORS",
+    "ExpectsCheckpoint",
     "check_state_dict",
     "is_default_planner",
     "is_stateful",
@@ -28,6 +29,14 @@ __all__ = [
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _KEY = "state"
 _PLAIN = (torch.Tensor, dict, list, tuple, int, float, str, bytes, type(None))
+
+
+@runtime_checkable
+class ExpectsCheckpoint(Protocol):
+    """A Stateful value whose state dict depends on what the checkpoint has that is loaded next."""
+
+    def expect(self, fqns: Iterable[str]) -> None:
+        """Say which entries that checkpoint has, by their names below this value's own."""
 
 
 def is_stateful(value: Any) -> bool:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.futures import Future
 
 from dcp_nvcomp.calls.ranks import error_of_ranks, group_of
-from dcp_nvcomp.calls.values import check_state_dict, is_stateful, try_values_of, wrapped
+from dcp_nvcomp.calls.values import ExpectsCheckpoint, check_state_dict, is_stateful, try_values_of, wrapped
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.loading.planner import UnwrappingPlanner, planner_for
 from dcp_nvcomp.loading.reader import NvcompReader
@@ -75,6 +75,7 @@ def load(
     check_choice("dtype", dtype, DtypePolicy)
     reader = _reader(storage_reader, checkpoint_id, reader_options)
     group = group_of(process_group, no_dist=no_dist)
+    _announce(state_dict, reader)
     # sorted, so that all ranks load in the same order
     values, failure = try_values_of({key: state_dict[key] for key in sorted(state_dict)})
     planning = planner_for(planner, failure, may_cast=dtype == "cast")
@@ -97,6 +98,19 @@ def load(
             state_dict[key].load_state_dict(value)
         else:
             state_dict[key] = value
+
+
+def _announce(state_dict: Mapping[str, Any], reader: NvcompReader) -> None:
+    """Tell the values that want to know what the checkpoint has."""
+    waiting = {key: value for key, value in state_dict.items() if isinstance(value, ExpectsCheckpoint)}
+    if not waiting:
+        return
+    try:
+        fqns = reader.read_metadata().state_dict_metadata
+    except CheckpointError:  # the load itself finds it, and tells all ranks
+        return
+    for key, value in waiting.items():
+        value.expect(fqn[len(key) + 1 :] for fqn in fqns if fqn.startswith(f"{key}."))
 
 
 class _Reading(StorageReader):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from dcp_nvcomp.errors import (
     CheckpointError,
@@ -31,20 +31,12 @@ from dcp_nvcomp.runs.restoring.nearest import Fetch, NearestReader
 from dcp_nvcomp.runs.tiers.fast import FastTier
 from dcp_nvcomp.runs.tiers.nodes import Nodes
 
-__all__ = ["ExpectsCheckpoint", "Restoring"]
+__all__ = ["Restoring"]
 
 logger = logging.getLogger(__name__)
 
 _NOT_DAMAGE = (UnsafeMetadataError, UnsupportedVersionError, UnknownCodecError)
 _DAMAGE = (FormatError, CorruptDataError, MetadataError, CheckpointNotFoundError)
-
-
-@runtime_checkable
-class ExpectsCheckpoint(Protocol):
-    """A Stateful value whose state dict depends on what the checkpoint has that is loaded next."""
-
-    def expect(self, fqns: Iterable[str]) -> None:
-        """Say which entries that checkpoint has, by their names below this value's own."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +139,6 @@ class Restoring:
                 here = self._fast.open(candidate.step)
                 self._spread_metadata(candidate)
                 reader.from_nodes(Fetch(candidate, self._ranks, self._nodes, here), here)
-            self._announce(state, reader)
             load(state, storage_reader=reader, **self._load_options)
         except Exception as error:
             return reader, error
@@ -166,16 +157,6 @@ class Restoring:
                 here.publish(METADATA_NAME, data)
 
         self._ranks.together(publish)
-
-    def _announce(self, state: Mapping[str, Any], reader: NearestReader) -> None:
-        """Tell the values that want to know what the checkpoint has."""
-        waiting = {key: value for key, value in state.items() if isinstance(value, ExpectsCheckpoint)}
-        if not any(self._ranks.gather(bool(waiting))):
-            return
-        fqns = self._ranks.on_one(lambda: sorted(reader.read_metadata().state_dict_metadata))
-        for key, value in waiting.items():
-            prefix = f"{key}."
-            value.expect([fqn[len(prefix) :] for fqn in fqns if fqn.startswith(prefix)])
 
 
 def _is_damage(error: BaseException | None) -> bool:

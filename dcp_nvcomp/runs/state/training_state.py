@@ -1,0 +1,208 @@
+"""TrainingState: all that a training run has to remember, as one value of a state dict.
+
+    model.*, optimizer.*           tensors by their names, which reshard as DTensors do
+    scheduler, scaler, ranks       the same on all ranks, stored once
+    generators.<rank>              of each rank
+    data.<rank>.loader             of each rank's data loader; what a worker of it remembers is in data.<rank>.<worker>
+
+Values other than tensors are stored in tuples of one: DCP takes dicts apart, loses empty ones, and can't load what it
+was not told the inside of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+
+from dcp_nvcomp.errors import ConfigurationError
+from dcp_nvcomp.runs.state.generators import capture_generators, restore_generators, seed_generators
+from dcp_nvcomp.runs.state.loader_parts import LOADER, joined, taken_apart
+from dcp_nvcomp.runs.state.resharding import LoaderPart, Reshard, reshard_for, state_for
+
+__all__ = ["TrainingState"]
+
+_GENERATORS: Final = "generators"
+_DATA: Final = "data"
+
+
+class TrainingState:
+    """Model, optimizers, schedulers, data loader and generators of random numbers, for saving and restoring as one.
+
+    A run that is restored on as many ranks goes on bit for bit as it would have (as far as its kernels are
+    deterministic). On another number of ranks,
+
+    - model and optimizers are resharded;
+    - schedulers and scaler are those of all ranks;
+    - data loaders go on where the old ones together were: see `reshard`;
+    - generators: a rank takes those of the rank with its number; one that was not there before is seeded anew, in a
+      way that depends on what was saved, so that it happens again the same.
+
+    Args:
+        model: the model, sharded or not.
+        optimizers: its optimizer, or several.
+        scheduler: of learning rates, or several, or anything with `state_dict` that is the same on all ranks.
+        scaler: a `GradScaler`.
+        dataloader: torchdata's `StatefulDataLoader`, or anything with `state_dict` and `load_state_dict`. Make a new
+            iterator of it after a restore.
+        reshard: how the states of data loaders are moved to another number of ranks: a function that is given those of
+            the old ranks (`LoaderPart`s, by rank) and the new number, and returns the new ones. By default what
+            `ElasticSampler` needs.
+        generators: further generators of the training's own, by name.
+        data_group: among whose ranks the data is divided: those of data parallelism, where others share their batches.
+            By default all.
+
+    Raises:
+        ConfigurationError: a value has no `state_dict` or no `load_state_dict`.
+
+    Example:
+        >>> import tempfile, torch, dcp_nvcomp
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.Adam(model.parameters())
+        >>> state, run = {"train": TrainingState(model, optimizer)}, tempfile.mkdtemp()
+        >>> with dcp_nvcomp.CheckpointManager(run, every=1) as manager:
+        ...     saved = manager.save(1, state).saved.result()
+        ...     expected = torch.rand(2)
+        ...     manager.restore(state).step
+        1
+        >>> torch.equal(torch.rand(2), expected)
+        True
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        *,
+        scheduler: Any = None,
+        scaler: Any = None,
+        dataloader: Any = None,
+        reshard: Reshard | None = None,
+        generators: Mapping[str, torch.Generator] | None = None,
+        data_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._model = model
+        self._optimizers = _several(optimizers)
+        self._shared = {"scheduler": _several(scheduler), "scaler": _several(scaler)}
+        self._loader, self._reshard = dataloader, reshard
+        self._own_generators = dict(generators or {})
+        is_distributed = dist.is_available() and dist.is_initialized()
+        self._rank = dist.get_rank() if is_distributed else 0
+        self._count = dist.get_world_size() if is_distributed else 1
+        self._data_rank = dist.get_rank(data_group) if is_distributed else 0
+        self._data_count = dist.get_world_size(data_group) if is_distributed else 1
+        self._expected: frozenset[str] | None = None
+        shared = [(name, one) for name, values in self._shared.items() for one in values]
+        for name, value in (*shared, ("dataloader", dataloader)):
+            if value is not None and not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+                raise ConfigurationError(
+                    f"TrainingState({name}={type(value).__name__}) needs state_dict and load_state_dict; for data "
+                    "loaders see torchdata's StatefulDataLoader."
+                )
+
+    def expect(self, fqns: Iterable[str]) -> None:
+        """Say which entries the checkpoint has that is loaded next; `load` and `CheckpointManager.restore` do so.
+
+        Args:
+            fqns: their names, below this value's own.
+        """
+        self._expected = frozenset(fqns)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what to save; or, after `expect`, what to load into."""
+        state = self._tensors()
+        for name, values in self._shared.items():
+            if values:
+                state[name] = (tuple(value.state_dict() for value in values),)
+        state["ranks"] = (self._count, self._data_count)
+        if self._expected is None:
+            state[_GENERATORS] = {str(self._rank): (capture_generators(self._own_generators),)}
+            if self._loader is not None:
+                state[_DATA] = {str(self._data_rank): taken_apart(self._part())}
+            return state
+        ranks, data = _ranks_of(self._expected, _GENERATORS), _ranks_of(self._expected, _DATA)
+        if ranks:
+            state[_GENERATORS] = {str(self._rank if self._rank in ranks else ranks[0]): ()}
+        if self._loader is not None:
+            state[_DATA] = {
+                str(rank): dict.fromkeys(_names_of(self._expected, rank), ())
+                for rank in (data if len(data) != self._data_count else [self._data_rank])
+            } or {str(self._data_rank): {LOADER: ()}}  # which the load misses, and says so
+        return state
+
+    def _tensors(self) -> dict[str, Any]:
+        if not self._optimizers:
+            return {"model": get_model_state_dict(self._model)}
+        model, optimizer = get_state_dict(self._model, self._optimizers)
+        return {"model": model, "optimizer": optimizer}
+
+    def _part(self) -> LoaderPart:
+        return LoaderPart(self._loader.state_dict(), getattr(self._loader, "batch_size", None))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what was loaded.
+
+        Args:
+            state_dict: as `state_dict` returned it, filled.
+
+        Raises:
+            CheckpointError: the data loader can't go on with this number of ranks.
+        """
+        self._expected = None
+        if self._optimizers:
+            set_state_dict(
+                self._model,
+                self._optimizers,
+                model_state_dict=state_dict["model"],
+                optim_state_dict=state_dict["optimizer"],
+            )
+        else:
+            set_model_state_dict(self._model, state_dict["model"])
+        for name, values in self._shared.items():
+            for value, loaded in zip(values, state_dict[name][0] if values else (), strict=True):
+                value.load_state_dict(loaded)
+        if self._loader is not None:
+            _, count = state_dict["ranks"]
+            self._load_data({int(rank): joined(parts) for rank, parts in state_dict[_DATA].items()}, count)
+        # last: what comes before may draw random numbers
+        for rank, (loaded,) in state_dict.get(_GENERATORS, {}).items():
+            if rank == str(self._rank):
+                restore_generators(loaded, self._own_generators)
+            else:
+                seed_generators(loaded, self._rank, self._own_generators)
+
+    def _load_data(self, parts: Mapping[int, LoaderPart], count: int) -> None:
+        if count == self._data_count:
+            state = state_for(self._loader, parts[self._data_rank])
+        else:
+            reshard = reshard_for(self._loader) if self._reshard is None else self._reshard
+            state = reshard([parts[rank] for rank in sorted(parts)], self._data_count)[self._data_rank]
+        self._loader.load_state_dict(state)
+        # a loader that makes its iterator now draws its seed before the generators are set, as it did when it was saved
+        self._loader.state_dict()
+
+
+def _several(values: Any) -> tuple[Any, ...]:
+    if values is None:
+        return ()
+    return tuple(values) if isinstance(values, list | tuple) else (values,)
+
+
+def _ranks_of(fqns: Iterable[str], kind: str) -> list[int]:
+    """Return the ranks that saved something of a kind, in order."""
+    names = (fqn.split(".") for fqn in fqns)
+    return sorted({int(name[1]) for name in names if name[0] == kind and len(name) > 1 and name[1].isdecimal()})
+
+
+def _names_of(fqns: Iterable[str], rank: int) -> list[str]:
+    """Return the names of a rank's entries about its data."""
+    prefix = f"{_DATA}.{rank}."
+    return sorted(fqn[len(prefix) :] for fqn in fqns if fqn.startswith(prefix))

@@ -1,0 +1,106 @@
+"""The moments of a run at which ranks are killed, and the function in which each of them is.
+
+A step is on its way while the job does `save` (to the fast tier, to peers, to the durable tier, what is old goes), or
+the job does `restore`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dcp_nvcomp.runs.removal import REMOVING
+from tests.faults.failpoints import Counts, Seam
+
+DOOMED_FAST, DOOMED_DURABLE = 40, 20
+
+_PIPELINE, _RESTORING = "dcp_nvcomp.runs.pipeline", "dcp_nvcomp.runs.restoring.restore:Restoring"
+_PUBLISHER, _RANKS = "dcp_nvcomp.runs.publishers:NodePublisher", "dcp_nvcomp.runs.ranks:Ranks"
+_POSIX, _OUTPUT = "dcp_nvcomp.storage.local.filesystem:PosixFilesystem", "dcp_nvcomp.storage.local.output:PosixOutput"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A moment.
+
+    Attributes:
+        name: what the table calls it.
+        seam: where a rank is then.
+        reached_by: who comes there. `all`: each rank, so that the victim does it itself. `leaders`: the first rank of
+            each node. `coordinator`: rank 0. Where the victim does not come there, who does kills it and goes on.
+        during: what the job does then.
+        needs_copies: whether there is such a moment only with copies on peers.
+    """
+
+    name: str
+    seam: Seam
+    reached_by: Literal["all", "leaders", "coordinator"]
+    during: Literal["save", "restore"] = "save"
+    needs_copies: bool = False
+
+
+def _of_output(place: str) -> Counts:
+    """Calls of a `PosixOutput` below a place."""
+    return lambda arguments: place in arguments[0]._full
+
+
+def _publishes(name: str, place: str) -> Counts:
+    """Calls of `PosixFilesystem.publish` for a name at a place."""
+    return lambda arguments: arguments[1] == name and place in arguments[0]._root
+
+
+def _unlinks(ending: str, place: str) -> Counts:
+    """Calls of `os.unlink` at a place for a name, or an ending of names."""
+
+    def counts(arguments: tuple[Any, ...]) -> bool:
+        path = str(arguments[0])
+        return place in path and os.path.basename(path).endswith(ending) and os.path.exists(path)
+
+    return counts
+
+
+def _removals(tier: str, place: str, reached_by: Literal["leaders", "coordinator"]) -> tuple[Stage, ...]:
+    return (
+        Stage(
+            f"{tier}: marked for removal", Seam(_POSIX, "publish", "after", counts=_publishes(REMOVING, place)), reached_by
+        ),
+        Stage(
+            f"{tier}: `.metadata` removed",
+            Seam("os", "unlink", "after", counts=lambda given: str(given[0]).endswith(f"{place}/.metadata")),
+            reached_by,
+        ),
+        Stage(f"{tier}: a data file removed", Seam("os", "unlink", "after", counts=_unlinks(".distcp", place)), reached_by),
+        Stage(f"{tier}: the mark removed", Seam("os", "unlink", "after", counts=_unlinks(REMOVING, place)), reached_by),
+    )
+
+
+STAGES = (
+    Stage(
+        "fast: before staging", Seam("dcp_nvcomp.saving.writer:NvcompWriter", "prepare_local_plan", "before"), "all"
+    ),
+    Stage("fast: half of a file written", Seam(_OUTPUT, "write", "halfway", 2, _of_output("/node-")), "all"),
+    Stage("fast: all written, nothing published", Seam(_PUBLISHER, "__call__", "before"), "coordinator"),
+    Stage("fast: published on one node", Seam(_PUBLISHER, "__call__", "after"), "coordinator"),
+    Stage("fast: published", Seam(f"{_PIPELINE}:Pipeline", "_publish_on_nodes", "after"), "all"),
+    Stage("copies: begin", Seam(_PIPELINE, "move_files", "before"), "all", needs_copies=True),
+    Stage("copies: half of a file", Seam(_RANKS, "exchange", "after", 2), "all", needs_copies=True),
+    Stage("copies: made", Seam(f"{_PIPELINE}:Pipeline", "_copy", "after"), "all", needs_copies=True),
+    Stage("upload: begins", Seam(_PIPELINE, "upload_files", "before"), "all"),
+    Stage("upload: half of a file", Seam(_OUTPUT, "write", "before", 2, _of_output("/run/")), "all"),
+    Stage("upload: all files up", Seam(f"{_PIPELINE}:Pipeline", "_commit", "before"), "coordinator"),
+    Stage(
+        "upload: half committed",
+        Seam(_POSIX, "publish", "before", counts=_publishes(".metadata", "/run/")),
+        "coordinator",
+    ),
+    Stage("upload: committed", Seam(f"{_PIPELINE}:Pipeline", "_commit", "after"), "coordinator"),
+    *_removals("fast tier", f"/step-{DOOMED_FAST}", "leaders"),
+    *_removals("durable tier", f"/run/step-{DOOMED_DURABLE}", "coordinator"),
+    Stage("restore: `.metadata` on all nodes", Seam(_RESTORING, "_spread_metadata", "after"), "all", "restore", True),
+    Stage("restore: half of a file fetched", Seam(_RANKS, "exchange", "after", 2), "all", "restore", True),
+    Stage(
+        "restore: loading", Seam("dcp_nvcomp.loading.decoder:Decoder", "decode", "before"), "all", "restore", True
+    ),
+)
+BY_NAME = {stage.name: stage for stage in STAGES}

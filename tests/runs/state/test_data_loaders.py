@@ -1,0 +1,154 @@
+"""Data loaders that go on with other numbers of ranks: each sample of the epoch once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dcp_nvcomp import CheckpointError, CheckpointManager, LoaderPart, MissingKeyError, TrainingState, load
+from tests.distributed.launch import RankFailure, RankPool, ranks
+from tests.runs.state import jobs
+
+__all__ = ["ranks"]
+
+COUNT = 96
+
+
+def _samples(results: list[list[list[int]]]) -> Counter[int]:
+    return Counter(sample for taken in results for batch in taken for sample in batch)
+
+
+@pytest.mark.parametrize(
+    ("worlds", "options"),
+    [
+        ((4, 2), {}),
+        ((2, 4), {}),
+        ((4, 3), {}),
+        ((4, 4), {}),
+        ((1, 3), {}),
+        ((4, 3, 2, 1), {}),
+        ((4, 2), {"workers": 1}),
+        ((4, 3), {"workers": 2, "every": 3}),
+        ((4, 2), {"elastic": False}),
+    ],
+)
+def test_killed_in_the_middle_of_an_epoch_each_sample_comes_once(
+    ranks: RankPool, tmp_path: Path, worlds: Sequence[int], options: dict[str, Any]
+) -> None:
+    seen: Counter[int] = Counter()
+    for number, world_size in enumerate(worlds):
+        is_last = number + 1 == len(worlds)
+        batches = -1 if is_last else 24 // (world_size * 2)  # so that each number of ranks divides the rest
+        results = ranks.run(
+            jobs.consume,
+            tmp_path,
+            batches,
+            count=COUNT,
+            batch_size=2,
+            saves=not is_last,
+            world_size=world_size,
+            **options,
+        )
+        seen += _samples(results)
+    assert seen == Counter(range(COUNT))
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (2, 1)])
+def test_with_another_number_of_workers(ranks: RankPool, tmp_path: Path, before: int, after: int) -> None:
+    first = ranks.run(jobs.consume, tmp_path, 5, count=COUNT, batch_size=2, saves=True, world_size=2, workers=before)
+    second = ranks.run(jobs.consume, tmp_path, -1, count=COUNT, batch_size=2, saves=False, world_size=2, workers=after)
+    assert _samples(first) + _samples(second) == Counter(range(COUNT))
+
+
+def test_with_another_size_of_batches(ranks: RankPool, tmp_path: Path) -> None:
+    first = ranks.run(
+        jobs.consume, tmp_path, 5, count=COUNT, batch_size=2, saves=True, world_size=4, workers=1, every=3
+    )
+    second = ranks.run(jobs.consume, tmp_path, -1, count=COUNT, batch_size=4, saves=False, world_size=2)
+    assert _samples(first) + _samples(second) == Counter(range(COUNT))
+
+
+def test_a_finished_epoch_is_followed_by_a_whole_one(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(jobs.consume, tmp_path, -1, count=COUNT, batch_size=2, saves=True, world_size=4)
+    results = ranks.run(jobs.consume, tmp_path, -1, count=COUNT, batch_size=2, saves=False, world_size=2)
+    assert _samples(results) == Counter(range(COUNT))
+
+
+def test_what_a_distributed_sampler_cant_express_is_said(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(jobs.consume, tmp_path, 2, count=COUNT, batch_size=2, saves=True, world_size=4, elastic=False)
+    with pytest.raises(RankFailure, match="consumed 16 samples, which 3 ranks.*ElasticSampler"):
+        ranks.run(jobs.consume, tmp_path, -1, count=COUNT, batch_size=2, saves=False, world_size=3, elastic=False)
+
+
+class _Stream:
+    """A loader of the user's own, which counts."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "buffer": torch.arange(3) + self.at}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.at = state["at"]
+
+
+class _Ranks(TrainingState):
+    """One that says it is some rank of several, in one process."""
+
+    def __init__(self, rank: int, count: int, **options: Any) -> None:
+        super().__init__(torch.nn.Linear(1, 1), **options)
+        self._rank = self._data_rank = rank
+        self._count = self._data_count = count
+
+
+def _save_as_two(path: Path) -> None:
+    streams = (_Stream(), _Stream())
+    streams[0].at, streams[1].at = 7, 5
+    states = [_Ranks(rank, 2, dataloader=stream).state_dict() for rank, stream in enumerate(streams)]
+    joined = states[0]
+    joined["data"] |= states[1]["data"]
+    joined["generators"] |= states[1]["generators"]
+    with CheckpointManager(path, every=1) as manager:
+        manager.save(1, {"train": joined}).saved.result(60)
+
+
+def test_a_function_of_the_users_own_moves_other_loaders(tmp_path: Path) -> None:
+    _save_as_two(tmp_path)
+
+    def reshard(parts: Sequence[LoaderPart], world_size: int) -> list[dict[str, Any]]:
+        assert [part.state["buffer"].tolist() for part in parts] == [[7, 8, 9], [5, 6, 7]]
+        return [{"at": sum(part.state["at"] for part in parts) // world_size}] * world_size
+
+    stream = _Stream()
+    with CheckpointManager(tmp_path) as manager:
+        manager.restore({"train": _Ranks(2, 3, dataloader=stream, reshard=reshard)})
+    assert stream.at == 4
+
+
+def test_other_loaders_without_such_a_function_are_refused(tmp_path: Path) -> None:
+    _save_as_two(tmp_path)
+    with (
+        CheckpointManager(tmp_path) as manager,
+        pytest.raises(CheckpointError, match=r"reshard= to TrainingState"),
+    ):
+        manager.restore({"train": _Ranks(0, 3, dataloader=_Stream())})
+
+
+def test_plain_load_knows_what_is_there(tmp_path: Path) -> None:
+    _save_as_two(tmp_path)
+    stream = _Stream()
+    load({"train": _Ranks(1, 2, dataloader=stream)}, tmp_path / "step-1", no_dist=True)
+    assert stream.at == 5
+
+
+def test_a_checkpoint_without_a_data_loader_is_named(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, every=1) as manager:
+        manager.save(1, {"train": TrainingState(torch.nn.Linear(1, 1))}).saved.result(60)
+        with pytest.raises(MissingKeyError, match="data"):
+            manager.restore({"train": TrainingState(torch.nn.Linear(1, 1), dataloader=_Stream())})
