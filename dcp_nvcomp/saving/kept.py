@@ -86,6 +86,9 @@ class Kept:
 
 
 _kept = Kept()
+# What a forked child got from its parent. Kept for good: the destructor of a process group waits for threads that the
+# child does not have.
+_of_parents: list[Kept] = []
 
 
 def kept() -> Kept:
@@ -105,6 +108,7 @@ def _begin_again() -> None:
     global _kept
     before, _kept = _kept, Kept()
     before.abandon()
+    _of_parents.append(before)
 
 
 os.register_at_fork(after_in_child=_begin_again)

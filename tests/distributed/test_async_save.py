@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -220,3 +222,29 @@ def _two_groups(path: Path) -> None:
 
 def test_saves_of_two_groups_in_another_order_are_refused(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(_two_groups, tmp_path, world_size=2)
+
+
+def _save_once(path: Path) -> None:
+    async_save(_sharded(1), path).upload_completion.result(60)
+
+
+def _fork_and_wait() -> int:
+    """Fork, as a data loader with workers does, and return how the child ended; -1 if it hung."""
+    child = os.fork()
+    if child == 0:
+        os._exit(7)
+    for _ in range(1000):
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return -1
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
+def test_a_process_forked_after_groups_were_destroyed_lives(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(_save_once, tmp_path, world_size=2)
+    # each call has a process group of its own: that of the first one is gone by now
+    assert ranks.run(_fork_and_wait, world_size=2) == [7, 7]

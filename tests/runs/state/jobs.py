@@ -58,6 +58,7 @@ def loader_of(
             num_workers=workers,
             snapshot_every_n_steps=every,
             prefetch_factor=2 if workers else None,
+            multiprocessing_context="fork" if workers else None,  # the pool's default imports torch for each
         )
 
 
