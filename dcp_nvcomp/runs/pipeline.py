@@ -188,8 +188,9 @@ class Pipeline:
                 save.reached("copies", copied_nbytes=copied_nbytes)
         except BaseException as error:
             self._fail(save, error)
+        else:
+            self._prune_fast(save.step)  # only then: a step without its copies does not stand in for older ones
         self.fast_nbytes = copied_nbytes + self._own_nbytes(written)
-        self._prune_fast(save.step)
         if not upload:
             self._finish(save)
 
@@ -225,16 +226,17 @@ class Pipeline:
         return sum(nbytes for name, nbytes in written.files.items() if data_file_rank(name) in own)
 
     def _prune_fast(self, step: int) -> None:
+        """Remove what is older than the steps that stay: complete ones, and what jobs that died have left of others."""
         assert self._fast is not None
         self.remember_fast([step])
+        self._in_fast = self._in_fast[-self._rules.fast_keep :]
+        if len(self._in_fast) < self._rules.fast_keep or not self._nodes.is_leader:
+            return
         with self._changed:
             busy = set(self._on_their_way)
-        old = [one for one in self._in_fast[: -self._rules.fast_keep] if one not in busy]
-        if old and self._nodes.is_leader:
-            gone = self._fast.remove(old)
-            if gone:
-                self._tell(StepsRemoved(gone, "fast"))
-        self._in_fast = [one for one in self._in_fast if one not in old]
+        gone = self._fast.remove_before(self._in_fast[0], but=busy)
+        if gone:
+            self._tell(StepsRemoved(gone, "fast"))
 
     def _end_upload(self, save: StepSave, written: WrittenSave, senders: Mapping[str, int]) -> None:
         try:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dcp_nvcomp.format.names import METADATA_NAME, is_stock_data_file, own_file, rank_of_metadata_name
 from dcp_nvcomp.storage.base import Filesystem
+from dcp_nvcomp.storage.temporary import published_name
 
 __all__ = ["REMOVING", "is_being_removed", "remove_step"]
 
@@ -49,6 +50,7 @@ def remove_step(filesystem: Filesystem) -> None:
     filesystem.remove(sorted(name for name, kind in own.items() if kind == "metadata"))
     filesystem.remove(sorted(name for name, kind in own.items() if kind != "metadata"))
     filesystem.remove(sorted(name for name in names if is_stock_data_file(name)))
+    filesystem.remove(sorted(name for name in names if published_name(name) == REMOVING))  # of marks cut short
     filesystem.abort_uploads(uploads)
     filesystem.remove([REMOVING])
     filesystem.remove_directory()

@@ -19,6 +19,7 @@ too, except those that stock DCP or torch raises by design (`STOCK_WARNINGS`).
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -231,6 +232,7 @@ def _call(payload: bytes) -> Any:
             return function(*arguments, **options)
     finally:
         dist.destroy_process_group()
+        gc.collect()  # a destroyed group in a cycle, collected in a child that is forked later, hangs that child
 
 
 _POOL = pytest.StashKey[RankPool]()

@@ -133,6 +133,23 @@ class FastTier:
             wanted = {name: ref.nbytes for name, ref in refs.items() if ref is not None}
             return HeldStep(step, root.save_id or "", summary.saved_seconds, wanted, held, summary.metrics)
 
+    def remove_before(self, step: int, *, but: Collection[int]) -> tuple[int, ...]:
+        """Remove what is here of older steps, whole or not; a failure is logged, and costs no more than space.
+
+        Args:
+            step: the oldest one that stays.
+            but: others that stay.
+
+        Returns:
+            Those that are gone.
+        """
+        try:
+            found = self.steps()
+        except CheckpointError as error:
+            logger.warning("The fast tier can't be listed, so that nothing is removed: %s", error)
+            return ()
+        return self.remove([one for one in found if one < step and one not in but])
+
     def remove(self, steps: Collection[int]) -> tuple[int, ...]:
         """Remove what is here of steps; a failure is logged, and costs no more than space.
 

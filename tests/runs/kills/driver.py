@@ -97,36 +97,37 @@ class Outcome:
     """What a case left, and what the next job made of it.
 
     Attributes:
-        newest: the newest step that could be restored, with values of which job.
-        restored: what was.
-        sources: where its files came from.
-        garbage_nbytes: size of what is left of steps that are nowhere complete.
+        nodes: the nodes of the next job.
+        restored: the step that it restored.
+        sources: where the files of that came from.
+        orphans: how many data files are left at its end that no `.metadata` beside them names.
     """
 
-    newest: int
+    nodes: tuple[str, ...]
     restored: int
     sources: tuple[str, ...]
-    garbage_nbytes: int
+    orphans: int
 
 
 FOUR_RANKS = (NODES[0], NODES[0], NODES[1], NODES[1])
 
 
 def cases() -> list[Case]:
-    """All cases: each stage, each victim; without copies only where a node is lost, which copies are for."""
-    return [
-        Case(stage.name, victim, copies)
-        for copies in (1, 0)
+    """All cases: each stage, each victim; without copies the loss of a node during a save, which copies are for."""
+    with_copies = [Case(stage.name, victim, 1) for stage in STAGES for victim in stage.victims]
+    without = [
+        Case(stage.name, victim, 0)
         for stage in STAGES
-        for victim in RANKS_OF
-        if copies or (victim.startswith("node") and not stage.needs_copies)
+        for victim in ("node 0", "node 1")
+        if stage.name.startswith(("fast:", "upload:"))
     ]
+    return with_copies + without
 
 
 def restarts(case: Case) -> list[tuple[str, ...]]:
     """The nodes by rank of the jobs that go on: as before, and with fewer ranks on one node that is left, or on two."""
     left = [node for node in NODES if node not in case.lost_nodes] or list(NODES)
-    number = cases().index(case)
+    number = STAGES.index(BY_NAME[case.stage]) + list(RANKS_OF).index(case.victim)
     fewer = (left[-1], left[-1]) if number % 2 else NODES
     return [FOUR_RANKS, fewer]
 
@@ -289,7 +290,7 @@ def resume(left: Place, node_of: tuple[str, ...], directory: Path) -> Outcome:
     later = {newest + FAST_EVERY, newest + 2 * FAST_EVERY}
     uploaded = {step for step in fast | later if step % EVERY == 0 and step > max(durable)}
     _check_after(place, oracle.last(KEPT, durable | uploaded), later)
-    return Outcome(newest, newest, tuple(sorted(sources)), sum(oracle.garbage([place.run, *place.nodes]).values()))
+    return Outcome(node_of, newest, tuple(sorted(sources)), oracle.orphans([place.run, *place.nodes]))
 
 
 def _resumed(place: Place, newest: int, seed: int, directory: Path) -> set[str]:
@@ -303,8 +304,8 @@ def _resumed(place: Place, newest: int, seed: int, directory: Path) -> set[str]:
 def _check_after(place: Place, kept: set[int], later: set[int]) -> None:
     """Check both tiers after the next job."""
     assert oracle.complete_in(place.run) == set(oracle.folders_of(place.run)) == kept
-    assert not list(place.path.glob(f"*/*/{oracle.MARK}"))
     assert oracle.complete_on_nodes(place.nodes) == later
+    assert all(set(oracle.folders_of(node)) == later for node in place.nodes), "what nobody needs fills memory"
     for step in kept:
         job = 2 if step in later else 1 if step == KILLED_STEP else 0
         state = {"w": torch.zeros(jobs.SHAPE), "bias": torch.zeros(jobs.SHAPE[1]), "step": -1}

@@ -7,7 +7,7 @@ complete in the durable tier if all of that is in its directory there, and its r
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 MARK = ".removing"
@@ -19,8 +19,8 @@ def step_of(folder: Path) -> int:
 
 
 def folders_of(place: Path) -> dict[int, Path]:
-    """Return the directories of steps below a place."""
-    return {step_of(folder): folder for folder in place.glob("step-*")}
+    """Return the directories of steps below a place that hold anything."""
+    return {step_of(folder): folder for folder in place.glob("step-*") if any(folder.iterdir())}
 
 
 def named_files(metadata: Path) -> dict[str, int]:
@@ -66,11 +66,16 @@ def last(count: int, steps: Iterable[int]) -> set[int]:
     return set(sorted(steps)[-count:])
 
 
-def garbage(nodes: Iterable[Path]) -> Mapping[str, int]:
-    """Return the directories that hold files but no `.metadata`, and how many bytes are in them."""
-    return {
-        f"{node.name}/{folder.name}": sum(file.stat().st_size for file in folder.iterdir())
-        for node in nodes
-        for folder in node.glob("step-*")
-        if any(folder.iterdir()) and not (folder / ".metadata").exists()
-    }
+def orphans(places: Iterable[Path]) -> int:
+    """Return how many data files there are that no `.metadata` beside them names.
+
+    Args:
+        places: the durable tier and the directories of nodes.
+    """
+    count = 0
+    for place in places:
+        for folder in folders_of(place).values():
+            root = folder / ".metadata"
+            named = named_files(root) if root.exists() else {}
+            count += sum(file.name not in named for file in folder.glob("*.distcp"))
+    return count

@@ -1,4 +1,4 @@
-"""Ranks that may be killed, any number of them: forked from a server that has imported torch, as in tests/faults/forked.py.
+"""Ranks that may be killed, any number of them, forked from a server that has imported torch (tests/faults/forked.py).
 
 When one of them dies the others are killed after a short grace, as torchrun does. What a rank that is to die leaves
 behind is the file `fired`; only where that is there are the others killed.

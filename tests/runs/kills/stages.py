@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from typing import Any, Literal
 
 from dcp_nvcomp.runs.removal import REMOVING
@@ -30,14 +31,14 @@ class Stage:
         reached_by: who comes there. `all`: each rank, so that the victim does it itself. `leaders`: the first rank of
             each node. `coordinator`: rank 0. Where the victim does not come there, who does kills it and goes on.
         during: what the job does then.
-        needs_copies: whether there is such a moment only with copies on peers.
+        victims: who is killed.
     """
 
     name: str
     seam: Seam
     reached_by: Literal["all", "leaders", "coordinator"]
     during: Literal["save", "restore"] = "save"
-    needs_copies: bool = False
+    victims: tuple[str, ...] = ("rank 0", "rank 3", "node 0", "node 1")
 
 
 def _of_output(place: str) -> Counts:
@@ -50,42 +51,39 @@ def _publishes(name: str, place: str) -> Counts:
     return lambda arguments: arguments[1] == name and place in arguments[0]._root
 
 
-def _unlinks(ending: str, place: str) -> Counts:
-    """Calls of `os.unlink` at a place for a name, or an ending of names."""
+def _unlinks(pattern: str, place: str) -> Counts:
+    """Calls of `os.unlink` at a place for a file that is there and has such a name."""
 
     def counts(arguments: tuple[Any, ...]) -> bool:
         path = str(arguments[0])
-        return place in path and os.path.basename(path).endswith(ending) and os.path.exists(path)
+        return place in path and fnmatch(os.path.basename(path), pattern) and os.path.exists(path)
 
     return counts
 
 
+# rank 3 removes nothing, and the others need not wait for it then
+_REMOVING_RANKS = ("rank 0", "node 0", "node 1")
+
+
 def _removals(tier: str, place: str, reached_by: Literal["leaders", "coordinator"]) -> tuple[Stage, ...]:
-    return (
-        Stage(
-            f"{tier}: marked for removal", Seam(_POSIX, "publish", "after", counts=_publishes(REMOVING, place)), reached_by
-        ),
-        Stage(
-            f"{tier}: `.metadata` removed",
-            Seam("os", "unlink", "after", counts=lambda given: str(given[0]).endswith(f"{place}/.metadata")),
-            reached_by,
-        ),
-        Stage(f"{tier}: a data file removed", Seam("os", "unlink", "after", counts=_unlinks(".distcp", place)), reached_by),
-        Stage(f"{tier}: the mark removed", Seam("os", "unlink", "after", counts=_unlinks(REMOVING, place)), reached_by),
+    moments = (
+        ("marked for removal", Seam(_POSIX, "publish", "after", counts=_publishes(REMOVING, place))),
+        ("`.metadata` removed", Seam("os", "unlink", "after", counts=_unlinks(".metadata", place))),
+        ("a data file removed", Seam("os", "unlink", "after", counts=_unlinks("*.distcp", place))),
+        ("the mark removed", Seam("os", "unlink", "after", counts=_unlinks(REMOVING, place))),
     )
+    return tuple(Stage(f"{tier}: {name}", seam, reached_by, victims=_REMOVING_RANKS) for name, seam in moments)
 
 
 STAGES = (
-    Stage(
-        "fast: before staging", Seam("dcp_nvcomp.saving.writer:NvcompWriter", "prepare_local_plan", "before"), "all"
-    ),
+    Stage("fast: before staging", Seam("dcp_nvcomp.saving.writer:NvcompWriter", "prepare_local_plan", "before"), "all"),
     Stage("fast: half of a file written", Seam(_OUTPUT, "write", "halfway", 2, _of_output("/node-")), "all"),
     Stage("fast: all written, nothing published", Seam(_PUBLISHER, "__call__", "before"), "coordinator"),
     Stage("fast: published on one node", Seam(_PUBLISHER, "__call__", "after"), "coordinator"),
     Stage("fast: published", Seam(f"{_PIPELINE}:Pipeline", "_publish_on_nodes", "after"), "all"),
-    Stage("copies: begin", Seam(_PIPELINE, "move_files", "before"), "all", needs_copies=True),
-    Stage("copies: half of a file", Seam(_RANKS, "exchange", "after", 2), "all", needs_copies=True),
-    Stage("copies: made", Seam(f"{_PIPELINE}:Pipeline", "_copy", "after"), "all", needs_copies=True),
+    Stage("copies: begin", Seam(_PIPELINE, "move_files", "before"), "all"),
+    Stage("copies: half of a file", Seam(_RANKS, "exchange", "after", 2), "all"),
+    Stage("copies: made", Seam(f"{_PIPELINE}:Pipeline", "_copy", "after"), "all"),
     Stage("upload: begins", Seam(_PIPELINE, "upload_files", "before"), "all"),
     Stage("upload: half of a file", Seam(_OUTPUT, "write", "before", 2, _of_output("/run/")), "all"),
     Stage("upload: all files up", Seam(f"{_PIPELINE}:Pipeline", "_commit", "before"), "coordinator"),
@@ -97,10 +95,8 @@ STAGES = (
     Stage("upload: committed", Seam(f"{_PIPELINE}:Pipeline", "_commit", "after"), "coordinator"),
     *_removals("fast tier", f"/step-{DOOMED_FAST}", "leaders"),
     *_removals("durable tier", f"/run/step-{DOOMED_DURABLE}", "coordinator"),
-    Stage("restore: `.metadata` on all nodes", Seam(_RESTORING, "_spread_metadata", "after"), "all", "restore", True),
-    Stage("restore: half of a file fetched", Seam(_RANKS, "exchange", "after", 2), "all", "restore", True),
-    Stage(
-        "restore: loading", Seam("dcp_nvcomp.loading.decoder:Decoder", "decode", "before"), "all", "restore", True
-    ),
+    Stage("restore: `.metadata` on all nodes", Seam(_RESTORING, "_spread_metadata", "after"), "all", "restore"),
+    Stage("restore: half of a file fetched", Seam(_RANKS, "exchange", "after", 2), "all", "restore"),
+    Stage("restore: loading", Seam("dcp_nvcomp.loading.decoder:Decoder", "decode", "before"), "all", "restore"),
 )
 BY_NAME = {stage.name: stage for stage in STAGES}
