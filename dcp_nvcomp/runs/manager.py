@@ -24,9 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp_nvcomp.calls.ranks import group_of
 from dcp_nvcomp.calls.values import check_state_dict, try_values_of
-from dcp_nvcomp.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, RunInUseError
-from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
-from dcp_nvcomp.format.names import METADATA_NAME
+from dcp_nvcomp.errors import CheckpointError, ConfigurationError, RunInUseError
 from dcp_nvcomp.options import check_choice, check_flag, check_path, check_seconds
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.runs.events import Event, RunReport, StepDelayed, StepRestored, StepSkipped
@@ -38,16 +36,13 @@ from dcp_nvcomp.runs.pipeline import Pipeline, TierRules
 from dcp_nvcomp.runs.preemption import SignalWatch
 from dcp_nvcomp.runs.publishers import NodePublisher, StepPublisher, check_metrics
 from dcp_nvcomp.runs.ranks import Maximum, Ranks
-from dcp_nvcomp.runs.restoring.candidates import Candidate, candidates
-from dcp_nvcomp.runs.restoring.nearest import NearestReader
-from dcp_nvcomp.runs.restoring.restore import Restoring
+from dcp_nvcomp.runs.restoring.run_restore import RunRestore
 from dcp_nvcomp.runs.step_save import StepSave
-from dcp_nvcomp.runs.steps import StepNames
+from dcp_nvcomp.runs.steps import RunSteps, StepNames
 from dcp_nvcomp.runs.tiers.durable import DurableTier
-from dcp_nvcomp.runs.tiers.fast import FastTier, HeldStep
+from dcp_nvcomp.runs.tiers.fast import FastTier
 from dcp_nvcomp.runs.tiers.nodes import Nodes, Place, this_node
 from dcp_nvcomp.saving.asynchronous.async_save import async_save
-from dcp_nvcomp.saving.commit import WrittenSave
 
 __all__ = ["CheckpointManager"]
 
@@ -159,7 +154,7 @@ class CheckpointManager:
         self._saves = 0
         self._has_warned = False
         self._lease: Lease | None = None
-        complete = self._begin(run_id or job_id(), take_over, lease_seconds)
+        there = self._begin(run_id or job_id(), take_over, lease_seconds)
         self._signals = SignalWatch(preemption_signals)
         self._pipeline = Pipeline(
             fast_ranks,
@@ -168,15 +163,24 @@ class CheckpointManager:
             self._fast,
             self._durable,
             TierRules(keep, fast_keep, copies),
-            complete,
+            there,
             tell=self._tell,
             on_failure=self._failures.note,
         )
+        self._restoring = RunRestore(
+            self._ranks,
+            self._nodes,
+            self._fast,
+            self._durable,
+            self._pipeline,
+            load_options={"process_group": self._group, "no_dist": self._group is None},
+            reader_options=self._options.for_durable_reader,
+        )
 
-    def _begin(self, run_id: str | None, take_over: bool, lease_seconds: float) -> tuple[SavedStep, ...]:
-        """Take the run, and finish what an earlier manager left unfinished; return the complete steps."""
+    def _begin(self, run_id: str | None, take_over: bool, lease_seconds: float) -> RunSteps:
+        """Take the run, and finish what an earlier manager left unfinished; return the steps that are there."""
 
-        def take() -> tuple[str, tuple[SavedStep, ...]]:
+        def take() -> tuple[str, RunSteps]:
             lease = Lease.take(self._durable.open_own, run_id=run_id, lease_seconds=lease_seconds, take_over=take_over)
             try:
                 run = self._durable.run()
@@ -186,9 +190,9 @@ class CheckpointManager:
                 lease.release()
                 raise
             self._lease = lease
-            return run, found.complete
+            return run, found
 
-        run, complete = self._ranks.on_one(take)
+        run, there = self._ranks.on_one(take)
         if self._fast is not None:
             fast = self._fast
             try:
@@ -196,7 +200,7 @@ class CheckpointManager:
             except BaseException:
                 self._release()
                 raise
-        return complete
+        return there
 
     @property
     def preempted(self) -> bool:
@@ -267,8 +271,7 @@ class CheckpointManager:
         self._check_open()
         check_count("step", step, least=0)
         check_state_dict("save", state)
-        self._saves += 1
-        save = StepSave(step, self._saves, check_metrics(step, metrics))
+        save = self._new_save(step, check_metrics(step, metrics))
         due = self._fast is None or self._is_preempted or self._is_due(step, self._every)
         to_fast, is_behind = self._agree_on_tier(state, due=due)
         due = due or not to_fast
@@ -280,6 +283,7 @@ class CheckpointManager:
             else:
                 due = False
                 self._tell(StepSkipped(step, "earlier steps are still on their way: it goes to the fast tier only"))
+        self._restoring.go_back()
         self._begin_save(save, state, to_fast=to_fast, upload=due)
         self._has_last_save = self._has_last_save or self._is_preempted
         save.returned()
@@ -375,7 +379,8 @@ class CheckpointManager:
 
         Args:
             state: what to load into, with the keys that were saved.
-            step: the step to load.
+            step: the step to load. If there are newer ones, the next save leaves them behind: they are no part of the
+                run any more, and go where `keep` says what stays.
             fallback: if the newest step turns out damaged, warn and take the one before it; if False, raise.
 
         Returns:
@@ -388,58 +393,23 @@ class CheckpointManager:
         """
         self._check_open()
         check_state_dict("restore", state)
-        found = self._candidates()
-        wanted = [one for one in found if step is None or one.step == step]
-        if step is not None and not wanted:
-            raise CheckpointNotFoundError(
-                f"There is no complete checkpoint of step {step}.", path=without_secrets(self._durable.path_of(step))
-            )
-        if not wanted:
-            return None
-        loading = Restoring(
-            self._ranks,
-            self._nodes,
-            self._fast,
-            {"process_group": self._group, "no_dist": self._group is None},
-            lambda number: NearestReader(self._durable.path_of(number), **self._options.for_durable_reader),
+        event = self._restoring.restore(
+            state,
+            step,
+            fallback=fallback,
+            is_due=lambda number: self._is_due(number, self._every),
+            new_save=self._new_save,
         )
-        event = loading.newest(state, wanted, fallback=fallback and step is None)
-        self._tell(event)
-        self._go_on_with_uploads(found)
+        if event is not None:
+            self._tell(event)
         return event
 
-    def _candidates(self) -> list[Candidate]:
-        """Return what could be restored, the same on all ranks."""
-        listed = self._ranks.on_one(self._durable.list)
-        mine: list[HeldStep] = []
-        if self._fast is not None and self._nodes.is_leader:
-            mine = self._fast.held()
-        on_nodes = [(self._nodes.node_of(rank), steps) for rank, steps in enumerate(self._ranks.gather(mine)) if steps]
-        return candidates([*listed.complete, *listed.damaged], on_nodes)
+    def _belongs_into_durable(self, step: int) -> bool:
+        return self._is_due(step, self._every)
 
-    def _go_on_with_uploads(self, found: Sequence[Candidate]) -> None:
-        """Upload what is complete in the fast tier and was on its way when an earlier job ended; forget the rest."""
-        if self._fast is None:
-            return
-        complete = [one for one in found if one.is_complete_on_nodes]
-        self._pipeline.remember_fast([one.step for one in complete])
-        newest = max((one.step for one in found if one.is_durable), default=-1)
-        for one in reversed(complete):
-            if one.step > newest and not one.is_durable and self._is_due(one.step, self._every):
-                self._upload_again(one)
-
-    def _upload_again(self, candidate: Candidate) -> None:
-        assert self._fast is not None
-        here, source = self._fast.open(candidate.step), self._nodes.ranks_of(candidate.with_metadata[0])[0]
-        data = self._ranks.on_one(lambda: here.read_all(METADATA_NAME, limit_nbytes=MAX_METADATA_NBYTES), source)
-        senders = {}
-        for number, name in enumerate(sorted(candidate.wanted)):
-            ranks = self._nodes.ranks_of(candidate.holders[name][0])
-            senders[name] = ranks[number % len(ranks)]
+    def _new_save(self, step: int, metrics: Mapping[str, float]) -> StepSave:
         self._saves += 1
-        save = StepSave(candidate.step, self._saves, candidate.metrics)
-        save.tiers = ("fast",)
-        self._pipeline.upload(save, WrittenSave(data, candidate.save_id, candidate.wanted, ()), senders)
+        return StepSave(step, self._saves, metrics)
 
     def report(self) -> RunReport:
         """Return what this manager did so far, on this rank."""

@@ -28,6 +28,7 @@ from dcp_nvcomp.runs.publishers import NodePublisher
 from dcp_nvcomp.runs.ranks import Ranks
 from dcp_nvcomp.runs.removal import REMOVING
 from dcp_nvcomp.runs.step_save import StepSave
+from dcp_nvcomp.runs.steps import RunSteps
 from dcp_nvcomp.runs.tiers.durable import DurableTier
 from dcp_nvcomp.runs.tiers.fast import FastTier
 from dcp_nvcomp.runs.tiers.nodes import Nodes
@@ -67,7 +68,7 @@ class Pipeline:
         fast: this node's fast tier, if there is one.
         durable: the durable tier.
         rules: what is kept where.
-        complete: the complete steps of the durable tier; only the first rank's count.
+        there: the steps of the durable tier; only the first rank's count.
         tell: called with each event.
         on_failure: called with the number of a save that failed, and its error.
     """
@@ -80,7 +81,7 @@ class Pipeline:
         fast: FastTier | None,
         durable: DurableTier,
         rules: TierRules,
-        complete: Collection[SavedStep],
+        there: RunSteps,
         *,
         tell: Callable[[Event], None],
         on_failure: Callable[[int, BaseException], None],
@@ -88,7 +89,8 @@ class Pipeline:
         self._fast_ranks, self._durable_ranks, self._nodes = fast_ranks, durable_ranks, nodes
         self._fast, self._durable, self._rules = fast, durable, rules
         self._tell, self._on_failure = tell, on_failure
-        self._complete = {saved.step: saved for saved in complete}
+        self._complete = {saved.step: saved for saved in there.complete}
+        self._abandoned = {saved.step: saved for saved in there.abandoned}
         self._leftover: set[int] = set()
         self._changed = threading.Condition()
         self._on_their_way: list[int] = []
@@ -141,6 +143,19 @@ class Pipeline:
         """
         self._sets_out(save.step)
         self._durable_thread.do(lambda: self._end_upload(save, written, senders))
+
+    def go_back(self, abandoned: Collection[int]) -> None:
+        """Leave steps behind; nothing is on its way.
+
+        Args:
+            abandoned: the steps; all others that are there are the run's.
+        """
+        known = {**self._abandoned, **self._complete}
+        self._abandoned = {step: saved for step, saved in known.items() if step in abandoned}
+        self._complete = {step: saved for step, saved in known.items() if step not in abandoned}
+        self._in_fast = [step for step in self._in_fast if step not in abandoned]
+        if self._fast is not None and self._nodes.is_leader:
+            self._fast.remove([step for step in self._fast.steps() if step in abandoned])
 
     def remember_fast(self, steps: Collection[int]) -> None:
         """Say which complete steps the fast tier has."""
@@ -262,6 +277,7 @@ class Pipeline:
 
     def _end_durable(self, save: StepSave) -> None:
         self._complete[save.step] = SavedStep(save.step, time.time(), save.metrics)
+        self._abandoned.pop(save.step, None)
         self._leftover.discard(save.step)
         self._finish(save)
 
@@ -270,7 +286,7 @@ class Pipeline:
         if not self._durable_ranks.is_first:
             return
         try:
-            doomed = self._durable.doomed(self._rules.keep, self._complete.values())
+            doomed = self._durable.doomed(self._rules.keep, self._complete.values(), self._abandoned.values())
             write_kept(self._durable.open_own(), doomed.kept)
             removed = self._durable.remove({*doomed.steps, *self._leftover})
         except CheckpointError as error:
@@ -282,6 +298,7 @@ class Pipeline:
         self._leftover = set(removed.failed)
         for step in (*removed.steps, *removed.failed):
             self._complete.pop(step, None)
+            self._abandoned.pop(step, None)
         if removed.steps:
             self._tell(StepsRemoved(removed.steps, "durable"))
 

@@ -96,8 +96,8 @@ def prune_run(
     found = durable.list()
     if not found.complete:
         raise CheckpointNotFoundError("There is no complete step in this run.", path=without_secrets(durable.root))
-    doomed = durable.doomed(keep, found.complete)
-    by_step = {saved.step: saved for saved in found.complete}
+    doomed = durable.doomed(keep, found.complete, found.abandoned)
+    by_step = {saved.step: saved for saved in (*found.complete, *found.abandoned)}
     gone: tuple[int, ...] = doomed.steps
     failed: dict[int, str] = {}
     if not dry_run:

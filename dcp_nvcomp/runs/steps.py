@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from dcp_nvcomp.errors import ConfigurationError
@@ -66,23 +66,26 @@ class RunSteps:
 
     Attributes:
         complete: those whose `.metadata` and data files are there, in ascending order.
+        abandoned: complete ones that the run has left behind.
         damaged: those whose data files are not all there.
         removing: those whose removal was begun; they count as gone.
         incomplete: steps whose directories hold files but no checkpoint, of saves and removals that were cut short.
     """
 
     complete: tuple[SavedStep, ...]
+    abandoned: tuple[SavedStep, ...]
     damaged: tuple[SavedStep, ...]
     removing: tuple[int, ...]
     incomplete: tuple[int, ...]
 
 
-def list_steps(filesystem: Filesystem, names: StepNames) -> RunSteps:
+def list_steps(filesystem: Filesystem, names: StepNames, abandoned: Mapping[int, str] | None = None) -> RunSteps:
     """Return the steps below a run's root.
 
     Args:
         filesystem: the root.
         names: of the steps' directories.
+        abandoned: ids of the saves that the run has left behind, by step.
 
     Raises:
         StorageError: the storage fails, or a folder of a step can't be listed.
@@ -102,7 +105,9 @@ def list_steps(filesystem: Filesystem, names: StepNames) -> RunSteps:
     folders |= {one.name for one in found if one.state == INCOMPLETE}  # of some, only an unfinished upload is there
     steps = {step for folder in folders if (step := names.step_of(folder)) is not None}
     others = steps - removing - {saved.step for saved in (*complete, *damaged)}
-    return RunSteps(complete, damaged, tuple(sorted(removing)), tuple(sorted(others)))
+    left = tuple(saved for saved in complete if saved.save_id == (abandoned or {}).get(saved.step))
+    complete = tuple(saved for saved in complete if saved not in left)
+    return RunSteps(complete, left, damaged, tuple(sorted(removing)), tuple(sorted(others)))
 
 
 def _saved_steps(found: Iterable[Step], names: StepNames, state: str) -> tuple[SavedStep, ...]:

@@ -30,6 +30,7 @@ class Candidate:
         holders: the nodes that hold each of these files whole.
         with_metadata: the nodes that hold its `.metadata`.
         is_durable: True if it is in the durable tier too.
+        is_abandoned: True if the run has left it behind.
     """
 
     step: int
@@ -40,6 +41,7 @@ class Candidate:
     holders: Mapping[str, tuple[str, ...]]
     with_metadata: tuple[str, ...]
     is_durable: bool
+    is_abandoned: bool = False
 
     @property
     def is_on_nodes(self) -> bool:
@@ -60,12 +62,17 @@ class Candidate:
         return Candidate(**{**vars(self), "holders": holders})
 
 
-def candidates(durable: Iterable[SavedStep], on_nodes: Sequence[tuple[str, Sequence[HeldStep]]]) -> list[Candidate]:
+def candidates(
+    durable: Iterable[SavedStep],
+    on_nodes: Sequence[tuple[str, Sequence[HeldStep]]],
+    abandoned: Mapping[int, str] | None = None,
+) -> list[Candidate]:
     """Return the saves that could be restored, the newest step first, of one step the latest save.
 
     Args:
         durable: the steps of the durable tier.
         on_nodes: what each node holds, by its name.
+        abandoned: ids of the saves that the run has left behind, by step.
     """
     named: dict[tuple[int, str], list[tuple[str, HeldStep]]] = {}
     for node, steps in on_nodes:
@@ -80,6 +87,7 @@ def candidates(durable: Iterable[SavedStep], on_nodes: Sequence[tuple[str, Seque
             found.append(candidate)
             saved.pop(key, None)
     found += [_durable_only(one) for one in saved.values()]
+    found = [_marked(one) if one.save_id == (abandoned or {}).get(one.step) else one for one in found]
     return sorted(found, key=lambda one: (one.step, one.saved_seconds, one.save_id), reverse=True)
 
 
@@ -110,3 +118,7 @@ def _on_nodes(
 
 def _durable_only(saved: SavedStep) -> Candidate:
     return Candidate(saved.step, saved.save_id, saved.saved_seconds, saved.metrics, {}, {}, (), True)
+
+
+def _marked(candidate: Candidate) -> Candidate:
+    return Candidate(**{**vars(candidate), "is_abandoned": True})

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dcp_nvcomp.errors import CheckpointError, ConcurrentSaveError
+from dcp_nvcomp.runs.abandoned import read_abandoned
 from dcp_nvcomp.runs.keep import Keep, KeepRule, SavedStep, reasons_to_keep
 from dcp_nvcomp.runs.pins import pinned_steps
 from dcp_nvcomp.runs.removal import remove_step
@@ -98,7 +99,7 @@ class DurableTier:
             StorageError: the storage fails.
         """
         with contextlib.closing(self._open(self.root)) as filesystem:
-            return list_steps(filesystem, self.names)
+            return list_steps(filesystem, self.names, read_abandoned(self.open_own()))
 
     @contextlib.contextmanager
     def held(self, step: int) -> Iterator[None]:
@@ -121,7 +122,9 @@ class DurableTier:
             if not self._busy[step]:
                 del self._busy[step]
 
-    def doomed(self, rule: Keep | KeepRule | None, complete: Collection[SavedStep]) -> Doomed:
+    def doomed(
+        self, rule: Keep | KeepRule | None, complete: Collection[SavedStep], abandoned: Collection[SavedStep] = ()
+    ) -> Doomed:
         """Return what a rule keeps and what it does not.
 
         Never doomed are the newest of the steps, and what is pinned.
@@ -129,6 +132,7 @@ class DurableTier:
         Args:
             rule: says which are kept.
             complete: the complete steps.
+            abandoned: those that the run has left behind, which no rule keeps; without a rule they stay.
 
         Raises:
             StorageError: the pins can't be read; then any step may be pinned.
@@ -136,10 +140,15 @@ class DurableTier:
         ordered = sorted(complete, key=lambda saved: saved.step)
         kept = reasons_to_keep(rule, ordered)
         doomed = [saved.step for saved in ordered if saved.step not in kept]
+        for saved in abandoned:
+            if rule is None:
+                kept[saved.step] = ("abandoned",)
+            else:
+                doomed.append(saved.step)
         pinned = pinned_steps(self.open_own()) if doomed else frozenset()
         for step in pinned & set(doomed):
             kept[step] = ("pinned",)
-        return Doomed(tuple(step for step in doomed if step not in pinned), kept)
+        return Doomed(tuple(step for step in sorted(doomed) if step not in pinned), kept)
 
     def remove(self, steps: Collection[int]) -> Removed:
         """Remove steps, but for those that are held."""

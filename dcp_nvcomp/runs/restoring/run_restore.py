@@ -1,0 +1,157 @@
+"""A run's restore, from what is there to what is done about it.
+
+list all places -> candidates -> load the newest that can be loaded -> go on with uploads that were cut short
+                                                                    -> what the next save leaves behind
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from dcp_nvcomp.errors import CheckpointNotFoundError
+from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
+from dcp_nvcomp.format.names import METADATA_NAME
+from dcp_nvcomp.redaction import without_secrets
+from dcp_nvcomp.runs.abandoned import read_abandoned, write_abandoned
+from dcp_nvcomp.runs.events import StepRestored
+from dcp_nvcomp.runs.pipeline import Pipeline
+from dcp_nvcomp.runs.ranks import Ranks
+from dcp_nvcomp.runs.restoring.candidates import Candidate, candidates
+from dcp_nvcomp.runs.restoring.nearest import NearestReader
+from dcp_nvcomp.runs.restoring.restore import Restoring
+from dcp_nvcomp.runs.step_save import StepSave
+from dcp_nvcomp.runs.tiers.durable import DurableTier
+from dcp_nvcomp.runs.tiers.fast import FastTier, HeldStep
+from dcp_nvcomp.runs.tiers.nodes import Nodes
+from dcp_nvcomp.saving.commit import WrittenSave
+
+__all__ = ["RunRestore"]
+
+
+class RunRestore:
+    """How a manager restores.
+
+    Args:
+        ranks: the ranks.
+        nodes: where they are.
+        fast: this node's fast tier, if there is one.
+        durable: the durable tier.
+        pipeline: what is being saved.
+        load_options: of `load`: the ranks that load together.
+        reader_options: of the readers of the durable tier.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        nodes: Nodes,
+        fast: FastTier | None,
+        durable: DurableTier,
+        pipeline: Pipeline,
+        *,
+        load_options: Mapping[str, Any],
+        reader_options: Mapping[str, Any],
+    ) -> None:
+        self._ranks, self._nodes, self._fast, self._durable, self._pipeline = ranks, nodes, fast, durable, pipeline
+        self._load_options, self._reader_options = load_options, reader_options
+        self._to_abandon: dict[int, str] | None = None
+
+    def restore(
+        self,
+        state: dict[str, Any],
+        step: int | None,
+        *,
+        fallback: bool,
+        is_due: Callable[[int], bool],
+        new_save: Callable[[int, Mapping[str, float]], StepSave],
+    ) -> StepRestored | None:
+        """Restore a step; all ranks call this.
+
+        Args:
+            state: what to load into.
+            step: the step; None for the newest.
+            fallback: whether the one before a damaged newest step is taken.
+            is_due: tells which steps belong into the durable tier.
+            new_save: numbers an upload that goes on.
+
+        Returns:
+            What was loaded; None if there is nothing.
+
+        Raises:
+            CheckpointNotFoundError: there is no such step.
+            CheckpointError: the load failed.
+        """
+        self._pipeline.wait()  # what is being saved may be what is to be loaded, and nothing is removed meanwhile
+        found = self._candidates()
+        wanted = [one for one in found if (not one.is_abandoned if step is None else one.step == step)]
+        if step is not None and not wanted:
+            raise CheckpointNotFoundError(
+                f"There is no complete checkpoint of step {step}.", path=without_secrets(self._durable.path_of(step))
+            )
+        if not wanted:
+            return None
+        loading = Restoring(
+            self._ranks,
+            self._nodes,
+            self._fast,
+            self._load_options,
+            lambda number: NearestReader(self._durable.path_of(number), **self._reader_options),
+        )
+        event = loading.newest(state, wanted, fallback=fallback and step is None)
+        if step is not None:
+            self._plan_to_abandon(step, found)
+        ours = [one for one in found if not one.is_abandoned and (step is None or one.step <= step)]
+        self._go_on_with_uploads(ours, is_due, new_save)
+        return event
+
+    def _candidates(self) -> list[Candidate]:
+        """Return what could be restored, the same on all ranks."""
+        listed = self._ranks.on_one(self._durable.list)
+        abandoned = self._ranks.on_one(lambda: read_abandoned(self._durable.open_own()))
+        mine: list[HeldStep] = []
+        if self._fast is not None and self._nodes.is_leader:
+            mine = self._fast.held()
+        on_nodes = [(self._nodes.node_of(rank), steps) for rank, steps in enumerate(self._ranks.gather(mine)) if steps]
+        return candidates([*listed.complete, *listed.abandoned, *listed.damaged], on_nodes, abandoned)
+
+    def _plan_to_abandon(self, step: int, found: Sequence[Candidate]) -> None:
+        left = {one.step: one.save_id for one in found if one.is_abandoned and one.step != step}
+        newer = {one.step: one.save_id for one in found if one.step > step}
+        if newer or any(one.is_abandoned and one.step == step for one in found):
+            self._to_abandon = {**left, **newer}
+
+    def go_back(self) -> None:
+        """Leave behind what is newer than a step that was asked for and restored; called before each save."""
+        planned, self._to_abandon = self._to_abandon, None
+        if planned is not None:
+            abandoned = planned
+            self._ranks.on_one(lambda: write_abandoned(self._durable.open_own(), abandoned))
+            self._pipeline.go_back(abandoned.keys())
+
+    def _go_on_with_uploads(
+        self,
+        found: Sequence[Candidate],
+        is_due: Callable[[int], bool],
+        new_save: Callable[[int, Mapping[str, float]], StepSave],
+    ) -> None:
+        """Upload what is complete in the fast tier and was on its way when an earlier job ended; forget the rest."""
+        if self._fast is None:
+            return
+        complete = [one for one in found if one.is_complete_on_nodes]
+        self._pipeline.remember_fast([one.step for one in complete])
+        newest = max((one.step for one in found if one.is_durable), default=-1)
+        for one in reversed(complete):
+            if one.step > newest and not one.is_durable and is_due(one.step):
+                self._upload_again(one, new_save(one.step, one.metrics))
+
+    def _upload_again(self, candidate: Candidate, save: StepSave) -> None:
+        assert self._fast is not None
+        here, source = self._fast.open(candidate.step), self._nodes.ranks_of(candidate.with_metadata[0])[0]
+        data = self._ranks.on_one(lambda: here.read_all(METADATA_NAME, limit_nbytes=MAX_METADATA_NBYTES), source)
+        senders = {}
+        for number, name in enumerate(sorted(candidate.wanted)):
+            ranks = self._nodes.ranks_of(candidate.holders[name][0])
+            senders[name] = ranks[number % len(ranks)]
+        save.tiers = ("fast",)
+        self._pipeline.upload(save, WrittenSave(data, candidate.save_id, candidate.wanted, ()), senders)

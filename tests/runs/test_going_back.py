@@ -1,0 +1,97 @@
+"""A run that goes back to an earlier step on purpose and saves from there leaves the newer ones behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dcp_nvcomp import CheckpointManager, Keep, StorageError, load, pin_step
+from tests.distributed.launch import RankPool
+from tests.runs import jobs
+
+
+def _state(value: float) -> dict[str, Any]:
+    return {"w": torch.full((100,), value)}
+
+
+def _save(path: Path, values: dict[int, float], *, back_to: int | None = None, **options: Any) -> list[int]:
+    """Save steps, perhaps after going back; return the complete ones."""
+    with CheckpointManager(path, every=1, run_id="job", **options) as manager:
+        if back_to is not None:
+            restored = manager.restore(_state(-1.0), back_to)
+            assert restored is not None and restored.step == back_to
+        for step, value in values.items():
+            manager.save(step, _state(value))
+        manager.wait()
+        return [saved.step for saved in manager.steps()]
+
+
+def _newest(path: Path, **options: Any) -> tuple[int, float]:
+    state = _state(-1.0)
+    with CheckpointManager(path, run_id="job", **options) as manager:
+        restored = manager.restore(state)
+        assert restored is not None
+        return restored.step, float(state["w"][0])
+
+
+@pytest.mark.parametrize("has_fast", [False, True])
+def test_what_was_left_behind_is_not_restored_nor_counted(tmp_path: Path, has_fast: bool) -> None:
+    options: dict[str, Any] = {"fast": tmp_path / "fast", "fast_every": 1} if has_fast else {}
+    run = tmp_path / "run"
+    _save(run, {step: float(step) for step in (10, 20, 30, 40)}, **options)
+    assert _save(run, {22: 2.2, 24: 2.4}, back_to=20, **options) == [10, 20, 22, 24]
+    assert _newest(run, **options) == (24, pytest.approx(2.4))
+    state = _state(-1.0)
+    load(state, run / "step-40", no_dist=True)
+    assert state["w"][0] == 40, "without a rule nothing goes"
+    assert _save(run, {30: 3.0}, **options) == [10, 20, 22, 24, 30], "saved again, it is of the run"
+    assert _newest(run, **options) == (30, 3.0)
+
+
+def test_a_rule_keeps_what_is_saved_now_and_not_what_was_left_behind(tmp_path: Path) -> None:
+    _save(tmp_path, {step: float(step) for step in (10, 20, 30, 40)})
+    pin_step(tmp_path, 30)
+    assert _save(tmp_path, {22: 2.2, 24: 2.4}, back_to=20, keep=Keep(last=2)) == [22, 24]
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-22", "step-24", "step-30"]
+
+
+def test_a_restore_alone_leaves_nothing_behind(tmp_path: Path) -> None:
+    _save(tmp_path, {10: 1.0, 20: 2.0})
+    _save(tmp_path, {}, back_to=10)
+    assert _newest(tmp_path) == (20, 2.0)
+
+
+def test_one_can_go_forward_again(tmp_path: Path) -> None:
+    _save(tmp_path, {10: 1.0, 20: 2.0, 30: 3.0})
+    _save(tmp_path, {15: 1.5}, back_to=10)
+    assert _save(tmp_path, {25: 2.5}, back_to=20) == [10, 15, 20, 25]
+    assert _newest(tmp_path) == (25, 2.5)
+
+
+def test_if_what_says_so_is_damaged_nothing_is_guessed(tmp_path: Path) -> None:
+    _save(tmp_path, {10: 1.0, 20: 2.0})
+    _save(tmp_path, {15: 1.5}, back_to=10)
+    (tmp_path / ".run" / "abandoned").write_bytes(b"{")
+    with pytest.raises(StorageError, match="damaged"):
+        _newest(tmp_path)
+
+
+def _go_back(place: Path, back_to: int, steps: list[int], **options: Any) -> None:
+    state = jobs.state_of(-1)
+    with jobs.manager_of(place, **options) as manager:
+        manager.restore(state, back_to)
+        jobs.assert_state_of(back_to, state)
+        for step in steps:
+            manager.save(step, jobs.state_of(step))
+
+
+def test_on_several_nodes(ranks: RankPool, tmp_path: Path) -> None:
+    options = {"every": 20, "fast_every": 10, "copies": 1, "fast_keep": 3}
+    ranks.run(jobs.save_steps, tmp_path, [10, 20, 30, 40, 50], **options)
+    ranks.run(_go_back, tmp_path, 30, [35], **options)
+    ranks.run(jobs.restore, tmp_path, 35, **options)
+    for node in (0, 1):
+        assert sorted(path.name for path in jobs.fast_of(tmp_path, node).glob("step-*")) == ["step-30", "step-35"]
