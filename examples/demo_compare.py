@@ -63,7 +63,7 @@ def fill_with_zeros(state: dict[str, Any]) -> None:
 
 
 def component(fqn: str) -> str:
-    name = "model" if fqn.startswith("app.model.") else fqn.rpartition(".")[2]
+    name = "model" if fqn.startswith("train.model.") else fqn.rpartition(".")[2]
     return name if name in COMPONENTS else "the rest"
 
 

@@ -93,27 +93,29 @@ def draw_seconds(axes: plt.Axes, compared: dict[str, Any]) -> None:
     axes.margins(y=0.12)
 
 
-def draw_losses(axes: plt.Axes, uninterrupted: dict[int, float], resumed: dict[int, float], saved_step: int) -> None:
-    label = "4 ranks, not interrupted"
-    axes.plot(list(uninterrupted), list(uninterrupted.values()), color="#b8bec6", linewidth=2.5, label=label)
-    axes.plot(list(resumed), list(resumed.values()), color="#2e9e5b", linewidth=1.2, label="2 ranks, resumed")
-    axes.axvline(saved_step, color="#333333", linewidth=0.8, linestyle=":", label="checkpoint")
+def draw_losses(axes: plt.Axes, jobs: list[dict[int, float]], lost: list[tuple[int, str]]) -> None:
+    labels = ("2 nodes, 4 ranks", "a fresh node, from its peer", "1 node, 2 ranks, from durable")
+    styles = (("#b8bec6", 3.0), ("#6f8fb5", 2.0), ("#2e9e5b", 1.2))
+    for losses, label, (color, width) in zip(jobs, labels, styles, strict=True):
+        axes.plot(list(losses), list(losses.values()), color=color, linewidth=width, label=label)
+    for step, what in lost:
+        axes.axvline(step, color="#333333", linewidth=0.8, linestyle=":")
+        place = {"xycoords": ("data", "axes fraction"), "rotation": 90, "ha": "right", "va": "top"}
+        axes.annotate(f"{what}: back to {step}", (step, 0.72), fontsize=7, **place)
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
     axes.set_title("The loss goes on")
     axes.legend(frameon=False, fontsize=8, loc="upper center")
 
 
-def draw(
-    compared: dict[str, Any], uninterrupted: dict[int, float], resumed: dict[int, float], saved_step: int, path: Path
-) -> None:
+def draw(compared: dict[str, Any], jobs: list[dict[int, float]], lost: list[tuple[int, str]], path: Path) -> None:
     """Bytes, seconds and losses side by side, as a PNG."""
     figure, (sizes, seconds, losses) = plt.subplots(
         1, 3, figsize=(13, 4), width_ratios=[1.5, 1, 1.5], layout="constrained"
     )
     draw_sizes(sizes, compared)
     draw_seconds(seconds, compared)
-    draw_losses(losses, uninterrupted, resumed, saved_step)
+    draw_losses(losses, jobs, lost)
     for axes in (sizes, seconds, losses):
         axes.spines[["top", "right"]].set_visible(False)
     handles, labels = sizes.get_legend_handles_labels()

@@ -1,10 +1,12 @@
-"""Train a small GPT with FSDP2, save compressed checkpoints, and go on from one with any number of ranks.
+"""Train a small GPT with FSDP2 as a run of checkpoints: kept, copied to other nodes, resumed on any number of ranks.
 
-    torchrun --nproc-per-node 4 examples/train_fsdp.py --checkpoints runs/demo --steps 200 --save-every 100
-    torchrun --nproc-per-node 2 examples/train_fsdp.py --checkpoints runs/demo --steps 300 --resume 200
+    torchrun --nproc-per-node 4 examples/train_fsdp.py --checkpoints runs/demo --every 100 --steps 200
+    torchrun --nproc-per-node 2 examples/train_fsdp.py --checkpoints runs/demo --every 100 --steps 300
 
-What is particular to dcp_nvcomp is in `save` and `load`; the rest is any FSDP2 training script. `--checkpoints` takes
-a directory or a URL such as s3://bucket/run.
+The second command goes on where the first one ended, or died. `--checkpoints` takes a directory or a URL such as
+s3://bucket/run.
+With `--fast /dev/shm/demo --fast-every 10 --copies 1` each node also saves to its own memory, and its peer has a copy.
+What is particular to dcp_nvcomp is in `main`; the rest is any FSDP2 training script.
 """
 
 from __future__ import annotations
@@ -21,44 +23,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from tiny_gpt import TinyGPT, draw_batch, load_corpus
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from dcp_nvcomp import NvcompReader, NvcompWriter
-
-
-def save(training: Training, path: str) -> None:
-    dcp.save(training.state_dict(), storage_writer=NvcompWriter(path))
+import dcp_nvcomp
+from dcp_nvcomp import Best, CheckpointManager, Keep, TrainingState
 
 
 def load(training: Training, path: str) -> None:
-    dcp.load(training.state_dict(), storage_reader=NvcompReader(path))
-
-
-class ModelAndOptimizer(Stateful):
-    """Return what FSDP2 shards: parameters and Adam moments, as DTensors."""
-
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model = model
-        self.optimizer = optimizer
-
-    def state_dict(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state_dict["model"],
-            optim_state_dict=state_dict["optimizer"],
-        )
+    dcp_nvcomp.load(training.state_dict(), path)
 
 
 class Progress(Stateful):
@@ -95,7 +72,7 @@ class Training:
         self.corpus = load_corpus()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"app": ModelAndOptimizer(self.model, self.optimizer), "progress": self.progress}
+        return {"train": TrainingState(self.model, self.optimizer), "progress": self.progress}
 
     def train_step(self, global_batch: int) -> float:
         """One optimizer step; returns the mean loss over all ranks."""
@@ -161,13 +138,15 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_arguments(parser)
-    parser.add_argument("--checkpoints", required=True, help="directory or URL; each save goes to step-N in it")
+    parser.add_argument("--checkpoints", required=True, help="directory or URL; its checkpoints are step-N in it")
+    parser.add_argument("--every", type=int, default=100, metavar="STEPS", help="between checkpoints there")
+    parser.add_argument("--fast", help="directory in this node's memory or on its disk")
+    parser.add_argument("--fast-every", type=int, metavar="STEPS", help="between checkpoints there")
+    parser.add_argument("--copies", type=int, default=0, help="how many other nodes have what is in the fast tier")
     parser.add_argument("--steps", type=int, default=200, help="train up to this step")
-    parser.add_argument("--save-every", type=int, default=100, metavar="STEPS")
-    parser.add_argument("--resume", type=int, metavar="STEP", help="go on from the checkpoint of this step")
     parser.add_argument("--print-every", type=int, default=20, metavar="STEPS")
     parser.add_argument("--record", type=Path, help="JSON lines: each loss, and hashes of what is saved and loaded")
-    parser.add_argument("--die-at", type=int, metavar="STEP", help="kill every rank after this step, as a crash would")
+    parser.add_argument("--die-at", type=int, metavar="STEP", help="kill this node's ranks after this step")
     return parser.parse_args()
 
 
@@ -181,6 +160,12 @@ class Recorder:
         if dist.get_rank() == 0:
             print(message, flush=True)
 
+    def gather(self, nbytes: Mapping[str, int]) -> dict[str, int]:
+        """Add up the sizes of all ranks, by name."""
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, dict(nbytes))
+        return {name: sum(one.get(name, 0) for one in found) for name in sorted({*found[0]}.union(*found))}
+
     def record(self, **fields: Any) -> None:
         if self.lines:
             self.lines.write(json.dumps(fields) + "\n")
@@ -190,32 +175,40 @@ def main() -> None:
     arguments = parse_arguments()
     device = start_distributed()
     training = Training(device, width=arguments.width, depth=arguments.depth)
-    progress = training.progress
+    progress, state = training.progress, training.state_dict()
     recorder = Recorder(arguments.record)
     parameter_count = sum(parameter.numel() for parameter in training.model.parameters())
     recorder.say(f"{parameter_count / 1e6:.1f} M parameters on {dist.get_world_size()} ranks, {device.type}")
 
-    if arguments.resume is not None:
-        load(training, f"{arguments.checkpoints}/step-{arguments.resume}")
-        recorder.say(f"resumed after step {progress.step}")
-        if arguments.record:
-            recorder.record(step=progress.step, loaded=fingerprint(training.state_dict()))
-
-    while progress.step < arguments.steps:
-        start = time.perf_counter()
-        loss = training.train_step(arguments.global_batch)
-        seconds = time.perf_counter() - start
-        recorder.record(step=progress.step, loss=loss, seconds=seconds)
-        if progress.step % arguments.print_every == 0:
-            recorder.say(f"step {progress.step:4d}  loss {loss:.4f}  {seconds:.2f} s")
-        if progress.step % arguments.save_every == 0:
-            path = f"{arguments.checkpoints}/step-{progress.step}"
-            save(training, path)
-            recorder.say(f"saved {path}")
+    with CheckpointManager(
+        arguments.checkpoints,
+        every=arguments.every,
+        keep=Keep(last=2, best=Best("loss", "min")),
+        fast=arguments.fast,
+        fast_every=arguments.fast_every,
+        copies=arguments.copies,
+    ) as manager:
+        restored = manager.restore(state)  # None at the first start
+        if restored is not None:
+            recorder.say(str(restored))
+            sources = recorder.gather(restored.nbytes)
             if arguments.record:
-                recorder.record(step=progress.step, saved=fingerprint(training.state_dict()))
-        if progress.step == arguments.die_at:
-            os.kill(os.getpid(), signal.SIGKILL)
+                recorder.record(step=restored.step, loaded=fingerprint(state), sources=sources)
+        while progress.step < arguments.steps and not manager.preempted:
+            start = time.perf_counter()
+            loss = training.train_step(arguments.global_batch)
+            step, seconds = progress.step, time.perf_counter() - start
+            recorder.record(step=step, loss=loss, seconds=seconds)
+            if step % arguments.print_every == 0:
+                recorder.say(f"step {step:4d}  loss {loss:.4f}  {seconds:.2f} s")
+            if manager.should_save(step):
+                manager.save(step, state, metrics={"loss": loss})
+                if arguments.record:
+                    recorder.record(step=step, saved=fingerprint(state))
+            if step == arguments.die_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+    for saved in manager.report().saves[-2:]:
+        recorder.say(str(saved))
     end_distributed()
 
 

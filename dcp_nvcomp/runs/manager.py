@@ -146,6 +146,14 @@ class CheckpointManager:
         name = this_node() if node is None else str(node)
         places = self._ranks.gather(Place(name, name if domain is None else str(domain)))
         self._nodes = Nodes(places, self._ranks.rank)
+        fewest = min(len(self._nodes.peers_of(one, copies)) for one in self._nodes.names)
+        if fewest < copies and self._ranks.is_first:
+            logger.warning(
+                "copies=%d, but only %d can be made: there are too few nodes, or failure domains. Those of this run: %s",
+                copies,
+                fewest,
+                ", ".join(sorted({place.domain for place in places})),
+            )
 
         self._failures = Failures()
         self._report, self._telling = RunReport(), threading.Lock()

@@ -88,6 +88,7 @@ class Pipeline:
     ) -> None:
         self._fast_ranks, self._durable_ranks, self._nodes = fast_ranks, durable_ranks, nodes
         self._fast, self._durable, self._rules = fast, durable, rules
+        self._transfers = nodes.copies(rules.copies)  # to peers, after each save
         self._tell, self._on_failure = tell, on_failure
         self._complete = {saved.step: saved for saved in there.complete}
         self._abandoned = {saved.step: saved for saved in there.abandoned}
@@ -199,7 +200,7 @@ class Pipeline:
         copied_nbytes = 0
         try:
             copied_nbytes = self._copy(save.step, written)
-            if self._rules.copies:
+            if self._transfers:
                 save.reached("copies", copied_nbytes=copied_nbytes)
         except BaseException as error:
             self._fail(save, error)
@@ -224,10 +225,10 @@ class Pipeline:
 
     def _copy(self, step: int, written: WrittenSave) -> int:
         """Send this rank's files to its peers; return what it received."""
-        if not self._rules.copies:
+        if not self._transfers:
             return 0
         assert self._fast is not None
-        transfers = {one: _files_of(written, one.source) for one in self._nodes.copies(self._rules.copies)}
+        transfers = {one: _files_of(written, one.source) for one in self._transfers}
         received: list[int] = []
         here = self._fast.open(step)
         move_files(

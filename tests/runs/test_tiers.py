@@ -51,6 +51,12 @@ def test_a_lost_node_is_restored_from_its_peer(ranks: RankPool, tmp_path: Path) 
     assert _total(results[2:], "peer") > 0
 
 
+def test_one_node_alone_has_no_copies_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    result = jobs.save_steps(tmp_path, STEPS, copies=1, **TIERS)
+    assert result["tiers"] == {10: ("fast",), 20: ("fast", "durable"), 30: ("fast",)}
+    assert any("copies=1, but only 0 can be made" in record.getMessage() for record in caplog.records)
+
+
 def test_copies_are_on_the_other_node(ranks: RankPool, tmp_path: Path) -> None:
     results = ranks.run(jobs.save_steps, tmp_path, STEPS, copies=1, **TIERS)
     assert results[0]["tiers"][30] == ("fast", "copies")
