@@ -101,11 +101,11 @@ def draw_losses(axes: plt.Axes, jobs: list[dict[int, float]], lost: list[tuple[i
     for step, what in lost:
         axes.axvline(step, color="#333333", linewidth=0.8, linestyle=":")
         place = {"xycoords": ("data", "axes fraction"), "rotation": 90, "ha": "right", "va": "top"}
-        axes.annotate(f"{what}: back to {step}", (step, 0.72), fontsize=7, **place)
+        axes.annotate(f"{what}: back to {step}", (step, 0.6), fontsize=7, **place)
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
     axes.set_title("The loss goes on")
-    axes.legend(frameon=False, fontsize=8, loc="upper center")
+    axes.legend(frameon=False, fontsize=8, loc="upper right")
 
 
 def draw(compared: dict[str, Any], jobs: list[dict[int, float]], lost: list[tuple[int, str]], path: Path) -> None:

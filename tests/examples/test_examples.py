@@ -59,6 +59,35 @@ def test_train_async_saves_200_times(tmp_path: Path) -> None:
     assert "loaded step 400" in printed
 
 
+def _run_twice(run_url: str | Path, fast: Path, *options: str, **environment: str) -> tuple[str, str]:
+    def ranks(count: int) -> list[str]:
+        return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+
+    common = [EXAMPLES / "run.py", run_url, "--fast", fast, *options]
+    first = run(*ranks(4), *common, "--steps", "41", **environment)
+    return first, run(*ranks(2), *common, "--steps", "71", **environment)
+
+
+@pytest.mark.tools
+def test_run(tmp_path: Path) -> None:
+    first, second = _run_twice(tmp_path / "run", tmp_path / "fast")
+    assert "steps [20, 40], 656 samples" in first
+    assert "goes on after step 40, 656 samples" in second
+    assert "steps [20, 40, 60], 896 samples" in second
+
+
+@pytest.mark.tools
+@pytest.mark.s3
+def test_run_on_s3(s3_store: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
+    url, options = s3_store
+    keys = {"AWS_ACCESS_KEY_ID": options["key"], "AWS_SECRET_ACCESS_KEY": options["secret"]}
+    endpoint = ["--endpoint-url", options["endpoint_url"]]
+    first, second = _run_twice(f"{url}/run", tmp_path / "fast", *endpoint, **keys)
+    assert "steps [20, 40], 656 samples" in first
+    assert "goes on after step 40, 656 samples" in second
+    assert "steps [20, 40, 60], 896 samples" in second
+
+
 @pytest.mark.tools
 @pytest.mark.s3
 def test_s3(s3_store: tuple[str, dict[str, Any]]) -> None:
