@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
+
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.format.metadata.summary import Summary
 from dcp_nvcomp.format.names import METADATA_NAME
@@ -33,8 +35,8 @@ def check_metrics(step: int, metrics: Mapping[str, float] | None) -> dict[str, f
     found = {}
     for name, value in (metrics or {}).items():
         try:
-            number = float(value)
-        except (TypeError, ValueError) as error:
+            number = float(value.detach() if isinstance(value, torch.Tensor) else value)
+        except (TypeError, ValueError, RuntimeError) as error:  # the last for a tensor of several elements
             raise ConfigurationError(f"metrics[{name!r}]={value!r} is not a number.") from error
         if not isinstance(name, str):
             raise ConfigurationError(f"The names of metrics are text, and {name!r} is not.")

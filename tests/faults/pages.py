@@ -2,7 +2,7 @@
 
 A place is `<!-- name -->` ... `<!-- end -->`; each has a file of results in the repository, and how to make it anew:
 
-    kill matrix   python -m tests.faults.kill_matrix
+    kill matrix   python -m tests.faults.kill_matrix; of runs: python -m tests.runs.kills.kill_matrix
     damage        python -m tests.faults.damage --json tests/faults/damage.json
     fuzz          python -m tests.faults.fuzz ... --output tests/faults/fuzz/results.json
     soak          python -m tests.soak ... --json tests/soak/results/....json
@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.runs.kills import kill_matrix as run_kills
+
 from . import damage, kill_matrix
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -28,6 +30,10 @@ def _read(name: str) -> Any:
 
 def _kill_matrix() -> str:
     return kill_matrix.table(_read("faults/kill_matrix.json"))
+
+
+def _run_kill_matrix() -> str:
+    return run_kills.table(_read("runs/kills/kill_matrix.json"))
 
 
 def _damage() -> str:
@@ -66,6 +72,7 @@ def _soak() -> str:
 SAVING = ("save", "killed_save", "failing_save", "two_writers", "reader_during_save", "clean_during_save")
 PLACES: dict[str, Callable[[], str]] = {
     "kill matrix": _kill_matrix,
+    "run kill matrix": _run_kill_matrix,
     "damage": _damage,
     "fuzz": _fuzz,
     "soak": _soak,

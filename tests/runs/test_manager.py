@@ -381,6 +381,7 @@ def test_mistakes_are_named(tmp_path: Path, options: dict[str, Any], words: str)
     [
         (-1, None, "step=-1"),
         (1, {"loss": "low"}, "not a number"),
+        (1, {"loss": torch.zeros(2)}, "not a number"),
         (1, {f"metric {number}": 1 / 3 for number in range(500)}, "too many"),
     ],
 )
@@ -388,7 +389,7 @@ def test_mistakes_in_a_save_are_named(tmp_path: Path, step: int, metrics: Any, w
     with CheckpointManager(tmp_path) as manager:
         with pytest.raises(ConfigurationError, match=words):
             manager.save(step, _state(1), metrics=metrics)
-        manager.save(2, _state(2), metrics={"loss": torch.tensor(0.5), "nan": math.nan})
+        manager.save(2, _state(2), metrics={"loss": torch.tensor(0.5, requires_grad=True), "nan": math.nan})
     assert list_run(tmp_path).steps[0].metrics["loss"] == 0.5
 
 
