@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dcp_nvcomp import inspect_checkpoint, list_run, verify_checkpoint
+from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from tests.distributed.launch import RankPool
 from tests.runs import jobs
 
@@ -55,6 +57,38 @@ def test_one_node_alone_has_no_copies_and_says_so(tmp_path: Path, caplog: pytest
     result = jobs.save_steps(tmp_path, STEPS, copies=1, **TIERS)
     assert result["tiers"] == {10: ("fast",), 20: ("fast", "durable"), 30: ("fast",)}
     assert any("copies=1, but only 0 can be made" in record.getMessage() for record in caplog.records)
+
+
+def _restore_counted(place: Path, step: int, **options: Any) -> tuple[dict[str, Any], list[str]]:
+    """Restore, and return the files below the durable tier that were read, but for what a listing reads."""
+    read: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("read", "read_into", "read_all"):
+            call = getattr(PosixFilesystem, name)
+
+            def counted(filesystem: PosixFilesystem, file: str, *args: Any, call: Any = call, **kwargs: Any) -> Any:
+                if f"{place}/run/step-" in filesystem.location(file):
+                    read.append(filesystem.location(file))
+                return call(filesystem, file, *args, **kwargs)
+
+            patch.setattr(PosixFilesystem, name, counted)
+        return jobs.restore(place, step, **options), read
+
+
+@pytest.mark.parametrize("step", [20, 40])
+def test_from_a_peer_nothing_is_read_of_the_durable_tier(ranks: RankPool, tmp_path: Path, step: int) -> None:
+    # step 40 is in the durable tier too, step 20 alone would be
+    ranks.run(jobs.save_steps, tmp_path, [20, 30, step] if step == 40 else [step], copies=1, **TIERS)
+    shutil.rmtree(jobs.fast_of(tmp_path, 1))
+    results = ranks.run(_restore_counted, tmp_path, step, copies=1, **TIERS)
+    assert _total([result for result, _ in results][2:], "peer") > 0
+    assert not [file for _, files in results for file in files if file.endswith(".distcp")]
+    listed = {f"{tmp_path}/run/{path.name}/.metadata" for path in (tmp_path / "run").glob("step-*")}
+    assert {file for _, files in results for file in files} <= listed
+    for node in (0, 1):
+        shutil.rmtree(jobs.fast_of(tmp_path, node))
+    without = ranks.run(_restore_counted, tmp_path, step, copies=1, **TIERS)
+    assert [file for _, files in without for file in files if file.endswith(".distcp")], "they are counted"
 
 
 def test_copies_are_on_the_other_node(ranks: RankPool, tmp_path: Path) -> None:
