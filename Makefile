@@ -38,7 +38,7 @@ help:
 	@echo "make test-faults  the whole fault matrix, 50,000 fuzz executions and two minutes of soak"
 	@echo "make fuzz, make soak  the second and the third of these alone"
 	@echo "make test-gpu   the tests that need a GPU; on a machine without a network see CONTRIBUTING.md"
-	@echo "make bench      a benchmark: SUITE=ratio, cpu, overlap, asynchronous, plans, reshard, scale, tensors, limits, s3, gpu or slices"
+	@echo "make bench      a benchmark: SUITE=ratio, cpu, overlap, asynchronous, runs, plans, reshard, scale, tensors, limits, s3, gpu or slices"
 	@echo "make lint       ruff, mypy, codespell"
 	@echo "make format     let ruff rewrite the sources"
 	@echo "make clean      remove .venv and everything that was made"
@@ -73,6 +73,7 @@ ifdef DCP_NVCOMP_TEST_S3
 else
 	$(BIN)/python -m tests.soak --minutes 2 --faults
 endif
+	$(BIN)/python -m tests.soak --runs --minutes 1
 
 # An interpreter that has all they need runs the tests that are for it: no environment is made, nothing is downloaded.
 test-gpu:

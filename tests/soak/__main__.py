@@ -15,13 +15,14 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
 from tests.faults.proxy import FaultProxy
 
 from .model import Model
 from .places import Place
 from .ranks import FORK, Job, run_jobs
+from .runs import soak_runs
 
 
 def main() -> None:
@@ -32,18 +33,25 @@ def main() -> None:
     parser.add_argument("--place", choices=["disk", "s3"], default="disk")
     parser.add_argument("--directory", help="where on the disk; by default a new temporary directory")
     parser.add_argument("--faults", action="store_true", help="the network, or system calls, fail at random")
+    parser.add_argument("--runs", action="store_true", help="jobs of training runs, on disk, killed at random")
     parser.add_argument("--json", help="write what was done there")
     options = parser.parse_args()
     seed = random.SystemRandom().randrange(1 << 30) if options.seed is None else options.seed
     print(f"soak: seed {seed}, {options.minutes} minutes, {options.place}", flush=True)
+    if options.runs:
+        _end({"seed": seed, "place": "runs", "faults": True, **soak_runs(options.minutes, seed)}, options.json)
     on_disk = options.place == "disk"
     with _on_disk(options.directory, options.faults) if on_disk else _on_s3(options.faults) as (place, set_faults):
         model = Model(place, seed, set_faults)
         record = soak(model, options.minutes)
-    record = {"seed": seed, "place": options.place, "faults": options.faults, **record}
+    _end({"seed": seed, "place": options.place, "faults": options.faults, **record}, options.json)
+
+
+def _end(record: dict[str, Any], path: str | None) -> NoReturn:
+    """Print what was done, write it down if asked, and exit."""
     print(json.dumps({name: value for name, value in record.items() if name != "lie"}))
-    if options.json:
-        with open(options.json, "w") as file:
+    if path:
+        with open(path, "w") as file:
             json.dump(record, file, indent=1)
             file.write("\n")
     sys.exit(1 if "lie" in record else 0)
