@@ -112,21 +112,20 @@ class _Ends:
     def write(self, piece: Piece, message: torch.Tensor, *, is_last: bool) -> None:
         name, start, stop = piece
         try:
-            self._write(name, start, message.numpy(), is_last=is_last)
+            if self._write(name, start, message.numpy(), is_last=is_last):
+                self._on_moved(name, stop)
         except CheckpointError as error:
             self._error = self._error or error
             self._drop()
-            return
-        if is_last and self._output is None and self._error is None:
-            self._on_moved(name, stop)
 
-    def _write(self, name: str, start: int, data: np.ndarray, *, is_last: bool) -> None:
+    def _write(self, name: str, start: int, data: np.ndarray, *, is_last: bool) -> bool:
+        """Write a piece; return True if its file is whole now."""
         if start == 0:
             self._drop()
             self._target.remove([name])
             self._output = self._target.open_output(name)
         if self._output is None:  # an earlier piece of this file failed
-            return
+            return False
         payload, crc = data[:-_CRC_NBYTES], int.from_bytes(data[-_CRC_NBYTES:].tobytes(), "little")
         if checksum(payload) != crc:
             raise CorruptDataError(
@@ -138,6 +137,7 @@ class _Ends:
         if is_last:
             self._output.close()
             self._output = None
+        return is_last
 
     def _drop(self) -> None:
         output, self._output = self._output, None

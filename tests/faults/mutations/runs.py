@@ -1,0 +1,119 @@
+"""The protections of training runs."""
+
+from __future__ import annotations
+
+from tests.faults.mutations import Mutation
+
+PIPELINE = "dcp_nvcomp/runs/pipeline.py"
+REMOVAL = "dcp_nvcomp/runs/removal.py"
+TRANSFER = "dcp_nvcomp/runs/tiers/transfer.py"
+UPLOADS = "dcp_nvcomp/runs/tiers/uploads.py"
+DURABLE = "dcp_nvcomp/runs/tiers/durable.py"
+
+MUTATIONS = (
+    Mutation(
+        row="runs: a step is marked before it is removed",
+        file=REMOVAL,
+        old='    filesystem.publish(REMOVING, b"")\n',
+        new="",
+        tests="tests/runs/test_removal.py -k any_call",
+    ),
+    Mutation(
+        row="runs: a save into a step that was being removed takes the mark away",
+        file="dcp_nvcomp/runs/publishers.py",
+        old="        filesystem.remove([REMOVING])  # of a removal that was cut short: what it left is replaced now\n",
+        new="",
+        tests="tests/runs/test_removal.py -k was_cut_short_stays",
+    ),
+    Mutation(
+        row="runs: the newest step stays",
+        file="dcp_nvcomp/runs/keep.py",
+        old="    if steps and steps[-1].step not in found:\n",
+        new="    if False:\n",
+        tests="tests/runs/test_keep.py -k callable",
+    ),
+    Mutation(
+        row="runs: pinned steps stay",
+        file=DURABLE,
+        old="if step not in pinned)",
+        new="if step >= 0)",
+        tests="tests/runs/test_going_back.py -k rule_keeps",
+    ),
+    Mutation(
+        row="runs: what is held is not removed",
+        file=DURABLE,
+        old="                if step in self._busy:\n",
+        new="                if False:\n",
+        tests="tests/runs/test_removal.py -k pinned_or_loaded",
+    ),
+    Mutation(
+        row="runs: a piece that arrives wrong is noticed",
+        file=TRANSFER,
+        old="        if checksum(payload) != crc:\n",
+        new="        if False:\n",
+        tests="tests/runs/test_transfer.py -k wrong_piece",
+    ),
+    Mutation(
+        row="runs: what can't be read at the sender is not taken for the file",
+        file=TRANSFER,
+        old="            crc = checksum(data[:-_CRC_NBYTES]) ^ 1  # the receiver must not take it for the file\n",
+        new="            crc = checksum(data[:-_CRC_NBYTES])\n",
+        tests="tests/runs/test_transfer.py -k cannot_be_read",
+    ),
+    Mutation(
+        row="runs: a file that was cut short is uploaded again",
+        file=UPLOADS,
+        old="if there.get(name) != sizes[name]]",
+        new="if name not in there]",
+        tests="tests/runs/test_transfer.py -k cut_short",
+    ),
+    Mutation(
+        row="runs: the fast tier is pruned only once copies are made",
+        file=PIPELINE,
+        old="        else:\n            self._prune_fast(save.step)",
+        new="        finally:\n            self._prune_fast(save.step)",
+        tests="tests/runs/kills/test_found.py",
+    ),
+    Mutation(
+        row="runs: what is on its way to the durable tier stays in the fast one",
+        file=PIPELINE,
+        old="            busy = set(self._on_their_way)\n",
+        new="            busy = set()\n",
+        tests="tests/runs/test_manager.py -k on_their_way",
+    ),
+    Mutation(
+        row="runs: steps that were left behind are not restored",
+        file="dcp_nvcomp/runs/restoring/run_restore.py",
+        old="(not one.is_abandoned if step is None else one.step == step)",
+        new="(True if step is None else one.step == step)",
+        tests="tests/runs/test_going_back.py -k not_restored",
+    ),
+    Mutation(
+        row="runs: a damaged copy is replaced by another one",
+        file="dcp_nvcomp/runs/restoring/restore.py",
+        old="            candidate = candidate.without(bad)\n",
+        new="            return None, error\n",
+        tests="tests/runs/test_tiers.py -k damaged_copy",
+    ),
+    Mutation(
+        row="runs: a second manager is refused",
+        file="dcp_nvcomp/runs/lease.py",
+        old="            if held and not take_over:\n",
+        new="            if False:\n",
+        tests="tests/runs/test_lease.py -k second_manager",
+    ),
+    Mutation(
+        row="runs: generators are set after all that draws",
+        file="dcp_nvcomp/runs/state/training_state.py",
+        old="        self._loader.state_dict()\n",
+        new="",
+        tests="tests/runs/state/test_training_state.py -k bit_identical",
+    ),
+    Mutation(
+        row="runs: a restored place is not forgotten by an iterator that is dropped",
+        file="dcp_nvcomp/runs/state/sampler.py",
+        old="        if not self._is_placed:\n",
+        new="        if True:\n",
+        tests="tests/runs/state/test_sampler.py",
+    ),
+)

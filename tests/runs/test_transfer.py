@@ -1,0 +1,114 @@
+"""Files move as they are: between ranks in pieces that are checked, and to the durable tier once."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dcp_nvcomp.errors import CheckpointError
+from dcp_nvcomp.runs.ranks import Ranks
+from dcp_nvcomp.runs.tiers import transfer, uploads
+from dcp_nvcomp.runs.tiers.nodes import Transfer, rounds
+from dcp_nvcomp.runs.tiers.transfer import move_files
+from dcp_nvcomp.runs.tiers.uploads import upload_files
+from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
+from dcp_nvcomp.storage.open import open_filesystem
+from tests.distributed.launch import RankPool
+
+SIZES = {"a": 0, "b": 1, "c": 5000, "d": 4096}
+
+
+def _data(name: str) -> bytes:
+    generator = torch.Generator().manual_seed(ord(name))
+    return bytes(torch.randint(0, 256, (SIZES[name],), dtype=torch.uint8, generator=generator).tolist())
+
+
+def _ring(place: Path, *, fault: str = "") -> str:
+    """Send files around a ring of ranks; return what was raised."""
+    rank, count = dist.get_rank(), dist.get_world_size()
+    own, other = place / f"from-{rank}", place / f"to-{rank}"
+    own.mkdir(), other.mkdir()
+    for name in SIZES:
+        (own / name).write_bytes(_data(name))
+    transfers = {Transfer(source, (source + 1) % count): SIZES for source in range(count)}
+    moved: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transfer, "_PIECE_NBYTES", 1024)
+        if fault == "flip" and rank == 0:
+            exchange = Ranks.exchange
+
+            def flipped(ranks: Ranks, sent: Any, to: int, received: Any, source: int) -> None:
+                exchange(ranks, sent, to, received, source)
+                if received is not None and len(received) > 500:
+                    received[100] ^= 1
+
+            patch.setattr(Ranks, "exchange", flipped)
+        if fault == "unreadable" and rank == 0:
+            (own / "c").unlink()
+        ranks = Ranks(dist.group.WORLD)
+        error = ""
+        try:
+            here, there = open_filesystem(own), open_filesystem(other)
+            move_files(ranks, transfers, here, there, on_moved=lambda name, _: moved.append(name))
+        except CheckpointError as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        ranks.close()
+    for path in other.iterdir():
+        assert path.read_bytes() == _data(path.name), "what is there is whole"
+        assert path.name in moved
+    if not error:
+        assert {path.name for path in other.iterdir()} == {name for name, size in SIZES.items() if size}
+    return error
+
+
+def test_files_go_round_a_ring(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(_ring, tmp_path) == [""] * 4
+
+
+def test_a_wrong_piece_is_noticed_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    errors = ranks.run(_ring, tmp_path, fault="flip")
+    assert all("CorruptDataError" in error and "another rank" in error for error in errors)
+
+
+def test_what_cannot_be_read_is_told_to_all_and_nothing_else_comes_of_it(ranks: RankPool, tmp_path: Path) -> None:
+    errors = ranks.run(_ring, tmp_path, fault="unreadable")
+    assert all(errors)
+    assert not (tmp_path / "to-1" / "c").exists()
+
+
+def test_in_a_round_no_rank_sends_or_receives_twice() -> None:
+    transfers = [Transfer(source, to) for source in range(5) for to in range(5) if source != to]
+    made = rounds(transfers)
+    assert sorted((one.source, one.to) for each in made for one in each) == sorted((t.source, t.to) for t in transfers)
+    for each in made:
+        assert len({one.source for one in each}) == len({one.to for one in each}) == len(each)
+
+
+def test_an_upload_that_was_cut_short_is_made_again_and_what_is_whole_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploads, "_PIECE_NBYTES", 1024)
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir(), target.mkdir()
+    for name in SIZES:
+        (source / name).write_bytes(_data(name))
+    (target / "c").write_bytes(_data("c")[:3000])
+    (target / "d").write_bytes(_data("d"))
+    opened: list[str] = []
+    open_output = PosixFilesystem.open_output
+
+    def counted(filesystem: PosixFilesystem, name: str) -> Any:
+        opened.append(name)
+        return open_output(filesystem, name)
+
+    monkeypatch.setattr(PosixFilesystem, "open_output", counted)
+    sent = upload_files(open_filesystem(source), open_filesystem(target), list(SIZES), SIZES)
+    assert sent == SIZES["b"] + SIZES["c"] and opened == ["a", "b", "c"]
+    for name in SIZES:
+        assert (target / name).read_bytes() == _data(name)
+    assert len(os.listdir(target)) == len(SIZES)
