@@ -18,15 +18,14 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from dcp_nvcomp.calls.ranks import group_of
 from dcp_nvcomp.calls.values import check_state_dict, try_values_of
-from dcp_nvcomp.errors import CheckpointError, ConfigurationError, RunInUseError
+from dcp_nvcomp.errors import CheckpointError, ConfigurationError, RankFailedError
 from dcp_nvcomp.options import check_choice, check_flag, check_path, check_seconds
 from dcp_nvcomp.redaction import without_secrets
+from dcp_nvcomp.runs.agreement import Agreement
 from dcp_nvcomp.runs.events import Event, RunReport, StepDelayed, StepRestored, StepSkipped
 from dcp_nvcomp.runs.failures import Failures
 from dcp_nvcomp.runs.keep import Best, Keep, KeepRule, SavedStep
@@ -35,8 +34,9 @@ from dcp_nvcomp.runs.options import SaveOptions, check_count, check_tiers, job_i
 from dcp_nvcomp.runs.pipeline import Pipeline, TierRules
 from dcp_nvcomp.runs.preemption import SignalWatch
 from dcp_nvcomp.runs.publishers import NodePublisher, StepPublisher, check_metrics
-from dcp_nvcomp.runs.ranks import Maximum, Ranks
+from dcp_nvcomp.runs.ranks import Ranks
 from dcp_nvcomp.runs.restoring.run_restore import RunRestore
+from dcp_nvcomp.runs.state_size import state_nbytes
 from dcp_nvcomp.runs.step_save import StepSave
 from dcp_nvcomp.runs.steps import RunSteps, StepNames
 from dcp_nvcomp.runs.tiers.durable import DurableTier
@@ -149,7 +149,7 @@ class CheckpointManager:
         fewest = min(len(self._nodes.peers_of(one, copies)) for one in self._nodes.names)
         if fewest < copies and self._ranks.is_first:
             logger.warning(
-                "copies=%d, but only %d can be made: there are too few nodes, or failure domains. Those of this run: %s",
+                "copies=%d, but only %d can be made: there are too few nodes, or failure domains. They are: %s",
                 copies,
                 fewest,
                 ", ".join(sorted({place.domain for place in places})),
@@ -157,13 +157,14 @@ class CheckpointManager:
 
         self._failures = Failures()
         self._report, self._telling = RunReport(), threading.Lock()
-        self._agreeing: Maximum | None = None
-        self._is_preempted = self._has_last_save = self._is_closed = False
+        self._has_last_save = self._is_closed = False
         self._saves = 0
         self._has_warned = False
         self._lease: Lease | None = None
         there = self._begin(run_id or job_id(), take_over, lease_seconds)
         self._signals = SignalWatch(preemption_signals)
+        path = without_secrets(self._durable.root)
+        self._agreement = Agreement(self._ranks, self._signals, self._failures, lambda: self._lease, path)
         self._pipeline = Pipeline(
             fast_ranks,
             durable_ranks,
@@ -213,7 +214,7 @@ class CheckpointManager:
     @property
     def preempted(self) -> bool:
         """True on all ranks once the job was told to end on any: after the next save, leave the loop."""
-        return self._is_preempted
+        return self._agreement.is_preempted
 
     def should_save(self, step: int) -> bool:
         """Return whether this step is to be saved: the same on all ranks, which all have to ask at each step.
@@ -226,34 +227,14 @@ class CheckpointManager:
             RunInUseError: another manager has taken the run over.
         """
         self._check_open()
-        self._agree_beside_training()
-        if self._is_preempted and not self._has_last_save:
+        self._agreement.beside_training()
+        if self.preempted and not self._has_last_save:
             return True
         return self._is_due(step, self._every) or self._is_due(step, self._fast_every)
 
     @staticmethod
     def _is_due(step: int, every: int | None) -> bool:
         return every is not None and step > 0 and step % every == 0
-
-    def _agree_beside_training(self) -> None:
-        """Learn what the ranks told each other since the last step, and begin to tell what is known now."""
-        agreeing, self._agreeing = self._agreeing, self._ranks.begin_maximum(self._known())
-        if agreeing is not None:
-            self._follow(agreeing.wait())
-
-    def _known(self) -> list[int]:
-        """Return what this rank knows and the others may not."""
-        lost = self._lease is not None and self._lease.is_lost
-        return [int(self._signals.was_told), int(lost), self._failures.newest]
-
-    def _follow(self, agreed: Sequence[int]) -> None:
-        told, lost, failed = agreed
-        self._is_preempted = self._is_preempted or bool(told)
-        if lost:
-            if self._lease is not None:
-                self._lease.check()
-            raise RunInUseError("Another manager has taken this run over.", path=without_secrets(self._durable.root))
-        self._failures.raise_up_to(failed)
 
     def save(self, step: int, state: dict[str, Any], *, metrics: Mapping[str, float] | None = None) -> StepSave:
         """Save a step; return when the state may change again.
@@ -277,13 +258,16 @@ class CheckpointManager:
             RunInUseError: another manager has taken the run over.
         """
         self._check_open()
-        check_count("step", step, least=0)
-        check_state_dict("save", state)
-        save = self._new_save(step, check_metrics(step, metrics))
-        due = self._fast is None or self._is_preempted or self._is_due(step, self._every)
-        to_fast, is_behind = self._agree_on_tier(state, due=due)
+        values, known_metrics, failure = self._checked(step, state, metrics)
+        is_behind = self._pipeline.on_their_way > 1
+        failed, no_room, behind = self._agreement.now(failure is not None, not self._has_room(values), is_behind)
+        if failed:
+            raise failure or RankFailedError("A save was not begun, because another rank has no state for it.")
+        save = self._new_save(step, known_metrics)
+        to_fast = self._fast is not None and not no_room
+        due = self._fast is None or self.preempted or self._is_due(step, self._every)
         due = due or not to_fast
-        if due and is_behind:
+        if due and behind:
             if self._on_behind == "wait":
                 self._wait_for_uploads(save)
             elif not to_fast:
@@ -292,39 +276,47 @@ class CheckpointManager:
                 due = False
                 self._tell(StepSkipped(step, "earlier steps are still on their way: it goes to the fast tier only"))
         self._restoring.go_back()
-        self._begin_save(save, state, to_fast=to_fast, upload=due)
-        self._has_last_save = self._has_last_save or self._is_preempted
-        save.returned()
+        self._begin_save(save, values, to_fast=to_fast, upload=due)
+        self._has_last_save = self._has_last_save or self.preempted
         if not self._asynchronous:
-            self._pipeline.wait_for_uploads(0)
-            save.saved.exception()
-            self._follow(self._ranks.maximum(self._known()))
+            save.saved.exception()  # only waits: what failed is raised on all ranks
+            self._agreement.now()
+        save.returned()
         return save
+
+    def _checked(
+        self, step: int, state: dict[str, Any], metrics: Mapping[str, float] | None
+    ) -> tuple[dict[str, Any], dict[str, float], CheckpointError | None]:
+        """Return the values of a state and the metrics; or why there are none, for which no rank must wait."""
+        try:
+            check_count("step", step, least=0)
+            check_state_dict("save", state)
+            known_metrics = check_metrics(step, metrics)
+        except CheckpointError as error:
+            return {}, {}, error
+        values, failure = try_values_of(state)
+        return values, known_metrics, failure
 
     def _wait_for_uploads(self, save: StepSave) -> None:
         start = time.perf_counter()
         self._pipeline.wait_for_uploads(1)
         self._tell(StepDelayed(save.step, time.perf_counter() - start))
 
-    def _agree_on_tier(self, state: dict[str, Any], *, due: bool) -> tuple[bool, bool]:
-        """Return whether all nodes have room in the fast tier, and whether any is behind with the durable one."""
-        lacks_room = int(not self._has_room(state))
-        is_behind = int(self._pipeline.on_their_way > 1)
-        *known, no_room, behind = self._ranks.maximum([*self._known(), lacks_room, is_behind])
-        self._follow(known)
-        return self._fast is not None and not no_room, bool(behind)
-
-    def _has_room(self, state: dict[str, Any]) -> bool:
+    def _has_room(self, values: Mapping[str, Any]) -> bool:
         """Return whether the next step, and the copies of other nodes' files, fit this node's fast tier."""
         if self._fast is None:
             return True
-        here = len(self._nodes.ranks_of(self._nodes.own))
         expected = self._pipeline.fast_nbytes
         if not expected:
-            expected = state_nbytes(state) * here * (1 + self._copies)
-        return self._fast.free_nbytes() > 1.1 * expected
+            here = len(self._nodes.ranks_of(self._nodes.own))
+            expected = state_nbytes(values) * here * (1 + self._copies)
+        try:
+            return self._fast.free_nbytes() > 1.1 * expected
+        except CheckpointError as error:
+            logger.warning("It is not known how much room the fast tier has: %s", error)
+            return False
 
-    def _begin_save(self, save: StepSave, state: dict[str, Any], *, to_fast: bool, upload: bool) -> None:
+    def _begin_save(self, save: StepSave, values: dict[str, Any], *, to_fast: bool, upload: bool) -> None:
         if to_fast:
             assert self._fast is not None
             path = self._fast.path_of(save.step)
@@ -339,7 +331,7 @@ class CheckpointManager:
         writer.published_by(publisher or StepPublisher(save.step, save.metrics))
         with self._durable.held(save.step):  # not while it is removed
             saving = async_save(
-                state, path, storage_writer=writer, process_group=self._group, no_dist=self._group is None
+                values, path, storage_writer=writer, process_group=self._group, no_dist=self._group is None
             )
             save.staged.set_result(None)
             if publisher is not None:
@@ -405,7 +397,7 @@ class CheckpointManager:
             state,
             step,
             fallback=fallback,
-            is_due=lambda number: self._is_due(number, self._every),
+            is_due=self._belongs_into_durable,
             new_save=self._new_save,
         )
         if event is not None:
@@ -432,7 +424,7 @@ class CheckpointManager:
         """
         self._check_open()
         self._pipeline.wait()
-        self._follow(self._ranks.maximum(self._known()))
+        self._agreement.now()
 
     def close(self) -> None:
         """Wait for all saves, and give the run back.
@@ -484,19 +476,3 @@ class CheckpointManager:
                 self._on_event(event)
             except Exception as error:
                 logger.error("on_event raised %s: %s", type(error).__name__, error)
-
-
-def state_nbytes(state: Mapping[str, Any]) -> int:
-    """Return the size of this rank's part of a state: of its tensors, in bytes."""
-    values, _ = try_values_of(state)
-    found, waiting = 0, list(values.values())
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, dict):
-            waiting += value.values()
-        elif isinstance(value, list | tuple):
-            waiting += value
-        elif isinstance(value, torch.Tensor):
-            local = value.to_local() if isinstance(value, DTensor) else value
-            found += local.numel() * local.element_size()
-    return found

@@ -131,6 +131,7 @@ class Pipeline:
         """See a save to its end that goes to the fast tier, and from there to the durable one if `upload`."""
         assert self._fast_thread is not None
         if upload:
+            save.in_parts(2)
             self._sets_out(save.step)
         self._fast_thread.do(lambda: self._end_fast(save, saving, publisher, upload=upload))
 
@@ -175,13 +176,14 @@ class Pipeline:
         self._durable_thread.close()
 
     def _end_direct(self, save: StepSave, saving: AsyncSave) -> None:
+        error: BaseException | None = None
         try:
             save.reached("durable", stats=_stats(saving.upload_completion.result()))
-            self._end_durable(save)
-        except BaseException as error:
-            self._fail(save, error)
-        finally:
-            self._arrives(save.step)
+            self._note_durable(save)
+        except BaseException as raised:
+            error = raised
+        self._arrives(save.step)
+        self._end_part(save, error)
         self._prune()
 
     def _end_fast(self, save: StepSave, saving: AsyncSave, publisher: NodePublisher, *, upload: bool) -> None:
@@ -193,22 +195,22 @@ class Pipeline:
         except BaseException as error:
             if upload:
                 self._arrives(save.step)
-            self._fail(save, error)
+                save.in_parts(1)
+            self._end_part(save, error)
             return
         if upload:
             self._durable_thread.do(lambda: self._end_upload(save, written, _own_senders(written)))
-        copied_nbytes = 0
+        self.fast_nbytes = self._nbytes_here(written)
+        failed: BaseException | None = None
         try:
             copied_nbytes = self._copy(save.step, written)
             if self._transfers:
                 save.reached("copies", copied_nbytes=copied_nbytes)
         except BaseException as error:
-            self._fail(save, error)
+            failed = error
         else:
             self._prune_fast(save.step)  # only then: a step without its copies does not stand in for older ones
-        self.fast_nbytes = copied_nbytes + self._own_nbytes(written)
-        if not upload:
-            self._finish(save)
+        self._end_part(save, failed)
 
     def _publish_on_nodes(self, step: int, written: WrittenSave) -> None:
         """Put the step's `.metadata` on the nodes other than the coordinator's."""
@@ -236,10 +238,11 @@ class Pipeline:
         )
         return sum(received)
 
-    def _own_nbytes(self, written: WrittenSave) -> int:
-        """Return how much of a save this node's ranks wrote."""
-        own = set(self._nodes.ranks_of(self._nodes.own))
-        return sum(nbytes for name, nbytes in written.files.items() if data_file_rank(name) in own)
+    def _nbytes_here(self, written: WrittenSave) -> int:
+        """Return how much of a save is on this node: what its ranks wrote, and the copies that they receive."""
+        own = self._nodes.ranks_of(self._nodes.own)
+        sources = [*own, *(one.source for one in self._transfers if one.to in own)]
+        return sum(sum(_files_of(written, rank).values()) for rank in sources)
 
     def _prune_fast(self, step: int) -> None:
         """Remove what is older than the steps that stay: complete ones, and what jobs that died have left of others."""
@@ -255,15 +258,16 @@ class Pipeline:
             self._tell(StepsRemoved(gone, "fast"))
 
     def _end_upload(self, save: StepSave, written: WrittenSave, senders: Mapping[str, int]) -> None:
+        error: BaseException | None = None
         try:
             sent = self._durable_ranks.together(lambda: self._send(save.step, written, senders))
             self._durable_ranks.on_one(lambda: self._commit(save.step, written))
             save.reached("durable", uploaded_nbytes=sent)
-            self._end_durable(save)
-        except BaseException as error:
-            self._fail(save, error)
-        finally:
-            self._arrives(save.step)
+            self._note_durable(save)
+        except BaseException as raised:
+            error = raised
+        self._arrives(save.step)
+        self._end_part(save, error)
         self._prune()
 
     def _send(self, step: int, written: WrittenSave, senders: Mapping[str, int]) -> int:
@@ -276,11 +280,10 @@ class Pipeline:
         filesystem.remove([REMOVING])
         commit_files(filesystem, written, LastPublished(), overwrite=True)
 
-    def _end_durable(self, save: StepSave) -> None:
+    def _note_durable(self, save: StepSave) -> None:
         self._complete[save.step] = SavedStep(save.step, time.time(), save.metrics)
         self._abandoned.pop(save.step, None)
         self._leftover.discard(save.step)
-        self._finish(save)
 
     def _prune(self) -> None:
         """Remove what nothing keeps of the durable tier, on the first rank."""
@@ -303,17 +306,19 @@ class Pipeline:
         if removed.steps:
             self._tell(StepsRemoved(removed.steps, "durable"))
 
-    def _finish(self, save: StepSave) -> None:
-        if not save.saved.done():
+    def _end_part(self, save: StepSave, error: BaseException | None) -> None:
+        """Note that a part of a save has ended, and tell of the save if it was the last."""
+        if error is not None:
+            self._tell(save.failed(error))
+            self._on_failure(save.number, error)
+        if not save.part_ended(error):
+            return
+        if save.error is not None:
+            save.saved.set_exception(save.error)
+        else:
             event = save.finished()
             self._tell(event)
             save.saved.set_result(event)
-
-    def _fail(self, save: StepSave, error: BaseException) -> None:
-        if not save.saved.done():
-            self._tell(save.failed(error))
-            self._on_failure(save.number, error)
-            save.saved.set_exception(error)
 
 
 def _stats(metadata: Metadata) -> SaveStats | None:

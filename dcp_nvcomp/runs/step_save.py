@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -30,15 +31,41 @@ class StepSave:
         self.staged: Future[None] = Future()
         self.saved: Future[StepSaved | StepSkipped] = Future()
         self.tiers: tuple[TierName, ...] = ()
+        self._lock = threading.Lock()
+        self._parts = 1
+        self._error: BaseException | None = None
         self._began_seconds = time.perf_counter()
         self._seconds: dict[TierName, float] = {}
-        self._stall_seconds = 0.0
+        self._stall_seconds: float | None = None
         self._stats: SaveStats | None = None
         self._copied_nbytes = self._uploaded_nbytes = 0
 
     def returned(self) -> None:
         """Note that the caller goes on."""
         self._stall_seconds = time.perf_counter() - self._began_seconds
+
+    def in_parts(self, count: int) -> None:
+        """Say how many parts it has, which end at different times: in the fast tier with its copies, and the upload."""
+        self._parts = count
+
+    def part_ended(self, error: BaseException | None = None) -> bool:
+        """Note that a part has ended.
+
+        Args:
+            error: why, if it failed.
+
+        Returns:
+            True if it was the last one.
+        """
+        with self._lock:
+            self._error = self._error or error
+            self._parts -= 1
+            return self._parts == 0
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why the first part failed that did."""
+        return self._error
 
     def reached(
         self, tier: TierName, *, stats: SaveStats | None = None, copied_nbytes: int = 0, uploaded_nbytes: int = 0
@@ -51,19 +78,22 @@ class StepSave:
             copied_nbytes: what this rank received for it.
             uploaded_nbytes: what this rank sent for it.
         """
-        self._stats = stats or self._stats
-        self._copied_nbytes += copied_nbytes
-        self._uploaded_nbytes += uploaded_nbytes
-        self._seconds[tier] = time.perf_counter() - self._began_seconds
-        self.tiers = (*self.tiers, tier)
+        with self._lock:
+            self._stats = stats or self._stats
+            self._copied_nbytes += copied_nbytes
+            self._uploaded_nbytes += uploaded_nbytes
+            self._seconds[tier] = time.perf_counter() - self._began_seconds
+            self.tiers = (*self.tiers, tier)
 
     def finished(self) -> StepSaved:
         """Note that nothing more is to come, and return what to tell of it."""
-        stats = self._stats
+        stats, stall = self._stats, self._stall_seconds
+        if stall is None:  # the caller still waits for it
+            stall = time.perf_counter() - self._began_seconds
         return StepSaved(
             self.step,
             self.tiers,
-            self._stall_seconds,
+            stall,
             dict(self._seconds),
             0 if stats is None else stats.uncompressed_nbytes,
             0 if stats is None else stats.stored_nbytes,

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from dcp_nvcomp import inspect_checkpoint, list_run, verify_checkpoint
+from dcp_nvcomp import CheckpointError, StorageError, inspect_checkpoint, list_run, verify_checkpoint
+from dcp_nvcomp.runs import pipeline
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from tests.distributed.launch import RankPool
 from tests.runs import jobs
@@ -153,3 +157,94 @@ def test_a_fast_tier_of_another_run_is_refused(ranks: RankPool, tmp_path: Path) 
     ranks.run(jobs.save_steps, tmp_path, STEPS, **TIERS)
     with pytest.raises(AssertionError, match="holds steps of another run"):
         ranks.run(jobs.restore, tmp_path, None, root=str(tmp_path / "other"), **TIERS)
+
+
+class _Counted:
+    """A Stateful value that counts how often it is asked for its state, all ranks together, and may fail on one."""
+
+    def __init__(self, failing: int | None = None) -> None:
+        self.asked, self.failing = 0, failing
+
+    def state_dict(self) -> dict[str, Any]:
+        self.asked += 1
+        dist.barrier()
+        if self.failing == dist.get_rank():
+            raise ValueError("no state today")
+        return {"w": torch.zeros(1000)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def _save_counted(place: Path) -> tuple[int, str, int]:
+    value, broken = _Counted(), _Counted(failing=1)
+    with jobs.manager_of(place, every=20, fast_every=10, copies=1) as manager:
+        for step in (10, 20, 30):
+            if dist.get_rank() == 1:
+                time.sleep(0.2)  # so that the other ranks have saved, and this one has not
+            manager.save(step, {"value": value})
+        try:
+            manager.save(40, {"value": broken})
+        except CheckpointError as error:
+            failure = f"{type(error).__name__}: {error}"
+        manager.save(50, {"value": value})
+        manager.wait()
+        return value.asked, failure, manager.report().saved
+
+
+def test_values_are_asked_once_for_their_state_and_who_fails_fails_all(ranks: RankPool, tmp_path: Path) -> None:
+    found = ranks.run(_save_counted, tmp_path)
+    assert [asked for asked, _, _ in found] == [4] * 4
+    assert "no state today" in found[1][1]
+    assert all("another rank" in failure for _, failure, _ in (found[0], *found[2:]))
+    assert [saved for _, _, saved in found] == [4] * 4
+
+
+def _copy_fails_after_the_upload(place: Path) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch, jobs.manager_of(place, every=10, fast_every=10, copies=1) as manager:
+        move = pipeline.move_files
+
+        def late(*args: Any, **kwargs: Any) -> None:
+            manager._pipeline._durable_thread.wait_for(0)
+            move(*args, **kwargs)
+            raise StorageError("no copy today")
+
+        patch.setattr(pipeline, "move_files", late)
+        save = manager.save(10, jobs.state_of(10))
+        failed = isinstance(save.saved.exception(60), StorageError)
+        patch.undo()
+        raised = ""
+        try:
+            manager.wait()
+        except StorageError as error:
+            raised = str(error)
+        manager.save(20, jobs.state_of(20)).saved.result(60)
+        last = manager.report().saves[-1]
+        return {
+            "failed": failed,
+            "raised": raised,
+            "tiers": save.tiers,
+            "last": last.tiers,
+            "copied": last.copied_nbytes,
+        }
+
+
+def test_a_copy_that_fails_after_the_upload_is_told(ranks: RankPool, tmp_path: Path) -> None:
+    for found in ranks.run(_copy_fails_after_the_upload, tmp_path):
+        assert found["failed"] and "no copy today" in found["raised"]
+        assert found["tiers"] == ("fast", "durable")
+        assert set(found["last"]) == {"fast", "copies", "durable"} and found["copied"] > 0
+
+
+@pytest.mark.parametrize("copies", [0, 1])
+def test_what_a_step_takes_on_a_node_is_known(ranks: RankPool, tmp_path: Path, copies: int) -> None:
+    for rank, nbytes in enumerate(ranks.run(_fast_nbytes, tmp_path, copies)):
+        step = jobs.fast_of(tmp_path, rank // 2) / "step-10"
+        assert nbytes == sum(file.stat().st_size for file in step.glob("*.distcp"))
+
+
+def _fast_nbytes(place: Path, copies: int) -> int:
+    with jobs.manager_of(place, fast_every=10, copies=copies) as manager:
+        manager.save(10, jobs.state_of(10))
+        manager.wait()
+        return manager._pipeline.fast_nbytes
