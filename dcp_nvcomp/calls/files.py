@@ -20,4 +20,6 @@ def parent_and_name(path: str) -> tuple[str, str]:
         raise ConfigurationError(f"{path!r} names a directory, not a file.")
     if not separator:
         return os.curdir, name
+    if parent.endswith((":/", "://")):  # at the root of a storage: memory://x, file:///x
+        return f"{parent}/", name
     return parent or "/", name

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
+from typing import Final
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_nvcomp.errors import CheckpointError, RankFailedError
 
-__all__ = ["error_of_ranks", "group_of"]
+__all__ = ["error_of_ranks", "expect_no_group", "group_of"]
+
+# DCP says in each process that it "assumes the intent" to be alone, also where that was asked for.
+_ALONE: Final = "torch.distributed is disabled, unavailable or uninitialized"
 
 
 def group_of(process_group: dist.ProcessGroup | None, *, no_dist: bool) -> dist.ProcessGroup | None:
@@ -20,8 +25,7 @@ def group_of(process_group: dist.ProcessGroup | None, *, no_dist: bool) -> dist.
     """
     if not no_dist and dist.is_available() and dist.is_initialized():
         return process_group or dist.group.WORLD
-    # DCP says in each process that it "assumes the intent" to be alone, also where that was asked for
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+    expect_no_group()
     processes = os.environ.get("WORLD_SIZE", "1")
     if not no_dist and processes not in ("", "1"):
         warnings.warn(
@@ -32,6 +36,19 @@ def group_of(process_group: dist.ProcessGroup | None, *, no_dist: bool) -> dist.
             stacklevel=3,
         )
     return None
+
+
+def expect_no_group() -> None:
+    """Silence DCP's warning that this process is alone.
+
+    Nothing is done if it is silent already: a change of the filters makes Python forget which warnings it has shown.
+    """
+    for action, text, category, *_ in warnings.filters:
+        if issubclass(UserWarning, category) and (text is None or re.match(text, _ALONE)):
+            if action == "ignore":
+                return
+            break
+    warnings.filterwarnings("ignore", message=_ALONE)
 
 
 def error_of_ranks(error: CheckpointException, group: dist.ProcessGroup | None) -> BaseException:

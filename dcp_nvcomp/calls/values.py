@@ -21,6 +21,7 @@ __all__ = [
     "check_state_dict",
     "is_default_planner",
     "is_stateful",
+    "try_check",
     "try_values_of",
     "unwrapped",
     "wrapped",
@@ -64,6 +65,26 @@ def check_state_dict(call: str, state_dict: Any) -> None:
     for key in state_dict:
         if not isinstance(key, str):
             raise ConfigurationError(f"The keys of a state dict are text, and {key!r} is not.")
+
+
+def try_check(call: str, state_dict: Any, *, alone: bool) -> ConfigurationError | None:
+    """Check a state dict as `check_state_dict` does, but where other ranks wait only return what is wrong.
+
+    Args:
+        call: name of the called function.
+        state_dict: what it was given.
+        alone: whether no other rank takes part.
+
+    Raises:
+        ConfigurationError: it is none, and this process is alone.
+    """
+    try:
+        check_state_dict(call, state_dict)
+    except ConfigurationError as error:
+        if alone:
+            raise
+        return error
+    return None
 
 
 def try_values_of(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], CheckpointError | None]:

@@ -77,7 +77,10 @@ def _to_json(key: str, value: Any) -> dict[str, Any]:
     import torch
 
     if not isinstance(value, torch.Tensor):
-        return {"schema": 1, "key": key, "value": _finite(json.loads(json.dumps(value, default=repr)))}
+        try:
+            return {"schema": 1, "key": key, "value": _finite(value)}
+        except RecursionError:  # it is in itself
+            return {"schema": 1, "key": key, "value": repr(value)}
     too_many = value.numel() > _MOST_JSON_VALUES
     return {
         "schema": 1,
@@ -85,19 +88,28 @@ def _to_json(key: str, value: Any) -> dict[str, Any]:
         "dtype": _dtype(value),
         "shape": list(value.shape),
         "statistics": _statistics(value),
-        "values": None if too_many else json.loads(json.dumps(_finite(value.tolist()))),
+        "values": None if too_many else _finite(_computable(value).tolist()),
     }
 
 
 def _finite(value: Any) -> Any:
-    """Return nested values with text for what JSON has no number for."""
+    """Return nested values with text for what JSON has no number for, and with the `repr` of what it can't say."""
     if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    if isinstance(value, list):
+        return {key if type(key) is str else repr(key): _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
         return [_finite(one) for one in value]
     if isinstance(value, complex):
         return [_finite(value.real), _finite(value.imag)]
-    return value if not isinstance(value, float) or abs(value) < float("inf") else str(value)
+    if isinstance(value, float):
+        return value if abs(value) < float("inf") else str(value)
+    return value if value is None or isinstance(value, str | int) else repr(value)
+
+
+def _computable(value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, or its bytes if torch can't compute with its dtype."""
+    import torch
+
+    return value.view(torch.uint8) if value.dtype == torch.float4_e2m1fn_x2 else value
 
 
 def _dtype(value: torch.Tensor) -> str:
@@ -108,7 +120,7 @@ def _statistics(value: torch.Tensor) -> dict[str, Any]:
     """Return what tells a healthy tensor from a broken one."""
     import torch
 
-    if not value.numel() or value.is_complex():
+    if not value.numel() or value.is_complex() or _computable(value) is not value:
         return {}
     wide = value.to(torch.float64)
     finite = wide[wide.isfinite()]
@@ -133,5 +145,5 @@ def _print(output: Output, key: str, value: Any) -> None:
                 f"{name} {one:.6g}" if isinstance(one, float) else f"{name} {one}" for name, one in statistics.items()
             )
         )
-    for line in str(value).splitlines():
+    for line in str(_computable(value)).splitlines():
         output.print(line)

@@ -4,7 +4,7 @@
       -> entries -> prefix, dtype ->
     target: dcp-nvcomp, dcp, safetensors, torch
 
-All but files of torch.save are read and written in pieces of 32 MiB.
+All but files of torch.save are read and written in pieces of at most 32 MiB.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ from typing import Any, Final, Literal
 
 import torch
 
-from dcp_nvcomp.conversion.entries import ObjectEntry, Source, TensorEntry, selected
+from dcp_nvcomp.conversion.entries import Source, TensorEntry, selected
+from dcp_nvcomp.conversion.places import check_apart, is_file, names_in, stamps
+from dcp_nvcomp.conversion.safetensors_format import INDEX_NAME, PROGRESS_NAME, is_name_of_model
 from dcp_nvcomp.conversion.sources.checkpoints import CheckpointSource
 from dcp_nvcomp.conversion.sources.safetensors import SafetensorsSource
 from dcp_nvcomp.conversion.sources.torch_files import TorchFileSource
-from dcp_nvcomp.conversion.targets.checkpoints import write_dcp, write_ours
+from dcp_nvcomp.conversion.targets.checkpoints import is_name_of_checkpoint, write_dcp, write_ours
 from dcp_nvcomp.conversion.targets.safetensors import write_safetensors
 from dcp_nvcomp.conversion.targets.torch_files import write_torch
 from dcp_nvcomp.errors import CheckpointNotFoundError, ConfigurationError
 from dcp_nvcomp.format.names import METADATA_NAME, rank_of_metadata_name
 from dcp_nvcomp.options import check_choice
 from dcp_nvcomp.redaction import without_secrets
-from dcp_nvcomp.storage.open import open_filesystem, place_of
+from dcp_nvcomp.storage.open import real_place
 
 __all__ = ["Conversion", "Format", "convert"]
 
@@ -77,6 +79,8 @@ def convert(
 ) -> Conversion:
     """Convert a checkpoint. Values keep their bits, unless another dtype is asked for.
 
+    Objects are not loaded on the way to a checkpoint: one that would run code gets there as it is.
+
     Args:
         source: a checkpoint of this package or of stock DCP, a file of `torch.save`, or a safetensors file or directory
             of them: a local path or any fsspec URL.
@@ -86,7 +90,8 @@ def convert(
         dtype: what to convert tensors of floating-point numbers to.
         max_shard_nbytes: how large a safetensors file of a directory may be, unless it holds a single tensor.
         codec: of `NvcompWriter`, for `"dcp-nvcomp"`.
-        overwrite: True if a checkpoint at the destination may be replaced.
+        overwrite: True if what is at the destination may be replaced. A checkpoint or a file is, once the new one is
+            complete; of a directory of several safetensors files the old ones go first.
         source_options: for the source's fsspec filesystem; by default `storage_options`.
         storage_options: for the destination's fsspec filesystem.
         progress: called with the bytes that were converted, and of how many.
@@ -111,17 +116,34 @@ def convert(
     source, destination = os.fspath(source), os.fspath(destination)
     target = check_choice("to", _format_of(destination) if to is None else to, Format)
     options = dict(storage_options or {})
-    if place_of(source).rstrip("/") == place_of(destination).rstrip("/"):
+    if real_place(source) == real_place(destination):
         raise ConfigurationError("The source and the destination are the same place.")
-    opened = _open(source, dict(source_options if source_options is not None else options))
+    reading = dict(source_options if source_options is not None else options)
+    opened = _open(source, reading)
     try:
+        check_apart(opened.files, destination, _names_in(destination, target))
         entries = selected(opened.entries(), prefix=prefix, dtype=dtype)
         if not entries:
             raise ConfigurationError(f"No key begins with {prefix!r}." if prefix else "The checkpoint has no keys.")
         tensors = [entry for entry in entries if isinstance(entry, TensorEntry)]
         total_nbytes = sum(entry.nbytes for entry in tensors)
         moved = _Moved(total_nbytes, progress)
-        _write(target, destination, entries, moved, options, max_shard_nbytes, codec, overwrite)
+        if target == "dcp-nvcomp":
+            write_ours(destination, entries, moved, codec=codec, overwrite=overwrite, storage_options=options)
+        elif target == "dcp":
+            write_dcp(destination, entries, moved, overwrite=overwrite, storage_options=options)
+        elif target == "safetensors":
+            write_safetensors(
+                destination,
+                entries,
+                moved,
+                source=[*stamps(opened.files, reading), prefix],
+                max_shard_nbytes=max_shard_nbytes,
+                overwrite=overwrite,
+                storage_options=options,
+            )
+        else:
+            write_torch(destination, entries, moved, overwrite=overwrite, storage_options=options)
         return Conversion(
             opened.path, without_secrets(destination), target, len(tensors), len(entries) - len(tensors), total_nbytes
         )
@@ -147,53 +169,22 @@ def _format_of(destination: str) -> str:
     return "torch" if destination.endswith(_TORCH_SUFFIXES) else "dcp-nvcomp"
 
 
+def _names_in(destination: str, target: str) -> Callable[[str], bool] | None:
+    """Return which files of the destination a conversion may write or remove; None if it is a single file."""
+    if target == "torch" or (target == "safetensors" and destination.endswith(".safetensors")):
+        return None
+    return is_name_of_model if target == "safetensors" else is_name_of_checkpoint
+
+
 def _open(path: str, options: dict[str, Any]) -> Source:
-    if path.endswith(".safetensors"):
-        return SafetensorsSource(path, **options)
-    if path.endswith(_TORCH_SUFFIXES):
-        return TorchFileSource(path, **options)
-    filesystem = open_filesystem(path, storage_options=options)
-    try:
-        names = filesystem.list_names()
-    finally:
-        filesystem.close()
+    if is_file(path, options):
+        return (SafetensorsSource if path.endswith(".safetensors") else TorchFileSource)(path, **options)
+    names = names_in(path, options)
     if any(name == METADATA_NAME or rank_of_metadata_name(name) is not None for name in names):
         return CheckpointSource(path, **options)
-    if any(name.endswith(".safetensors") for name in names):
+    if INDEX_NAME in names or PROGRESS_NAME in names or any(name.endswith(".safetensors") for name in names):
         return SafetensorsSource(path, **options)
-    if not names and not path.endswith("/"):
-        try:
-            return TorchFileSource(path, **options)  # perhaps a file of another suffix
-        except CheckpointNotFoundError:
-            pass
     raise CheckpointNotFoundError(
         "There is nothing to convert: no checkpoint, no safetensors files, no file of torch.save.",
         path=without_secrets(path),
     )
-
-
-def _write(
-    target: str,
-    destination: str,
-    entries: list[TensorEntry | ObjectEntry],
-    moved: Callable[[int], None],
-    options: dict[str, Any],
-    max_shard_nbytes: int,
-    codec: Any,
-    overwrite: bool,
-) -> None:
-    if target == "dcp-nvcomp":
-        write_ours(destination, entries, moved, codec=codec, overwrite=overwrite, storage_options=options)
-    elif target == "dcp":
-        write_dcp(destination, entries, moved, overwrite=overwrite, storage_options=options)
-    elif target == "safetensors":
-        write_safetensors(
-            destination,
-            entries,
-            moved,
-            max_shard_nbytes=max_shard_nbytes,
-            overwrite=overwrite,
-            storage_options=options,
-        )
-    else:
-        write_torch(destination, entries, moved, overwrite=overwrite, storage_options=options)

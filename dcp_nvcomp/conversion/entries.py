@@ -5,19 +5,21 @@ source  ->  entries  ->  (prefix cut off, dtype changed)  ->  target, which read
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.format.blocks import Box
 
 __all__ = ["ObjectEntry", "Source", "TensorEntry", "TensorReader", "pieces", "selected"]
 
-# A tensor is read and written in pieces of whole rows, of about this size.
+# A tensor is read and written in pieces of at most this size.
 PIECE_NBYTES = 32 << 20
 
 Path = tuple[str | int, ...]
@@ -29,6 +31,11 @@ class TensorReader(ABC):
     @abstractmethod
     def read(self, box: Box) -> torch.Tensor:
         """Return a box of it, a tensor of its own in host memory."""
+
+    @property
+    def memory(self) -> Hashable:
+        """What tensors that are tied have in common; None if nothing is known of ties."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,11 @@ class Source(ABC):
     def path(self) -> str:
         """Where it is, without passwords."""
 
+    @property
+    @abstractmethod
+    def files(self) -> Sequence[str]:
+        """The files that it reads, each a local path or a URL."""
+
     @abstractmethod
     def entries(self) -> Sequence[TensorEntry | ObjectEntry]:
         """Return what is in it, in the order in which reading it is quickest."""
@@ -102,25 +114,37 @@ class Source(ABC):
 
 
 def pieces(shape: Sequence[int], element_nbytes: int, limit_nbytes: int = PIECE_NBYTES) -> Iterator[Box]:
-    """Yield boxes of whole rows that together are a tensor, each of at most `limit_nbytes`, or of one row."""
+    """Yield boxes of at most `limit_nbytes` that together are a tensor, one after the other as it lies in memory."""
     if not shape or not math.prod(shape):
         yield Box((0,) * len(shape), tuple(shape))
         return
-    rest = (0,) * (len(shape) - 1)
-    rows = max(1, limit_nbytes // (math.prod(shape[1:]) * element_nbytes))
-    for start in range(0, shape[0], rows):
-        yield Box((start, *rest), (min(rows, shape[0] - start), *shape[1:]))
+    split = next(dim for dim in range(len(shape)) if math.prod(shape[dim + 1 :]) * element_nbytes <= limit_nbytes)
+    rest = shape[split + 1 :]
+    rows = max(1, limit_nbytes // (math.prod(rest) * element_nbytes))
+    for before in itertools.product(*map(range, shape[:split])):
+        for start in range(0, shape[split], rows):
+            sizes = (*(1 for _ in before), min(rows, shape[split] - start), *rest)
+            yield Box((*before, start, *(0 for _ in rest)), sizes)
 
 
 def selected(
     entries: Sequence[TensorEntry | ObjectEntry], *, prefix: str, dtype: torch.dtype | None
 ) -> list[TensorEntry | ObjectEntry]:
-    """Return the entries whose keys begin with a prefix, without it, floating-point tensors in another dtype."""
+    """Return the entries whose keys begin with a prefix, without it, floating-point tensors in another dtype.
+
+    Raises:
+        ConfigurationError: the prefix is a whole key.
+    """
     found: list[TensorEntry | ObjectEntry] = []
     for entry in entries:
         if not entry.key.startswith(prefix):
             continue
         key = entry.key.removeprefix(prefix)
+        if prefix and not key:
+            raise ConfigurationError(
+                f"prefix={prefix!r} is a whole key, of which nothing would be left: end it with a dot, or before one.",
+                fqn=entry.key,
+            )
         path = _without(entry.path, prefix) if prefix else entry.path
         if isinstance(entry, TensorEntry) and dtype is not None and entry.dtype.is_floating_point:
             entry = replace(entry, dtype=dtype)

@@ -8,21 +8,38 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
-from dcp_nvcomp.errors import CorruptDataError
+from dcp_nvcomp.errors import ConfigurationError, CorruptDataError
 
-__all__ = ["DTYPES", "INDEX_NAME", "MAX_HEADER_NBYTES", "SINGLE_NAME", "StoredPart", "header_of", "parse_header"]
+__all__ = [
+    "DTYPES",
+    "INDEX_NAME",
+    "MAX_HEADER_NBYTES",
+    "PROGRESS_NAME",
+    "SINGLE_NAME",
+    "StoredPart",
+    "header_of",
+    "is_name_of_model",
+    "parse_header",
+    "shard_name",
+]
 
 SINGLE_NAME: Final = "model.safetensors"
 INDEX_NAME: Final = "model.safetensors.index.json"
+# What a conversion that is not complete is of.
+PROGRESS_NAME: Final = ".dcp_nvcomp_conversion.json"
+_SHARD_NAME: Final = re.compile(r"model-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
 # The library's own limit.
 MAX_HEADER_NBYTES: Final = 100_000_000
+_METADATA_KEY: Final = "__metadata__"
 _LENGTH_NBYTES: Final = 8
+_MAX_SIZE: Final = (1 << 63) - 1
 
 DTYPES: Final[Mapping[torch.dtype, str]] = {
     torch.float64: "F64",
@@ -31,6 +48,7 @@ DTYPES: Final[Mapping[torch.dtype, str]] = {
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
     torch.int64: "I64",
     torch.int32: "I32",
     torch.int16: "I16",
@@ -64,20 +82,43 @@ class StoredPart:
     stop: int
 
 
+def shard_name(number: int, count: int) -> str:
+    """Return the name of one of several files, counted from 1."""
+    return f"model-{number:05}-of-{count:05}.safetensors"
+
+
+def is_name_of_model(name: str) -> bool:
+    """True for the names that a model's files have in a directory, whether it is one file or several."""
+    return name in (SINGLE_NAME, INDEX_NAME) or _SHARD_NAME.fullmatch(name) is not None
+
+
 def header_of(tensors: Sequence[tuple[str, tuple[int, ...], torch.dtype]]) -> bytes:
     """Return the beginning of a file with these tensors in this order: length and header, padded to 8 bytes.
 
     Args:
         tensors: key, shape and dtype of each.
+
+    Raises:
+        ConfigurationError: the format can't have one of the keys.
     """
-    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    described: dict[str, Any] = {_METADATA_KEY: {"format": "pt"}}
     end = 0
     for key, shape, dtype in tensors:
+        if key == _METADATA_KEY or not _is_unicode(key):
+            raise ConfigurationError("safetensors can't have this key: rename it, or leave it out by prefix=.", fqn=key)
         start, end = end, end + math.prod(shape) * dtype.itemsize
         described[key] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(_LENGTH_NBYTES, "little") + text
+
+
+def _is_unicode(key: str) -> bool:
+    try:
+        key.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return True
 
 
 def parse_header(text: bytes, *, path: str, file_nbytes: int) -> list[StoredPart]:
@@ -96,13 +137,27 @@ def parse_header(text: bytes, *, path: str, file_nbytes: int) -> list[StoredPart
         described = json.loads(text)
         begin = _LENGTH_NBYTES + len(text)
         for key, one in described.items():
-            if key == "__metadata__":
+            if key == _METADATA_KEY:
                 continue
-            start, stop = one["data_offsets"]
-            shape, dtype = tuple(map(int, one["shape"])), _BY_NAME[one["dtype"]]
+            start, stop = map(_size, one["data_offsets"])
+            shape, dtype = tuple(map(_size, one["shape"])), _dtype(one["dtype"])
             if not 0 <= start <= stop <= file_nbytes - begin or stop - start != math.prod(shape) * dtype.itemsize:
                 raise ValueError(f"{key!r} has bytes {start} to {stop}")
             found.append(StoredPart(key, shape, dtype, begin + start, begin + stop))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptDataError(f"This is no safetensors file: {type(error).__name__}: {error}", path=path) from error
+        raise CorruptDataError(
+            f"This is no safetensors file, or none of a kind known here: {type(error).__name__}: {error}", path=path
+        ) from error
     return sorted(found, key=lambda part: part.start)
+
+
+def _size(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= _MAX_SIZE:
+        raise ValueError(f"{value!r} is no size")
+    return value
+
+
+def _dtype(name: Any) -> torch.dtype:
+    if name not in _BY_NAME:
+        raise ValueError(f"{name!r} is no dtype that can be read here, which are {', '.join(_BY_NAME)}")
+    return _BY_NAME[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import cache
 from typing import Any
 
@@ -18,6 +19,7 @@ __all__ = [
     "host_array",
     "host_values",
     "is_transparent",
+    "memory_of",
     "torch_dtype",
     "without_lazy_bits",
 ]
@@ -77,6 +79,15 @@ def without_lazy_bits(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_conj():
         tensor = tensor.resolve_conj()
     return tensor.resolve_neg() if tensor.is_neg() else tensor
+
+
+def memory_of(tensor: torch.Tensor) -> Hashable:
+    """Return what two tensors have in common if and only if they are the same elements of the same memory."""
+    storage = tensor.untyped_storage()
+    if not storage.nbytes() or storage.device.type == "meta":
+        return id(tensor)
+    view = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+    return (storage.device, storage.data_ptr(), tensor.dtype, *view)
 
 
 def host_array(tensor: torch.Tensor) -> HostArray:

@@ -19,7 +19,7 @@ from dcp_nvcomp.engines.tensors import (
 from dcp_nvcomp.format.blocks import Box
 from dcp_nvcomp.format.strips import RowStrip, Strip, row_strip
 
-__all__ = ["Conversions", "Destination", "PackMember", "Region", "Run", "part_of"]
+__all__ = ["Conversions", "Destination", "PackMember", "Region", "Run", "dense_part_of", "part_of"]
 
 U8 = npt.NDArray[np.uint8]
 
@@ -53,6 +53,22 @@ def part_of(tensor: torch.Tensor, region: Box) -> torch.Tensor | None:
         if size != tensor.shape[dim]:
             tensor = tensor.narrow(dim, offset, size)
     return tensor
+
+
+def dense_part_of(tensor: torch.Tensor, region: Box) -> torch.Tensor | None:
+    """Return a region of a tensor of another layout, such as a sparse one, as a strided one; None if it is not inside.
+
+    Only the region is made dense: the whole may have a shape for which there is no memory.
+    """
+    whole = Box((0,) * tensor.dim(), tuple(tensor.shape))
+    if tensor.dim() != len(region.sizes) or not whole.contains(region):
+        return None
+    if all(size == length for size, length in zip(region.sizes, tensor.shape, strict=True)):
+        return tensor.to_dense()
+    part = tensor if tensor.layout == torch.sparse_coo else tensor.to_sparse(layout=torch.sparse_coo)
+    for dim, (offset, size) in enumerate(zip(region.offsets, region.sizes, strict=True)):
+        part = part.narrow_copy(dim, offset, size)
+    return part.to_dense()
 
 
 class Destination(ABC):

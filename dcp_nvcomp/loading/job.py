@@ -29,14 +29,22 @@ from torch.distributed.checkpoint.planner import ReadItem
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.engines.tensors import torch_dtype
 from dcp_nvcomp.engines.threads import WorkerGroup
-from dcp_nvcomp.errors import CorruptDataError, ShapeMismatchError
+from dcp_nvcomp.errors import CheckpointError, CorruptDataError, ShapeMismatchError
 from dcp_nvcomp.format.blocks import Box
 from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.data_file import DataFileRef, read_footers
 from dcp_nvcomp.format.footer import Footer
 from dcp_nvcomp.format.record import KIND_BYTES, KIND_TENSOR, KIND_TORCH_SAVE
 from dcp_nvcomp.loading.decoder import Decoder, GpuShare
-from dcp_nvcomp.loading.destinations import Conversions, Destination, PackMember, Region, Run, part_of
+from dcp_nvcomp.loading.destinations import (
+    Conversions,
+    Destination,
+    PackMember,
+    Region,
+    Run,
+    dense_part_of,
+    part_of,
+)
 from dcp_nvcomp.loading.read_plan import Read, Target, Wanted, locate, plan_reads
 from dcp_nvcomp.loading.safe_objects import SafeLoader
 from dcp_nvcomp.storage.base import Filesystem
@@ -305,10 +313,19 @@ def _current_device() -> torch.device | None:
 
 def _copy_payload(saved: torch.Tensor, target: Target, destination: torch.Tensor) -> None:
     """Copy from a tensor whose storage is hidden, with its own operations only."""
-    part = part_of(saved, target.region)
-    if part is None:
-        raise CorruptDataError(
-            f"The stored tensor has shape {tuple(saved.shape)}, which does not contain {target.region}.",
+    is_hidden = saved.layout != torch.strided and destination.layout == torch.strided
+    try:
+        part = dense_part_of(saved, target.region) if is_hidden else part_of(saved, target.region)
+        if part is not None:
+            destination.copy_(part)
+            return
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"The stored tensor ({saved.layout}, {saved.dtype}) can't be read into the destination "
+            f"({destination.layout}, {destination.dtype}): {error}",
             fqn=target.record.fqn,
-        )
-    destination.copy_(part)
+        ) from error
+    raise CorruptDataError(
+        f"The stored tensor has shape {tuple(saved.shape)}, which does not contain {target.region}.",
+        fqn=target.record.fqn,
+    )

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.futures import Future
 
 from dcp_nvcomp.calls.ranks import error_of_ranks, group_of
-from dcp_nvcomp.calls.values import ExpectsCheckpoint, check_state_dict, is_stateful, try_values_of, wrapped
+from dcp_nvcomp.calls.values import ExpectsCheckpoint, is_stateful, try_check, try_values_of, wrapped
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.loading.planner import UnwrappingPlanner, planner_for
 from dcp_nvcomp.loading.reader import NvcompReader
@@ -38,7 +38,8 @@ def load(
     """Load a checkpoint into a state dict: of this package, or of stock DCP.
 
     What `dcp.load` with an `NvcompReader` does. What differs: errors of this package are raised as they are, a Stateful
-    value that raises on one rank fails the load on all of them, and dtypes have to be the saved ones.
+    value whose `state_dict` raises on one rank fails the load on all of them, and dtypes have to be the saved ones.
+    `load_state_dict` is called on each rank when all of them have loaded; what it raises is raised there alone.
 
     Args:
         state_dict: what to load into. Tensors are filled where they are, other values are replaced, and Stateful values
@@ -53,9 +54,9 @@ def load(
         **reader_options: of the `NvcompReader` to make.
 
     Raises:
-        ConfigurationError: the arguments contradict each other; nothing was loaded.
+        ConfigurationError: the arguments contradict each other, or nothing can be loaded into a tensor; nothing was.
         MissingKeyError: the checkpoint has no such key; nothing was loaded.
-        ShapeMismatchError: a tensor has another shape; nothing was loaded.
+        ShapeMismatchError: a tensor has another shape, or is none; nothing was loaded.
         DtypeMismatchError: a tensor has another dtype; nothing was loaded.
         CheckpointError: the load failed; the contents of the tensors may be undefined. The same error on all ranks,
             unless several failed.
@@ -71,13 +72,15 @@ def load(
         >>> state["w"]
         tensor([0., 1., 2., 3.])
     """
-    check_state_dict("load", state_dict)
     check_choice("dtype", dtype, DtypePolicy)
     reader = _reader(storage_reader, checkpoint_id, reader_options)
     group = group_of(process_group, no_dist=no_dist)
-    _announce(state_dict, reader)
-    # sorted, so that all ranks load in the same order
-    values, failure = try_values_of({key: state_dict[key] for key in sorted(state_dict)})
+    values: dict[str, Any] = {}
+    failure: CheckpointError | None = try_check("load", state_dict, alone=group is None)
+    if failure is None:
+        _announce(state_dict, reader)
+        # sorted, so that all ranks load in the same order
+        values, failure = try_values_of({key: state_dict[key] for key in sorted(state_dict)})
     planning = planner_for(planner, failure, may_cast=dtype == "cast")
     failed: BaseException | None = None
     try:

@@ -7,20 +7,32 @@ one shard of the same size overlaps that, as a whole. Everything else is left to
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
-from typing import Any
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Final
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from dcp_nvcomp.calls.suggestions import missing_key
 from dcp_nvcomp.calls.values import PLAIN_TENSORS, is_default_planner, unwrapped
-from dcp_nvcomp.errors import CheckpointError, DtypeMismatchError, MissingKeyError, ShapeMismatchError
+from dcp_nvcomp.errors import (
+    CheckpointError,
+    ConfigurationError,
+    DtypeMismatchError,
+    MissingKeyError,
+    ShapeMismatchError,
+)
 from dcp_nvcomp.format.collector import collector_paused
 
 __all__ = ["UnwrappingPlanner", "planner_for"]
+
+# What certainly takes no tensor. Other values may: a ShardedTensor is none of torch's tensors.
+_NO_TENSORS: Final = (bool, int, float, complex, str, bytes, type(None), np.ndarray, np.generic)
 
 
 def planner_for(
@@ -102,12 +114,31 @@ class _WholeTensorPlanner(DefaultLoadPlanner):
         super().__init__(**options)
         self._may_cast = may_cast
 
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        odd = [
+            (path, value) for path, value in _leaves(state_dict, ()) if isinstance(value, Mapping) or _is_meta(value)
+        ]
+        for path, value in odd:
+            if isinstance(value, Mapping):
+                if is_coordinator and metadata is not None and self.flatten_state_dict:
+                    _warn_of_empty_dict(path, metadata.state_dict_metadata)
+            elif not (dist.is_available() and dist.is_initialized()):  # else DCP puts it on the group's device
+                raise ConfigurationError(
+                    "The destination is on the meta device, which holds no values: make it first, as by to_empty().",
+                    fqn=".".join(map(str, path)),
+                )
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
         saved = self.metadata.state_dict_metadata
         for fqn, value in self.state_dict.items():
             if isinstance(value, torch.Tensor):
                 _check(fqn, value, saved.get(fqn), may_cast=self._may_cast)
+            elif isinstance(value, _NO_TENSORS):
+                _check_object(fqn, value, saved.get(fqn))
         try:
             return self._planned(saved)
         except RuntimeError as error:  # a key is missing, also by its name of earlier releases
@@ -143,6 +174,11 @@ def _check(fqn: str, value: torch.Tensor, saved: Any, *, may_cast: bool) -> None
     """Refuse a destination that differs from what was saved, before anything is loaded."""
     if saved is None:
         return
+    if type(value) in PLAIN_TENSORS and _shares_elements(value):
+        raise ConfigurationError(
+            "Elements of the destination share their memory, as those of an expanded tensor do: load into a clone.",
+            fqn=fqn,
+        )
     if not isinstance(saved, TensorStorageMetadata):
         raise ShapeMismatchError("The destination is a tensor, but a Python object was saved.", fqn=fqn)
     if saved.size != value.shape:
@@ -155,6 +191,51 @@ def _check(fqn: str, value: torch.Tensor, saved: Any, *, may_cast: bool) -> None
             "or load into a tensor of that dtype.",
             fqn=fqn,
         )
+
+
+def _check_object(fqn: str, value: Any, saved: Any) -> None:
+    if isinstance(saved, TensorStorageMetadata):
+        raise ShapeMismatchError(
+            f"The destination is a Python object ({type(value).__name__}), but a tensor was saved, of shape "
+            f"{tuple(saved.size)} and {saved.properties.dtype}: load into such a tensor.",
+            fqn=fqn,
+        )
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
+
+
+def _shares_elements(tensor: torch.Tensor) -> bool:
+    if tensor.layout != torch.strided or tensor.is_contiguous():
+        return False
+    return 0 in [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+
+
+def _warn_of_empty_dict(path: tuple[Any, ...], saved: Collection[str]) -> None:
+    """Warn of a dict that stays empty although the checkpoint has something for it."""
+    prefix = "".join(f"{part}." for part in path)
+    keys = [fqn for fqn in saved if fqn.startswith(prefix)]
+    if path and keys:
+        warnings.warn(
+            f"Nothing is loaded into {prefix[:-1]!r}, which is an empty dict, though the checkpoint has {len(keys)} "
+            f"keys for it, such as {keys[0]!r}: only what the state dict has is loaded. An optimizer has its state "
+            "from the first step on; get_state_dict of torch.distributed.checkpoint.state_dict makes it before.",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def _leaves(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield what is in nested dicts and lists that is none with anything in it, with its path."""
+    if isinstance(value, dict) and value:
+        for key, one in value.items():
+            yield from _leaves(one, (*path, key))
+    elif isinstance(value, list) and value:
+        for number, one in enumerate(value):
+            yield from _leaves(one, (*path, number))
+    else:
+        yield path, value
 
 
 def _is_one_shard(saved: Any, tensor: torch.Tensor) -> bool:

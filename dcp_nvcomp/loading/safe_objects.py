@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import mmap
+import os
 import pickle
 import re
 import zipfile
@@ -11,11 +13,15 @@ from typing import Any
 
 import torch
 
-from dcp_nvcomp.errors import CheckpointError, CorruptDataError, UnsafeObjectError
+from dcp_nvcomp.errors import CheckpointError, CorruptDataError, StorageError, UnsafeObjectError
 from dcp_nvcomp.format.metadata.trusted_globals import resolve_trusted_globals
 
-__all__ = ["SafeLoader", "check_crcs", "load_tensor_safely", "what_it_needs"]
+__all__ = ["SafeLoader", "check_crcs", "check_file", "load_tensor_safely", "what_it_needs"]
 
+_ZIP = b"PK\x03\x04"
+_NEEDS_BYTEARRAY = (
+    "A stored object needs bytearray, which weights_only loading allows, but which can be made to fill the memory."
+)
 _BYTEARRAY = (b"c__builtin__\nbytearray\n", b"cbuiltins\nbytearray\n")
 
 
@@ -114,6 +120,40 @@ def check_crcs(data: io.BytesIO) -> None:
         data.seek(0)
 
 
+def check_file(path: str) -> None:
+    """Refuse a file of `torch.save` of a few bytes that would make torch.load allocate any amount of memory.
+
+    Args:
+        path: of the file, on this machine.
+
+    Raises:
+        UnsafeObjectError: it needs bytearray.
+        CorruptDataError: it is no archive of `torch.save`.
+        StorageError: it can't be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            if file.read(4) != _ZIP:
+                raise CorruptDataError(
+                    "This is no file of torch.save, or one from before torch 1.6: load it with torch.load, and save it "
+                    "again."
+                )
+            with zipfile.ZipFile(file) as archive:
+                members = archive.infolist()
+            if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+                raise CorruptDataError("The file is a compressed archive, which torch.save never writes.")
+            _refuse_overlaps(members, os.fstat(file.fileno()).st_size)
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                if any(data.find(name) >= 0 for name in _BYTEARRAY):
+                    raise UnsafeObjectError(_NEEDS_BYTEARRAY)
+    except (CheckpointError, MemoryError):
+        raise
+    except OSError as error:
+        raise StorageError.from_os_error("read", path, error) from error
+    except Exception as error:  # zipfile raises almost anything for corrupt input
+        raise CorruptDataError(f"The archive is corrupt: {error}.") from error
+
+
 def _load(data: io.BytesIO, trusted: Sequence[Any], *, crcs: bool = False) -> Any:
     try:
         _check_archive(data, trusted, crcs)
@@ -154,21 +194,24 @@ def _check_archive(data: io.BytesIO, trusted: Sequence[Any], crcs: bool) -> None
     # as pickles of protocol 2 name it; searched in all bytes, because parsers may disagree on what an archive contains
     if bytearray not in trusted and any(name in data.getvalue() for name in _BYTEARRAY):
         raise UnsafeObjectError(
-            "A stored object needs bytearray, which weights_only loading allows, but which can be made to fill the "
-            "memory. If you trust this checkpoint, name 'builtins.bytearray' in trusted_globals=."
+            f"{_NEEDS_BYTEARRAY} If you trust this checkpoint, name 'builtins.bytearray' in trusted_globals=."
         )
 
 
 def _is_archive(data: io.BytesIO) -> bool:
-    return bytes(data.getbuffer()[:4]) == b"PK\x03\x04"
+    return bytes(data.getbuffer()[:4]) == _ZIP
 
 
 def _stored_members(archive: zipfile.ZipFile, data: io.BytesIO) -> list[zipfile.ZipInfo]:
     """Return the files that are not compressed, after checking that together they are no larger than the archive."""
     members = [member for member in archive.infolist() if member.compress_type == zipfile.ZIP_STORED]
-    if sum(member.file_size for member in members) > data.getbuffer().nbytes:
-        raise CorruptDataError("A stored object is an archive whose files overlap.")
+    _refuse_overlaps(members, data.getbuffer().nbytes)
     return members
+
+
+def _refuse_overlaps(members: Sequence[zipfile.ZipInfo], nbytes: int) -> None:
+    if sum(member.file_size for member in members) > nbytes:
+        raise CorruptDataError("A stored object is an archive whose files overlap.")
 
 
 def _check_crcs(archive: zipfile.ZipFile, members: Sequence[zipfile.ZipInfo]) -> None:

@@ -37,7 +37,8 @@ class Step:
         name: its path below the run; empty for a checkpoint at the run's own path.
         step: the step that a run saved it for; else the number at the end of its name, None if there is none.
         state: `complete`; `incomplete`: data files without `.metadata`, of a save that died or is under way; `damaged`:
-            the data files are not all there.
+            the data files together are shorter than they must be, there are none, or `.metadata` is empty. `verify`
+            finds what this can't, such as files whose place an orphan of another save has taken.
         saved_seconds: when its `.metadata` was written, else its last file, in seconds since 1970 by the storage's
             clock; None if the storage does not tell.
         stored_nbytes: size of its data files.
@@ -168,7 +169,8 @@ def _step(filesystem: Filesystem, folder: str, files: list[FileInfo]) -> Step:
     summary = None if root is None else _summary(filesystem, root)
     present_nbytes = sum(file.nbytes for file in data.values())
     state = COMPLETE if root or any(rank_of_metadata_name(name) is not None for name in by_name) else INCOMPLETE
-    if summary is not None and present_nbytes < summary.stored_nbytes:
+    # each rank's files have an id of its own, so those of this save can't be told from orphans
+    if root is not None and (present_nbytes < summary.stored_nbytes if summary else not (root.nbytes and data)):
         state = DAMAGED
     times = [file.modified_seconds for file in ([root] if root else files) if file.modified_seconds is not None]
     number = re.search(r"([0-9]+)$", folder)

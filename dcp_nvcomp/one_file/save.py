@@ -21,6 +21,7 @@ from dcp_nvcomp.saving.kept import kept
 from dcp_nvcomp.saving.writer import NvcompWriter
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
+from dcp_nvcomp.storage.local.output import sync_directory
 from dcp_nvcomp.storage.open import place_of
 
 __all__ = ["SKELETON_KEY", "save_compressed_checkpoint"]
@@ -34,7 +35,8 @@ def save_compressed_checkpoint(
     """Save what one would give to `torch.save` into one compressed file.
 
     Tensors are compressed as in checkpoints; everything else is pickled. On local disks and object stores the file
-    appears once it is complete. Tied tensors stay tied; views of one storage are saved each for itself.
+    appears once it is complete; on a disk, a save that is killed leaves `.NAME.<id>.tmp` beside it. Tied tensors, which
+    are the same elements of the same memory, stay tied; other views of one storage are saved each for itself.
 
     The name is that of the recipe in NVIDIA's post on nvCOMP for checkpoints, whose functions this takes the place of.
 
@@ -47,7 +49,7 @@ def save_compressed_checkpoint(
     Raises:
         ConfigurationError: an option can't work or is unknown.
         CheckpointExistsError: there is such a file, and it may not be replaced.
-        CheckpointError: a value can't be pickled.
+        CheckpointError: a value can't be pickled, or the state is nested too deeply.
         StorageError: it can't be written.
 
     Example:
@@ -126,8 +128,10 @@ def _skeleton_item() -> WriteItem:
 
 
 def _replace(filesystem: Filesystem, written: str, final: str) -> None:
+    directory = os.path.dirname(final)
     try:
-        os.replace(os.path.join(os.path.dirname(final), written), final)
+        os.replace(os.path.join(directory, written), final)
+        sync_directory(directory)
     except OSError as error:
         filesystem.remove([written])
         raise StorageError.from_os_error("write", final, error) from error

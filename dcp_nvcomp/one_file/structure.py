@@ -1,20 +1,21 @@
 """Nested state taken apart into tensors and a skeleton, and put together again.
 
 dicts, lists, tuples  ->  {"dict": [[key, part], ...]}, {"list": [...]}, {"tuple": [...]}
-tensors               ->  {"tensor": number}, each object once, so that what was tied stays tied
+tensors               ->  {"tensor": number}, the same elements of memory once, so that what is tied stays tied
 anything else         ->  {"value": it}, pickled with the skeleton
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from dcp_nvcomp.engines.tensors import is_transparent
+from dcp_nvcomp.engines.tensors import is_transparent, memory_of
+from dcp_nvcomp.errors import CheckpointError
 
 __all__ = ["Parts", "take_apart", "together"]
 
@@ -33,15 +34,24 @@ class Parts:
 
 
 def take_apart(state: Any) -> Parts:
-    """Return a state in parts; nothing is copied."""
+    """Return a state in parts; nothing is copied.
+
+    Raises:
+        CheckpointError: it is nested too deeply, or in itself.
+    """
     taker = _Taker()
-    return Parts(taker.part(state, ""), taker.tensors)
+    try:
+        return Parts(taker.part(state, ""), taker.tensors)
+    except RecursionError:
+        raise CheckpointError(
+            "The state is nested too deeply, or contains itself, so it can't be saved: flatten it, or save parts of it."
+        ) from None
 
 
 class _Taker:
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
-        self._numbers: dict[int, int] = {}
+        self._numbers: dict[Hashable, int] = {}
 
     def part(self, value: Any, key: str) -> dict[str, Any]:
         kind = type(value)
@@ -55,9 +65,10 @@ class _Taker:
         return {"value": value}
 
     def _tensor(self, tensor: torch.Tensor, key: str) -> dict[str, Any]:
-        number = self._numbers.get(id(tensor))
+        memory = memory_of(tensor)
+        number = self._numbers.get(memory)
         if number is None:
-            number = self._numbers[id(tensor)] = len(self.tensors)
+            number = self._numbers[memory] = len(self.tensors)
             self.tensors[_unused(key or "state", self.tensors)] = tensor
         found: dict[str, Any] = {"tensor": number}
         if isinstance(tensor, torch.nn.Parameter):
@@ -89,7 +100,7 @@ def together(skeleton: Any, tensors: Sequence[torch.Tensor]) -> Any:
     Raises:
         KeyError, IndexError, TypeError, ValueError: it is not such a skeleton.
     """
-    made: dict[tuple[int, bool], torch.Tensor] = {}
+    made: dict[tuple[int, bool, bool], torch.Tensor] = {}
 
     def build(part: Any) -> Any:
         if "dict" in part:
@@ -105,13 +116,13 @@ def together(skeleton: Any, tensors: Sequence[torch.Tensor]) -> Any:
         return part["value"]
 
     def tensor(part: Any) -> torch.Tensor:
-        number, is_parameter = int(part["tensor"]), bool(part.get("parameter"))
-        if (number, is_parameter) not in made:
-            requires_grad = bool(part.get("requires_grad"))
-            found = tensors[number]
-            made[number, is_parameter] = (
-                torch.nn.Parameter(found, requires_grad) if is_parameter else found.requires_grad_(requires_grad)
-            )
-        return made[number, is_parameter]
+        number = int(part["tensor"])
+        is_parameter, has_gradient = bool(part.get("parameter")), bool(part.get("requires_grad"))
+        found = made.get((number, is_parameter, has_gradient))
+        if found is None:
+            found = tensors[number].detach()  # objects of their own that share the memory
+            found = torch.nn.Parameter(found, has_gradient) if is_parameter else found.requires_grad_(has_gradient)
+            made[number, is_parameter, has_gradient] = found
+        return found
 
     return build(skeleton)

@@ -24,6 +24,7 @@ from dcp_nvcomp.errors import CheckpointError, ConfigurationError, MetadataError
 from dcp_nvcomp.format.blocks import Box
 from dcp_nvcomp.format.metadata.shards import ShardIndex
 from dcp_nvcomp.format.metadata.stored import StoredAt
+from dcp_nvcomp.format.names import METADATA_NAME
 from dcp_nvcomp.loading.items import load_items
 from dcp_nvcomp.loading.job import LoadOptions
 from dcp_nvcomp.loading.read_plan import Wanted
@@ -164,6 +165,12 @@ class Checkpoint(Mapping[str, Any]):
         wanted = list(self if keys is None else keys)
         return sorted(wanted, key=lambda key: (first.get(key, ("", 0)), key))
 
+    def file_names(self) -> set[str]:
+        """Return the names of the files that hold it: of `.metadata`, and of those with data."""
+        places = (self._metadata.storage_data or {}).values()
+        data = {stored.file.name if isinstance(stored, StoredAt) else stored.relative_path for stored in places}
+        return {METADATA_NAME, *data}
+
     # --- reading ----------------------------------------------------------------------------------------------------
 
     def read(self, keys: Iterable[str]) -> dict[str, Any]:
@@ -272,6 +279,9 @@ class Checkpoint(Mapping[str, Any]):
         dtype: DtypePolicy = "same",
     ) -> None:
         """Load the parameters and buffers of a plain module, also of one on the meta device.
+
+        Buffers that are not in its state dict (`persistent=False`) are not in a checkpoint either: make them yourself,
+        if the module is on the meta device, as they stay there.
 
         Args:
             module: what to load into. Tensors on the meta device are replaced by ones on this checkpoint's device.

@@ -10,16 +10,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dcp_nvcomp.engines.tensors import dtype_name
 from dcp_nvcomp.errors import UnsafeObjectError
 from dcp_nvcomp.reading.checkpoint import Checkpoint, open_checkpoint
+from dcp_nvcomp.reading.sameness import differing_elements, is_same
 
 __all__ = ["Comparison", "Difference", "compare_checkpoints"]
+
+# Torch computes nothing with their elements.
+_BITS_ONLY: Final = ("float4_e2m1fn_x2",)
 
 
 @dataclass(frozen=True)
@@ -29,10 +34,11 @@ class Difference:
     Attributes:
         fqn: the key.
         kind: `only in a`, `only in b`, `kind` (one is a tensor, one an object), `dtype`, `shape`, `values`, or
-            `unknown` (an object that is not read because it could run code).
+            `unknown` (an object that is stored in other bytes, and not read because it could run code).
         what: both sides, in a few words.
         elements: how many elements differ in their bits; None if values were not compared.
-        max_difference: the largest absolute difference of two of them; NaN if one is NaN where the other is not.
+        max_difference: the largest absolute difference of two of them; NaN if one is NaN where the other is not; None
+            also of dtypes with which nothing can be computed.
     """
 
     fqn: str
@@ -165,33 +171,48 @@ def _differing_values(
 
 
 def _tensor_difference(fqn: str, one: torch.Tensor, other: torch.Tensor) -> Difference | None:
-    if not one.numel():
-        return None
-    bytes_of = [tensor.reshape(-1).view(torch.uint8).view(-1, one.element_size()) for tensor in (one, other)]
-    differs = (bytes_of[0] != bytes_of[1]).any(1)
+    differs = differing_elements(one, other)
     count = int(differs.sum())
     if not count:
         return None
+    what = f"{count} of {one.numel()} elements differ"
+    pairs = [tensor.reshape(-1)[differs] for tensor in (one, other)] if dtype_name(one.dtype) not in _BITS_ONLY else []
+    if not pairs:
+        return Difference(fqn, "values", what, count)
+    is_integer = not (one.is_floating_point() or one.is_complex())
+    largest = _integer_gap(*pairs) if is_integer else _gap(*pairs)
+    text = f"{largest:.6g}" if isinstance(largest, float) else str(largest)
+    return Difference(fqn, "values", f"{what}, by at most {text}", count, float(largest))
+
+
+def _gap(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Return the largest difference of two elements; NaN if one is NaN where the other is not."""
     wide = torch.complex128 if one.is_complex() else torch.float64
-    pairs = [tensor.reshape(-1)[differs].to(wide) for tensor in (one, other)]
-    gap = (pairs[0] - pairs[1]).abs()
-    gap[pairs[0] == pairs[1]] = 0.0  # 0.0 and -0.0, or infinities
-    gap[pairs[0].isnan() & pairs[1].isnan()] = 0.0
-    largest = float("nan") if bool(gap.isnan().any()) else float(gap.max())
-    what = f"{count} of {one.numel()} elements differ, by at most {largest:.6g}"
-    return Difference(fqn, "values", what, count, largest)
+    one, other = one.to(wide), other.to(wide)
+    gap = (one - other).abs()
+    gap[one == other] = 0.0  # 0.0 and -0.0, or infinities
+    gap[one.isnan() & other.isnan()] = 0.0
+    return float("nan") if bool(gap.isnan().any()) else float(gap.max())
+
+
+def _integer_gap(one: torch.Tensor, other: torch.Tensor) -> int:
+    """Return the largest difference of two integers, which a float may not be able to tell."""
+    a, b = (tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor for tensor in (one, other))
+    larger, smaller = np.maximum(a.numpy(), b.numpy()), np.minimum(a.numpy(), b.numpy())
+    return int((larger.astype(np.uint64) - smaller.astype(np.uint64)).max())  # modulo 2^64, of which it is less
 
 
 def _object_difference(fqn: str, first: Checkpoint, second: Checkpoint) -> Difference | None:
+    if first.read_stored_object(fqn) == second.read_stored_object(fqn):
+        return None
     try:
         one, other = first[fqn], second[fqn]
     except UnsafeObjectError:
         return Difference(fqn, "unknown", "objects that are not read, because they could run code")
-    try:
-        is_equal = type(one) is type(other) and bool(one == other)
-    except Exception:  # objects whose comparison is ambiguous or fails
-        is_equal = repr(one) == repr(other)
-    return None if is_equal else Difference(fqn, "values", f"{_short(one)} and {_short(other)}")
+    if is_same(one, other):
+        return None
+    a, b = _short(one), _short(other)
+    return Difference(fqn, "values", f"{a} and {b}" if a != b else f"{a} and another that begins alike")
 
 
 def _short(value: Any) -> str:

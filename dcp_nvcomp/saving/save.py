@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from dcp_nvcomp.calls.ranks import group_of
-from dcp_nvcomp.calls.values import check_state_dict, try_values_of
+from dcp_nvcomp.calls.values import try_check, try_values_of
 from dcp_nvcomp.saving.run_save import planner_for, run_save, writer_for
 from dcp_nvcomp.saving.writer import NvcompWriter
 
@@ -58,8 +58,8 @@ def save(
         >>> sorted(metadata.state_dict_metadata)
         ['w']
     """
-    check_state_dict("save", state_dict)
     writer = writer_for("save", storage_writer, checkpoint_id, writer_options)
     group = group_of(process_group, no_dist=no_dist)
-    values, failure = try_values_of(state_dict)
+    refusal = try_check("save", state_dict, alone=group is None)
+    values, failure = ({}, refusal) if refusal is not None else try_values_of(state_dict)
     return run_save(values, checkpoint_id, writer, planner_for(planner, writer, failure), group)

@@ -152,6 +152,13 @@ class Filesystem(ABC):
     def open_output(self, name: str) -> OutputStream:
         """Begin a data file. Its name is one that was never used before."""
 
+    def open_replacement(self, name: str) -> OutputStream:
+        """Begin a file that takes the place of `name` when it is closed; the old one stays until then, or if it fails.
+
+        What a process that was killed leaves has a name of `temporary_name`, or is an unfinished upload.
+        """
+        return self.open_output(name)
+
     @abstractmethod
     def publish(self, name: str, data: bytes, *, overwrite: bool = True) -> None:
         """Write a small file atomically and durably: readers see the old bytes or all of the new ones.

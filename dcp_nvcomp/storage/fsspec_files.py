@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import Any
 
+from fsspec.asyn import AsyncFileSystem
+
 from dcp_nvcomp.errors import StorageError
 from dcp_nvcomp.storage.base import (
     Below,
@@ -21,7 +23,7 @@ from dcp_nvcomp.storage.base import (
     is_not_found,
     too_short,
 )
-from dcp_nvcomp.storage.fsspec_output import FsspecOutput
+from dcp_nvcomp.storage.fsspec_output import FsspecOutput, Replacement
 from dcp_nvcomp.storage.moving import Moves, may_mean_existing, says_existing
 from dcp_nvcomp.storage.remote import RemoteFilesystem
 from dcp_nvcomp.storage.temporary import clock_name, temporary_name
@@ -84,6 +86,34 @@ class FsspecFilesystem(RemoteFilesystem):
 
     def open_output(self, name: str) -> OutputStream:
         return FsspecOutput(self._fs, self._key(name), self.location(name), self._part_nbytes, self._redact)
+
+    def open_replacement(self, name: str) -> OutputStream:
+        key, where = self._key(name), self.location(name)
+        if self._is_object_store and isinstance(self._fs, AsyncFileSystem):  # whose files are sent as uploads
+            return FsspecOutput(self._fs, key, where, self._part_nbytes, self._redact, replaces=True)
+        temporary = temporary_name(name)
+        return Replacement(self.open_output(temporary), lambda: self._take_place(temporary, name))
+
+    def _take_place(self, temporary: str, name: str) -> None:
+        try:
+            with self._errors("write", self.location(name), may_be_done=True):
+                if not (self._can_move and self._move_into_place(temporary, name, overwrite=True)):
+                    self._copy(temporary, name)
+        finally:
+            self._remove_quietly(temporary)
+
+    def _copy(self, source: str, target: str) -> None:
+        """Write one file over another: in place, where the storage can't move files."""
+        try:
+            self._fs.cp_file(self._key(source), self._key(target))
+        except NotImplementedError:
+            nbytes = self.file_nbytes(source) or 0
+            output = FsspecOutput(
+                self._fs, self._key(target), self.location(target), self._part_nbytes, self._redact, replaces=True
+            )
+            for start in range(0, nbytes, self._part_nbytes):
+                output.write(self.read(source, start, min(start + self._part_nbytes, nbytes)))
+            output.close()
 
     def publish(self, name: str, data: bytes, *, overwrite: bool = True) -> None:
         check_relative_path(name, path=self.path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from fsspec.spec import AbstractBufferedFile
@@ -12,7 +12,7 @@ from fsspec.spec import AbstractBufferedFile
 from dcp_nvcomp.redaction import Redactor
 from dcp_nvcomp.storage.base import OutputStream, is_not_found, storage_errors
 
-__all__ = ["FsspecOutput"]
+__all__ = ["FsspecOutput", "Replacement"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,10 +26,13 @@ class FsspecOutput(OutputStream):
         location: its name in errors.
         part_nbytes: how long the parts of large files are.
         redact: hides the storage's secrets in what the client says.
+        replaces: whether there may be an older file, which stays if this one does not get there.
     """
 
-    def __init__(self, fs: Any, key: str, location: str, part_nbytes: int, redact: Redactor) -> None:
-        self._fs, self._key, self._location, self._redact = fs, key, location, redact
+    def __init__(
+        self, fs: Any, key: str, location: str, part_nbytes: int, redact: Redactor, *, replaces: bool = False
+    ) -> None:
+        self._fs, self._key, self._location, self._redact, self._replaces = fs, key, location, redact, replaces
         self._state = "open"  # then "broken", "closed" or "aborted"
         with storage_errors("create", location, redact):
             self._file = fs.open(key, "wb", block_size=part_nbytes)
@@ -59,12 +62,15 @@ class FsspecOutput(OutputStream):
         self._state = "aborted"
         try:
             if not self._discard():
+                if self._replaces:  # closing would put what there is of it in the older one's place
+                    self._file.closed = True
+                    return
                 self._file.close()
                 may_exist = True
         except Exception as error:
             words = self._redact(str(error))
             logger.warning("Could not discard %s, an unfinished upload may be left: %s", self._location, words)
-        if may_exist:
+        if may_exist and not self._replaces:
             try:
                 self._fs.rm_file(self._key)
             except Exception as error:
@@ -86,3 +92,25 @@ class FsspecOutput(OutputStream):
             getattr(self, "_file", None), AbstractBufferedFile
         ):
             self._file.closed = True
+
+
+class Replacement(OutputStream):
+    """A file that is written under a temporary name and takes the place of another one when it is complete.
+
+    Args:
+        written: the file under its temporary name.
+        take_place: moves it; removes it if that fails.
+    """
+
+    def __init__(self, written: OutputStream, take_place: Callable[[], None]) -> None:
+        self._written, self._take_place = written, take_place
+
+    def write(self, data: memoryview | bytes) -> None:
+        self._written.write(data)
+
+    def close(self) -> None:
+        self._written.close()
+        self._take_place()
+
+    def abort(self) -> None:
+        self._written.abort()

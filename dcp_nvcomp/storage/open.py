@@ -26,7 +26,7 @@ from dcp_nvcomp.storage.remote import PARALLEL_READS, part_nbytes
 from dcp_nvcomp.storage.s3 import client as s3_client
 from dcp_nvcomp.storage.s3 import filesystem as s3
 
-__all__ = ["open_filesystem", "place_of"]
+__all__ = ["open_filesystem", "place_of", "real_place"]
 
 
 _S3 = ("s3", "s3a")
@@ -89,6 +89,19 @@ def place_of(path: str | os.PathLike[str]) -> str:
     return os.path.abspath(os.path.expanduser(text[url.end() :] if url else text))
 
 
+def real_place(path: str | os.PathLike[str]) -> str:
+    """Return one name for a place however it is written, to compare places: without links, URLs as fsspec has them."""
+    text = place_of(path)
+    url = _URL.match(text)
+    if url is None:
+        return os.path.realpath(text)
+    protocol = url[1].lower()
+    if url[2] is not None:
+        return text.rstrip("/")
+    stripped = str(_filesystem_class(protocol, text)._strip_protocol(text))
+    return f"{'s3' if protocol in _S3 else protocol}://{stripped.strip('/')}"
+
+
 def _open_s3(path: str, options: dict[str, Any], deadline_seconds: float) -> Filesystem:
     pool = {"max_pool_connections": 2 * PARALLEL_READS}  # botocore's 10 would queue our parallel reads
     config = s3_client.client_options({**pool, **(options.get("config_kwargs") or {})})
@@ -127,9 +140,9 @@ def _configuration_errors(path: str, options: Mapping[str, Any]) -> Iterator[Non
         raise ConfigurationError(message, path=path) from redact.error(error)
 
 
-def _filesystem_class(protocol: str, path: str) -> type:
+def _filesystem_class(protocol: str, path: str) -> Any:
     try:
-        found: type = fsspec.get_filesystem_class(protocol)
+        found = fsspec.get_filesystem_class(protocol)
     except ImportError as error:
         package = "'dcp-nvcomp[s3]'" if protocol in _S3 else f"the package fsspec needs for it ({error})"
         raise ConfigurationError(f"{protocol}:// is not available here: pip install {package}.", path=path) from error

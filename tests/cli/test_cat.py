@@ -11,7 +11,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from dcp_nvcomp import save
+from dcp_nvcomp import convert, save
 from dcp_nvcomp.cli.app import app
 from dcp_nvcomp.cli.cat import parse_index
 
@@ -71,6 +71,31 @@ def test_json(saved: str) -> None:
     assert (found["schema"], found["key"], found["dtype"], found["shape"]) == (1, "broken", "float32", [4])
     assert found["statistics"]["nan"] == 1
     assert json.loads(cat(saved, "config.lr", "--json")[1])["value"] == 0.1
+
+
+def test_json_of_what_json_has_no_word_for(tmp_path: Path) -> None:
+    itself: list[Any] = []
+    itself.append(itself)
+    value = {(1, 2): 3, "nan": float("nan"), "tuple": (1, 2j), "set": {1}, "bytes": b"x", "none": None}
+    torch.save({"o": (value,), "itself": (itself,)}, tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "a")
+    found = json.loads(cat(str(tmp_path / "a"), "o", "--json")[1])["value"]
+    assert found == [{"(1, 2)": 3, "nan": "nan", "tuple": [1, [0.0, 2.0]], "set": "{1}", "bytes": "b'x'", "none": None}]
+    assert json.loads(cat(str(tmp_path / "a"), "itself", "--json")[1])["value"] == "([[...]],)"
+
+
+def test_a_dtype_with_which_nothing_can_be_computed(tmp_path: Path) -> None:
+    save({"w": torch.arange(3, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)}, tmp_path, no_dist=True)
+    assert cat(str(tmp_path), "w")[1].splitlines() == [
+        "w: float4_e2m1fn_x2 [3]",
+        "tensor([0, 1, 2], dtype=torch.uint8)",
+    ]
+    assert json.loads(cat(str(tmp_path), "w", "--json")[1])["values"] == [0, 1, 2]
+
+
+def test_a_sparse_tensor(tmp_path: Path) -> None:
+    save({"w": torch.eye(3).to_sparse()}, tmp_path, no_dist=True)
+    assert json.loads(cat(str(tmp_path), "w[1:, :2]", "--json")[1])["values"] == [[0.0, 1.0], [0.0, 0.0]]
 
 
 def test_mistakes(saved: str) -> None:

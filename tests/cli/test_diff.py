@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from dcp_nvcomp import compare_checkpoints, save
+from dcp_nvcomp import compare_checkpoints, convert, save
 from dcp_nvcomp.cli.app import app
 from tests.checkpoints import save_stock
 
@@ -64,11 +64,10 @@ def test_every_difference(paths: tuple[str, str]) -> None:
         "step": "values",
         "gone": "only in a",
         "new": "only in b",
-        "opaque": "unknown",
     }
     (w,) = (one for one in found.differences if one.fqn == "w")
     assert (w.elements, w.max_difference) == (2, 0.5)
-    assert found.equal == 1 and not found.is_equal
+    assert found.equal == 2 and not found.is_equal
 
 
 def test_equal_ones(paths: tuple[str, str], tmp_path: Path) -> None:
@@ -93,7 +92,7 @@ def test_the_table_and_keys_only(paths: tuple[str, str]) -> None:
     assert status == 1
     assert output.splitlines()[0].split() == ["key", "differs", "how"]
     assert "2 of 4 elements differ, by at most 0.5" in output
-    assert output.splitlines()[-1] == "1 keys are equal in their values, 8 differ."
+    assert output.splitlines()[-1] == "2 keys are equal in their values, 7 differ."
     status, output, _ = diff(*paths, "--keys-only")
     assert "elements differ" not in output and "float32 [3] and float16 [3]" in output
 
@@ -102,6 +101,90 @@ def test_progress(paths: tuple[str, str]) -> None:
     calls: list[tuple[int, int]] = []
     compare_checkpoints(*paths, progress=lambda done, total: calls.append((done, total)))
     assert calls[-1][0] == calls[-1][1] > 0
+
+
+def differences(tmp_path: Path, one: Any, other: Any) -> tuple[Any, ...]:
+    for name, value in (("a", one), ("b", other)):
+        if isinstance(value, tuple | dict):  # a save would take it apart
+            torch.save({"x": (value,)}, tmp_path / "x.pt")
+            convert(tmp_path / "x.pt", tmp_path / name)
+        else:
+            save({"x": value}, tmp_path / name, no_dist=True)
+        assert compare_checkpoints(tmp_path / name, tmp_path / name).is_equal
+    return compare_checkpoints(tmp_path / "a", tmp_path / "b").differences
+
+
+def middle(value: float) -> torch.Tensor:
+    tensor = torch.ones(5000)
+    tensor[2500] = value
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ((middle(0),), (middle(1),)),  # which torch prints alike
+        ({"m": (middle(0).to_sparse(),)}, {"m": (middle(2).to_sparse(),)}),
+        ((torch.ones(2),), (torch.ones(2).double(),)),
+        (0.0, -0.0),
+        ((1, 2), (1, 3)),
+        (complex(0, 0.0), complex(0, -0.0)),
+        (1, True),
+    ],
+)
+def test_objects_that_differ(tmp_path: Path, one: Any, other: Any) -> None:
+    (found,) = differences(tmp_path, one, other)
+    assert found.kind == "values"
+
+
+@pytest.mark.parametrize(
+    "value", [float("nan"), (torch.tensor([float("nan")]), float("nan")), Opaque(), {1, 2}, torch.Size([3])]
+)
+def test_what_is_equal_to_itself(tmp_path: Path, value: Any) -> None:
+    assert differences(tmp_path, value, value) == ()
+
+
+def test_equal_objects_that_are_stored_differently(tmp_path: Path) -> None:
+    one = float("nan")
+    assert differences(tmp_path, (one, one, middle(3)), (one, float("nan"), middle(3))) == ()
+
+
+def test_objects_that_are_not_read(tmp_path: Path) -> None:
+    changed = Opaque()
+    changed.x = 1  # type: ignore[attr-defined]
+    (found,) = differences(tmp_path, Opaque(), changed)
+    assert found.kind == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "one", "other", "gap"),
+    [
+        (torch.int64, 2**60, 2**60 + 1, 1),
+        (torch.int64, -(2**63), 2**63 - 1, 2**64 - 1),
+        (torch.uint64, 0, 2**64 - 1, 2**64 - 1),
+        (torch.int8, -128, 127, 255),
+        (torch.bool, 0, 1, 1),
+    ],
+)
+def test_integers_are_subtracted_as_integers(
+    tmp_path: Path, dtype: torch.dtype, one: int, other: int, gap: int
+) -> None:
+    (found,) = differences(tmp_path, torch.tensor([one, 0], dtype=dtype), torch.tensor([other, 0], dtype=dtype))
+    assert found.what == f"1 of 2 elements differ, by at most {gap}"
+    assert found.max_difference == float(gap)
+
+
+@pytest.mark.parametrize("dtype", [torch.float4_e2m1fn_x2, torch.float8_e8m0fnu, torch.complex64])
+def test_differences_in_other_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
+    one, other = (torch.full((16,), value, dtype=torch.uint8).view(dtype) for value in (1, 2))
+    (found,) = differences(tmp_path, one, other)
+    assert found.elements == one.numel()
+    assert (found.max_difference is None) is (dtype == torch.float4_e2m1fn_x2)
+
+
+def test_sparse_tensors(tmp_path: Path) -> None:
+    (found,) = differences(tmp_path, middle(2).to_sparse(), middle(5).to_sparse())
+    assert (found.elements, found.max_difference) == (1, 3.0)
 
 
 def test_mistakes(paths: tuple[str, str]) -> None:

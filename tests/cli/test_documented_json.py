@@ -84,7 +84,7 @@ COMMANDS = {
     "inspect": ("inspect {}/step-1",),
     "cat": ("cat {}/step-1 w[3:5]", "cat {}/step-2 w[7]", "cat {}/step-1 step", "cat {}/step-1 odd.loss"),
     "diff": ("diff {}/step-1 {}/step-2",),
-    "convert": ("convert {}/step-1 {}/model.safetensors --prefix w",),
+    "convert": ("convert {}/step-1 {}/converted --to dcp",),
     "verify": ("verify {}/step-1", "verify {}/broken"),
     "recover": ("recover {}/lost", "recover {}/step-1"),
     "clean": ("clean {}/step-1 --dry-run", "clean {} --recursive --dry-run"),

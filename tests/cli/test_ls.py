@@ -55,6 +55,16 @@ def test_steps_in_natural_order(run: Path) -> None:
     assert ours.saved_seconds == pytest.approx((run / "step-2" / ".metadata").stat().st_mtime)
 
 
+def test_what_is_not_whole(tmp_path: Path) -> None:
+    save(STATE, tmp_path / "step-1", no_dist=True)
+    (tmp_path / "step-1" / ".metadata").write_bytes(b"")
+    save_stock(tmp_path / "step-2", STATE)
+    for file in (tmp_path / "step-2").glob("*.distcp"):
+        file.unlink()
+    save({}, tmp_path / "step-3", no_dist=True)
+    assert [step.state for step in list_run(tmp_path).steps] == ["damaged", "damaged", "complete"]
+
+
 def test_a_few_kb_are_read_of_each(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[tuple[str, int]] = []
     read = PosixFilesystem.read

@@ -171,22 +171,6 @@ def test_several_files_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert_same(checkpoint.read(state), state)
 
 
-def test_a_conversion_that_was_killed_goes_on(tmp_path: Path) -> None:
-    state = {f"layer.{number}": torch.randn(100, 100) for number in range(10)}
-    save(state, tmp_path / "a", no_dist=True)
-    to = tmp_path / "hf"
-    convert(tmp_path / "a", to, to="safetensors", max_shard_nbytes=100_000)
-    (to / "model.safetensors.index.json").unlink()
-    third, fourth = (to / f"model-0000{number}-of-00005.safetensors" for number in (3, 4))
-    third.write_bytes(third.read_bytes()[:-1])  # as far as it came
-    before = fourth.stat().st_mtime_ns
-    convert(tmp_path / "a", to, to="safetensors", max_shard_nbytes=100_000)
-    assert fourth.stat().st_mtime_ns == before
-    convert(to, tmp_path / "b")
-    with open_checkpoint(tmp_path / "b") as checkpoint:
-        assert_same(checkpoint.read(state), state)
-
-
 @pytest.mark.parametrize("name", ["b", "b.pt", "b.safetensors", "hf"])
 def test_nothing_is_replaced_unless_asked(tmp_path: Path, name: str) -> None:
     save({"w": torch.ones(3)}, tmp_path / "a", no_dist=True)

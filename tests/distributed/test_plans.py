@@ -212,6 +212,29 @@ def test_a_value_without_a_state_fails_all_ranks(ranks: RankPool, tmp_path: Path
         assert_same(loaded["w"], torch.full((3,), 5.0))
 
 
+def _is_refused(path: Path) -> list[str]:
+    good: State = {"w": torch.ones(2)}
+    bad: Any = {**good, 3: 1} if dist.get_rank() == 1 else good
+    save(good, path)
+    said = []
+    for call in (
+        lambda: save(bad, path),
+        lambda: async_save(bad, path).upload_completion.result(100),
+        lambda: load(bad, path),
+    ):
+        with pytest.raises(errors.ConfigurationError) as caught:
+            call()
+        said.append(str(caught.value))
+    save(good, path)
+    load(good, path)
+    return said
+
+
+def test_what_is_no_state_dict_on_one_rank_is_refused_on_all(ranks: RankPool, tmp_path: Path) -> None:
+    for said in ranks.run(_is_refused, tmp_path, world_size=2):
+        assert set(said) == {"The keys of a state dict are text, and 3 is not."}
+
+
 def _loads_sharded(path: Path, placement: Placement) -> None:
     full = {**_full(1), "plain": torch.arange(5), "step": 7}
     state = {**_sharded(_full(1), placement), "plain": torch.arange(5), "step": 7}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -215,3 +217,51 @@ def test_contradictions(arguments: tuple[Any, ...], options: dict[str, Any], wor
 def test_contradictions_of_saves(arguments: tuple[Any, ...], options: dict[str, Any], words: str) -> None:
     with pytest.raises(errors.ConfigurationError, match=words):
         save({}, *arguments, no_dist=True, **options)
+
+
+def message(path: Path, into: State, error: type[errors.CheckpointError]) -> str:
+    with pytest.raises(error) as caught:
+        got(path, into)
+    assert len(caught.traceback) < 6  # none of DCP's
+    return str(caught.value)
+
+
+def test_what_a_tensor_cannot_be_loaded_into(tmp_path: Path) -> None:
+    save(full(), tmp_path, no_dist=True)
+    for value in (3, None, "text"):
+        text = message(tmp_path, {"nested": {"w": value}}, errors.ShapeMismatchError)
+        assert "a tensor was saved, of shape (3, 4) and torch.float32" in text and "'nested.w'" in text
+    text = message(tmp_path, {"a": torch.zeros(())}, errors.ShapeMismatchError)
+    assert "a Python object was saved" in text
+    text = message(tmp_path, {"nested": {"w": torch.zeros(3, 4, device="meta")}}, errors.ConfigurationError)
+    assert "meta device" in text and "'nested.w'" in text
+    text = message(tmp_path, {"nested": {"w": torch.zeros(1, 4).expand(3, 4)}}, errors.ConfigurationError)
+    assert "share their memory" in text and "'nested.w'" in text
+    into = got(tmp_path, {"nested": {"w": torch.zeros(4, 3).t()}})  # not contiguous, but nothing is shared
+    assert_same(into["nested"]["w"], full()["nested"]["w"])
+
+
+def test_empty_dicts_that_the_checkpoint_has_something_for(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    save({"opt": optimizer.state_dict(), "none": {}, "list": [{}, {"x": 1}]}, tmp_path, no_dist=True)
+    fresh = torch.optim.AdamW(model.parameters())
+    with pytest.warns(UserWarning, match=r"Nothing is loaded into 'opt\.state'.* 6 keys.*opt\.state\.0\.") as warned:
+        got(tmp_path, {"opt": fresh.state_dict(), "none": {}})
+    assert len(warned) == 1, [str(one.message) for one in warned]
+    got(tmp_path, {"opt": optimizer.state_dict(), "none": {}, "list": [{}]})  # no warning
+
+
+def test_a_warning_is_shown_once_per_place(tmp_path: Path) -> None:
+    program = (
+        "import sys, warnings, torch, dcp_nvcomp\n"
+        "for _ in range(3):\n"
+        "    warnings.warn('once per place')\n"
+        "    dcp_nvcomp.save({'w': torch.ones(1)}, sys.argv[1])\n"
+        "    dcp_nvcomp.load({'w': torch.ones(1)}, sys.argv[1])\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stderr.count("once per place") == 2  # the warning and its line

@@ -12,8 +12,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from typer.testing import CliRunner
 
 from dcp_nvcomp import NvcompWriter
+from dcp_nvcomp.cli.app import app
+from tests.states import assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -58,10 +61,12 @@ def test_the_message_is_the_one_that_the_page_explains(checkpoint: Path, use: Ca
 
 def test_the_way_out_works(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     section = PAGE.read_text().split(f"## `{MESSAGE}`\n")[1].split("\n## ")[0]
-    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     monkeypatch.chdir(tmp_path)
-    exec(compile(code, str(PAGE), "exec"), {"path": checkpoint})
-    loaded = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    assert set(loaded) == {"model.weight", "model.bias", "step"} and loaded["step"] == 7
-    for key, value in state()["model"].items():
-        assert torch.equal(loaded[f"model.{key}"], value) and loaded[f"model.{key}"].dtype == value.dtype
+    commands = re.findall(r"^dcp-nvcomp (convert .*)$", section, re.MULTILINE)
+    for command in commands:
+        arguments = command.replace("s3://bucket/run/step-1000", str(checkpoint)).split()
+        assert CliRunner().invoke(app, arguments).exit_code == 0
+    dcp_to_torch_save("stock", "again.pt")
+    for name in ("checkpoint.pt", "again.pt"):
+        assert_same(torch.load(name, weights_only=True), state())
+    assert len(commands) == 2

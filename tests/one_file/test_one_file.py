@@ -77,6 +77,41 @@ def test_ties_and_parameters(tmp_path: Path) -> None:
     assert torch.equal(found["a"], weight)
 
 
+def test_tied_weights_of_a_state_dict(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"e": nn.Embedding(100, 30), "h": nn.Linear(30, 100, bias=False)})
+    model["h"].weight = model["e"].weight
+    state = {**model.state_dict(), "rows": model["e"].weight.detach()[:3], "turned": torch.zeros(3, 3).t()}
+    state["parameter"] = model["h"].weight
+    save_compressed_checkpoint(state, tmp_path / "x", codec="none")
+    assert (tmp_path / "x").stat().st_size < 20_000
+    found = load_compressed_checkpoint(tmp_path / "x")
+    assert_same(
+        {**found, "parameter": found["parameter"].detach()}, {**state, "parameter": state["parameter"].detach()}
+    )
+    assert found["e.weight"].data_ptr() == found["h.weight"].data_ptr() == found["parameter"].data_ptr()
+    assert found["rows"].data_ptr() != found["e.weight"].data_ptr()
+    assert found["parameter"].requires_grad and not found["e.weight"].requires_grad
+
+
+def test_states_that_are_nested_too_deeply(tmp_path: Path) -> None:
+    deep: Any = torch.ones(1)
+    for _ in range(3000):
+        deep = {"a": deep}
+    itself: list[Any] = [torch.ones(1)]
+    itself.append(itself)
+    for value in (deep, itself):
+        with pytest.raises(errors.CheckpointError, match="nested too deeply, or contains itself"):
+            save_compressed_checkpoint(value, tmp_path / "x")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_name_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr("dcp_nvcomp.one_file.save.sync_directory", synced.append)
+    save_compressed_checkpoint({"w": torch.ones(3)}, tmp_path / "x")
+    assert synced == [str(tmp_path)]
+
+
 def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x"
     save_compressed_checkpoint({"w": torch.ones(3)}, path)

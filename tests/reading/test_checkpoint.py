@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._extension import ZStandard
 
-from dcp_nvcomp import StoredTensor, errors, open_checkpoint, save
+from dcp_nvcomp import StoredTensor, convert, errors, open_checkpoint, save
 from dcp_nvcomp.format.data_file import read_footers
 from dcp_nvcomp.format.metadata.stored import StockItem
 from dcp_nvcomp.loading.reader import NvcompReader
@@ -314,3 +314,27 @@ def test_a_checkpoint_of_dcp_save(tmp_path: Path) -> None:
     dcp.save(STATE, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
     with open_checkpoint(tmp_path) as checkpoint:
         assert_same_bits(checkpoint["model.w"][1:2], STATE["model"]["w"][1:2])
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")  # torch says it once
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_tensors_are_read_as_dense_ones(tmp_path: Path, layout: torch.layout) -> None:
+    dense = torch.zeros(50, 40)
+    dense[3, 7], dense[30, 2] = 1.0, 2.0
+    sparse = dense.to_sparse() if layout == torch.sparse_coo else dense.to_sparse_csr()
+    save({"sparse": sparse, "w": torch.ones(2)}, tmp_path / "a", no_dist=True)
+    with open_checkpoint(tmp_path / "a") as checkpoint:
+        assert torch.equal(checkpoint["sparse"][...], dense)
+        assert torch.equal(checkpoint["sparse"][3:31, 2:8], dense[3:31, 2:8])
+        assert torch.equal(checkpoint["sparse"][::3, -1], dense[::3, -1])
+        assert torch.equal(checkpoint.read(["sparse"])["sparse"], dense)
+    for name, to in (("b", "dcp"), ("c.pt", "torch"), ("d.safetensors", "safetensors")):
+        convert(tmp_path / "a", tmp_path / name, to=to)  # type: ignore[arg-type]
+    assert torch.equal(torch.load(tmp_path / "c.pt")["sparse"], dense)
+
+
+def test_a_part_of_a_sparse_tensor_that_is_too_large_to_be_dense(tmp_path: Path) -> None:
+    sparse = torch.sparse_coo_tensor([[5], [10**12]], [3.0], (10**3, 10**13), check_invariants=True)
+    save({"sparse": sparse}, tmp_path / "a", no_dist=True)
+    with open_checkpoint(tmp_path / "a") as checkpoint:
+        assert checkpoint["sparse"][5, 10**12 - 1 : 10**12 + 1].tolist() == [0.0, 3.0]

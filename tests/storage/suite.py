@@ -210,6 +210,22 @@ class FilesystemSuite:
         assert filesystem.list_names() == []
         assert filesystem.file_nbytes("aborted") is None
 
+    @pytest.mark.parametrize("nbytes", [0, 100, 11 << 20])
+    def test_a_replacement_takes_the_place_when_it_is_closed(self, filesystem: Filesystem, nbytes: int) -> None:
+        for old in (None, b"old"):
+            if old is not None:
+                write_file(filesystem, "replaced", old)
+            for ends in ("abort", "close"):
+                stream = filesystem.open_replacement("replaced")
+                stream.write(bytes(nbytes))
+                assert filesystem.file_nbytes("replaced") == (None if old is None else 3)
+                getattr(stream, ends)()
+                if ends == "abort":
+                    assert filesystem.file_nbytes("replaced") == (None if old is None else 3)
+            assert filesystem.read_all("replaced", limit_nbytes=1 << 24) == bytes(nbytes)
+            assert filesystem.list_names() == ["replaced"]
+            filesystem.remove(["replaced"])
+
     def test_abort_after_close_does_nothing(self, filesystem: Filesystem) -> None:
         stream = filesystem.open_output("kept")
         stream.write(b"x")

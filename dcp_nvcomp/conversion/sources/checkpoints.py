@@ -13,6 +13,7 @@ from dcp_nvcomp.format.blocks import Box
 from dcp_nvcomp.reading.checkpoint import Checkpoint, open_checkpoint
 from dcp_nvcomp.reading.nesting import paths_of
 from dcp_nvcomp.reading.stored_tensor import StoredTensor
+from dcp_nvcomp.storage.open import place_of
 
 __all__ = ["CheckpointSource"]
 
@@ -29,11 +30,16 @@ class CheckpointSource(Source):
     """
 
     def __init__(self, path: str, **storage_options: Any) -> None:
+        self._place = place_of(path)
         self._checkpoint = open_checkpoint(path, host_memory_budget=_HOST_MEMORY_NBYTES, **storage_options)
 
     @property
     def path(self) -> str:
         return self._checkpoint.path
+
+    @property
+    def files(self) -> Sequence[str]:
+        return [f"{self._place.rstrip('/')}/{name}" for name in sorted(self._checkpoint.file_names())]
 
     def entries(self) -> Sequence[TensorEntry | ObjectEntry]:
         found: list[TensorEntry | ObjectEntry] = []

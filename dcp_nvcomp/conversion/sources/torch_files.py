@@ -11,16 +11,19 @@ import os
 import pickle
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from dcp_nvcomp.calls.files import parent_and_name
 from dcp_nvcomp.conversion.entries import ObjectEntry, ObjectReader, Path, Source, TensorEntry, TensorReader
+from dcp_nvcomp.conversion.places import linked_to
+from dcp_nvcomp.engines.tensors import memory_of
 from dcp_nvcomp.errors import CheckpointError, CheckpointNotFoundError, CorruptDataError, UnsafeObjectError
 from dcp_nvcomp.format.blocks import Box
-from dcp_nvcomp.loading.safe_objects import what_it_needs
+from dcp_nvcomp.loading.safe_objects import check_file, what_it_needs
+from dcp_nvcomp.reading.nesting import IntKey
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
@@ -46,6 +49,7 @@ class TorchFileSource(Source):
 
     def __init__(self, path: str, **storage_options: Any) -> None:
         self._path = without_secrets(path)
+        self._file = path = linked_to(path)
         parent, name = parent_and_name(path)
         filesystem = open_filesystem(parent, storage_options=storage_options)
         self._temporary: str | None = None
@@ -68,10 +72,17 @@ class TorchFileSource(Source):
     def path(self) -> str:
         return self._path
 
+    @property
+    def files(self) -> Sequence[str]:
+        return [self._file]
+
     def entries(self) -> Sequence[TensorEntry | ObjectEntry]:
         state = self._state if isinstance(self._state, Mapping) else {"state": self._state}
         found: list[TensorEntry | ObjectEntry] = []
-        _flatten(state, (), found)
+        try:
+            _flatten(state, (), found)
+        except RecursionError:
+            raise CheckpointError("The state is nested too deeply, or contains itself.", path=self._path) from None
         seen = set()
         for entry in found:
             if entry.key in seen:
@@ -98,6 +109,11 @@ def _fetched(filesystem: Filesystem, name: str, nbytes: int) -> str:
 
 def _loaded(local: str, path: str) -> Any:
     try:
+        check_file(local)
+    except CheckpointError as error:
+        error.path = path
+        raise
+    try:
         return torch.load(local, map_location="cpu", weights_only=True, mmap=True)
     except MemoryError:
         raise
@@ -115,9 +131,9 @@ def _loaded(local: str, path: str) -> Any:
 
 def _flatten(value: Any, path: Path, found: list[TensorEntry | ObjectEntry]) -> None:
     """Gather the leaves of nested dicts and lists under keys of parts joined by dots, as DCP does."""
-    if isinstance(value, Mapping) and value and all(isinstance(key, str | int) for key in value):
+    if isinstance(value, Mapping) and value and all(type(key) in (str, int) for key in value):
         for key, one in value.items():
-            _flatten(one, (*path, key), found)
+            _flatten(one, (*path, IntKey(key) if type(key) is int else key), found)
     elif isinstance(value, list) and any(isinstance(one, torch.Tensor | Mapping | list) for one in value):
         for number, one in enumerate(value):
             _flatten(one, (*path, number), found)
@@ -134,6 +150,10 @@ class _Part(TensorReader):
 
     def read(self, box: Box) -> torch.Tensor:
         return self._tensor[box.index].clone(memory_format=torch.contiguous_format)
+
+    @property
+    def memory(self) -> Hashable:
+        return memory_of(self._tensor)
 
 
 class _Object(ObjectReader):

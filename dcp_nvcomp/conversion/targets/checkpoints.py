@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import tempfile
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from dcp_nvcomp.calls.ranks import error_of_ranks, group_of
+from dcp_nvcomp.calls.ranks import error_of_ranks, expect_no_group
 from dcp_nvcomp.conversion.entries import ObjectEntry, TensorEntry
 from dcp_nvcomp.conversion.targets.planner import ConvertingPlanner
 from dcp_nvcomp.errors import CheckpointExistsError
-from dcp_nvcomp.format.names import METADATA_NAME
+from dcp_nvcomp.format.names import (
+    DATA_FILE_SUFFIX,
+    METADATA_NAME,
+    data_file_rank,
+    rank_of_metadata_name,
+    save_id_of_copy,
+)
+from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.saving.file_plan import planned_nbytes
+from dcp_nvcomp.saving.orphans import files_of_current, remove_files
 from dcp_nvcomp.saving.writer import NvcompWriter
+from dcp_nvcomp.storage.base import Filesystem, storage_errors
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.open import open_filesystem, place_of
 
-__all__ = ["write_dcp", "write_ours"]
+__all__ = ["is_name_of_checkpoint", "write_dcp", "write_ours"]
 
 _HOST_MEMORY_NBYTES = 48 << 20
 _UPLOAD_NBYTES = 16 << 20
@@ -31,6 +43,12 @@ _STOCK_FILE_NBYTES = 64 << 20
 
 Entries = Sequence[TensorEntry | ObjectEntry]
 Moved = Callable[[int], None]
+
+
+def is_name_of_checkpoint(name: str) -> bool:
+    """True for the names that files of checkpoints have, of this package and of stock DCP."""
+    is_metadata = name == METADATA_NAME or rank_of_metadata_name(name) is not None or save_id_of_copy(name) is not None
+    return is_metadata or data_file_rank(name) is not None
 
 
 def write_ours(
@@ -52,43 +70,99 @@ def write_ours(
 def write_dcp(
     path: str, entries: Entries, moved: Moved, *, overwrite: bool, storage_options: Mapping[str, Any]
 ) -> None:
-    """Write a checkpoint of stock DCP, with its own writer; elsewhere than on disk by way of a temporary directory."""
+    """Write a checkpoint of stock DCP, with its own writer; elsewhere than on disk by way of a temporary directory.
+
+    Data files have names that were never used before, and `.metadata` comes last: until then, and if this is cut off,
+    an earlier checkpoint is as it was.
+    """
     filesystem = open_filesystem(path, storage_options=storage_options)
     try:
         if not overwrite and filesystem.file_nbytes(METADATA_NAME) is not None:
             raise CheckpointExistsError("There is a checkpoint already.", path=filesystem.path)
-        if isinstance(filesystem, PosixFilesystem):
-            _save_stock(place_of(path), entries, moved)
-            return
-        with tempfile.TemporaryDirectory(prefix="dcp_nvcomp_") as directory:
-            _save_stock(directory, entries, moved)
-            for file in sorted(Path(directory).glob("*.distcp")):
-                output = filesystem.open_output(file.name)
-                try:
-                    with file.open("rb") as opened:
-                        while data := opened.read(_UPLOAD_NBYTES):
-                            output.write(data)
-                    output.close()
-                except BaseException:
-                    output.abort()
-                    raise
-            filesystem.publish(METADATA_NAME, (Path(directory) / METADATA_NAME).read_bytes(), overwrite=overwrite)
+        filesystem.create_directory()
+        replaced = files_of_current(filesystem) or set()
+        save = _StockSave(ConvertingPlanner(entries, moved))
+        try:
+            errors = storage_errors("write", filesystem.path)
+            with errors, tempfile.TemporaryDirectory(prefix="dcp_nvcomp_") as directory:
+                if isinstance(filesystem, PosixFilesystem):
+                    data = save.run(place_of(path), directory, path)
+                else:
+                    data = save.run(directory, directory, path)
+                    for name in save.names:
+                        _upload(filesystem, Path(directory) / name)
+                filesystem.publish(METADATA_NAME, data, overwrite=overwrite)
+        except BaseException as error:
+            if not getattr(error, "outcome_unknown", False):
+                remove_files(filesystem, save.names, "a failed conversion")
+            raise
+        remove_files(filesystem, replaced - {METADATA_NAME}, "the replaced checkpoint")
     finally:
         filesystem.close()
 
 
-def _save_stock(directory: str, entries: Entries, moved: Moved) -> None:
-    """Save with stock DCP's writer, as many ranks would that have a little each.
+def _upload(filesystem: Filesystem, file: Path) -> None:
+    output = filesystem.open_output(file.name)
+    try:
+        with file.open("rb") as opened:
+            while data := opened.read(_UPLOAD_NBYTES):
+                output.write(data)
+        output.close()
+    except BaseException:
+        output.abort()
+        raise
+
+
+class _StockSave:
+    """A save with stock DCP's writer, as many ranks would make it that have a little each.
 
     It holds what it has written of each key until its file is complete, so files have to be small.
+
+    Attributes:
+        names: of the data files, as far as they may exist.
     """
-    writer, planner = FileSystemWriter(directory, thread_count=1), ConvertingPlanner(entries, moved)
-    planner.set_up_planner({}, is_coordinator=True)
-    plans, metadata = planner.create_global_plan(_parts(planner.create_local_plan()))
-    writer.set_up_storage_writer(True)
-    plans = writer.prepare_global_plan([writer.prepare_local_plan(plans[0]), *plans[1:]])
-    results = [writer.write_data(plan, planner).wait() for plan in plans]
-    writer.finish(metadata, results)
+
+    def __init__(self, planner: ConvertingPlanner) -> None:
+        self._planner = planner
+        self.names: list[str] = []
+
+    def run(self, directory: str, temporary: str, path: str) -> bytes:
+        """Write the data files.
+
+        Args:
+            directory: where they go.
+            temporary: a directory for files that are not needed afterwards.
+            path: what the checkpoint says of its place.
+
+        Returns:
+            What `.metadata` is to be.
+        """
+        writer, planner = FileSystemWriter(directory, thread_count=1), self._planner
+        planner.set_up_planner({}, is_coordinator=True)
+        plans, metadata = planner.create_global_plan(_parts(planner.create_local_plan()))
+        writer.set_up_storage_writer(True)
+        results = []
+        for number, plan in enumerate(writer.prepare_global_plan(plans)):
+            # the writer appends the number of the file, which is 0, and the suffix
+            prefix = f"__{number}_0_{uuid.uuid4().hex[:-1]}"
+            self.names.append(f"{prefix}0{DATA_FILE_SUFFIX}")
+            storage = dataclasses.replace(plan.storage_data, prefix=prefix)
+            results.append(writer.write_data(dataclasses.replace(plan, storage_data=storage), planner).wait())
+        finishing = _Finishing(path, temporary)
+        finishing.set_up_storage_writer(True)
+        finishing.finish(metadata, results)
+        return (Path(temporary) / METADATA_NAME).read_bytes()
+
+
+class _Finishing(FileSystemWriter):
+    """Makes `.metadata` of a checkpoint that is at another place."""
+
+    def __init__(self, path: str, temporary: str) -> None:
+        super().__init__(temporary)
+        self._place = without_secrets(path)
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=self._place, save_id=self.save_id)
 
 
 def _parts(plan: SavePlan) -> list[SavePlan]:
@@ -103,8 +177,8 @@ def _parts(plan: SavePlan) -> list[SavePlan]:
 
 
 def _save(writer: Any, entries: Entries, moved: Moved) -> None:
-    alone = group_of(None, no_dist=True) is None
+    expect_no_group()
     try:
-        dcp_save({}, storage_writer=writer, planner=ConvertingPlanner(entries, moved), no_dist=alone)
+        dcp_save({}, storage_writer=writer, planner=ConvertingPlanner(entries, moved), no_dist=True)
     except CheckpointException as error:
         raise error_of_ranks(error, None) from error

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.planner import (
 
 from dcp_nvcomp.conversion.entries import ObjectEntry, TensorEntry, pieces
 from dcp_nvcomp.format.blocks import Box
+from dcp_nvcomp.reading.nesting import paths_to_store
 
 __all__ = ["ConvertingPlanner"]
 
@@ -60,7 +61,7 @@ class ConvertingPlanner(SavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = create_default_global_save_plan(all_plans)
         paths = {entry.key: entry.path for entry in self._entries.values()}
-        return plans, dataclasses.replace(metadata, planner_data=paths)
+        return plans, dataclasses.replace(metadata, planner_data=paths_to_store(paths))
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         return new_plan

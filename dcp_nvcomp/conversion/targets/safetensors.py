@@ -1,11 +1,13 @@
 """safetensors: one file, or a directory of files with their index, as huggingface_hub names them.
 
-Files are written front to back. A directory's index comes last; files that an earlier attempt finished, and that are
-what this one would write, are left as they are.
+Each file is written front to back and takes its name when it is complete. A directory's index comes last. Until then
+PROGRESS_NAME says what the files are of: an attempt that was cut off goes on only if it is of the same source, and
+nothing else of a model is in the directory then.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,10 +17,20 @@ import torch
 
 from dcp_nvcomp.calls.files import parent_and_name
 from dcp_nvcomp.conversion.entries import ObjectEntry, TensorEntry, pieces
-from dcp_nvcomp.conversion.safetensors_format import DTYPES, INDEX_NAME, SINGLE_NAME, header_of
-from dcp_nvcomp.errors import CheckpointExistsError, ConfigurationError
+from dcp_nvcomp.conversion.safetensors_format import (
+    DTYPES,
+    INDEX_NAME,
+    MAX_HEADER_NBYTES,
+    PROGRESS_NAME,
+    SINGLE_NAME,
+    header_of,
+    is_name_of_model,
+    shard_name,
+)
+from dcp_nvcomp.errors import CheckpointExistsError, ConcurrentSaveError, ConfigurationError
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.open import open_filesystem
+from dcp_nvcomp.storage.temporary import published_name
 
 __all__ = ["write_safetensors"]
 
@@ -44,6 +56,7 @@ def write_safetensors(
     entries: Sequence[TensorEntry | ObjectEntry],
     moved: Callable[[int], None],
     *,
+    source: Sequence[Any],
     max_shard_nbytes: int,
     overwrite: bool,
     storage_options: Mapping[str, Any],
@@ -54,6 +67,7 @@ def write_safetensors(
         path: of a file, if it ends in `.safetensors`, else of a directory.
         entries: the tensors.
         moved: called with the size of each piece.
+        source: what tells the source from others, and from a later one at the same place.
         max_shard_nbytes: how large a file of a directory may be, unless it holds a single tensor.
         overwrite: True if files may be replaced.
         storage_options: for the fsspec filesystem.
@@ -61,28 +75,79 @@ def write_safetensors(
     Raises:
         ConfigurationError: the format has no Python objects, and not every dtype.
         CheckpointExistsError: there is such a file, and it may not be replaced.
+        ConcurrentSaveError: another conversion writes to the directory.
+        StorageError: it can't be written.
     """
     tensors = _tensors(entries)
-    is_file = path.endswith(".safetensors")
-    directory, name = parent_and_name(path) if is_file else (path, SINGLE_NAME)
-    files = [_File(name, tuple(tensors))] if is_file else _split(tensors, max_shard_nbytes)
+    if path.endswith(".safetensors"):
+        directory, name = parent_and_name(path)
+        files = [_File(name, tuple(tensors))]
+    else:
+        directory, files = path, _split(tensors, max_shard_nbytes)
+    headers = [file.header for file in files]  # before anything is written: a key may be one that the format can't have
     filesystem = open_filesystem(directory, storage_options=storage_options)
     try:
-        filesystem.create_directory()
-        last = name if len(files) == 1 else INDEX_NAME
-        if not overwrite and filesystem.file_nbytes(last) is not None:
-            raise CheckpointExistsError("There is such a file already.", path=filesystem.location(last))
-        if len(files) > 1:
-            filesystem.remove([INDEX_NAME])  # so that no index names files of two conversions
-        for file in files:
-            if len(files) > 1 and _is_there(filesystem, file):
-                moved(file.data_nbytes)
-            else:
-                _write(filesystem, file, moved)
-        if len(files) > 1:
-            filesystem.publish(INDEX_NAME, _index(files))
+        if path.endswith(".safetensors"):
+            if not overwrite and filesystem.file_nbytes(files[0].name) is not None:
+                raise _exists(filesystem, files[0].name)
+            filesystem.create_directory()
+            _write(filesystem, files[0], moved)
+        else:
+            _write_directory(filesystem, files, moved, _progress(source, headers), overwrite=overwrite)
     finally:
         filesystem.close()
+
+
+def _write_directory(
+    filesystem: Filesystem, files: Sequence[_File], moved: Callable[[int], None], progress: bytes, *, overwrite: bool
+) -> None:
+    names = filesystem.list_names()
+    unfinished = PROGRESS_NAME in names and INDEX_NAME not in names and SINGLE_NAME not in names
+    there = [name for name in names if is_name_of_model(name)]
+    if there and not (overwrite or unfinished):
+        raise _exists(filesystem, there[0])
+    old = [name for name in names if is_name_of_model(published_name(name) or name)]
+    filesystem.create_directory()
+    if len(files) == 1:
+        _write(filesystem, files[0], moved)  # before the old ones go: huggingface's loaders look for this name first
+        _remove(filesystem, [name for name in old if name != SINGLE_NAME])
+        filesystem.remove([PROGRESS_NAME])
+        return
+    if overwrite or not unfinished or _known_progress(filesystem) != progress:
+        filesystem.publish(PROGRESS_NAME, b"{}")  # of nothing, until nothing of an earlier one is there
+        _remove(filesystem, old)
+        filesystem.publish(PROGRESS_NAME, progress)
+    for file in files:
+        if _is_there(filesystem, file):
+            moved(file.data_nbytes)
+        else:
+            _write(filesystem, file, moved)
+    if _known_progress(filesystem) != progress:
+        raise ConcurrentSaveError("Another conversion writes to this directory: choose another.", path=filesystem.path)
+    filesystem.publish(INDEX_NAME, _index(files))
+    filesystem.remove([PROGRESS_NAME])
+
+
+def _remove(filesystem: Filesystem, names: Sequence[str]) -> None:
+    """Remove files of an earlier conversion, the index first, so that none names what is gone."""
+    filesystem.remove([name for name in names if name == INDEX_NAME])
+    filesystem.remove([name for name in names if name != INDEX_NAME])
+
+
+def _exists(filesystem: Filesystem, name: str) -> CheckpointExistsError:
+    return CheckpointExistsError(
+        "There is such a file already; overwrite=True replaces it.", path=filesystem.location(name)
+    )
+
+
+def _progress(source: Sequence[Any], headers: Sequence[bytes]) -> bytes:
+    """Return what an attempt leaves that is cut off: only one of the same source, into the same files, goes on."""
+    digest = hashlib.sha256(b"".join(headers)).hexdigest()
+    return json.dumps({"source": source, "headers": digest}, indent=1).encode()
+
+
+def _known_progress(filesystem: Filesystem) -> bytes:
+    return filesystem.read_all(PROGRESS_NAME, limit_nbytes=MAX_HEADER_NBYTES)
 
 
 def _tensors(entries: Sequence[TensorEntry | ObjectEntry]) -> list[TensorEntry]:
@@ -96,7 +161,8 @@ def _tensors(entries: Sequence[TensorEntry | ObjectEntry]) -> list[TensorEntry]:
     tensors = [entry for entry in entries if isinstance(entry, TensorEntry)]
     for entry in tensors:
         if entry.dtype not in DTYPES:
-            raise ConfigurationError(f"safetensors has no {entry.dtype}: convert with dtype=.", fqn=entry.key)
+            advice = "convert with dtype=" if entry.dtype.is_floating_point else "leave it out by prefix="
+            raise ConfigurationError(f"safetensors has no {entry.dtype}: {advice}.", fqn=entry.key)
     return tensors
 
 
@@ -111,22 +177,18 @@ def _split(tensors: Sequence[TensorEntry], max_shard_nbytes: int) -> list[_File]
         nbytes += entry.nbytes
     if len(groups) == 1:
         return [_File(SINGLE_NAME, tuple(groups[0]))]
-    return [
-        _File(f"model-{number:05}-of-{len(groups):05}.safetensors", tuple(group))
-        for number, group in enumerate(groups, 1)
-    ]
+    return [_File(shard_name(number, len(groups)), tuple(group)) for number, group in enumerate(groups, 1)]
 
 
 def _is_there(filesystem: Filesystem, file: _File) -> bool:
-    """True if an earlier attempt finished this file: its size is that of its header only once all of it is written."""
+    """True if an earlier attempt finished this file."""
     header = file.header
     nbytes = filesystem.file_nbytes(file.name)
     return nbytes == len(header) + file.data_nbytes and filesystem.read(file.name, 0, len(header)) == header
 
 
 def _write(filesystem: Filesystem, file: _File, moved: Callable[[int], None]) -> None:
-    filesystem.remove([file.name])  # what an attempt that was killed left, or what is to be replaced
-    output = filesystem.open_output(file.name)
+    output = filesystem.open_replacement(file.name)
     try:
         output.write(file.header)
         for entry in file.entries:

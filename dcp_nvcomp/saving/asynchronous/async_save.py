@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from dcp_nvcomp.calls.ranks import group_of
-from dcp_nvcomp.calls.values import check_state_dict, try_values_of
+from dcp_nvcomp.calls.values import try_check, try_values_of
 from dcp_nvcomp.codecs.choose import needs_gpu, parse_codec
 from dcp_nvcomp.errors import EarlierSaveError
 from dcp_nvcomp.options import check_choice
@@ -107,10 +107,12 @@ def async_save(
         >>> sorted(metadata.state_dict_metadata)
         ['w']
     """
-    check_state_dict("async_save", state_dict)
     check_choice("wait", wait, _Wait)
     writer = writer_for("async_save", storage_writer, checkpoint_id, writer_options)
-    values, failure = try_values_of(state_dict)  # if it failed, begin all the same, as the other ranks do
+    process_group = group_of(process_group, no_dist=no_dist)
+    refusal = try_check("async_save", state_dict, alone=process_group is None)
+    # if it failed, begin all the same, as the other ranks do
+    values, failure = ({}, refusal) if refusal is not None else try_values_of(state_dict)
     keeping = planner_for(planner, writer, failure)
     streams = CallersStreams(values)
 
@@ -119,7 +121,7 @@ def async_save(
         values.clear()
 
     with kept().lock:  # saves of several threads, one after the other
-        sequence = kept().sequence(group_of(process_group, no_dist=no_dist))
+        sequence = kept().sequence(process_group)
         sequence.wait_for_room()
         staging = Staging(kept().stores, release, sequence.last, _copied_write(writer, checkpoint_id))
         staging.within_seconds = writer.finish_within_seconds

@@ -33,7 +33,7 @@ from dcp_nvcomp.storage.base import (
     too_large,
     too_short,
 )
-from dcp_nvcomp.storage.local.output import PosixOutput, create_file, sync_directory, write_all
+from dcp_nvcomp.storage.local.output import PosixOutput, PosixReplacement, create_file, sync_directory, write_all
 from dcp_nvcomp.storage.temporary import temporary_name
 
 __all__ = ["PosixFilesystem"]
@@ -167,6 +167,12 @@ class PosixFilesystem(Filesystem):
 
     def open_output(self, name: str) -> OutputStream:
         return PosixOutput(self._full(name), self.location(name), sync_files=self._sync_files)
+
+    def open_replacement(self, name: str) -> OutputStream:
+        final = self._full(name)
+        with storage_errors("write", self.location(name)):
+            self._sync_parents()
+        return PosixReplacement(final, temporary_name(final), self.location(name), sync_files=self._sync_files)
 
     def publish(self, name: str, data: bytes, *, overwrite: bool = True) -> None:
         final = self._full(name)

@@ -8,7 +8,7 @@ import os
 
 from dcp_nvcomp.storage.base import OutputStream, storage_errors
 
-__all__ = ["PosixOutput", "create_file", "sync_directory", "write_all"]
+__all__ = ["PosixOutput", "PosixReplacement", "create_file", "sync_directory", "write_all"]
 
 
 def create_file(path: str) -> int:
@@ -67,9 +67,13 @@ class PosixOutput(OutputStream):
             finally:
                 descriptor, self._descriptor = self._descriptor, None
                 os.close(descriptor)
+            self._finish()
             if self._sync_files:
                 sync_directory(os.path.dirname(self._full))
         self._closed = True
+
+    def _finish(self) -> None:
+        """Give the file its name, once its bytes are durable."""
 
     def abort(self) -> None:
         if self._closed:
@@ -81,3 +85,21 @@ class PosixOutput(OutputStream):
                 os.close(descriptor)
         with contextlib.suppress(OSError):
             os.unlink(self._full)
+
+
+class PosixReplacement(PosixOutput):
+    """A file that is renamed over another one once it is durable.
+
+    Args:
+        final: the path of the other one, which need not exist.
+        temporary: a path in the same directory.
+        location: the path to name in messages.
+        sync_files: whether `close` makes it durable.
+    """
+
+    def __init__(self, final: str, temporary: str, location: str, *, sync_files: bool) -> None:
+        super().__init__(temporary, location, sync_files=sync_files)
+        self._final = final
+
+    def _finish(self) -> None:
+        os.rename(self._full, self._final)

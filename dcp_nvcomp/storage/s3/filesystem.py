@@ -84,6 +84,9 @@ class S3Filesystem(RemoteFilesystem):
     def open_output(self, name: str) -> OutputStream:
         return S3Output(self._object(name), self._part_nbytes, self._parts_grow)
 
+    def open_replacement(self, name: str) -> OutputStream:
+        return S3Output(self._object(name), self._part_nbytes, self._parts_grow, replaces=True)
+
     def publish(self, name: str, data: bytes, *, overwrite: bool = True) -> None:
         if overwrite:
             self._replace(name, data)

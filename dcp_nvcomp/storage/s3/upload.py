@@ -29,10 +29,11 @@ class S3Output(OutputStream):
         target: the object, whose key no other save uses.
         part_nbytes: how long its first parts are.
         parts_grow: whether later parts are longer, so that ten thousand suffice.
+        replaces: whether there may be an older object, which stays if this one does not get there.
     """
 
-    def __init__(self, target: S3Object, part_nbytes: int, parts_grow: bool) -> None:
-        self._target = target
+    def __init__(self, target: S3Object, part_nbytes: int, parts_grow: bool, *, replaces: bool = False) -> None:
+        self._target, self._replaces = target, replaces
         self._state = "open"  # then "broken", "closed" or "aborted"
         self._part_nbytes, self._parts_grow = part_nbytes, parts_grow
         self._part = io.BytesIO()
@@ -114,7 +115,7 @@ class S3Output(OutputStream):
             self._clean_up(self._abort_upload)
         if self._uploads_lost:
             self._clean_up(self._abort_lost_uploads)
-        if self._may_exist:  # a close that failed may have taken effect nevertheless
+        if self._may_exist and not self._replaces:  # a close that failed may have taken effect nevertheless
             self._clean_up(self._target.remove)
 
     def _clean_up(self, step: Callable[[], None]) -> None:

@@ -1,0 +1,112 @@
+"""Where a conversion reads and writes: what is a file, which files are the same, and which have changed since.
+
+Local paths that the user names may lead over symbolic links, as those of a hub's cache do; URLs are as they are.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from dcp_nvcomp.calls.files import parent_and_name
+from dcp_nvcomp.errors import ConfigurationError
+from dcp_nvcomp.storage.open import open_filesystem, place_of, real_place
+
+__all__ = ["check_apart", "is_file", "is_local", "linked_to", "names_in", "stamps"]
+
+
+def is_local(path: str) -> bool:
+    """True if it is a path on this machine."""
+    return "://" not in place_of(path)
+
+
+def linked_to(path: str) -> str:
+    """Return where a local path leads over all its links; a URL as it is."""
+    return os.path.realpath(place_of(path)) if is_local(path) else path
+
+
+def is_file(path: str, options: Mapping[str, Any]) -> bool:
+    """Return whether there is a file, and not a directory, at a path or URL.
+
+    Raises:
+        CheckpointError: the storage fails, or an option can't work.
+    """
+    if is_local(path):
+        return os.path.isfile(place_of(path))
+    if path.endswith("/"):
+        return False
+    parent, name = parent_and_name(path)
+    if parent.endswith("://") and not parent.startswith("memory"):  # a bucket or a host
+        return False
+    filesystem = open_filesystem(parent, storage_options=options)
+    try:
+        return filesystem.file_nbytes(name) is not None
+    finally:
+        filesystem.close()
+
+
+def names_in(directory: str, options: Mapping[str, Any]) -> list[str]:
+    """Return the sorted names of the files in a directory, links to files among them; none if there is no directory.
+
+    Raises:
+        CheckpointError: the storage fails, or an option can't work.
+    """
+    filesystem = open_filesystem(directory, storage_options=options)
+    try:
+        names = filesystem.list_names()
+    finally:
+        filesystem.close()
+    if not is_local(directory):
+        return names
+    place = place_of(directory)
+    try:
+        links = [name for name in os.listdir(place) if os.path.islink(os.path.join(place, name))]
+    except OSError:
+        links = []
+    return sorted([*names, *(name for name in links if os.path.isfile(os.path.join(place, name)))])
+
+
+def check_apart(files: Sequence[str], destination: str, writes: Callable[[str], bool] | None) -> None:
+    """Refuse a destination whose files are read by the same conversion.
+
+    Args:
+        files: what is read.
+        destination: what is written: a directory, or a file.
+        writes: whether a file of this name in the directory may be written or removed; None for a single file.
+
+    Raises:
+        ConfigurationError: it writes what is read.
+    """
+    there = real_place(destination)
+    for file in files:
+        parent, name = parent_and_name(file)
+        ways = {real_place(file), f"{real_place(parent).rstrip('/')}/{name}"}
+        for way in ways:
+            folder, _, last = way.rpartition("/")
+            if way == there if writes is None else (folder or "/") == there and writes(last):
+                raise ConfigurationError(
+                    "The conversion would write over a file that it reads: choose another destination.", path=file
+                )
+
+
+def stamps(files: Sequence[str], options: Mapping[str, Any]) -> list[list[Any]]:
+    """Return name, size and time of writing of files, which tell them from others at the same place.
+
+    Raises:
+        CheckpointError: the storage fails.
+    """
+    if files and is_local(files[0]):
+        found = [(file, os.stat(file)) for file in map(linked_to, files) if os.path.exists(file)]
+        return [[file, status.st_size, status.st_mtime_ns] for file, status in found]
+    listed: dict[str, dict[str, list[Any]]] = {}
+    for file in files:
+        parent, _ = parent_and_name(file)
+        if parent not in listed:
+            filesystem = open_filesystem(parent, storage_options=options)
+            try:
+                listed[parent] = {one.name: [one.nbytes, one.modified_seconds] for one in filesystem.list_files()}
+            finally:
+                filesystem.close()
+    places = [parent_and_name(file) for file in files]
+    return [[real_place(f"{parent}/{name}"), *listed[parent].get(name, [])] for parent, name in places]

@@ -1,0 +1,246 @@
+"""What sources may be: nested states with integer keys, several files, links, directories of any name, bad files."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+
+from dcp_nvcomp import convert, errors, load_compressed_checkpoint, open_checkpoint, save_compressed_checkpoint
+from dcp_nvcomp.conversion.entries import pieces
+from tests.checkpoints import save_stock
+from tests.states import assert_same
+
+
+def optimizer() -> torch.optim.Optimizer:
+    model = torch.nn.Linear(3, 3)
+    made = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()  # type: ignore[no-untyped-call]
+    made.step()
+    return made
+
+
+# --- nested states ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", [[], ["dcp-nvcomp"], ["dcp"], ["dcp", "dcp-nvcomp"]])
+def test_integer_keys_stay_integers(tmp_path: Path, way: list[Any]) -> None:
+    state = {
+        "optimizer": optimizer().state_dict(),
+        "gaps": {7: torch.ones(1), 3: torch.zeros(1)},
+        "negative": {-1: torch.ones(1)},
+        "large": {60_000_000: torch.ones(1)},
+        "list": [{0: torch.ones(2)}, {"0": torch.zeros(2)}, [torch.ones(1)]],
+        "mixed": {0: torch.ones(1), "b": torch.ones(1)},
+    }
+    source = tmp_path / "a.pt"
+    torch.save(state, source)
+    for number, to in enumerate(way):
+        convert(source, tmp_path / str(number), to=to)
+        source = tmp_path / str(number)
+    convert(source, tmp_path / "b.pt")
+    assert (tmp_path / "b.pt").stat().st_size < 50_000
+    found = torch.load(tmp_path / "b.pt")
+    assert_same(found, state)
+    optimizer().load_state_dict(found["optimizer"])
+
+
+def test_stock_dcp_makes_text_of_integer_keys_as_it_always_does(tmp_path: Path) -> None:
+    state = optimizer().state_dict()
+    torch.save(state, tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "b", to="dcp")
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    dcp_to_torch_save(tmp_path / "b", tmp_path / "c.pt")
+    assert list(torch.load(tmp_path / "c.pt")["state"]) == ["0", "1"]
+    into = optimizer().state_dict()
+    dcp.load(into, storage_reader=dcp.FileSystemReader(tmp_path / "b"), no_dist=True)
+    assert_same(into, state)
+
+
+def test_what_is_left_of_a_list_is_no_list(tmp_path: Path) -> None:
+    torch.save({"blocks": [torch.ones(1), {"x": torch.ones(2)}, torch.ones(3)]}, tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "b.pt", prefix="blocks.1.")
+    assert list(torch.load(tmp_path / "b.pt")) == ["x"]
+
+
+def test_tied_tensors_stay_tied(tmp_path: Path) -> None:
+    weight = torch.randn(50, 40)
+    state = {"embedding": weight, "head": weight.detach(), "other": weight[:1], "turned": weight.t()}
+    torch.save(state, tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "b.pt")
+    found = torch.load(tmp_path / "b.pt")
+    assert_same(found, state)
+    assert found["embedding"].data_ptr() == found["head"].data_ptr() != found["other"].data_ptr()
+
+
+# --- safetensors -----------------------------------------------------------------------------------------------------
+
+
+def test_two_tensors_of_one_name(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(3), "x": torch.ones(1)}, tmp_path / "a.safetensors")
+    save_file({"w": torch.zeros(3)}, tmp_path / "b.safetensors")
+    with pytest.raises(errors.CheckpointError, match=r"Two tensors have this key.*a\.safetensors.*b\.safetensors.*'w'"):
+        convert(tmp_path, tmp_path / "to")
+
+
+@pytest.mark.parametrize("key", ["__metadata__", "\ud800"])
+@pytest.mark.parametrize("name", ["b.safetensors", "hf"])
+def test_keys_that_safetensors_cannot_have(tmp_path: Path, key: str, name: str) -> None:
+    torch.save({key: torch.ones(3), "w": torch.ones(2)}, tmp_path / "a.pt")
+    with pytest.raises(errors.ConfigurationError, match="can't have this key"):
+        convert(tmp_path / "a.pt", tmp_path / name, to="safetensors")
+    assert not (tmp_path / name).exists()
+
+
+def test_a_prefix_that_is_a_whole_key(tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(1), "w2": torch.ones(1)}}, tmp_path / "a.pt")
+    with pytest.raises(errors.ConfigurationError, match=r"whole key.*'model\.w'"):
+        convert(tmp_path / "a.pt", tmp_path / "b", prefix="model.w")
+
+
+def header(**one: Any) -> bytes:
+    described = {"dtype": "U8", "shape": [6], "data_offsets": [0, 6], **one}
+    text = json.dumps({"a": described}).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(6)
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        {"shape": [0, 99999999999999999999], "data_offsets": [0, 0]},
+        {"shape": [-2, -3]},
+        {"shape": [6.0]},
+        {"shape": [True, 6]},
+        {"data_offsets": [0.0, 6.0]},
+        {"dtype": ["U8"]},
+    ],
+)
+def test_headers_that_describe_no_tensor(tmp_path: Path, one: Any) -> None:
+    (tmp_path / "a.safetensors").write_bytes(header(**one))
+    with pytest.raises(errors.CorruptDataError):
+        convert(tmp_path / "a.safetensors", tmp_path / "b")
+
+
+def test_dtypes_that_are_not_known_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").write_bytes(header(dtype="F4"))
+    with pytest.raises(errors.CorruptDataError, match="'F4' is no dtype that can be read here, which are F64"):
+        convert(tmp_path / "a.safetensors", tmp_path / "b")
+    tensors = {"s": torch.arange(4, dtype=torch.uint8).view(torch.float8_e8m0fnu)}
+    save_file(tensors, tmp_path / "e8.safetensors")
+    convert(tmp_path / "e8.safetensors", tmp_path / "b")
+    convert(tmp_path / "b", tmp_path / "c.safetensors")
+    assert torch.equal(load_file(tmp_path / "c.safetensors")["s"].view(torch.uint8), torch.arange(4, dtype=torch.uint8))
+
+
+def test_what_to_do_with_a_dtype_that_safetensors_lacks(tmp_path: Path) -> None:
+    for dtype, advice in (
+        (torch.complex128, "leave it out by prefix="),
+        (torch.float8_e4m3fnuz, "convert with dtype="),
+    ):
+        torch.save({"s": torch.zeros(4, dtype=torch.uint8).repeat(dtype.itemsize).view(dtype)}, tmp_path / "a.pt")
+        with pytest.raises(errors.ConfigurationError, match=advice):
+            convert(tmp_path / "a.pt", tmp_path / "b.safetensors")
+
+
+# --- places ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_index", [False, True])
+def test_links_as_in_the_cache_of_huggingface_hub(tmp_path: Path, has_index: bool) -> None:
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    save_file({"w": torch.ones(3)}, blobs / "123")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/123")
+    if has_index:
+        (blobs / "456").write_text(json.dumps({"weight_map": {"w": "model.safetensors"}}))
+        (snapshot / "model.safetensors.index.json").symlink_to("../../blobs/456")
+    for number, source in enumerate((snapshot, snapshot / "model.safetensors")):
+        assert convert(source, tmp_path / str(number)).tensors == 1
+    with pytest.raises(errors.ConfigurationError, match="that it reads"):
+        convert(snapshot, blobs / "123", to="torch", overwrite=True)
+
+
+def test_an_index_does_not_lead_out(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "../x.safetensors"}}))
+    with pytest.raises(errors.UnsafePathError):
+        convert(tmp_path, tmp_path / "b")
+
+
+def test_a_linked_file_of_torch(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "real.pt")
+    (tmp_path / "latest.pt").symlink_to("real.pt")
+    assert convert(tmp_path / "latest.pt", tmp_path / "b").tensors == 1
+
+
+@pytest.mark.parametrize("suffix", [".ckpt", ".pt", ".safetensors"])
+def test_directories_may_be_named_like_files(tmp_path: Path, suffix: str) -> None:
+    save_stock(tmp_path / f"epoch=0{suffix}", {"w": torch.ones(3)})
+    assert convert(tmp_path / f"epoch=0{suffix}", tmp_path / "b").tensors == 1
+
+
+def test_files_at_the_root_of_a_storage() -> None:
+    save_compressed_checkpoint({"w": torch.ones(1)}, "memory://at-root.nvc")
+    assert load_compressed_checkpoint("memory://at-root.nvc")["w"] == 1
+
+
+# --- hostile files ---------------------------------------------------------------------------------------------------
+
+
+class Filling:
+    """Fills the memory when it is loaded."""
+
+    def __reduce__(self) -> Any:
+        return bytearray, (600 << 20,)
+
+
+def test_bytearray_in_a_file_of_torch(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(1), "x": Filling()}, tmp_path / "a.pt", pickle_protocol=2)
+    with pytest.raises(errors.UnsafeObjectError, match=r"needs bytearray.*a\.pt"):
+        convert(tmp_path / "a.pt", tmp_path / "b")
+
+
+def test_files_from_before_torch_1_6(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(errors.CorruptDataError, match=r"before torch 1\.6"):
+        convert(tmp_path / "a.pt", tmp_path / "b")
+    (tmp_path / "c.pt").write_bytes(pickle.dumps({"w": 1}))
+    with pytest.raises(errors.CorruptDataError):
+        convert(tmp_path / "c.pt", tmp_path / "b")
+
+
+def test_a_destination_that_cannot_be_written(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
+    for name in ("x.pt", "x.safetensors", "x"):
+        with pytest.raises(errors.StorageError):
+            convert(tmp_path / "a.pt", f"/proc/{name}")
+
+
+# --- pieces ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (1, 1000), (2, 3, 50), (5, 1, 1, 40), (3, 1000)])
+def test_pieces_are_small_and_in_the_order_of_memory(shape: tuple[int, ...]) -> None:
+    tensor = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    parts = [tensor[box.index] for box in pieces(shape, 8, 800)]
+    assert all(part.nbytes <= 800 for part in parts)
+    assert torch.equal(torch.cat([part.reshape(-1) for part in parts]), tensor.reshape(-1))
+    assert len(parts) <= 2 * tensor.nbytes // 800 + max(torch.Size(shape[:-1]).numel(), 1)
+
+
+def test_rows_larger_than_a_piece(tmp_path: Path) -> None:
+    state = {"one": torch.randn(1, 9 << 20), "experts": torch.randn(2, 3000, 3000)}
+    torch.save(state, tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "b", codec="none")
+    convert(tmp_path / "b", tmp_path / "c.safetensors")
+    assert_same(load_file(tmp_path / "c.safetensors"), state)
+    with open_checkpoint(tmp_path / "b") as checkpoint:
+        for item in checkpoint.metadata.state_dict_metadata.values():
+            assert all(4 * chunk.sizes.numel() <= 32 << 20 for chunk in item.chunks)
