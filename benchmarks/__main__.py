@@ -24,6 +24,7 @@ class Suite(str, Enum):
     cpu = "cpu"
     overlap = "overlap"
     asynchronous = "asynchronous"
+    runs = "runs"
     plans = "plans"
     reshard = "reshard"
     scale = "scale"

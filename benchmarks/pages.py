@@ -4,8 +4,9 @@
 
 A document says where: a line `<!-- results SUITE/TABLE [COLUMN ...] -->` begins what is replaced, up to `<!-- end -->`.
 `<!-- machine SUITE -->` stands for a sentence on machine, date and command, and `<!-- targets SUITE -->` for the list
-of the suite's targets. `<!-- gpu section -->` is all that is known of GPUs, from results/gpu-acceptance.json, and
-`<!-- gpu summary -->` a sentence on it; see gpu_pages.py. `<!-- gpu traffic -->` is counted, see gpu_traffic.py.
+of the suite's targets; of a suite without results they say so. `<!-- gpu section -->` is all that is known of GPUs,
+from results/gpu-acceptance.json, and `<!-- gpu summary -->` a sentence on it; see gpu_pages.py. `<!-- gpu traffic -->`
+is counted, see gpu_traffic.py.
 tests/benchmarks/test_pages.py checks that the documents are up to date.
 """
 
@@ -34,9 +35,8 @@ def filled(text: str) -> str:
     """A document's text with all its places filled from the results.
 
     Raises:
-        FileNotFoundError: a suite that it names has no results.
         ValueError: the results of the GPU are not of a GPU.
-        KeyError: nor has one of its tables.
+        KeyError: a suite's results have no such table.
     """
     fillers: dict[str, Callable[[str, Sequence[str]], str]] = {
         "results": _table,
@@ -47,6 +47,8 @@ def filled(text: str) -> str:
 
     def fill(place: re.Match[str]) -> str:
         kind, what, more = place.groups()
+        if kind != "gpu" and not (RESULTS / f"{what.partition('/')[0]}.json").exists():
+            return f"<!-- {kind} {what}{more} -->\nNot measured yet.\n<!-- end -->"
         return f"<!-- {kind} {what}{more} -->\n{fillers[kind](what, more.split())}\n<!-- end -->"
 
     return _PLACE.sub(fill, text)

@@ -46,3 +46,11 @@ def test_what_goes_into_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "| speed | 2.000 | >= 1.5 | met |\n| size | 2.000 | <= 1.5 | **not met** |" in filled
     assert "One is left out." in filled
     assert pages.filled(filled) == filled
+
+
+def test_a_suite_without_results_is_not_measured_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    for place in ("results cpu/speed", "targets cpu", "machine cpu"):
+        assert pages.filled(f"<!-- {place} -->\nold\n<!-- end -->") == (
+            f"<!-- {place} -->\nNot measured yet.\n<!-- end -->"
+        )
