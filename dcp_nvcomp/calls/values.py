@@ -36,8 +36,8 @@ _PLAIN = (torch.Tensor, dict, list, tuple, int, float, str, bytes, type(None))
 class ExpectsCheckpoint(Protocol):
     """A Stateful value whose state dict depends on what the checkpoint has that is loaded next."""
 
-    def expect(self, fqns: Iterable[str]) -> None:
-        """Say which entries that checkpoint has, by their names below this value's own."""
+    def expect(self, fqns: Iterable[str] | None) -> None:
+        """Say which entries that checkpoint has, by their names below this value's own; None once the load is over."""
 
 
 def is_stateful(value: Any) -> bool:

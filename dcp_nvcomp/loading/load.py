@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -75,45 +76,49 @@ def load(
     check_choice("dtype", dtype, DtypePolicy)
     reader = _reader(storage_reader, checkpoint_id, reader_options)
     group = group_of(process_group, no_dist=no_dist)
-    values: dict[str, Any] = {}
     failure: CheckpointError | None = try_check("load", state_dict, alone=group is None)
-    if failure is None:
-        _announce(state_dict, reader)
-        # sorted, so that all ranks load in the same order
-        values, failure = try_values_of({key: state_dict[key] for key in sorted(state_dict)})
-    planning = planner_for(planner, failure, may_cast=dtype == "cast")
-    failed: BaseException | None = None
-    try:
-        dcp_load(
-            wrapped(values),
-            checkpoint_id=checkpoint_id,
-            storage_reader=_Reading(reader, planning),
-            planner=planning,
-            process_group=group,
-            no_dist=group is None,
-        )
-    except CheckpointException as error:  # of any ranks, the same on all of them
-        failed = error_of_ranks(error, group)
-    if failed is not None:  # only here: that exception's text is the tracebacks of all ranks
-        raise failed
-    for key, value in values.items():
-        if is_stateful(state_dict[key]):
-            state_dict[key].load_state_dict(value)
-        else:
-            state_dict[key] = value
+    with _announced({} if failure is not None else state_dict, reader):
+        values: dict[str, Any] = {}
+        if failure is None:
+            # sorted, so that all ranks load in the same order
+            values, failure = try_values_of({key: state_dict[key] for key in sorted(state_dict)})
+        planning = planner_for(planner, failure, may_cast=dtype == "cast")
+        failed: BaseException | None = None
+        try:
+            dcp_load(
+                wrapped(values),
+                checkpoint_id=checkpoint_id,
+                storage_reader=_Reading(reader, planning),
+                planner=planning,
+                process_group=group,
+                no_dist=group is None,
+            )
+        except CheckpointException as error:  # of any ranks, the same on all of them
+            failed = error_of_ranks(error, group)
+        if failed is not None:  # only here: that exception's text is the tracebacks of all ranks
+            raise failed
+        for key, value in values.items():
+            if is_stateful(state_dict[key]):
+                state_dict[key].load_state_dict(value)
+            else:
+                state_dict[key] = value
 
 
-def _announce(state_dict: Mapping[str, Any], reader: NvcompReader) -> None:
-    """Tell the values that want to know what the checkpoint has."""
+@contextmanager
+def _announced(state_dict: Mapping[str, Any], reader: NvcompReader) -> Iterator[None]:
+    """Tell the values that want to know what the checkpoint has, until the load is over, however it ends."""
     waiting = {key: value for key, value in state_dict.items() if isinstance(value, ExpectsCheckpoint)}
-    if not waiting:
-        return
     try:
-        fqns = reader.read_metadata().state_dict_metadata
-    except CheckpointError:  # the load itself finds it, and tells all ranks
-        return
-    for key, value in waiting.items():
-        value.expect(fqn[len(key) + 1 :] for fqn in fqns if fqn.startswith(f"{key}."))
+        if waiting:
+            # an error is found by the load itself, which tells all ranks
+            with suppress(CheckpointError):
+                fqns = reader.read_metadata().state_dict_metadata
+                for key, value in waiting.items():
+                    value.expect(fqn[len(key) + 1 :] for fqn in fqns if fqn.startswith(f"{key}."))
+        yield
+    finally:
+        for value in waiting.values():
+            value.expect(None)
 
 
 class _Reading(StorageReader):

@@ -1,42 +1,62 @@
-"""Steps that a run has left behind: it went back to an earlier one on purpose, and saved from there.
+"""Steps that a run has left behind: it went back to an earlier one, and saved from there.
 
-    .run/abandoned     {"schema": 1, "saves": {"<step>": "<save id>"}}
+    .run/abandoned     {"schema": 1, "saves": {"<step>": "<save id>"}, "damaged": [<step>, ...]}
 
-A save that is named here is no part of the run any more: it is not the newest, no rule counts it, and where a rule says
-what to keep it goes. Once its step is saved again, another save has its place, which is not named.
+A save that is named here is no part of the run any more: it is not the newest, and no rule counts it. Where a rule says
+what to keep it goes, but for those that a restore found damaged and passed over: what a person may still want to look
+at stays. Once its step is saved again, another save has its place, which is not named.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from dcp_nvcomp.errors import StorageError
 from dcp_nvcomp.storage.base import Filesystem
 
-__all__ = ["read_abandoned", "write_abandoned"]
+__all__ = ["Abandoned", "read_abandoned", "write_abandoned"]
 
 _NAME = "abandoned"
 _MOST_NBYTES = 64 << 20
 
 
-def write_abandoned(own: Filesystem, saves: Mapping[int, str]) -> None:
+@dataclass(frozen=True)
+class Abandoned:
+    """The saves that a run has left behind.
+
+    Attributes:
+        saves: their ids, by step.
+        damaged: the steps of those that turned out damaged.
+    """
+
+    saves: Mapping[int, str] = field(default_factory=dict)
+    damaged: frozenset[int] = frozenset()
+
+    def has(self, step: int, save_id: str) -> bool:
+        """Return whether a save is one of them."""
+        return self.saves.get(step) == save_id
+
+
+def write_abandoned(own: Filesystem, abandoned: Abandoned) -> None:
     """Write down which saves are abandoned.
 
     Args:
         own: the run's own directory, `.run`.
-        saves: their ids, by step.
+        abandoned: the saves.
 
     Raises:
         StorageError: it could not be written.
     """
     own.create_directory()
-    text = json.dumps({"schema": 1, "saves": {str(step): save_id for step, save_id in sorted(saves.items())}})
-    own.publish(_NAME, text.encode())
+    saves = {str(step): save_id for step, save_id in sorted(abandoned.saves.items())}
+    document = {"schema": 1, "saves": saves, "damaged": sorted(abandoned.damaged)}
+    own.publish(_NAME, json.dumps(document).encode())
 
 
-def read_abandoned(own: Filesystem) -> dict[int, str]:
-    """Return the ids of the abandoned saves, by step.
+def read_abandoned(own: Filesystem) -> Abandoned:
+    """Return the abandoned saves.
 
     Args:
         own: the run's own directory, `.run`.
@@ -45,10 +65,12 @@ def read_abandoned(own: Filesystem) -> dict[int, str]:
         StorageError: it can't be read, or is damaged: a step that was abandoned must not be taken for the newest.
     """
     if own.file_nbytes(_NAME) is None:
-        return {}
+        return Abandoned()
     data = own.read_all(_NAME, limit_nbytes=_MOST_NBYTES)
     try:
-        return {int(step): str(save_id) for step, save_id in json.loads(data)["saves"].items()}
+        document = json.loads(data)
+        saves = {int(step): str(save_id) for step, save_id in document["saves"].items()}
+        return Abandoned(saves, frozenset(map(int, document.get("damaged", ()))))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise StorageError(
             "It says which steps the run has left behind, and is damaged: remove it if there are none.",

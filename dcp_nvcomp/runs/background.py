@@ -1,4 +1,4 @@
-"""One thread of a manager: what is to be done behind training, in the same order on all ranks.
+"""One line of work of a manager: what is to be done behind training, in the same order on all ranks.
 
 A job that fails is noted, and the others go on: each of them asks the other ranks whether it may. Errors wait for the
 next call of the manager.
@@ -6,8 +6,8 @@ next call of the manager.
 
 from __future__ import annotations
 
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 
 __all__ = ["Background"]
@@ -16,7 +16,7 @@ Job = Callable[[], None]
 
 
 class Background:
-    """A thread that does jobs.
+    """Does jobs one after the other, on a thread that is there as long as there are any.
 
     Args:
         name: of the thread.
@@ -24,13 +24,10 @@ class Background:
     """
 
     def __init__(self, name: str, on_error: Callable[[BaseException], None]) -> None:
-        self._on_error = on_error
-        self._jobs: queue.Queue[Job | None] = queue.Queue()
+        self._name, self._on_error = name, on_error
+        self._jobs: deque[Job] = deque()
         self._changed = threading.Condition()
         self._waiting = 0
-        # not a daemon: the interpreter waits for it, so that a save that has begun is finished
-        self._thread = threading.Thread(target=self._work, name=name)
-        self._thread.start()
 
     @property
     def waiting(self) -> int:
@@ -40,27 +37,34 @@ class Background:
     def do(self, job: Job) -> None:
         """Do a job after those that were given before."""
         with self._changed:
+            self._jobs.append(job)
             self._waiting += 1
-        self._jobs.put(job)
+            is_idle = self._waiting == 1
+        if not is_idle:
+            return
+        # not a daemon: the interpreter waits for it, so that a save that has begun is finished
+        thread = threading.Thread(target=self._work, name=self._name)
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter ends, and starts no threads any more
+            self._work()
 
     def wait_for(self, most_waiting: int = 0) -> None:
         """Wait until no more than this many jobs are not done."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting <= most_waiting)
 
-    def close(self) -> None:
-        """End the thread once its jobs are done."""
-        self._jobs.put(None)
-        self._thread.join()
-
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while True:
+            job = self._jobs.popleft()
             try:
                 job()
             except BaseException as error:
                 self._on_error(error)
             finally:
                 del job  # it may hold a state
-                with self._changed:
-                    self._waiting -= 1
-                    self._changed.notify_all()
+            with self._changed:
+                self._waiting -= 1
+                self._changed.notify_all()
+                if not self._waiting:
+                    return

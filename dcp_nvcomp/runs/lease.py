@@ -9,7 +9,8 @@ number: `publish(overwrite=False)` lets one of two succeed. It may take over
 - what the same job holds (`run_id`): a restarted job need not wait for its dead self;
 - anything with `take_over=True`.
 
-A holder that finds a higher number has lost the run: the next call of its manager raises. Until it looks (a third of
+A lease that is given back says so, and stays until the next one is there. A holder that finds a higher number, or
+another lease under its own, has lost the run: the next call of its manager raises. Until it looks (a third of
 `lease_seconds`) two may write. That mixes no checkpoints (docs/reliability.md): of a step that both save, one is there.
 """
 
@@ -32,6 +33,7 @@ __all__ = ["Lease"]
 _NAME = re.compile(r"lease-([0-9]{6,12})")
 _MOST_NBYTES = 1 << 16
 _ATTEMPTS = 5
+_RELEASED = "released"
 
 
 class Lease:
@@ -109,8 +111,20 @@ class Lease:
         """Give the lease back, so that the next manager need not wait."""
         self._over.set()
         self._thread.join()
-        if self._lost is None:
-            self._open_own().remove([_name_of(self._number)])
+        own = self._open_own()
+        if self._lost is None and self._is_held(own):
+            # not removed: numbers only grow, so that nobody takes another one's lease for its own
+            own.publish(_name_of(self._number), json.dumps({**self._holder, _RELEASED: True}).encode())
+
+    def _is_held(self, own: Filesystem) -> bool:
+        """Return whether the newest lease is this one."""
+        if max(_leases(own), default=0) != self._number:
+            return False
+        data = own.read_all(_name_of(self._number), limit_nbytes=_MOST_NBYTES)
+        try:
+            return bool(json.loads(data)["id"] == self._holder["id"])
+        except (ValueError, TypeError, KeyError):
+            return False
 
     def _renew_until_over(self) -> None:
         while not self._over.wait(self._lease_seconds / 3):
@@ -123,9 +137,8 @@ class Lease:
 
     def _renew(self) -> None:
         own = self._open_own()
-        newer = {number: file for number, file in _leases(own).items() if number > self._number}
-        if newer:
-            who = _shown(_read(own, newer[max(newer)].name))
+        if not self._is_held(own):
+            who = _shown(_read(own, _name_of(max(_leases(own), default=0))))
             self._lost = RunInUseError(
                 f"Another manager has taken this run over ({who}): this one must not write to it any more.",
                 path=own.path,
@@ -153,7 +166,7 @@ def _read(own: Filesystem, name: str) -> dict[str, Any]:
 
 def _check_free(own: Filesystem, file: FileInfo, run_id: str | None) -> None:
     holder = _read(own, file.name)
-    if run_id is not None and holder.get("run_id") == run_id:
+    if holder.get(_RELEASED) is True or (run_id is not None and holder.get("run_id") == run_id):
         return
     lasts = holder.get("lease_seconds", 0.0)
     age = None if file.modified_seconds is None else own.now_seconds() - file.modified_seconds

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch.distributed as dist
 
@@ -43,6 +43,7 @@ from dcp_nvcomp.runs.tiers.durable import DurableTier
 from dcp_nvcomp.runs.tiers.fast import FastTier
 from dcp_nvcomp.runs.tiers.nodes import Nodes, Place, this_node
 from dcp_nvcomp.saving.asynchronous.async_save import async_save
+from dcp_nvcomp.saving.asynchronous.staging import UploadFuture
 
 __all__ = ["CheckpointManager"]
 
@@ -161,8 +162,13 @@ class CheckpointManager:
         self._saves = 0
         self._has_warned = False
         self._lease: Lease | None = None
-        there = self._begin(run_id or job_id(), take_over, lease_seconds)
-        self._signals = SignalWatch(preemption_signals)
+        try:
+            there = self._begin(run_id or job_id(), take_over, lease_seconds)
+            self._signals = SignalWatch(preemption_signals)
+        except BaseException:
+            self._release()
+            raise
+        self._unseen_step = max((saved.step for saved in there.complete), default=None)  # until a restore
         path = without_secrets(self._durable.root)
         self._agreement = Agreement(self._ranks, self._signals, self._failures, lambda: self._lease, path)
         self._pipeline = Pipeline(
@@ -173,6 +179,7 @@ class CheckpointManager:
             self._durable,
             TierRules(keep, fast_keep, copies),
             there,
+            check_lease=self._check_lease,
             tell=self._tell,
             on_failure=self._failures.note,
         )
@@ -204,11 +211,7 @@ class CheckpointManager:
         run, there = self._ranks.on_one(take)
         if self._fast is not None:
             fast = self._fast
-            try:
-                self._ranks.together(lambda: fast.claim(run))
-            except BaseException:
-                self._release()
-                raise
+            self._ranks.together(lambda: fast.claim(run))
         return there
 
     @property
@@ -268,7 +271,7 @@ class CheckpointManager:
         due = self._fast is None or self.preempted or self._is_due(step, self._every)
         due = due or not to_fast
         if due and behind:
-            if self._on_behind == "wait":
+            if self._on_behind == "wait" or self.preempted:  # the last save is never skipped
                 self._wait_for_uploads(save)
             elif not to_fast:
                 return self._skipped(save)
@@ -290,6 +293,11 @@ class CheckpointManager:
         """Return the values of a state and the metrics; or why there are none, for which no rank must wait."""
         try:
             check_count("step", step, least=0)
+            if self._unseen_step is not None and step <= self._unseen_step:
+                raise ConfigurationError(
+                    f"Step {step} is not newer than step {self._unseen_step}, which this run has: call restore first, "
+                    "or save to another root."
+                )
             check_state_dict("save", state)
             known_metrics = check_metrics(step, metrics)
         except CheckpointError as error:
@@ -320,7 +328,8 @@ class CheckpointManager:
         if to_fast:
             assert self._fast is not None
             path = self._fast.path_of(save.step)
-            publisher = NodePublisher(save.step, save.metrics, self._durable.path_of(save.step))
+            durable_path = self._durable.path_of(save.step)
+            publisher = NodePublisher(save.step, save.metrics, durable_path=durable_path, upload=upload)
             writer = self._options.fast_writer(path)
         else:
             if self._fast is not None:
@@ -328,16 +337,23 @@ class CheckpointManager:
             path = self._durable.path_of(save.step)
             writer = self._options.durable_writer(path)
             publisher = None
-        writer.published_by(publisher or StepPublisher(save.step, save.metrics))
+        writer.published_by(publisher or StepPublisher(save.step, save.metrics, self._check_lease))
         with self._durable.held(save.step):  # not while it is removed
             saving = async_save(
                 values, path, storage_writer=writer, process_group=self._group, no_dist=self._group is None
             )
+            # what fails behind training is told by the manager: the next save need not refuse for it
+            cast(UploadFuture, saving.upload_completion).was_looked_at = True
             save.staged.set_result(None)
             if publisher is not None:
                 self._pipeline.follow_fast(save, saving, publisher, upload=upload)
             else:
                 self._pipeline.follow_direct(save, saving)
+
+    def _check_lease(self) -> None:
+        """Raise RunInUseError if this rank's lease is lost."""
+        if self._lease is not None:
+            self._lease.check()
 
     def _tell_of_lack_of_room(self, save: StepSave) -> None:
         if not self._has_warned and self._ranks.is_first:
@@ -400,6 +416,7 @@ class CheckpointManager:
             is_due=self._belongs_into_durable,
             new_save=self._new_save,
         )
+        self._unseen_step = None
         if event is not None:
             self._tell(event)
         return event
@@ -434,9 +451,9 @@ class CheckpointManager:
         """
         if self._is_closed:
             return
-        self._is_closed = True
         self._signals.close()
-        self._pipeline.close()
+        self._pipeline.wait()  # if that is interrupted, the manager can be closed again
+        self._is_closed = True
         self._release()
         self._failures.raise_up_to(self._failures.newest)
 

@@ -17,7 +17,7 @@ from dcp_nvcomp.format.names import METADATA_NAME
 from dcp_nvcomp.runs.removal import is_being_removed
 from dcp_nvcomp.storage.base import Filesystem
 
-__all__ = ["pin", "pinned_steps", "unpin"]
+__all__ = ["is_pinned", "pin", "pinned_steps", "unpin"]
 
 _NAME = re.compile(r"pin-(0|[1-9][0-9]{0,17})")
 
@@ -30,6 +30,16 @@ def pinned_steps(own: Filesystem) -> frozenset[int]:
     """
     matches = (_NAME.fullmatch(name) for name in own.list_names())
     return frozenset(int(match[1]) for match in matches if match)
+
+
+def is_pinned(own: Filesystem, step: int) -> bool:
+    """Return True if a step is pinned.
+
+    Args:
+        own: the run's own directory, `.run`.
+        step: the step.
+    """
+    return own.file_nbytes(_name_of(step)) is not None
 
 
 def pin(own: Filesystem, at: Filesystem, step: int) -> None:

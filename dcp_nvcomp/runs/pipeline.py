@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.format.names import METADATA_NAME, data_file_rank
+from dcp_nvcomp.runs.abandoned import Abandoned
 from dcp_nvcomp.runs.background import Background
 from dcp_nvcomp.runs.events import Event, StepsRemoved
 from dcp_nvcomp.runs.keep import Keep, KeepRule, SavedStep
@@ -69,6 +70,7 @@ class Pipeline:
         durable: the durable tier.
         rules: what is kept where.
         there: the steps of the durable tier; only the first rank's count.
+        check_lease: raises if another manager has taken the run over; asked before the durable tier is changed.
         tell: called with each event.
         on_failure: called with the number of a save that failed, and its error.
     """
@@ -83,13 +85,14 @@ class Pipeline:
         rules: TierRules,
         there: RunSteps,
         *,
+        check_lease: Callable[[], None],
         tell: Callable[[Event], None],
         on_failure: Callable[[int, BaseException], None],
     ) -> None:
         self._fast_ranks, self._durable_ranks, self._nodes = fast_ranks, durable_ranks, nodes
         self._fast, self._durable, self._rules = fast, durable, rules
         self._transfers = nodes.copies(rules.copies)  # to peers, after each save
-        self._tell, self._on_failure = tell, on_failure
+        self._check_lease, self._tell, self._on_failure = check_lease, tell, on_failure
         self._complete = {saved.step: saved for saved in there.complete}
         self._abandoned = {saved.step: saved for saved in there.abandoned}
         self._leftover: set[int] = set()
@@ -146,18 +149,22 @@ class Pipeline:
         self._sets_out(save.step)
         self._durable_thread.do(lambda: self._end_upload(save, written, senders))
 
-    def go_back(self, abandoned: Collection[int]) -> None:
-        """Leave steps behind; nothing is on its way.
+    def go_back(self, abandoned: Abandoned) -> None:
+        """Leave saves behind; nothing is on its way.
 
         Args:
-            abandoned: the steps; all others that are there are the run's.
+            abandoned: the saves; all others that are there are the run's.
         """
         known = {**self._abandoned, **self._complete}
-        self._abandoned = {step: saved for step, saved in known.items() if step in abandoned}
-        self._complete = {step: saved for step, saved in known.items() if step not in abandoned}
-        self._in_fast = [step for step in self._in_fast if step not in abandoned]
+        left = abandoned.saves.keys()
+        self._abandoned = {step: known[step] for step in known.keys() & left if step not in abandoned.damaged}
+        self._complete = {step: saved for step, saved in known.items() if step not in left}
+        self._in_fast = [step for step in self._in_fast if step not in left]
         if self._fast is not None and self._nodes.is_leader:
-            self._fast.remove([step for step in self._fast.steps() if step in abandoned])
+            try:
+                self._fast.remove([step for step in self._fast.steps() if step in left])
+            except CheckpointError as error:
+                logger.warning("The fast tier can't be listed: %s", error)
 
     def remember_fast(self, steps: Collection[int]) -> None:
         """Say which complete steps the fast tier has."""
@@ -168,12 +175,6 @@ class Pipeline:
         if self._fast_thread is not None:
             self._fast_thread.wait_for()
         self._durable_thread.wait_for()
-
-    def close(self) -> None:
-        """Wait until all of it is done, and end the threads."""
-        if self._fast_thread is not None:
-            self._fast_thread.close()
-        self._durable_thread.close()
 
     def _end_direct(self, save: StepSave, saving: AsyncSave) -> None:
         error: BaseException | None = None
@@ -276,6 +277,7 @@ class Pipeline:
         return upload_files(self._fast.open(step), self._durable.open(step), own, written.files) if own else 0
 
     def _commit(self, step: int, written: WrittenSave) -> None:
+        self._check_lease()
         filesystem = self._durable.open(step)
         filesystem.remove([REMOVING])
         commit_files(filesystem, written, LastPublished(), overwrite=True)
@@ -290,6 +292,7 @@ class Pipeline:
         if not self._durable_ranks.is_first:
             return
         try:
+            self._check_lease()
             doomed = self._durable.doomed(self._rules.keep, self._complete.values(), self._abandoned.values())
             write_kept(self._durable.open_own(), doomed.kept)
             removed = self._durable.remove({*doomed.steps, *self._leftover})

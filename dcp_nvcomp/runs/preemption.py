@@ -6,6 +6,7 @@ on all of them: the exchange runs beside the training step, so no step waits for
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import warnings
@@ -28,6 +29,7 @@ class SignalWatch:
 
     def __init__(self, signals: Sequence[signal.Signals]) -> None:
         self.was_told = False
+        self._pid = os.getpid()
         self._before: dict[signal.Signals, Any] = {}
         if not signals:
             return
@@ -43,14 +45,22 @@ class SignalWatch:
             self._before[number] = signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:  # a child that was forked: it has no save to make, and must end as others do
+            self._put_back(number)
+            os.kill(os.getpid(), number)
+            return
         self.was_told = True
+
+    def _put_back(self, number: int) -> None:
+        handler = self._before.get(signal.Signals(number))
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def close(self) -> None:
         """Put back the handlers that were there."""
-        before, self._before = self._before, {}
-        for number, handler in before.items():
+        for number in self._before:
             if signal.getsignal(number) == self._note:  # someone who came later is not ours to remove
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+                self._put_back(number)
+        self._before = {}
 
     def __enter__(self) -> SignalWatch:
         return self

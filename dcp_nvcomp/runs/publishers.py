@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +13,7 @@ from dcp_nvcomp.format.metadata.summary import Summary
 from dcp_nvcomp.format.names import METADATA_NAME
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.runs.removal import REMOVING
+from dcp_nvcomp.runs.tiers.fast import TO_UPLOAD
 from dcp_nvcomp.saving.commit import WrittenSave, data_files, to_publish
 from dcp_nvcomp.saving.publishers import FinishedSave, publish_here
 from dcp_nvcomp.storage.base import Filesystem
@@ -53,13 +54,16 @@ class StepPublisher:
     Args:
         step: the step.
         metrics: of the step.
+        check_lease: raises if another manager has taken the run over.
     """
 
     step: int
     metrics: Mapping[str, float]
+    check_lease: Callable[[], None] = lambda: None
 
     def __call__(self, filesystem: Filesystem, save: FinishedSave) -> None:
-        """Publish a save; raises what `commit_checkpoint` does."""
+        """Publish a save; raises what `commit_checkpoint` does, and RunInUseError if another manager has the run."""
+        self.check_lease()
         filesystem.remove([REMOVING])  # of a removal that was cut short: what it left is replaced now
         publish_here(filesystem, self.named(save))
 
@@ -80,12 +84,14 @@ class NodePublisher(StepPublisher):
         step: the step.
         metrics: of the step.
         durable_path: where the step will be at last; what `.metadata` says of itself.
+        upload: True if it will be there; a job that finds it in the fast tier alone goes on with that.
 
     Attributes:
         written: what to publish on each node; None until it was published here.
     """
 
     durable_path: str = ""
+    upload: bool = False
     written: WrittenSave | None = field(default=None)
 
     def __call__(self, filesystem: Filesystem, save: FinishedSave) -> None:
@@ -95,6 +101,9 @@ class NodePublisher(StepPublisher):
             CheckpointError: it could not be.
         """
         named = self.named(save)
+        if self.upload:
+            more = {**named.summary.more, TO_UPLOAD: True}
+            named = dataclasses.replace(named, summary=dataclasses.replace(named.summary, more=more))
         assert named.metadata.storage_meta is not None
         named.metadata.storage_meta.checkpoint_id = without_secrets(self.durable_path)
         data = to_publish(named.metadata, filesystem.location(METADATA_NAME), named.summary)

@@ -1,6 +1,7 @@
 """Removes a step so that it is never half visible, and finishes removals that were cut short.
 
-1  publish the mark `.removing` in the step's directory
+1  publish the mark `.removing` in the step's directory; whoever pins the step looks for it after the pin is there, so
+   one of the two is seen: if the step is pinned, the mark goes again
 2  remove `.metadata`, and those of single ranks: from here on there is no checkpoint
 3  remove the copies of the metadata, then the data files and unfinished uploads
 4  remove the mark, and the directory where storage has directories
@@ -10,6 +11,8 @@ start would take the new checkpoint for one that was being removed.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from dcp_nvcomp.format.names import METADATA_NAME, is_stock_data_file, own_file, rank_of_metadata_name
 from dcp_nvcomp.storage.base import Filesystem
@@ -29,11 +32,15 @@ def is_being_removed(filesystem: Filesystem) -> bool:
     return filesystem.file_nbytes(REMOVING) is not None
 
 
-def remove_step(filesystem: Filesystem) -> None:
+def remove_step(filesystem: Filesystem, is_wanted: Callable[[], bool] = lambda: False) -> bool:
     """Remove a checkpoint and all that saves of ours left beside it; files of other people stay, and so the directory.
 
     Args:
         filesystem: the step's directory.
+        is_wanted: asked once the mark is there: True if someone has pinned the step in the meantime.
+
+    Returns:
+        False if it was, and the step stays.
 
     Raises:
         StorageError: the storage fails; call again.
@@ -42,8 +49,11 @@ def remove_step(filesystem: Filesystem) -> None:
     uploads = filesystem.list_uploads()
     if not names and not uploads:
         filesystem.remove_directory()
-        return
+        return True
     filesystem.publish(REMOVING, b"")
+    if is_wanted():
+        filesystem.remove([REMOVING])
+        return False
     roots = [name for name in names if name == METADATA_NAME or rank_of_metadata_name(name) is not None]
     filesystem.remove(sorted(roots, key=lambda name: name != METADATA_NAME))
     own = {name: found.kind for name in names if (found := own_file(name)) is not None}
@@ -54,3 +64,4 @@ def remove_step(filesystem: Filesystem) -> None:
     filesystem.abort_uploads(uploads)
     filesystem.remove([REMOVING])
     filesystem.remove_directory()
+    return True

@@ -7,11 +7,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.maintenance.run_listing import COMPLETE, DAMAGED, INCOMPLETE, Step, steps_below
+from dcp_nvcomp.runs.abandoned import Abandoned
 from dcp_nvcomp.runs.keep import SavedStep
 from dcp_nvcomp.runs.removal import REMOVING
 from dcp_nvcomp.storage.base import Filesystem
@@ -67,7 +68,7 @@ class RunSteps:
     Attributes:
         complete: those whose `.metadata` and data files are there, in ascending order.
         abandoned: complete ones that the run has left behind.
-        damaged: those whose data files are not all there.
+        damaged: those whose data files are not all there, or that a restore found damaged.
         removing: those whose removal was begun; they count as gone.
         incomplete: steps whose directories hold files but no checkpoint, of saves and removals that were cut short.
     """
@@ -79,13 +80,13 @@ class RunSteps:
     incomplete: tuple[int, ...]
 
 
-def list_steps(filesystem: Filesystem, names: StepNames, abandoned: Mapping[int, str] | None = None) -> RunSteps:
+def list_steps(filesystem: Filesystem, names: StepNames, abandoned: Abandoned | None = None) -> RunSteps:
     """Return the steps below a run's root.
 
     Args:
         filesystem: the root.
         names: of the steps' directories.
-        abandoned: ids of the saves that the run has left behind, by step.
+        abandoned: the saves that the run has left behind.
 
     Raises:
         StorageError: the storage fails, or a folder of a step can't be listed.
@@ -105,8 +106,11 @@ def list_steps(filesystem: Filesystem, names: StepNames, abandoned: Mapping[int,
     folders |= {one.name for one in found if one.state == INCOMPLETE}  # of some, only an unfinished upload is there
     steps = {step for folder in folders if (step := names.step_of(folder)) is not None}
     others = steps - removing - {saved.step for saved in (*complete, *damaged)}
-    left = tuple(saved for saved in complete if saved.save_id == (abandoned or {}).get(saved.step))
+    known = Abandoned() if abandoned is None else abandoned
+    left = tuple(saved for saved in complete if known.has(saved.step, saved.save_id))
     complete = tuple(saved for saved in complete if saved not in left)
+    damaged = (*damaged, *(saved for saved in left if saved.step in known.damaged))
+    left = tuple(saved for saved in left if saved.step not in known.damaged)
     return RunSteps(complete, left, damaged, tuple(sorted(removing)), tuple(sorted(others)))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from dcp_nvcomp.runs.abandoned import Abandoned
 from dcp_nvcomp.runs.keep import SavedStep
 from dcp_nvcomp.runs.tiers.fast import HeldStep
 
@@ -31,6 +32,7 @@ class Candidate:
         with_metadata: the nodes that hold its `.metadata`.
         is_durable: True if it is in the durable tier too.
         is_abandoned: True if the run has left it behind.
+        is_due: True if it was to be uploaded.
     """
 
     step: int
@@ -42,6 +44,7 @@ class Candidate:
     with_metadata: tuple[str, ...]
     is_durable: bool
     is_abandoned: bool = False
+    is_due: bool = False
 
     @property
     def is_on_nodes(self) -> bool:
@@ -65,14 +68,14 @@ class Candidate:
 def candidates(
     durable: Iterable[SavedStep],
     on_nodes: Sequence[tuple[str, Sequence[HeldStep]]],
-    abandoned: Mapping[int, str] | None = None,
+    abandoned: Abandoned | None = None,
 ) -> list[Candidate]:
     """Return the saves that could be restored, the newest step first, of one step the latest save.
 
     Args:
         durable: the steps of the durable tier.
         on_nodes: what each node holds, by its name.
-        abandoned: ids of the saves that the run has left behind, by step.
+        abandoned: the saves that the run has left behind.
     """
     named: dict[tuple[int, str], list[tuple[str, HeldStep]]] = {}
     for node, steps in on_nodes:
@@ -87,7 +90,8 @@ def candidates(
             found.append(candidate)
             saved.pop(key, None)
     found += [_durable_only(one) for one in saved.values()]
-    found = [_marked(one) if one.save_id == (abandoned or {}).get(one.step) else one for one in found]
+    if abandoned is not None:
+        found = [_marked(one) if abandoned.has(one.step, one.save_id) else one for one in found]
     return sorted(found, key=lambda one: (one.step, one.saved_seconds, one.save_id), reverse=True)
 
 
@@ -113,6 +117,7 @@ def _on_nodes(
         holders,
         tuple(node for node, _ in by_node),
         is_durable,
+        is_due=first.is_due,
     )
 
 

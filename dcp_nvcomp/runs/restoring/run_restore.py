@@ -6,14 +6,15 @@ list all places -> candidates -> load the newest that can be loaded -> go on wit
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dcp_nvcomp.errors import CheckpointNotFoundError
+from dcp_nvcomp.errors import CheckpointError, CheckpointNotFoundError
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.names import METADATA_NAME
 from dcp_nvcomp.redaction import without_secrets
-from dcp_nvcomp.runs.abandoned import read_abandoned, write_abandoned
+from dcp_nvcomp.runs.abandoned import Abandoned, read_abandoned, write_abandoned
 from dcp_nvcomp.runs.events import StepRestored
 from dcp_nvcomp.runs.pipeline import Pipeline
 from dcp_nvcomp.runs.ranks import Ranks
@@ -27,6 +28,8 @@ from dcp_nvcomp.runs.tiers.nodes import Nodes
 from dcp_nvcomp.saving.commit import WrittenSave
 
 __all__ = ["RunRestore"]
+
+logger = logging.getLogger(__name__)
 
 
 class RunRestore:
@@ -55,7 +58,8 @@ class RunRestore:
     ) -> None:
         self._ranks, self._nodes, self._fast, self._durable, self._pipeline = ranks, nodes, fast, durable, pipeline
         self._load_options, self._reader_options = load_options, reader_options
-        self._to_abandon: dict[int, str] | None = None
+        self._to_abandon: Abandoned | None = None
+        self._damaged: frozenset[int] = frozenset()
 
     def restore(
         self,
@@ -99,9 +103,8 @@ class RunRestore:
             lambda number: NearestReader(self._durable.path_of(number), **self._reader_options),
         )
         event = loading.newest(state, wanted, fallback=fallback and step is None)
-        if step is not None:
-            self._plan_to_abandon(step, found)
-        ours = [one for one in found if not one.is_abandoned and (step is None or one.step <= step)]
+        self._plan_to_abandon(event, found)
+        ours = [one for one in found if not one.is_abandoned and one.step <= event.step]
         self._go_on_with_uploads(ours, is_due, new_save)
         return event
 
@@ -111,15 +114,22 @@ class RunRestore:
         abandoned = self._ranks.on_one(lambda: read_abandoned(self._durable.open_own()))
         mine: list[HeldStep] = []
         if self._fast is not None and self._nodes.is_leader:
-            mine = self._fast.held()
+            try:
+                mine = self._fast.held()
+            except CheckpointError as error:  # copies are for that
+                logger.warning("What the fast tier holds can't be read, so it counts as nothing: %s", error)
+        self._damaged = abandoned.damaged
         on_nodes = [(self._nodes.node_of(rank), steps) for rank, steps in enumerate(self._ranks.gather(mine)) if steps]
         return candidates([*listed.complete, *listed.abandoned, *listed.damaged], on_nodes, abandoned)
 
-    def _plan_to_abandon(self, step: int, found: Sequence[Candidate]) -> None:
-        left = {one.step: one.save_id for one in found if one.is_abandoned and one.step != step}
-        newer = {one.step: one.save_id for one in found if one.step > step}
-        if newer or any(one.is_abandoned and one.step == step for one in found):
-            self._to_abandon = {**left, **newer}
+    def _plan_to_abandon(self, restored: StepRestored, found: Sequence[Candidate]) -> None:
+        """Plan what the next save leaves behind: what is newer than the step that was restored, damaged or not."""
+        before = {one.step: one.save_id for one in found if one.is_abandoned and one.step != restored.step}
+        newer = {one.step: one.save_id for one in found if one.step > restored.step}
+        is_back = any(one.is_abandoned and one.step == restored.step for one in found)
+        damaged = (self._damaged | set(restored.damaged)) & {*before, *newer}
+        changes = is_back or bool(newer.keys() - before.keys())
+        self._to_abandon = Abandoned({**before, **newer}, frozenset(damaged)) if changes else None
 
     def go_back(self) -> None:
         """Leave behind what is newer than a step that was asked for and restored; called before each save."""
@@ -127,7 +137,7 @@ class RunRestore:
         if planned is not None:
             abandoned = planned
             self._ranks.on_one(lambda: write_abandoned(self._durable.open_own(), abandoned))
-            self._pipeline.go_back(abandoned.keys())
+            self._pipeline.go_back(abandoned)
 
     def _go_on_with_uploads(
         self,
@@ -142,7 +152,7 @@ class RunRestore:
         self._pipeline.remember_fast([one.step for one in complete])
         newest = max((one.step for one in found if one.is_durable), default=-1)
         for one in reversed(complete):
-            if one.step > newest and not one.is_durable and is_due(one.step):
+            if one.step > newest and not one.is_durable and (one.is_due or is_due(one.step)):
                 self._upload_again(one, new_save(one.step, one.metrics))
 
     def _upload_again(self, candidate: Candidate, save: StepSave) -> None:

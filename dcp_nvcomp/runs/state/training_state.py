@@ -11,16 +11,17 @@ was not told the inside of.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
-    set_state_dict,
+    set_optimizer_state_dict,
 )
 
 from dcp_nvcomp.errors import ConfigurationError
@@ -32,6 +33,8 @@ __all__ = ["TrainingState"]
 
 _GENERATORS: Final = "generators"
 _DATA: Final = "data"
+# What torch.compile, activation checkpointing and DDP put into the names of parameters, and DCP leaves out.
+_WRAPPERS: Final = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
 class TrainingState:
@@ -100,6 +103,7 @@ class TrainingState:
         self._data_rank = dist.get_rank(data_group) if is_distributed else 0
         self._data_count = dist.get_world_size(data_group) if is_distributed else 1
         self._expected: frozenset[str] | None = None
+        self._stateless: frozenset[str] = frozenset()
         shared = [(name, one) for name, values in self._shared.items() for one in values]
         for name, value in (*shared, ("dataloader", dataloader)):
             if value is not None and not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
@@ -108,13 +112,13 @@ class TrainingState:
                     "loaders see torchdata's StatefulDataLoader."
                 )
 
-    def expect(self, fqns: Iterable[str]) -> None:
+    def expect(self, fqns: Iterable[str] | None) -> None:
         """Say which entries the checkpoint has that is loaded next; `load` and `CheckpointManager.restore` do so.
 
         Args:
-            fqns: their names, below this value's own.
+            fqns: their names, below this value's own; None once the load is over.
         """
-        self._expected = frozenset(fqns)
+        self._expected = None if fqns is None else frozenset(fqns)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what to save; or, after `expect`, what to load into."""
@@ -142,7 +146,26 @@ class TrainingState:
         if not self._optimizers:
             return {"model": get_model_state_dict(self._model)}
         model, optimizer = get_state_dict(self._model, self._optimizers)
+        if self._expected is not None:
+            # torch made a state for each parameter; those that had no gradient yet had none when they were saved
+            states: dict[str, Any] = optimizer["state"]  # type: ignore[assignment]
+            saved = {fqn for fqn in states if self._is_expected(f"optimizer.state.{fqn}.")}
+            self._stateless = frozenset(states.keys() - saved)
+            optimizer["state"] = {fqn: states[fqn] for fqn in saved}
         return {"model": model, "optimizer": optimizer}
+
+    def _is_expected(self, prefix: str) -> bool:
+        assert self._expected is not None
+        return any(fqn.startswith(prefix) for fqn in self._expected)
+
+    def _forget_states(self, fqns: Collection[str]) -> None:
+        """Let parameters have no state, as before their first gradient."""
+        for name, parameter in self._model.named_parameters():
+            for wrapper in _WRAPPERS:
+                name = name.replace(wrapper, "")
+            if name in fqns:
+                for optimizer in self._optimizers:
+                    optimizer.state.pop(parameter, None)
 
     def _part(self) -> LoaderPart:
         return LoaderPart(self._loader.state_dict(), getattr(self._loader, "batch_size", None))
@@ -156,16 +179,12 @@ class TrainingState:
         Raises:
             CheckpointError: the data loader can't go on with this number of ranks.
         """
-        self._expected = None
+        set_model_state_dict(self._model, state_dict["model"])
         if self._optimizers:
-            set_state_dict(
-                self._model,
-                self._optimizers,
-                model_state_dict=state_dict["model"],
-                optim_state_dict=state_dict["optimizer"],
-            )
-        else:
-            set_model_state_dict(self._model, state_dict["model"])
+            # not strict: that each entry is there is what the load made sure of, and torch wants one of each parameter
+            options = StateDictOptions(strict=False)
+            set_optimizer_state_dict(self._model, self._optimizers, state_dict["optimizer"], options=options)
+            self._forget_states(self._stateless)
         for name, values in self._shared.items():
             for value, loaded in zip(values, state_dict[name][0] if values else (), strict=True):
                 value.load_state_dict(loaded)

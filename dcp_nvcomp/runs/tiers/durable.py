@@ -13,7 +13,7 @@ from typing import Any
 from dcp_nvcomp.errors import CheckpointError, ConcurrentSaveError
 from dcp_nvcomp.runs.abandoned import read_abandoned
 from dcp_nvcomp.runs.keep import Keep, KeepRule, SavedStep, reasons_to_keep
-from dcp_nvcomp.runs.pins import pinned_steps
+from dcp_nvcomp.runs.pins import is_pinned, pinned_steps
 from dcp_nvcomp.runs.removal import remove_step
 from dcp_nvcomp.runs.steps import RUN_FOLDER, RunSteps, StepNames, list_steps
 from dcp_nvcomp.storage.base import Filesystem
@@ -159,8 +159,8 @@ class DurableTier:
                     continue
                 try:
                     with contextlib.closing(self.open(step)) as filesystem:
-                        remove_step(filesystem)
-                    gone.append(step)
+                        if remove_step(filesystem, lambda step=step: is_pinned(self.open_own(), step)):  # type: ignore[misc]
+                            gone.append(step)
                 except CheckpointError as error:
                     logger.warning("Step %d could not be removed, and will be at the next save: %s", step, error)
                     failed[step] = error

@@ -13,6 +13,7 @@ import contextlib
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.format.data_file import DataFileRef
@@ -24,10 +25,12 @@ from dcp_nvcomp.runs.steps import RUN_FOLDER, StepNames
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.open import open_filesystem, place_of
 
-__all__ = ["FastTier", "HeldStep"]
+__all__ = ["TO_UPLOAD", "FastTier", "HeldStep"]
 
 logger = logging.getLogger(__name__)
 
+# In the summary of a step that is on its way to the durable tier.
+TO_UPLOAD: Final = "upload"
 _RUN = "run"
 _MOST_NAME_NBYTES = 1 << 12
 
@@ -43,6 +46,7 @@ class HeldStep:
         wanted: the data files that the `.metadata` names, and their sizes; empty if there is none.
         held: the data files that are there, and their sizes.
         metrics: of the step.
+        is_due: True if it is to be uploaded.
     """
 
     step: int
@@ -51,6 +55,7 @@ class HeldStep:
     wanted: Mapping[str, int]
     held: Mapping[str, int]
     metrics: Mapping[str, float]
+    is_due: bool = False
 
 
 class FastTier:
@@ -131,7 +136,8 @@ class FastTier:
             if summary is None or any(not isinstance(ref, DataFileRef) for ref in refs.values()):
                 return nothing  # no manager wrote this
             wanted = {name: ref.nbytes for name, ref in refs.items() if ref is not None}
-            return HeldStep(step, root.save_id or "", summary.saved_seconds, wanted, held, summary.metrics)
+            is_due = summary.more.get(TO_UPLOAD) is True
+            return HeldStep(step, root.save_id or "", summary.saved_seconds, wanted, held, summary.metrics, is_due)
 
     def remove_before(self, step: int, *, but: Collection[int]) -> tuple[int, ...]:
         """Remove what is here of older steps, whole or not; a failure is logged, and costs no more than space.

@@ -1,0 +1,387 @@
+"""Traps that a review found: what a run must not do when something went wrong before, or its caller is careless."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dcp_nvcomp import (
+    CheckpointError,
+    CheckpointManager,
+    CheckpointNotFoundError,
+    ConfigurationError,
+    Keep,
+    RunInUseError,
+    StorageError,
+    TrainingState,
+    list_run,
+    pin_step,
+)
+from dcp_nvcomp.runs import pipeline
+from dcp_nvcomp.runs.lease import Lease
+from dcp_nvcomp.runs.tiers.fast import FastTier
+from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
+from dcp_nvcomp.storage.open import open_filesystem
+from tests.distributed.launch import RankPool
+from tests.runs import jobs
+
+
+def _state(step: int) -> dict[str, Any]:
+    return {"w": torch.full((3000,), float(step)), "step": step}
+
+
+def _manager(path: Path, **options: Any) -> CheckpointManager:
+    return CheckpointManager(path / "run", run_id="job", preemption_signals=(), **{"every": 10, **options})
+
+
+def _save(path: Path, *steps: int, **options: Any) -> None:
+    with _manager(path, **options) as manager:
+        if steps[0] > 10:
+            manager.restore(_state(-1))
+        for step in steps:
+            manager.save(step, _state(step))
+
+
+def _restored(manager: CheckpointManager, step: int | None = None) -> int:
+    state = _state(-1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Step .* is damaged")
+        found = manager.restore(state, step)
+    assert found is not None and found.step == state["step"]
+    assert torch.equal(state["w"], _state(found.step)["w"])
+    return found.step
+
+
+def _steps(path: Path) -> list[int | None]:
+    return [step.step for step in list_run(path / "run").steps]
+
+
+def _damage(folder: Path) -> None:
+    (file,) = folder.glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 3] ^= 255
+    file.write_bytes(data)
+
+
+# --- what is kept ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_fast", [False, True])
+def test_a_damaged_step_pushes_no_good_one_out(tmp_path: Path, has_fast: bool) -> None:
+    options: dict[str, Any] = {"keep": Keep(last=1)}
+    if has_fast:
+        options |= {"fast": tmp_path / "fast", "fast_every": 5, "fast_keep": 1}
+    _save(tmp_path, 10, 20, **{**options, "keep": None})
+    _damage(tmp_path / "run" / "step-20")
+    if has_fast:
+        _damage(tmp_path / "fast" / "step-20")
+    with _manager(tmp_path, **options) as manager:
+        assert _restored(manager) == 10
+        manager.save(15, _state(15)).saved.result(60)
+    with _manager(tmp_path, **options) as manager:
+        assert _restored(manager) == 15
+    assert (tmp_path / "run" / "step-20").exists(), "what is damaged stays, to be looked at"
+
+
+def test_a_damaged_step_of_the_fast_tier_is_not_uploaded(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"fast": tmp_path / "fast", "fast_every": 5, "fast_keep": 3}
+    _save(tmp_path, 10, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "upload_files", _fail)
+        with pytest.raises(StorageError):
+            _save(tmp_path, 20, **options)
+    _damage(tmp_path / "fast" / "step-20")
+    with _manager(tmp_path, **options, keep=Keep(last=1)) as manager:
+        assert _restored(manager) == 10
+        manager.wait()
+        assert [saved.step for saved in manager.steps()] == [10]
+
+
+def _fail(*_: Any, **__: Any) -> Any:
+    raise StorageError("on purpose")
+
+
+def test_looking_back_and_returning_leaves_nothing_behind(tmp_path: Path) -> None:
+    _save(tmp_path, 10, 20, 30)
+    with _manager(tmp_path, keep=Keep(last=5)) as manager:
+        assert _restored(manager, 10) == 10
+        assert _restored(manager) == 30
+        manager.save(40, _state(40))
+    assert _steps(tmp_path) == [10, 20, 30, 40]
+
+
+def test_a_job_that_did_not_restore_is_refused(tmp_path: Path) -> None:
+    _save(tmp_path, 10, 20)
+    with _manager(tmp_path, keep=Keep(last=2)) as manager:
+        with pytest.raises(ConfigurationError, match="Step 10 is not newer than step 20.*call restore first"):
+            manager.save(10, _state(10))
+        manager.save(30, _state(30))
+    assert _steps(tmp_path) == [20, 30]
+
+
+def test_the_last_save_before_the_end_is_never_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish = PosixFilesystem.publish
+
+    def slow(filesystem: PosixFilesystem, name: str, data: bytes, **options: Any) -> None:
+        if name == ".metadata":
+            time.sleep(0.4)
+        publish(filesystem, name, data, **options)
+
+    monkeypatch.setattr(PosixFilesystem, "publish", slow)
+    with CheckpointManager(tmp_path / "run", every=1, on_behind="skip") as manager:
+        for step in (1, 2):
+            manager.save(step, _state(step))
+        os.kill(os.getpid(), signal.SIGTERM)
+        step = 3
+        while not manager.preempted:
+            manager.should_save(step)
+            step += 1
+        manager.save(step, _state(step))
+    assert _steps(tmp_path) == [1, 2, step]
+
+
+def test_the_last_save_is_uploaded_by_the_next_job_if_this_one_was_too_slow(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"fast": tmp_path / "fast", "fast_every": 5}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "upload_files", _fail)
+        with pytest.raises(StorageError):
+            _be_preempted(tmp_path, 7, **options)
+    with _manager(tmp_path, **options, every=100) as manager:
+        assert _restored(manager) == 7
+    assert _steps(tmp_path) == [7]
+
+
+def _be_preempted(path: Path, step: int, **options: Any) -> None:
+    with CheckpointManager(path / "run", every=100, run_id="job", **options) as manager:
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not manager.should_save(step):
+            pass
+        manager.save(step, _state(step))
+
+
+def test_a_pin_that_comes_during_a_removal_counts_or_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _save(tmp_path, 10, 20, 30, 40)
+    publish, pinned = PosixFilesystem.publish, []
+
+    def pin_meanwhile(filesystem: PosixFilesystem, name: str, data: bytes, **options: Any) -> None:
+        if name == ".removing" and filesystem.path.endswith("step-10"):
+            pin_step(tmp_path / "run", 30)  # long after the pins were listed
+        if name == ".removing" and filesystem.path.endswith("step-20"):
+            publish(filesystem, name, data, **options)
+            try:
+                pin_step(tmp_path / "run", 20)
+            except CheckpointNotFoundError:
+                pinned.append("refused")
+            return
+        publish(filesystem, name, data, **options)
+
+    monkeypatch.setattr(PosixFilesystem, "publish", pin_meanwhile)
+    with _manager(tmp_path, keep=Keep(last=1)) as manager:
+        _restored(manager)
+        manager.save(50, _state(50))
+    assert _steps(tmp_path) == [30, 50] and pinned == ["refused"]
+
+
+# --- what is remembered ----------------------------------------------------------------------------------------------
+
+
+def test_after_a_failed_restore_states_are_saved_whole(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    state = {"train": TrainingState(model)}
+    with _manager(tmp_path) as manager:
+        manager.save(10, state).saved.result(60)
+        _damage(tmp_path / "run" / "step-10")
+        with pytest.raises(CheckpointError), pytest.warns(RuntimeWarning, match="damaged"):
+            manager.restore(state)
+        manager.save(20, state).saved.result(60)
+        restored = manager.restore({"train": TrainingState(torch.nn.Linear(2, 2))})
+        assert restored is not None and restored.step == 20
+
+
+def _momentum(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)]
+
+
+def _two_optimizers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
+    first, second = model.children()
+    return [torch.optim.AdamW(first.parameters(), lr=0.1), torch.optim.SGD(second.parameters(), lr=0.1)]
+
+
+@pytest.mark.parametrize("optimizers_of", [_momentum, _two_optimizers, lambda m: [torch.optim.AdamW(m.parameters())]])
+def test_parameters_without_a_state_are_restored_without_one(
+    tmp_path: Path, optimizers_of: Callable[[torch.nn.Module], list[torch.optim.Optimizer]]
+) -> None:
+    def build() -> tuple[torch.nn.Module, list[torch.optim.Optimizer]]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        return model, optimizers_of(model)
+
+    def step(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], *, whole: bool) -> None:
+        model.zero_grad()
+        inputs = torch.ones(1, 2)
+        (model(inputs) if whole else model[0](inputs)).square().sum().backward()  # type: ignore[index,operator]
+        for optimizer in optimizers:
+            optimizer.step()
+
+    one, other = build(), build()
+    step(*one, whole=False)  # the second layer has no gradient yet
+    with _manager(tmp_path) as manager:
+        manager.save(10, {"train": TrainingState(*one)}).saved.result(60)
+        manager.restore({"train": TrainingState(*other)})
+    for _ in range(3):
+        step(*one, whole=True)
+        step(*other, whole=True)
+    for left, right in zip(one[0].parameters(), other[0].parameters(), strict=True):
+        assert torch.equal(left, right)
+
+
+# --- processes that end ----------------------------------------------------------------------------------------------
+
+UNCLOSED = """
+import sys, torch
+from dcp_nvcomp import CheckpointManager
+manager = CheckpointManager(sys.argv[1], every=1, fast=sys.argv[1] + "-fast", fast_every=1)
+manager.save(1, {"w": torch.arange(100000.0)})
+raise SystemExit(7)
+"""
+
+
+def test_a_manager_that_nobody_closed_lets_the_process_end_and_its_save(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ended = subprocess.run([sys.executable, "-c", UNCLOSED, str(run)], check=False, timeout=120, capture_output=True)
+    assert ended.returncode == 7, ended.stderr
+    assert [step.step for step in list_run(run).steps] == [1]
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
+def test_a_forked_child_ends_by_the_signal_that_the_manager_watches_for(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+        time.sleep(0.1)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        assert not manager.preempted
+
+
+def test_closing_may_be_interrupted_and_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = _manager(tmp_path)
+    manager.save(10, _state(10))
+    with monkeypatch.context() as patch:
+        patch.setattr(manager._pipeline, "wait", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            manager.close()
+    manager.close()
+    assert _steps(tmp_path) == [10]
+    with CheckpointManager(tmp_path / "run", run_id="other"):
+        pass
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+# --- leases ----------------------------------------------------------------------------------------------------------
+
+
+def _own(path: Path) -> Any:
+    return lambda: open_filesystem(path / "run" / ".run")
+
+
+def _until_lost(lease: Lease) -> None:
+    deadline = time.monotonic() + 30
+    while not lease.is_lost and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def test_a_holder_that_slept_learns_that_others_came_and_went(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"lease_seconds": 0.2, "take_over": False}
+    first = Lease.take(_own(tmp_path), run_id="a", **options)
+    for _ in range(2):  # one ends before the first looks
+        Lease.take(_own(tmp_path), run_id="b", **{**options, "take_over": True}).release()
+    third = Lease.take(_own(tmp_path), run_id="c", **options)
+    _until_lost(first)
+    assert first.is_lost and not third.is_lost
+    first.release()
+    with pytest.raises(RunInUseError, match="job 'c'"):
+        Lease.take(_own(tmp_path), run_id="d", **options)
+    third.release()
+
+
+def test_a_manager_that_lost_the_run_commits_and_prunes_nothing_more(tmp_path: Path) -> None:
+    first = _manager(tmp_path, keep=Keep(last=1), lease_seconds=0.2)
+    first.save(10, _state(10)).saved.result(60)
+    second = CheckpointManager(tmp_path / "run", every=10, take_over=True, preemption_signals=())
+    assert first._lease is not None
+    _until_lost(first._lease)
+    first._has_last_save = False
+    with pytest.raises(RunInUseError):
+        first.save(20, _state(20))
+    with pytest.raises(RunInUseError):
+        first._pipeline._check_lease()
+    first.close()
+    second.close()
+    assert _steps(tmp_path) == [10]
+
+
+def test_who_is_refused_leaves_nothing_behind(tmp_path: Path) -> None:
+    with _manager(tmp_path):
+        before = (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")))
+        for _ in range(5):
+            with pytest.raises(RunInUseError):
+                CheckpointManager(tmp_path / "run", run_id="other")
+        assert (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))) <= before
+
+
+# --- several ranks ---------------------------------------------------------------------------------------------------
+
+
+def _one_is_wrong(place: Path, rank: int) -> str:
+    import torch.distributed as dist
+
+    with jobs.manager_of(place, every=10, fast_every=10) as manager:
+        metrics: Any = {"loss": None} if dist.get_rank() == rank else {"loss": 1.0}
+        try:
+            manager.save(10, jobs.state_of(10), metrics=metrics)
+        except CheckpointError as error:
+            message = f"{type(error).__name__}: {error}"
+        manager.save(20, jobs.state_of(20))
+        manager.wait()
+        assert [saved.step for saved in manager.steps()] == [20]
+        return message
+
+
+def test_a_wrong_argument_on_one_rank_fails_the_save_of_all(ranks: RankPool, tmp_path: Path) -> None:
+    found = ranks.run(_one_is_wrong, tmp_path, 1)
+    assert "metrics['loss']=None" in found[1]
+    assert all("another rank" in message for message in (found[0], *found[2:]))
+
+
+def _restore_without_listing(place: Path, node: int, **options: Any) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() // 2 == node:
+            patch.setattr(FastTier, "held", _fail)
+        return jobs.restore(place, 30, **options)
+
+
+def test_a_node_whose_fast_tier_cannot_be_read_counts_as_empty(ranks: RankPool, tmp_path: Path) -> None:
+    options = {"every": 100, "fast_every": 10, "copies": 1}
+    ranks.run(jobs.save_steps, tmp_path, [10, 20, 30], **options)
+    results = ranks.run(_restore_without_listing, tmp_path, 1, **options)
+    assert sum(result.get("peer", 0) for result in results[2:]) > 0
