@@ -78,8 +78,8 @@ def test_run(tmp_path: Path) -> None:
 
 @pytest.mark.tools
 @pytest.mark.s3
-def test_run_on_s3(s3_store: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
-    url, options = s3_store
+def test_run_on_s3(any_s3_store: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
+    url, options = any_s3_store
     keys = {"AWS_ACCESS_KEY_ID": options["key"], "AWS_SECRET_ACCESS_KEY": options["secret"]}
     endpoint = ["--endpoint-url", options["endpoint_url"]]
     first, second = _run_twice(f"{url}/run", tmp_path / "fast", *endpoint, **keys)
