@@ -89,7 +89,8 @@ class Lease:
                 own.publish(_name_of(newest + 1), json.dumps(holder).encode(), overwrite=False)
             except ConcurrentSaveError:  # someone was quicker: see who
                 continue
-            own.remove(file.name for number, file in held.items())
+            # the one before stays: a listing of a directory that changes may miss what comes, and must not find nothing
+            own.remove(file.name for number, file in held.items() if number < newest)
             return Lease(open_own, newest + 1, holder, lease_seconds)
         raise RunInUseError("Several managers are after the lease of this run at once.", path=own.path)
 
