@@ -134,7 +134,7 @@ class CheckpointManager:
         self._on_behind = check_choice("on_behind", on_behind, _Behind)
         if keep is not None and not callable(keep):
             raise ConfigurationError(f"keep={keep!r} must be a Keep, or a callable.")
-        self._keep, self._on_event = keep, on_event
+        self._on_event = on_event
         self._options = SaveOptions.of(check_path(root), options)
         names = StepNames(step_template)
         self._durable = DurableTier(check_path(root), names, self._options.storage)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dcp_nvcomp.errors import ConfigurationError
-from dcp_nvcomp.maintenance.run_listing import COMPLETE, DAMAGED, INCOMPLETE, Step, steps_below
+from dcp_nvcomp.maintenance.run_listing import COMPLETE, DAMAGED, Step, steps_below
 from dcp_nvcomp.runs.abandoned import Abandoned
 from dcp_nvcomp.runs.keep import SavedStep
 from dcp_nvcomp.runs.removal import REMOVING
@@ -70,14 +70,12 @@ class RunSteps:
         abandoned: complete ones that the run has left behind.
         damaged: those whose data files are not all there, or that a restore found damaged.
         removing: those whose removal was begun; they count as gone.
-        incomplete: steps whose directories hold files but no checkpoint, of saves and removals that were cut short.
     """
 
     complete: tuple[SavedStep, ...]
     abandoned: tuple[SavedStep, ...]
     damaged: tuple[SavedStep, ...]
     removing: tuple[int, ...]
-    incomplete: tuple[int, ...]
 
 
 def list_steps(filesystem: Filesystem, names: StepNames, abandoned: Abandoned | None = None) -> RunSteps:
@@ -102,16 +100,12 @@ def list_steps(filesystem: Filesystem, names: StepNames, abandoned: Abandoned | 
         tuple(saved for saved in _saved_steps(found, names, state) if saved.step not in removing)
         for state in (COMPLETE, DAMAGED)
     )
-    folders = {file.name.partition("/")[0] for file in below.files if "/" in file.name}
-    folders |= {one.name for one in found if one.state == INCOMPLETE}  # of some, only an unfinished upload is there
-    steps = {step for folder in folders if (step := names.step_of(folder)) is not None}
-    others = steps - removing - {saved.step for saved in (*complete, *damaged)}
     known = Abandoned() if abandoned is None else abandoned
     left = tuple(saved for saved in complete if known.has(saved.step, saved.save_id))
     complete = tuple(saved for saved in complete if saved not in left)
     damaged = (*damaged, *(saved for saved in left if saved.step in known.damaged))
     left = tuple(saved for saved in left if saved.step not in known.damaged)
-    return RunSteps(complete, left, damaged, tuple(sorted(removing)), tuple(sorted(others)))
+    return RunSteps(complete, left, damaged, tuple(sorted(removing)))
 
 
 def _saved_steps(found: Iterable[Step], names: StepNames, state: str) -> tuple[SavedStep, ...]:

@@ -136,7 +136,7 @@ def _remove(filesystem: Filesystem, names: Sequence[str]) -> None:
 
 def _exists(filesystem: Filesystem, name: str) -> CheckpointExistsError:
     return CheckpointExistsError(
-        "There is such a file already; overwrite=True replaces it.", path=filesystem.location(name)
+        "There is such a file already; overwrite=True, or --overwrite, replaces it.", path=filesystem.location(name)
     )
 
 

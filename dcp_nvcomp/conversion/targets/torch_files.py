@@ -37,7 +37,8 @@ def write_torch(
     try:
         if not overwrite and filesystem.file_nbytes(name) is not None:
             raise CheckpointExistsError(
-                "There is such a file already; overwrite=True replaces it.", path=filesystem.location(name)
+                "There is such a file already; overwrite=True, or --overwrite, replaces it.",
+                path=filesystem.location(name),
             )
         state = nested({entry.key: entry.path for entry in entries}, _values(entries, moved))
         filesystem.create_directory()
