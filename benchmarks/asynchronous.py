@@ -4,8 +4,9 @@ Training seconds that a save costs: those in which the caller waits (the stall),
 beside the save are slower: its seconds in the background times (1 - 1 / how often a step takes as long as without one).
 Each rank saves the same state, through a link of 200 MB/s of its own, beside steps of about 30 ms.
 
-`lost`: on one rank, which leaves a core to spare, and on as many as there are cores. Beside it, what is a lower bound:
-a copy of the state to memory that is there already, and encoding it alone.
+`lost`: on one rank, which leaves a core to spare, and on as many as there are cores. Beside it, what nobody can leave
+out: a copy of the state, to memory that is there already and to new memory, encoding it, and how much steps are slowed
+if nothing but a plain loop writes as many bytes beside them.
 `small`: the stall of a save of 10,000 tensors of 1 KB.
 `returns`: how soon `wait="nothing"` returns, with 100 tensors.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -22,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -40,6 +43,7 @@ from dcp_nvcomp import NvcompReader, async_save
 RATE = 200e6
 STEP_SECONDS = 0.03
 _BASELINE_STEPS = 60
+_PIECE_NBYTES = 1 << 20
 
 assert LimitedFileSystem.protocol == "limited"  # importing it registers it, in each process
 
@@ -147,16 +151,22 @@ def _lost(report: Report, world_size: int, nbytes: int, scratch: Path) -> dict[s
     report.at_most(f"{of}: steps slowed, encode", encoding["slowdown"].median, 1.05)
     with Ranks(world_size) as ranks:
         bounds = ranks.run(world_size, _bounds, nbytes, settings.state, str(scratch), repeats)
-    copy, encode = (max((one[at] for one in bounds), key=lambda spread: spread.median) for at in range(2))
-    encoded_nbytes = max(one[2] for one in bounds)
     table = report.table(
         f"bounds-{world_size}",
-        f"Lower bounds of the stall, on {world_size} of {core_count()} cores",
+        f"What can't be left out, on {world_size} of {core_count()} cores",
         copy=("copy to memory that is there, s", ".3f"),
+        copy_new=("copy to new memory, s", ".3f"),
         encode=("encoding alone, s", ".3f"),
         encoded=("encoded, MB", ".0f"),
+        slowed=("steps slowed by writing as much", ".3f"),
+        slowed_plain=("by writing it uncompressed", ".3f"),
     )
-    table.add(copy=copy, encode=encode, encoded=encoded_nbytes / 1e6)
+    slowest = {
+        name: max((getattr(one, name) for one in bounds), key=lambda spread: spread.median)
+        for name in ("copy", "copy_new", "encode", "slowed", "slowed_plain")
+    }
+    copy, encode, encoded_nbytes = slowest["copy"], slowest["encode"], max(one.encoded_nbytes for one in bounds)
+    table.add(encoded=encoded_nbytes / 1e6, **slowest)
     report.at_most(f"{of}: stall over encoding alone, encode", encoding["stall"].median / encode.median, 1.15)
     report.at_most(
         f"{of}: stall over a copy, copy", copying["stall"].median / copy.median, 1.05 if world_size == 1 else 1.2
@@ -261,29 +271,66 @@ def _status(field: str) -> int:
     raise AssertionError(field)
 
 
-def _bounds(nbytes: int, source: Path | None, place: str, repeats: int) -> tuple[Spread, Spread, int]:
-    """Return seconds of a copy of the state to memory that is there, of encoding it alone, and its encoded size."""
+@dataclass(frozen=True)
+class _Bounds:
+    """What nobody can leave out, on one rank: seconds of work, and how much writing beside steps slows those."""
+
+    copy: Spread
+    copy_new: Spread
+    encode: Spread
+    encoded_nbytes: int
+    slowed: Spread
+    slowed_plain: Spread
+
+
+def _bounds(nbytes: int, source: Path | None, place: str, repeats: int) -> _Bounds:
     torch.set_num_threads(1)
     state = build_state(nbytes, source)
     there = {name: torch.zeros_like(value) for name, value in state.items()}
     threads = max(1, core_count() // dist.get_world_size())
     encoder = ours(threads, discard=True)
-    url, copies, encodes, encoded_nbytes = f"limited://{place}/encoded-{dist.get_rank()}", [], [], 0
+    url = f"limited://{place}/encoded-{dist.get_rank()}"
+    step = _new_step()
+    spent: dict[str, list[float]] = {name: [] for name in ("copy", "copy_new", "encode", "slowed", "slowed_plain")}
 
     def copy() -> None:
         for name, value in state.items():
             there[name].copy_(value)
 
-    for number in range(1 + repeats):
+    for _ in range(1 + repeats):
         dist.barrier()
-        copied = _seconds_of(copy, 1)
+        spent["copy"].append(_seconds_of(copy, 1))
+        dist.barrier()
+        spent["copy_new"].append(_seconds_of(lambda: [value.clone() for value in state.values()], 1))
         dist.barrier()
         writer: Any = save(encoder, url, state)
-        if number:
-            copies.append(copied)
-            encodes.append(writer.last_save.seconds["encode"])
-            encoded_nbytes = writer.last_save.stored_nbytes
-    return Spread(tuple(copies)), Spread(tuple(encodes)), encoded_nbytes
+        spent["encode"].append(writer.last_save.seconds["encode"])
+        encoded_nbytes = writer.last_save.stored_nbytes
+        for name, size in (("slowed", encoded_nbytes), ("slowed_plain", nbytes)):
+            dist.barrier()
+            spent[name].append(_slowed_by_writing(step, size, f"{place}/written-{dist.get_rank()}"))
+    measured = {name: Spread(tuple(values[1:])) for name, values in spent.items()}
+    return _Bounds(encoded_nbytes=encoded_nbytes, **measured)
+
+
+def _slowed_by_writing(step: Callable[[], None], nbytes: int, path: str) -> float:
+    """Return how much slower a step is while a thread writes `nbytes` to a file behind the link."""
+    data = memoryview(np.ones(nbytes, np.uint8))  # all of it: what is staged comes from no cache
+    step_seconds = _seconds_of(step, _BASELINE_STEPS) / _BASELINE_STEPS
+
+    def write() -> None:
+        with LimitedFileSystem(rate=RATE).open(path, "wb") as file:
+            for at in range(0, nbytes, _PIECE_NBYTES):
+                file.write(data[at : at + _PIECE_NBYTES])
+
+    writing, steps, start = threading.Thread(target=write), 0, time.perf_counter()
+    writing.start()
+    while writing.is_alive():
+        step()
+        steps += 1
+    seconds = time.perf_counter() - start
+    os.unlink(path)
+    return seconds / steps / step_seconds
 
 
 # --- small, returns --------------------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def run_save(
         values: the state dict, without Stateful values.
         checkpoint_id: the checkpoint; None for the writer's.
         writer: the writer.
-        planner: for this save.
+        planner: for this save; the ranks have agreed on its plan.
         group: the ranks that save together; None without torch.distributed.
 
     Returns:
@@ -87,7 +87,6 @@ def run_save(
     Raises:
         CheckpointError: what failed on this rank, or else on another; a RankFailedError if that is a foreign error.
     """
-    planner.agree(values, group)
     failed: BaseException | None = None
     try:
         metadata: Metadata = dcp_save(

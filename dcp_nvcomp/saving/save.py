@@ -62,4 +62,6 @@ def save(
     group = group_of(process_group, no_dist=no_dist)
     refusal = try_check("save", state_dict, alone=group is None)
     values, failure = ({}, refusal) if refusal is not None else try_values_of(state_dict)
-    return run_save(values, checkpoint_id, writer, planner_for(planner, writer, failure), group)
+    keeping = planner_for(planner, writer, failure)
+    keeping.agree(values, group)
+    return run_save(values, checkpoint_id, writer, keeping, group)

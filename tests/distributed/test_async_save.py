@@ -103,6 +103,44 @@ def test_a_rank_that_fails_while_staging_fails_the_save_of_all(ranks: RankPool, 
     assert len(file_names(tmp_path)) == 4, "files of two ranks, .metadata and its copy"
 
 
+class _Moody:
+    """Can't be pickled while it is in a bad mood."""
+
+    def __init__(self, *, is_well: bool) -> None:
+        self.is_well = is_well
+
+    def __reduce__(self) -> Any:
+        if not self.is_well:
+            raise Sabotage("on purpose")
+        return _Moody, ()
+
+
+def _fails_while_copying(path: Path, failing: int) -> tuple[str, str]:
+    rank, told = dist.get_rank(), ("", "")
+    writer = NvcompWriter(path, staging="copy", background="thread")
+    for seed, is_well in enumerate((True, rank != failing, True)):
+        state = {**_sharded(seed), f"rank {rank}": _Moody(is_well=is_well)}
+        saving = async_save(state, storage_writer=writer)
+        _assert_alive()
+        _spoil({name: state[name] for name in _full(seed)})
+        if seed == 1:
+            staging = saving.staging_completion.exception(100)
+            with pytest.raises(BaseException, match="on purpose") as caught:
+                saving.upload_completion.result(100)
+            told = type(staging).__name__, type(caught.value).__name__
+        else:
+            saving.upload_completion.result(100)
+    return told
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_fails_while_it_copies_what_a_kept_plan_says(ranks: RankPool, tmp_path: Path, failing: int) -> None:
+    """It does so before DCP's first collective, on the way to which the other ranks are."""
+    told = ranks.run(_fails_while_copying, tmp_path, failing, world_size=2)
+    assert [staging != "NoneType" for staging, _ in told] == [rank == failing for rank in range(2)]
+    assert_loads(tmp_path, _full(2))
+
+
 def _nobody_looked(path: Path, who_looks: tuple[int, ...]) -> str:
     saving = async_save(_sharded(1), path, planner=_Fails() if dist.get_rank() == 0 else None)
     _ended(saving)

@@ -4,8 +4,11 @@ caller's thread                    the save's thread                       behin
 Stateful.state_dict()
 event on its CUDA streams
 begin ---------------------------> agree: is it the same save everywhere?
-wait ...                           dcp.save, over a group of its own:
-                                     plan, or find the plan that is kept
+wait ...
+                                   agree: do all keep a plan for it?
+returns <----------- staged --------   then copy, if it is to be copied
+                                   dcp.save, over a group of its own:
+                                     plan
                                      write_data: encode, or copy
 returns <----------- staged --------                                     write; of a copy, a process encodes and writes
 training goes on                     gather results, wait for the save before, commit
@@ -128,6 +131,9 @@ def async_save(
 
         def save(group: dist.ProcessGroup | None) -> Metadata:
             with streams.followed(), writer.staged_by(staging):
+                keeping.agree(values, group)
+                if keeping.kept_items is not None:
+                    staging.copy_early(keeping.kept_items, keeping.resolve_data, writer.staging_budget_nbytes)
                 return run_save(values, checkpoint_id, writer, keeping, group)
 
         upload = sequence.begin(save, staging, without_secrets(os.fspath(checkpoint_id or writer.path)))

@@ -82,6 +82,8 @@ class Staging:
     ) -> None:
         self.within_seconds: float | None = None
         self._copied = copied
+        self._is_copied = False
+        self._copying_failed: BaseException | None = None
         self.completion: Future[None] = Future()
         self.completion.set_running_or_notify_cancel()  # from now on nobody can cancel it
         self._before = before
@@ -140,17 +142,14 @@ class Staging:
         Returns:
             The files and the measurements; None if nothing was copied: then the state is to be encoded.
         """
-        copied = self._copied
-        if copied is None:
-            return None
-        if budget_nbytes is None:
-            budget_nbytes = default_budget_nbytes(sum(map(planned_nbytes, items)))
         try:
-            if not copied.copy(items, resolve, budget_nbytes):
-                copied.end()
-                self._copied = None
+            if self._copying_failed is not None:
+                raise self._copying_failed
+            if not self._is_copied:
+                self._copy(items, resolve, budget_nbytes)
+            copied = self._copied
+            if copied is None:
                 return None
-            self.staged()
             return copied.run(
                 write,
                 filesystem,
@@ -163,7 +162,39 @@ class Staging:
             self.failed(error)  # now, and not when the other ranks have written their files
             raise
         finally:
-            copied.end()
+            if self._copied is not None:
+                self._copied.end()
+
+    def copy_early(
+        self, items: Sequence[WriteItem], resolve: Callable[[WriteItem], Any], budget_nbytes: int | None
+    ) -> None:
+        """Copy the state before DCP's part of the save, which then has nothing to plan.
+
+        Raises nothing: the other ranks are about to meet this one in collectives. `write_copied` raises it.
+
+        Args:
+            items: of the plan; `write_copied` must be given the same ones.
+            resolve: returns the data of an item.
+            budget_nbytes: limit of memory; None for the default.
+        """
+        try:
+            self._copy(items, resolve, budget_nbytes)
+        except BaseException as error:
+            self._copying_failed = error
+            self.failed(error)
+
+    def _copy(self, items: Sequence[WriteItem], resolve: Callable[[WriteItem], Any], budget_nbytes: int | None) -> None:
+        """Copy the state, if that is how this save is staged and it can be done."""
+        if self._copied is None:
+            return
+        if budget_nbytes is None:
+            budget_nbytes = default_budget_nbytes(sum(map(planned_nbytes, items)))
+        if self._copied.copy(items, resolve, budget_nbytes):
+            self._is_copied = True
+            self.staged()
+        else:
+            self._copied.end()
+            self._copied = None
 
     def hurry(self) -> None:
         """Let the save give way to training no longer."""
@@ -196,6 +227,8 @@ class Staging:
     def failed(self, error: BaseException) -> None:
         """Note that the save failed; without effect on `completion` if the state was staged before."""
         self._complete(error)
+        if self._copied is not None:
+            self._copied.end()
 
     def _complete(self, error: BaseException | None) -> None:
         with self._lock:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -61,6 +62,11 @@ class KeepingPlanner(SavePlanner):
     @property
     def is_kept(self) -> bool:
         return self._plan_id is not None
+
+    @property
+    def kept_items(self) -> Sequence[WriteItem] | None:
+        """What this rank writes, as soon as the ranks have agreed on a kept plan; None if there is none."""
+        return None if self._kept is None else self._kept.final.items
 
     @property
     def _inner(self) -> SavePlanner:
@@ -116,7 +122,7 @@ class KeepingPlanner(SavePlanner):
     ) -> None:
         if self._failure is not None:
             raise self._failure
-        if self._flat_state is not None:
+        if self._kept is not None or self._flat_state is not None:  # with a kept plan it may be staged already
             return
         state_dict = unwrapped(state_dict)
         if "storage_meta" in inspect.signature(self._inner.set_up_planner).parameters:

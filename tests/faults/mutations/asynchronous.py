@@ -32,6 +32,13 @@ MUTATIONS = (
         tests=f"{TESTS}/test_async_save.py -k let_go",
     ),
     Mutation(
+        row="asynchronous: a save that fails gives back the memory of its copy",
+        file=STAGING,
+        old="        self._complete(error)\n        if self._copied is not None:\n            self._copied.end()\n",
+        new="        self._complete(error)\n",
+        tests=f"{TESTS}/test_copied_early.py -k gives_the_memory_back",
+    ),
+    Mutation(
         row="asynchronous: the files of a background process that died go",
         file=COPIED,
         old="                _remove(filesystem, [file.name for lane in lanes for file in lane])\n",
