@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from dcp_nvcomp.reading.comparison import Comparison, compare_checkpoints
     from dcp_nvcomp.reading.stored_tensor import StoredTensor
     from dcp_nvcomp.runs.events import (
+        ReplicasDiffer,
         RunReport,
         StepDelayed,
         StepFailed,
@@ -72,6 +73,7 @@ __all__ = [
     "StepSaved",
     "StepSave",
     "StepRestored",
+    "ReplicasDiffer",
     "StepDelayed",
     "StepFailed",
     "SavedStep",
@@ -139,6 +141,7 @@ _HOMES: Final = {
     "RunReport": "runs.events",
     "SaveStats": "saving.stats",
     "SavedStep": "runs.keep",
+    "ReplicasDiffer": "runs.events",
     "StepDelayed": "runs.events",
     "StepFailed": "runs.events",
     "StepRestored": "runs.events",

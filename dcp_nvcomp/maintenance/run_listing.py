@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dcp_nvcomp.errors import CheckpointError, CheckpointNotFoundError
-from dcp_nvcomp.format.metadata.summary import SUMMARY_NBYTES, Summary, summary_at_end
+from dcp_nvcomp.format.metadata.summary import REPLICA, SUMMARY_NBYTES, Summary, summary_at_end
 from dcp_nvcomp.format.names import METADATA_NAME, data_file_rank, own_file, own_upload, rank_of_metadata_name
 from dcp_nvcomp.maintenance.natural import natural_order
 from dcp_nvcomp.maintenance.opening import opened
@@ -47,6 +47,7 @@ class Step:
         keys: number of keys; None without a summary.
         save_id: id of the save; None without a summary.
         metrics: of that step, if a run saved it with any.
+        replica_id: what it has in common with what other replicas of the state saved; empty if there are none.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Step:
     keys: int | None
     save_id: str | None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    replica_id: str = ""
 
     @property
     def ratio(self) -> float | None:
@@ -186,6 +188,7 @@ def _step(filesystem: Filesystem, folder: str, files: list[FileInfo]) -> Step:
         None if summary is None else summary.keys,
         None if summary is None else summary.save_id,
         {} if summary is None else summary.metrics,
+        "" if summary is None else str(summary.more.get(REPLICA, "")),
     )
 
 

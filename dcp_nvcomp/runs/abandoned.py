@@ -1,6 +1,6 @@
 """Steps that a run has left behind: it went back to an earlier one, and saved from there.
 
-    .run/abandoned     {"schema": 1, "saves": {"<step>": "<save id>"}, "damaged": [<step>, ...]}
+    .run/abandoned     {"schema": 1, "saves": {"<step>": ["<save id>", ...]}, "damaged": [<step>, ...]}
 
 A save that is named here is no part of the run any more: it is not the newest, and no rule counts it. Where a rule says
 what to keep it goes, but for those that a restore found damaged and passed over: what a person may still want to look
@@ -27,16 +27,16 @@ class Abandoned:
     """The saves that a run has left behind.
 
     Attributes:
-        saves: their ids, by step.
+        saves: their ids, by step: several of one that replicas have saved each for itself.
         damaged: the steps of those that turned out damaged.
     """
 
-    saves: Mapping[int, str] = field(default_factory=dict)
+    saves: Mapping[int, frozenset[str]] = field(default_factory=dict)
     damaged: frozenset[int] = frozenset()
 
     def has(self, step: int, save_id: str) -> bool:
         """Return whether a save is one of them."""
-        return self.saves.get(step) == save_id
+        return save_id in self.saves.get(step, ())
 
 
 def write_abandoned(own: Filesystem, abandoned: Abandoned) -> None:
@@ -50,7 +50,7 @@ def write_abandoned(own: Filesystem, abandoned: Abandoned) -> None:
         StorageError: it could not be written.
     """
     own.create_directory()
-    saves = {str(step): save_id for step, save_id in sorted(abandoned.saves.items())}
+    saves = {str(step): sorted(save_ids) for step, save_ids in sorted(abandoned.saves.items())}
     document = {"schema": 1, "saves": saves, "damaged": sorted(abandoned.damaged)}
     own.publish(_NAME, json.dumps(document).encode())
 
@@ -69,10 +69,15 @@ def read_abandoned(own: Filesystem) -> Abandoned:
     data = own.read_all(_NAME, limit_nbytes=_MOST_NBYTES)
     try:
         document = json.loads(data)
-        saves = {int(step): str(save_id) for step, save_id in document["saves"].items()}
+        saves = {int(step): _ids(found) for step, found in document["saves"].items()}
         return Abandoned(saves, frozenset(map(int, document.get("damaged", ()))))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise StorageError(
             "It says which steps the run has left behind, and is damaged: remove it if there are none.",
             path=own.location(_NAME),
         ) from error
+
+
+def _ids(found: str | list[str]) -> frozenset[str]:
+    """Return the ids of the saves of one step; where there was one it stood alone once."""
+    return frozenset([found] if isinstance(found, str) else map(str, found))

@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 
 __all__ = [
     "Event",
+    "ReplicasDiffer",
     "RunReport",
     "Source",
     "StepDelayed",
@@ -79,6 +80,26 @@ class StepFailed:
     def __str__(self) -> str:
         where = f", but it is in these tiers: {', '.join(self.tiers)}" if self.tiers else ""
         return f"step {self.step} could not be saved: {self.error}{where}"
+
+
+@dataclass(frozen=True)
+class ReplicasDiffer:
+    """Replicas of the state that should be equal were saved with different values.
+
+    Attributes:
+        step: the step.
+        fqns: the tensors; small ones together with those that were stored in one block with them.
+    """
+
+    step: int
+    fqns: tuple[str, ...]
+
+    def __str__(self) -> str:
+        more = f", and {len(self.fqns) - 3} more" if len(self.fqns) > 3 else ""
+        return (
+            f"step {self.step}: replicas differ in {', '.join(self.fqns[:3])}{more}: training has diverged, or a "
+            "machine computes wrongly"
+        )
 
 
 @dataclass(frozen=True)
@@ -154,7 +175,7 @@ class StepRestored:
         return f"restored step {self.step} in {self.seconds:.2f} s: {', '.join(parts) or 'nothing for this rank'}"
 
 
-Event: TypeAlias = StepSaved | StepFailed | StepSkipped | StepDelayed | StepsRemoved | StepRestored
+Event: TypeAlias = StepSaved | StepFailed | StepSkipped | StepDelayed | ReplicasDiffer | StepsRemoved | StepRestored
 
 
 @dataclass(frozen=True)
@@ -170,6 +191,7 @@ class RunReport:
         removed: how many steps were removed, by tier.
         stall_seconds: how long all saves together kept training waiting.
         restored: the steps that were loaded.
+        differing: the steps whose replicas differ.
     """
 
     saves: tuple[StepSaved, ...] = ()
@@ -180,6 +202,7 @@ class RunReport:
     removed: Mapping[TierName, int] = field(default_factory=dict)
     stall_seconds: float = 0.0
     restored: tuple[StepRestored, ...] = ()
+    differing: tuple[int, ...] = ()
 
     def after(self, event: Event) -> RunReport:
         """Return the report after another event."""
@@ -194,6 +217,8 @@ class RunReport:
             values["skipped"] += 1
         elif isinstance(event, StepDelayed):
             values["delayed_seconds"] += event.seconds
+        elif isinstance(event, ReplicasDiffer):
+            values["differing"] = (*self.differing, event.step)
         elif isinstance(event, StepsRemoved):
             values["removed"] = {**self.removed, event.tier: self.removed.get(event.tier, 0) + len(event.steps)}
         else:

@@ -30,6 +30,7 @@ class SavedStep:
         metrics: of that step, as given to `CheckpointManager.save`.
         save_id: id of the save; empty if the checkpoint does not tell, as those of stock DCP.
         nbytes: size of its data files.
+        replica_id: what it has in common with what other replicas saved of this step; empty if there are none.
     """
 
     step: int
@@ -37,6 +38,7 @@ class SavedStep:
     metrics: Mapping[str, float] = field(default_factory=dict)
     save_id: str = ""
     nbytes: int = 0
+    replica_id: str = ""
 
 
 KeepRule: TypeAlias = Callable[[Sequence[SavedStep]], Collection[int]]

@@ -35,6 +35,7 @@ from dcp_nvcomp.runs.pipeline import Pipeline, TierRules
 from dcp_nvcomp.runs.preemption import SignalWatch
 from dcp_nvcomp.runs.publishers import NodePublisher, StepPublisher, check_metrics
 from dcp_nvcomp.runs.ranks import Ranks
+from dcp_nvcomp.runs.replicas.replicas import replicas_for
 from dcp_nvcomp.runs.restoring.run_restore import RunRestore
 from dcp_nvcomp.runs.state_size import state_nbytes
 from dcp_nvcomp.runs.step_save import StepSave
@@ -64,7 +65,8 @@ class CheckpointManager:
             there is none, and saves go straight to the durable tier.
         fast_every: save to the fast tier at each multiple of this step.
         fast_keep: how many complete steps stay in the fast tier.
-        copies: how many other nodes get a copy of what each node has in its fast tier.
+        copies: how many other nodes get a copy of what each node has in its fast tier. With `"replicas"` nothing is
+            sent: each replica of a state that lies on several nodes (HSDP) saves it for itself.
         node: name of this rank's node; by default what torchrun says, else the name of the host.
         domain: what fails together with this node, such as its rack; by default the node. Copies go to other domains.
         asynchronous: if False, `save` returns when the step is in all its tiers.
@@ -111,7 +113,7 @@ class CheckpointManager:
         fast: str | os.PathLike[str] | None = None,
         fast_every: int | None = None,
         fast_keep: int = 2,
-        copies: int = 0,
+        copies: int | Literal["replicas"] = 0,
         node: str | None = None,
         domain: str | None = None,
         asynchronous: bool = True,
@@ -139,7 +141,6 @@ class CheckpointManager:
         names = StepNames(step_template)
         self._durable = DurableTier(check_path(root), names, self._options.storage)
         self._fast = None if fast is None else FastTier(check_path(fast), names)
-        self._copies = copies
 
         self._group = group_of(process_group, no_dist=False)
         self._ranks, fast_ranks, durable_ranks = (Ranks(self._group) for _ in range(3))
@@ -147,11 +148,13 @@ class CheckpointManager:
         name = this_node() if node is None else str(node)
         places = self._ranks.gather(Place(name, name if domain is None else str(domain)))
         self._nodes = Nodes(places, self._ranks.rank)
-        fewest = min(len(self._nodes.peers_of(one, copies)) for one in self._nodes.names)
-        if fewest < copies and self._ranks.is_first:
+        self._replicas = replicas_for(copies, self._ranks, self._nodes, self._group)
+        self._copies = 0 if isinstance(copies, str) else copies
+        fewest = min(len(self._nodes.peers_of(one, self._copies)) for one in self._nodes.names)
+        if fewest < self._copies and self._ranks.is_first:
             logger.warning(
                 "copies=%d, but only %d can be made: there are too few nodes, or failure domains. They are: %s",
-                copies,
+                self._copies,
                 fewest,
                 ", ".join(sorted({place.domain for place in places})),
             )
@@ -177,7 +180,7 @@ class CheckpointManager:
             self._nodes,
             self._fast,
             self._durable,
-            TierRules(keep, fast_keep, copies),
+            TierRules(keep, fast_keep, self._copies),
             there,
             check_lease=self._check_lease,
             tell=self._tell,
@@ -325,11 +328,17 @@ class CheckpointManager:
             return False
 
     def _begin_save(self, save: StepSave, values: dict[str, Any], *, to_fast: bool, upload: bool) -> None:
+        group = self._group
+        replicas: tuple[tuple[int, ...], ...] = ()
         if to_fast:
             assert self._fast is not None
             path = self._fast.path_of(save.step)
             durable_path = self._durable.path_of(save.step)
             publisher = NodePublisher(save.step, save.metrics, durable_path=durable_path, upload=upload)
+            if self._replicas is not None:
+                replica = self._replicas.replica_of(values)
+                values, group, replicas = replica.values, replica.group, replica.all
+                publisher.replica_id = replica.id
             writer = self._options.fast_writer(path)
         else:
             if self._fast is not None:
@@ -339,14 +348,12 @@ class CheckpointManager:
             publisher = None
         writer.published_by(publisher or StepPublisher(save.step, save.metrics, self._check_lease))
         with self._durable.held(save.step):  # not while it is removed
-            saving = async_save(
-                values, path, storage_writer=writer, process_group=self._group, no_dist=self._group is None
-            )
+            saving = async_save(values, path, storage_writer=writer, process_group=group, no_dist=group is None)
             # what fails behind training is told by the manager: the next save need not refuse for it
             cast(UploadFuture, saving.upload_completion).was_looked_at = True
             save.staged.set_result(None)
             if publisher is not None:
-                self._pipeline.follow_fast(save, saving, publisher, upload=upload)
+                self._pipeline.follow_fast(save, saving, publisher, upload=upload, replicas=replicas)
             else:
                 self._pipeline.follow_direct(save, saving)
 
@@ -463,6 +470,8 @@ class CheckpointManager:
                 self._lease.release()
             except CheckpointError as error:
                 logger.warning("The lease of the run could not be given back, and will run out: %s", error)
+        if self._replicas is not None:
+            self._replicas.close()
         for ranks in self._all_ranks:
             ranks.close()
 

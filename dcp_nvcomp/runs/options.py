@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.loading.reader import NvcompReader
 from dcp_nvcomp.options import DEADLINE_OPTION, option_names
 from dcp_nvcomp.saving.writer import NvcompWriter
 
-__all__ = ["SaveOptions", "check_count", "check_tiers", "job_id"]
+__all__ = ["REPLICAS", "SaveOptions", "check_count", "check_tiers", "job_id"]
+
+REPLICAS: Final = "replicas"
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,8 @@ def check_count(name: str, value: Any, *, least: int = 1) -> int:
 
 def check_tiers(fast: Any, fast_every: Any, copies: Any) -> None:
     """Raise ConfigurationError if options of the fast tier contradict each other."""
-    check_count("copies", copies, least=0)
+    if copies != REPLICAS:
+        check_count("copies", copies, least=0)
     if fast is None and (fast_every is not None or copies):
         raise ConfigurationError("fast_every= and copies= are of the fast tier: name its directory with fast=.")
     if fast is not None:

@@ -1,6 +1,7 @@
 """What happens to a save behind training, on two threads of each rank.
 
     fast thread       wait until all ranks have written -> `.metadata` on each node -> copies to peers -> old steps go
+                                                                      or compare replicas
     durable thread    upload the files as they are -> commit -> steps that nothing keeps go
 
 A save that goes straight to the durable tier has its place on the durable thread, so steps are published in order. Both
@@ -13,21 +14,23 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_nvcomp.errors import CheckpointError
-from dcp_nvcomp.format.names import METADATA_NAME, data_file_rank
+from dcp_nvcomp.format.names import METADATA_NAME
 from dcp_nvcomp.runs.abandoned import Abandoned
 from dcp_nvcomp.runs.background import Background
-from dcp_nvcomp.runs.events import Event, StepsRemoved
+from dcp_nvcomp.runs.events import Event, ReplicasDiffer, StepsRemoved
 from dcp_nvcomp.runs.keep import Keep, KeepRule, SavedStep
 from dcp_nvcomp.runs.kept import write_kept
 from dcp_nvcomp.runs.publishers import NodePublisher
 from dcp_nvcomp.runs.ranks import Ranks
 from dcp_nvcomp.runs.removal import REMOVING
+from dcp_nvcomp.runs.replicas.comparing import differing_fqns
+from dcp_nvcomp.runs.replicas.written import WrittenPart, written_by
 from dcp_nvcomp.runs.step_save import StepSave
 from dcp_nvcomp.runs.steps import RunSteps
 from dcp_nvcomp.runs.tiers.durable import DurableTier
@@ -130,13 +133,29 @@ class Pipeline:
         self._sets_out(save.step)
         self._durable_thread.do(lambda: self._end_direct(save, saving))
 
-    def follow_fast(self, save: StepSave, saving: AsyncSave, publisher: NodePublisher, *, upload: bool) -> None:
-        """See a save to its end that goes to the fast tier, and from there to the durable one if `upload`."""
+    def follow_fast(
+        self,
+        save: StepSave,
+        saving: AsyncSave,
+        publisher: NodePublisher,
+        *,
+        upload: bool,
+        replicas: Sequence[Sequence[int]] = (),
+    ) -> None:
+        """See a save to its end that goes to the fast tier.
+
+        Args:
+            save: the save.
+            saving: its asynchronous save, of this rank's replica if there are some.
+            publisher: that of its writer.
+            upload: whether it goes on to the durable tier.
+            replicas: the ranks of each; empty if all ranks save together.
+        """
         assert self._fast_thread is not None
         if upload:
             save.in_parts(2)
             self._sets_out(save.step)
-        self._fast_thread.do(lambda: self._end_fast(save, saving, publisher, upload=upload))
+        self._fast_thread.do(lambda: self._end_fast(save, saving, publisher, replicas, upload=upload))
 
     def upload(self, save: StepSave, written: WrittenSave, senders: Mapping[str, int]) -> None:
         """Upload a step that is in the fast tier.
@@ -187,11 +206,21 @@ class Pipeline:
         self._end_part(save, error)
         self._prune()
 
-    def _end_fast(self, save: StepSave, saving: AsyncSave, publisher: NodePublisher, *, upload: bool) -> None:
+    def _end_fast(
+        self,
+        save: StepSave,
+        saving: AsyncSave,
+        publisher: NodePublisher,
+        replicas: Sequence[Sequence[int]],
+        *,
+        upload: bool,
+    ) -> None:
         try:
-            stats = _stats(saving.upload_completion.result())
-            written = self._fast_ranks.share(publisher.written)
-            self._publish_on_nodes(save.step, written)
+            # the save of another replica may have failed, or this one's, of which the other does not know
+            stats = self._fast_ranks.together(lambda: _stats(saving.upload_completion.result()))
+            parts = written_by(self._fast_ranks, replicas, publisher.written, save.elapsed_seconds)
+            own = next(one for one in parts if self._fast_ranks.rank in one.ranks)
+            self._publish_on_nodes(save.step, own)
             save.reached("fast", stats=stats)
         except BaseException as error:
             if upload:
@@ -200,50 +229,64 @@ class Pipeline:
             self._end_part(save, error)
             return
         if upload:
-            self._durable_thread.do(lambda: self._end_upload(save, written, _own_senders(written)))
-        self.fast_nbytes = self._nbytes_here(written)
+            first = min(parts, key=lambda one: one.seconds)  # the ranks with the least to do besides
+            self._durable_thread.do(lambda: self._end_upload(save, first.written, first.senders()))
+        self.fast_nbytes = self._nbytes_here(own)
         failed: BaseException | None = None
         try:
-            copied_nbytes = self._copy(save.step, written)
-            if self._transfers:
-                save.reached("copies", copied_nbytes=copied_nbytes)
+            if len(parts) > 1:
+                self._compare(save, parts, own)
+            elif self._transfers:
+                save.reached("copies", copied_nbytes=self._copy(save.step, own))
         except BaseException as error:
             failed = error
         else:
             self._prune_fast(save.step)  # only then: a step without its copies does not stand in for older ones
         self._end_part(save, failed)
 
-    def _publish_on_nodes(self, step: int, written: WrittenSave) -> None:
+    def _publish_on_nodes(self, step: int, part: WrittenPart) -> None:
         """Put the step's `.metadata` on the nodes other than the coordinator's."""
         assert self._fast is not None
         fast = self._fast
 
         def publish() -> None:
-            if self._nodes.is_leader and self._nodes.own != self._nodes.node_of(0):
+            if self._nodes.is_leader and self._nodes.own != self._nodes.node_of(part.ranks[0]):
                 filesystem = fast.open(step)
                 filesystem.remove([REMOVING])
-                filesystem.publish(METADATA_NAME, written.data)
+                filesystem.publish(METADATA_NAME, part.written.data)
 
         self._fast_ranks.together(publish)
 
-    def _copy(self, step: int, written: WrittenSave) -> int:
-        """Send this rank's files to its peers; return what it received."""
-        if not self._transfers:
-            return 0
+    def _compare(self, save: StepSave, parts: Sequence[WrittenPart], own: WrittenPart) -> None:
+        """Make sure that the replicas have saved the same: then each is a copy of the others."""
         assert self._fast is not None
-        transfers = {one: _files_of(written, one.source) for one in self._transfers}
+        rank, here = self._fast_ranks.rank, self._fast.open(save.step)
+        fqns = differing_fqns(self._fast_ranks, [one.ranks for one in parts], here, own.files_of(rank))
+        if fqns:
+            self._tell(ReplicasDiffer(save.step, fqns))
+        else:
+            save.reached("copies")
+
+    def _copy(self, step: int, part: WrittenPart) -> int:
+        """Send this rank's files to its peers; return what it received."""
+        assert self._fast is not None
+        transfers = {one: part.files_of(one.source) for one in self._transfers}
         received: list[int] = []
         here = self._fast.open(step)
         move_files(
-            self._fast_ranks, transfers, here, here, on_moved=lambda name, nbytes: received.append(written.files[name])
+            self._fast_ranks,
+            transfers,
+            here,
+            here,
+            on_moved=lambda name, nbytes: received.append(part.written.files[name]),
         )
         return sum(received)
 
-    def _nbytes_here(self, written: WrittenSave) -> int:
+    def _nbytes_here(self, part: WrittenPart) -> int:
         """Return how much of a save is on this node: what its ranks wrote, and the copies that they receive."""
         own = self._nodes.ranks_of(self._nodes.own)
         sources = [*own, *(one.source for one in self._transfers if one.to in own)]
-        return sum(sum(_files_of(written, rank).values()) for rank in sources)
+        return sum(sum(part.files_of(rank).values()) for rank in sources)
 
     def _prune_fast(self, step: int) -> None:
         """Remove what is older than the steps that stay: complete ones, and what jobs that died have left of others."""
@@ -326,15 +369,6 @@ class Pipeline:
 
 def _stats(metadata: Metadata) -> SaveStats | None:
     return SaveStats.of(metadata)
-
-
-def _files_of(written: WrittenSave, rank: int) -> dict[str, int]:
-    return {name: nbytes for name, nbytes in written.files.items() if data_file_rank(name) == rank}
-
-
-def _own_senders(written: WrittenSave) -> dict[str, int]:
-    """Return the ranks that wrote the files."""
-    return {name: rank for name in written.files if (rank := data_file_rank(name)) is not None}
 
 
 def _unexpected(error: BaseException) -> None:

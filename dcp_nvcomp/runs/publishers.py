@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from dcp_nvcomp.errors import ConfigurationError
-from dcp_nvcomp.format.metadata.summary import Summary
+from dcp_nvcomp.format.metadata.summary import REPLICA, Summary
 from dcp_nvcomp.format.names import METADATA_NAME
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.runs.removal import REMOVING
@@ -85,6 +85,7 @@ class NodePublisher(StepPublisher):
         metrics: of the step.
         durable_path: where the step will be at last; what `.metadata` says of itself.
         upload: True if it will be there; a job that finds it in the fast tier alone goes on with that.
+        replica_id: what this save has in common with those of other replicas; empty if there are none.
 
     Attributes:
         written: what to publish on each node; None until it was published here.
@@ -92,6 +93,7 @@ class NodePublisher(StepPublisher):
 
     durable_path: str = ""
     upload: bool = False
+    replica_id: str = ""
     written: WrittenSave | None = field(default=None)
 
     def __call__(self, filesystem: Filesystem, save: FinishedSave) -> None:
@@ -101,9 +103,12 @@ class NodePublisher(StepPublisher):
             CheckpointError: it could not be.
         """
         named = self.named(save)
+        more = {**named.summary.more}
         if self.upload:
-            more = {**named.summary.more, TO_UPLOAD: True}
-            named = dataclasses.replace(named, summary=dataclasses.replace(named.summary, more=more))
+            more[TO_UPLOAD] = True
+        if self.replica_id:
+            more[REPLICA] = self.replica_id
+        named = dataclasses.replace(named, summary=dataclasses.replace(named.summary, more=more))
         assert named.metadata.storage_meta is not None
         named.metadata.storage_meta.checkpoint_id = without_secrets(self.durable_path)
         data = to_publish(named.metadata, filesystem.location(METADATA_NAME), named.summary)

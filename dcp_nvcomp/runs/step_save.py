@@ -44,6 +44,11 @@ class StepSave:
         """Note that the caller goes on."""
         self._stall_seconds = time.perf_counter() - self._began_seconds
 
+    @property
+    def elapsed_seconds(self) -> float:
+        """How long ago it began."""
+        return time.perf_counter() - self._began_seconds
+
     def in_parts(self, count: int) -> None:
         """Say how many parts it has, which end at different times: in the fast tier with its copies, and the upload."""
         self._parts = count

@@ -110,7 +110,7 @@ def list_steps(filesystem: Filesystem, names: StepNames, abandoned: Abandoned | 
 
 def _saved_steps(found: Iterable[Step], names: StepNames, state: str) -> tuple[SavedStep, ...]:
     saved = [
-        SavedStep(step, one.saved_seconds or 0.0, one.metrics, one.save_id or "", one.stored_nbytes)
+        SavedStep(step, one.saved_seconds or 0.0, one.metrics, one.save_id or "", one.stored_nbytes, one.replica_id)
         for one in found
         if one.state == state and (step := names.step_of(one.name)) is not None
     ]

@@ -14,11 +14,13 @@ from typing import Any, Final
 
 from crc32c import crc32c
 
-__all__ = ["SUMMARY_ATTRIBUTE", "SUMMARY_NBYTES", "Summary", "summary_at_end"]
+__all__ = ["REPLICA", "SUMMARY_ATTRIBUTE", "SUMMARY_NBYTES", "Summary", "summary_at_end"]
 
 SUMMARY_ATTRIBUTE: Final = "dcp_nvcomp_summary"
 # As much of the end of a file is read to find a summary; one that would not fit is not written.
 SUMMARY_NBYTES: Final = 4096
+# Among `more`: what each replica of a state has saved for itself has this in common.
+REPLICA: Final = "replica"
 _MARK: Final = "DCPNVsum"
 _CRC_DIGITS: Final = 8
 _MOST_TEXT_NBYTES: Final = SUMMARY_NBYTES - 128

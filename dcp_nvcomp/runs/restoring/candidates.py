@@ -2,6 +2,9 @@
 
     what each node holds + what the durable tier lists -> candidates, the newest first
 
+What replicas have saved each for itself is one candidate with several versions: each node reads its own, and one that
+has none, or one that is not whole any more, that of another.
+
 Goes by what is there, not by where it was written: after a restart ranks are on other nodes, and nodes have other
 names.
 """
@@ -9,7 +12,7 @@ names.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dcp_nvcomp.runs.abandoned import Abandoned
 from dcp_nvcomp.runs.keep import SavedStep
@@ -24,15 +27,18 @@ class Candidate:
 
     Attributes:
         step: the step.
-        save_id: id of the save; empty for a checkpoint that does not tell.
+        save_id: id of the save, or of the version that nodes without one of their own read; empty for a checkpoint
+            that does not tell.
         saved_seconds: when it was saved, in seconds since 1970.
         metrics: of the step.
         wanted: its data files and their sizes; empty if nodes hold none of it.
         holders: the nodes that hold each of these files whole.
-        with_metadata: the nodes that hold its `.metadata`.
+        with_metadata: the nodes that hold the `.metadata` of this version.
         is_durable: True if it is in the durable tier too.
         is_abandoned: True if the run has left it behind.
         is_due: True if it was to be uploaded.
+        replica_id: what the saves of all replicas have in common; empty if there are none.
+        others: other versions that are complete on nodes.
     """
 
     step: int
@@ -45,6 +51,36 @@ class Candidate:
     is_durable: bool
     is_abandoned: bool = False
     is_due: bool = False
+    replica_id: str = ""
+    others: tuple[Candidate, ...] = ()
+
+    @property
+    def versions(self) -> tuple[Candidate, ...]:
+        """This one and the others."""
+        return (self, *self.others)
+
+    @property
+    def has_durable(self) -> bool:
+        """True if a version is in the durable tier."""
+        return any(one.is_durable for one in self.versions)
+
+    def version_for(self, node: str) -> Candidate:
+        """Return the version that a node's ranks read: its own, if that is complete."""
+        own = (one for one in self.versions if one.is_complete_on_nodes and node in one.with_metadata)
+        return next(own, self)
+
+    @property
+    def save_ids(self) -> frozenset[str]:
+        """The ids of all versions."""
+        return frozenset(one.save_id for one in self.versions)
+
+    def files(self) -> dict[str, int]:
+        """Return the data files of all versions, and their sizes."""
+        return {name: nbytes for one in self.versions for name, nbytes in one.wanted.items()}
+
+    def nodes_with(self, name: str) -> tuple[str, ...]:
+        """Return the nodes that hold a data file whole."""
+        return next((one.holders[name] for one in self.versions if name in one.holders), ())
 
     @property
     def is_on_nodes(self) -> bool:
@@ -59,10 +95,13 @@ class Candidate:
     def without(self, damaged: Iterable[tuple[str, str]]) -> Candidate:
         """Return it without copies that turned out damaged, given as pairs of node and file."""
         bad = set(damaged)
+        return _joined([one._without(bad) for one in self.versions])
+
+    def _without(self, bad: set[tuple[str, str]]) -> Candidate:
         holders = {
             name: tuple(node for node in nodes if (node, name) not in bad) for name, nodes in self.holders.items()
         }
-        return Candidate(**{**vars(self), "holders": holders})
+        return replace(self, holders=holders, others=())
 
 
 def candidates(
@@ -92,7 +131,7 @@ def candidates(
     found += [_durable_only(one) for one in saved.values()]
     if abandoned is not None:
         found = [_marked(one) if abandoned.has(one.step, one.save_id) else one for one in found]
-    return sorted(found, key=lambda one: (one.step, one.saved_seconds, one.save_id), reverse=True)
+    return sorted(_with_versions(found), key=lambda one: (one.step, one.saved_seconds, one.save_id), reverse=True)
 
 
 def _on_nodes(
@@ -118,12 +157,40 @@ def _on_nodes(
         tuple(node for node, _ in by_node),
         is_durable,
         is_due=first.is_due,
+        replica_id=first.replica_id,
     )
 
 
+def _with_versions(found: Iterable[Candidate]) -> list[Candidate]:
+    """Return candidates of which those that replicas saved of one step are one."""
+    alone, replicas = list[Candidate](), dict[tuple[int, str], list[Candidate]]()
+    for one in found:
+        if one.replica_id:
+            replicas.setdefault((one.step, one.replica_id), []).append(one)
+        else:
+            alone.append(one)
+    return alone + [_joined(sorted(versions, key=lambda one: one.save_id)) for versions in replicas.values()]
+
+
+def _joined(versions: Sequence[Candidate]) -> Candidate:
+    """Return the versions of one step as one candidate: first one that is complete on nodes, if there is one."""
+    first, *others = sorted(versions, key=lambda one: not one.is_complete_on_nodes)
+    return replace(first, others=tuple(one for one in others if one.is_complete_on_nodes or one.is_durable))
+
+
 def _durable_only(saved: SavedStep) -> Candidate:
-    return Candidate(saved.step, saved.save_id, saved.saved_seconds, saved.metrics, {}, {}, (), True)
+    return Candidate(
+        saved.step,
+        saved.save_id,
+        saved.saved_seconds,
+        saved.metrics,
+        {},
+        {},
+        (),
+        is_durable=True,
+        replica_id=saved.replica_id,
+    )
 
 
 def _marked(candidate: Candidate) -> Candidate:
-    return Candidate(**{**vars(candidate), "is_abandoned": True})
+    return replace(candidate, is_abandoned=True)

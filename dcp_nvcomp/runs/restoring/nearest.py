@@ -106,11 +106,14 @@ class Fetch:
     Attributes:
         near: the files that are whole on this node.
         own: those of them that were here before anything was moved.
+        save_ids: of the versions that ranks may read.
     """
 
     def __init__(self, candidate: Candidate, ranks: Ranks, nodes: Nodes, fast: Filesystem) -> None:
         self._candidate, self._ranks, self._nodes, self._fast = candidate, ranks, nodes, fast
-        self.near = {name for name, holders in candidate.holders.items() if nodes.own in holders}
+        self._files = candidate.files()
+        self.near = {name for name in self._files if nodes.own in candidate.nodes_with(name)}
+        self.save_ids = candidate.save_ids
         self.own = frozenset(self.near)
 
     def bring(self, needed: Iterable[str]) -> None:
@@ -142,14 +145,14 @@ class Fetch:
         for node in self._nodes.names:
             here = self._nodes.ranks_of(node)
             for name in sorted({name for rank in here for name in needs[rank]}):
-                holders = self._candidate.holders[name]
+                holders = self._candidate.nodes_with(name)
                 if node in holders or not holders:
                     continue
                 source = min(
                     (rank for holder in holders for rank in self._nodes.ranks_of(holder)), key=sent.__getitem__
                 )
                 to = min(here, key=received.__getitem__)
-                nbytes = self._candidate.wanted[name]
+                nbytes = self._files[name]
                 sent[source] += nbytes
                 received[to] += nbytes
                 found.setdefault(Transfer(source, to), {})[name] = nbytes
@@ -189,6 +192,16 @@ class NearestReader(NvcompReader):
             return durable
         assert self._fast is not None
         return NearestFilesystem(self._fast, durable, self._fetch.near)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Check that all ranks saw the same save, or versions of it by different replicas; called by DCP.
+
+        Raises:
+            CheckpointReplacedError: another save replaced the checkpoint between two ranks' reads.
+        """
+        if self._fetch is not None and {plan.storage_data for plan in plans} <= self._fetch.save_ids:
+            return plans
+        return super().prepare_global_plan(plans)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Bring the files here that this rank needs, and load its items; called by DCP.

@@ -90,7 +90,7 @@ class Restoring:
         """
         damaged: list[int] = []
         last: BaseException | None = None
-        for candidate in tried:
+        for candidate, after in zip(tried, (*tried[1:], None), strict=True):
             start = time.perf_counter()
             loaded, last = self._load(state, candidate)
             if loaded is not None:
@@ -99,15 +99,17 @@ class Restoring:
                     time.perf_counter() - start,
                     loaded.files,
                     loaded.nbytes,
-                    tuple(damaged),
+                    tuple(step for step in damaged if step != candidate.step),
                     candidate.metrics,
                 )
             assert last is not None
-            if not fallback:
+            is_of_another_step = after is None or after.step != candidate.step
+            if not fallback and is_of_another_step:
                 raise last
             damaged.append(candidate.step)
+            other = "the one before it" if is_of_another_step else "another save of it"
             warnings.warn(
-                f"Step {candidate.step} is damaged, so the one before it is taken: {last}", RuntimeWarning, stacklevel=4
+                f"Step {candidate.step} is damaged, so {other} is taken: {last}", RuntimeWarning, stacklevel=4
             )
         assert last is not None
         raise last
@@ -126,7 +128,7 @@ class Restoring:
                     raise error
                 raise RankFailedError.of({rank: str(one.error) for rank, one in failed.items() if not one.is_damage})
             bad = {(self._nodes.node_of(rank), name) for rank, one in enumerate(attempts) for name in one.damaged}
-            known = {(node, name) for name, nodes in candidate.holders.items() for node in nodes}
+            known = {(node, name) for name in candidate.files() for node in candidate.nodes_with(name)}
             if not bad & known or not _has_others(candidate.without(bad)):
                 return None, error or CorruptDataError(str(next(iter(failed.values())).error))
             logger.warning("Copies of step %d are damaged, and others are taken: %s", candidate.step, sorted(bad))
@@ -145,14 +147,15 @@ class Restoring:
         return reader, None
 
     def _spread_metadata(self, candidate: Candidate) -> None:
-        """Put the step's `.metadata` on the nodes that lack it."""
+        """Put the step's `.metadata` on the nodes that lack it, or whose own version is not whole any more."""
         assert self._fast is not None
         here = self._fast.open(candidate.step)
         source = self._nodes.ranks_of(candidate.with_metadata[0])[0]
         data = self._ranks.on_one(lambda: here.read_all(METADATA_NAME, limit_nbytes=MAX_METADATA_NBYTES), source)
 
         def publish() -> None:
-            if self._nodes.is_leader and self._nodes.own not in candidate.with_metadata:
+            has_own = self._nodes.own in candidate.version_for(self._nodes.own).with_metadata
+            if self._nodes.is_leader and not has_own:
                 here.create_directory()
                 here.publish(METADATA_NAME, data)
 
@@ -167,4 +170,4 @@ def _is_damage(error: BaseException | None) -> bool:
 
 def _has_others(candidate: Candidate) -> bool:
     """True if each file is still somewhere."""
-    return candidate.is_durable or candidate.is_complete_on_nodes
+    return candidate.has_durable or candidate.is_complete_on_nodes

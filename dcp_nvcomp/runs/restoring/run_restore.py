@@ -7,7 +7,7 @@ list all places -> candidates -> load the newest that can be loaded -> go on wit
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from dcp_nvcomp.errors import CheckpointError, CheckpointNotFoundError
@@ -124,8 +124,8 @@ class RunRestore:
 
     def _plan_to_abandon(self, restored: StepRestored, found: Sequence[Candidate]) -> None:
         """Plan what the next save leaves behind: what is newer than the step that was restored, damaged or not."""
-        before = {one.step: one.save_id for one in found if one.is_abandoned and one.step != restored.step}
-        newer = {one.step: one.save_id for one in found if one.step > restored.step}
+        before = _save_ids(one for one in found if one.is_abandoned and one.step != restored.step)
+        newer = _save_ids(one for one in found if one.step > restored.step)
         is_back = any(one.is_abandoned and one.step == restored.step for one in found)
         damaged = (self._damaged | set(restored.damaged)) & {*before, *newer}
         changes = is_back or bool(newer.keys() - before.keys())
@@ -150,9 +150,9 @@ class RunRestore:
             return
         complete = [one for one in found if one.is_complete_on_nodes]
         self._pipeline.remember_fast([one.step for one in complete])
-        newest = max((one.step for one in found if one.is_durable), default=-1)
+        newest = max((one.step for one in found if one.has_durable), default=-1)
         for one in reversed(complete):
-            if one.step > newest and not one.is_durable and (one.is_due or is_due(one.step)):
+            if one.step > newest and not one.has_durable and (one.is_due or is_due(one.step)):
                 self._upload_again(one, new_save(one.step, one.metrics))
 
     def _upload_again(self, candidate: Candidate, save: StepSave) -> None:
@@ -165,3 +165,10 @@ class RunRestore:
             senders[name] = ranks[number % len(ranks)]
         save.tiers = ("fast",)
         self._pipeline.upload(save, WrittenSave(data, candidate.save_id, candidate.wanted, ()), senders)
+
+
+def _save_ids(found: Iterable[Candidate]) -> dict[int, frozenset[str]]:
+    ids: dict[int, frozenset[str]] = {}
+    for one in found:
+        ids[one.step] = ids.get(one.step, frozenset()) | one.save_ids
+    return ids

@@ -18,7 +18,7 @@ from typing import Final
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.format.metadata.roots import read_root
-from dcp_nvcomp.format.metadata.summary import SUMMARY_NBYTES, summary_at_end
+from dcp_nvcomp.format.metadata.summary import REPLICA, SUMMARY_NBYTES, summary_at_end
 from dcp_nvcomp.format.names import METADATA_NAME, data_file_rank
 from dcp_nvcomp.runs.removal import is_being_removed, remove_step
 from dcp_nvcomp.runs.steps import RUN_FOLDER, StepNames
@@ -47,6 +47,7 @@ class HeldStep:
         held: the data files that are there, and their sizes.
         metrics: of the step.
         is_due: True if it is to be uploaded.
+        replica_id: what it has in common with the saves of other replicas; empty if there are none.
     """
 
     step: int
@@ -56,6 +57,7 @@ class HeldStep:
     held: Mapping[str, int]
     metrics: Mapping[str, float]
     is_due: bool = False
+    replica_id: str = ""
 
 
 class FastTier:
@@ -136,8 +138,16 @@ class FastTier:
             if summary is None or any(not isinstance(ref, DataFileRef) for ref in refs.values()):
                 return nothing  # no manager wrote this
             wanted = {name: ref.nbytes for name, ref in refs.items() if ref is not None}
-            is_due = summary.more.get(TO_UPLOAD) is True
-            return HeldStep(step, root.save_id or "", summary.saved_seconds, wanted, held, summary.metrics, is_due)
+            return HeldStep(
+                step,
+                root.save_id or "",
+                summary.saved_seconds,
+                wanted,
+                held,
+                summary.metrics,
+                is_due=summary.more.get(TO_UPLOAD) is True,
+                replica_id=str(summary.more.get(REPLICA, "")),
+            )
 
     def remove_before(self, step: int, *, but: Collection[int]) -> tuple[int, ...]:
         """Remove what is here of older steps, whole or not; a failure is logged, and costs no more than space.

@@ -98,6 +98,13 @@ class Nodes:
     def _domain_of(self, node: str) -> str:
         return self._places[self.ranks_of(node)[0]].domain
 
+    def domains(self) -> list[list[int]]:
+        """Return the ranks of each failure domain."""
+        found: dict[str, list[int]] = {}
+        for rank, place in enumerate(self._places):
+            found.setdefault(self._domain_of(place.node), []).append(rank)
+        return list(found.values())
+
     def copies(self, count: int) -> list[Transfer]:
         """Return which rank sends its files to which.
 

@@ -29,6 +29,10 @@ from dcp_nvcomp.storage.base import Filesystem
 
 __all__ = ["Staging", "UploadFuture"]
 
+# Else this thread keeps the interpreter for another millisecond, until DCP first waits for something, and the caller,
+# who may go on, waits for it.
+_HANDOVER_SECONDS = 1e-4
+
 
 class UploadFuture(Future[Metadata]):
     """The future of a save, which notices whether anybody looked at its outcome."""
@@ -182,6 +186,7 @@ class Staging:
         except BaseException as error:
             self._copying_failed = error
             self.failed(error)
+        time.sleep(_HANDOVER_SECONDS)
 
     def _copy(self, items: Sequence[WriteItem], resolve: Callable[[WriteItem], Any], budget_nbytes: int | None) -> None:
         """Copy the state, if that is how this save is staged and it can be done."""

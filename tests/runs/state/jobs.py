@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -89,9 +90,18 @@ def consume(
 
 
 def train(
-    place: Path, steps: int, *, stop_at: int | None = None, epoch_count: int = 48, workers: int = 0
+    place: Path,
+    steps: int,
+    *,
+    stop_at: int | None = None,
+    epoch_count: int = 48,
+    workers: int = 0,
+    replicas: int = 1,
+    **manager_options: Any,
 ) -> dict[str, Any]:
     """Train up to a step, from the newest checkpoint; die after `stop_at`, whose checkpoint is the last.
+
+    With several replicas the model is sharded within each (HSDP).
 
     Returns:
         Losses by step, the samples, and the parameters at the end.
@@ -104,7 +114,11 @@ def train(
     if dist.is_initialized():
         for parameter in model.parameters():
             dist.broadcast(parameter.data, 0)
-        fully_shard(model)
+        if replicas > 1:
+            dims = (replicas, dist.get_world_size() // replicas)
+            fully_shard(model, mesh=init_device_mesh("cpu", dims, mesh_dim_names=("replicate", "shard")))
+        else:
+            fully_shard(model)
     torch.manual_seed(17 + (dist.get_rank() if dist.is_initialized() else 0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
@@ -124,7 +138,8 @@ def train(
     }
     losses: dict[int, float] = {}
     samples: list[int] = []
-    with CheckpointManager(place, every=3, run_id="job", preemption_signals=()) as manager:
+    options = {"every": 3, "run_id": "job", "preemption_signals": (), **manager_options}
+    with CheckpointManager(place, **options) as manager:
         restored = manager.restore(state)
         step = restored.step if restored else 0
         while step < steps and step != stop_at:

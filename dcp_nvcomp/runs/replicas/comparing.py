@@ -1,0 +1,95 @@
+"""Compares what replicas have saved, by the checksums in their files; no tensor is read, and nothing moves.
+
+    footers of this rank's files -> CRCs by record -> gathered -> records that differ between replicas
+
+Replicas of one state are equal. Where they are not, training has diverged, or a machine computes wrongly: both go
+unnoticed otherwise, and which replica a restore takes would matter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from dcp_nvcomp.codecs.encoded import checksum
+from dcp_nvcomp.format.data_file import find_data_file, read_footer
+from dcp_nvcomp.format.footer import Footer
+from dcp_nvcomp.format.record import KIND_PACK, KIND_TENSOR, Record
+from dcp_nvcomp.runs.ranks import Ranks
+from dcp_nvcomp.storage.base import Filesystem
+
+__all__ = ["differing_fqns"]
+
+_ROW = np.dtype([("record", "<u8"), ("crc", "<u4")])
+Rows = npt.NDArray[np.void]
+
+
+def differing_fqns(
+    ranks: Ranks, replicas: Sequence[Sequence[int]], filesystem: Filesystem, files: Mapping[str, int]
+) -> tuple[str, ...]:
+    """Return the tensors that replicas have saved with different values; all ranks call this.
+
+    Tensors are compared shard by shard, and the small ones that share blocks together. What replicas have divided
+    differently is not compared.
+
+    Args:
+        ranks: the ranks.
+        replicas: the ranks of each.
+        filesystem: where this rank's files are.
+        files: this rank's data files, and their sizes.
+
+    Raises:
+        CheckpointError: a file can't be read; on all ranks.
+    """
+    names: dict[int, list[str]] = {}
+    crcs: dict[int, int] = {}
+
+    def read() -> None:
+        for name, nbytes in files.items():
+            footer = read_footer(filesystem, find_data_file(filesystem, name, nbytes))
+            for number, fqns, crc in _crcs(footer):
+                names[number], crcs[number] = fqns, crc
+
+    ranks.together(read)
+    rows = ranks.gather(np.array(sorted(crcs.items()), _ROW).tobytes())
+    differing = _differing([np.concatenate([np.frombuffer(rows[rank], _ROW) for rank in one]) for one in replicas])
+    if not differing:
+        return ()
+    mine = {fqn for at in differing & names.keys() for fqn in names[at]}
+    return tuple(sorted(set().union(*ranks.gather(mine))))
+
+
+def _differing(replicas: Sequence[Rows]) -> set[int]:
+    known: dict[int, int] = {}
+    differing = set()
+    for rows in replicas:
+        for record, crc in rows.tolist():
+            if known.setdefault(record, crc) != crc:
+                differing.add(record)
+    return differing
+
+
+def _crcs(footer: Footer) -> Iterator[tuple[int, list[str], int]]:
+    """Yield number, names and CRC of each tensor, or of those that lie in one pack."""
+    members: dict[int, list[Record]] = {}
+    for record in footer.records:
+        if record.pack is not None:
+            members.setdefault(record.pack[0], []).append(record)
+    for at, record in enumerate(footer.records):
+        if record.grid is None or record.kind not in (KIND_TENSOR, KIND_PACK):
+            continue
+        inside = members.get(at, []) if record.kind == KIND_PACK else [record]
+        shape = record.grid.block_shape  # CRCs are of blocks, so these have to be cut alike
+        blocks = slice(record.first_block, record.first_block + record.block_count)
+        identity = ([_identity(one) for one in inside], record.element.name, shape)
+        digest = hashlib.sha256(repr(identity).encode()).digest()
+        crc = checksum(footer.tables.uncompressed_crc[blocks].astype("<u4").view(np.uint8))
+        yield int.from_bytes(digest[:8], "little"), [one.fqn for one in inside], crc
+
+
+def _identity(record: Record) -> tuple[object, ...]:
+    first_element = None if record.pack is None else record.pack[1]
+    return record.kind, record.fqn, record.offsets, record.shape, record.global_shape, first_element

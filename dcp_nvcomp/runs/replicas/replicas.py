@@ -1,0 +1,172 @@
+"""The replicas of a run: each saves the whole state for itself, in its own nodes' fast tiers.
+
+    state -> what the ranks offer, gathered -> which ranks make a replica, and what it lacks -> the state it saves
+
+Replicas keep the same shards anyway, so nothing of these moves: a lost node's files are in another replica's save. The
+little that is no replica's but a rank's own goes to the others while training waits.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from dcp_nvcomp.errors import CheckpointError, ConfigurationError
+from dcp_nvcomp.runs.options import REPLICAS
+from dcp_nvcomp.runs.ranks import Ranks
+from dcp_nvcomp.runs.replicas.entries import Path, digest_of, entries, missing_on, own_of, with_entries
+from dcp_nvcomp.runs.replicas.parts import is_sharded, joined, whole_sets
+from dcp_nvcomp.runs.tiers.nodes import Nodes
+
+__all__ = ["Replica", "Replicas", "replicas_for"]
+
+
+@dataclass(frozen=True)
+class Replica:
+    """What this rank saves together with the ranks of its replica.
+
+    Attributes:
+        all: the ranks of each replica.
+        values: the state, with what this replica lacked.
+        group: the process group of this replica.
+        id: what the saves of all replicas of this state have in common.
+    """
+
+    all: tuple[tuple[int, ...], ...]
+    values: dict[str, Any]
+    group: dist.ProcessGroup
+    id: str
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What one rank tells the others.
+
+    Attributes:
+        layout: what arrangements depend on: which ranks hold its tensors whole, and a digest of its entries.
+        own: entries that other replicas lack, by the latest arrangement.
+        error: why it has none.
+        id: an id for the save.
+    """
+
+    layout: tuple[frozenset[frozenset[int]], bytes] | None
+    own: Mapping[Path, Any]
+    error: CheckpointError | None
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+class Replicas:
+    """Arranges the ranks of a run in replicas, by what they save. All ranks call the same methods.
+
+    Args:
+        ranks: the ranks.
+        nodes: where they are.
+        group: their process group.
+    """
+
+    def __init__(self, ranks: Ranks, nodes: Nodes, group: dist.ProcessGroup) -> None:
+        self._ranks, self._nodes = ranks, nodes
+        self._global_ranks = dist.get_process_group_ranks(group)
+        self._layouts: list[Any] | None = None
+        self._all: tuple[tuple[int, ...], ...] = ()
+        self._owners: dict[Path, int] = {}
+        self._group: dist.ProcessGroup | None = None
+
+    def replica_of(self, values: dict[str, Any]) -> Replica:
+        """Return what this rank's replica saves of a state.
+
+        Args:
+            values: the state, without Stateful values.
+
+        Raises:
+            ConfigurationError: there is no other replica in another failure domain, or replicas hold different tensors;
+                on all ranks.
+        """
+        offers = self._offers(values)
+        if self._layouts != [offer.layout for offer in offers]:
+            self._arrange(values, offers)
+            offers = self._offers(values)
+        own = next(one for one in self._all if self._ranks.rank in one)
+        added = {
+            path: value
+            for rank, offer in enumerate(offers)
+            if rank not in own and self._stands_in(own, rank) == self._ranks.rank
+            for path, value in offer.own.items()
+        }
+        assert self._group is not None
+        return Replica(self._all, with_entries(values, self._lacking(values, added)), self._group, offers[0].id)
+
+    def _offers(self, values: Mapping[str, Any]) -> list[_Offer]:
+        try:
+            paths = _paths(values)
+            sets = whole_sets(values.values(), self._global_ranks)
+            own = own_of(values, self._owners, self._ranks.rank)
+            mine = _Offer((sets, digest_of(paths)), own, None)
+        except CheckpointError as error:
+            mine = _Offer(None, {}, error)
+        offers = self._ranks.gather(mine)
+        failure = next((offer.error for offer in offers if offer.error is not None), None)
+        if failure is not None:
+            raise failure
+        return offers
+
+    def _arrange(self, values: Mapping[str, Any], offers: Sequence[_Offer]) -> None:
+        paths = self._ranks.gather(_paths(values))
+        sets = [one for offer in offers if offer.layout is not None for one in offer.layout[0]]
+        replicas = joined(self._ranks.count, [*sets, *self._nodes.domains()])
+        if len(replicas) == 1:
+            raise ConfigurationError(
+                'copies="replicas": the state has no replicas on nodes in different failure domains. Use a number of '
+                "copies, or shard the state over the ranks of one node only (HSDP)."
+            )
+        self._owners = missing_on(replicas, paths)
+        if replicas != self._all:
+            self.close()
+            self._all = replicas
+            own = next(one for one in replicas if self._ranks.rank in one)
+            self._group = dist.new_group(
+                [self._global_ranks[rank] for rank in own], backend="gloo", use_local_synchronization=True
+            )
+        self._layouts = [offer.layout for offer in offers]
+
+    def _stands_in(self, own: Sequence[int], rank: int) -> int:
+        """Return which rank of this replica saves what another replica's rank offers."""
+        other = next(one for one in self._all if rank in one)
+        return own[other.index(rank) % len(own)]
+
+    def _lacking(self, values: Mapping[str, Any], added: Mapping[Path, Any]) -> dict[Path, Any]:
+        here = {path for path, _ in entries(values)}
+        return {path: value for path, value in added.items() if path not in here}
+
+    def close(self) -> None:
+        """Give up the process group."""
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+
+
+def replicas_for(copies: int | str, ranks: Ranks, nodes: Nodes, group: dist.ProcessGroup | None) -> Replicas | None:
+    """Return what arranges replicas; None if copies are sent.
+
+    Args:
+        copies: how many, or that replicas are the copies.
+        ranks: the ranks.
+        nodes: where they are.
+        group: their process group.
+
+    Raises:
+        ConfigurationError: there is no process group, so no replica.
+    """
+    if copies != REPLICAS:
+        return None
+    if group is None:
+        raise ConfigurationError(f"copies={copies!r} needs a process group: there are no replicas in one process.")
+    return Replicas(ranks, nodes, group)
+
+
+def _paths(values: Mapping[str, Any]) -> dict[Path, bool]:
+    return {path: is_sharded(value) for path, value in entries(values)}
