@@ -236,8 +236,10 @@ class Pipeline:
         try:
             if len(parts) > 1:
                 self._compare(save, parts, own)
-            elif self._transfers:
-                save.reached("copies", copied_nbytes=self._copy(save.step, own))
+            else:
+                copied_nbytes = self._copy(save.step, own)
+                if self._transfers:
+                    save.reached("copies", copied_nbytes=copied_nbytes)
         except BaseException as error:
             failed = error
         else:
@@ -269,6 +271,8 @@ class Pipeline:
 
     def _copy(self, step: int, part: WrittenPart) -> int:
         """Send this rank's files to its peers; return what it received."""
+        if not self._transfers:
+            return 0
         assert self._fast is not None
         transfers = {one: part.files_of(one.source) for one in self._transfers}
         received: list[int] = []

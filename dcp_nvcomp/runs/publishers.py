@@ -20,7 +20,9 @@ from dcp_nvcomp.storage.base import Filesystem
 
 __all__ = ["NodePublisher", "StepPublisher", "check_metrics"]
 
-_WORST_SUMMARY = Summary("0" * 32, 1.0e10 / 3, 10**7, 10**9, 10**18, 10**18, "0" * 32)
+_WORST_SUMMARY = Summary(
+    "0" * 32, 1.0e10 / 3, 10**7, 10**9, 10**18, 10**18, "0" * 32, more={TO_UPLOAD: True, REPLICA: "0" * 32}
+)
 
 
 def check_metrics(step: int, metrics: Mapping[str, float] | None) -> dict[str, float]:

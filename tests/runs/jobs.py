@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from dcp_nvcomp import CheckpointManager
 
@@ -25,18 +25,18 @@ def full_of(step: int) -> torch.Tensor:
     return torch.randn(SHAPE, generator=torch.Generator().manual_seed(step))
 
 
-def state_of(step: int) -> dict[str, Any]:
-    """Return the state after a step: a sharded tensor, a replicated one, a number."""
+def state_of(step: int, replicas: int = 1) -> dict[str, Any]:
+    """Return the state after a step: a tensor that is sharded (within each replica), a replicated one, a number."""
     if not dist.is_initialized():
         return {"w": full_of(step), "bias": full_of(step + 1000)[0].clone(), "step": step}
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    weight = distribute_tensor(full_of(step), mesh, [Shard(0)], src_data_rank=None)
+    mesh = init_device_mesh("cpu", (replicas, dist.get_world_size() // replicas))
+    weight = distribute_tensor(full_of(step), mesh, [Replicate(), Shard(0)], src_data_rank=None)
     return {"w": weight, "bias": full_of(step + 1000)[0].clone(), "step": step}
 
 
-def assert_state_of(step: int, state: dict[str, Any]) -> None:
+def assert_state_of(step: int, state: dict[str, Any], replicas: int = 1) -> None:
     """Check that a state is that of a step, bit for bit."""
-    expected = state_of(step)
+    expected = state_of(step, replicas)
     for key in ("w", "bias"):
         found, wanted = (
             one[key].to_local() if isinstance(one[key], DTensor) else one[key] for one in (state, expected)

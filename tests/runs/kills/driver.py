@@ -16,7 +16,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from dcp_nvcomp.runs.tiers import transfer, uploads
 from tests.runs import jobs
 
 from . import oracle, processes
-from .stages import BY_NAME, STAGES
+from .stages import BY_NAME, STAGES, Stage
 
 EVERY, FAST_EVERY, KEPT = 20, 10, 2
 EARLIER = (10, 20, 30, 40, 50)
@@ -36,6 +36,8 @@ RANKS_OF = {"rank 0": (0,), "rank 3": (3,), "node 0": (0, 1), "node 1": (2, 3)}
 PIECE_NBYTES = 1 << 10  # so that the small files of these tests have several
 ATTEMPTS = 3
 
+Copies: TypeAlias = int | Literal["replicas"]
+
 
 @dataclass(frozen=True)
 class Case:
@@ -44,12 +46,12 @@ class Case:
     Attributes:
         stage: name of a stage.
         victim: a key of `RANKS_OF`; a node's directory is lost too.
-        copies: on how many peers the files of each node are.
+        copies: on how many peers the files of each node are; or each node is a replica.
     """
 
     stage: str
     victim: str
-    copies: int
+    copies: Copies
 
     def __str__(self) -> str:
         return "-".join(part.replace(" ", "_") for part in (self.stage, self.victim, f"copies_{self.copies}"))
@@ -79,7 +81,7 @@ class Place:
 
     path: Path
     node_of: tuple[str, ...]
-    copies: int
+    copies: Copies
 
     @property
     def run(self) -> Path:
@@ -90,6 +92,11 @@ class Place:
     def nodes(self) -> list[Path]:
         """The directories of the nodes."""
         return [self.path / node for node in dict.fromkeys(self.node_of)]
+
+    @property
+    def replicas(self) -> int:
+        """How many replicas of the state there are."""
+        return len(self.nodes) if self.copies == "replicas" else 1
 
 
 @dataclass(frozen=True)
@@ -113,15 +120,28 @@ FOUR_RANKS = (NODES[0], NODES[0], NODES[1], NODES[1])
 
 
 def cases() -> list[Case]:
-    """All cases: each stage, each victim; without copies the loss of a node during a save, which copies are for."""
-    with_copies = [Case(stage.name, victim, 1) for stage in STAGES for victim in stage.victims]
+    """All cases: each stage, each victim.
+
+    Without copies the loss of a node during a save, which copies are for; with replicas all but removals.
+    """
+    with_copies = [Case(stage.name, victim, 1) for stage in STAGES for victim in stage.victims if not _compares(stage)]
     without = [
         Case(stage.name, victim, 0)
         for stage in STAGES
         for victim in ("node 0", "node 1")
         if stage.name.startswith(("fast:", "upload:"))
     ]
-    return with_copies + without
+    with_replicas = [
+        Case(stage.name, victim, "replicas")
+        for stage in STAGES
+        for victim in ("rank 3", "node 0", "node 1")
+        if stage.name.startswith(("fast:", "replicas:", "upload:", "restore:"))
+    ]
+    return with_copies + without + with_replicas
+
+
+def _compares(stage: Stage) -> bool:
+    return stage.name.startswith("replicas:")
 
 
 def restarts(case: Case) -> list[tuple[str, ...]]:
@@ -154,9 +174,9 @@ def manager_of(place: Place) -> CheckpointManager:
     )
 
 
-def _save(manager: CheckpointManager, job: int, steps: Sequence[int]) -> None:
+def _save(manager: CheckpointManager, place: Place, job: int, steps: Sequence[int]) -> None:
     for step in steps:
-        state = jobs.state_of(values_of(job, step))
+        state = jobs.state_of(values_of(job, step), place.replicas)
         manager.save(step, state)
         jobs.spoil(state)
     manager.wait()
@@ -165,7 +185,7 @@ def _save(manager: CheckpointManager, job: int, steps: Sequence[int]) -> None:
 def save_earlier(place: Place, where: Path) -> None:
     """Save the steps that are there when the job begins that is killed."""
     with manager_of(place) as manager:
-        _save(manager, 0, EARLIER)
+        _save(manager, place, 0, EARLIER)
 
 
 def be_killed(place: Place, stage_name: str, victims: Sequence[int], where: Path) -> None:
@@ -176,10 +196,10 @@ def be_killed(place: Place, stage_name: str, victims: Sequence[int], where: Path
     with manager_of(place) as manager:
         if armed and stage.during == "restore":
             stage.seam.arm(lambda: processes.strike(where, victims))
-        manager.restore(jobs.state_of(987654))
+        manager.restore(jobs.state_of(987654, place.replicas))
         if armed and stage.during == "save":
             stage.seam.arm(lambda: processes.strike(where, victims))
-        _save(manager, 1, [KILLED_STEP])
+        _save(manager, place, 1, [KILLED_STEP])
 
 
 def _striker(reached_by: str, victims: Sequence[int]) -> int:
@@ -191,25 +211,25 @@ def go_on(place: Place, step: int, seed: int, where: Path) -> dict[str, Any]:
     """Restore what must be there, save two steps more, and restore the last one with a manager of its own."""
     later = [step + FAST_EVERY, step + 2 * FAST_EVERY]
     with manager_of(place) as manager:
-        state = jobs.state_of(987654)
+        state = jobs.state_of(987654, place.replicas)
         restored = manager.restore(state)
         assert restored is not None and (restored.step, restored.damaged) == (step, ()), restored
-        jobs.assert_state_of(seed, state)
-        _save(manager, 2, later)
+        jobs.assert_state_of(seed, state, place.replicas)
+        _save(manager, place, 2, later)
     with manager_of(place) as manager:
-        state = jobs.state_of(987654)
+        state = jobs.state_of(987654, place.replicas)
         again = manager.restore(state)
         assert again is not None and (again.step, again.damaged) == (later[-1], ()), again
-        jobs.assert_state_of(values_of(2, later[-1]), state)
+        jobs.assert_state_of(values_of(2, later[-1]), state, place.replicas)
     return dict(restored.files)
 
 
-def earlier_run(directory: Path, copies: int) -> Path:
+def earlier_run(directory: Path, copies: Copies) -> Path:
     """Make the run that the killed jobs begin with.
 
     Args:
         directory: an empty directory.
-        copies: on how many peers the files of each node are.
+        copies: as for `Case`.
     """
     for attempt in range(ATTEMPTS):
         place = Place(directory / str(attempt), FOUR_RANKS, copies)
@@ -263,7 +283,7 @@ def check_left(case: Case, left: Place) -> None:
     durable = oracle.complete_in(left.run)
     kept = oracle.last(KEPT, {20, 40} | durable)
     assert kept <= durable, f"lost of the durable tier: {sorted(kept - durable)}"
-    if len(case.lost_nodes) <= case.copies:
+    if len(case.lost_nodes) <= (1 if case.copies == "replicas" else case.copies):
         fast = oracle.complete_on_nodes(left.nodes)
         kept = oracle.last(KEPT, {40, 50} | fast)
         assert kept <= fast, f"lost of the fast tier: {sorted(kept - fast)}"

@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 
-from .driver import KILLED_STEP, RANKS_OF, Case, cases, check_left, earlier_run, kill, restarts, resume
+from .driver import KILLED_STEP, RANKS_OF, Case, Copies, cases, check_left, earlier_run, kill, restarts, resume
 from .stages import STAGES
 
 RESULTS = Path(__file__).with_suffix(".json")
 
 Results = dict[str, Any]
+_WORDS: dict[Copies, str] = {1: "", 0: ", no copies", "replicas": ", replicas"}
 
 
 def run() -> Results:
@@ -34,7 +35,8 @@ def run() -> Results:
     found: Results = {"torch": torch.__version__, "cases": []}
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
-        earlier = {copies: earlier_run(Path(directory, f"earlier-{copies}"), copies) for copies in (0, 1)}
+        kinds: tuple[Copies, ...] = (0, 1, "replicas")
+        earlier = {copies: earlier_run(Path(directory, f"earlier-{copies}"), copies) for copies in kinds}
         for case in cases():
             place = Path(directory, str(case).replace("`", ""))
             place.mkdir()
@@ -77,8 +79,10 @@ def as_json(found: Results) -> str:
 def table(found: Results) -> str:
     """The results as a table in Markdown: which step each job restored, and a line that counts them."""
     rows = {(row["stage"], row["victim"], row["copies"]): row for row in found["cases"]}
-    columns = [(victim, copies) for copies in (1, 0) for victim in RANKS_OF if copies or victim.startswith("node")]
-    names = [victim if copies else f"{victim}, no copies" for victim, copies in columns]
+    columns = [
+        (victim, copies) for copies in _WORDS for victim in RANKS_OF if any(key[1:] == (victim, copies) for key in rows)
+    ]
+    names = [f"{victim}{_WORDS[copies]}" for victim, copies in columns]
     lines = [f"| killed at | {' | '.join(names)} |", "| --- |" + " --- |" * len(columns)]
     for stage in STAGES:
         cells = [_cell(rows.get((stage.name, victim, copies))) for victim, copies in columns]

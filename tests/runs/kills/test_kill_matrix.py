@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from . import oracle
-from .driver import Case, cases, check_left, earlier_run, kill, restarts, resume
+from .driver import Case, Copies, cases, check_left, earlier_run, kill, restarts, resume
 from .stages import STAGES
 
 pytestmark = pytest.mark.xdist_group("run_kills")  # the run that they begin with is made once
@@ -24,6 +24,9 @@ FAST = {
     Case("fast: half of a file written", "rank 3", 1),
     Case("fast: published on one node", "node 0", 1),
     Case("copies: half of a file", "node 1", 1),
+    Case("fast: published on one node", "node 0", "replicas"),
+    Case("replicas: compared", "node 1", "replicas"),
+    Case("restore: half of a file fetched", "rank 3", "replicas"),
     Case("upload: half of a file", "rank 0", 1),
     Case("upload: all files up", "node 1", 0),
     Case("fast tier: a data file removed", "rank 0", 1),
@@ -39,11 +42,11 @@ def _case(case: Case) -> Any:
 
 
 @pytest.fixture(scope="module")
-def earlier(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+def earlier(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Copies], Path]:
     """Return the run that the killed jobs begin with, by its number of copies."""
-    made: dict[int, Path] = {}
+    made: dict[Copies, Path] = {}
 
-    def run_with(copies: int) -> Path:
+    def run_with(copies: Copies) -> Path:
         if copies not in made:
             made[copies] = earlier_run(tmp_path_factory.mktemp("earlier"), copies)
         return made[copies]
@@ -52,7 +55,7 @@ def earlier(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
 
 
 @pytest.mark.parametrize("case", [_case(case) for case in ALL])
-def test_killed(case: Case, earlier: Callable[[int], Path], tmp_path: Path) -> None:
+def test_killed(case: Case, earlier: Callable[[Copies], Path], tmp_path: Path) -> None:
     left = kill(case, earlier(case.copies), tmp_path)
     check_left(case, left)
     for number, node_of in enumerate(restarts(case)):
@@ -67,7 +70,7 @@ def test_every_stage_is_there() -> None:
     assert {len(set(nodes)) for case in ALL for nodes in restarts(case)} == {1, 2}
 
 
-def test_the_oracle_sees_what_is_missing(earlier: Callable[[int], Path], tmp_path: Path) -> None:
+def test_the_oracle_sees_what_is_missing(earlier: Callable[[Copies], Path], tmp_path: Path) -> None:
     run = shutil.copytree(earlier(1), tmp_path / "run")
     nodes = [run / "node-0", run / "node-1"]
     assert oracle.complete_on_nodes(nodes) == oracle.complete_on_nodes(nodes[1:]) == {40, 50}
