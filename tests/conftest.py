@@ -2,7 +2,8 @@
 
 `s3_store` is moto's server in a thread of this process. `real_s3_store` is the server named by DCP_NVCOMP_TEST_S3 (an
 endpoint URL; keys in DCP_NVCOMP_TEST_S3_KEY and DCP_NVCOMP_TEST_S3_SECRET, by default `ci` and `cisecret`).
-`any_s3_store` runs a test on both.
+`any_s3_store` runs a test on both. `azure_store` is a container of the server that DCP_NVCOMP_TEST_AZURE names by a
+connection string.
 """
 
 from __future__ import annotations
@@ -149,6 +150,20 @@ def real_s3_store() -> Iterator[S3Store]:
 def any_s3_store(request: pytest.FixtureRequest) -> S3Store:
     store: S3Store = request.getfixturevalue("s3_store" if request.param == "moto" else "real_s3_store")
     return store
+
+
+@pytest.fixture
+def azure_store() -> Iterator[S3Store]:
+    text = os.environ.get("DCP_NVCOMP_TEST_AZURE")
+    if not text:
+        pytest.skip("DCP_NVCOMP_TEST_AZURE is no connection string (.ci/azurite_up.sh starts a server)")
+    from azure.storage.blob import BlobServiceClient
+
+    container = f"dcp-nvcomp-{uuid.uuid4().hex[:12]}"
+    with BlobServiceClient.from_connection_string(text) as service:
+        service.create_container(container)
+        yield f"az://{container}/run", {"connection_string": text}
+        service.delete_container(container)
 
 
 def _fresh_bucket(options: dict[str, Any]) -> Iterator[S3Store]:

@@ -1,6 +1,7 @@
 """`open_filesystem` returns the `Filesystem` for a path or URL.
 
-Local paths use system calls (local/filesystem.py); every other URL goes through fsspec, which is imported nowhere else.
+Local paths use system calls (local/filesystem.py), Azure obstore (azure/); all else goes through fsspec, which is
+imported nowhere else.
 The contract that both keep is in base.py.
 """
 
@@ -15,10 +16,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import fsspec
+import fsspec.config
 
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.options import DEADLINE_OPTION, DEADLINE_SECONDS, check_seconds, unknown_option
 from dcp_nvcomp.redaction import Redactor
+from dcp_nvcomp.storage.azure.filesystem import AzureFilesystem
+from dcp_nvcomp.storage.azure.options import AZURE, azure_url
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.fsspec_files import FsspecFilesystem
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
@@ -49,7 +53,7 @@ def open_filesystem(
     Args:
         path: a local path, or any URL that fsspec knows.
         sync_files: fsync local data files when they are closed.
-        deadline_seconds: on S3, how long one operation may take with all its retries.
+        deadline_seconds: on S3 and Azure, how long one operation may take with all its retries.
         storage_options: for the fsspec filesystem, as they are; never changed. `storage_deadline_seconds` among them
             counts instead of `deadline_seconds`: so the commands take it.
         known_options: names of the caller's own options, for hints at typing errors.
@@ -70,6 +74,8 @@ def open_filesystem(
     url = _URL.match(text)
     protocol = url[1].lower() if url else "file"
     chained = url is not None and url[2] is not None
+    if protocol in AZURE and not chained:
+        return _open_azure(text, protocol, options, deadline_seconds, known_options)
     _check_options(_filesystem_class(protocol, text), protocol, options, known_options, may_pass=chained)
     if protocol in ("file", "local") and not chained:
         local = os.path.expanduser(text[url.end() :] if url else text)
@@ -98,6 +104,8 @@ def real_place(path: str | os.PathLike[str]) -> str:
     protocol = url[1].lower()
     if url[2] is not None:
         return text.rstrip("/")
+    if protocol in AZURE:
+        return azure_url(text)
     stripped = str(_filesystem_class(protocol, text)._strip_protocol(text))
     return f"{'s3' if protocol in _S3 else protocol}://{stripped.strip('/')}"
 
@@ -115,6 +123,17 @@ def _open_s3(path: str, options: dict[str, Any], deadline_seconds: float) -> Fil
     return s3.S3Filesystem(
         path, fs, root, options=options, part_nbytes=nbytes, parts_grow=grow, deadline_seconds=deadline_seconds
     )
+
+
+def _open_azure(
+    path: str, protocol: str, options: dict[str, Any], deadline_seconds: float, known_options: Sequence[str]
+) -> Filesystem:
+    options = {**fsspec.config.conf.get(protocol, {}), **options}
+    nbytes = part_nbytes(options)
+    with _configuration_errors(path, options):
+        return AzureFilesystem(
+            path, options=options, part_nbytes=nbytes, deadline_seconds=deadline_seconds, known_options=known_options
+        )
 
 
 def _open_fsspec(path: str, protocol: str, options: dict[str, Any]) -> Filesystem:
@@ -175,6 +194,6 @@ def _check_options(
 
 
 # A PUT is atomic and directories do not exist. Elsewhere directories are made, as on a disk.
-_OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "ocilake", "oss", "memory")
+_OBJECT_STORES = ("s3", "s3a", "gs", "gcs", *AZURE, "adl", "oci", "ocilake", "oss", "memory")
 # They keep no listings, and pass every option on to the SSH client, which refuses those that it does not know.
 _WITHOUT_LISTINGS = ("sftp", "ssh")

@@ -12,6 +12,8 @@ import fsspec
 import fsspec.config
 from fsspec.registry import known_implementations
 
+from dcp_nvcomp.storage.azure.options import AZURE
+
 __all__ = ["StorageSettings", "filesystem_classes", "is_known_elsewhere", "storage_of"]
 
 _PROTOCOLS = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)(?=::|://)")
@@ -19,8 +21,9 @@ _IN_PROCESS = ("memory",)
 
 
 def filesystem_classes(path: str | os.PathLike[str]) -> dict[str, type]:
-    """Return the fsspec classes of a URL by protocol; none for a local path."""
-    return {name: fsspec.get_filesystem_class(name) for name in map(str.lower, _PROTOCOLS.findall(os.fspath(path)))}
+    """Return the fsspec classes of a URL by protocol; none for a local path, and for Azure, which is not fsspec's."""
+    names = map(str.lower, _PROTOCOLS.findall(os.fspath(path)))
+    return {name: fsspec.get_filesystem_class(name) for name in names if name not in AZURE}
 
 
 def is_known_elsewhere(path: str | os.PathLike[str]) -> bool:

@@ -1,4 +1,4 @@
-"""Two writers on one path, and readers during overwrites, on disk and on S3: never a mixture."""
+"""Two writers on one path, and readers during overwrites, on disk, S3 and Azure: never a mixture."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ Place = tuple[str, dict[str, Any]]
         "disk",
         pytest.param("moto", marks=pytest.mark.s3),
         pytest.param("real", marks=pytest.mark.s3),
+        pytest.param("azure", marks=pytest.mark.azure),
     ]
 )
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     if request.param == "disk":
         return str(tmp_path), {}
-    found: Place = request.getfixturevalue("s3_store" if request.param == "moto" else "real_s3_store")
+    fixtures = {"moto": "s3_store", "real": "real_s3_store", "azure": "azure_store"}
+    found: Place = request.getfixturevalue(fixtures[request.param])
     return found
 
 

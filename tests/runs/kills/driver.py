@@ -193,6 +193,8 @@ def be_killed(place: Place, stage_name: str, victims: Sequence[int], where: Path
     stage = BY_NAME[stage_name]
     transfer._PIECE_NBYTES = uploads._PIECE_NBYTES = PIECE_NBYTES
     armed = dist.get_rank() == _striker(stage.reached_by, victims)
+    if place.copies == "replicas" and stage.reached_by == "all":
+        armed = True  # of the replicas one uploads, whichever was done first; the first rank to get there strikes
     with manager_of(place) as manager:
         if armed and stage.during == "restore":
             stage.seam.arm(lambda: processes.strike(where, victims))

@@ -1,0 +1,141 @@
+"""Requests to Azure with a time limit: each returns what was asked for, or raises an error of ours.
+
+obstore (Rust's object_store) retries what fails in passing, and is told for how long. Only what publishes is sent once
+at a time: a repeated conditional write is refused because of its own first attempt, and only we can look whose it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import random
+import re
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, Final, TypeVar
+
+from dcp_nvcomp.errors import CheckpointError, ConfigurationError, StorageError
+from dcp_nvcomp.redaction import Redactor
+from dcp_nvcomp.storage.azure.options import AzurePlace
+
+__all__ = ["FIRST_PAUSE_SECONDS", "LONGEST_PAUSE_SECONDS", "AzureClient"]
+
+T = TypeVar("T")
+
+_CONNECT_SECONDS: Final = 5.0
+_REQUEST_SECONDS: Final = 30.0
+_REQUEST_SHARE: Final = 1 / 3  # of the deadline, for one request: a silent server leaves time to ask again
+_MANY: Final = 1000
+FIRST_PAUSE_SECONDS: Final = 0.1
+LONGEST_PAUSE_SECONDS: Final = 5.0
+
+# Classes of obstore's errors that are no OSError, by name, and the errno that says the same.
+_ERRNO: Final = {
+    "PermissionDeniedError": errno.EACCES,
+    "UnauthenticatedError": errno.EACCES,
+    "AlreadyExistsError": errno.EEXIST,
+    "PreconditionError": errno.EEXIST,
+    "NotModifiedError": errno.EEXIST,
+    "NotSupportedError": errno.ENOTSUP,
+    "NotImplementedError": errno.ENOTSUP,
+    "InvalidPathError": errno.EINVAL,
+    "UnknownConfigurationKeyError": errno.EINVAL,
+}
+# Some requests, such as lists, have a class for everything; their words have the status. So has what follows them: a
+# dump of the error's insides, which nobody needs.
+_STATUS: Final = re.compile(r"status code: (\d{3})")
+_DUMP: Final = "\n\nDebug source:"
+_REFUSED: Final = {401: errno.EACCES, 403: errno.EACCES, 404: errno.ENOENT}
+_TRANSIENT: Final = (408, 429)
+
+
+class AzureClient:
+    """One container of an account.
+
+    Args:
+        place: where it is.
+        deadline_seconds: how long one operation may take with all its retries.
+        redact: hides secrets in what the client says.
+
+    Attributes:
+        store: sends requests, again if they fail in passing.
+        store_once: sends each request once.
+    """
+
+    def __init__(self, place: AzurePlace, deadline_seconds: float, redact: Redactor) -> None:
+        self.deadline_seconds, self._redact = deadline_seconds, redact
+        try:
+            from obstore.store import AzureStore
+        except ImportError as error:
+            raise ConfigurationError("az:// is not available here: pip install 'dcp-nvcomp[azure]'.") from error
+        request_seconds = min(_REQUEST_SECONDS, deadline_seconds * _REQUEST_SHARE)
+        options: Any = {
+            "timeout": timedelta(seconds=request_seconds),
+            "connect_timeout": timedelta(seconds=min(_CONNECT_SECONDS, request_seconds)),
+            "allow_http": str(place.config.get("endpoint", "")).startswith("http://"),
+        }
+        backoff = {
+            "init_backoff": timedelta(seconds=FIRST_PAUSE_SECONDS),
+            "max_backoff": timedelta(seconds=LONGEST_PAUSE_SECONDS),
+            "base": 2,
+        }
+        # the last attempt may begin when this is over, and takes its own time
+        retrying = timedelta(seconds=deadline_seconds - request_seconds)
+
+        def made(max_retries: int) -> Any:
+            retry: Any = {"max_retries": max_retries, "retry_timeout": retrying, "backoff": backoff}
+            config: Any = dict(place.config)
+            return AzureStore(place.container, config=config, client_options=options, retry_config=retry)
+
+        self.store, self.store_once = made(_MANY), made(0)
+
+    @contextlib.contextmanager
+    def errors(self, what: str, where: str, *, may_be_done: bool = False) -> Iterator[None]:
+        """Turn what obstore raises while it tries to do `what` into StorageError.
+
+        Args:
+            what: as in "Could not {what}".
+            where: of what file.
+            may_be_done: whether it matters that it may be done although it failed.
+        """
+        try:
+            yield
+        except (CheckpointError, MemoryError, AssertionError):
+            raise
+        except Exception as error:
+            words, _, _ = str(error).partition(_DUMP)
+            failure = StorageError.from_os_error(what, where, type(error)(words), redact=self._redact)
+            failure.errno = failure.errno or _errno_of(error)
+            failure.outcome_unknown = may_be_done and failure.errno == errno.ETIMEDOUT
+            raise failure from self._redact.error(error)
+
+    def call(self, what: str, where: str, request: Callable[[], T]) -> T:
+        """Return what a request returns, one that may be sent twice.
+
+        obstore repeats what got no answer, but not all answers whose bodies are cut off.
+
+        Raises:
+            StorageError: it failed for good, or too much time is over.
+        """
+        end = time.monotonic() + self.deadline_seconds * _REQUEST_SHARE
+        pause = FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                with self.errors(what, where):
+                    return request()
+            except StorageError as error:
+                if error.errno != errno.ETIMEDOUT or time.monotonic() + pause >= end:
+                    raise
+            time.sleep(pause * random.uniform(0.5, 1))  # so that ranks do not come back all at once
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+
+def _errno_of(error: BaseException) -> int:
+    if isinstance(error, FileNotFoundError):
+        return errno.ENOENT
+    known = next((_ERRNO[base.__name__] for base in type(error).__mro__ if base.__name__ in _ERRNO), None)
+    status = _STATUS.search(str(error))
+    if known is None and status is not None and status[1].startswith("4") and int(status[1]) not in _TRANSIENT:
+        known = _REFUSED.get(int(status[1]), errno.EINVAL)
+    return errno.ETIMEDOUT if known is None else known

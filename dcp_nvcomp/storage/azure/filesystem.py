@@ -1,0 +1,135 @@
+"""A checkpoint's directory in an Azure container: blobs below a prefix, through obstore.
+
+data files    blocks, committed when the file is complete: output.py
+publish       one PUT with a condition: publish.py
+requests      client.py bounds them
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dcp_nvcomp.errors import StorageError
+from dcp_nvcomp.redaction import Redactor
+from dcp_nvcomp.storage.azure.client import AzureClient
+from dcp_nvcomp.storage.azure.options import azure_place
+from dcp_nvcomp.storage.azure.output import AzureOutput
+from dcp_nvcomp.storage.azure.publish import Replacement
+from dcp_nvcomp.storage.base import Below, FileInfo, OutputStream, too_short
+from dcp_nvcomp.storage.remote import RemoteFilesystem
+from dcp_nvcomp.storage.temporary import clock_name
+
+__all__ = ["AzureFilesystem"]
+
+
+class AzureFilesystem(RemoteFilesystem):
+    """Azure Blob Storage.
+
+    Args:
+        path: the checkpoint's URL.
+        options: the storage options, which hold secrets.
+        part_nbytes: how long the blocks of large files are.
+        deadline_seconds: how long one operation may take with all its retries.
+        known_options: names of the caller's own options, for hints at typing errors.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        options: Mapping[str, Any],
+        part_nbytes: int,
+        deadline_seconds: float,
+        known_options: Sequence[str] = (),
+    ) -> None:
+        place = azure_place(path, options, known_options)
+        super().__init__(path, place.prefix, part_nbytes, options)
+        self._client = AzureClient(place, deadline_seconds, Redactor(path, {**options, **place.config}))
+
+    def create_directory(self) -> None:
+        pass  # there are none
+
+    def open_output(self, name: str) -> OutputStream:
+        return AzureOutput(self._client, self._key(name), self.location(name), self._part_nbytes)
+
+    def open_replacement(self, name: str) -> OutputStream:
+        return AzureOutput(self._client, self._key(name), self.location(name), self._part_nbytes, replaces=True)
+
+    def publish(self, name: str, data: bytes, *, overwrite: bool = True) -> None:
+        Replacement(self._client, self._key(name), self.location(name), data).put(overwrite=overwrite)
+
+    def _get(self, name: str, start: int, stop: int) -> bytes:
+        import obstore
+
+        key, where = self._key(name), self.location(name)
+
+        def ask() -> bytes:
+            reply = obstore.get(self._client.store, key, options={"range": (start, stop)})
+            data, expected = bytes(reply.bytes()), min(stop, reply.meta["size"]) - start
+            if len(data) < expected:
+                raise ConnectionError(f"the reply ended after {len(data)} of {expected} bytes")
+            return data
+
+        try:
+            return self._client.call("read", where, ask)
+        except StorageError as error:
+            if error.errno == errno.ENOENT:
+                raise
+            nbytes = self.file_nbytes(name)
+            if nbytes is not None and nbytes <= start:
+                raise too_short(where, start, stop, nbytes) from error
+            raise
+
+    def file_nbytes(self, name: str) -> int | None:
+        import obstore
+
+        key = self._key(name)
+        with self._client.errors("look up", self.location(name)):
+            try:
+                return int(obstore.head(self._client.store, key)["size"])
+            except FileNotFoundError:
+                return None
+
+    def list_files(self) -> list[FileInfo]:
+        import obstore
+
+        def list_all() -> list[Any]:
+            return list(obstore.list_with_delimiter(self._client.store, self._root or None)["objects"])
+
+        return sorted(map(self._info, self._client.call("list", self.path, list_all)), key=lambda file: file.name)
+
+    def list_below(self) -> Below:
+        import obstore
+
+        def list_all() -> list[Any]:
+            return [one for some in obstore.list(self._client.store, self._root or None) for one in some]
+
+        return Below([*map(self._info, self._client.call("list", self.path, list_all))], [], {})
+
+    def _info(self, found: Any) -> FileInfo:
+        name = found["path"].removeprefix(f"{self._root}/" if self._root else "")
+        return FileInfo(name, int(found["size"]), found["last_modified"].timestamp())
+
+    def now_seconds(self) -> float:
+        import obstore
+
+        key = self._key(clock_name())
+
+        def ask() -> float:
+            obstore.put(self._client.store, key, b"", use_multipart=False)
+            try:
+                return float(obstore.head(self._client.store, key)["last_modified"].timestamp())
+            finally:
+                obstore.delete(self._client.store, key)
+
+        return self._client.call("ask for the time", self.path, ask)
+
+    def _remove(self, name: str) -> None:
+        import obstore
+
+        key = self._key(name)
+        with self._client.errors("remove", self.location(name)), contextlib.suppress(FileNotFoundError):
+            obstore.delete(self._client.store, key)

@@ -1,0 +1,330 @@
+"""Azure Blob Storage through obstore: the suite on Azurite, and what is its own.
+
+Azurite can't show: the latency and throttling of the real service, Azure AD, and hierarchical namespaces.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import fsspec.config
+import pytest
+import torch
+from azure.storage.blob import ContainerClient, ContainerSasPermissions, generate_container_sas
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dcp_nvcomp import verify_checkpoint
+from dcp_nvcomp.errors import ConcurrentSaveError, ConfigurationError, StorageError
+from dcp_nvcomp.storage.azure import publish
+from dcp_nvcomp.storage.azure.options import azure_place
+from dcp_nvcomp.storage.open import open_filesystem, real_place
+from tests.checkpoints import assert_loads, save
+
+from .suite import FilesystemSuite, Place, write_file
+
+pytestmark = pytest.mark.azure
+
+SECRET = "S3cretS3cretS3cret"
+
+
+@pytest.fixture(autouse=True)
+def no_account(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ACCOUNT_NAME", "ACCOUNT_KEY", "SAS_TOKEN", "CONNECTION_STRING", "ENDPOINT"):
+        monkeypatch.delenv(f"AZURE_STORAGE_{name}", raising=False)
+
+
+class TestAzurite(FilesystemSuite):
+    @pytest.fixture
+    def place(self, azure_store: Place) -> Place:
+        return azure_store
+
+
+@pytest.fixture
+def container(azure_store: Place) -> Iterator[ContainerClient]:
+    """A client beside ours."""
+    url, options = azure_store
+    with ContainerClient.from_connection_string(options["connection_string"], url.split("/")[2]) as client:
+        yield client
+
+
+def names(container: ContainerClient) -> list[str]:
+    return [blob.name for blob in container.list_blobs()]
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_large_files_are_committed_when_they_are_closed(azure_store: Place, container: ContainerClient) -> None:
+    url, options = azure_store
+    filesystem = open_filesystem(url, storage_options=options)
+    data = bytes(range(256)) * (100_000_000 // 256)
+    stream = filesystem.open_output("large")
+    stream.write(memoryview(data)[:60_000_000])  # one write of several blocks, then one that continues a block
+    assert names(container) == []
+    stream.write(memoryview(data)[60_000_000:])
+    stream.close()
+    assert names(container) == ["run/large"] and filesystem.file_nbytes("large") == len(data)
+    buffer = bytearray(len(data))
+    filesystem.read_into("large", 0, memoryview(buffer))
+    assert buffer == data
+
+
+@pytest.mark.parametrize("nbytes", [0, 100, 40 << 20])
+def test_a_dropped_stream_commits_nothing(azure_store: Place, container: ContainerClient, nbytes: int) -> None:
+    url, options = azure_store
+    stream = open_filesystem(url, storage_options=options).open_output("dropped")
+    stream.write(bytes(nbytes))
+    del stream
+    gc.collect()
+    time.sleep(0.2)
+    assert names(container) == []
+
+
+def test_odd_names(azure_store: Place, container: ContainerClient) -> None:
+    url, options = azure_store
+    for folder in ("a b", "ü", "x%20y", "1+1", "q?"):
+        filesystem = open_filesystem(f"{url}/{folder}", storage_options=options)
+        filesystem.publish(".metadata", folder.encode())
+        assert filesystem.list_names() == [".metadata"]
+        assert filesystem.read_all(".metadata", limit_nbytes=99) == folder.encode()
+    assert sorted(names(container)) == sorted(f"run/{one}/.metadata" for one in ("a b", "ü", "x%20y", "1+1", "q?"))
+
+
+def test_a_container_itself(azure_store: Place, container: ContainerClient) -> None:
+    url, options = azure_store
+    root = url.rpartition("/")[0]
+    filesystem = open_filesystem(root, storage_options=options)
+    write_file(filesystem, "a", b"1")
+    open_filesystem(url, storage_options=options).publish("b", b"2")
+    assert filesystem.list_names() == ["a"]
+    assert sorted(file.name for file in filesystem.list_below().files) == ["a", "run/b"]
+    assert sorted(names(container)) == ["a", "run/b"]
+
+
+def test_a_missing_container(azure_store: Place) -> None:
+    _, options = azure_store
+    filesystem = open_filesystem("az://no-such-container/run", storage_options=options, deadline_seconds=5)
+    assert filesystem.file_nbytes("a") is None
+    for use in (lambda: filesystem.publish("a", b"x"), lambda: write_file(filesystem, "a", b"x")):
+        with pytest.raises(StorageError) as caught:
+            use()
+        assert "az://no-such-container/run/a" in str(caught.value)
+
+
+# --- publishing ------------------------------------------------------------------------------------------------------
+
+
+def test_writers_of_the_same_moment(azure_store: Place) -> None:
+    """One of those that may not replace wins; of those that may, the last one's bytes are there, whole."""
+    url, options = azure_store
+    filesystems = [open_filesystem(url, storage_options=options) for _ in range(8)]
+    barrier = threading.Barrier(len(filesystems))
+
+    def publish_one(number: int, name: str, overwrite: bool) -> bool:
+        barrier.wait()
+        try:
+            filesystems[number].publish(name, bytes([number]) * 1000, overwrite=overwrite)
+        except ConcurrentSaveError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(len(filesystems)) as pool:
+        for turn in range(10):
+            won = list(pool.map(publish_one, range(8), [f"{turn}"] * 8, [False] * 8))
+            found = filesystems[0].read_all(f"{turn}", limit_nbytes=1000)
+            assert won.count(True) == 1 and found == bytes([won.index(True)]) * 1000
+            assert all(pool.map(publish_one, range(8), [f"{turn}"] * 8, [True] * 8))
+            found = filesystems[0].read_all(f"{turn}", limit_nbytes=1000)
+            assert len(found) == 1000 and len(set(found)) == 1
+
+
+class _Server:
+    """What the store answers to conditional writes, made to fail: done or not, and another save in between."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, done: bool, other: Any = None) -> None:
+        self.sent = 0
+        send = publish.Replacement._send
+
+        def failing(replacement: publish.Replacement, before: str | None) -> None:
+            self.sent += 1
+            if self.sent > 1:
+                return send(replacement, before)
+            if done:
+                send(replacement, before)
+            if other is not None:
+                other()
+            raise TimeoutError(errno.ETIMEDOUT, "no answer")
+
+        monkeypatch.setattr(publish.Replacement, "_send", failing)
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+@pytest.mark.parametrize("done", [True, False])
+def test_a_write_without_an_answer_is_repeated(
+    azure_store: Place, monkeypatch: pytest.MonkeyPatch, done: bool, overwrite: bool
+) -> None:
+    url, options = azure_store
+    filesystem = open_filesystem(url, storage_options=options)
+    if overwrite:
+        filesystem.publish("a", b"old")
+    server = _Server(monkeypatch, done=done)
+    filesystem.publish("a", b"new", overwrite=overwrite)
+    assert server.sent == 2 and filesystem.read_all("a", limit_nbytes=9) == b"new"
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_what_another_save_published_meanwhile_stays(
+    azure_store: Place, monkeypatch: pytest.MonkeyPatch, done: bool
+) -> None:
+    """Whether ours was there before it is not known, so neither is whether our files may still be named."""
+    url, options = azure_store
+    filesystem, other = (open_filesystem(url, storage_options=options) for _ in range(2))
+    filesystem.publish("a", b"old")
+    server = _Server(monkeypatch, done=done, other=lambda: other.publish("a", b"theirs"))
+    with pytest.raises(ConcurrentSaveError) as caught:
+        filesystem.publish("a", b"ours")
+    assert caught.value.outcome_unknown and server.sent >= 2
+    assert other.read_all("a", limit_nbytes=9) == b"theirs"
+
+
+# --- trouble ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("listening", [True, False])
+def test_no_server(listening: bool) -> None:
+    """Nobody listens, or somebody who never answers."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        if listening:
+            server.listen(100)
+        port = server.getsockname()[1]
+        options = {"account_name": "ckpt", "account_key": "QUJD", "endpoint": f"http://127.0.0.1:{port}/ckpt"}
+        filesystem = open_filesystem("az://c/run", storage_options=options, deadline_seconds=3)
+        for use in (
+            lambda: filesystem.file_nbytes("a"),
+            lambda: filesystem.list_files(),
+            lambda: filesystem.read("a", 0, 1),
+            lambda: filesystem.publish("a", b"x"),
+            lambda: write_file(filesystem, "a", b"x"),
+            lambda: write_file(filesystem, "a", bytes(40 << 20)),
+            lambda: filesystem.remove(["a"]),
+        ):
+            start = time.monotonic()
+            with pytest.raises(StorageError) as caught:
+                use()
+            assert time.monotonic() - start < 8
+            assert caught.value.errno == errno.ETIMEDOUT and "az://c/run" in str(caught.value)
+
+
+def test_a_wrong_key_is_not_repeated(azure_store: Place) -> None:
+    url, options = azure_store
+    text = options["connection_string"]
+    key = next(field for field in text.split(";") if field.startswith("AccountKey="))
+    wrong = {"connection_string": text.replace(key, "AccountKey=QUJDREVGRw==")}
+    filesystem = open_filesystem(url, storage_options=wrong, deadline_seconds=60)
+    for use in (lambda: filesystem.publish("a", b"x"), lambda: filesystem.list_files()):
+        start = time.monotonic()
+        with pytest.raises(StorageError) as caught:
+            use()
+        assert time.monotonic() - start < 20 and caught.value.errno == errno.EACCES
+
+
+@pytest.mark.parametrize(("rights", "may_save"), [("rl", False), ("rcwdl", True)])
+def test_the_least_rights(azure_store: Place, container: ContainerClient, rights: str, may_save: bool) -> None:
+    url, options = azure_store
+    fields = dict(field.split("=", 1) for field in filter(None, options["connection_string"].split(";")))
+    token = generate_container_sas(
+        fields["AccountName"],
+        container.container_name,
+        account_key=fields["AccountKey"],
+        permission=ContainerSasPermissions.from_string(rights),
+        expiry=datetime.now(timezone.utc) + timedelta(hours=1),
+    )
+    given = {"account_name": fields["AccountName"], "endpoint": fields["BlobEndpoint"], "sas_token": token}
+    state = {"w": torch.arange(3 << 20), "step": 1}
+    save(url, state, **options)
+    assert_loads(url, state, **given)
+    verify_checkpoint(url, storage_options=given)
+    if may_save:
+        save(url, {**state, "step": 2}, **given)
+        assert_loads(url, {**state, "step": 2}, **given)
+        return
+    with pytest.raises(CheckpointException) as caught:
+        save(url, {**state, "step": 2}, **given)
+    cause = caught.value.failures[0][0]
+    assert isinstance(cause, StorageError) and cause.errno == errno.EACCES
+    assert re.search(r"sig=(?!\*)", str(cause)) is None and token not in f"{caught.value}", "the signature is a secret"
+    assert_loads(url, state, **options)
+
+
+# --- options ---------------------------------------------------------------------------------------------------------
+
+
+def test_urls() -> None:
+    account = {"account_name": "acc"}
+    for url, container, prefix in (
+        ("az://c/a/b", "c", "a/b"),
+        ("az://c", "c", ""),
+        ("abfs://c@other.dfs.core.windows.net/a/", "c", "a"),
+        ("abfss://c/a", "c", "a"),
+    ):
+        place = azure_place(url, account)
+        assert (place.container, place.prefix) == (container, prefix)
+        assert place.config["account_name"] == "acc"
+    assert azure_place("abfs://c@other.dfs.core.windows.net/a", {}).config["account_name"] == "other"
+    assert real_place("abfs://c@other.dfs.core.windows.net/a/") == real_place("az://c/a") == "az://c/a"
+
+
+def test_connection_strings(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = f"DefaultEndpointsProtocol=https;AccountName=acc;AccountKey={SECRET}==;EndpointSuffix=core.windows.net"
+    expected = {"account_name": "acc", "account_key": f"{SECRET}==", "endpoint": "https://acc.blob.core.windows.net"}
+    assert azure_place("az://c/a", {"connection_string": text}).config == expected
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", text)
+    assert azure_place("az://c/a", {}).config == expected
+    assert azure_place("az://c/a", {"account_name": "b", "sas_token": "x"}).config == {
+        "account_name": "b",
+        "sas_token": "x",
+    }
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", f"BlobEndpoint=http://h/acc/;SharedAccessSignature={SECRET}")
+    with pytest.raises(ConfigurationError, match="There is no account"):
+        azure_place("az://c/a", {})
+
+
+def test_the_environment_and_fsspecs_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "from-environment")
+    assert azure_place("az://c/a", {}).config == {"account_name": "from-environment"}
+    monkeypatch.setitem(fsspec.config.conf, "az", {"account_nam": "x"})
+    with pytest.raises(ConfigurationError, match="account_name"):
+        open_filesystem("az://c/a")
+
+
+def test_mistakes() -> None:
+    with pytest.raises(ConfigurationError, match="There is no account"):
+        open_filesystem("az://c/a")
+    with pytest.raises(ConfigurationError, match="did you mean 'account_key'"):
+        open_filesystem("az://c/a", storage_options={"account_name": "a", "acount_key": "x"})
+    with pytest.raises(ConfigurationError, match="NAME=VALUE"):
+        open_filesystem("az://c/a", storage_options={"connection_string": SECRET})
+
+
+@pytest.mark.parametrize("option", ["account_key", "sas_token", "client_secret", "connection_string"])
+def test_no_secret_is_told(option: str) -> None:
+    value = f"AccountName=acc;AccountKey={SECRET}" if option == "connection_string" else SECRET
+    options = {"account_name": "acc", "endpoint": "http://127.0.0.1:9/acc", option: value}
+    if option == "client_secret":
+        options |= {"tenant_id": "t", "client_id": "i"}
+    with pytest.raises((StorageError, ConfigurationError)) as caught:
+        open_filesystem("az://c/a", storage_options=options, deadline_seconds=2).file_nbytes("x")
+    error: BaseException | None = caught.value
+    while error is not None:
+        assert SECRET not in f"{error!r} {error}"
+        error = error.__cause__ or error.__context__
