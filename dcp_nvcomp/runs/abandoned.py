@@ -27,16 +27,18 @@ class Abandoned:
     """The saves that a run has left behind.
 
     Attributes:
-        saves: their ids, by step: several of one that replicas have saved each for itself.
+        saves: their ids, by step: several of one that replicas have saved each for itself, with
+            what these have in common, as not all of them may have been seen.
         damaged: the steps of those that turned out damaged.
     """
 
     saves: Mapping[int, frozenset[str]] = field(default_factory=dict)
     damaged: frozenset[int] = frozenset()
 
-    def has(self, step: int, save_id: str) -> bool:
-        """Return whether a save is one of them."""
-        return save_id in self.saves.get(step, ())
+    def has(self, step: int, save_id: str, replica_id: str = "") -> bool:
+        """Return whether a save is one of them, or another replica's save of the same state is."""
+        known = self.saves.get(step, frozenset())
+        return save_id in known or (replica_id != "" and replica_id in known)
 
 
 def write_abandoned(own: Filesystem, abandoned: Abandoned) -> None:

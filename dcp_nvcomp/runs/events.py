@@ -56,7 +56,7 @@ class StepSaved:
         return self.uncompressed_nbytes / self.stored_nbytes if self.stored_nbytes else 1.0
 
     def __str__(self) -> str:
-        tiers = ", ".join(f"{tier} after {self.seconds[tier]:.2f} s" for tier in self.tiers)
+        tiers = ", ".join(f"{tier} after {self.seconds[tier]:.2f} s" for tier in self.tiers if tier in self.seconds)
         return (
             f"step {self.step}: {self.uncompressed_nbytes / 1e6:.2f} MB as {self.stored_nbytes / 1e6:.2f} MB (ratio "
             f"{self.ratio:.3f}), training waited {self.stall_seconds:.3f} s; {tiers}"

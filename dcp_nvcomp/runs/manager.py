@@ -35,7 +35,7 @@ from dcp_nvcomp.runs.pipeline import Pipeline, TierRules
 from dcp_nvcomp.runs.preemption import SignalWatch
 from dcp_nvcomp.runs.publishers import NodePublisher, StepPublisher, check_metrics
 from dcp_nvcomp.runs.ranks import Ranks
-from dcp_nvcomp.runs.replicas.replicas import replicas_for
+from dcp_nvcomp.runs.replicas.replicas import Replica, replicas_for
 from dcp_nvcomp.runs.restoring.run_restore import RunRestore
 from dcp_nvcomp.runs.state_size import state_nbytes
 from dcp_nvcomp.runs.step_save import StepSave
@@ -281,8 +281,9 @@ class CheckpointManager:
             else:
                 due = False
                 self._tell(StepSkipped(step, "earlier steps are still on their way: it goes to the fast tier only"))
+        replica = self._replicas.replica_of(values, self._pipeline.wait) if self._replicas and to_fast else None
         self._restoring.go_back()
-        self._begin_save(save, values, to_fast=to_fast, upload=due)
+        self._begin_save(save, values, replica, to_fast=to_fast, upload=due)
         self._has_last_save = self._has_last_save or self.preempted
         if not self._asynchronous:
             save.saved.exception()  # only waits: what failed is raised on all ranks
@@ -327,7 +328,9 @@ class CheckpointManager:
             logger.warning("It is not known how much room the fast tier has: %s", error)
             return False
 
-    def _begin_save(self, save: StepSave, values: dict[str, Any], *, to_fast: bool, upload: bool) -> None:
+    def _begin_save(
+        self, save: StepSave, values: dict[str, Any], replica: Replica | None, *, to_fast: bool, upload: bool
+    ) -> None:
         group = self._group
         replicas: tuple[tuple[int, ...], ...] = ()
         if to_fast:
@@ -335,8 +338,7 @@ class CheckpointManager:
             path = self._fast.path_of(save.step)
             durable_path = self._durable.path_of(save.step)
             publisher = NodePublisher(save.step, save.metrics, durable_path=durable_path, upload=upload)
-            if self._replicas is not None:
-                replica = self._replicas.replica_of(values)
+            if replica is not None:
                 values, group, replicas = replica.values, replica.group, replica.all
                 publisher.replica_id = replica.id
             writer = self._options.fast_writer(path)

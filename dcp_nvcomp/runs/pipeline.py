@@ -29,7 +29,7 @@ from dcp_nvcomp.runs.kept import write_kept
 from dcp_nvcomp.runs.publishers import NodePublisher
 from dcp_nvcomp.runs.ranks import Ranks
 from dcp_nvcomp.runs.removal import REMOVING
-from dcp_nvcomp.runs.replicas.comparing import differing_fqns
+from dcp_nvcomp.runs.replicas.comparing import compared
 from dcp_nvcomp.runs.replicas.written import WrittenPart, written_by
 from dcp_nvcomp.runs.step_save import StepSave
 from dcp_nvcomp.runs.steps import RunSteps
@@ -102,6 +102,8 @@ class Pipeline:
         self._changed = threading.Condition()
         self._on_their_way: list[int] = []
         self._in_fast: list[int] = []
+        self._differing: list[int] = []  # whose replicas differ, since the last one that was copied
+        self._has_said_so = False
         self.fast_nbytes = 0  # what the last step took on this node
         self._durable_thread = Background("dcp-run-durable", _unexpected)
         self._fast_thread = None if fast is None else Background("dcp-run-fast", _unexpected)
@@ -235,15 +237,19 @@ class Pipeline:
         failed: BaseException | None = None
         try:
             if len(parts) > 1:
-                self._compare(save, parts, own)
+                is_copied = self._compare(save, parts, own)
             else:
-                copied_nbytes = self._copy(save.step, own)
+                is_copied, copied_nbytes = True, self._copy(save.step, own)
                 if self._transfers:
                     save.reached("copies", copied_nbytes=copied_nbytes)
         except BaseException as error:
             failed = error
         else:
-            self._prune_fast(save.step)  # only then: a step without its copies does not stand in for older ones
+            # a step without its copies does not stand in for older ones
+            if is_copied:
+                self._prune_fast(save.step)
+            else:
+                self._prune_differing(save.step)
         self._end_part(save, failed)
 
     def _publish_on_nodes(self, step: int, part: WrittenPart) -> None:
@@ -259,15 +265,31 @@ class Pipeline:
 
         self._fast_ranks.together(publish)
 
-    def _compare(self, save: StepSave, parts: Sequence[WrittenPart], own: WrittenPart) -> None:
-        """Make sure that the replicas have saved the same: then each is a copy of the others."""
+    def _compare(self, save: StepSave, parts: Sequence[WrittenPart], own: WrittenPart) -> bool:
+        """Find out whether the replicas have saved the same; return False if they have not.
+
+        Where they have divided the state differently that is not known. Each is a copy all the same, but a restore then
+        reads one of them on all nodes.
+        """
         assert self._fast is not None
-        rank, here = self._fast_ranks.rank, self._fast.open(save.step)
-        fqns = differing_fqns(self._fast_ranks, [one.ranks for one in parts], here, own.files_of(rank))
-        if fqns:
-            self._tell(ReplicasDiffer(save.step, fqns))
-        else:
-            save.reached("copies")
+        fast, rank = self._fast, self._fast_ranks.rank
+        replicas = [one.ranks for one in parts]
+        found = compared(self._fast_ranks, replicas, fast.open(save.step), own.files_of(rank))
+        if found.differing:
+            self._tell(ReplicasDiffer(save.step, found.differing))
+            return False
+        if found.is_complete:
+
+            def mark() -> None:
+                if self._nodes.is_leader:
+                    fast.mark_equal(save.step, own.written.save_id)
+
+            self._fast_ranks.together(mark)
+        elif not self._has_said_so and self._fast_ranks.is_first:
+            self._has_said_so = True
+            logger.warning("The replicas divide the state differently, so that their checksums can't be compared.")
+        save.reached("copies")
+        return True
 
     def _copy(self, step: int, part: WrittenPart) -> int:
         """Send this rank's files to its peers; return what it received."""
@@ -296,6 +318,7 @@ class Pipeline:
         """Remove what is older than the steps that stay: complete ones, and what jobs that died have left of others."""
         assert self._fast is not None
         self.remember_fast([step])
+        self._differing = []
         self._in_fast = self._in_fast[-self._rules.fast_keep :]
         if len(self._in_fast) < self._rules.fast_keep or not self._nodes.is_leader:
             return
@@ -304,6 +327,17 @@ class Pipeline:
         gone = self._fast.remove_before(self._in_fast[0], but=busy)
         if gone:
             self._tell(StepsRemoved(gone, "fast"))
+
+    def _prune_differing(self, step: int) -> None:
+        """Remove older steps whose replicas differ, so that these do not fill the memory; equal ones stay."""
+        assert self._fast is not None
+        self._differing.append(step)
+        with self._changed:
+            busy = set(self._on_their_way)
+        old = [one for one in self._differing[: -self._rules.fast_keep] if one not in busy]
+        self._differing = [one for one in self._differing if one not in old]
+        if old and self._nodes.is_leader:
+            self._fast.remove(old)
 
     def _end_upload(self, save: StepSave, written: WrittenSave, senders: Mapping[str, int]) -> None:
         error: BaseException | None = None

@@ -18,9 +18,10 @@ from dcp_nvcomp.format.names import METADATA_NAME, is_stock_data_file, own_file,
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.temporary import published_name
 
-__all__ = ["REMOVING", "is_being_removed", "remove_step"]
+__all__ = ["EQUAL", "REMOVING", "is_being_removed", "remove_step"]
 
 REMOVING = ".removing"
+EQUAL = ".equal"  # beside what a replica has saved: other replicas have saved the same
 
 
 def is_being_removed(filesystem: Filesystem) -> bool:
@@ -60,7 +61,8 @@ def remove_step(filesystem: Filesystem, is_wanted: Callable[[], bool] = lambda: 
     filesystem.remove(sorted(name for name, kind in own.items() if kind == "metadata"))
     filesystem.remove(sorted(name for name, kind in own.items() if kind != "metadata"))
     filesystem.remove(sorted(name for name in names if is_stock_data_file(name)))
-    filesystem.remove(sorted(name for name in names if published_name(name) == REMOVING))  # of marks cut short
+    marks = [name for name in names if name == EQUAL or published_name(name) in (EQUAL, REMOVING)]  # some cut short
+    filesystem.remove(sorted(marks))
     filesystem.abort_uploads(uploads)
     filesystem.remove([REMOVING])
     filesystem.remove_directory()

@@ -101,7 +101,7 @@ def list_steps(filesystem: Filesystem, names: StepNames, abandoned: Abandoned | 
         for state in (COMPLETE, DAMAGED)
     )
     known = Abandoned() if abandoned is None else abandoned
-    left = tuple(saved for saved in complete if known.has(saved.step, saved.save_id))
+    left = tuple(saved for saved in complete if known.has(saved.step, saved.save_id, saved.replica_id))
     complete = tuple(saved for saved in complete if saved not in left)
     damaged = (*damaged, *(saved for saved in left if saved.step in known.damaged))
     left = tuple(saved for saved in left if saved.step not in known.damaged)

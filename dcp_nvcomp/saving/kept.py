@@ -56,6 +56,10 @@ class Kept:
         self._sequences.append(made)
         return made
 
+    def add_sequence(self, sequence: SaveSequence) -> None:
+        """Keep the asynchronous saves over a group whose own groups were made elsewhere."""
+        self._sequences.append(sequence)
+
     def background(self) -> BackgroundProcess:
         """Return the process that encodes copies, started if there is none.
 

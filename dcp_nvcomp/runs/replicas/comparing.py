@@ -1,6 +1,6 @@
 """Compares what replicas have saved, by the checksums in their files; no tensor is read, and nothing moves.
 
-    footers of this rank's files -> CRCs by record -> gathered -> records that differ between replicas
+    footers of this rank's files -> CRCs by record -> gathered -> records that differ, or that only one replica has
 
 Replicas of one state are equal. Where they are not, training has diverged, or a machine computes wrongly: both go
 unnoticed otherwise, and which replica a restore takes would matter.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -21,19 +22,32 @@ from dcp_nvcomp.format.record import KIND_PACK, KIND_TENSOR, Record
 from dcp_nvcomp.runs.ranks import Ranks
 from dcp_nvcomp.storage.base import Filesystem
 
-__all__ = ["differing_fqns"]
+__all__ = ["Compared", "compared"]
 
 _ROW = np.dtype([("record", "<u8"), ("crc", "<u4")])
 Rows = npt.NDArray[np.void]
 
 
-def differing_fqns(
-    ranks: Ranks, replicas: Sequence[Sequence[int]], filesystem: Filesystem, files: Mapping[str, int]
-) -> tuple[str, ...]:
-    """Return the tensors that replicas have saved with different values; all ranks call this.
+@dataclass(frozen=True)
+class Compared:
+    """What came of it.
 
-    Tensors are compared shard by shard, and the small ones that share blocks together. What replicas have divided
-    differently is not compared.
+    Attributes:
+        differing: the tensors that replicas have saved with different values.
+        is_complete: False if replicas have divided something differently, which so could not be compared.
+    """
+
+    differing: tuple[str, ...]
+    is_complete: bool
+
+
+def compared(
+    ranks: Ranks, replicas: Sequence[Sequence[int]], filesystem: Filesystem, files: Mapping[str, int]
+) -> Compared:
+    """Compare what replicas have saved; all ranks call this.
+
+    Tensors are compared shard by shard, and the small ones that share blocks together. Other values are not: pickles of
+    equal objects may differ.
 
     Args:
         ranks: the ranks.
@@ -55,11 +69,13 @@ def differing_fqns(
 
     ranks.together(read)
     rows = ranks.gather(np.array(sorted(crcs.items()), _ROW).tobytes())
-    differing = _differing([np.concatenate([np.frombuffer(rows[rank], _ROW) for rank in one]) for one in replicas])
+    by_replica = [np.concatenate([np.frombuffer(rows[rank], _ROW) for rank in one]) for one in replicas]
+    differing = _differing(by_replica)
+    records = [set(one["record"].tolist()) for one in by_replica]
     if not differing:
-        return ()
+        return Compared((), all(one == records[0] for one in records))
     mine = {fqn for at in differing & names.keys() for fqn in names[at]}
-    return tuple(sorted(set().union(*ranks.gather(mine))))
+    return Compared(tuple(sorted(set().union(*ranks.gather(mine)))), is_complete=True)
 
 
 def _differing(replicas: Sequence[Rows]) -> set[int]:

@@ -46,7 +46,8 @@ def missing_on(replicas: Sequence[Sequence[int]], paths: Sequence[Mapping[Path, 
         paths: of each rank: those of its entries, and whether they are sharded.
 
     Raises:
-        ConfigurationError: one of them is sharded: then replicas hold different tensors.
+        ConfigurationError: one of them is sharded: then replicas hold different tensors. Or it is an entry on one rank
+            and a dict with entries on another.
     """
     found: dict[Path, int] = {}
     everywhere = set.intersection(*(set().union(*(paths[rank] for rank in one)) for one in replicas))
@@ -60,6 +61,13 @@ def missing_on(replicas: Sequence[Sequence[int]], paths: Sequence[Mapping[Path, 
                     "(stages of a pipeline?): use a number of copies."
                 )
             found.setdefault(path, rank)
+    dicts = {path[:depth] for own in paths for path in own for depth in range(1, len(path))}
+    for path in found:
+        if path in dicts:
+            raise ConfigurationError(
+                f'copies="replicas": {path!r} is an entry on some ranks, and a dict with entries on others: save the '
+                "same kind of value on all, or use a number of copies."
+            )
     return found
 
 
@@ -67,11 +75,18 @@ def own_of(values: Mapping[Any, Any], owners: Mapping[Path, int], rank: int) -> 
     """Return the entries that a rank gives to replicas that lack them, in host memory."""
     if rank not in owners.values():
         return {}
-    return {
-        path: value.detach().cpu() if isinstance(value, torch.Tensor) else value
-        for path, value in entries(values)
-        if owners.get(path) == rank
-    }
+    return {path: _on_host(value) for path, value in entries(values) if owners.get(path) == rank}
+
+
+def _on_host(value: Any) -> Any:
+    """Return a value whose tensors are in host memory, each in memory of its own: more of it would be pickled."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True).contiguous()
+    if type(value) in (list, tuple):
+        return type(value)(map(_on_host, value))
+    if type(value) is dict:
+        return {key: _on_host(one) for key, one in value.items()}
+    return value
 
 
 def with_entries(values: Mapping[Any, Any], added: Mapping[Path, Any]) -> dict[Any, Any]:

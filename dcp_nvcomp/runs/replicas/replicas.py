@@ -8,8 +8,9 @@ little that is no replica's but a rank's own goes to the others while training w
 
 from __future__ import annotations
 
+import pickle
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.runs.options import REPLICAS
 from dcp_nvcomp.runs.ranks import Ranks
 from dcp_nvcomp.runs.replicas.entries import Path, digest_of, entries, missing_on, own_of, with_entries
+from dcp_nvcomp.runs.replicas.groups import ReplicaGroups
 from dcp_nvcomp.runs.replicas.parts import is_sharded, joined, whole_sets
 from dcp_nvcomp.runs.tiers.nodes import Nodes
 
@@ -48,13 +50,13 @@ class _Offer:
 
     Attributes:
         layout: what arrangements depend on: which ranks hold its tensors whole, and a digest of its entries.
-        own: entries that other replicas lack, by the latest arrangement.
+        own: entries that other replicas lack, by the latest arrangement, pickled.
         error: why it has none.
         id: an id for the save.
     """
 
     layout: tuple[frozenset[frozenset[int]], bytes] | None
-    own: Mapping[Path, Any]
+    own: bytes
     error: CheckpointError | None
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
@@ -69,52 +71,59 @@ class Replicas:
     """
 
     def __init__(self, ranks: Ranks, nodes: Nodes, group: dist.ProcessGroup) -> None:
-        self._ranks, self._nodes = ranks, nodes
+        self._ranks, self._nodes, self._run = ranks, nodes, group
         self._global_ranks = dist.get_process_group_ranks(group)
         self._layouts: list[Any] | None = None
         self._all: tuple[tuple[int, ...], ...] = ()
         self._owners: dict[Path, int] = {}
-        self._group: dist.ProcessGroup | None = None
+        self._groups: ReplicaGroups | None = None
 
-    def replica_of(self, values: dict[str, Any]) -> Replica:
+    def replica_of(self, values: dict[str, Any], until_idle: Callable[[], None]) -> Replica:
         """Return what this rank's replica saves of a state.
 
         Args:
             values: the state, without Stateful values.
+            until_idle: waits until no save is under way; called if the ranks are arranged anew.
 
         Raises:
-            ConfigurationError: there is no other replica in another failure domain, or replicas hold different tensors;
-                on all ranks.
+            ConfigurationError: there is no other replica in another failure domain, replicas hold different tensors, or
+                a value can't be given to other replicas; on all ranks.
         """
         offers = self._offers(values)
         if self._layouts != [offer.layout for offer in offers]:
-            self._arrange(values, offers)
+            self._arrange(values, offers, until_idle)
             offers = self._offers(values)
         own = next(one for one in self._all if self._ranks.rank in one)
         added = {
             path: value
             for rank, offer in enumerate(offers)
             if rank not in own and self._stands_in(own, rank) == self._ranks.rank
-            for path, value in offer.own.items()
+            for path, value in pickle.loads(offer.own).items()
         }
-        assert self._group is not None
-        return Replica(self._all, with_entries(values, self._lacking(values, added)), self._group, offers[0].id)
+        here = {path for path, _ in entries(values)}
+        lacking = {path: value for path, value in added.items() if path not in here}
+        assert self._groups is not None
+        return Replica(self._all, with_entries(values, lacking), self._groups.group, offers[0].id)
 
     def _offers(self, values: Mapping[str, Any]) -> list[_Offer]:
+        """Exchange what ranks have; what fails on one of them is raised on all, as all wait for it here."""
+        error: CheckpointError | None = None
         try:
-            paths = _paths(values)
-            sets = whole_sets(values.values(), self._global_ranks)
-            own = own_of(values, self._owners, self._ranks.rank)
-            mine = _Offer((sets, digest_of(paths)), own, None)
-        except CheckpointError as error:
-            mine = _Offer(None, {}, error)
-        offers = self._ranks.gather(mine)
-        failure = next((offer.error for offer in offers if offer.error is not None), None)
+            layout = (whole_sets(values.values(), self._global_ranks), digest_of(_paths(values)))
+            mine = _Offer(layout, pickle.dumps(own_of(values, self._owners, self._ranks.rank)), None)
+        except CheckpointError as raised:
+            error = raised
+        except Exception as raised:  # pickle lets through whatever an object's own methods raise
+            error = ConfigurationError(
+                f"A value that only one rank has can't be given to other replicas: {type(raised).__name__}: {raised}"
+            )
+        offers = self._ranks.gather(mine if error is None else _Offer(None, b"", error))
+        failure = error or next((offer.error for offer in offers if offer.error is not None), None)
         if failure is not None:
             raise failure
         return offers
 
-    def _arrange(self, values: Mapping[str, Any], offers: Sequence[_Offer]) -> None:
+    def _arrange(self, values: Mapping[str, Any], offers: Sequence[_Offer], until_idle: Callable[[], None]) -> None:
         paths = self._ranks.gather(_paths(values))
         sets = [one for offer in offers if offer.layout is not None for one in offer.layout[0]]
         replicas = joined(self._ranks.count, [*sets, *self._nodes.domains()])
@@ -125,12 +134,10 @@ class Replicas:
             )
         self._owners = missing_on(replicas, paths)
         if replicas != self._all:
+            until_idle()
             self.close()
+            self._groups = ReplicaGroups([[self._global_ranks[rank] for rank in one] for one in replicas], self._run)
             self._all = replicas
-            own = next(one for one in replicas if self._ranks.rank in one)
-            self._group = dist.new_group(
-                [self._global_ranks[rank] for rank in own], backend="gloo", use_local_synchronization=True
-            )
         self._layouts = [offer.layout for offer in offers]
 
     def _stands_in(self, own: Sequence[int], rank: int) -> int:
@@ -138,15 +145,11 @@ class Replicas:
         other = next(one for one in self._all if rank in one)
         return own[other.index(rank) % len(own)]
 
-    def _lacking(self, values: Mapping[str, Any], added: Mapping[Path, Any]) -> dict[Path, Any]:
-        here = {path for path, _ in entries(values)}
-        return {path: value for path, value in added.items() if path not in here}
-
     def close(self) -> None:
-        """Give up the process group."""
-        group, self._group = self._group, None
-        if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
+        """Give up the process groups; no save may be under way."""
+        groups, self._groups, self._all, self._layouts = self._groups, None, (), None
+        if groups is not None:
+            groups.close()
 
 
 def replicas_for(copies: int | str, ranks: Ranks, nodes: Nodes, group: dist.ProcessGroup | None) -> Replicas | None:

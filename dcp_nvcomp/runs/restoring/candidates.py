@@ -39,6 +39,7 @@ class Candidate:
         is_due: True if it was to be uploaded.
         replica_id: what the saves of all replicas have in common; empty if there are none.
         others: other versions that are complete on nodes.
+        is_equal: True if its nodes know that the versions are equal, so that each may read its own.
     """
 
     step: int
@@ -53,6 +54,7 @@ class Candidate:
     is_due: bool = False
     replica_id: str = ""
     others: tuple[Candidate, ...] = ()
+    is_equal: bool = False
 
     @property
     def versions(self) -> tuple[Candidate, ...]:
@@ -65,9 +67,12 @@ class Candidate:
         return any(one.is_durable for one in self.versions)
 
     def version_for(self, node: str) -> Candidate:
-        """Return the version that a node's ranks read: its own, if that is complete."""
-        own = (one for one in self.versions if one.is_complete_on_nodes and node in one.with_metadata)
+        """Return the version that a node's ranks read: its own, if that is complete, and known to equal the others."""
+        own = (one for one in self.versions if self._may_be_read(one) and node in one.with_metadata)
         return next(own, self)
+
+    def _may_be_read(self, version: Candidate) -> bool:
+        return version is self or (version.is_complete_on_nodes and version.is_equal and self.is_equal)
 
     @property
     def save_ids(self) -> frozenset[str]:
@@ -130,7 +135,7 @@ def candidates(
             saved.pop(key, None)
     found += [_durable_only(one) for one in saved.values()]
     if abandoned is not None:
-        found = [_marked(one) if abandoned.has(one.step, one.save_id) else one for one in found]
+        found = [_marked(one) if abandoned.has(one.step, one.save_id, one.replica_id) else one for one in found]
     return sorted(_with_versions(found), key=lambda one: (one.step, one.saved_seconds, one.save_id), reverse=True)
 
 
@@ -158,6 +163,7 @@ def _on_nodes(
         is_durable,
         is_due=first.is_due,
         replica_id=first.replica_id,
+        is_equal=all(one.is_equal for _, one in by_node),
     )
 
 
@@ -173,8 +179,8 @@ def _with_versions(found: Iterable[Candidate]) -> list[Candidate]:
 
 
 def _joined(versions: Sequence[Candidate]) -> Candidate:
-    """Return the versions of one step as one candidate: first one that is complete on nodes, if there is one."""
-    first, *others = sorted(versions, key=lambda one: not one.is_complete_on_nodes)
+    """Return versions of one step as one candidate: first one that is complete on nodes, else in the durable tier."""
+    first, *others = sorted(versions, key=lambda one: (not one.is_complete_on_nodes, not one.is_durable))
     return replace(first, others=tuple(one for one in others if one.is_complete_on_nodes or one.is_durable))
 
 

@@ -76,13 +76,18 @@ class Restoring:
         self._ranks, self._nodes, self._fast = ranks, nodes, fast
         self._load_options, self._reader_for = dict(load_options), reader_for
 
-    def newest(self, state: dict[str, Any], tried: Sequence[Candidate], *, fallback: bool) -> StepRestored:
+    def newest(
+        self, state: dict[str, Any], tried: Sequence[Candidate], *, fallback: bool
+    ) -> tuple[StepRestored, Candidate]:
         """Load the first of the candidates that can be loaded.
 
         Args:
             state: what to load into.
             tried: the candidates, at least one, in the order in which to try them; the same on all ranks.
             fallback: False to raise if the first one is damaged.
+
+        Returns:
+            What was loaded, and the candidate without the copies that turned out damaged.
 
         Raises:
             CheckpointError: none could be loaded; or the load failed for another reason than damage.
@@ -92,9 +97,9 @@ class Restoring:
         last: BaseException | None = None
         for candidate, after in zip(tried, (*tried[1:], None), strict=True):
             start = time.perf_counter()
-            loaded, last = self._load(state, candidate)
+            loaded, last, whole = self._load(state, candidate)
             if loaded is not None:
-                return StepRestored(
+                event = StepRestored(
                     candidate.step,
                     time.perf_counter() - start,
                     loaded.files,
@@ -102,6 +107,7 @@ class Restoring:
                     tuple(step for step in damaged if step != candidate.step),
                     candidate.metrics,
                 )
+                return event, whole
             assert last is not None
             is_of_another_step = after is None or after.step != candidate.step
             if not fallback and is_of_another_step:
@@ -114,15 +120,21 @@ class Restoring:
         assert last is not None
         raise last
 
-    def _load(self, state: dict[str, Any], candidate: Candidate) -> tuple[NearestReader | None, BaseException | None]:
-        """Load one candidate, without the copies that turn out damaged; return why the step is damaged, if it is."""
+    def _load(
+        self, state: dict[str, Any], candidate: Candidate
+    ) -> tuple[NearestReader | None, BaseException | None, Candidate]:
+        """Load one candidate, without the copies that turn out damaged.
+
+        Returns:
+            Its reader; or why the step is damaged; and the candidate without those copies.
+        """
         while True:
             reader, error = self._attempt(state, candidate)
             words = None if error is None else f"{type(error).__name__}: {error}"
             attempts = self._ranks.gather(_Attempt(_is_damage(error), words, reader.damaged))
             failed = {rank: one for rank, one in enumerate(attempts) if one.error is not None}
             if not failed:
-                return reader, None
+                return reader, None, candidate
             if any(not one.is_damage for one in failed.values()):
                 if error is not None and not _is_damage(error):
                     raise error
@@ -130,7 +142,7 @@ class Restoring:
             bad = {(self._nodes.node_of(rank), name) for rank, one in enumerate(attempts) for name in one.damaged}
             known = {(node, name) for name in candidate.files() for node in candidate.nodes_with(name)}
             if not bad & known or not _has_others(candidate.without(bad)):
-                return None, error or CorruptDataError(str(next(iter(failed.values())).error))
+                return None, error or CorruptDataError(str(next(iter(failed.values())).error)), candidate
             logger.warning("Copies of step %d are damaged, and others are taken: %s", candidate.step, sorted(bad))
             candidate = candidate.without(bad)
 

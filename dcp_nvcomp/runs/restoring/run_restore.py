@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from dcp_nvcomp.errors import CheckpointError, CheckpointNotFoundError
-from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
+from dcp_nvcomp.format.metadata.roots import read_root
 from dcp_nvcomp.format.names import METADATA_NAME
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.runs.abandoned import Abandoned, read_abandoned, write_abandoned
@@ -26,6 +26,7 @@ from dcp_nvcomp.runs.tiers.durable import DurableTier
 from dcp_nvcomp.runs.tiers.fast import FastTier, HeldStep
 from dcp_nvcomp.runs.tiers.nodes import Nodes
 from dcp_nvcomp.saving.commit import WrittenSave
+from dcp_nvcomp.storage.base import Filesystem
 
 __all__ = ["RunRestore"]
 
@@ -102,9 +103,10 @@ class RunRestore:
             self._load_options,
             lambda number: NearestReader(self._durable.path_of(number), **self._reader_options),
         )
-        event = loading.newest(state, wanted, fallback=fallback and step is None)
+        event, restored = loading.newest(state, wanted, fallback=fallback and step is None)
         self._plan_to_abandon(event, found)
-        ours = [one for one in found if not one.is_abandoned and one.step <= event.step]
+        ours = [one for one in found if not one.is_abandoned and one.step < event.step]
+        ours = [restored, *ours] if not restored.is_abandoned else ours  # without the copies that are damaged
         self._go_on_with_uploads(ours, is_due, new_save)
         return event
 
@@ -153,12 +155,20 @@ class RunRestore:
         newest = max((one.step for one in found if one.has_durable), default=-1)
         for one in reversed(complete):
             if one.step > newest and not one.has_durable and (one.is_due or is_due(one.step)):
-                self._upload_again(one, new_save(one.step, one.metrics))
+                self._upload_again(one, new_save)
 
-    def _upload_again(self, candidate: Candidate, save: StepSave) -> None:
+    def _upload_again(self, candidate: Candidate, new_save: Callable[[int, Mapping[str, float]], StepSave]) -> None:
         assert self._fast is not None
         here, source = self._fast.open(candidate.step), self._nodes.ranks_of(candidate.with_metadata[0])[0]
-        data = self._ranks.on_one(lambda: here.read_all(METADATA_NAME, limit_nbytes=MAX_METADATA_NBYTES), source)
+        try:
+            data, save_id = self._ranks.on_one(lambda: _root_of(here), source)
+        except CheckpointError as error:
+            logger.warning("Step %d is not uploaded: %s", candidate.step, error)
+            return
+        if save_id != candidate.save_id:
+            logger.warning("Step %d is not uploaded: another save has taken its place.", candidate.step)
+            return
+        save = new_save(candidate.step, candidate.metrics)
         senders = {}
         for number, name in enumerate(sorted(candidate.wanted)):
             ranks = self._nodes.ranks_of(candidate.holders[name][0])
@@ -170,5 +180,11 @@ class RunRestore:
 def _save_ids(found: Iterable[Candidate]) -> dict[int, frozenset[str]]:
     ids: dict[int, frozenset[str]] = {}
     for one in found:
-        ids[one.step] = ids.get(one.step, frozenset()) | one.save_ids
+        ids[one.step] = ids.get(one.step, frozenset()) | one.save_ids | ({one.replica_id} - {""})
     return ids
+
+
+def _root_of(filesystem: Filesystem) -> tuple[bytes, str | None]:
+    """Return the bytes of a `.metadata`, and the id of its save."""
+    root = read_root(filesystem, METADATA_NAME)
+    return root.data, root.save_id

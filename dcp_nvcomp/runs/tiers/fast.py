@@ -1,6 +1,7 @@
 """The fast tier: a directory on each node, in memory or on a local disk.
 
-    <fast>/step-<N>/       what ranks of this node saved, copies of other nodes' files, and the `.metadata` of all
+    <fast>/step-<N>/       what ranks of this node saved, copies of other nodes' files, and the `.metadata` of all;
+                           `.equal`, with the save's id, once replicas were compared and found equal
     <fast>/.run/run        which run the directory belongs to
 
 A step is complete when every file that its `.metadata` names is on some node. Files of two saves never have the same
@@ -20,7 +21,7 @@ from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.format.metadata.roots import read_root
 from dcp_nvcomp.format.metadata.summary import REPLICA, SUMMARY_NBYTES, summary_at_end
 from dcp_nvcomp.format.names import METADATA_NAME, data_file_rank
-from dcp_nvcomp.runs.removal import is_being_removed, remove_step
+from dcp_nvcomp.runs.removal import EQUAL, is_being_removed, remove_step
 from dcp_nvcomp.runs.steps import RUN_FOLDER, StepNames
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.open import open_filesystem, place_of
@@ -48,6 +49,7 @@ class HeldStep:
         metrics: of the step.
         is_due: True if it is to be uploaded.
         replica_id: what it has in common with the saves of other replicas; empty if there are none.
+        is_equal: True if it was found to equal those.
     """
 
     step: int
@@ -58,6 +60,7 @@ class HeldStep:
     metrics: Mapping[str, float]
     is_due: bool = False
     replica_id: str = ""
+    is_equal: bool = False
 
 
 class FastTier:
@@ -147,7 +150,26 @@ class FastTier:
                 summary.metrics,
                 is_due=summary.more.get(TO_UPLOAD) is True,
                 replica_id=str(summary.more.get(REPLICA, "")),
+                is_equal=self._is_equal(filesystem, root.save_id),
             )
+
+    @staticmethod
+    def _is_equal(filesystem: Filesystem, save_id: str | None) -> bool:
+        if filesystem.file_nbytes(EQUAL) is None:
+            return False
+        try:
+            return filesystem.read_all(EQUAL, limit_nbytes=_MOST_NAME_NBYTES).decode("utf-8", "replace") == save_id
+        except CheckpointError:
+            return False
+
+    def mark_equal(self, step: int, save_id: str) -> None:
+        """Note on this node that other replicas have saved the same.
+
+        Args:
+            step: the step.
+            save_id: of this node's save.
+        """
+        self.open(step).publish(EQUAL, save_id.encode())
 
     def remove_before(self, step: int, *, but: Collection[int]) -> tuple[int, ...]:
         """Remove what is here of older steps, whole or not; a failure is logged, and costs no more than space.

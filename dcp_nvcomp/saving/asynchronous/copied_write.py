@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from torch.distributed.checkpoint.planner import WriteItem
 
@@ -30,6 +30,8 @@ from dcp_nvcomp.storage.base import Filesystem
 __all__ = ["CopiedWrite"]
 
 logger = logging.getLogger(__name__)
+
+Copying: TypeAlias = Literal["copied", "refused", "later"]
 
 
 class CopiedWrite:
@@ -57,28 +59,38 @@ class CopiedWrite:
         self._hurry: Callable[[], None] | None = None
         self._must_hurry = False
 
-    def copy(self, items: Sequence[WriteItem], resolve: Callable[[WriteItem], Any], budget_nbytes: int) -> bool:
+    def copy(
+        self,
+        items: Sequence[WriteItem],
+        resolve: Callable[[WriteItem], Any],
+        budget_nbytes: int,
+        *,
+        may_wait: bool = True,
+    ) -> Copying:
         """Copy the data of all items, once the budget allows it.
 
         Args:
             items: of the plan.
             resolve: returns the data of an item.
             budget_nbytes: the most that the saves of this process may have in use.
+            may_wait: False to copy only what the budget allows now.
 
         Returns:
-            False if nothing was copied: a value can't be, or the budget or the memory of the machine is too small.
+            `refused`: a value can't be copied, or the budget or the memory of the machine is too small. `later`: other
+            saves have the memory now.
         """
         first = next((item for item in items if item.tensor_data is not None), None)
         if first is not None and not can_copy(resolve(first)):
-            return False
+            return "refused"
         # Python objects take memory as soon as they are resolved, and only then have a size. A planner may also make
         # tensors when it is asked for them, so of those there is one at a time.
         objects = {id(item): resolve(item) for item in items if item.tensor_data is None}
         nbytes = room_nbytes([*map(planned_nbytes, items), *(one.getbuffer().nbytes for one in objects.values())])
         if nbytes > budget_nbytes:
             logger.warning("The state is encoded while training waits: it does not fit into staging_budget_nbytes.")
-            return False
-        self._budget.reserve(nbytes, budget_nbytes, lambda: False)
+            return "refused"
+        if not self._budget.reserve(nbytes, budget_nbytes, lambda: not may_wait):
+            return "later"
         self._held_nbytes = nbytes
         try:
             segment = self._segments.take(nbytes)
@@ -87,12 +99,12 @@ class CopiedWrite:
             places = copied(values, segment, nbytes)
         except OSError as error:
             logger.warning("The state is encoded while training waits: no memory for a copy of it (%s).", error)
-            return False
+            return "refused"
         if places is None:
-            return False
+            return "refused"
         self._copied = CopiedItems(items, places, segment)
         self.staged_nbytes = nbytes
-        return True
+        return "copied"
 
     def run(
         self,

@@ -25,13 +25,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 from dcp_nvcomp.errors import EarlierSaveError
 from dcp_nvcomp.saving.asynchronous.staging import Staging, UploadFuture
 
-__all__ = ["SaveSequence"]
+__all__ = ["GROUP_COUNT", "TIMEOUT", "SaveSequence"]
 
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 2
+GROUP_COUNT = 1 + _AT_ONCE
 # Between two collectives of a save may lie its slowest rank's writing.
-_TIMEOUT = timedelta(hours=2)
+TIMEOUT = timedelta(hours=2)
 
 
 class SaveSequence:
@@ -39,12 +40,19 @@ class SaveSequence:
 
     Args:
         group: the process group of the state; None without torch.distributed.
+        own_groups: three gloo groups of the same ranks that nobody else uses; by default they are made.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, own_groups: Sequence[dist.ProcessGroup] | None = None) -> None:
         self.group = group
-        self._for_agreeing = None if group is None else _gloo_group(group)
-        self._for_saves = [None if group is None else _gloo_group(group) for _ in range(_AT_ONCE)]
+        made: Sequence[dist.ProcessGroup | None]
+        if own_groups is not None:
+            made = own_groups
+        elif group is None:
+            made = [None] * GROUP_COUNT
+        else:
+            made = [_gloo_group(group) for _ in range(GROUP_COUNT)]
+        self._for_agreeing, self._for_saves = made[0], list(made[1:])
         self._count = 0
         self._began_seconds: float | None = None
         self._latest: list[tuple[UploadFuture, Staging]] = []
@@ -171,6 +179,6 @@ def _gloo_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return a group of the same ranks for the CPU, which nobody else uses."""
     ranks = None if group is dist.group.WORLD else dist.get_process_group_ranks(group)
     made: dist.ProcessGroup = dist.new_group(
-        ranks, backend="gloo", timeout=_TIMEOUT, use_local_synchronization=ranks is not None
+        ranks, backend="gloo", timeout=TIMEOUT, use_local_synchronization=ranks is not None
     )
     return made

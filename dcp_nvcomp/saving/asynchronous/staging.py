@@ -150,7 +150,7 @@ class Staging:
             if self._copying_failed is not None:
                 raise self._copying_failed
             if not self._is_copied:
-                self._copy(items, resolve, budget_nbytes)
+                self._copy(items, resolve, budget_nbytes, may_wait=True)
             copied = self._copied
             if copied is None:
                 return None
@@ -182,22 +182,31 @@ class Staging:
             budget_nbytes: limit of memory; None for the default.
         """
         try:
-            self._copy(items, resolve, budget_nbytes)
+            # memory that is held while others are waited for must not be waited for: two saves could have half each
+            self._copy(items, resolve, budget_nbytes, may_wait=False)
         except BaseException as error:
             self._copying_failed = error
             self.failed(error)
         time.sleep(_HANDOVER_SECONDS)
 
-    def _copy(self, items: Sequence[WriteItem], resolve: Callable[[WriteItem], Any], budget_nbytes: int | None) -> None:
+    def _copy(
+        self,
+        items: Sequence[WriteItem],
+        resolve: Callable[[WriteItem], Any],
+        budget_nbytes: int | None,
+        *,
+        may_wait: bool,
+    ) -> None:
         """Copy the state, if that is how this save is staged and it can be done."""
         if self._copied is None:
             return
         if budget_nbytes is None:
             budget_nbytes = default_budget_nbytes(sum(map(planned_nbytes, items)))
-        if self._copied.copy(items, resolve, budget_nbytes):
+        outcome = self._copied.copy(items, resolve, budget_nbytes, may_wait=may_wait)
+        if outcome == "copied":
             self._is_copied = True
             self.staged()
-        else:
+        elif outcome == "refused":
             self._copied.end()
             self._copied = None
 

@@ -12,6 +12,27 @@ DURABLE = "dcp_nvcomp/runs/tiers/durable.py"
 
 MUTATIONS = (
     Mutation(
+        row="runs: of versions that are not whole on nodes the durable one is read",
+        file="dcp_nvcomp/runs/restoring/candidates.py",
+        old="(not one.is_complete_on_nodes, not one.is_durable)",
+        new="(not one.is_complete_on_nodes, one.save_id)",
+        tests="tests/runs/replicas/test_traps.py -k durable_version",
+    ),
+    Mutation(
+        row="runs: of replicas that differ all nodes read one version",
+        file="dcp_nvcomp/runs/restoring/candidates.py",
+        old="version.is_equal and self.is_equal",
+        new="True",
+        tests="tests/runs/replicas/test_traps.py -k differ",
+    ),
+    Mutation(
+        row="runs: what replicas saved of a step is left behind together",
+        file="dcp_nvcomp/runs/abandoned.py",
+        old="replica_id in known",
+        new="False",
+        tests="tests/runs/replicas/test_traps.py -k away",
+    ),
+    Mutation(
         row="runs: a step is marked before it is removed",
         file=REMOVAL,
         old='    filesystem.publish(REMOVING, b"")\n',

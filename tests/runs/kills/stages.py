@@ -84,7 +84,7 @@ STAGES = (
     Stage("copies: begin", Seam(_PIPELINE, "move_files", "before"), "all"),
     Stage("copies: half of a file", Seam(_RANKS, "exchange", "after", 2), "all"),
     Stage("copies: made", Seam(f"{_PIPELINE}:Pipeline", "_copy", "after"), "all"),
-    Stage("replicas: compared", Seam(_PIPELINE, "differing_fqns", "before"), "all"),
+    Stage("replicas: compared", Seam(_PIPELINE, "compared", "before"), "all"),
     Stage("upload: begins", Seam(_PIPELINE, "upload_files", "before"), "all"),
     Stage("upload: half of a file", Seam(_OUTPUT, "write", "before", 2, _of_output("/run/")), "all"),
     Stage("upload: all files up", Seam(f"{_PIPELINE}:Pipeline", "_commit", "before"), "coordinator"),
