@@ -15,7 +15,7 @@ MUTATIONS = (
         row="runs: of versions that are not whole on nodes the durable one is read",
         file="dcp_nvcomp/runs/restoring/candidates.py",
         old="(not one.is_complete_on_nodes, not one.is_durable)",
-        new="(not one.is_complete_on_nodes, one.save_id)",
+        new="(not one.is_complete_on_nodes, one.is_durable)",
         tests="tests/runs/replicas/test_traps.py -k durable_version",
     ),
     Mutation(
