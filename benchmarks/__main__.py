@@ -29,6 +29,7 @@ class Suite(str, Enum):
     reshard = "reshard"
     scale = "scale"
     s3 = "s3"
+    stores = "stores"
     gpu = "gpu"
     slices = "slices"
     tensors = "tensors"

@@ -245,11 +245,7 @@ class Pipeline:
         except BaseException as error:
             failed = error
         else:
-            # a step without its copies does not stand in for older ones
-            if is_copied:
-                self._prune_fast(save.step)
-            else:
-                self._prune_differing(save.step)
+            (self._prune_fast if is_copied else self._prune_differing)(save.step)
         self._end_part(save, failed)
 
     def _publish_on_nodes(self, step: int, part: WrittenPart) -> None:
@@ -315,7 +311,10 @@ class Pipeline:
         return sum(sum(part.files_of(rank).values()) for rank in sources)
 
     def _prune_fast(self, step: int) -> None:
-        """Remove what is older than the steps that stay: complete ones, and what jobs that died have left of others."""
+        """Remove what is older than the steps that stay: complete ones, and what jobs that died have left of others.
+
+        Called once the copies of a step are made: without them it does not stand in for older ones.
+        """
         assert self._fast is not None
         self.remember_fast([step])
         self._differing = []
@@ -333,8 +332,8 @@ class Pipeline:
         assert self._fast is not None
         self._differing.append(step)
         with self._changed:
-            busy = set(self._on_their_way)
-        old = [one for one in self._differing[: -self._rules.fast_keep] if one not in busy]
+            awaited = set(self._on_their_way)
+        old = [one for one in self._differing[: -self._rules.fast_keep] if one not in awaited]
         self._differing = [one for one in self._differing if one not in old]
         if old and self._nodes.is_leader:
             self._fast.remove(old)

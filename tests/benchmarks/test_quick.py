@@ -169,6 +169,16 @@ def test_s3(tmp_path: Path, moto_endpoint: str) -> None:
 
 
 @pytest.mark.tools
+@pytest.mark.azure
+@pytest.mark.usefixtures("azure_store")
+@pytest.mark.filterwarnings("ignore:Sending a large body directly")  # adlfs does
+def test_stores(tmp_path: Path) -> None:
+    rows = run_quick("stores", tmp_path)["stores"]
+    assert [row["writer"] for row in rows] == ["dcp_nvcomp", "dcp"]
+    assert rows[0]["stored"] < rows[1]["stored"]
+
+
+@pytest.mark.tools
 @pytest.mark.s3
 def test_memory(tmp_path: Path, moto_endpoint: str) -> None:
     rows = run_quick("scale", tmp_path, parts=("memory",), s3=moto_endpoint)["memory"]

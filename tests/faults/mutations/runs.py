@@ -91,8 +91,8 @@ MUTATIONS = (
     Mutation(
         row="runs: the fast tier is pruned only once copies are made",
         file=PIPELINE,
-        old="        else:\n            self._prune_fast(save.step)",
-        new="        finally:\n            self._prune_fast(save.step)",
+        old="        else:\n            (self._prune_fast if is_copied",
+        new="        finally:\n            (self._prune_fast if True",
         tests="tests/runs/kills/test_found.py",
     ),
     Mutation(
