@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import multiprocessing
 import multiprocessing.connection
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from tests.distributed.launch import STOCK_WARNINGS
 
@@ -106,6 +108,9 @@ def _gather(running: dict[Any, tuple[Job, int, Any]], started: float) -> None:
                 process.kill()
                 doomed.remove((job, rank, process))
         if age > LIMIT_SECONDS:
+            for _, _, process in waiting.values():
+                os.kill(process.pid, signal.SIGUSR1)  # they say where they stand
+            time.sleep(1.0)
             raise Hang(f"ranks {[rank for _, rank, _ in waiting.values()]} did not end in {LIMIT_SECONDS} s")
         delays = [job.kill_after_seconds - age for job, _, _ in doomed if job.kill_after_seconds is not None]
         for connection in multiprocessing.connection.wait(list(waiting), timeout=max(0.0, min([1.0, *delays]))):
@@ -127,6 +132,7 @@ def _is_doomed(job: Job, rank: int) -> bool:
 def _serve(connection: Any, job: Job, rank: int, meeting: Path) -> None:
     import torch
 
+    faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     logging.disable()  # DCP logs each failure, and here most are wanted
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -154,7 +160,8 @@ def _meet(job: Job, rank: int, meeting: Path) -> None:
 
     doomed = job.kill_after_seconds is not None
     timeout = timedelta(seconds=GLOO_SECONDS_OF_SURVIVORS if doomed else GLOO_SECONDS)
-    sequence._TIMEOUT = timeout  # of the groups that async_save makes
+    # of the groups that async_save makes; patch() fails where the name is gone
+    patch.object(sequence, "TIMEOUT", timeout).start()
     method = f"file://{meeting}"
     try:
         dist.init_process_group("gloo", init_method=method, rank=rank, world_size=job.world_size, timeout=timeout)
