@@ -23,7 +23,7 @@ from azure.storage.blob import ContainerClient, ContainerSasPermissions, generat
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_nvcomp import verify_checkpoint
-from dcp_nvcomp.errors import ConcurrentSaveError, ConfigurationError, StorageError
+from dcp_nvcomp.errors import ConcurrentSaveError, ConfigurationError, StorageError, TruncatedFileError
 from dcp_nvcomp.storage.azure import publish
 from dcp_nvcomp.storage.azure.options import azure_place
 from dcp_nvcomp.storage.open import open_filesystem, real_place
@@ -118,6 +118,17 @@ def test_a_missing_container(azure_store: Place) -> None:
         with pytest.raises(StorageError) as caught:
             use()
         assert "az://no-such-container/run/a" in str(caught.value)
+
+
+def test_a_range_behind_the_end_is_told_at_once(azure_store: Place) -> None:
+    url, options = azure_store
+    filesystem = open_filesystem(url, storage_options=options)
+    write_file(filesystem, "short", b"0123456789")
+    for start in (10, 1000):
+        began = time.monotonic()
+        with pytest.raises(TruncatedFileError):
+            filesystem.read("short", start, start + 1)
+        assert time.monotonic() - began < 20
 
 
 # --- publishing ------------------------------------------------------------------------------------------------------

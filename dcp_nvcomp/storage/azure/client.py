@@ -45,6 +45,7 @@ _ERRNO: Final = {
 # Some requests, such as lists, have a class for everything; their words have the status. So has what follows them: a
 # dump of the error's insides, which nobody needs.
 _STATUS: Final = re.compile(r"status code: (\d{3})")
+_BEYOND: Final = "Wanted range starting at"  # the end, or behind it: obstore's own words, without a status
 _DUMP: Final = "\n\nDebug source:"
 _REFUSED: Final = {401: errno.EACCES, 403: errno.EACCES, 404: errno.ENOENT}
 _TRANSIENT: Final = (408, 429)
@@ -138,4 +139,6 @@ def _errno_of(error: BaseException) -> int:
     status = _STATUS.search(str(error))
     if known is None and status is not None and status[1].startswith("4") and int(status[1]) not in _TRANSIENT:
         known = _REFUSED.get(int(status[1]), errno.EINVAL)
+    if known is None and _BEYOND in str(error):
+        known = errno.EINVAL
     return errno.ETIMEDOUT if known is None else known
