@@ -193,7 +193,7 @@ def test_what_was_flipped_is_read_again(wire: Wire, count: int) -> None:
 def test_a_lost_reply(wire: Wire, method: str, path: str, overwrite: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server did it, the client did not hear so, and asks again."""
     # a busy server may take longer to list uploads than a save waits for leftovers, which are then warned of
-    monkeypatch.setattr("dcp_nvcomp.storage.s3.client._REMOVAL_SECONDS", 30.0)
+    monkeypatch.setattr("dcp_nvcomp.storage.attempts._REMOVAL_SECONDS", 30.0)
     large = path in ("uploads", "partNumber=2", "uploadId=")
     if overwrite:
         wire.save(state_of_seed(1))

@@ -163,19 +163,19 @@ class _Server:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, done: bool, other: Any = None) -> None:
         self.sent = 0
-        send = publish.Replacement._send
+        put = publish.AzureTarget._put
 
-        def failing(replacement: publish.Replacement, before: str | None) -> None:
+        def failing(target: publish.AzureTarget, data: bytes, before: str | None) -> None:
             self.sent += 1
             if self.sent > 1:
-                return send(replacement, before)
+                return put(target, data, before)
             if done:
-                send(replacement, before)
+                put(target, data, before)
             if other is not None:
                 other()
             raise TimeoutError(errno.ETIMEDOUT, "no answer")
 
-        monkeypatch.setattr(publish.Replacement, "_send", failing)
+        monkeypatch.setattr(publish.AzureTarget, "_put", failing)
 
 
 @pytest.mark.parametrize("overwrite", [True, False])

@@ -18,8 +18,9 @@ from typing import Any, Final, TypeVar
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError, StorageError
 from dcp_nvcomp.redaction import Redactor
 from dcp_nvcomp.storage.azure.options import AzurePlace
+from dcp_nvcomp.storage.replacement import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS
 
-__all__ = ["FIRST_PAUSE_SECONDS", "LONGEST_PAUSE_SECONDS", "AzureClient"]
+__all__ = ["AzureClient"]
 
 T = TypeVar("T")
 
@@ -27,8 +28,6 @@ _CONNECT_SECONDS: Final = 5.0
 _REQUEST_SECONDS: Final = 30.0
 _REQUEST_SHARE: Final = 1 / 3  # of the deadline, for one request: a silent server leaves time to ask again
 _MANY: Final = 1000
-FIRST_PAUSE_SECONDS: Final = 0.1
-LONGEST_PAUSE_SECONDS: Final = 5.0
 
 # Classes of obstore's errors that are no OSError, by name, and the errno that says the same.
 _ERRNO: Final = {

@@ -1,7 +1,7 @@
 """A checkpoint's directory in an Azure container: blobs below a prefix, through obstore.
 
 data files    blocks, committed when the file is complete: output.py
-publish       one PUT with a condition: publish.py
+publish       one PUT with a condition: publish.py, replacement.py
 requests      client.py bounds them
 """
 
@@ -17,9 +17,10 @@ from dcp_nvcomp.redaction import Redactor
 from dcp_nvcomp.storage.azure.client import AzureClient
 from dcp_nvcomp.storage.azure.options import azure_place
 from dcp_nvcomp.storage.azure.output import AzureOutput
-from dcp_nvcomp.storage.azure.publish import Replacement
+from dcp_nvcomp.storage.azure.publish import AzureTarget
 from dcp_nvcomp.storage.base import Below, FileInfo, OutputStream, too_short
 from dcp_nvcomp.storage.remote import RemoteFilesystem
+from dcp_nvcomp.storage.replacement import replace
 from dcp_nvcomp.storage.temporary import clock_name
 
 __all__ = ["AzureFilesystem"]
@@ -59,7 +60,7 @@ class AzureFilesystem(RemoteFilesystem):
         return AzureOutput(self._client, self._key(name), self.location(name), self._part_nbytes, replaces=True)
 
     def publish(self, name: str, data: bytes, *, overwrite: bool = True) -> None:
-        Replacement(self._client, self._key(name), self.location(name), data).put(overwrite=overwrite)
+        replace(AzureTarget(self._client, self._key(name), self.location(name)), data, overwrite=overwrite)
 
     def _get(self, name: str, start: int, stop: int) -> bytes:
         import obstore

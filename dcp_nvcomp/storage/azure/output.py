@@ -6,22 +6,18 @@ Blocks that were never committed are removed by Azure itself, after a week.
 from __future__ import annotations
 
 import errno
-import io
-import logging
 from typing import Any, Final
 
 from dcp_nvcomp.errors import StorageError
 from dcp_nvcomp.storage.azure.client import AzureClient
-from dcp_nvcomp.storage.base import OutputStream
+from dcp_nvcomp.storage.parts import PartedOutput
 
 __all__ = ["AzureOutput"]
-
-logger = logging.getLogger(__name__)
 
 _AT_ONCE: Final = 2  # so that one is sent while the next one is collected
 
 
-class AzureOutput(OutputStream):
+class AzureOutput(PartedOutput):
     """A new blob.
 
     Args:
@@ -33,24 +29,10 @@ class AzureOutput(OutputStream):
     """
 
     def __init__(self, client: AzureClient, key: str, where: str, part_nbytes: int, *, replaces: bool = False) -> None:
-        self._client, self._key, self._where, self._replaces = client, key, where, replaces
-        self._state = "open"  # then "broken", "closed" or "aborted"
-        self._part_nbytes, self._part = part_nbytes, io.BytesIO()
+        super().__init__(where, part_nbytes, replaces=replaces)
+        self._client, self._key = client, key
         self._writer: Any = None
         self._nbytes = 0
-        self._may_exist = False
-
-    def write(self, data: memoryview | bytes) -> None:
-        assert self._state == "open"
-        view = memoryview(data).cast("B")
-        self._state = "broken"
-        while view:
-            taken = view[: self._part_nbytes - self._part.tell()]
-            self._part.write(taken)
-            view = view[len(taken) :]
-            if self._part.tell() == self._part_nbytes:
-                self._send_part()
-        self._state = "open"
 
     def _send_part(self) -> None:
         import obstore
@@ -60,15 +42,14 @@ class AzureOutput(OutputStream):
                 self._writer = obstore.open_writer(
                     self._client.store, self._key, buffer_size=self._part_nbytes, max_concurrency=_AT_ONCE
                 )
-            part, self._part = self._part.getvalue(), io.BytesIO()  # a copy: it is sent after `write` returned
+            part = self._take_part()  # it is sent after `write` returned
             self._writer.write(part)
             self._nbytes += len(part)
 
-    def close(self) -> None:
+    def _finish(self) -> None:
         import obstore
 
-        assert self._state == "open"
-        self._state, self._may_exist = "broken", True
+        self._may_exist = True
         if self._writer is None:
             with self._client.errors("write", self._where, may_be_done=True):
                 obstore.put(self._client.store, self._key, self._part.getvalue(), use_multipart=False)
@@ -76,7 +57,7 @@ class AzureOutput(OutputStream):
             if self._part.tell():
                 self._send_part()
             self._commit()
-        self._state, self._writer, self._part = "closed", None, io.BytesIO()
+        self._writer = None
 
     def _commit(self) -> None:
         try:
@@ -95,17 +76,17 @@ class AzureOutput(OutputStream):
         except StorageError:
             return False
 
-    def abort(self) -> None:
-        if self._state in ("closed", "aborted"):
-            return
+    def _discard(self) -> None:
+        self._writer = None  # dropped: what was sent is never committed
+        if self._may_exist and not self._replaces:
+            self._clean_up(self._remove)
+
+    def _remove(self) -> None:
         import obstore
 
-        self._part = io.BytesIO()
-        self._state, self._writer = "aborted", None  # dropped: what was sent is never committed
-        if self._may_exist and not self._replaces:
-            try:
-                with self._client.errors("remove", self._where):
-                    obstore.delete(self._client.store, self._key)
-            except StorageError as error:
-                if error.errno != errno.ENOENT:
-                    logger.warning("Something of the unfinished %s may be left: %s", self._where, error)
+        try:
+            with self._client.errors("remove", self._where):
+                obstore.delete(self._client.store, self._key)
+        except StorageError as error:
+            if error.errno != errno.ENOENT:
+                raise

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from dcp_nvcomp.errors import StorageError
-from dcp_nvcomp.storage.s3.client import Done, S3Client, answer_of, body_of
+from dcp_nvcomp.storage.attempts import Done
+from dcp_nvcomp.storage.s3.client import S3Client, answer_of, body_of
 
 __all__ = ["S3Object"]
 

@@ -5,24 +5,19 @@ Not s3fs's own files: their requests know no deadline, and a file that is droppe
 
 from __future__ import annotations
 
-import io
-import logging
-from collections.abc import Callable
 from typing import Any
 
-from dcp_nvcomp.errors import CheckpointError, StorageError
-from dcp_nvcomp.storage.base import OutputStream
+from dcp_nvcomp.errors import StorageError
+from dcp_nvcomp.storage.parts import PartedOutput
 from dcp_nvcomp.storage.s3.client import answer_of
 from dcp_nvcomp.storage.s3.object import S3Object
 
 __all__ = ["S3Output"]
 
-logger = logging.getLogger(__name__)
-
 _PARTS_BEFORE_GROWTH = 2000  # S3 takes 10,000 parts: with this growth nearly 1 TiB
 
 
-class S3Output(OutputStream):
+class S3Output(PartedOutput):
     """A new object.
 
     Args:
@@ -33,31 +28,19 @@ class S3Output(OutputStream):
     """
 
     def __init__(self, target: S3Object, part_nbytes: int, parts_grow: bool, *, replaces: bool = False) -> None:
-        self._target, self._replaces = target, replaces
-        self._state = "open"  # then "broken", "closed" or "aborted"
-        self._part_nbytes, self._parts_grow = part_nbytes, parts_grow
-        self._part = io.BytesIO()
+        super().__init__(target.location, part_nbytes, replaces=replaces)
+        self._target, self._parts_grow = target, parts_grow
         self._parts: list[dict[str, Any]] = []
         self._nbytes = 0
         self._upload_id: str | None = None
         self._uploads_lost = False  # whether there may be an upload whose id never arrived
-        self._may_exist = False
-
-    def write(self, data: memoryview | bytes) -> None:
-        assert self._state == "open"
-        view = memoryview(data).cast("B")
-        self._state = "broken"
-        while view:
-            taken = view[: self._part_nbytes - self._part.tell()]
-            self._part.write(taken)
-            view = view[len(taken) :]
-            if self._part.tell() == self._part_nbytes:
-                self._send_part()
-        self._state = "open"
 
     def close(self) -> None:
-        assert self._state == "open"
-        self._state = "broken"
+        super().close()
+        if self._uploads_lost:
+            self._clean_up(self._abort_lost_uploads)
+
+    def _finish(self) -> None:
         if self._upload_id is None:
             self._may_exist = True
             self._target.put(self._part.getvalue())
@@ -65,18 +48,13 @@ class S3Output(OutputStream):
             if self._part.tell():
                 self._send_part()
             self._complete()
-        self._part = io.BytesIO()
-        self._state = "closed"
-        if self._uploads_lost:
-            self._clean_up(self._abort_lost_uploads)
 
     def _send_part(self) -> None:
         if self._upload_id is None:
             self._uploads_lost = True
             begun = self._target.call("begin an upload of", "create_multipart_upload")
             self._upload_id, self._uploads_lost = begun.value["UploadId"], begun.attempts > 1
-        number, body = len(self._parts) + 1, self._part.getvalue()  # shares the memory of what was collected
-        self._part = io.BytesIO()
+        number, body = len(self._parts) + 1, self._take_part()
         sent = self._target.call("write", "upload_part", UploadId=self._upload_id, PartNumber=number, Body=body)
         # with s3_additional_kwargs={"ChecksumAlgorithm": ...} the server wants to hear each part's checksum again
         names = [name for name in sent.value if name.startswith("Checksum") and name != "ChecksumType"]
@@ -106,23 +84,13 @@ class S3Output(OutputStream):
         part_count = str(found.get("ETag", "")).strip('"').rpartition("-")[2]
         return int(found["ContentLength"]) == self._nbytes and part_count == str(len(self._parts))
 
-    def abort(self) -> None:
-        if self._state in ("closed", "aborted"):
-            return
-        self._state = "aborted"
-        self._part = io.BytesIO()
+    def _discard(self) -> None:
         if self._upload_id is not None:
             self._clean_up(self._abort_upload)
         if self._uploads_lost:
             self._clean_up(self._abort_lost_uploads)
         if self._may_exist and not self._replaces:  # a close that failed may have taken effect nevertheless
             self._clean_up(self._target.remove)
-
-    def _clean_up(self, step: Callable[[], None]) -> None:
-        try:
-            step()
-        except CheckpointError as error:
-            logger.warning("Something of the unfinished %s may be left: %s", self._target.location, error)
 
     def _abort_upload(self) -> None:
         assert self._upload_id is not None

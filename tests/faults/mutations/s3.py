@@ -65,7 +65,7 @@ MUTATIONS = (
     ),
     Mutation(
         row="S3, no reply to the commit: the error says so",
-        file="dcp_nvcomp/storage/s3/client.py",
+        file="dcp_nvcomp/storage/attempts.py",
         old="        failure.outcome_unknown = may_be_done\n",
         new="",
         tests=FAULTS + "lands_after",
@@ -86,21 +86,21 @@ MUTATIONS = (
     ),
     Mutation(
         row="S3, 503s: retried",
-        file="dcp_nvcomp/storage/s3/client.py",
-        old="                if not transient or took + pause >= seconds:",
+        file="dcp_nvcomp/storage/attempts.py",
+        old="                if not may_repeat(error) or took + pause >= seconds:",
         new="                if True:",
         tests=FAULTS + "bad_network",
     ),
     Mutation(
         row="S3, dead server: the deadline",
-        file="dcp_nvcomp/storage/s3/client.py",
+        file="dcp_nvcomp/storage/attempts.py",
         old="took + pause >= seconds:",
         new="took + pause >= 60:",
         tests=FAULTS + "outage",
     ),
     Mutation(
         row="S3, silent server: one attempt is limited",
-        file="dcp_nvcomp/storage/s3/client.py",
+        file="dcp_nvcomp/storage/attempts.py",
         old="limit = max(0.0, min(longest_seconds, end - time.monotonic()))",
         new="limit = 60",
         tests=FAULTS + "silent_server",
@@ -108,8 +108,8 @@ MUTATIONS = (
     Mutation(
         row="S3, refusals are not retried",
         file="dcp_nvcomp/storage/s3/client.py",
-        old="                transient = _is_transient(error)\n",
-        new="                transient = True\n",
+        old="        return _is_transient(error)\n",
+        new="        return True\n",
         tests=FAULTS + "refusal",
     ),
     Mutation(

@@ -1,0 +1,162 @@
+"""The loop that repeats requests until one succeeds, is refused for good, or time is up.
+
+It runs on fsspec's event loop, where the clients of S3 and Google Cloud Storage send their requests. They retry too,
+but none of them knows a deadline, and nested in each other and in a loop of ours their attempts would multiply, and
+hide which requests were sent more than once. So they are told to try once, and what retries is here alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import random
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from dcp_nvcomp.errors import CheckpointError, StorageError
+from dcp_nvcomp.redaction import Redactor
+from dcp_nvcomp.storage.base import completed
+
+__all__ = ["Attempts", "Done"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_ATTEMPT_SHARE = 1 / 3  # of the deadline, for one attempt: a silent server leaves time to ask again
+_REMOVAL_SECONDS = 10.0  # leftovers do no harm: do not wait for another whole deadline after a failure
+_QUIET_SECONDS = 10.0  # after that, retrying is worth a warning
+
+
+@dataclass(frozen=True)
+class Done(Generic[T]):
+    """The response to a request, and how often it was sent."""
+
+    value: T
+    attempts: int
+
+
+class Attempts(ABC):
+    """Sends requests on an event loop, and retries what is transient until the deadline.
+
+    Args:
+        loop: fsspec's event loop.
+        deadline_seconds: how long one operation may take with all its retries.
+        first_pause_seconds: the pause after the first failed attempt; each further one is twice as long.
+        longest_pause_seconds: no pause is longer than this.
+        redact: hides secrets in what the client says.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        deadline_seconds: float,
+        *,
+        first_pause_seconds: float = 0.1,
+        longest_pause_seconds: float = 5.0,
+        redact: Redactor,
+    ) -> None:
+        self._loop = loop
+        self._redact = redact
+        self._first_pause_seconds = first_pause_seconds
+        self._longest_pause_seconds = longest_pause_seconds
+        self.deadline_seconds = deadline_seconds
+        self.removal_seconds = min(_REMOVAL_SECONDS, deadline_seconds)
+
+    @abstractmethod
+    def _is_transient(self, error: Exception) -> bool:
+        """True if the same request may succeed a moment later."""
+
+    @abstractmethod
+    def _is_answer(self, error: Exception) -> bool:
+        """True if the error is what the server answered."""
+
+    @abstractmethod
+    def _server(self) -> str:
+        """The server's address, for messages."""
+
+    def _may_be_done(self, error: Exception) -> bool:
+        """True if it is not certain that the request was not carried out."""
+        return self._is_transient(error)
+
+    def perform(
+        self,
+        what: str,
+        where: str,
+        attempt: Callable[[], Awaitable[T]],
+        *,
+        deadline_seconds: float | None = None,
+        may_repeat: Callable[[Exception], bool] | None = None,
+    ) -> Done[T]:
+        """Run attempts until one succeeds, is refused for good, or time is up; a CheckpointError ends it too.
+
+        Args:
+            what: what it does, for messages: "write".
+            where: the object, for messages.
+            attempt: sends what is to be sent once.
+            deadline_seconds: instead of the client's.
+            may_repeat: after which errors it may be sent again; by default the transient ones.
+
+        Raises:
+            StorageError: refused, or no response in time.
+        """
+        seconds = self.deadline_seconds if deadline_seconds is None else deadline_seconds
+        running = self._perform(what, where, attempt, seconds, may_repeat or self._is_transient)
+        future = asyncio.run_coroutine_threadsafe(running, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # when the wait was interrupted: the request ends with it
+            raise
+
+    async def _perform(
+        self,
+        what: str,
+        where: str,
+        attempt: Callable[[], Awaitable[T]],
+        seconds: float,
+        may_repeat: Callable[[Exception], bool],
+    ) -> Done[T]:
+        began = time.monotonic()
+        attempts, may_be_done, warned = 0, False, False
+        while True:
+            attempts += 1
+            try:
+                return Done(await self._attempt(attempt, began + seconds, seconds * _ATTEMPT_SHARE), attempts)
+            except CheckpointError:
+                raise
+            except Exception as error:
+                took = time.monotonic() - began
+                pause = min(self._first_pause_seconds * 2 ** min(attempts - 1, 10), self._longest_pause_seconds)
+                pause *= random.uniform(0.5, 1)  # so that ranks do not come back all at once
+                may_be_done |= self._may_be_done(error)
+                if not may_repeat(error) or took + pause >= seconds:
+                    raise self._failure(what, where, error, attempts, took, may_be_done) from self._redact.error(error)
+                words = self._redact(str(error))
+                logger.info("Could not %s %s, trying again: %s", what, where, words)
+                if took > _QUIET_SECONDS and not warned:
+                    warned = True
+                    logger.warning("Still trying to %s %s after %.0f s: %s", what, where, took, words)
+            await asyncio.sleep(pause)
+
+    async def _attempt(self, attempt: Callable[[], Awaitable[T]], end: float, longest_seconds: float) -> T:
+        limit = max(0.0, min(longest_seconds, end - time.monotonic()))
+        try:
+            return await asyncio.wait_for(attempt(), limit)
+        except asyncio.TimeoutError as error:
+            raise TimeoutError(errno.ETIMEDOUT, f"no answer from {self._server()} within {limit:.1f} s") from error
+
+    def _failure(
+        self, what: str, where: str, error: Exception, attempts: int, took: float, may_be_done: bool
+    ) -> StorageError:
+        tried = f", after {attempts} attempts in {took:.0f} s" if attempts > 1 else ""
+        failure = StorageError.from_os_error(what, where, completed(error), tried, redact=self._redact)
+        if failure.errno is None and not self._is_answer(error):
+            failure.errno = errno.ETIMEDOUT if may_be_done else None
+        failure.attempts = attempts
+        failure.outcome_unknown = may_be_done
+        return failure

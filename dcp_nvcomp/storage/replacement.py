@@ -1,0 +1,95 @@
+"""Replaces a small object so that no request of ours can undo what another save publishes later.
+
+A request that got no answer may still be carried out, after another save has published and removed our files: it would
+bring back metadata that names nothing. So each says what it replaces, is sent once at a time, and before it is sent
+again we look whether it was carried out.
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+import time
+from typing import Final, Protocol
+
+from dcp_nvcomp.errors import ConcurrentSaveError, StorageError
+from dcp_nvcomp.storage.base import already_published
+
+__all__ = ["FIRST_PAUSE_SECONDS", "LONGEST_PAUSE_SECONDS", "Target", "replace"]
+
+FIRST_PAUSE_SECONDS: Final = 0.1
+LONGEST_PAUSE_SECONDS: Final = 5.0
+
+
+class Target(Protocol):
+    """One small object on a store that knows conditional writes."""
+
+    @property
+    def where(self) -> str:
+        """Its URL, for messages."""
+
+    @property
+    def deadline_seconds(self) -> float:
+        """How long publishing may take."""
+
+    def version(self) -> str | None:
+        """Return what the store calls the object's present version; None if there is no object."""
+
+    def read(self) -> bytes | None:
+        """Return the object's bytes; None if there is no object."""
+
+    def send(self, data: bytes, before: str | None) -> None:
+        """Write it once, if `before` is its present version.
+
+        Raises:
+            StorageError: with errno EEXIST if it is not; with `outcome_unknown` if it may be done all the same.
+        """
+
+
+def replace(target: Target, data: bytes, *, overwrite: bool) -> None:
+    """Put `data` there.
+
+    Args:
+        target: the object.
+        data: what is to be there.
+        overwrite: whether an object may be replaced.
+
+    Raises:
+        ConcurrentSaveError: another save has published since an attempt of ours that had no answer; or with
+            `overwrite=False` there is an object.
+        StorageError: it could not be done before the deadline.
+    """
+    end = time.monotonic() + target.deadline_seconds
+    before = target.version() if overwrite else None
+    unsure, pause = False, FIRST_PAUSE_SECONDS  # unsure: whether an attempt had no answer
+    while True:
+        try:
+            target.send(data, before)
+            return
+        except StorageError as error:
+            if error.errno == errno.EEXIST:  # refused because of the condition
+                if _is_ours(target, data):
+                    return
+                if not overwrite:
+                    raise already_published(target.where) from error
+                if unsure:
+                    raise _refusal(target.where) from error
+                before = target.version()  # another save was faster; this one comes after it
+            elif not error.outcome_unknown or time.monotonic() + pause >= end:
+                raise
+            else:
+                unsure = True
+                time.sleep(pause * random.uniform(0.5, 1))  # so that ranks do not come back all at once
+                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+            if time.monotonic() >= end:
+                raise
+
+
+def _is_ours(target: Target, data: bytes) -> bool:
+    return any(target.read() == data for _ in range(2))  # twice, as bits may flip in transit
+
+
+def _refusal(where: str) -> ConcurrentSaveError:
+    refusal = ConcurrentSaveError("Another save has published here at the same time.", path=where)
+    refusal.outcome_unknown = True
+    return refusal
