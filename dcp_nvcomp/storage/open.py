@@ -1,7 +1,7 @@
 """`open_filesystem` returns the `Filesystem` for a path or URL.
 
-Local paths use system calls (local/filesystem.py), Azure obstore (azure/); all else goes through fsspec, which is
-imported nowhere else.
+Local paths use system calls (local/filesystem.py), Azure obstore (azure/); all else goes through fsspec, of Google
+Cloud Storage (gcs/) only credentials and connections.
 The contract that both keep is in base.py.
 """
 
@@ -25,6 +25,8 @@ from dcp_nvcomp.storage.azure.filesystem import AzureFilesystem
 from dcp_nvcomp.storage.azure.options import AZURE, azure_url
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.fsspec_files import FsspecFilesystem
+from dcp_nvcomp.storage.gcs.filesystem import GcsFilesystem
+from dcp_nvcomp.storage.gcs.options import GCS, gcs_url
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.remote import PARALLEL_READS, part_nbytes
 from dcp_nvcomp.storage.s3 import client as s3_client
@@ -53,7 +55,7 @@ def open_filesystem(
     Args:
         path: a local path, or any URL that fsspec knows.
         sync_files: fsync local data files when they are closed.
-        deadline_seconds: on S3 and Azure, how long one operation may take with all its retries.
+        deadline_seconds: on S3, Azure and Google Cloud Storage, how long one operation may take with all its retries.
         storage_options: for the fsspec filesystem, as they are; never changed. `storage_deadline_seconds` among them
             counts instead of `deadline_seconds`: so the commands take it.
         known_options: names of the caller's own options, for hints at typing errors.
@@ -76,6 +78,9 @@ def open_filesystem(
     chained = url is not None and url[2] is not None
     if protocol in AZURE and not chained:
         return _open_azure(text, protocol, options, deadline_seconds, known_options)
+    if protocol in GCS and not chained:
+        with _configuration_errors(text, options):
+            return GcsFilesystem(text, options=options, deadline_seconds=deadline_seconds, known_options=known_options)
     _check_options(_filesystem_class(protocol, text), protocol, options, known_options, may_pass=chained)
     if protocol in ("file", "local") and not chained:
         local = os.path.expanduser(text[url.end() :] if url else text)
@@ -106,6 +111,8 @@ def real_place(path: str | os.PathLike[str]) -> str:
         return text.rstrip("/")
     if protocol in AZURE:
         return azure_url(text)
+    if protocol in GCS:
+        return gcs_url(text)
     stripped = str(_filesystem_class(protocol, text)._strip_protocol(text))
     return f"{'s3' if protocol in _S3 else protocol}://{stripped.strip('/')}"
 
@@ -194,6 +201,6 @@ def _check_options(
 
 
 # A PUT is atomic and directories do not exist. Elsewhere directories are made, as on a disk.
-_OBJECT_STORES = ("s3", "s3a", "gs", "gcs", *AZURE, "adl", "oci", "ocilake", "oss", "memory")
+_OBJECT_STORES = ("s3", "s3a", *GCS, *AZURE, "adl", "oci", "ocilake", "oss", "memory")
 # They keep no listings, and pass every option on to the SSH client, which refuses those that it does not know.
 _WITHOUT_LISTINGS = ("sftp", "ssh")

@@ -13,6 +13,7 @@ import fsspec.config
 from fsspec.registry import known_implementations
 
 from dcp_nvcomp.storage.azure.options import AZURE
+from dcp_nvcomp.storage.gcs.options import GCS
 
 __all__ = ["StorageSettings", "filesystem_classes", "is_known_elsewhere", "storage_of"]
 
@@ -21,9 +22,9 @@ _IN_PROCESS = ("memory",)
 
 
 def filesystem_classes(path: str | os.PathLike[str]) -> dict[str, type]:
-    """Return the fsspec classes of a URL by protocol; none for a local path, and for Azure, which is not fsspec's."""
+    """Return the fsspec classes of a URL by protocol; none for a local path, nor where we have a client of our own."""
     names = map(str.lower, _PROTOCOLS.findall(os.fspath(path)))
-    return {name: fsspec.get_filesystem_class(name) for name in names if name not in AZURE}
+    return {name: fsspec.get_filesystem_class(name) for name in names if name not in (*AZURE, *GCS)}
 
 
 def is_known_elsewhere(path: str | os.PathLike[str]) -> bool:
