@@ -3,7 +3,7 @@
 `s3_store` is moto's server in a thread of this process. `real_s3_store` is the server named by DCP_NVCOMP_TEST_S3 (an
 endpoint URL; keys in DCP_NVCOMP_TEST_S3_KEY and DCP_NVCOMP_TEST_S3_SECRET, by default `ci` and `cisecret`).
 `any_s3_store` runs a test on both. `azure_store` is a container of the server that DCP_NVCOMP_TEST_AZURE names by a
-connection string.
+connection string. `gcs_store` is a bucket of an emulator that each worker starts for itself (servers/gcs.py).
 """
 
 from __future__ import annotations
@@ -22,10 +22,14 @@ from hypothesis import settings
 from dcp_nvcomp.engines import notices
 from dcp_nvcomp.saving.kept import forget_all
 from tests.effort import examples
+from tests.servers.gcs import GcsServer
 from tests.skips import RequireGpu
 
 S3Store = tuple[str, dict[str, Any]]
 
+
+# When DCP's own writer uses gcsfs, it would ask Google what kind of bucket it is; read when gcsfs is imported.
+os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
 
 settings.register_profile("dcp_nvcomp", max_examples=examples(100), deadline=None)
 settings.load_profile("dcp_nvcomp")
@@ -164,6 +168,24 @@ def azure_store() -> Iterator[S3Store]:
         service.create_container(container)
         yield f"az://{container}/run", {"connection_string": text}
         service.delete_container(container)
+
+
+@pytest.fixture(scope="session")
+def gcs_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServer]:
+    missing = GcsServer.missing()
+    if missing:
+        pytest.skip(missing)
+    server = GcsServer(tmp_path_factory.mktemp("gcs"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def gcs_store(gcs_server: GcsServer) -> Iterator[S3Store]:
+    url, options = gcs_server.place("run")
+    yield url, options
+    gcs_server.remove(url)
 
 
 def _fresh_bucket(options: dict[str, Any]) -> Iterator[S3Store]:

@@ -21,7 +21,7 @@ from .plugins import OURS, OURS_FROM_STOCK, Plugin, cause_of, quiet_stock
 from .sabotage import FailingSavePlanner, Sabotage
 from .values import all_values, trained, trained_state
 
-pytestmark = [pytest.mark.s3, pytest.mark.azure, *quiet_stock]
+pytestmark = [pytest.mark.s3, pytest.mark.azure, pytest.mark.gcs, *quiet_stock]
 
 Store = tuple[str, dict[str, Any]]
 
@@ -35,10 +35,12 @@ def _names(store: Store) -> set[str]:
     return set(open_filesystem(url, storage_options=options).list_names())
 
 
-@pytest.fixture(params=["moto", "real S3", "azure"])
+_FIXTURES = {"moto": "s3_store", "real S3": "real_s3_store", "azure": "azure_store", "gcs": "gcs_store"}
+
+
+@pytest.fixture(params=list(_FIXTURES))
 def object_store(request: pytest.FixtureRequest) -> Store:
-    fixture = {"moto": "s3_store", "real S3": "real_s3_store", "azure": "azure_store"}[request.param]
-    store: Store = request.getfixturevalue(fixture)
+    store: Store = request.getfixturevalue(_FIXTURES[request.param])
     return store
 
 

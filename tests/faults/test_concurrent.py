@@ -1,4 +1,4 @@
-"""Two writers on one path, and readers during overwrites, on disk, S3 and Azure: never a mixture."""
+"""Two writers on one path, and readers during overwrites, on disk and object stores: never a mixture."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ Place = tuple[str, dict[str, Any]]
         pytest.param("moto", marks=pytest.mark.s3),
         pytest.param("real", marks=pytest.mark.s3),
         pytest.param("azure", marks=pytest.mark.azure),
+        pytest.param("gcs", marks=pytest.mark.gcs),
     ]
 )
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     if request.param == "disk":
         return str(tmp_path), {}
-    fixtures = {"moto": "s3_store", "real": "real_s3_store", "azure": "azure_store"}
+    fixtures = {"moto": "s3_store", "real": "real_s3_store", "azure": "azure_store", "gcs": "gcs_store"}
     found: Place = request.getfixturevalue(fixtures[request.param])
     return found
 
