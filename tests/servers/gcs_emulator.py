@@ -5,7 +5,8 @@
 - preconditions: `ifGenerationMatch` and `ifGenerationNotMatch` of uploads and removals, else 412
 - upload sessions: what was received is told by a query, also of a session that is complete; no Range header if nothing
   was; parts but the last are multiples of 256 KiB; `X-Goog-Hash` of the last one is checked; DELETE answers 499
-- 416 behind an object's end, JSON with every refusal, lists in pages, connections that stay open, several at once
+- 416 behind an object's end, JSON with every refusal, lists in pages, objects that are moved
+- connections that stay open, and several at once
 - objects of any name, kept whole through SIGKILL
 - `Authorization: Bearer only:get,list` has only these rights of storage.objects; `Bearer nobody` is not let in
 
@@ -172,6 +173,9 @@ def _must_be_there(request: Any, store: _Storage) -> dict[str, Any]:
 
 
 def _insert(request: Any, response: Any, store: _Storage) -> None:
+    if _option(request, "upload_id") is not None:  # gcsfs sends parts by POST
+        _part(request, response, store)
+        return
     bucket = request.params["bucket_name"]
     if bucket not in store.buckets:
         raise _RefusedError(HTTPStatus.NOT_FOUND, "notFound", "The specified bucket does not exist.")
@@ -270,6 +274,13 @@ def _delete(request: Any, response: Any, store: _Storage) -> None:
     response.status = HTTPStatus.NO_CONTENT
 
 
+def _move(request: Any, response: Any, store: _Storage) -> None:
+    _must_be_there(request, store)
+    bucket, name = request.params["bucket_name"], request.params["object_id"]
+    response.json(objects._copy(request.base_url, store, bucket, name, bucket, request.params["target"]))
+    store.delete_file(bucket, name)
+
+
 def _keep(request: Any, response: Any, store: _Storage) -> None:
     _KEEP.append(int(request.params["nbytes"]))
 
@@ -298,6 +309,8 @@ def _answering(handler: Handler) -> Handler:
 
 def _routes() -> Any:
     yield r"^/keep/(?P<nbytes>\d+)$", {server.PUT: _keep}
+    moved = r"/b/(?P<bucket_name>[-.\w]+)/o/(?P<object_id>[^/]+)/moveTo/o/(?P<target>[^/]+)"
+    yield rf"^/storage/v1{moved}$", {server.POST: _answering(_move)}
     for pattern, methods in server.HANDLERS:
         ours = {method: _answering(_OURS.get(handler, handler)) for method, handler in methods.items()}
         if objects.upload_partial in methods.values():

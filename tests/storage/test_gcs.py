@@ -393,7 +393,7 @@ def test_fsspecs_files_and_the_environment(gcs_store: Place, monkeypatch: pytest
 
 def test_mistakes() -> None:
     with pytest.raises(ConfigurationError, match="did you mean 'project'"):
-        open_filesystem("gs://b/a", storage_options={"projct": "x"})
+        open_filesystem("gs://b/a", storage_options={"projects": "x"})
     with pytest.raises(ConfigurationError, match="at least 262144"):
         open_filesystem("gs://b/a", storage_options={"token": "anon", "default_block_size": 1000})
     with pytest.raises(ConfigurationError, match="gs://bucket/path"):
