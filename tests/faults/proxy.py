@@ -1,4 +1,4 @@
-"""A proxy between an S3 client and a server that makes the faults of a bad network and a bad day of the server.
+"""A proxy before an object store's server that makes the faults of a bad network and a bad day of the server.
 
     with FaultProxy(endpoint, seed=1) as proxy:
         proxy.rates = {"unavailable": 0.2, "flipped": 0.05}      each request draws, with the seed
@@ -6,9 +6,10 @@
         ... use proxy.url as endpoint_url ...
         assert proxy.counts["lost"] == 1
 
-It runs in a thread of its own. Faults of the way there: `unavailable` (503), `broken` (500), `gone` (404), `reset`,
-`silent` (never answered), `late` (answered to nobody, done later). Faults of the way back: `lost` (done, but the
-connection is cut instead of a reply), `truncated`, `shortened` (cut, with a head that fits), `flipped` (one bit).
+It runs in a thread of its own. Faults of the way there: `unavailable` (503), `busy` (429), `broken` (500), `gone`
+(404), `reset`, `silent` (never answered), `late` (answered to nobody, done later). Faults of the way back: `lost`
+(done, but the connection is cut instead of a reply), `truncated`, `shortened` (cut, with a head that fits), `flipped`
+(one bit).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from yarl import URL
 
 __all__ = ["FaultProxy"]
 
-BEFORE = ("unavailable", "broken", "reset", "silent", "late", "gone")
+BEFORE = ("unavailable", "busy", "broken", "reset", "silent", "late", "gone")
 AFTER = ("lost", "truncated", "shortened", "flipped")
 ONLY_GET = ("truncated", "shortened", "flipped")
 HOP_BY_HOP = ("connection", "content-length", "expect", "transfer-encoding")
@@ -152,6 +153,8 @@ class FaultProxy:
         fault = self._fault_of(request, BEFORE)
         if fault == "unavailable":
             return _refusal(503, "SlowDown")
+        if fault == "busy":
+            return _refusal(429, "TooManyRequests")
         if fault == "broken":
             return _refusal(500, "InternalError")
         if fault == "gone":

@@ -187,6 +187,17 @@ def test_a_last_part_that_lands_after_the_abort_makes_no_object(wire: Wire) -> N
     assert wire.names() == []
 
 
+def test_who_publishes_too_often_waits(wire: Wire) -> None:
+    """It was certainly not done: another save's checkpoint may come in between, and nothing has to be kept."""
+    assert save(wire.writer(), 1) is None
+    wire.proxy.next("busy", method="POST", path=PUBLISH, times=3)
+    assert save(wire.writer(), 2) is None
+    wire.proxy.next("busy", method="POST", path=PUBLISH, times=1 << 30)
+    error = save(wire.writer(deadline=2), 3)
+    assert isinstance(error, errors.StorageError) and "429" in str(error) and not error.outcome_unknown
+    assert wire.load() == 2 and len(wire.names()) == 3
+
+
 def test_what_lands_late_before_it_is_sent_again_is_ours(wire: Wire) -> None:
     assert save(wire.writer(), 1) is None
     lost = wire.proxy.next("lost", method="POST", path=PUBLISH)
