@@ -39,7 +39,7 @@ import time
 from dcp_nvcomp.errors import CorruptDataError
 from tests.faults.fuzz.limits import FindingError, Limits
 
-limits = Limits()
+limits = Limits(refresh=1)  # a thread of a library that ends meanwhile gives its stack back
 
 def spin(data):
     until = time.process_time() + 1.1
