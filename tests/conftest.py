@@ -3,7 +3,8 @@
 `s3_store` is moto's server in a thread of this process. `real_s3_store` is the server named by DCP_NVCOMP_TEST_S3 (an
 endpoint URL; keys in DCP_NVCOMP_TEST_S3_KEY and DCP_NVCOMP_TEST_S3_SECRET, by default `ci` and `cisecret`).
 `any_s3_store` runs a test on both. `azure_store` is a container of the server that DCP_NVCOMP_TEST_AZURE names by a
-connection string. `gcs_store` is a bucket of an emulator that each worker starts for itself (servers/gcs.py).
+connection string. `gcs_store` is a bucket of an emulator, `sftp_store` and `smb_store` are directories of real servers,
+which each worker starts for itself (servers/).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import signal
 import threading
 import uuid
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import settings
@@ -22,10 +23,14 @@ from hypothesis import settings
 from dcp_nvcomp.engines import notices
 from dcp_nvcomp.saving.kept import forget_all
 from tests.effort import examples
+from tests.servers.base import Server
 from tests.servers.gcs import GcsServer
+from tests.servers.sftp import SftpServer
+from tests.servers.smb import SmbServer
 from tests.skips import RequireGpu
 
 S3Store = tuple[str, dict[str, Any]]
+AnyServer = TypeVar("AnyServer", bound=Server)
 
 
 # When DCP's own writer uses gcsfs, it would ask Google what kind of bucket it is; read when gcsfs is imported.
@@ -170,22 +175,50 @@ def azure_store() -> Iterator[S3Store]:
         service.delete_container(container)
 
 
-@pytest.fixture(scope="session")
-def gcs_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServer]:
-    missing = GcsServer.missing()
+def _started(server: type[AnyServer], factory: pytest.TempPathFactory) -> Iterator[AnyServer]:
+    missing = server.missing()
     if missing:
         pytest.skip(missing)
-    server = GcsServer(tmp_path_factory.mktemp("gcs"))
-    server.start()
-    yield server
-    server.stop()
+    started = server(factory.mktemp(server.__name__))
+    started.start()
+    yield started
+    started.stop()
+
+
+def _fresh_place(server: Server) -> Iterator[S3Store]:
+    url, options = server.place("run")
+    yield url, options
+    server.remove(url)
+
+
+@pytest.fixture(scope="session")
+def gcs_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServer]:
+    yield from _started(GcsServer, tmp_path_factory)
 
 
 @pytest.fixture
 def gcs_store(gcs_server: GcsServer) -> Iterator[S3Store]:
-    url, options = gcs_server.place("run")
-    yield url, options
-    gcs_server.remove(url)
+    yield from _fresh_place(gcs_server)
+
+
+@pytest.fixture(scope="session")
+def sftp_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SftpServer]:
+    yield from _started(SftpServer, tmp_path_factory)
+
+
+@pytest.fixture
+def sftp_store(sftp_server: SftpServer) -> Iterator[S3Store]:
+    yield from _fresh_place(sftp_server)
+
+
+@pytest.fixture(scope="session")
+def smb_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmbServer]:
+    yield from _started(SmbServer, tmp_path_factory)
+
+
+@pytest.fixture
+def smb_store(smb_server: SmbServer) -> Iterator[S3Store]:
+    yield from _fresh_place(smb_server)
 
 
 def _fresh_bucket(options: dict[str, Any]) -> Iterator[S3Store]:

@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
-import socket
-import subprocess
 import sys
-import time
-import urllib.error
 import urllib.parse
 import urllib.request
 import uuid
-from pathlib import Path
-from typing import Any, Final
+from typing import Any
+
+from tests.servers.base import Server
 
 __all__ = ["GcsServer"]
 
-_START_SECONDS: Final = 60.0
 
-
-class GcsServer:
-    """gcp-storage-emulator with what gcs_emulator.py adds to it; it keeps its port and its data when it is killed.
-
-    Args:
-        directory: where its data and its log are.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._process: subprocess.Popen[bytes] | None = None
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            self._port = int(found.getsockname()[1])
+class GcsServer(Server):
+    """gcp-storage-emulator with what gcs_emulator.py adds to it."""
 
     @classmethod
     def missing(cls) -> str | None:
@@ -45,44 +28,14 @@ class GcsServer:
     @property
     def endpoint(self) -> str:
         """Its address."""
-        return f"http://127.0.0.1:{self._port}"
+        return f"http://127.0.0.1:{self.port}"
 
-    def start(self) -> None:
-        """Start it, and return when it answers."""
-        assert self._process is None
-        self._directory.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "tests.servers.gcs_emulator", "--port", str(self._port), "--data"]
-        with (self._directory / "log").open("ab") as log:
-            self._process = subprocess.Popen(
-                [*command, str(self._directory)],
-                cwd=Path(__file__).parents[2],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
-        end = time.monotonic() + _START_SECONDS
-        while True:
-            with contextlib.suppress(OSError):
-                self.request("GET", "/")
-                return
-            if self._process.poll() is not None or time.monotonic() > end:
-                self.kill()
-                raise RuntimeError((self._directory / "log").read_text()[-2000:])
-            time.sleep(0.05)
+    def _command(self) -> list[str]:
+        emulator = [sys.executable, "-m", "tests.servers.gcs_emulator"]
+        return [*emulator, "--port", str(self.port), "--data", str(self._directory)]
 
-    def kill(self) -> None:
-        """End it at once, by SIGKILL; its data stay."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-
-    def stop(self) -> None:
-        """End it."""
-        if self._process is not None:
-            self._process.terminate()
-            self._process.wait()
-            self._process = None
+    def _ask(self) -> None:
+        self.request("GET", "/")
 
     def request(self, method: str, path: str, body: Any = None) -> Any:
         """Send a request beside our client, with JSON or plain bytes, and return the JSON of the answer."""

@@ -1,0 +1,128 @@
+"""Samba's server on 127.0.0.1, with one share that can be written and one that can't."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import shutil
+import socket
+import subprocess
+import uuid
+from pathlib import Path
+from typing import Any, Final
+
+from tests.servers.base import Server
+
+__all__ = ["SmbServer"]
+
+_SMBD: Final = "/usr/sbin/smbd"
+_ANSWER_SECONDS: Final = 5.0
+_SHARE: Final = "checkpoints"
+
+
+class SmbServer(Server):
+    """smbd with its own configuration and passwords, and files that belong to the user that runs the tests.
+
+    Args:
+        directory: where its data, its passwords and its log are.
+
+    Attributes:
+        password: what the user logs in with.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.password = f"secret-{uuid.uuid4().hex[:12]}"
+        self._files = directory / "files"
+
+    @classmethod
+    def missing(cls) -> str | None:
+        """Return what has to be installed; None if nothing has."""
+        if os.path.exists(_SMBD) and shutil.which("smbpasswd"):
+            return None
+        return "Samba's server is not here: apt-get install samba smbclient"
+
+    @property
+    def user(self) -> str:
+        """Who logs in."""
+        return getpass.getuser()
+
+    @property
+    def share(self) -> str:
+        """The share that `place` is in."""
+        return _SHARE
+
+    @property
+    def read_only_share(self) -> str:
+        """Another name of the share, by which nothing can be written."""
+        return f"{_SHARE}-to-read"
+
+    def _prepare(self) -> None:
+        new = not self._configuration.exists()
+        folders = ("private", "lock", "state", "cache", "run", "rpc")
+        for name in (*folders, "files"):
+            (self._directory / name).mkdir(mode=0o700, exist_ok=True)
+        private, lock, state, cache, run, rpc = (self._directory / name for name in folders)
+        self._configuration.write_text(f"""\
+[global]
+  server role = standalone server
+  interfaces = 127.0.0.1/8
+  bind interfaces only = yes
+  smb ports = {self.port}
+  disable netbios = yes
+  server min protocol = SMB2
+  private dir = {private}
+  lock directory = {lock}
+  state directory = {state}
+  cache directory = {cache}
+  pid directory = {run}
+  ncalrpc dir = {rpc}
+  passdb backend = tdbsam:{private}/passdb.tdb
+  logging = file
+  log file = {self._directory}/log
+  load printers = no
+  printcap name = /dev/null
+  disable spoolss = yes
+  rpc start on demand helpers = no
+[{_SHARE}]
+  path = {self._files}
+  read only = no
+  valid users = {self.user}
+[{self.read_only_share}]
+  path = {self._files}
+  read only = yes
+  valid users = {self.user}
+""")
+        if new:
+            self.set_password(self.user, self.password)
+
+    def set_password(self, user: str, password: str) -> None:
+        """Let a user of this machine log in with a password."""
+        command = ["smbpasswd", "-c", str(self._configuration), "-s", "-a", user]
+        subprocess.run(command, check=True, input=f"{password}\n{password}\n".encode(), capture_output=True)
+
+    @property
+    def _configuration(self) -> Path:
+        return self._directory / "smb.conf"
+
+    def _command(self) -> list[str]:
+        return [_SMBD, "--foreground", "--no-process-group", "--configfile", str(self._configuration)]
+
+    def _ask(self) -> None:
+        with socket.create_connection(("127.0.0.1", self.port), _ANSWER_SECONDS):
+            pass
+
+    def place(self, name: str) -> tuple[str, dict[str, Any]]:
+        """Make a directory, and return a URL in it and the storage options."""
+        folder = uuid.uuid4().hex[:12]
+        (self._files / folder).mkdir()
+        options = {"username": self.user, "password": self.password}
+        return f"smb://127.0.0.1:{self.port}/{_SHARE}/{folder}/{name}", options
+
+    def folder(self, url: str) -> Path:
+        """Return the local directory that is behind a URL of `place`."""
+        return self._files / url.split("/", 4)[4]
+
+    def remove(self, url: str) -> None:
+        """Remove the directory that `place` made, and all that is in it."""
+        shutil.rmtree(self._files / url.split("/")[4])
