@@ -47,7 +47,7 @@ def draw_savings(rows: Sequence[Savings], path: str | os.PathLike[str]) -> None:
     axes.margins(y=0.25)
     axes.set_xticks(range(len(jobs)), [f"{name}\n{gpus} GPUs" for name, gpus in jobs], fontsize=8)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: dollars(value)))
-    axes.set_ylabel("savings a month")
+    axes.set_ylabel("savings a month (logarithmic)")
     axes.set_title("What compressed checkpoints save", fontsize=10)
     axes.legend(fontsize=7, loc="upper left")
     axes.spines[["top", "right"]].set_visible(False)

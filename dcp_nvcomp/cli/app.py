@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from dcp_nvcomp.cli.advise import advise_command
 from dcp_nvcomp.cli.bench import bench_command
 from dcp_nvcomp.cli.cat import cat_command
 from dcp_nvcomp.cli.clean import clean_command
@@ -46,6 +47,7 @@ app.command("clean")(clean_command)
 app.command("prune")(prune_command)
 app.command("pin")(pin_command)
 app.command("bench")(bench_command)
+app.command("advise")(advise_command)
 app.command("savings")(savings_command)
 app.command("info")(info_command)
 
