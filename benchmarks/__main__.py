@@ -34,6 +34,7 @@ class Suite(str, Enum):
     slices = "slices"
     tensors = "tensors"
     limits = "limits"
+    predictions = "predictions"
 
 
 @app.command()

@@ -161,6 +161,15 @@ def test_limits(tmp_path: Path) -> None:
 
 @pytest.mark.tools
 @pytest.mark.s3
+def test_predictions(tmp_path: Path, moto_endpoint: str) -> None:
+    rows = run_quick("predictions", tmp_path, s3=moto_endpoint)["predictions"]
+    places = ["memory", "link of 200 MB/s", "S3"]
+    assert [(row["storage"], row["codec"]) for row in rows] == [(p, c) for p in places for c in ("auto", "none")]
+    assert all(row["predicted_save"] > 0 and row["save_seconds"]["median"] > 0 for row in rows)
+
+
+@pytest.mark.tools
+@pytest.mark.s3
 def test_s3(tmp_path: Path, moto_endpoint: str) -> None:
     rows = run_quick("s3", tmp_path, s3=moto_endpoint)["s3"]
     names = ["dcp_nvcomp", "dcp", "dcp+zstd", "boto3, uncompressed bytes", "boto3, as many as encoded"]

@@ -12,8 +12,8 @@ PACKAGE = Path(dcp_nvcomp.__file__).parent
 
 # A room may import those of the lines below its own, and itself.
 LAYERS = (
-    ("cli",),
-    ("runs",),
+    ("cli", "integrations"),
+    ("runs", "choosing"),
     ("maintenance", "conversion", "one_file"),
     ("reading",),
     ("saving", "loading"),

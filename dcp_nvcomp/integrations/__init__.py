@@ -1,0 +1,1 @@
+"""This package in other software: frameworks, and what watches a job."""
