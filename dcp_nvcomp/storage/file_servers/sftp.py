@@ -91,7 +91,7 @@ async def _connect(place: SftpPlace, silent_seconds: float) -> SftpConnection:
     except BaseException as error:
         if ssh is not None:
             ssh.abort()
-        if not isinstance(error, Exception):
+        if isinstance(error, ConnectionLostError) or not isinstance(error, Exception):
             raise
         raise _login_failure(error, place) from error
 
@@ -121,8 +121,6 @@ async def _time_limit(seconds: float, server: str) -> Any:
 def _login_failure(error: Exception, place: SftpPlace) -> OSError:
     """Return our error for a login that failed: one to be tried again, or not."""
     words = f"{type(error).__name__}: {error}"
-    if isinstance(error, ConnectionLostError):
-        return error
     if isinstance(error, asyncssh.HostKeyNotVerifiable):
         return LoginError(
             f"the host key of {place.server} is not among the known ones ({error}). If it is the right one, add it "
@@ -226,8 +224,6 @@ class SftpSession(Session):
         return self._end(self._begin(work))
 
     def _failure(self, error: Exception) -> OSError:
-        if isinstance(error, OSError) and not isinstance(error, asyncssh.Error) and error.errno is not None:
-            return error
         words = f"{type(error).__name__}: {error}"
         if isinstance(error, asyncssh.SFTPError) and not isinstance(error, _LOST):
             if isinstance(error, asyncssh.SFTPFailure):

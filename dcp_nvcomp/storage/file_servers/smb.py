@@ -168,7 +168,7 @@ def connect(place: SmbPlace, silent_seconds: float) -> SmbConnection:
         tree.connect()
     except BaseException as error:
         _cut(wire)
-        if not isinstance(error, Exception):
+        if isinstance(error, ConnectionLostError) or not isinstance(error, Exception):
             raise
         raise _login_failure(error, place) from error
     return SmbConnection(wire, tree, place)
@@ -176,8 +176,6 @@ def connect(place: SmbPlace, silent_seconds: float) -> SmbConnection:
 
 def _login_failure(error: Exception, place: SmbPlace) -> OSError:
     words = f"{type(error).__name__}: {error}"
-    if isinstance(error, ConnectionLostError):
-        return error
     status = error.status if isinstance(error, SMBResponseException) else None
     if status in _LOST:
         return ConnectionLostError(words)
@@ -347,7 +345,10 @@ class SmbSession(Session):
 
     def create(self, path: str) -> RemoteFile:
         access = _ACCESS.FILE_READ_DATA | _ACCESS.FILE_WRITE_DATA | _ACCESS.FILE_READ_ATTRIBUTES
-        return self._file(path, access, CreateDisposition.FILE_CREATE)
+        try:
+            return self._file(path, access, CreateDisposition.FILE_CREATE)
+        except IsADirectoryError as error:
+            raise FileExistsError(errno.EEXIST, error.strerror) from error
 
     def open_again(self, path: str) -> RemoteFile:
         access = _ACCESS.FILE_READ_DATA | _ACCESS.FILE_WRITE_DATA | _ACCESS.FILE_READ_ATTRIBUTES
