@@ -24,7 +24,7 @@ __all__ = ["Counted", "FailingOnce", "Hook", "interposed"]
 
 Hook = Callable[..., Any]
 
-# All that asks a storage something. What only computes, as `location`, and what only tells, as `parallel_reads`, is not.
+# All that asks the storage. What only computes, as `location`, does not, nor do attributes, as `parallel_reads`.
 _CALLS: Final = frozenset(
     {
         *("create_directory", "remove_directory", "free_nbytes", "open_output", "open_replacement", "publish"),

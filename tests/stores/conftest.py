@@ -1,4 +1,4 @@
-"""Fixtures of the stores: `place` on each kind of storage, `networked` and `served` with what can be done to servers."""
+"""Fixtures of the stores: `place` on each kind of storage; `networked` and `served` for what is done to servers."""
 
 from __future__ import annotations
 
