@@ -1,4 +1,4 @@
-"""A process is killed at each call of a save: the earlier checkpoint loads or the new one does, and `clean` tidies up."""
+"""A process is killed at each call of a save: the earlier checkpoint or the new one loads, and `clean` tidies up."""
 
 from __future__ import annotations
 
