@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import time
 from typing import Any, Final
 
 from fsspec.spec import AbstractFileSystem
@@ -15,10 +14,6 @@ _REPLACING: Final = ("posix_rename", "replace")
 _MOVING: Final = ("mv", "rename", "move")
 # Their `mv` replaces an existing target: it is SFTP's posix-rename.
 _MV_REPLACES: Final = ("fsspec.implementations.sftp",)
-_SMB: Final = "fsspec.implementations.smb"
-# Windows and Samba refuse to replace a file that a reader holds open: "sharing violation", "access denied".
-_SMB_HELD_OPEN: Final = (0xC0000043, 0xC0000022)
-_SMB_PAUSES_SECONDS: Final = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 0.0)
 
 
 class Moves:
@@ -32,7 +27,6 @@ class Moves:
     """
 
     def __init__(self, fs: Any) -> None:
-        self._is_smb = type(fs).__module__ == _SMB
         self._replacing = next((name for name in _REPLACING if callable(getattr(fs, name, None))), None)
         self._moving = next((name for name in _MOVING if _owner(fs, name) is not None), None)
         if self._replacing is None and any(base.__module__ in _MV_REPLACES for base in type(_owner(fs, "mv")).__mro__):
@@ -41,7 +35,7 @@ class Moves:
     @property
     def can_replace(self) -> bool:
         """True if there is a move that replaces an existing file in one step."""
-        return self._is_smb or self._replacing is not None
+        return self._replacing is not None
 
     @property
     def can_move(self) -> bool:
@@ -50,11 +44,8 @@ class Moves:
 
     def replace(self, fs: Any, source: str, target: str) -> None:
         """Move `source` over `target`, which may exist. Only if `can_replace`."""
-        if self._is_smb:
-            _replace_on_smb(fs, source, target)
-        else:
-            assert self._replacing is not None
-            getattr(fs, self._replacing)(source, target)
+        assert self._replacing is not None
+        getattr(fs, self._replacing)(source, target)
 
     def move(self, fs: Any, source: str, target: str) -> None:
         """Move `source` to `target`; if that exists it may be replaced, or this may fail. Only if `can_move`."""
@@ -86,18 +77,3 @@ def says_existing(error: Exception) -> bool:
 def may_mean_existing(error: Exception) -> bool:
     """True if a client may mean that the target exists: many have no errno for it, or for anything."""
     return says_existing(error) or getattr(error, "errno", None) in (None, 0)
-
-
-def _replace_on_smb(fs: Any, source: str, target: str) -> None:
-    # fsspec's mv refuses an existing target; the client under it need not
-    import smbclient  # type: ignore[import-not-found]
-
-    for pause_seconds in _SMB_PAUSES_SECONDS:
-        try:
-            unc = [f"\\\\{fs.host}" + path.replace("/", "\\") for path in (source, target)]
-            smbclient.replace(*unc, port=fs.port or 445)
-            return
-        except OSError as error:
-            if getattr(error, "ntstatus", 0) not in _SMB_HELD_OPEN or not pause_seconds:
-                raise
-        time.sleep(pause_seconds)

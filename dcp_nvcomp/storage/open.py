@@ -1,7 +1,7 @@
 """`open_filesystem` returns the `Filesystem` for a path or URL.
 
-Local paths use system calls (local/filesystem.py), Azure obstore (azure/); all else goes through fsspec, of Google
-Cloud Storage (gcs/) only credentials and connections.
+Local paths use system calls (local/filesystem.py), Azure obstore (azure/), SFTP and SMB the clients of file_servers/;
+all else goes through fsspec, of Google Cloud Storage (gcs/) only credentials and connections.
 The contract that both keep is in base.py.
 """
 
@@ -24,6 +24,8 @@ from dcp_nvcomp.redaction import Redactor
 from dcp_nvcomp.storage.azure.filesystem import AzureFilesystem
 from dcp_nvcomp.storage.azure.options import AZURE, azure_url
 from dcp_nvcomp.storage.base import Filesystem
+from dcp_nvcomp.storage.file_servers.opening import open_file_server
+from dcp_nvcomp.storage.file_servers.urls import FILE_SERVERS, file_server_url
 from dcp_nvcomp.storage.fsspec_files import FsspecFilesystem
 from dcp_nvcomp.storage.gcs.filesystem import GcsFilesystem
 from dcp_nvcomp.storage.gcs.options import GCS, gcs_url
@@ -55,7 +57,8 @@ def open_filesystem(
     Args:
         path: a local path, or any URL that fsspec knows.
         sync_files: fsync local data files when they are closed.
-        deadline_seconds: on S3, Azure and Google Cloud Storage, how long one operation may take with all its retries.
+        deadline_seconds: on S3, Azure, Google Cloud Storage, SFTP and SMB, how long one operation may take with
+            all its retries.
         storage_options: for the fsspec filesystem, as they are; never changed. `storage_deadline_seconds` among them
             counts instead of `deadline_seconds`: so the commands take it.
         known_options: names of the caller's own options, for hints at typing errors.
@@ -81,6 +84,11 @@ def open_filesystem(
     if protocol in GCS and not chained:
         with _configuration_errors(text, options):
             return GcsFilesystem(text, options=options, deadline_seconds=deadline_seconds, known_options=known_options)
+    if protocol in FILE_SERVERS and not chained:
+        with _configuration_errors(text, options):
+            return open_file_server(
+                text, protocol, options=options, deadline_seconds=deadline_seconds, known_options=known_options
+            )
     _check_options(_filesystem_class(protocol, text), protocol, options, known_options, may_pass=chained)
     if protocol in ("file", "local") and not chained:
         local = os.path.expanduser(text[url.end() :] if url else text)
@@ -113,6 +121,8 @@ def real_place(path: str | os.PathLike[str]) -> str:
         return azure_url(text)
     if protocol in GCS:
         return gcs_url(text)
+    if protocol in FILE_SERVERS:
+        return file_server_url(text)
     stripped = str(_filesystem_class(protocol, text)._strip_protocol(text))
     return f"{'s3' if protocol in _S3 else protocol}://{stripped.strip('/')}"
 
@@ -147,8 +157,7 @@ def _open_fsspec(path: str, protocol: str, options: dict[str, Any]) -> Filesyste
     nbytes = part_nbytes(options)
     with _configuration_errors(path, options):
         # a stale listing hides new files and shows removed ones
-        fresh = {} if protocol in _WITHOUT_LISTINGS else {"use_listings_cache": False}
-        fs, root = fsspec.url_to_fs(path, **{**fresh, **options})
+        fs, root = fsspec.url_to_fs(path, **{"use_listings_cache": False, **options})
     innermost = _LAST_PROTOCOL.findall(path)[-1].lower() if "::" in path else protocol  # stores the bytes
     is_object_store = innermost in _OBJECT_STORES
     return FsspecFilesystem(path, fs, root, options=options, part_nbytes=nbytes, is_object_store=is_object_store)
@@ -202,5 +211,3 @@ def _check_options(
 
 # A PUT is atomic and directories do not exist. Elsewhere directories are made, as on a disk.
 _OBJECT_STORES = ("s3", "s3a", *GCS, *AZURE, "adl", "oci", "ocilake", "oss", "memory")
-# They keep no listings, and pass every option on to the SSH client, which refuses those that it does not know.
-_WITHOUT_LISTINGS = ("sftp", "ssh")

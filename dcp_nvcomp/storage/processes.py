@@ -13,6 +13,7 @@ import fsspec.config
 from fsspec.registry import known_implementations
 
 from dcp_nvcomp.storage.azure.options import AZURE
+from dcp_nvcomp.storage.file_servers.urls import FILE_SERVERS
 from dcp_nvcomp.storage.gcs.options import GCS
 
 __all__ = ["StorageSettings", "filesystem_classes", "is_known_elsewhere", "storage_of"]
@@ -23,8 +24,9 @@ _IN_PROCESS = ("memory",)
 
 def filesystem_classes(path: str | os.PathLike[str]) -> dict[str, type]:
     """Return the fsspec classes of a URL by protocol; none for a local path, nor where we have a client of our own."""
+    own = (*AZURE, *GCS) if "::" in os.fspath(path) else (*AZURE, *GCS, *FILE_SERVERS)
     names = map(str.lower, _PROTOCOLS.findall(os.fspath(path)))
-    return {name: fsspec.get_filesystem_class(name) for name in names if name not in (*AZURE, *GCS)}
+    return {name: fsspec.get_filesystem_class(name) for name in names if name not in own}
 
 
 def is_known_elsewhere(path: str | os.PathLike[str]) -> bool:

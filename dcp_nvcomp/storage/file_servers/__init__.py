@@ -1,0 +1,1 @@
+"""Servers that keep files and directories: SFTP and SMB."""

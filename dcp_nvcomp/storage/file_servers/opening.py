@@ -1,0 +1,71 @@
+"""`open_file_server` returns the filesystem for a URL of a file server; nothing is sent yet."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from dcp_nvcomp.errors import ConfigurationError
+from dcp_nvcomp.redaction import Redactor
+from dcp_nvcomp.storage.file_servers.filesystem import ServerFilesystem
+from dcp_nvcomp.storage.file_servers.pool import Pool
+from dcp_nvcomp.storage.file_servers.session import Connection
+from dcp_nvcomp.storage.file_servers.urls import SMB, SftpPlace, SmbPlace, sftp_place, smb_place
+
+__all__ = ["open_file_server"]
+
+_SFTP_CONNECTIONS: Final = 4
+_SMB_CONNECTIONS: Final = 32
+
+
+def open_file_server(
+    path: str,
+    protocol: str,
+    *,
+    options: Mapping[str, Any],
+    deadline_seconds: float,
+    known_options: Sequence[str] = (),
+) -> ServerFilesystem:
+    """Open the place of one checkpoint.
+
+    Args:
+        path: its URL.
+        protocol: one of FILE_SERVERS.
+        options: the storage options.
+        deadline_seconds: how long one operation may go without success, with all its retries.
+        known_options: names of the caller's own options, for hints at typing errors.
+
+    Raises:
+        ConfigurationError: an option is unknown or has no meaning, or the client's package is not installed.
+    """
+    place: SftpPlace | SmbPlace
+    if protocol in SMB:
+        place = smb_place(path, options, known_options)
+        secrets, most = {"password": place.password}, _SMB_CONNECTIONS
+    else:
+        place = sftp_place(path, options, known_options)
+        secrets, most = {name: place.client.get(name) for name in ("password", "passphrase")}, _SFTP_CONNECTIONS
+    hidden = {**options, **secrets}
+    pool = Pool(
+        functools.partial(_client(protocol), place),
+        deadline_seconds,
+        most=most,
+        redact=Redactor(path, hidden),
+        server=place.server,
+    )
+    return ServerFilesystem(path, place.path, pool, part_nbytes=place.part_nbytes, options=hidden)
+
+
+def _client(protocol: str) -> Callable[..., Connection]:
+    try:
+        if protocol in SMB:
+            from dcp_nvcomp.storage.file_servers import smb
+
+            return smb.connect
+        from dcp_nvcomp.storage.file_servers import sftp
+
+        return sftp.connect
+    except ImportError as error:
+        extra = "smb" if protocol in SMB else "sftp"
+        raise ConfigurationError(f"{protocol}:// is not available here: pip install 'dcp-nvcomp[{extra}]'.") from error
