@@ -23,7 +23,7 @@ from tests.servers.sftp import SftpServer
 from tests.servers.smb import SmbServer
 from tests.servers.wire import Wire
 
-__all__ = ["ALL", "NETWORKED", "SERVED", "Directory", "Kind", "Own", "Rerouted", "Served", "open_kind"]
+__all__ = ["ALL", "MARKED", "NETWORKED", "SERVED", "Directory", "Kind", "Own", "Rerouted", "Served", "open_kind"]
 
 Location = tuple[str, dict[str, Any]]
 
@@ -261,6 +261,7 @@ def _parameters(names: tuple[str, ...]) -> list[Any]:
 
 
 ALL: Final = _parameters(tuple(_KINDS))
+MARKED: Final = dict(zip(_KINDS, ALL, strict=True))
 NETWORKED: Final = _parameters(tuple(name for name in _KINDS if name not in _ON_DISK))
 SERVED: Final = _parameters(tuple(name for name in _KINDS if name not in (*_ON_DISK, "ceph")))
 
