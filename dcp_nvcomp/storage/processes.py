@@ -14,6 +14,7 @@ from fsspec.registry import known_implementations
 
 from dcp_nvcomp.storage.azure.options import AZURE
 from dcp_nvcomp.storage.gcs.options import GCS
+from dcp_nvcomp.storage.marked_urls import without_mark
 
 __all__ = ["StorageSettings", "filesystem_classes", "is_known_elsewhere", "storage_of"]
 
@@ -23,7 +24,7 @@ _IN_PROCESS = ("memory",)
 
 def filesystem_classes(path: str | os.PathLike[str]) -> dict[str, type]:
     """Return the fsspec classes of a URL by protocol; none for a local path, nor where we have a client of our own."""
-    names = map(str.lower, _PROTOCOLS.findall(os.fspath(path)))
+    names = map(str.lower, _PROTOCOLS.findall(without_mark(os.fspath(path))))
     return {name: fsspec.get_filesystem_class(name) for name in names if name not in (*AZURE, *GCS)}
 
 
