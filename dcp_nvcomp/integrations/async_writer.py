@@ -44,7 +44,7 @@ class NvcompAsyncWriter(NvcompWriter):
 
     Args:
         path: local path or fsspec URL of the checkpoint.
-        **options: those of `NvcompWriter`. `engine` can only be `"cpu"`: a forked process cannot use CUDA.
+        **options: those of `NvcompWriter`. `engine="cuda"` is refused: a forked process cannot use CUDA.
 
     Raises:
         ConfigurationError: an option is unknown or has an invalid value.
@@ -60,7 +60,7 @@ class NvcompAsyncWriter(NvcompWriter):
     can_run_decentralized_global_plan = False
 
     def __init__(self, path: str | os.PathLike[str], **options: Any) -> None:
-        if options.get("engine", "cpu") != "cpu":
+        if options.get("engine", "cpu") not in ("cpu", "auto"):
             raise ConfigurationError(
                 f"engine={options['engine']!r} can't be had here: the data is encoded in a forked process, which "
                 "cannot use CUDA. Leave the option out."
