@@ -137,4 +137,6 @@ $(VENV)/release.stamp: $(VENV)/torch.stamp $(PACKAGING)
 
 $(VENV)/dev.stamp: $(VENV)/torch.stamp $(PACKAGING)
 	$(BIN)/python -m pip install --quiet --use-pep517 --editable '.[dev$(gpu_extra)]'
+	@# without what it depends on: pynvml warns in every process that imports torch
+	$(BIN)/python -m pip install --quiet --no-deps nvidia-resiliency-ext==0.4.1
 	touch $@
