@@ -12,6 +12,7 @@ PACKAGE = Path(dcp_nvcomp.__file__).parent
 
 # A room may import those of the lines below its own, and itself.
 LAYERS = (
+    ("__main__",),
     ("cli", "integrations"),
     ("runs", "choosing"),
     ("maintenance", "conversion", "one_file"),
