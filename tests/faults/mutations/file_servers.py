@@ -5,7 +5,9 @@ from __future__ import annotations
 from tests.faults.mutations import Mutation
 
 ROOM = "dcp_nvcomp/storage/file_servers/"
-TESTS = "tests/storage/test_file_servers.py -k "
+FILE = "tests/storage/test_file_servers.py"
+TESTS = FILE + " -k "
+CUT = FILE + "::test_whichever_connection_is_cut_all_goes_on -k "
 
 MUTATIONS = (
     Mutation(
@@ -13,7 +15,7 @@ MUTATIONS = (
         file=ROOM + "publish.py",
         old="        return session.look_up(self._source) is None\n",
         new="        return False\n",
-        tests=TESTS + "'whichever and publish_twice and True'",
+        tests=CUT + "publish_twice",
     ),
     Mutation(
         row="SFTP, an exclusive publish that was interrupted half-way is ours",
@@ -34,7 +36,7 @@ MUTATIONS = (
         file=ROOM + "publish.py",
         old="            remove_quietly(pool, self._source, where)\n",
         new="            pass\n",
-        tests=TESTS + "'in_the_way or without_openssh'",
+        tests=TESTS + "without_openssh",
     ),
     Mutation(
         row="SFTP and SMB, a server that forgot what it had confirmed",
@@ -48,7 +50,7 @@ MUTATIONS = (
         file=ROOM + "output.py",
         old="            part.begun = None\n",
         new="            pass\n",
-        tests=TESTS + "'whichever and upload'",
+        tests=CUT + "upload",
     ),
     Mutation(
         row="SFTP and SMB, a file of another is never written into",
@@ -62,14 +64,14 @@ MUTATIONS = (
         file=ROOM + "sftp.py",
         old=" | asyncssh.FXF_EXCL",
         new="",
-        tests=TESTS + "'of_another and sftp'",
+        tests=TESTS + "of_another",
     ),
     Mutation(
         row="SFTP and SMB, a lost connection is made again",
         file=ROOM + "pool.py",
         old="                if took + pause >= seconds:\n",
         new="                if True:\n",
-        tests=TESTS + "'whichever and upload'",
+        tests=CUT + "upload",
     ),
     Mutation(
         row="SFTP and SMB, a frozen server is told within the deadline",
@@ -90,14 +92,14 @@ MUTATIONS = (
         file=ROOM + "smb.py",
         old='int(self._query(file.handle, FileStandardInformation)["end_of_file"].get_value())',
         new="self.look_up(file.path).nbytes",
-        tests=TESTS + "'TestSmb and atomic_for_readers'",
+        tests=FILE + "::TestSmb -k atomic_for_readers",
     ),
     Mutation(
         row="SFTP, a server that does not let us in is not asked again",
         file=ROOM + "sftp_login.py",
         old="    if isinstance(error, asyncssh.PermissionDenied):\n",
         new="    if False:\n",
-        tests=TESTS + "'wrong_key'",
+        tests=TESTS + "wrong_key",
     ),
     Mutation(
         row="SFTP and SMB, a forked process uses no connection of its parent's",
