@@ -24,7 +24,7 @@ import pytest
 from dcp_nvcomp.errors import ConcurrentSaveError, ConfigurationError, StorageError
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.file_servers.pool import Pool
-from dcp_nvcomp.storage.file_servers.session import Session
+from dcp_nvcomp.storage.file_servers.session import ConnectionLostError, Session
 from dcp_nvcomp.storage.open import open_filesystem
 from tests.servers.sftp import SftpServer
 from tests.servers.smb import SmbServer
@@ -306,6 +306,38 @@ def test_a_publish_without_an_answer_may_be_done(server: FileServer, store: Plac
             breaking.join()
             wire.mend()
         assert False in unknown and True in unknown
+
+
+@pytest.mark.sftp
+@pytest.mark.parametrize("theirs", [False, True])
+def test_a_rename_that_was_interrupted_half_way(
+    sftp_server: SftpServer, sftp_store: Place, monkeypatch: pytest.MonkeyPatch, theirs: bool
+) -> None:
+    """OpenSSH makes the new name and then removes the old one. Is the new one ours?"""
+    from dcp_nvcomp.storage.file_servers.sftp import SftpSession
+
+    filesystem = opened(sftp_store)
+    filesystem.create_directory()
+    rename, calls = SftpSession.rename_new, []
+
+    def interrupted(session: SftpSession, source: str, target: str) -> None:
+        calls.append(target)
+        if len(calls) > 1:
+            return rename(session, source, target)
+        if theirs:
+            Path(target).write_bytes(b"theirs")
+        else:
+            os.link(source, target)
+        raise ConnectionLostError("the server was killed")
+
+    monkeypatch.setattr(SftpSession, "rename_new", interrupted)
+    if theirs:
+        with pytest.raises(ConcurrentSaveError):
+            filesystem.publish("a", b"ours", overwrite=False)
+    else:
+        filesystem.publish("a", b"ours", overwrite=False)
+    assert filesystem.read_all("a", limit_nbytes=10) == (b"theirs" if theirs else b"ours")
+    assert filesystem.list_names() == ["a"]
 
 
 # --- logins ----------------------------------------------------------------------------------------------------------
@@ -592,7 +624,7 @@ def held_open(filesystem: Filesystem, name: str) -> Iterator[None]:
 @pytest.fixture
 def as_on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samba refuses to replace a file that is open on the same connection only, Windows one that anybody has open."""
-    from dcp_nvcomp.storage.file_servers.smb import SmbConnection
+    from dcp_nvcomp.storage.file_servers.smb_login import SmbConnection
 
     monkeypatch.setattr(SmbConnection, "users", 2)
 
@@ -680,8 +712,9 @@ def test_a_missing_package(protocol: str, package: str, monkeypatch: pytest.Monk
     import dcp_nvcomp.storage.file_servers as room
 
     module = "smb" if protocol == "smb" else "sftp"
-    monkeypatch.delitem(sys.modules, f"dcp_nvcomp.storage.file_servers.{module}", raising=False)
-    monkeypatch.delattr(room, module, raising=False)
+    for ours in (module, f"{module}_login", f"{module}_status"):
+        monkeypatch.delitem(sys.modules, f"{room.__name__}.{ours}", raising=False)
+        monkeypatch.delattr(room, ours, raising=False)
     for name in [name for name in sys.modules if name.split(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
