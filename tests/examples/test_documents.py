@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
         "README.md",
         "CONTRIBUTING.md",
         "CHANGELOG.md",
-        *(str(page.relative_to(ROOT)) for page in (ROOT / "docs").glob("*.md")),
+        *(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md")),
     ],
 )
 def test_links_lead_somewhere(document: str) -> None:
