@@ -16,6 +16,7 @@ __all__ = ["RankStats", "RankTotals", "SaveStats", "Totals", "component_of", "su
 
 _ATTRIBUTE = "dcp_nvcomp_save_stats"
 STAGES = ("plan", "encode", "write", "commit")
+TOP_LEVEL = "top level"
 OTHER_COMPONENTS = "others"
 _MOST_COMPONENTS = 64
 
@@ -64,7 +65,7 @@ class RankTotals:
 
     rank: int | None = None
     by: dict[tuple[str, str], Totals] = field(default_factory=dict)
-    by_component: dict[tuple[str, str], Totals] = field(default_factory=dict)
+    by_component: dict[str, dict[str, Totals]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)
     recoded_blocks: int = 0
@@ -77,15 +78,17 @@ class RankTotals:
 
     def add_component(self, component: str, codec: str, totals: Totals) -> None:
         """Count some records of one component and codec; beyond 64 of them, components are counted together."""
-        key = component, codec
-        if key not in self.by_component and len(self.by_component) >= _MOST_COMPONENTS:
-            key = OTHER_COMPONENTS, codec
-        self.by_component[key] = self.by_component.get(key, Totals()) + totals
+        is_new = component not in self.by_component and component != TOP_LEVEL
+        if is_new and len(self.by_component) >= _MOST_COMPONENTS:
+            component = OTHER_COMPONENTS
+        by_codec = self.by_component.setdefault(component, {})
+        by_codec[codec] = by_codec.get(codec, Totals()) + totals
 
 
 def component_of(fqn: str) -> str:
-    """Return the component that a key belongs to: its first part, such as `model` or `optimizer`."""
-    return fqn.partition(".")[0]
+    """Return the component that a key belongs to: its first part, such as `model`; `top level` if it has one only."""
+    first, dot, _ = fqn.partition(".")
+    return first if dot else TOP_LEVEL
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,8 @@ class SaveStats:
             again: the checkpoint is right, but the GPU, its driver or nvCOMP is not.
         stall_seconds: how long `async_save` kept its caller waiting, of the slowest rank; 0.0 for other saves.
         staged_nbytes: what an asynchronous save held in host memory at most, if nothing of it was written meanwhile.
-        by_component: totals by component (the first part of keys, such as `model`) and codec.
+        by_component: totals by component and codec; a component is the first part of keys, such as `model`, and
+            `top level` are the keys of one part.
         ranks: measurements of each rank, by rank.
 
     Example:
@@ -267,9 +271,10 @@ def summarize(checkpoint_id: str, save_id: str, ranks: Sequence[RankTotals], tot
     files: dict[str, int] = {}
     by_component: dict[str, dict[str, Totals]] = {}
     for rank in ranks:
-        for (component, codec), totals in rank.by_component.items():
+        for component, of_rank in rank.by_component.items():
             of_component = by_component.setdefault(component, {})
-            of_component[codec] = of_component.get(codec, Totals()) + totals
+            for codec, totals in of_rank.items():
+                of_component[codec] = of_component.get(codec, Totals()) + totals
         for (codec, dtype), totals in rank.by.items():
             by_codec[codec] = by_codec.get(codec, Totals()) + totals
             by_dtype[dtype] = by_dtype.get(dtype, Totals()) + totals

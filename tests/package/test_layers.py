@@ -14,7 +14,7 @@ PACKAGE = Path(dcp_nvcomp.__file__).parent
 LAYERS = (
     ("cli", "integrations"),
     ("runs", "choosing"),
-    ("maintenance", "conversion", "one_file"),
+    ("maintenance", "conversion", "one_file", "reporting"),
     ("reading",),
     ("saving", "loading"),
     ("format",),
