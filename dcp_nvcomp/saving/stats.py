@@ -130,7 +130,7 @@ class SaveStats:
             `top level` are the keys of one part.
         ranks: measurements of each rank, by rank.
 
-    Example:
+    Examples:
         >>> import tempfile, torch, torch.distributed.checkpoint as dcp
         >>> from dcp_nvcomp import NvcompWriter, SaveStats
         >>> writer = NvcompWriter(tempfile.mkdtemp())
