@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from dcp_nvcomp.reading.checkpoint import Checkpoint, open_checkpoint
     from dcp_nvcomp.reading.comparison import Comparison, compare_checkpoints
     from dcp_nvcomp.reading.stored_tensor import StoredTensor
+    from dcp_nvcomp.reporting.report import write_report
     from dcp_nvcomp.runs.events import (
         ReplicasDiffer,
         RunReport,
@@ -123,6 +124,7 @@ __all__ = [
     "save",
     "save_compressed_checkpoint",
     "verify_checkpoint",
+    "write_report",
     *errors.__all__,
 ]
 
@@ -184,6 +186,7 @@ _HOMES: Final = {
     "save_compressed_checkpoint": "one_file.save",
     "unpin_step": "runs.pruning",
     "verify_checkpoint": "maintenance.verification.verify",
+    "write_report": "reporting.report",
 }
 
 

@@ -23,6 +23,7 @@ from dcp_nvcomp.cli.inspect import inspect_command
 from dcp_nvcomp.cli.ls import ls_command
 from dcp_nvcomp.cli.prune import pin_command, prune_command
 from dcp_nvcomp.cli.recover import recover_command
+from dcp_nvcomp.cli.report import report_command
 from dcp_nvcomp.cli.savings import savings_command
 from dcp_nvcomp.cli.verify import verify_command
 from dcp_nvcomp.version import VERSION
@@ -49,6 +50,7 @@ app.command("pin")(pin_command)
 app.command("bench")(bench_command)
 app.command("advise")(advise_command)
 app.command("savings")(savings_command)
+app.command("report")(report_command)
 app.command("info")(info_command)
 
 

@@ -328,7 +328,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
             results = RankResults((), totals, placed_items(written, plan))
         else:
             results = RankResults(write_results(written), totals)
-        totals.seconds["plan"] = planned_seconds
+        totals.rank, totals.seconds["plan"] = save.rank, planned_seconds
         if self._saves.staging is not None:
             self._saves.staging.measure(totals)
         self._note_written(save, totals)

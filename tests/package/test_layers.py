@@ -15,7 +15,7 @@ LAYERS = (
     ("__main__",),
     ("cli", "integrations"),
     ("runs", "choosing"),
-    ("maintenance", "conversion", "one_file"),
+    ("maintenance", "conversion", "one_file", "reporting"),
     ("reading",),
     ("saving", "loading"),
     ("format",),
