@@ -693,13 +693,13 @@ def test_a_forked_process_makes_connections_of_its_own(store: Place) -> None:
         status = 1
         with contextlib.suppress(BaseException):
             assert filesystem.read_all("parents", limit_nbytes=10) == b"parent"
-            filesystem.publish("childs", b"child")
+            filesystem.publish("child_s", b"child")
             filesystem.close()
             status = 0
         os._exit(status)
     assert os.waitpid(child, 0)[1] == 0
     filesystem.publish("parents", b"again")  # on the connection that it had
-    assert filesystem.list_names() == ["childs", "parents"]
+    assert filesystem.list_names() == ["child_s", "parents"]
 
 
 # --- packages that are not installed ---------------------------------------------------------------------------------
