@@ -35,6 +35,7 @@ class Suite(str, Enum):
     tensors = "tensors"
     limits = "limits"
     predictions = "predictions"
+    codecs = "codecs"
 
 
 @app.command()

@@ -160,6 +160,13 @@ def test_limits(tmp_path: Path) -> None:
 
 
 @pytest.mark.tools
+def test_codecs(tmp_path: Path) -> None:
+    rows = {row["codec"]: row for row in run_quick("codecs", tmp_path)["codecs"]}
+    assert list(rows) == ["auto", "planes-zstd", "planes-deflate", "zstd", "none"]
+    assert rows["auto"]["ratio"] > 1.25 > rows["zstd"]["ratio"] > rows["none"]["ratio"]
+
+
+@pytest.mark.tools
 @pytest.mark.s3
 def test_predictions(tmp_path: Path, moto_endpoint: str) -> None:
     rows = run_quick("predictions", tmp_path, s3=moto_endpoint)["predictions"]
