@@ -678,7 +678,35 @@ def test_a_file_is_removed_while_somebody_reads_it(store: Place) -> None:
     with held_open(reader, "a"):
         filesystem.remove(["a"])
         filesystem.remove(["a"])
+        assert filesystem.file_nbytes("a") is None
+        with pytest.raises(StorageError) as caught:
+            filesystem.read("a", 0, 1)
+        assert caught.value.errno == errno.ENOENT
     assert filesystem.list_names() == []
+
+
+@pytest.mark.smb
+def test_a_read_waits_for_who_has_the_file_for_himself(smb_store: Place) -> None:
+    """As programs that look for viruses have it, and for a moment a save that asks whether somebody has it open."""
+    filesystem, other = opened(smb_store), opened(smb_store, share_access="w")
+    filesystem.create_directory()
+    filesystem.publish("a", b"x")
+    with ThreadPoolExecutor(1) as pool:
+        with held_open(other, "a"):
+            reading = pool.submit(filesystem.read, "a", 0, 1)
+            time.sleep(0.5)
+            assert not reading.done()
+        assert reading.result(20) == b"x"
+
+
+@pytest.mark.smb
+@pytest.mark.parametrize("option", [{"encrypt": True}, {"require_signing": False}, {"auth_protocol": "ntlm"}])
+def test_how_smb_is_protected(smb_store: Place, option: dict[str, Any]) -> None:
+    filesystem = opened(smb_store, **option)
+    filesystem.create_directory()
+    data = random_bytes(5 << 20)
+    write_file(filesystem, "data", data)
+    assert filesystem.read_all("data", limit_nbytes=len(data)) == data
 
 
 # --- processes -------------------------------------------------------------------------------------------------------
@@ -694,12 +722,14 @@ def test_a_forked_process_makes_connections_of_its_own(store: Place) -> None:
         with contextlib.suppress(BaseException):
             assert filesystem.read_all("parents", limit_nbytes=10) == b"parent"
             filesystem.publish("child_s", b"child")
+            filesystem.publish("child", b"child")
             filesystem.close()
             status = 0
         os._exit(status)
     assert os.waitpid(child, 0)[1] == 0
     filesystem.publish("parents", b"again")  # on the connection that it had
     assert filesystem.list_names() == ["child_s", "parents"]
+    assert filesystem.list_names() == ["child", "parents"]
 
 
 # --- packages that are not installed ---------------------------------------------------------------------------------
