@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -82,10 +83,29 @@ def check_resumed(directory: Path, saved: int, last: int) -> None:
 
 def check_ours(checkpoint: Path) -> None:
     """Check that this package wrote a checkpoint, and that it is whole."""
-    from dcp_nvcomp import clean_checkpoint, verify_checkpoint
+    from dcp_nvcomp import verify_checkpoint
 
     assert list(checkpoint.glob("__*.metadata")), sorted(path.name for path in checkpoint.iterdir())
     assert verify_checkpoint(checkpoint, full=True).is_sound
-    before = sorted(checkpoint.rglob("*"))
-    assert not clean_checkpoint(checkpoint, older_than_seconds=0.0).orphans
-    assert sorted(checkpoint.rglob("*")) == before
+
+
+def check_cleaned(run: Path, checkpoint: Path) -> None:
+    """Check that `clean` removes what a dead save left in a checkpoint, and nothing else below a run.
+
+    Args:
+        run: whatever the framework put there.
+        checkpoint: one of ours below it.
+    """
+    from dcp_nvcomp import clean_run
+
+    before = sorted(run.rglob("*"))
+    orphan = checkpoint / f"__0_0_{'0' * 32}.distcp"
+    orphan.write_bytes(b"of a save that was killed")
+    long_ago = time.time() - 7200
+    for path in run.rglob("*"):
+        os.utime(path, (long_ago, long_ago), follow_symlinks=False)
+    cleaned = clean_run(run, older_than_seconds=3600.0)
+    assert not cleaned.refused
+    removed = [one.name for found in cleaned.checkpoints for one in found.orphans]
+    assert removed == [orphan.name]
+    assert sorted(run.rglob("*")) == before

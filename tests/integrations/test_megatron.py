@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dcp_nvcomp import clean_run
-from tests.integrations.launch import check_ours, check_resumed, needs, start
+from tests.integrations.launch import check_cleaned, check_ours, check_resumed, needs, start
 
 
 @pytest.mark.parametrize("how", ["strategies", "registered", "asynchronous"])
@@ -18,7 +17,5 @@ def test_saved_killed_and_resumed(tmp_path: Path, how: str) -> None:
     check_resumed(tmp_path, saved=2, last=4)
     path = tmp_path / "iter_0000002"
     check_ours(path)
-    before = sorted(tmp_path.rglob("*"))
-    assert not clean_run(tmp_path, older_than_seconds=0.0).nbytes
-    assert sorted(tmp_path.rglob("*")) == before
+    check_cleaned(tmp_path, path)
     assert {"common.pt", "metadata.json"} <= {one.name for one in path.iterdir()}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.launch import check_ours, check_resumed, needs, start
+from tests.integrations.launch import check_cleaned, check_ours, check_resumed, needs, start
 
 
 @pytest.mark.parametrize("queue", ["fork", "persistent"])
@@ -17,3 +17,4 @@ def test_saved_killed_and_resumed(tmp_path: Path, queue: str) -> None:
     check_resumed(tmp_path, saved=2, last=4)
     for step in (1, 2):
         check_ours(tmp_path / f"step-{step}")
+    check_cleaned(tmp_path, tmp_path / "step-2")

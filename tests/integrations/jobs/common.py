@@ -50,7 +50,8 @@ class Job:
     """One start of a job: its directory, which start it is, and what it tells the test."""
 
     def __init__(self) -> None:
-        self.directory, self.resumes = Path(sys.argv[1]), sys.argv[2] == "resume"
+        self.directory, self.how = Path(sys.argv[1]), sys.argv[2]
+        self.resumes = self.how == "resume"
         self.options = sys.argv[3:]
         self.rank = int(os.environ["RANK"])
         torch.set_num_threads(1)
@@ -58,7 +59,7 @@ class Job:
     def note(self, what: str, step: int, state: Any) -> None:
         """Tell the test the digest of the state."""
         with open(self.directory / f"notes-{self.rank}.jsonl", "a") as file:
-            print(json.dumps([sys.argv[2], what, step, digest(state)]), file=file)
+            print(json.dumps([self.how, what, step, digest(state)]), file=file)
 
     def die(self) -> NoReturn:
         """End as if the machine had failed, once all ranks are here."""
