@@ -24,10 +24,12 @@ class SftpServer(Server):
 
     Args:
         directory: where its data, its keys and its log are.
+        flags: of sftp-server(8): `-R` lets nothing be written, `-P` names requests that it does not know.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, flags: str = "") -> None:
         super().__init__(directory)
+        self._flags = flags
         self._keys = directory / "keys"
         self._files = directory / "files"
 
@@ -52,6 +54,12 @@ class SftpServer(Server):
     def known_hosts(self) -> Path:
         """The file that has its host key."""
         return self._keys / "known_hosts"
+
+    def known_at(self, port: int) -> Path:
+        """Return a file by which it is known at another port too."""
+        known = self.known_hosts.with_name(f"known_hosts-{port}")
+        known.write_text(self.known_hosts.read_text().replace(f":{self.port} ", f":{port} "))
+        return known
 
     def make_key(self, name: str, passphrase: str = "") -> Path:
         """Make a key pair in its directory, which it does not let in by that, and return the private one."""
@@ -89,7 +97,7 @@ class SftpServer(Server):
             "MaxStartups": "200",
             "MaxSessions": "64",
             "PidFile": "none",
-            "Subsystem": "sftp internal-sftp",
+            "Subsystem": f"sftp internal-sftp {self._flags}",
         }
         lines = "".join(f"{name} {value}\n" for name, value in settings.items())
         self._configuration.write_text(lines)

@@ -209,15 +209,4 @@ class LoginFilesystem(MovingFilesystem):
         return {name: found[name] for name in ("host", "username", "password") if name in found}
 
 
-class StrictFilesystem(PlainFilesystem):
-    """As fsspec's SFTP: what it does not know goes to the SSH client, which refuses it."""
-
-    protocol = "ssh"
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        if options:
-            raise TypeError(f"connect() got an unexpected keyword argument {next(iter(options))!r}")
-
-
 fsspec.register_implementation("plain-login", LoginFilesystem, clobber=True)

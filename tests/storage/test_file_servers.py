@@ -5,9 +5,38 @@ They can't show: Windows' own server, latency, Kerberos, shares of a distributed
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import gc
+import logging
+import os
+import pickle
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from .suite import FilesystemSuite, Place
+from dcp_nvcomp.errors import ConcurrentSaveError, ConfigurationError, StorageError
+from dcp_nvcomp.storage.base import Filesystem
+from dcp_nvcomp.storage.file_servers.pool import Pool
+from dcp_nvcomp.storage.file_servers.session import ConnectionLostError, Session
+from dcp_nvcomp.storage.open import open_filesystem
+from tests.servers.sftp import SftpServer
+from tests.servers.smb import SmbServer
+from tests.servers.wire import Wire
+
+from .suite import FilesystemSuite, Place, write_file
+
+FileServer = SftpServer | SmbServer
+
+PART_NBYTES = 1 << 18
+SECRET = "S3cretS3cretS3cret"
+KINDS = [pytest.param("sftp", marks=pytest.mark.sftp), pytest.param("smb", marks=pytest.mark.smb)]
 
 
 @pytest.mark.sftp
@@ -22,3 +51,672 @@ class TestSmb(FilesystemSuite):
     @pytest.fixture
     def place(self, smb_store: Place) -> Place:
         return smb_store
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def server(kind: str, request: pytest.FixtureRequest) -> FileServer:
+    found: FileServer = request.getfixturevalue(f"{kind}_server")
+    return found
+
+
+@pytest.fixture
+def store(kind: str, request: pytest.FixtureRequest) -> Place:
+    found: Place = request.getfixturevalue(f"{kind}_store")
+    return found
+
+
+@pytest.fixture
+def own_server(kind: str, tmp_path: Path) -> Iterator[FileServer]:
+    """A server that a test may do anything to."""
+    made: type[FileServer] = {"sftp": SftpServer, "smb": SmbServer}[kind]
+    missing = made.missing()
+    if missing:
+        pytest.skip(missing)
+    server = made(tmp_path / kind)
+    server.start()
+    yield server
+    with contextlib.suppress(ProcessLookupError):
+        server.stop()
+
+
+def opened(place: Place, **options: Any) -> Filesystem:
+    url, given = place
+    deadline_seconds = options.pop("deadline_seconds", 20.0)
+    return open_filesystem(url, storage_options={**given, **options}, deadline_seconds=deadline_seconds)
+
+
+def through(wire: Wire, server: FileServer, store: Place) -> Place:
+    """Return the same place behind a wire."""
+    url, options = store
+    known = {"known_hosts": str(server.known_at(wire.port))} if isinstance(server, SftpServer) else {}
+    return url.replace(f":{server.port}/", f":{wire.port}/"), {**options, **known}
+
+
+def random_bytes(nbytes: int) -> bytes:
+    return os.urandom(nbytes)
+
+
+# --- connections that break ------------------------------------------------------------------------------------------
+
+
+def upload(filesystem: Filesystem) -> None:
+    data = bytes(range(256)) * (3 * PART_NBYTES // 256) + b"end"
+    write_file(filesystem, "data", data)
+    assert filesystem.read_all("data", limit_nbytes=1 << 30) == data
+
+
+def publish_twice(filesystem: Filesystem) -> None:
+    for data in (b"first", b"second"):
+        filesystem.publish(".metadata", data)
+    assert filesystem.read_all(".metadata", limit_nbytes=100) == b"second"
+
+
+def publish_new(filesystem: Filesystem) -> None:
+    filesystem.publish(".metadata", b"only", overwrite=False)
+    assert filesystem.read_all(".metadata", limit_nbytes=100) == b"only"
+
+
+def replace_file(filesystem: Filesystem) -> None:
+    filesystem.publish("data", b"old")
+    stream = filesystem.open_replacement("data")
+    stream.write(bytes(2 * PART_NBYTES))
+    stream.close()
+    assert filesystem.file_nbytes("data") == 2 * PART_NBYTES
+
+
+def names_and_times(filesystem: Filesystem) -> None:
+    filesystem.create_directory()
+    filesystem.publish("a", b"x")
+    assert abs(filesystem.now_seconds() - time.time()) < 10
+    assert filesystem.list_names() == ["a"]
+    assert [file.name for file in filesystem.list_below().files] == ["a"]
+    assert filesystem.free_nbytes() is not None
+    filesystem.remove(["a"])
+    assert filesystem.list_names() == []
+    filesystem.remove_directory()
+
+
+@pytest.mark.parametrize("answered", [False, True])
+@pytest.mark.parametrize("work", [upload, publish_twice, publish_new, replace_file, names_and_times])
+def test_whichever_connection_is_cut_all_goes_on(
+    server: FileServer, store: Place, work: Callable[[Filesystem], None], answered: bool
+) -> None:
+    """Each question in turn is lost, or its answer: what was done is found, what was not is done, nothing is left."""
+    with Wire(server.port) as wire:
+        place = through(wire, server, store)
+        count = 1
+        at = 0
+        while at < count:
+            at += 1
+            step = f"step-{at}"
+            filesystem = opened((f"{place[0]}/{step}", place[1]), default_block_size=PART_NBYTES)
+            filesystem.create_directory()
+            before = wire.questions
+            wire.cut(at, answered=answered)
+            work(filesystem)
+            if wire.cuts < at:  # there were no so many
+                assert at > 3
+                break
+            count = max(count, at + 1, wire.questions - before if at == 1 else 0)
+            leftovers = set(filesystem.list_names()) - {"data", ".metadata"}
+            assert not leftovers
+            filesystem.close()
+
+
+def test_a_server_that_was_killed_and_started_again(own_server: FileServer) -> None:
+    filesystem = opened(own_server.place("run"), deadline_seconds=30)
+    filesystem.create_directory()
+    data = random_bytes(64 << 20)
+
+    def write() -> None:
+        stream = filesystem.open_output("data")
+        for start in range(0, len(data), 4 << 20):
+            stream.write(data[start : start + (4 << 20)])
+            if start == 32 << 20:
+                half.set()
+        stream.close()
+
+    half = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(write)
+        assert half.wait(30)
+        own_server.kill()
+        time.sleep(0.5)
+        own_server.start()
+        writing.result(60)
+    assert filesystem.read_all("data", limit_nbytes=len(data)) == data
+
+
+@pytest.mark.parametrize("forgets", ["cut off", "changed", "removed"])
+def test_a_server_that_forgot_what_it_had_confirmed(own_server: FileServer, forgets: str) -> None:
+    """As after a power failure. It is told: what would be written is not what was."""
+    place = own_server.place("run")
+    filesystem = opened(place, default_block_size=PART_NBYTES)
+    filesystem.create_directory()
+    stream = filesystem.open_output("data")
+    stream.write(b"x" * (8 * PART_NBYTES))
+    file = own_server.folder(place[0]) / "data"
+    while file.stat().st_size < 5 * PART_NBYTES:
+        time.sleep(0.01)
+    own_server.kill()
+    if forgets == "cut off":
+        os.truncate(file, PART_NBYTES)
+    elif forgets == "removed":
+        file.unlink()
+    else:
+        with file.open("r+b") as changed:
+            changed.seek(1000)
+            changed.write(b"y")
+    own_server.start()
+    with pytest.raises(StorageError, match="confirmed"):
+        stream.close()
+    stream.abort()
+    assert filesystem.list_names() == []
+
+
+def test_the_end_is_as_durable_as_the_rest(own_server: FileServer) -> None:
+    """A lost connection at the very end: all is compared once more."""
+    with Wire(own_server.port) as wire:
+        place = through(wire, own_server, own_server.place("run"))
+        filesystem = opened(place)
+        filesystem.create_directory()
+        stream = filesystem.open_output("data")
+        stream.write(b"data")
+        wire.break_off()
+        threading.Timer(0.5, wire.mend).start()
+        stream.close()
+        assert filesystem.read_all("data", limit_nbytes=10) == b"data"
+
+
+def test_a_frozen_server_is_told_within_the_deadline(own_server: FileServer) -> None:
+    place = own_server.place("run")
+    filesystem = opened(place, deadline_seconds=2.0, default_block_size=1 << 20)
+    filesystem.create_directory()
+    filesystem.publish("a", b"x")
+    stream = filesystem.open_output("data")
+    own_server.freeze()
+
+    def write() -> None:
+        for _ in range(64):
+            stream.write(bytes(1 << 20))
+        stream.close()
+
+    uses: list[Callable[[], object]] = [lambda: filesystem.read("a", 0, 1), write, filesystem.list_names]
+    for use in (*uses, lambda: filesystem.publish("a", b"y")):
+        began = time.monotonic()
+        with pytest.raises(StorageError) as caught:
+            use()
+        assert caught.value.errno == errno.ETIMEDOUT
+        assert str(own_server.port) in str(caught.value)
+        # SMB's client counts in whole seconds; and what was left of a publish is removed in the same time again
+        assert time.monotonic() - began < 2 * (2.0 + 1.5)
+    own_server.thaw()
+    stream.abort()
+    filesystem.publish("a", b"z")
+    assert filesystem.read("a", 0, 1) == b"z"
+    assert filesystem.list_names() == ["a"]
+
+
+def test_a_server_that_is_not_there(own_server: FileServer) -> None:
+    filesystem = opened(own_server.place("run"), deadline_seconds=1.0)
+    own_server.kill()
+    began = time.monotonic()
+    with pytest.raises(StorageError) as caught:
+        filesystem.publish("a", b"x")
+    assert caught.value.errno == errno.ETIMEDOUT and time.monotonic() - began < 4
+    assert caught.value.attempts is not None and caught.value.attempts > 1
+    assert not caught.value.outcome_unknown  # it had not come to that
+    own_server.start()
+    filesystem.create_directory()
+    filesystem.publish("a", b"x")
+    assert filesystem.list_names() == ["a"]
+
+
+def test_a_publish_without_an_answer_may_be_done(server: FileServer, store: Place) -> None:
+    with Wire(server.port) as wire:
+        filesystem = opened(through(wire, server, store), deadline_seconds=1.0)
+        filesystem.create_directory()
+        before = wire.questions
+        filesystem.publish("a", b"x")
+        unknown = []
+        for at in range(1, wire.questions - before + 1):
+            filesystem.file_nbytes("a")
+
+            def break_off(number: int = at) -> None:
+                wire.cut(number, answered=True)
+                end = time.monotonic() + 5
+                cuts = wire.cuts
+                while wire.cuts == cuts and time.monotonic() < end:
+                    time.sleep(0.0001)
+                wire.break_off()
+
+            breaking = threading.Thread(target=break_off)
+            breaking.start()
+            with contextlib.suppress(StorageError):
+                try:
+                    filesystem.publish("a", b"y")
+                except StorageError as error:
+                    unknown.append(error.outcome_unknown)
+                    raise
+            breaking.join()
+            wire.mend()
+        assert False in unknown and True in unknown
+
+
+@pytest.mark.sftp
+@pytest.mark.parametrize("theirs", [False, True])
+def test_a_rename_that_was_interrupted_half_way(
+    sftp_server: SftpServer, sftp_store: Place, monkeypatch: pytest.MonkeyPatch, theirs: bool
+) -> None:
+    """OpenSSH makes the new name and then removes the old one. Is the new one ours?"""
+    from dcp_nvcomp.storage.file_servers.sftp import SftpSession
+
+    filesystem = opened(sftp_store)
+    filesystem.create_directory()
+    rename, calls = SftpSession.rename_new, []
+
+    def interrupted(session: SftpSession, source: str, target: str) -> None:
+        calls.append(target)
+        if len(calls) > 1:
+            return rename(session, source, target)
+        if theirs:
+            Path(target).write_bytes(b"theirs")
+        else:
+            os.link(source, target)
+        raise ConnectionLostError("the server was killed")
+
+    monkeypatch.setattr(SftpSession, "rename_new", interrupted)
+    if theirs:
+        with pytest.raises(ConcurrentSaveError):
+            filesystem.publish("a", b"ours", overwrite=False)
+    else:
+        filesystem.publish("a", b"ours", overwrite=False)
+    assert filesystem.read_all("a", limit_nbytes=10) == (b"theirs" if theirs else b"ours")
+    assert filesystem.list_names() == ["a"]
+
+
+# --- logins ----------------------------------------------------------------------------------------------------------
+
+
+def refused(place: Place, **options: Any) -> StorageError:
+    filesystem = opened(place, deadline_seconds=30.0, **options)
+    began = time.monotonic()
+    with pytest.raises(StorageError) as caught:
+        filesystem.list_names()
+    assert time.monotonic() - began < 10  # it was not tried again
+    assert caught.value.errno == errno.EACCES
+    return caught.value
+
+
+def test_a_wrong_password_is_not_tried_again(store: Place, kind: str) -> None:
+    keys = {"client_keys": []} if kind == "sftp" else {}
+    error = refused(store, password=SECRET, **keys)
+    assert "does not let" in error.message and SECRET not in "".join(traceback.format_exception(error))
+
+
+@pytest.mark.sftp
+def test_a_wrong_key_is_not_tried_again(sftp_server: SftpServer, sftp_store: Place, tmp_path: Path) -> None:
+    key = sftp_server.make_key(f"other-{tmp_path.name}")
+    assert "client_keys" in refused(sftp_store, client_keys=str(key)).message
+
+
+@pytest.mark.sftp
+def test_a_key_with_a_passphrase(sftp_server: SftpServer, sftp_store: Place, tmp_path: Path) -> None:
+    key = sftp_server.make_key(f"locked-{tmp_path.name}", SECRET)
+    sftp_server.let_in(key)
+    opened(sftp_store, client_keys=str(key), passphrase=SECRET).create_directory()
+    wrong = opened(sftp_store, client_keys=str(key), passphrase="not" + SECRET)
+    with pytest.raises(StorageError) as caught:
+        wrong.list_names()
+    assert caught.value.errno == errno.EINVAL
+    assert SECRET not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.sftp
+@pytest.mark.parametrize("known", ["nobody", "another"])
+def test_an_unknown_host_key_is_not_trusted(
+    sftp_server: SftpServer, sftp_store: Place, tmp_path: Path, known: str
+) -> None:
+    file = tmp_path / "known_hosts"
+    file.write_text("")
+    if known == "another":
+        words = sftp_server.make_key(f"host-{tmp_path.name}").with_suffix(".pub").read_text().split()
+        file.write_text(f"[127.0.0.1]:{sftp_server.port} {words[0]} {words[1]}\n")
+    error = refused(sftp_store, known_hosts=str(file))
+    assert "host key" in error.message and "ssh-keyscan" in error.message
+    opened(sftp_store, known_hosts=None).create_directory()  # who wants it so
+
+
+@pytest.mark.sftp
+def test_a_missing_key_file_is_no_missing_checkpoint(sftp_store: Place) -> None:
+    filesystem = opened(sftp_store, client_keys="/no/such/key")
+    with pytest.raises(StorageError) as caught:
+        filesystem.file_nbytes("a")
+    assert caught.value.errno == errno.EINVAL and "/no/such/key" in caught.value.message
+
+
+@pytest.mark.smb
+def test_a_missing_share_is_no_missing_checkpoint(smb_store: Place) -> None:
+    url, options = smb_store
+    filesystem = opened((url.replace("/checkpoints/", "/nothing/"), options))
+    with pytest.raises(StorageError, match="no share 'nothing'"):
+        filesystem.file_nbytes("a")
+
+
+def test_a_host_that_nobody_knows_is_told_at_once(kind: str) -> None:
+    filesystem = open_filesystem(f"{kind}://no-such-host.invalid/share/run", deadline_seconds=60.0)
+    began = time.monotonic()
+    with pytest.raises(StorageError, match="no-such-host.invalid"):
+        filesystem.list_names()
+    assert time.monotonic() - began < 30
+
+
+def test_no_secret_is_shown(
+    server: FileServer, store: Place, kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    url, options = store
+    address = url.replace(f"{server.user}@", "").replace("://", f"://{server.user}:{SECRET}@")
+    keys = {"client_keys": []} if kind == "sftp" else {}
+    given = {name: value for name, value in options.items() if name not in ("username", "password")}
+    shown = []
+    for place in ((address, {**given, **keys}), (url, {**options, "password": SECRET, **keys})):
+        filesystem = opened(place)
+        with pytest.raises(StorageError) as caught:
+            filesystem.list_names()
+        chain: BaseException | None = caught.value
+        while chain is not None:
+            shown += [str(chain), repr(chain)]
+            chain = chain.__cause__ or chain.__context__
+        shown += ["".join(traceback.format_exception(caught.value)), repr(filesystem), filesystem.path]
+        shown.append(pickle.dumps(caught.value).decode("latin-1"))
+    shown += [record.getMessage() for record in caplog.records]
+    assert not [text for text in shown if SECRET in text]
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nbytes", [1, PART_NBYTES - 1, PART_NBYTES, PART_NBYTES + 1, 9 * PART_NBYTES + 7, 40 << 20])
+def test_files_about_the_length_of_parts(store: Place, nbytes: int) -> None:
+    filesystem = opened(store, **({"default_block_size": PART_NBYTES} if nbytes < 40 << 20 else {}))
+    filesystem.create_directory()
+    data = random_bytes(nbytes)
+    write_file(filesystem, "a", data)
+    assert filesystem.read_all("a", limit_nbytes=nbytes) == data
+    buffer = bytearray(nbytes)
+    filesystem.read_into("a", 0, memoryview(buffer))
+    assert buffer == data
+
+
+def test_many_threads_at_once(store: Place) -> None:
+    filesystem = opened(store, default_block_size=PART_NBYTES)
+    filesystem.create_directory()
+    versions = [random_bytes(2 * PART_NBYTES + number) for number in range(40)]
+    with ThreadPoolExecutor(40) as pool:
+        list(pool.map(lambda number: write_file(filesystem, f"f{number}", versions[number]), range(40)))
+        found = list(pool.map(lambda number: filesystem.read_all(f"f{number}", limit_nbytes=1 << 30), range(40)))
+    assert found == versions
+
+
+@pytest.mark.parametrize("name", ["with space", "grüße-ß", "100%25", "a#b", "semi;colon", "[1]", "日本"])
+def test_odd_names(store: Place, name: str) -> None:
+    filesystem = opened((f"{store[0]}/{name}", store[1]))
+    filesystem.create_directory()
+    filesystem.publish(name, b"x")
+    assert filesystem.list_names() == [name]
+    assert [file.name for file in opened(store).list_below().files] == [f"{name}/{name}"]
+    assert filesystem.read(name, 0, 1) == b"x"
+
+
+def test_what_is_below(server: FileServer, store: Place) -> None:
+    filesystem = opened(store)
+    filesystem.create_directory()
+    folder = server.folder(store[0])
+    (folder / "a" / "b").mkdir(parents=True)
+    for name in ("x", "a/y", "a/b/z"):
+        (folder / name).write_bytes(b"1")
+    below = filesystem.list_below()
+    assert sorted(file.name for file in below.files) == ["a/b/z", "a/y", "x"] and not below.failed
+    assert filesystem.list_names() == ["x"]
+
+
+def test_a_directory_in_the_way(server: FileServer, store: Place) -> None:
+    filesystem = opened(store)
+    filesystem.create_directory()
+    (server.folder(store[0]) / "taken").mkdir()
+    with pytest.raises(StorageError) as caught:
+        filesystem.open_output("taken")
+    assert caught.value.errno == errno.EEXIST
+    with pytest.raises(StorageError):
+        filesystem.publish("taken", b"x")
+    with pytest.raises(StorageError):
+        filesystem.read("taken", 0, 1)
+    with pytest.raises(ConcurrentSaveError):
+        filesystem.publish("taken", b"x", overwrite=False)
+    with pytest.raises(StorageError):
+        filesystem.remove(["taken"])
+    assert filesystem.file_nbytes("taken") is None and filesystem.list_names() == []
+    assert (server.folder(store[0]) / "taken").is_dir()
+
+
+def test_a_file_in_the_way_of_the_directory(server: FileServer, store: Place) -> None:
+    server.folder(store[0]).write_bytes(b"x")
+    filesystem = opened(store)
+    with pytest.raises(StorageError) as caught:
+        filesystem.create_directory()
+    assert caught.value.errno == errno.ENOTDIR
+    assert filesystem.list_names() == [] and filesystem.file_nbytes("a") is None
+    with pytest.raises(StorageError):
+        filesystem.publish("a", b"x")
+    filesystem.remove_directory()
+    assert server.folder(store[0]).read_bytes() == b"x"
+
+
+def test_a_file_of_another_is_never_written_into(server: FileServer, store: Place) -> None:
+    filesystem = opened(store)
+    filesystem.create_directory()
+    filesystem.publish("data", b"theirs")
+    with pytest.raises(StorageError) as caught:
+        filesystem.open_output("data")
+    assert caught.value.errno == errno.EEXIST
+    assert filesystem.read_all("data", limit_nbytes=10) == b"theirs"
+
+
+def test_only_an_empty_directory_is_removed(server: FileServer, store: Place) -> None:
+    filesystem = opened(store)
+    filesystem.create_directory()
+    filesystem.publish("a", b"x")
+    filesystem.remove_directory()
+    assert filesystem.list_names() == ["a"]
+    filesystem.remove(["a"])
+    filesystem.remove_directory()
+    assert not server.folder(store[0]).exists()
+    filesystem.remove_directory()
+
+
+def test_a_dropped_stream_holds_no_connection(store: Place) -> None:
+    filesystem = opened(store, default_block_size=PART_NBYTES)
+    filesystem.create_directory()
+    for number in range(50):  # more than there are connections
+        filesystem.open_output(f"dropped-{number}").write(bytes(2 * PART_NBYTES))
+        gc.collect()
+    assert len(filesystem.list_names()) == 50
+
+
+def test_a_read_only_share(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    server: FileServer
+    if kind == "sftp":
+        request.getfixturevalue("sftp_server")  # or it is skipped
+        server = SftpServer(tmp_path / "sftp", "-R")
+        server.start()
+        request.addfinalizer(server.stop)
+        url, options = server.place("run")
+    else:
+        server = request.getfixturevalue("smb_server")
+        url, options = server.place("run")
+    folder = server.folder(url)
+    folder.mkdir()
+    (folder / "a").write_bytes(b"x")
+    if isinstance(server, SmbServer):
+        url = url.replace(f"/{server.share}/", f"/{server.read_only_share}/")
+    filesystem = opened((url, options))
+    assert filesystem.read("a", 0, 1) == b"x" and filesystem.list_names() == ["a"]
+    assert abs(filesystem.now_seconds() - time.time()) < 10
+    for use in (
+        lambda: filesystem.publish("a", b"y"),
+        lambda: filesystem.open_output("b"),
+        lambda: filesystem.remove(["a"]),
+        lambda: opened((f"{url}/new", options)).create_directory(),
+    ):
+        began = time.monotonic()
+        with pytest.raises(StorageError) as caught:
+            use()
+        assert caught.value.errno in (errno.EACCES, errno.EROFS), caught.value
+        assert not caught.value.outcome_unknown and time.monotonic() - began < 5
+    assert (folder / "a").read_bytes() == b"x"
+
+
+@pytest.mark.sftp
+def test_a_server_without_openssh_s_extensions(tmp_path: Path, sftp_server: SftpServer) -> None:
+    server = SftpServer(tmp_path / "sftp", "-P posix-rename,fsync,statvfs,limits")
+    server.start()
+    try:
+        filesystem = opened(server.place("run"))
+        filesystem.create_directory()
+        assert filesystem.free_nbytes() is None
+        data = random_bytes(1 << 20)
+        write_file(filesystem, "data", data)
+        assert filesystem.read_all("data", limit_nbytes=1 << 20) == data
+        filesystem.publish("a", b"x")
+        with pytest.raises(StorageError, match="posix-rename") as caught:
+            filesystem.publish("a", b"y")
+        assert caught.value.errno == errno.ENOTSUP and not caught.value.outcome_unknown
+        assert filesystem.read("a", 0, 1) == b"x" and filesystem.list_names() == ["a", "data"]
+    finally:
+        server.stop()
+
+
+# --- readers that have a file open -----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def held_open(filesystem: Filesystem, name: str) -> Iterator[None]:
+    """Have a file open to be read, as a slow reader."""
+    pool: Pool = filesystem._pool  # type: ignore[attr-defined]
+    lease = pool.lease()
+    key = filesystem._key(name)  # type: ignore[attr-defined]
+    file = lease.run("read", name, lambda session: session.open_to_read(key))
+    yield
+
+    def close(session: Session) -> None:
+        session.close(file)
+
+    lease.run("read", name, close)
+    lease.release()
+
+
+@pytest.fixture
+def as_on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samba refuses to replace a file that is open on the same connection only, Windows one that anybody has open."""
+    from dcp_nvcomp.storage.file_servers.smb_login import SmbConnection
+
+    monkeypatch.setattr(SmbConnection, "users", 2)
+
+
+def test_a_file_is_replaced_while_somebody_reads_it(store: Place) -> None:
+    filesystem, reader = opened(store), opened(store)
+    filesystem.create_directory()
+    filesystem.publish("a", b"old")
+    with held_open(reader, "a"):
+        filesystem.publish("a", b"new")
+    assert filesystem.read_all("a", limit_nbytes=10) == b"new"
+    assert filesystem.list_names() == ["a"]
+
+
+@pytest.mark.smb
+@pytest.mark.usefixtures("as_on_windows")
+def test_a_publish_waits_for_readers(smb_store: Place) -> None:
+    filesystem = opened(smb_store)
+    filesystem.create_directory()
+    filesystem.publish("a", b"old")
+    with ThreadPoolExecutor(1) as pool:
+        with held_open(filesystem, "a"):
+            publishing = pool.submit(filesystem.publish, "a", b"new")
+            time.sleep(0.5)
+            assert not publishing.done()
+        publishing.result(20)
+    assert filesystem.read_all("a", limit_nbytes=10) == b"new"
+    assert filesystem.list_names() == ["a"]
+
+
+@pytest.mark.smb
+@pytest.mark.usefixtures("as_on_windows")
+def test_a_publish_does_not_wait_longer_than_the_deadline(smb_store: Place) -> None:
+    filesystem = opened(smb_store, deadline_seconds=1.0)
+    filesystem.create_directory()
+    filesystem.publish("a", b"old")
+    with held_open(filesystem, "a"):
+        began = time.monotonic()
+        with pytest.raises(StorageError, match="open") as caught:
+            filesystem.publish("a", b"new")
+        assert 0.5 < time.monotonic() - began < 5
+        assert caught.value.errno == errno.EBUSY and not caught.value.outcome_unknown
+        assert filesystem.read_all("a", limit_nbytes=10) == b"old"
+    assert filesystem.list_names() == ["a"]
+
+
+def test_a_file_is_removed_while_somebody_reads_it(store: Place) -> None:
+    filesystem, reader = opened(store), opened(store)
+    filesystem.create_directory()
+    filesystem.publish("a", b"old")
+    with held_open(reader, "a"):
+        filesystem.remove(["a"])
+        filesystem.remove(["a"])
+    assert filesystem.list_names() == []
+
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+
+def test_a_forked_process_makes_connections_of_its_own(store: Place) -> None:
+    filesystem = opened(store)
+    filesystem.create_directory()
+    filesystem.publish("parents", b"parent")
+    child = os.fork()
+    if not child:
+        status = 1
+        with contextlib.suppress(BaseException):
+            assert filesystem.read_all("parents", limit_nbytes=10) == b"parent"
+            filesystem.publish("childs", b"child")
+            filesystem.close()
+            status = 0
+        os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    filesystem.publish("parents", b"again")  # on the connection that it had
+    assert filesystem.list_names() == ["childs", "parents"]
+
+
+# --- packages that are not installed ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("protocol", "package"), [("sftp", "asyncssh"), ("ssh", "asyncssh"), ("smb", "smbprotocol")])
+def test_a_missing_package(protocol: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    import dcp_nvcomp.storage.file_servers as room
+
+    module = "smb" if protocol == "smb" else "sftp"
+    for ours in (module, f"{module}_login", f"{module}_status"):
+        monkeypatch.delitem(sys.modules, f"{room.__name__}.{ours}", raising=False)
+        monkeypatch.delattr(room, ours, raising=False)
+    for name in [name for name in sys.modules if name.split(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigurationError, match=rf"pip install 'dcp-nvcomp\[{module}\]'"):
+        open_filesystem(f"{protocol}://host/share/run")

@@ -12,7 +12,6 @@ import fsspec
 import pytest
 from fsspec.implementations.cached import SimpleCacheFileSystem
 from fsspec.implementations.dirfs import DirFileSystem
-from fsspec.registry import _registry
 from fsspec.spec import AbstractFileSystem
 
 from dcp_nvcomp.errors import ConcurrentSaveError, StorageError
@@ -21,7 +20,7 @@ from dcp_nvcomp.storage.fsspec_files import FsspecFilesystem
 from dcp_nvcomp.storage.moving import Moves
 from dcp_nvcomp.storage.open import open_filesystem
 
-from .plain import ATOMIC, PROTOCOLS, MovingFilesystem, PlainFilesystem, StrictFilesystem, carry_out, hooked
+from .plain import ATOMIC, PROTOCOLS, MovingFilesystem, PlainFilesystem, carry_out, hooked
 from .suite import FilesystemSuite, Place
 
 GAP = "can't replace a file in one step"
@@ -148,13 +147,6 @@ def test_another_save_is_faster(protocol: str, tmp_path: Path) -> None:
         with pytest.raises(ConcurrentSaveError):
             filesystem.publish(".metadata", b"third", overwrite=False)
         assert (tmp_path / ".metadata").read_bytes() == b"second"
-
-
-def test_ssh_gets_no_options_but_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(_registry, "ssh", StrictFilesystem)
-    filesystem = open_filesystem(f"ssh://{tmp_path}")
-    filesystem.publish("a", b"x")
-    assert filesystem.list_names() == ["a"]
 
 
 class SMBOSError(OSError):

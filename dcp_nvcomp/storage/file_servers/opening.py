@@ -60,12 +60,12 @@ def open_file_server(
 def _client(protocol: str) -> Callable[..., Connection]:
     try:
         if protocol in SMB:
-            from dcp_nvcomp.storage.file_servers import smb
+            from dcp_nvcomp.storage.file_servers import smb_login
 
-            return smb.connect
-        from dcp_nvcomp.storage.file_servers import sftp
+            return smb_login.connect
+        from dcp_nvcomp.storage.file_servers import sftp_login
 
-        return sftp.connect
+        return sftp_login.connect
     except ImportError as error:
         extra = "smb" if protocol in SMB else "sftp"
         raise ConfigurationError(f"{protocol}:// is not available here: pip install 'dcp-nvcomp[{extra}]'.") from error

@@ -1,4 +1,4 @@
-"""SFTP by asyncssh, on fsspec's event loop.
+"""What can be asked of an SFTP server, by asyncssh.
 
 Sizes of requests: OpenSSH's server takes 255 KiB and tells so; one that tells nothing gets 32 KiB. Many are on their
 way at once. OpenSSH answers "Failure" for most of what can go wrong, so what it means is looked up.
@@ -8,36 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import errno
-import socket
 import stat
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import asyncssh
-import fsspec.asyn
 
-from dcp_nvcomp.storage.file_servers.session import (
-    Connection,
-    ConnectionLostError,
-    Entry,
-    LoginError,
-    RemoteFile,
-    Session,
-)
+from dcp_nvcomp.storage.file_servers.session import ConnectionLostError, Entry, RemoteFile, Session
 
 if TYPE_CHECKING:
-    from dcp_nvcomp.storage.file_servers.urls import SftpPlace
+    from dcp_nvcomp.storage.file_servers.sftp_login import SftpConnection
 
-__all__ = ["SftpConnection", "connect"]
+__all__ = ["SftpSession"]
 
 T = TypeVar("T")
 
-_USERS: Final = 8
 _REQUESTS_ON_THEIR_WAY: Final = 64  # of one operation: 16 MiB with OpenSSH
-_LOOK_SECONDS: Final = 0.05
 _READ: Final = asyncssh.FXF_READ
 _WRITE: Final = asyncssh.FXF_READ | asyncssh.FXF_WRITE
 _CREATE: Final = _WRITE | asyncssh.FXF_CREAT | asyncssh.FXF_EXCL
@@ -59,124 +47,6 @@ _ERRNO: Final = {
     asyncssh.FX_LINK_LOOP: errno.ELOOP,
     asyncssh.FX_FILE_IS_A_DIRECTORY: errno.EISDIR,
 }
-
-
-def connect(place: SftpPlace, silent_seconds: float) -> SftpConnection:
-    """Log in.
-
-    Args:
-        place: where.
-        silent_seconds: how long the server may take.
-
-    Raises:
-        LoginError: the server is not known, or does not let us in.
-        ConnectionLostError: it does not answer.
-    """
-    loop = fsspec.asyn.get_loop()
-    future = asyncio.run_coroutine_threadsafe(_connect(place, silent_seconds), loop)
-    try:
-        return future.result()
-    except BaseException:
-        future.cancel()
-        raise
-
-
-async def _connect(place: SftpPlace, silent_seconds: float) -> SftpConnection:
-    ssh = None
-    try:
-        async with _time_limit(silent_seconds, place.server):
-            ssh = await asyncssh.connect(place.host, place.port, **place.client)
-            sftp = await ssh.start_sftp_client(path_errors="surrogateescape")
-        return SftpConnection(asyncio.get_running_loop(), ssh, sftp, place.server)
-    except BaseException as error:
-        if ssh is not None:
-            ssh.abort()
-        if not isinstance(error, Exception):
-            raise
-        raise _login_failure(error, place) from error
-
-
-@contextlib.asynccontextmanager
-async def _time_limit(seconds: float, server: str) -> Any:
-    task = asyncio.current_task()
-    assert task is not None
-    late = False
-
-    def cancel() -> None:
-        nonlocal late
-        late = True
-        task.cancel()
-
-    timer = asyncio.get_running_loop().call_later(seconds, cancel)
-    try:
-        yield
-    except asyncio.CancelledError:
-        if not late:
-            raise
-        raise ConnectionLostError(f"no answer from {server} within {seconds:.1f} s", errno.ETIMEDOUT) from None
-    finally:
-        timer.cancel()
-
-
-def _login_failure(error: Exception, place: SftpPlace) -> OSError:
-    """Return our error for a login that failed: one to be tried again, or not."""
-    words = f"{type(error).__name__}: {error}"
-    if isinstance(error, ConnectionLostError):
-        return error
-    if isinstance(error, asyncssh.HostKeyNotVerifiable):
-        return LoginError(
-            f"the host key of {place.server} is not among the known ones ({error}). If it is the right one, add it "
-            f"to ~/.ssh/known_hosts or to the file that known_hosts= names, as `ssh-keyscan` prints it"
-        )
-    if isinstance(error, asyncssh.PermissionDenied):
-        return LoginError(
-            f"{place.server} does not let {place.user} in ({error}). Check username=, password= and client_keys=, or "
-            "whether the SSH agent has the key"
-        )
-    if isinstance(error, socket.gaierror) and error.errno != socket.EAI_AGAIN:
-        return LoginError(f"{place.server} is not known to the network ({error.strerror})", errno.EHOSTUNREACH)
-    if isinstance(error, asyncssh.KeyImportError | asyncssh.KeyEncryptionError | ValueError):
-        return LoginError(f"a key or an option of the SSH client can't be used ({words})", errno.EINVAL)
-    if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError):
-        return LoginError(f"a file that the SSH client needs can't be read ({words})", errno.EINVAL)
-    if isinstance(error, asyncssh.KeyExchangeFailed | asyncssh.ProtocolNotSupported | asyncssh.IllegalUserName):
-        return LoginError(f"{place.server} and the SSH client do not understand each other ({words})")
-    if isinstance(error, asyncssh.ChannelOpenError):
-        return LoginError(f"{place.server} has no SFTP ({words})")
-    return ConnectionLostError(words, getattr(error, "errno", None) or errno.ECONNREFUSED)
-
-
-class SftpConnection(Connection):
-    """A connection with one SFTP channel, which several threads share.
-
-    Args:
-        loop: the event loop that it belongs to.
-        ssh: the connection.
-        sftp: the channel.
-        server: its name, for messages.
-
-    Attributes:
-        heard_seconds: when it last answered, by the monotonic clock.
-    """
-
-    users = _USERS
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, ssh: Any, sftp: Any, server: str) -> None:
-        self.loop, self.ssh, self.sftp, self.server = loop, ssh, sftp, server
-        self.heard_seconds = time.monotonic()
-        self._is_cut = False
-
-    @property
-    def is_alive(self) -> bool:
-        return not (self._is_cut or self.ssh.is_closed())
-
-    def session(self, silent_seconds: float) -> SftpSession:
-        return SftpSession(self, silent_seconds)
-
-    def cut(self) -> None:
-        self._is_cut = True
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self.loop.call_soon_threadsafe(self.ssh.abort)
 
 
 class SftpSession(Session):
@@ -226,8 +96,6 @@ class SftpSession(Session):
         return self._end(self._begin(work))
 
     def _failure(self, error: Exception) -> OSError:
-        if isinstance(error, OSError) and not isinstance(error, asyncssh.Error) and error.errno is not None:
-            return error
         words = f"{type(error).__name__}: {error}"
         if isinstance(error, asyncssh.SFTPError) and not isinstance(error, _LOST):
             if isinstance(error, asyncssh.SFTPFailure):

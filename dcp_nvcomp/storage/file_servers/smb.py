@@ -1,24 +1,16 @@
-"""SMB by smbprotocol: each connection has one user at a time, a login and a tree of its own.
-
-smbprotocol's own pool of connections is one for the whole process and does not know when they are broken; so it is not
-used. Requests of 1 MiB are on their way as many as the server's credits allow.
-"""
+"""What can be asked of an SMB server, by smbprotocol: requests of 1 MiB, as many at once as its credits allow."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import socket
-import struct
-import uuid
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
-from smbprotocol import connection as smb_connection
-from smbprotocol.exceptions import SMBAuthenticationError, SMBException, SMBResponseException
+from smbprotocol.exceptions import SMBException, SMBResponseException
 from smbprotocol.file_info import (
     FileAttributes,
     FileDispositionInformation,
@@ -35,29 +27,19 @@ from smbprotocol.open import (
     FilePipePrinterAccessMask,
     ImpersonationLevel,
     Open,
-    ShareAccess,
     SMB2QueryInfoRequest,
     SMB2QueryInfoResponse,
     SMB2SetInfoRequest,
 )
-from smbprotocol.session import Session as SmbLogin
-from smbprotocol.tree import TreeConnect
 
 from dcp_nvcomp.errors import CheckpointError
-from dcp_nvcomp.storage.file_servers.session import (
-    Connection,
-    ConnectionLostError,
-    Entry,
-    HeldOpenError,
-    LoginError,
-    RemoteFile,
-    Session,
-)
+from dcp_nvcomp.storage.file_servers.session import ConnectionLostError, Entry, HeldOpenError, RemoteFile, Session
+from dcp_nvcomp.storage.file_servers.smb_status import ERRNO, LOST
 
 if TYPE_CHECKING:
-    from dcp_nvcomp.storage.file_servers.urls import SmbPlace
+    from dcp_nvcomp.storage.file_servers.smb_login import SmbConnection
 
-__all__ = ["SmbConnection", "connect"]
+__all__ = ["SmbSession"]
 
 _REQUEST_NBYTES: Final = 1 << 20
 _REQUESTS_ON_THEIR_WAY: Final = 16
@@ -65,176 +47,10 @@ _CREDITS: Final = 512  # how many we want to have, for so many requests and as m
 _CREDIT_NBYTES: Final = 1 << 16
 _LISTED_NBYTES: Final = 1 << 16
 _ACCESS: Final = FilePipePrinterAccessMask
-_SHARING: Final = {
-    "r": ShareAccess.FILE_SHARE_READ,
-    "w": ShareAccess.FILE_SHARE_WRITE,
-    "d": ShareAccess.FILE_SHARE_DELETE,
-}
 _PLAIN: Final = CreateOptions.FILE_NON_DIRECTORY_FILE
 _FOLDER: Final = CreateOptions.FILE_DIRECTORY_FILE
 _LINKS_AS_THEY_ARE: Final = CreateOptions.FILE_OPEN_REPARSE_POINT
-_ERRNO: Final = {
-    NtStatus.STATUS_ACCESS_DENIED: errno.EACCES,
-    NtStatus.STATUS_CANNOT_DELETE: errno.EACCES,
-    NtStatus.STATUS_DELETE_PENDING: errno.EBUSY,
-    NtStatus.STATUS_DIRECTORY_NOT_EMPTY: errno.ENOTEMPTY,
-    NtStatus.STATUS_DISK_FULL: errno.ENOSPC,
-    NtStatus.STATUS_FILE_IS_A_DIRECTORY: errno.EISDIR,
-    NtStatus.STATUS_INVALID_DEVICE_REQUEST: errno.ENOTSUP,
-    NtStatus.STATUS_INVALID_INFO_CLASS: errno.ENOTSUP,
-    NtStatus.STATUS_INVALID_PARAMETER: errno.EINVAL,
-    NtStatus.STATUS_NO_SUCH_FILE: errno.ENOENT,
-    NtStatus.STATUS_NOT_A_DIRECTORY: errno.ENOTDIR,
-    NtStatus.STATUS_NOT_FOUND: errno.ENOENT,
-    NtStatus.STATUS_NOT_SUPPORTED: errno.ENOTSUP,
-    NtStatus.STATUS_OBJECT_NAME_COLLISION: errno.EEXIST,
-    NtStatus.STATUS_OBJECT_NAME_INVALID: errno.EINVAL,
-    NtStatus.STATUS_OBJECT_NAME_NOT_FOUND: errno.ENOENT,
-    NtStatus.STATUS_OBJECT_PATH_INVALID: errno.EINVAL,
-    NtStatus.STATUS_OBJECT_PATH_NOT_FOUND: errno.ENOENT,
-    NtStatus.STATUS_OBJECT_PATH_SYNTAX_BAD: errno.EINVAL,
-    NtStatus.STATUS_PRIVILEGE_NOT_HELD: errno.EPERM,
-    NtStatus.STATUS_SHARING_VIOLATION: errno.EBUSY,
-    0xC0000044: errno.EDQUOT,  # STATUS_QUOTA_EXCEEDED
-    0xC00000A2: errno.EROFS,  # STATUS_MEDIA_WRITE_PROTECTED
-}
-# The login, or the handle, is gone: a new one will do.
-_LOST: Final = (
-    NtStatus.STATUS_NETWORK_NAME_DELETED,
-    NtStatus.STATUS_USER_SESSION_DELETED,
-    NtStatus.STATUS_FILE_CLOSED,
-    NtStatus.STATUS_IO_TIMEOUT,
-    NtStatus.STATUS_INSUFFICIENT_RESOURCES,
-    NtStatus.STATUS_INSUFF_SERVER_RESOURCES,
-    NtStatus.STATUS_SERVER_UNAVAILABLE,
-    NtStatus.STATUS_REQUEST_NOT_ACCEPTED,
-    0xC000020C,  # STATUS_CONNECTION_DISCONNECTED
-    0xC000035C,  # STATUS_NETWORK_SESSION_EXPIRED
-)
 _HELD_OPEN: Final = (NtStatus.STATUS_ACCESS_DENIED, NtStatus.STATUS_SHARING_VIOLATION, NtStatus.STATUS_DELETE_PENDING)
-
-
-class _Wire(smb_connection.Connection):  # type: ignore[misc]
-    """smbprotocol's connection, which would wait forever for an answer.
-
-    Attributes:
-        silent_seconds: how long the server may be silent.
-    """
-
-    silent_seconds = 1.0
-
-    def receive(self, request: Any, wait: bool = True, timeout: float | None = None, **options: Any) -> Any:
-        seconds = self.silent_seconds if timeout is None else timeout
-        if not request.response_event.wait(seconds):
-            raise ConnectionLostError(
-                f"no answer from {self.server_name}:{self.port} within {seconds:.1f} s", errno.ETIMEDOUT
-            )
-        return super().receive(request, wait=wait, timeout=max(seconds, 1.0), **options)
-
-    def limit(self, silent_seconds: float) -> None:
-        """Set how long the server may be silent, also while it takes nothing more from us."""
-        self.silent_seconds = silent_seconds
-        seconds = max(silent_seconds, 0.001)
-        timeval = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
-        # smbprotocol has no way to say so: its socket blocks
-        self.transport._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
-
-
-def connect(place: SmbPlace, silent_seconds: float) -> SmbConnection:
-    """Log in, and connect to the share.
-
-    Args:
-        place: where.
-        silent_seconds: how long the server may take.
-
-    Raises:
-        LoginError: the server does not let us in, or has no such share.
-        ConnectionLostError: it does not answer.
-    """
-    wire = _Wire(uuid.uuid4(), place.host, place.port, require_signing=place.require_signing)
-    wire.silent_seconds = silent_seconds
-    try:
-        wire.connect(timeout=max(1, int(silent_seconds)))
-        wire.transport._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        login = SmbLogin(
-            wire,
-            username=place.username,
-            password=place.password,
-            require_encryption=place.encrypt,
-            auth_protocol=place.auth_protocol,
-        )
-        login.connect()
-        tree = TreeConnect(login, rf"\\{place.host}\{place.share}")
-        tree.connect()
-    except BaseException as error:
-        _cut(wire)
-        if not isinstance(error, Exception):
-            raise
-        raise _login_failure(error, place) from error
-    return SmbConnection(wire, tree, place)
-
-
-def _login_failure(error: Exception, place: SmbPlace) -> OSError:
-    words = f"{type(error).__name__}: {error}"
-    if isinstance(error, ConnectionLostError):
-        return error
-    status = error.status if isinstance(error, SMBResponseException) else None
-    if status in _LOST:
-        return ConnectionLostError(words)
-    if status == NtStatus.STATUS_BAD_NETWORK_NAME:
-        return LoginError(f"{place.server} has no share {place.share!r} ({words})", errno.ENODEV)
-    if status is not None or isinstance(error, SMBAuthenticationError):
-        return LoginError(
-            f"{place.server} does not let {place.username or 'this user'} in ({words}). Check username=, password= "
-            "and domain="
-        )
-    cause = error.__cause__
-    if isinstance(cause, socket.gaierror) and cause.errno != socket.EAI_AGAIN:
-        return LoginError(f"{place.server} is not known to the network ({cause.strerror})", errno.EHOSTUNREACH)
-    if isinstance(error, SMBException) and any(word in str(error).lower() for word in ("signing", "encrypt")):
-        return LoginError(f"{place.server} and this client do not agree on signing or encryption ({words})")
-    return ConnectionLostError(words, getattr(cause, "errno", None) or errno.ECONNREFUSED)
-
-
-def _cut(wire: _Wire) -> None:
-    transport = wire.transport
-    if transport is not None and transport.connected:
-        with contextlib.suppress(OSError):  # close() would wait for who is sending
-            transport._sock.shutdown(socket.SHUT_RDWR)
-
-
-class SmbConnection(Connection):
-    """A connection for one user at a time.
-
-    Args:
-        wire: the connection.
-        tree: the share.
-        place: where it leads.
-
-    Attributes:
-        sharing: what others may do to a file that is open here.
-    """
-
-    users = 1
-
-    def __init__(self, wire: _Wire, tree: Any, place: SmbPlace) -> None:
-        self.wire, self.tree, self.server = wire, tree, place.server
-        self.sharing = sum(_SHARING[letter] for letter in set(place.share_access))
-        # on a share of a distributed file system names begin with the server's and the share's
-        self.prefix = [place.host, place.share] if tree.is_dfs_share else []
-        self._is_cut = False
-
-    @property
-    def is_alive(self) -> bool:
-        return not self._is_cut and bool(self.wire.transport.connected)
-
-    def session(self, silent_seconds: float) -> SmbSession:
-        self.wire.limit(silent_seconds)
-        return SmbSession(self)
-
-    def cut(self) -> None:
-        self._is_cut = True
-        _cut(self.wire)
 
 
 @dataclass
@@ -269,10 +85,10 @@ class SmbSession(Session):
             yield
         except SMBResponseException as error:
             words = f"{type(error).__name__}: {error}"
-            if error.status in _LOST:
+            if error.status in LOST:
                 self._connection.cut()
                 raise ConnectionLostError(words) from error
-            failure = OSError(_ERRNO.get(error.status, errno.EIO), words)
+            failure = OSError(ERRNO.get(error.status, errno.EIO), words)
             failure.ntstatus = error.status  # type: ignore[attr-defined]
             raise failure from error
         except ConnectionLostError:
@@ -347,7 +163,10 @@ class SmbSession(Session):
 
     def create(self, path: str) -> RemoteFile:
         access = _ACCESS.FILE_READ_DATA | _ACCESS.FILE_WRITE_DATA | _ACCESS.FILE_READ_ATTRIBUTES
-        return self._file(path, access, CreateDisposition.FILE_CREATE)
+        try:
+            return self._file(path, access, CreateDisposition.FILE_CREATE)
+        except IsADirectoryError as error:
+            raise FileExistsError(errno.EEXIST, error.strerror) from error
 
     def open_again(self, path: str) -> RemoteFile:
         access = _ACCESS.FILE_READ_DATA | _ACCESS.FILE_WRITE_DATA | _ACCESS.FILE_READ_ATTRIBUTES

@@ -139,14 +139,12 @@ def sftp_place(path: str, options: Mapping[str, Any], known_options: Sequence[st
         ConfigurationError: an option is unknown or has no meaning.
     """
     url = _parse(path, "sftp://user@host/directory")
-    options = _with_configuration(options, SFTP)
+    options = _with_configuration(options, SFTP, url)
     _check_names(options, (*_SFTP_OPTIONS, *_PART), known_options, "sftp")
     client = {name: options[name] for name in _SFTP_CLIENT if options.get(name) is not None}
-    user = options.get("username") or options.get("user") or url.user
+    user = options.get("username")
     if user:
         client["username"] = user
-    if "password" not in client and url.password:
-        client["password"] = url.password
     keys = options.get("client_keys", options.get("key_filename"))
     if keys is not None:
         client["client_keys"] = _expanded(keys)
@@ -154,7 +152,7 @@ def sftp_place(path: str, options: Mapping[str, Any], known_options: Sequence[st
         client["known_hosts"] = _expanded(options["known_hosts"])
     client.setdefault("encryption_algs", _ENCRYPTION)
     client.setdefault("compression_algs", ["none"])  # what we send is compressed
-    port = _port(options, url) or ()
+    port = _port(options) or ()
     return SftpPlace(url.host, port, url.path or "/", user or "this user", _part_nbytes(options), client)
 
 
@@ -170,14 +168,14 @@ def smb_place(path: str, options: Mapping[str, Any], known_options: Sequence[str
         ConfigurationError: an option is unknown or has no meaning.
     """
     url = _parse(path, "smb://user@host/share/directory")
-    options = _with_configuration(options, SMB)
+    options = _with_configuration(options, SMB, url)
     _check_names(options, (*_SMB_OPTIONS, *_PART), known_options, "smb", _SMB_IGNORED)
     share, _, inside = url.path.strip("/").partition("/")
     if not share:
         raise ConfigurationError("A URL of an SMB server is smb://user@host/share/directory.", path=path)
     if share == ".." or ".." in inside.split("/"):
         raise ConfigurationError("A URL of an SMB server has no '..' in it.", path=path)
-    domain, _, user = (options.get("username") or options.get("user") or url.user or "").rpartition(";")
+    domain, _, user = (options.get("username") or "").rpartition(";")
     domain = options.get("domain") or domain
     access = options.get("share_access") or "rwd"
     if set(access) - set("rwd"):
@@ -187,11 +185,11 @@ def smb_place(path: str, options: Mapping[str, Any], known_options: Sequence[str
         raise ConfigurationError(f"auth_protocol={protocol!r} must be one of {', '.join(_AUTHENTICATION)}.")
     return SmbPlace(
         url.host,
-        _port(options, url) or _SMB_PORT,
+        _port(options) or _SMB_PORT,
         share,
         inside,
         (f"{domain}\\{user}" if domain else user) or None,
-        options.get("password") or url.password,
+        options.get("password"),
         _part_nbytes(options),
         access,
         _flag(options, "encrypt", False),
@@ -208,7 +206,7 @@ def file_server_url(path: str) -> str:
     protocol = "smb" if match["protocol"].lower() in SMB else "sftp"
     usual = _SMB_PORT if protocol == "smb" else _SFTP_PORT
     port = f":{match['port']}" if match["port"] and int(match["port"]) != usual else ""
-    return f"{protocol}://{match['host'].lower()}{port}{posixpath.normpath('//' + (match['path'] or '/'))[1:]}"
+    return f"{protocol}://{match['host'].lower()}{port}{posixpath.normpath('/' + (match['path'] or '').strip('/'))}"
 
 
 def _parse(path: str, form: str) -> _Parsed:
@@ -225,12 +223,16 @@ def _parse(path: str, form: str) -> _Parsed:
     )
 
 
-def _with_configuration(options: Mapping[str, Any], protocols: Sequence[str]) -> dict[str, Any]:
-    """Return the options with those of fsspec's configuration files and environment variables before them."""
+def _with_configuration(options: Mapping[str, Any], protocols: Sequence[str], url: _Parsed) -> dict[str, Any]:
+    """Return the options; what the URL says counts less, and fsspec's configuration files and environment least."""
     found: dict[str, Any] = {}
-    for protocol in protocols:
-        found.update(fsspec.config.conf.get(protocol, {}))
-    return {**found, **options}
+    in_url = {"username": url.user, "password": url.password, "port": url.port}
+    configured = [fsspec.config.conf.get(protocol, {}) for protocol in protocols]
+    for given in (*configured, {name: value for name, value in in_url.items() if value is not None}, options):
+        found.update(given)
+        if "user" in given:
+            found["username"] = found.pop("user")
+    return found
 
 
 def _check_names(
@@ -245,13 +247,15 @@ def _check_names(
         raise unknown_option(option, close, f"{protocol}:// takes {', '.join(sorted(known))}")
 
 
-def _port(options: Mapping[str, Any], url: _Parsed) -> int | None:
+def _port(options: Mapping[str, Any]) -> int | None:
     given = options.get("port")
+    if given is None:
+        return None
     try:
-        port = url.port if given is None else int(given)
+        port = int(given)
     except (TypeError, ValueError):
         port = 0
-    if port is not None and not 0 < port < 1 << 16:
+    if not 0 < port < 1 << 16:
         raise ConfigurationError(f"port={given!r} must be a number from 1 to 65535.")
     return port
 

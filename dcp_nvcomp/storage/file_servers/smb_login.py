@@ -1,0 +1,154 @@
+"""A login at an SMB server: smbprotocol's connection, with one user at a time, a login and a tree of its own.
+
+smbprotocol's pool of connections is one for the whole process, and does not know when they are broken: it is not used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import struct
+import uuid
+from typing import Any, Final
+
+from smbprotocol import connection as smb_connection
+from smbprotocol.exceptions import SMBAuthenticationError, SMBException, SMBResponseException
+from smbprotocol.header import NtStatus
+from smbprotocol.open import ShareAccess
+from smbprotocol.session import Session as SmbLogin
+from smbprotocol.tree import TreeConnect
+
+from dcp_nvcomp.storage.file_servers.session import Connection, ConnectionLostError, LoginError
+from dcp_nvcomp.storage.file_servers.smb import SmbSession
+from dcp_nvcomp.storage.file_servers.smb_status import LOST
+from dcp_nvcomp.storage.file_servers.urls import SmbPlace
+
+__all__ = ["SmbConnection", "connect"]
+
+_SHARING: Final = {
+    "r": ShareAccess.FILE_SHARE_READ,
+    "w": ShareAccess.FILE_SHARE_WRITE,
+    "d": ShareAccess.FILE_SHARE_DELETE,
+}
+
+
+class _Wire(smb_connection.Connection):  # type: ignore[misc]
+    """smbprotocol's connection, which would wait forever for an answer.
+
+    Attributes:
+        silent_seconds: how long the server may be silent.
+    """
+
+    silent_seconds = 1.0
+
+    def receive(self, request: Any, wait: bool = True, timeout: float | None = None, **options: Any) -> Any:
+        seconds = self.silent_seconds if timeout is None else timeout
+        if not request.response_event.wait(seconds):
+            raise ConnectionLostError(
+                f"no answer from {self.server_name}:{self.port} within {seconds:.1f} s", errno.ETIMEDOUT
+            )
+        return super().receive(request, wait=wait, timeout=max(seconds, 1.0), **options)
+
+    def limit(self, silent_seconds: float) -> None:
+        """Set how long the server may be silent, also while it takes nothing more from us."""
+        self.silent_seconds = silent_seconds
+        seconds = max(silent_seconds, 0.001)
+        timeval = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+        # smbprotocol has no way to say so: its socket blocks
+        self.transport._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
+
+
+def connect(place: SmbPlace, silent_seconds: float) -> SmbConnection:
+    """Log in, and connect to the share.
+
+    Args:
+        place: where.
+        silent_seconds: how long the server may take.
+
+    Raises:
+        LoginError: the server does not let us in, or has no such share.
+        ConnectionLostError: it does not answer.
+    """
+    wire = _Wire(uuid.uuid4(), place.host, place.port, require_signing=place.require_signing)
+    wire.silent_seconds = silent_seconds
+    try:
+        wire.connect(timeout=max(1, int(silent_seconds)))
+        wire.transport._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        login = SmbLogin(
+            wire,
+            username=place.username,
+            password=place.password,
+            require_encryption=place.encrypt,
+            auth_protocol=place.auth_protocol,
+        )
+        login.connect()
+        tree = TreeConnect(login, rf"\\{place.host}\{place.share}")
+        tree.connect()
+    except BaseException as error:
+        _cut(wire)
+        if isinstance(error, ConnectionLostError) or not isinstance(error, Exception):
+            raise
+        raise _login_failure(error, place) from error
+    return SmbConnection(wire, tree, place)
+
+
+def _login_failure(error: Exception, place: SmbPlace) -> OSError:
+    words = f"{type(error).__name__}: {error}"
+    status = error.status if isinstance(error, SMBResponseException) else None
+    if status in LOST:
+        return ConnectionLostError(words)
+    if status == NtStatus.STATUS_BAD_NETWORK_NAME:
+        return LoginError(f"{place.server} has no share {place.share!r} ({words})", errno.ENODEV)
+    if status is not None or isinstance(error, SMBAuthenticationError):
+        return LoginError(
+            f"{place.server} does not let {place.username or 'this user'} in ({words}). Check username=, password= "
+            "and domain="
+        )
+    cause = error.__cause__
+    if isinstance(cause, socket.gaierror) and cause.errno != socket.EAI_AGAIN:
+        return LoginError(f"{place.server} is not known to the network ({cause.strerror})", errno.EHOSTUNREACH)
+    if isinstance(error, SMBException) and any(word in str(error).lower() for word in ("signing", "encrypt")):
+        return LoginError(f"{place.server} and this client do not agree on signing or encryption ({words})")
+    return ConnectionLostError(words, getattr(cause, "errno", None) or errno.ECONNREFUSED)
+
+
+def _cut(wire: _Wire) -> None:
+    transport = wire.transport
+    if transport is not None and transport.connected:
+        with contextlib.suppress(OSError):  # close() would wait for who is sending
+            transport._sock.shutdown(socket.SHUT_RDWR)
+
+
+class SmbConnection(Connection):
+    """A connection for one user at a time.
+
+    Args:
+        wire: the connection.
+        tree: the share.
+        place: where it leads.
+
+    Attributes:
+        sharing: what others may do to a file that is open here.
+    """
+
+    users = 1
+
+    def __init__(self, wire: _Wire, tree: Any, place: SmbPlace) -> None:
+        self.wire, self.tree, self.server = wire, tree, place.server
+        self.sharing = sum(_SHARING[letter] for letter in set(place.share_access))
+        # on a share of a distributed file system names begin with the server's and the share's
+        self.prefix = [place.host, place.share] if tree.is_dfs_share else []
+        self._is_cut = False
+
+    @property
+    def is_alive(self) -> bool:
+        return not self._is_cut and bool(self.wire.transport.connected)
+
+    def session(self, silent_seconds: float) -> SmbSession:
+        self.wire.limit(silent_seconds)
+        return SmbSession(self)
+
+    def cut(self) -> None:
+        self._is_cut = True
+        _cut(self.wire)
