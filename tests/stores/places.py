@@ -66,6 +66,11 @@ class Place:
     nbytes: int = 8_000
     deadline_seconds: float = 60.0
 
+    @property
+    def plain_url(self) -> str:
+        """The URL without its protocol and a login, as part of which each error should have it."""
+        return self.url.rpartition("@")[2].rpartition("//")[2]
+
     def with_nbytes(self, nbytes: int) -> Place:
         """Return the same place for states of another size, which go there in parts if that is how it takes them."""
         parts = {"default_block_size": PART_NBYTES} if self.url.startswith(_IN_PARTS) else {}

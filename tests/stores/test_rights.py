@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import stat
 import tempfile
 import warnings
@@ -108,6 +107,7 @@ def _assert_denied(error: BaseException | None, place: Place) -> None:
     assert (error.path is not None and error.path.startswith(re.sub(r"://.*@", "://", place.url))) or (
         place.url.rpartition("@")[2] in str(error.path)
     ), error
+    assert error.path is not None and place.plain_url in error.path, error
     assert not error.outcome_unknown
 
 

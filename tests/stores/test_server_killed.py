@@ -115,7 +115,7 @@ def test_it_stays_away(trial: Trial, how: str) -> None:
     took = time.monotonic() - began
     back()
     assert isinstance(error, StorageError), error
-    assert error.path is not None and trial.small.url.rpartition("@")[2].rpartition("//")[2] in error.path, error
+    assert error.path is not None and trial.small.plain_url in error.path, error
     # what is written, and the clean-up after it, one deadline each; the rest is the machine's
     assert took < 2 * _SHORT_SECONDS + 20, took
     trial.check(error, writer)
