@@ -713,20 +713,25 @@ def test_how_smb_is_protected(smb_store: Place, option: dict[str, Any]) -> None:
 
 
 def test_a_forked_process_makes_connections_of_its_own(store: Place) -> None:
-    filesystem = opened(store)
+    filesystem = opened(store, deadline_seconds=90.0)
+    pool: Pool = filesystem._pool  # type: ignore[attr-defined]
     filesystem.create_directory()
     filesystem.publish("parents", b"parent")
+    before = list(pool._used)
     child = os.fork()
     if not child:
         status = 1
         with contextlib.suppress(BaseException):
+            began = time.monotonic()
             assert filesystem.read_all("parents", limit_nbytes=10) == b"parent"
             filesystem.publish("child", b"child")
             filesystem.close()
+            assert time.monotonic() - began < 25  # on the parent's it would wait for answers first, for 30 s
             status = 0
         os._exit(status)
     assert os.waitpid(child, 0)[1] == 0
-    filesystem.publish("parents", b"again")  # on the connection that it had
+    filesystem.publish("parents", b"again")
+    assert list(pool._used) == before
     assert filesystem.list_names() == ["child", "parents"]
 
 
