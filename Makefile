@@ -28,7 +28,7 @@ GPU_TESTS := tests/engines tests/distributed/gpu tests/faults/test_gpu_faults.py
 # what has to be installed anew after a change: editable installs see all other changes at once
 PACKAGING := setup.cfg setup.py $(wildcard dcp_nvcomp/codecs/*.[ch] dcp_nvcomp/codecs/*/*.[ch])
 
-.PHONY: demo figures test test-slow test-faults fuzz soak test-gpu bench lint format clean help
+.PHONY: demo figures test test-slow test-faults fuzz soak test-gpu bench docs lint format clean help
 
 help:
 	@echo "make demo       train, crash, resume on fewer ranks, compare with stock DCP; the picture is demo-out/demo.png"
@@ -39,6 +39,7 @@ help:
 	@echo "make fuzz, make soak  the second and the third of these alone"
 	@echo "make test-gpu   the tests that need a GPU; on a machine without a network see CONTRIBUTING.md"
 	@echo "make bench      a benchmark: SUITE=ratio, cpu, overlap, asynchronous, runs, plans, reshard, scale, tensors, limits, s3, gpu or slices"
+	@echo "make docs       the documentation as a site in build/site, which a browser opens from the disk"
 	@echo "make lint       ruff, mypy, codespell"
 	@echo "make format     let ruff rewrite the sources"
 	@echo "make clean      remove .venv and everything that was made"
@@ -85,6 +86,9 @@ test-gpu:
 
 bench: $(VENV)/bench.stamp
 	$(BIN)/python -m benchmarks $(SUITE) $(ARGS)
+
+docs: $(VENV)/dev.stamp
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

@@ -107,7 +107,7 @@ class NvcompReader(StorageReader):
     Raises:
         ConfigurationError: an option is unknown or has an invalid value.
 
-    Example:
+    Examples:
         >>> import tempfile, torch, torch.distributed.checkpoint as dcp
         >>> from dcp_nvcomp import NvcompReader, NvcompWriter
         >>> path = tempfile.mkdtemp()

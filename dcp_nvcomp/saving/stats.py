@@ -87,7 +87,7 @@ class SaveStats:
         stall_seconds: how long `async_save` kept its caller waiting, of the slowest rank; 0.0 for other saves.
         staged_nbytes: what an asynchronous save held in host memory at most, if nothing of it was written meanwhile.
 
-    Example:
+    Examples:
         >>> import tempfile, torch, torch.distributed.checkpoint as dcp
         >>> from dcp_nvcomp import NvcompWriter, SaveStats
         >>> writer = NvcompWriter(tempfile.mkdtemp())

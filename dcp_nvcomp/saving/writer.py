@@ -134,7 +134,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
     Raises:
         ConfigurationError: an option is unknown or has an invalid value.
 
-    Example:
+    Examples:
         >>> import tempfile, torch, torch.distributed.checkpoint as dcp
         >>> from dcp_nvcomp import NvcompReader, NvcompWriter
         >>> path, state = tempfile.mkdtemp(), {"w": torch.arange(4.0)}
