@@ -151,6 +151,7 @@ $(VENV)/release.stamp: $(VENV)/torch.stamp $(PACKAGING)
 
 $(VENV)/dev.stamp: $(VENV)/torch.stamp $(PACKAGING)
 	$(BIN)/python -m pip install --quiet --use-pep517 --editable '.[dev$(gpu_extra)]'
-	@# without what it depends on: pynvml warns in every process that imports torch
-	$(BIN)/python -m pip install --quiet --no-deps nvidia-resiliency-ext==0.4.1
+	@# without what it depends on: pynvml warns in every process that imports torch. Not every Python has a wheel; then
+	@# its tests are skipped, which CI does not accept.
+	-$(BIN)/python -m pip install --quiet --no-deps nvidia-resiliency-ext==0.4.1
 	touch $@
