@@ -20,6 +20,7 @@ from dcp_nvcomp.storage.file_servers.urls import SftpPlace
 __all__ = ["SftpConnection", "connect"]
 
 _USERS: Final = 8
+_GATHERED_NBYTES: Final = 1 << 18
 
 
 def connect(place: SftpPlace, silent_seconds: float) -> SftpConnection:
@@ -47,6 +48,7 @@ async def _connect(place: SftpPlace, silent_seconds: float) -> SftpConnection:
     try:
         async with _time_limit(silent_seconds, place.server):
             ssh = await asyncssh.connect(place.host, place.port, **place.client)
+            _gather(ssh)
             sftp = await ssh.start_sftp_client(path_errors="surrogateescape")
         return SftpConnection(asyncio.get_running_loop(), ssh, sftp, place.server)
     except BaseException as error:
@@ -55,6 +57,51 @@ async def _connect(place: SftpPlace, silent_seconds: float) -> SftpConnection:
         if isinstance(error, ConnectionLostError) or not isinstance(error, Exception):
             raise
         raise _login_failure(error, place) from error
+
+
+class _Gathered:
+    """A transport that sends what is written in one go of the event loop at once.
+
+    Args:
+        transport: sends it.
+        loop: the event loop.
+    """
+
+    def __init__(self, transport: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop = transport, loop
+        self._pieces: list[bytes] = []
+        self._nbytes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        """Send it soon."""
+        if not self._pieces:
+            self._loop.call_soon(self._flush)
+        self._pieces.append(data)
+        self._nbytes += len(data)
+        if self._nbytes >= _GATHERED_NBYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        pieces, self._pieces, self._nbytes = self._pieces, [], 0
+        self._transport.write(b"".join(pieces))
+
+    def close(self) -> None:
+        """Send the rest, and close it."""
+        self._flush()
+        self._transport.close()
+
+
+def _gather(ssh: Any) -> None:
+    """Let asyncssh send its packets together: it writes each by itself, and an empty one before it.
+
+    There is no public way to do that; without it an upload takes twice the system calls.
+    """
+    transport = getattr(ssh, "_transport", None)
+    if transport is not None:
+        ssh._transport = _Gathered(transport, asyncio.get_running_loop())
 
 
 @contextlib.asynccontextmanager
