@@ -159,3 +159,14 @@ def test_errors_of_clients() -> None:
     assert "s3cr3t" not in repr(redact.error(telling)) and "OSError" in str(redact.error(telling))
     harmless.__cause__ = telling
     assert redact.error(harmless).__cause__ is None
+
+
+def test_an_error_that_came_from_itself() -> None:
+    """As one that a connection keeps, and raises for each request that it can't send any more."""
+    lost, request = OSError(5, "s3cr3t is lost"), ValueError("broken")
+    request.__cause__, lost.__cause__ = lost, request
+    assert "s3cr3t" not in repr(Redactor("smb://u:p@h/x", OPTIONS).error(request))
+    harmless = ValueError("broken")
+    harmless.__context__ = OSError(5, "broken")
+    harmless.__context__.__context__ = harmless
+    assert Redactor("smb://u:p@h/x", OPTIONS).error(harmless) is harmless

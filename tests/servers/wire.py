@@ -5,6 +5,7 @@
         wire.cut(at=3)                       the third time from now that a client asks: before its question arrives
         wire.cut(at=3, answered=True)        the server does it, and its answer gets lost
         wire.break_off(), wire.mend()        no connections at all, as if the server was killed, and started again
+        wire.hold(True), wire.hold(False)    nothing gets through any more, and goes on later
 
 A question is what a client sends before it hears anything; the greetings when a connection begins are some too.
 """
@@ -64,6 +65,8 @@ class Wire:
         self._at, self._answered = 0, False
         self._connections: set[_Connection] = set()
         self._loop = asyncio.new_event_loop()
+        self._flowing = asyncio.Event()
+        self._flowing.set()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
     def __enter__(self) -> Wire:
@@ -74,6 +77,7 @@ class Wire:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.hold(False)
         self.break_off()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_STEP_SECONDS)
@@ -95,6 +99,10 @@ class Wire:
     def break_off(self) -> None:
         """Cut all connections, and refuse new ones."""
         asyncio.run_coroutine_threadsafe(self._break_off(), self._loop).result(_STEP_SECONDS)
+
+    def hold(self, held: bool) -> None:
+        """Keep what is sent from now on until it may go on."""
+        self._loop.call_soon_threadsafe(self._flowing.clear if held else self._flowing.set)
 
     async def _listen(self) -> None:
         self._listener = await asyncio.start_server(self._connect, "127.0.0.1", self.port)
@@ -132,6 +140,7 @@ class Wire:
                     if not self._answered:
                         raise ConnectionResetError
                     connection.doomed = True
+            await self._flowing.wait()
             connection.server.write(data)
             await connection.server.drain()
         connection.server.write_eof()

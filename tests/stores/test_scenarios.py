@@ -1,0 +1,177 @@
+"""What one does with checkpoints, from the first save to the last cleaning, on every kind of storage."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from dcp_nvcomp import (
+    CheckpointManager,
+    CheckpointNotFoundError,
+    Keep,
+    NvcompReader,
+    NvcompWriter,
+    async_save,
+    clean_checkpoint,
+    errors,
+    list_run,
+    open_checkpoint,
+    recover_checkpoint,
+    verify_checkpoint,
+)
+from dcp_nvcomp.maintenance.recovery import RECOVERED
+from tests.checkpoints import load
+from tests.distributed.launch import RankPool
+from tests.states import assert_same, assert_same_bits, opposite_of
+
+from .places import PART_NBYTES, Place
+
+
+def test_save_load_overwrite(place: Place) -> None:
+    writer = place.writer()
+    for number in (1, 2):
+        assert place.save(number, writer) is None
+        assert place.loaded() == number
+    assert place.save(3) is None  # by another process, say
+    assert place.save(4, writer) is None
+    assert place.loaded(verify="full") == 4
+    assert len(place.names()) == 3 and place.left() == set()
+
+
+def test_in_parts(place: Place) -> None:
+    """Files of several parts of an upload, and of several threads."""
+    large = place.with_nbytes(3 * PART_NBYTES + 8)
+    for number in (1, 2):
+        assert large.save(number, large.writer(thread_count=2, single_file_per_rank=False)) is None
+        assert large.loaded(thread_count=2) == number
+    assert large.left() == set()
+
+
+def test_without_overwriting(place: Place) -> None:
+    assert place.save(1, place.writer(overwrite=False)) is None
+    names = place.names()
+    refused = place.save(2, place.writer(overwrite=False))
+    assert isinstance(refused, errors.CheckpointExistsError)
+    assert place.loaded() == 1 and place.names() == names
+
+
+def test_nothing_there(place: Place) -> None:
+    with pytest.raises(CheckpointNotFoundError) as caught:
+        NvcompReader(place.url, **place.options).read_metadata()
+    assert place.url in str(caught.value)
+
+
+def test_partial_load(place: Place) -> None:
+    assert place.save(1) is None
+    found = load(place.url, {"b": place.state(1)["b"]}, **place.options)
+    assert_same(found, {"b": place.state(1)["b"]})
+    with open_checkpoint(place.url, **place.options) as checkpoint:
+        assert set(checkpoint.keys()) == set(place.state(1))
+        assert_same_bits(checkpoint["w"][10:12], place.state(1)["w"][10:12])
+
+
+def _rows(number: int) -> torch.Tensor:
+    return torch.arange(7 * 5, dtype=torch.float32).reshape(7, 5) * number
+
+
+def _sharded(value: torch.Tensor, dim: int) -> Any:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return distribute_tensor(value, mesh, [Shard(dim)], src_data_rank=None)
+
+
+def _save_rows_and_load_columns(url: str, options: dict[str, Any]) -> None:
+    dcp.save({"w": _sharded(_rows(3), 0)}, storage_writer=NvcompWriter(url, **options))
+    state = {"w": _sharded(opposite_of(_rows(3)), 1)}
+    dcp.load(state, storage_reader=NvcompReader(url, **options))
+    assert_same_bits(state["w"].to_local(), _sharded(_rows(3), 1).to_local())
+
+
+def test_reshard(place: Place, ranks: RankPool) -> None:
+    """Saved by two ranks, each its rows; loaded by both, each its columns, and by one."""
+    ranks.run(_save_rows_and_load_columns, place.url, place.options, world_size=2)
+    found = load(place.url, {"w": _rows(3)}, **place.options)
+    assert_same_bits(found["w"], _rows(3))
+
+
+def test_async_save(place: Place) -> None:
+    state = place.state(1)
+    saving = async_save(state, place.url, **place.options)
+    state["w"].zero_()
+    saving.upload_completion.result(timeout=120)
+    assert place.loaded() == 1
+    assert len(place.names()) == 3
+
+
+def test_verify(place: Place) -> None:
+    assert place.save(1) is None
+    assert verify_checkpoint(place.url, full=True, storage_options=place.options).is_sound
+    filesystem = place.filesystem()
+    (name,) = [name for name in filesystem.list_names() if name.endswith(".distcp")]
+    damaged = bytearray(filesystem.read_all(name, limit_nbytes=1 << 24))
+    damaged[5000] ^= 1
+    stream = filesystem.open_replacement(name)
+    stream.write(bytes(damaged))
+    stream.close()
+    found = verify_checkpoint(place.url, storage_options=place.options)
+    assert not found.is_sound and any(name in str(finding) for finding in found.findings)
+    with pytest.raises(dcp.CheckpointException):
+        place.loaded()
+
+
+def test_recover(place: Place) -> None:
+    for number in (1, 2):
+        assert place.save(number) is None
+    place.filesystem().remove([".metadata"])
+    with pytest.raises(errors.IncompleteCheckpointError, match="recover"):
+        NvcompReader(place.url, **place.options).read_metadata()
+    assert recover_checkpoint(place.url, storage_options=place.options).outcome == RECOVERED
+    assert place.loaded() == 2 and len(place.names()) == 3
+
+
+def test_clean(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a save would leave that was killed: nothing of it goes before its time, and then all of it."""
+    assert place.save(1) is None
+    live = place.names()
+    filesystem, name = place.filesystem(), f"__0_0_{uuid.uuid4().hex}.distcp"
+    stream = filesystem.open_output(name)
+    stream.write(bytes(1000))
+    stream.close()
+    cleaning = clean_checkpoint(place.url, storage_options=place.options)
+    assert (cleaning.orphans, cleaning.young) == ((), 1)
+    assert [orphan.name for orphan in place.clean(monkeypatch, dry_run=True).orphans] == [name]
+    assert place.names() == {*live, name}
+    assert [orphan.name for orphan in place.clean(monkeypatch).orphans] == [name]
+    assert place.names() == live and place.loaded() == 1
+
+
+def test_ages_are_by_the_clock_of_the_storage(place: Place) -> None:
+    """A file that was written just now is just now, whatever the clock of this machine says."""
+    filesystem = place.filesystem()
+    filesystem.create_directory()
+    before = filesystem.now_seconds()
+    filesystem.publish("a", b"x")
+    after = filesystem.now_seconds()
+    (found,) = filesystem.list_files()
+    assert found.modified_seconds is not None
+    assert before - 1.1 <= found.modified_seconds <= after + 1.1  # whole seconds are all that some stores tell
+
+
+def test_a_run(place: Place) -> None:
+    with CheckpointManager(place.url, every=1, keep=Keep(last=2), run_id="job", **place.options) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, place.state(step))
+        manager.wait()
+    run = list_run(place.url, storage_options=place.options)
+    assert [step.step for step in run.steps] == [2, 3]
+    state = place.state(0)
+    with CheckpointManager(place.url, run_id="job", **place.options) as manager:
+        restored = manager.restore(state)
+    assert restored is not None and restored.step == 3
+    assert_same(state, place.state(3))

@@ -1,0 +1,279 @@
+"""No password, key or token of a store is told by anything: each is marked, and all that is said is searched for it.
+
+With the right secrets, with wrong ones, and where no server is. Errors with all their causes, log records at DEBUG,
+`repr`, reports, `storage_meta`, and pickles of what goes from rank to rank.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+import re
+import socket
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+from google.oauth2.credentials import Credentials
+
+from dcp_nvcomp import (
+    CheckpointManager,
+    NvcompReader,
+    NvcompWriter,
+    clean_run,
+    convert,
+    inspect_checkpoint,
+    list_run,
+    open_checkpoint,
+    recover_checkpoint,
+    verify_checkpoint,
+)
+from dcp_nvcomp.storage.open import open_filesystem, real_place
+from tests.cli.checkpoints import run
+from tests.errors.test_secrets_everywhere import Listener, what_is_said
+from tests.servers.azurite import AzuriteServer
+from tests.servers.sftp import SftpServer
+from tests.servers.smb import SmbServer
+
+from .kinds import MARKED, Kind, Moto, Own
+from .places import Place
+
+WRONG = "wr0ng/S3cr3t+wr0ng"
+_WRONG_KEY = "d3IwbmcvUzNjcjN0K3dyMG5n"  # Azure's are base64
+
+
+@dataclass(frozen=True)
+class Login:
+    """One way to log in, with the right secret and with a wrong one.
+
+    Attributes:
+        place: with the right one.
+        wrong: with the wrong one; None if the server takes any.
+        words: what nothing may tell.
+    """
+
+    place: Place
+    wrong: Place | None
+    words: tuple[str, ...]
+
+
+def _s3(place: Place) -> dict[str, Login]:
+    marked = "m4rked/S3+S3cr3t"
+    return {"secret": Login(replace(place, options={**place.options, "secret": marked}), None, (marked,))}
+
+
+def _azure(server: AzuriteServer, place: Place) -> dict[str, Login]:
+    signed = server.signed(place.url, "rcwdl")
+    signature = signed["sas_token"].partition("sig=")[2].partition("&")[0]
+    wrong_token = signed["sas_token"].replace(signature, WRONG)
+    text = f"AccountName=ckpt;AccountKey={server.key};BlobEndpoint={server.endpoint}"
+
+    def given(**options: Any) -> Place:
+        return replace(place, options=options)
+
+    return {
+        "account_key": Login(place, given(**{**place.options, "account_key": _WRONG_KEY}), (server.key,)),
+        "sas_token": Login(given(**signed), given(**{**signed, "sas_token": wrong_token}), (signature,)),
+        "connection_string": Login(
+            given(connection_string=text),
+            given(connection_string=text.replace(server.key, _WRONG_KEY)),
+            (server.key,),
+        ),
+    }
+
+
+def _gcs(place: Place) -> dict[str, Login]:
+    def given(token: str) -> Place:
+        return replace(place, options={**place.options, "token": Credentials(token)})  # type: ignore[no-untyped-call]
+
+    marked = "only:get,list,create,delete,m4rked-t0ken"
+    return {"token": Login(given(marked), given("nobody"), ("m4rked-t0ken",))}
+
+
+def _sftp(server: SftpServer, place: Place) -> dict[str, Login]:
+    passphrase = "m4rked/P4ssphrase"
+    key = server.key.with_name("locked")
+    if not key.exists():
+        server.let_in(server.make_key(key.name, passphrase))
+
+    def given(url: str, **options: Any) -> Place:
+        known = {"known_hosts": place.options["known_hosts"]}
+        return replace(place, url=url, options={**known, **options})
+
+    with_password = place.url.replace("@", f":{quote(WRONG, safe='')}@", 1)
+    return {
+        "passphrase": Login(
+            given(place.url, client_keys=[str(key)], passphrase=passphrase),
+            given(place.url, client_keys=[str(key)], passphrase=WRONG),
+            (passphrase,),
+        ),
+        "password in the URL": Login(
+            given(with_password, client_keys=[str(server.key)]), given(with_password, client_keys=[]), (WRONG,)
+        ),
+        "password": Login(place, given(place.url, password=WRONG, client_keys=[]), (WRONG,)),
+    }
+
+
+def _smb(server: SmbServer, place: Place) -> dict[str, Login]:
+    def in_url(password: str) -> Place:
+        login = f"smb://{server.user}:{quote(password, safe='')}@"
+        return replace(place, url=place.url.replace("smb://", login), options={})
+
+    return {
+        "password": Login(place, replace(place, options={**place.options, "password": WRONG}), (server.password,)),
+        "password in the URL": Login(in_url(server.password), in_url(WRONG), (server.password,)),
+    }
+
+
+_WAYS = {
+    "moto": ("secret",),
+    "azure": ("account_key", "sas_token", "connection_string"),
+    "gcs": ("token",),
+    "sftp": ("passphrase", "password in the URL", "password"),
+    "smb": ("password", "password in the URL"),
+}
+
+
+def _parameters(*names: str) -> list[Any]:
+    return [
+        pytest.param((name, way), marks=MARKED[name].marks, id=f"{name}-{way}") for name in names for way in _WAYS[name]
+    ]
+
+
+@pytest.fixture(params=_parameters(*_WAYS))
+def login(request: pytest.FixtureRequest, kind_named: Callable[[str], Kind]) -> Iterator[Login]:
+    name, way = request.param
+    kind: Any = kind_named(name)
+    url, options = kind.place()
+    place = Place(url, options, deadline_seconds=10)
+    server = kind.server if isinstance(kind, Own) else None
+    if isinstance(server, AzuriteServer):
+        yield _azure(server, place)[way]
+    elif isinstance(server, SftpServer):
+        yield _sftp(server, place)[way]
+    elif isinstance(server, SmbServer):
+        yield _smb(server, place)[way]
+    else:
+        yield (_s3(place) if isinstance(kind, Moto) else _gcs(place))[way]
+    kind.remove(url)
+
+
+@pytest.fixture
+def said(login: Login) -> Iterator[list[str]]:
+    """All that is logged or warned of, and what a test adds; in the end no secret may be in it."""
+    listener, root = Listener(), logging.getLogger()
+    level = root.level
+    root.addHandler(listener)
+    root.setLevel(logging.DEBUG)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield listener.said
+    root.removeHandler(listener)
+    root.setLevel(level)
+    everything = "\n".join([*listener.said, *(str(one.message) for one in caught)])
+    assert everything
+    for word in (*login.words, WRONG, _WRONG_KEY):
+        for form in (word, quote(word, safe=""), quote(word)):
+            at = everything.find(form)
+            assert at < 0, everything[max(0, at - 1500) : at + 100]
+
+
+def _all_of(place: Place) -> list[Callable[[], object]]:
+    url, options = place.url, {**place.options, "storage_deadline_seconds": place.deadline_seconds}
+    return [
+        lambda: place.save(1),
+        lambda: place.loaded(),
+        lambda: NvcompReader(url, **options).read_metadata(),
+        lambda: verify_checkpoint(url, storage_options=options),
+        lambda: recover_checkpoint(url, storage_options=options),
+        lambda: inspect_checkpoint(url, storage_options=options),
+        lambda: clean_run(url, storage_options=options),
+        lambda: list_run(url, storage_options=options),
+        lambda: open_checkpoint(url, **options).metadata,
+        lambda: CheckpointManager(url, every=1, run_id="job", **options).close(),
+        lambda: convert(url, "/nowhere/at/all", storage_options=options),
+        lambda: open_filesystem(url, storage_options=options).publish("a", b"x"),
+    ]
+
+
+def _told(work: Callable[[], object]) -> str:
+    """Return all that an error tells, its pickle too, or what was returned."""
+    try:
+        result = work()
+    except BaseException as error:
+        raised = error
+
+        def again() -> object:
+            raise raised
+
+        parts = [what_is_said(again)]
+        for failure, _ in getattr(error, "failures", {}).values():
+            parts += [repr(failure), repr(vars(failure)), pickle.dumps(failure).decode("latin-1")]
+        if not hasattr(error, "failures"):
+            parts.append(pickle.dumps(error).decode("latin-1"))
+        return "\n".join(parts)
+    texts = [str(result), repr(result)]
+    if hasattr(result, "to_json"):
+        texts.append(json.dumps(result.to_json()))
+    return "\n".join(texts)
+
+
+def test_what_works_tells_no_secret(login: Login, said: list[str]) -> None:
+    place = login.place
+    writer, reader = place.writer(), NvcompReader(place.url, **place.options)
+    for number in (1, 2):
+        assert place.save(number, writer) is None
+    assert place.loaded() == 2
+    said += [str(writer.last_save), repr(writer.last_save), repr(writer), repr(reader), repr(writer.storage_meta())]
+    said += [writer.checkpoint_id, reader.checkpoint_id, repr(place.filesystem()), real_place(place.url)]
+    metadata = reader.read_metadata()
+    said += [repr(metadata.storage_meta), pickle.dumps(metadata.storage_meta).decode("latin-1")]
+    said.append(pickle.dumps(writer.last_save).decode("latin-1"))
+    filesystem = place.filesystem()
+    said += [filesystem.read_all(name, limit_nbytes=1 << 24).decode("latin-1") for name in filesystem.list_names()]
+    said += [_told(work) for work in _all_of(place)[2:8]]
+    with CheckpointManager(place.below("run").url, every=1, run_id="job", **place.options) as manager:
+        manager.save(1, place.state(1))
+        manager.wait()
+        said += [repr(manager), str(manager.report()), repr(manager.report())]
+    given = [f"{name}={value}" for name, value in place.options.items() if isinstance(value, str)]
+    if len(given) == len(place.options):  # what a command line can give
+        for command in (("inspect",), ("verify",), ("verify", "--json"), ("clean",), ("ls",)):
+            status, output, errors = run(*command, place.url, *(word for one in given for word in ("-o", one)))
+            assert status == 0, errors
+            said += [output, errors]
+
+
+@pytest.mark.parametrize("login", _parameters("azure", "gcs", "sftp", "smb"), indirect=True)  # moto takes any
+def test_what_is_refused_tells_no_secret(login: Login, said: list[str]) -> None:
+    assert login.wrong is not None
+    for work in _all_of(login.wrong):
+        said.append(_told(work))
+    assert isinstance(login.wrong.save(1), Exception)
+
+
+def test_no_server_tells_no_secret(login: Login, said: list[str]) -> None:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    place = replace(_at_port(login.place, port), deadline_seconds=0.5)
+    for work in _all_of(place):
+        said.append(_told(work))
+
+
+def _at_port(place: Place, port: int) -> Place:
+    def moved(value: Any) -> Any:
+        return re.sub(r"127\.0\.0\.1:\d+", f"127.0.0.1:{port}", value) if isinstance(value, str) else value
+
+    return replace(place, url=moved(place.url), options={name: moved(value) for name, value in place.options.items()})
+
+
+@pytest.mark.parametrize("option", ["thread_count", "storage_deadline_seconds"])
+def test_what_cannot_work_tells_no_secret(login: Login, said: list[str], option: str) -> None:
+    place = login.place
+    said.append(_told(lambda: NvcompWriter(place.url, **{option: -1}, **place.options)))
+    said.append(_told(lambda: NvcompWriter(place.url, paswort=WRONG, **place.options)))
