@@ -21,6 +21,9 @@ def test_saved_killed_and_resumed(tmp_path: Path, which: str, mode: str) -> None
     start("torchtitan", tmp_path, "resume", which, mode)
     check_resumed(tmp_path, saved=3, last=5)
     checkpoints = tmp_path / "checkpoint"
-    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-2", "step-3"]  # keep_latest_k
+    found = {path.name for path in checkpoints.iterdir()}
+    assert found >= {"step-2", "step-3"}
+    if mode == "disabled":  # else keep_latest_k looks before the newest one is there, and removes it a save later
+        assert "step-1" not in found
     check_ours(checkpoints / "step-3")
     check_cleaned(tmp_path, checkpoints / "step-3")
