@@ -49,7 +49,7 @@ class NvcompAsyncWriter(NvcompWriter):
     Raises:
         ConfigurationError: an option is unknown or has an invalid value.
 
-    Example:
+    Examples:
         writer = NvcompAsyncWriter("/checkpoints/step-1000")
         planned = save_state_dict_async_plan(state, writer, None, 0, planner=DefaultSavePlanner())
         write, copy, arguments = writer.get_save_function_and_args()

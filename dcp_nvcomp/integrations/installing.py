@@ -102,7 +102,7 @@ def install(writer: Mapping[str, Any] | None = None, reader: Mapping[str, Any] |
     Raises:
         ConfigurationError: an option is unknown or has an invalid value, or this torch is not one that is known.
 
-    Example:
+    Examples:
         >>> import tempfile, torch, torch.distributed.checkpoint as dcp
         >>> from dcp_nvcomp import open_checkpoint
         >>> from dcp_nvcomp.integrations import install

@@ -34,7 +34,7 @@ def write_report(stats: Stats | Sequence[Stats], path: str | os.PathLike[str]) -
         ConfigurationError: these are no such statistics.
         StorageError: the page can't be written.
 
-    Example:
+    Examples:
         >>> import pathlib, tempfile, torch, dcp_nvcomp
         >>> folder = tempfile.mkdtemp()
         >>> page = f"{folder}/report.html"

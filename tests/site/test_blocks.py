@@ -92,8 +92,7 @@ def test_the_blocks_of_a_page(document: str, tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize("scheme", STORES)
 def test_the_blocks_of_a_store(scheme: str, request: pytest.FixtureRequest) -> None:
     found = [block for block in blocks(ROOT / "docs" / "storage.md") if f'"{scheme}://' in block]
-    if scheme in ("az", "gs"):
-        assert found
+    assert found
     for block in found:
         url, options = request.getfixturevalue(STORES[scheme])
         code, count = re.subn(rf'"{scheme}://[^"]*"(, \w+=[^()]*)?\)', "url, **options)", block)

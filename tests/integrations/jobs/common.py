@@ -21,7 +21,7 @@ FEATURES = 64
 
 
 def digest(state: Any) -> str:
-    """Return a hash of a state of dicts, lists, tensors (of a distributed one this rank's part) and plain values."""
+    """Return a hash of a state: of tensors this rank's part, of what has a `state_dict` that."""
     sums = hashlib.sha256()
     _add(state, sums)
     return sums.hexdigest()
@@ -35,6 +35,8 @@ def _add(value: Any, sums: Any) -> None:
     elif isinstance(value, list | tuple):
         for one in value:
             _add(one, sums)
+    elif hasattr(value, "state_dict"):
+        _add(value.state_dict(), sums)
     elif hasattr(value, "to_local"):  # DTensor
         _add(value.to_local(), sums)
     elif hasattr(value, "local_shards"):  # ShardedTensor

@@ -133,8 +133,8 @@ def watch(job: Job) -> None:
 
     should_save, load, save = CheckpointManager._should_save, CheckpointManager._load, CheckpointManager._save
 
-    def state(manager: Any) -> list[Any]:
-        return [manager._flattened_model_states_sd(), manager.states["optimizer"].state_dict()]
+    def state(manager: Any) -> Any:
+        return manager._flattened_model_states_sd()
 
     def wanted(self: Any, step: int, last_step: bool = False) -> bool:
         return bool(step <= 3 and not job.resumes and should_save(self, step, last_step))
@@ -144,7 +144,9 @@ def watch(job: Job) -> None:
         if step <= 3 and not job.resumes:
             job.note("saved", step, state(self))
         if step == 5:
-            job.note("trained", 5, state(self))
+            trained = state(self)
+            del trained["dataloader"]  # of it the state tells when it was made, too; what it delivers shows in the rest
+            job.note("trained", 5, trained)
             if not job.resumes:
                 if self.save_future is not None:
                     self._maybe_wait_for_staging()
