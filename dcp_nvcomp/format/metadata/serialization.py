@@ -59,7 +59,8 @@ def _pickled(metadata: Metadata) -> bytes:
     The first releases of Python 3.11 would write the member of an enum as a call of getattr, which no careful reader
     makes: here it is its class and value.
     """
-    kinds = {type(value) for value in TensorProperties().__getstate__() if isinstance(value, enum.Enum)}
+    state = TensorProperties().__getstate__()  # type: ignore[no-untyped-call]
+    kinds = {type(value) for value in state if isinstance(value, enum.Enum)}
     file = io.BytesIO()
     pickler = pickle.Pickler(file, protocol=4)
     pickler.dispatch_table = {**copyreg.dispatch_table, **dict.fromkeys(kinds, _by_value)}
