@@ -38,4 +38,4 @@ def _read(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise typer.BadParameter(f"{path} is no JSON that can be read: {error}", param_hint="STATS.json") from None
+        raise typer.BadParameter(f"No JSON: {path}: {error}", param_hint="STATS.json") from None

@@ -11,6 +11,7 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <stdlib.h>
 
 #include "_crc32c.h"
 #include "coders/_literals_decode.h"
@@ -244,10 +245,10 @@ static void release(Call *call) {
         PyBuffer_Release(call->data + number);
     PyBuffer_Release(&call->rows);
     PyBuffer_Release(&call->out);
-    PyMem_RawFree(call->data);
-    PyMem_RawFree(call->crcs);
-    PyMem_RawFree(call->job.slices);
-    PyMem_RawFree(call->job.blocks);
+    free(call->data);
+    free(call->crcs);
+    free(call->job.slices);
+    free(call->job.blocks);
 }
 
 static int refuse(const char *problem) {
@@ -273,16 +274,16 @@ static int take_shape(Call *call, PyObject *rows, PyObject *widths, int is_writt
     if (view->ndim != 2 || view->itemsize != 1 || (view->shape[1] > 1 && view->strides[1] != 1))
         return refuse("Rows must be a matrix of bytes, those of a row next to each other.");
     job->rows = (Rows){view->buf, (size_t)view->shape[0], (size_t)view->shape[1], view->strides[0]};
-    if (!PyTuple_Check(widths) || PyTuple_GET_SIZE(widths) == 0)
+    if (!PyTuple_Check(widths) || PyTuple_Size(widths) == 0)
         return refuse("The widths of blocks must be a tuple.");
-    job->block_count = (size_t)PyTuple_GET_SIZE(widths);
-    job->blocks = PyMem_RawCalloc(job->block_count, sizeof *job->blocks);
+    job->block_count = (size_t)PyTuple_Size(widths);
+    job->blocks = calloc(job->block_count, sizeof *job->blocks);
     if (!job->blocks)
         return no_memory();
     size_t left = job->rows.nbytes;
     for (size_t number = 0; number < job->block_count; number++) {
         Block *block = job->blocks + number;
-        block->row_nbytes = PyLong_AsSize_t(PyTuple_GET_ITEM(widths, (Py_ssize_t)number));
+        block->row_nbytes = PyLong_AsSize_t(PyTuple_GetItem(widths, (Py_ssize_t)number));
         if (PyErr_Occurred())
             return 0;
         if (block->row_nbytes > left || block->row_nbytes % (size_t)job->width)
@@ -294,7 +295,7 @@ static int take_shape(Call *call, PyObject *rows, PyObject *widths, int is_writt
     }
     if (left)
         return refuse("The blocks are not the rows.");
-    job->slices = PyMem_RawCalloc(call->slices + 1, sizeof *job->slices);
+    job->slices = calloc(call->slices + 1, sizeof *job->slices);
     if (!job->slices)
         return no_memory();
     size_t *slices = job->slices;
@@ -323,7 +324,7 @@ static PyObject *slices_of(const Job *job, const Block *block) {
         if (!nbytes)
             Py_CLEAR(slices);
         else
-            PyTuple_SET_ITEM(slices, (Py_ssize_t)number, nbytes);
+            PyTuple_SetItem(slices, (Py_ssize_t)number, nbytes);
     }
     return slices;
 }
@@ -341,7 +342,7 @@ static PyObject *encoded_blocks(const Job *job, const uint8_t *out) {
         if (!row)
             Py_CLEAR(found);
         else
-            PyList_SET_ITEM(found, (Py_ssize_t)number, row);
+            PyList_SetItem(found, (Py_ssize_t)number, row);
     }
     return found;
 }
@@ -367,8 +368,8 @@ static PyObject *encode_rows(PyObject *module, PyObject *args) {
         found = Py_NewRef(Py_None);
     } else {
         size_t longest = call.floats < call.job.slice_nbytes ? call.floats : call.job.slice_nbytes;
-        Work *work = PyMem_RawMalloc(sizeof *work);
-        uint8_t *exponents = PyMem_RawMalloc(call.floats), *frame = PyMem_RawMalloc(frame_room(longest));
+        Work *work = malloc(sizeof *work);
+        uint8_t *exponents = malloc(call.floats + 1), *frame = malloc(frame_room(longest));
         if (work && exponents && frame) {
             Py_BEGIN_ALLOW_THREADS
             encode_job(&call.job, call.out.buf, exponents, frame, work);
@@ -377,9 +378,9 @@ static PyObject *encode_rows(PyObject *module, PyObject *args) {
         } else {
             no_memory();
         }
-        PyMem_RawFree(frame);
-        PyMem_RawFree(exponents);
-        PyMem_RawFree(work);
+        free(frame);
+        free(exponents);
+        free(work);
     }
     release(&call);
     return found;
@@ -402,10 +403,10 @@ static int take_encoded(Call *call, size_t number, PyObject *encoded) {
         call->packed_floats += block->floats;
     if (block->flags != 0 && block->flags != FLAG_PACKED_REST && block->flags != (FLAG_PACKED_REST | FLAG_NEGATIVE))
         return 2;
-    if ((size_t)PyTuple_GET_SIZE(slices) != slice_count(&call->job, block))
+    if ((size_t)PyTuple_Size(slices) != slice_count(&call->job, block))
         return 2;
-    for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(slices); at++) {
-        block->slices[at] = PyLong_AsSize_t(PyTuple_GET_ITEM(slices, at));
+    for (Py_ssize_t at = 0; at < PyTuple_Size(slices); at++) {
+        block->slices[at] = PyLong_AsSize_t(PyTuple_GetItem(slices, at));
         if (PyErr_Occurred())
             return 0;
     }
@@ -414,15 +415,15 @@ static int take_encoded(Call *call, size_t number, PyObject *encoded) {
 
 /* Takes all encoded blocks; returns as `take_encoded`. */
 static int take_all_encoded(Call *call, PyObject *encoded) {
-    if (!PyList_Check(encoded) || (size_t)PyList_GET_SIZE(encoded) != call->job.block_count)
+    if (!PyList_Check(encoded) || (size_t)PyList_Size(encoded) != call->job.block_count)
         return refuse("There must be an encoded block for each width.");
-    call->data = PyMem_RawCalloc(call->job.block_count, sizeof *call->data);
-    call->crcs = PyMem_RawCalloc(call->job.block_count, sizeof *call->crcs);
+    call->data = calloc(call->job.block_count, sizeof *call->data);
+    call->crcs = calloc(call->job.block_count, sizeof *call->crcs);
     if (!call->data || !call->crcs)
         return no_memory();
     int all = 1;
     for (size_t number = 0; number < call->job.block_count; number++) {
-        int taken = take_encoded(call, number, PyList_GET_ITEM(encoded, (Py_ssize_t)number));
+        int taken = take_encoded(call, number, PyList_GetItem(encoded, (Py_ssize_t)number));
         if (!taken)
             return 0;
         all = taken == 2 ? 2 : all;
@@ -445,8 +446,8 @@ static PyObject *decode_rows(PyObject *module, PyObject *args) {
     if (taken && has_short_slice(&call.job)) {
         outcome = SHORT;
     } else if (taken == 1) {
-        Tables *tables = PyMem_RawMalloc(sizeof *tables);
-        uint8_t *exponents = PyMem_RawMalloc(call.floats + 1), *rests = PyMem_RawMalloc(call.packed_floats + 1);
+        Tables *tables = malloc(sizeof *tables);
+        uint8_t *exponents = malloc(call.floats + 1), *rests = malloc(call.packed_floats + 1);
         if (tables && exponents && rests) {
             Py_BEGIN_ALLOW_THREADS
             outcome = decode_job(&call.job, call.crcs, check_stored, check_decoded, exponents, rests, tables);
@@ -454,9 +455,9 @@ static PyObject *decode_rows(PyObject *module, PyObject *args) {
         } else {
             taken = no_memory();
         }
-        PyMem_RawFree(rests);
-        PyMem_RawFree(exponents);
-        PyMem_RawFree(tables);
+        free(rests);
+        free(exponents);
+        free(tables);
     }
     release(&call);
     return taken ? PyLong_FromLong(outcome) : NULL;

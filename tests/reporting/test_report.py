@@ -174,7 +174,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert status == 0 and str(page) in output and read(page).cells[0] == "Save"
     stats.write_text("{")
     status, _, error = run("report", str(stats), "--output", str(page))
-    assert status == 2 and "no JSON" in error
+    assert status == 2 and "No JSON" in error
     stats.write_text("{}")
     status, _, error = run("report", str(stats), "--output", str(page))
     assert status == 1 and "LoadStats" in error

@@ -2,6 +2,7 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <stdlib.h>
 
 #include "_literals_decode.h"
 #include "_literals_encode.h"
@@ -15,12 +16,12 @@ static PyObject *encode_literals(PyObject *module, PyObject *args) {
         return NULL;
     size_t data_nbytes = (size_t)data.len;
     if (data_nbytes >= MIN_FRAME_NBYTES && data_nbytes <= UINT32_MAX && (size_t)out.len >= frame_room(data_nbytes))
-        work = PyMem_RawMalloc(sizeof *work);
+        work = malloc(sizeof *work);
     if (work) {
         Py_BEGIN_ALLOW_THREADS
         nbytes = encode_frame(data.buf, data_nbytes, out.buf, work);
         Py_END_ALLOW_THREADS
-        PyMem_RawFree(work);
+        free(work);
     }
     PyBuffer_Release(&data);
     PyBuffer_Release(&out);
@@ -33,12 +34,12 @@ static PyObject *decode_literals(PyObject *module, PyObject *args) {
     (void)module;
     if (!PyArg_ParseTuple(args, "y*w*", &frame, &out))
         return NULL;
-    Tables *tables = PyMem_RawMalloc(sizeof *tables);
+    Tables *tables = malloc(sizeof *tables);
     if (tables) {
         Py_BEGIN_ALLOW_THREADS
         decoded = decode_frame(frame.buf, (size_t)frame.len, out.buf, (size_t)out.len, tables);
         Py_END_ALLOW_THREADS
-        PyMem_RawFree(tables);
+        free(tables);
     }
     PyBuffer_Release(&frame);
     PyBuffer_Release(&out);

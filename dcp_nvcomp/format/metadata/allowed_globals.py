@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from dcp_nvcomp.errors import MetadataError
+from dcp_nvcomp.errors import MetadataError, UnsafeMetadataError
 from dcp_nvcomp.format.metadata.inert import Global, Instance
 
 __all__ = [
@@ -68,6 +68,19 @@ def _lookup(what: str, table: dict[Any, Any]) -> Callable[[tuple[Any, ...]], Any
     return reduce
 
 
+def _member_of(enums: set[str], members: dict[str, Any]) -> Callable[[tuple[Any, ...]], Any]:
+    """Stand for `getattr`, by which the first releases of Python 3.11 (Debian 12's too) pickle members of an enum."""
+
+    def reduce(args: tuple[Any, ...]) -> Any:
+        if len(args) != 2 or type(args[0]) is not Global or args[0].name not in enums or type(args[1]) is not str:
+            raise UnsafeMetadataError("The pickle calls 'builtins.getattr', which may only name a memory format here.")
+        if args[1] not in members:
+            raise MetadataError(f"Unknown memory format {shown(args[1])}.")
+        return members[args[1]]
+
+    return reduce
+
+
 @dataclass(frozen=True)
 class PickledPath:
     """A path, not built yet: its text may be long, and shared by many of them."""
@@ -100,6 +113,9 @@ def _allowed() -> dict[tuple[str, str], Global]:
         (_MODULE, "_MEM_FORMAT_ENCODING"): _lookup("memory format", memory_formats),
         (_OLD_MODULE, "MEM_FORMAT_ENCODING"): _lookup("memory format", memory_formats),
     }
+    encodings = [(_MODULE, "_MEM_FORMAT_ENCODING"), (_OLD_MODULE, "MEM_FORMAT_ENCODING")]
+    members = {f"TORCH_{str(value).removeprefix('torch.').upper()}": value for value in memory_formats.values()}
+    calls["builtins", "getattr"] = _member_of({".".join(pair) for pair in encodings}, members)
     for name, kind in _paths().items():
         for module in ("pathlib", "pathlib._local"):  # Python 3.13 pickles the second
             calls[module, name] = partial(PickledPath, kind)

@@ -8,14 +8,17 @@ The values of `storage_data` are those of stored.py.
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
+import enum
+import io
 import pickle
 import struct
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 from crc32c import crc32c
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
 from dcp_nvcomp.errors import CheckpointError, MetadataError
 from dcp_nvcomp.format.collector import collector_paused
@@ -46,8 +49,27 @@ def serialize_metadata(metadata: Metadata, summary: Summary | None = None) -> by
     if text is not None:
         metadata = dataclasses.replace(metadata)
         setattr(metadata, SUMMARY_ATTRIBUTE, text)
-    data = pickle.dumps(metadata, protocol=4)
+    data = _pickled(metadata)
     return b"".join([data, _TRAILER.pack(crc32c(data), _TRAILER_MAGIC)])
+
+
+def _pickled(metadata: Metadata) -> bytes:
+    """Return the pickle of metadata, the same whatever the release of Python.
+
+    The first releases of Python 3.11 would write the member of an enum as a call of getattr, which no careful reader
+    makes: here it is its class and value.
+    """
+    state = TensorProperties().__getstate__()  # type: ignore[no-untyped-call]
+    kinds = {type(value) for value in state if isinstance(value, enum.Enum)}
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, protocol=4)
+    pickler.dispatch_table = {**copyreg.dispatch_table, **dict.fromkeys(kinds, _by_value)}
+    pickler.dump(metadata)
+    return file.getvalue()
+
+
+def _by_value(member: enum.Enum) -> tuple[type[enum.Enum], tuple[Any, ...]]:
+    return type(member), (member.value,)
 
 
 def _checked_pickle(data: bytes) -> bytes:

@@ -83,7 +83,7 @@ MUTATIONS = (
         ("if (stored > nbytes || block->nbytes - at < padded(stored))", "if (stored > nbytes)", _WHOLE),
         ("if (stored > nbytes || ", "if (", _WHOLE),
         ("if (block->nbytes < at || block->nbytes - at < padded(rest_nbytes))", "if (0)", _WHOLE),
-        ("if ((size_t)PyTuple_GET_SIZE(slices) != slice_count(&call->job, block))", "if (0)", _WHOLE),
+        ("if ((size_t)PyTuple_Size(slices) != slice_count(&call->job, block))", "if (0)", _WHOLE),
         ("size_t stored = coded < nbytes ? coded : nbytes;", "size_t stored = coded;", _WHOLE),
         ("check_stored && crc32c(0, block->data, block->nbytes) != block->encoded_crc", "0", _WHOLE),
         ("if (job->blocks[number].crc != crcs[number])", "if (0)", _WHOLE),

@@ -77,7 +77,6 @@ def test_dotted_name_reaches_nothing(tmp_path: Path) -> None:
         ("os", "system"),
         ("posix", "system"),
         ("builtins", "eval"),
-        ("builtins", "getattr"),
         ("builtins", "object"),
         ("torch", "load"),
         ("torch", "Tensor"),
@@ -100,6 +99,25 @@ def test_global_that_is_not_listed(module: str, name: str, opcode: str) -> None:
         "INST": f"(i{module}\n{name}\n".encode(),
     }
     refused(asm.pickled(written[opcode]), f"'{module}.{name}'")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        (asm.named("torch", "float32"), asm.text("__class__")),
+        (asm.named(asm.METADATA, "Metadata"), asm.text("__init__")),
+        (asm.named(asm.METADATA, "_MEM_FORMAT_ENCODING"), asm.number(0)),
+        (asm.named(asm.METADATA, "_MEM_FORMAT_ENCODING"),),
+        (asm.text("os"), asm.text("system")),
+    ],
+)
+def test_getattr_names_memory_formats_alone(args: tuple[bytes, ...]) -> None:
+    refused(asm.pickled(asm.call(asm.named("builtins", "getattr"), *args)), "'builtins.getattr', which may only name")
+
+
+def test_getattr_itself_is_nothing() -> None:
+    with pytest.raises(MetadataError):
+        parse(asm.pickled(asm.named("builtins", "getattr")))
 
 
 def test_name_of_a_global_is_not_text() -> None:

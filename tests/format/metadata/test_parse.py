@@ -236,6 +236,23 @@ def test_memory_formats() -> None:
     assert found == [torch.contiguous_format, torch.channels_last, torch.preserve_format]
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("TORCH_CONTIGUOUS_FORMAT", torch.contiguous_format),
+        ("TORCH_CHANNELS_LAST", torch.channels_last),
+        ("TORCH_PRESERVE_FORMAT", torch.preserve_format),
+    ],
+)
+def test_memory_formats_as_early_python_3_11_has_them(name: str, expected: torch.memory_format) -> None:
+    kind = asm.named(asm.METADATA, "_MEM_FORMAT_ENCODING")
+    encoded = asm.call(asm.named("builtins", "getattr"), kind, asm.text(name))
+    written = asm.properties().replace(asm.call(kind, asm.number(0)), encoded)
+    assert encoded in written
+    parsed = parse(asm.metadata(state_dict_metadata=asm.mapping(asm.text("w"), asm.tensor(properties=written))))
+    assert parsed.state_dict_metadata["w"].properties.memory_format == expected
+
+
 def test_attributes_of_a_later_torch_are_ignored() -> None:
     later = {"later": asm.mapping(asm.text("a"), asm.number(1)), "also": asm.named("torch", "float32")}
     shard = asm.built("ChunkStorageMetadata", offsets=asm.size(0, 0), sizes=asm.size(4, 6), **later)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import enum
 import io
 import json
 import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -62,6 +64,18 @@ def test_stock_torch_reads_it_without_this_package(tmp_path: Path) -> None:
     file = ["__0_0_" + "5d" * 16 + ".distcp", 1 << 30, 1 << 20, 0xFFFFFFFF]
     assert values == [[name, [0], [file, number]] for number, name in enumerate(names)]
     assert save_id == "5d" * 16
+
+
+def test_no_release_of_python_writes_a_call_of_getattr(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = serialize_metadata(many(2))
+
+    def early(self: enum.Enum, protocol: int) -> tuple[Any, ...]:  # as Python 3.11.2 has it
+        return getattr, (type(self), self.name)
+
+    (kind,) = {type(value) for value in TensorProperties().__getstate__() if isinstance(value, enum.Enum)}
+    monkeypatch.setattr(kind, "__reduce_ex__", early)
+    assert b"getattr" in pickle.dumps(many(2))  # that is what would be written
+    assert serialize_metadata(many(2)) == expected
 
 
 def test_size_of_many_small_tensors() -> None:
