@@ -58,7 +58,6 @@ _URLS: dict[str, Callable[[Path], str]] = {
     "memory": lambda folder: _in_memory(),
     "dir": lambda folder: f"dir://run::file://{folder}",
     "simplecache-memory": lambda folder: f"simplecache::{_in_memory()}",
-    "simplecache-file": lambda folder: f"simplecache::file://{folder}/run",
     **{protocol: lambda folder, protocol=protocol: f"{protocol}://{folder}/run" for protocol in PROTOCOLS},
 }
 
@@ -151,6 +150,15 @@ def test_a_run(generic: Place) -> None:
         restored = manager.restore(state)
     assert restored is not None and restored.step == 3
     assert_same(state, generic.state(3))
+
+
+def test_a_chain_that_keeps_whole_files_reads_what_it_first_read(tmp_path: Path) -> None:
+    """Of a path that is overwritten it gives the earlier checkpoint, whole: for paths that are written once."""
+    plain, cached = Place(str(tmp_path / "run"), {}), Place(f"simplecache::file://{tmp_path}/run", {})
+    assert cached.save(1) is None
+    assert cached.loaded() == plain.loaded() == 1
+    assert cached.save(2) is None
+    assert plain.loaded() == 2 and cached.loaded() in (1, 2)
 
 
 def test_an_ftp_server_that_is_killed(ftp_server: FtpServer) -> None:
