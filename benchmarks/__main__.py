@@ -34,6 +34,8 @@ class Suite(str, Enum):
     slices = "slices"
     tensors = "tensors"
     limits = "limits"
+    predictions = "predictions"
+    codecs = "codecs"
 
 
 @app.command()

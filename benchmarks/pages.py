@@ -27,7 +27,10 @@ __all__ = ["DOCUMENTS", "filled", "main"]
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "storage.md")
+DOCUMENTS = (
+    ROOT / "README.md",
+    *(ROOT / "docs" / name for name in ("performance.md", "storage.md", "guides/choosing.md")),
+)
 _PLACE = re.compile(r"<!-- (results|machine|targets|gpu) (\S+)([^\n]*?) -->\n.*?<!-- end -->", re.DOTALL)
 
 

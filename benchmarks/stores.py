@@ -1,22 +1,30 @@
-"""`stores`: save to and load from stores other than S3, compared with DCP's FsspecWriter and Reader on the same server.
+"""`stores`: save to and load from stores other than S3, compared with what others do on the same server.
 
 `azure`: the server that DCP_NVCOMP_TEST_AZURE names by a connection string; .ci/azurite_up.sh starts one. DCP's writer
-goes through adlfs there. On the same machine the server takes its share of the cores.
+goes through adlfs there.
+`gcs`: the emulator of Google Cloud Storage that the tests start; DCP's writer goes through gcsfs.
+`sftp`, `smb`: OpenSSH's and Samba's servers, compared with scp and smbclient: DCP's writer does not get through there.
+
+On the same machine a server takes its share of the cores.
 """
 
 from __future__ import annotations
 
 import os
+import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from benchmarks import file_servers
 from benchmarks.measuring import Case, NotHere, Settings, alternate, core_count, paired
 from benchmarks.peers import Peer, load, ours, save, stock_fsspec
 from benchmarks.results import Plot, Report, Table
 from benchmarks.states import State, assert_same, build_state, destination, nbytes_of
 from dcp_nvcomp.storage.open import open_filesystem
+from tests.servers.gcs import GcsServer
 
 Store = tuple[str, dict[str, Any]]
 
@@ -38,7 +46,25 @@ def _azure() -> Iterator[Store]:
             service.delete_container(container)
 
 
-_STORES = {"azure": ("Azure Blob Storage (Azurite)", _azure)}
+@contextmanager
+def _gcs() -> Iterator[Store]:
+    """A bucket of an emulator of its own."""
+    if missing := GcsServer.missing():
+        raise NotHere(missing)
+    os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # gcsfs warns at each call otherwise
+    with tempfile.TemporaryDirectory(prefix="dcp-nvcomp-bench-") as directory:
+        server = GcsServer(Path(directory))
+        server.start()
+        try:
+            yield server.place("run")
+        finally:
+            server.stop()
+
+
+_STORES = {
+    "azure": ("Azure Blob Storage (Azurite)", _azure),
+    "gcs": ("Google Cloud Storage (gcp-storage-emulator)", _gcs),
+}
 
 
 def run(settings: Settings) -> Report:
@@ -47,19 +73,22 @@ def run(settings: Settings) -> Report:
     table = report.table(
         "stores",
         f"{nbytes_of(state) / 1e6:.0f} MB to and from servers on this machine, {core_count()} threads: median "
-        f"(lowest-highest) of {settings.repeats_or(5)}",
+        f"(lowest-highest) of {settings.repeats_or(5)}; the last writer of each store is the peer",
         store=("store", ""),
         writer=("writer", ""),
         stored=("stored, MB", ".1f"),
         save_seconds=("save, s", ".3f"),
         load_seconds=("load, s", ".3f"),
-        save_speedup=("save, x DCP", ".2f"),
-        load_speedup=("load, x DCP", ".2f"),
+        save_speedup=("save, x peer", ".2f"),
+        load_speedup=("load, x peer", ".2f"),
     )
     for name, (words, opened) in _STORES.items():
         if settings.wants(name):
             with opened() as store:
                 _compare(report, table, words, store, state)
+    for name in file_servers.FILE_SERVERS:
+        if settings.wants(name):
+            file_servers.compare(report, table, name, state)
     return report
 
 

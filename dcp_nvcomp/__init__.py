@@ -19,6 +19,8 @@ from dcp_nvcomp.version import VERSION
 
 if TYPE_CHECKING:
     from dcp_nvcomp import codecs
+    from dcp_nvcomp.choosing.advice import Advice, Workload, advise
+    from dcp_nvcomp.choosing.bench import Bench, bench
     from dcp_nvcomp.conversion.convert import Conversion, convert
     from dcp_nvcomp.engines.cuda.pool import release_device_memory
     from dcp_nvcomp.loading.load import load
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from dcp_nvcomp.reading.checkpoint import Checkpoint, open_checkpoint
     from dcp_nvcomp.reading.comparison import Comparison, compare_checkpoints
     from dcp_nvcomp.reading.stored_tensor import StoredTensor
+    from dcp_nvcomp.reporting.report import write_report
     from dcp_nvcomp.runs.events import (
         ReplicasDiffer,
         RunReport,
@@ -81,7 +84,9 @@ __all__ = [
     "Keep",
     "CheckpointManager",
     "Best",
+    "Advice",
     "AsyncSave",
+    "Bench",
     "Checkpoint",
     "Cleaning",
     "Comparison",
@@ -97,8 +102,11 @@ __all__ = [
     "StoredTensor",
     "Totals",
     "Verification",
+    "Workload",
     "__version__",
+    "advise",
     "async_save",
+    "bench",
     "clean_checkpoint",
     "clean_run",
     "codecs",
@@ -116,11 +124,14 @@ __all__ = [
     "save",
     "save_compressed_checkpoint",
     "verify_checkpoint",
+    "write_report",
     *errors.__all__,
 ]
 
 _HOMES: Final = {
+    "Advice": "choosing.advice",
     "AsyncSave": "saving.asynchronous.async_save",
+    "Bench": "choosing.bench",
     "Best": "runs.keep",
     "Checkpoint": "reading.checkpoint",
     "CheckpointManager": "runs.manager",
@@ -153,7 +164,10 @@ _HOMES: Final = {
     "Totals": "saving.stats",
     "TrainingState": "runs.state.training_state",
     "Verification": "maintenance.verification.findings",
+    "Workload": "choosing.advice",
+    "advise": "choosing.advice",
     "async_save": "saving.asynchronous.async_save",
+    "bench": "choosing.bench",
     "clean_checkpoint": "maintenance.cleaning",
     "clean_run": "maintenance.run_cleaning",
     "compare_checkpoints": "reading.comparison",
@@ -172,6 +186,7 @@ _HOMES: Final = {
     "save_compressed_checkpoint": "one_file.save",
     "unpin_step": "runs.pruning",
     "verify_checkpoint": "maintenance.verification.verify",
+    "write_report": "reporting.report",
 }
 
 

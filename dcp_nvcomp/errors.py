@@ -88,7 +88,7 @@ class CheckpointError(Exception):
         outcome_unknown: True if the failed operation may still take, or have taken, effect: the storage never confirmed
             that it did not.
 
-    Example:
+    Examples:
         >>> str(CheckpointError("CRC mismatch", path="run/__0_0_ab.distcp", fqn="w", byte_range=(16, 32)))
         "CRC mismatch (file 'run/__0_0_ab.distcp', key 'w', bytes 16 to 32)"
     """

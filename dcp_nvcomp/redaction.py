@@ -64,7 +64,7 @@ def without_secrets(text: str) -> str:
     Everything that puts a path or URL into a message, a log line or a report uses this; `CheckpointError` does so by
     itself.
 
-    Example:
+    Examples:
         >>> without_secrets("simplecache::smb://user:secret@host/share/run?sig=abc&x=1")
         'simplecache::smb://user:***@host/share/run?sig=***&x=1'
     """

@@ -12,6 +12,8 @@ from typing import Annotated
 
 import typer
 
+from dcp_nvcomp.cli.advise import advise_command
+from dcp_nvcomp.cli.bench import bench_command
 from dcp_nvcomp.cli.cat import cat_command
 from dcp_nvcomp.cli.clean import clean_command
 from dcp_nvcomp.cli.convert import convert_command
@@ -21,6 +23,8 @@ from dcp_nvcomp.cli.inspect import inspect_command
 from dcp_nvcomp.cli.ls import ls_command
 from dcp_nvcomp.cli.prune import pin_command, prune_command
 from dcp_nvcomp.cli.recover import recover_command
+from dcp_nvcomp.cli.report import report_command
+from dcp_nvcomp.cli.savings import savings_command
 from dcp_nvcomp.cli.verify import verify_command
 from dcp_nvcomp.version import VERSION
 
@@ -43,6 +47,10 @@ app.command("recover")(recover_command)
 app.command("clean")(clean_command)
 app.command("prune")(prune_command)
 app.command("pin")(pin_command)
+app.command("bench")(bench_command)
+app.command("advise")(advise_command)
+app.command("savings")(savings_command)
+app.command("report")(report_command)
 app.command("info")(info_command)
 
 

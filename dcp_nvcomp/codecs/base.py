@@ -222,7 +222,7 @@ class Coder(ABC):
 class CodecChain:
     """The codecs of a record's blocks: planes, then perhaps an entropy coder.
 
-    Example:
+    Examples:
         >>> from dcp_nvcomp.codecs import Planes, Zstd
         >>> chain = CodecChain(Planes(float_nbytes=2), Zstd())
         >>> [codec["name"] for codec in chain.to_json()]

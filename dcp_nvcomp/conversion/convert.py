@@ -106,7 +106,7 @@ def convert(
         UnsafeObjectError: an object would run code, and has to be loaded to be written.
         CheckpointError: the source can't be read.
 
-    Example:
+    Examples:
         >>> import tempfile, torch, dcp_nvcomp
         >>> path = tempfile.mkdtemp()
         >>> _ = dcp_nvcomp.save({"model": {"w": torch.ones(3)}}, f"{path}/step", no_dist=True)

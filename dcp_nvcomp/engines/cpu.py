@@ -27,7 +27,7 @@ _SKIPPED_BLOCKS = 15
 class CpuEngine:
     """Encodes and decodes blocks in host memory. Not for several threads at once: each takes its own.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> from dcp_nvcomp.codecs import CodecChain, Planes, Zstd
         >>> chain, engine = CodecChain(Planes(2), Zstd()), CpuEngine()

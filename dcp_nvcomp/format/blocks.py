@@ -82,7 +82,7 @@ def row_block_shape(shape: Sequence[int], element_nbytes: int, block_nbytes: int
     Returns:
         The block shape: ones in the leading dimensions, then one dimension that is cut, then whole dimensions.
 
-    Example:
+    Examples:
         >>> row_block_shape((8192, 4096), 2)
         (128, 4096)
         >>> row_block_shape((4, 1000000), 2, 1 << 20)
@@ -188,7 +188,7 @@ def box_block_shape(shape: Sequence[int], element_nbytes: int) -> tuple[int, ...
     Returns:
         The block shape: ones in the leading dimensions.
 
-    Example:
+    Examples:
         >>> box_block_shape((1024, 4096), 4)
         (64, 1024)
         >>> box_block_shape((1 << 20, 64), 4)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import io
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -94,10 +95,11 @@ class LoadOptions:
 
 
 class Loaded(NamedTuple):
-    """What a job loaded: the size of what was wanted, decoded, and of what was read for it."""
+    """What a job loaded: the size of what was wanted, decoded, and of what was read for it; seconds by stage."""
 
     nbytes: int
     fetched_nbytes: int
+    stage_seconds: dict[str, float]
 
 
 class LoadJob:
@@ -138,6 +140,7 @@ class LoadJob:
         self._workers = WorkerGroup([self._reads])
         self._device = _current_device()
         self._committed = 0
+        self._busy: dict[str, list[float]] = {"fetch": [], "decode": []}
 
     def run(self, items: Sequence[Wanted]) -> Loaded:
         """Load some items.
@@ -176,7 +179,8 @@ class LoadJob:
                 f"{count - self._committed} of {count} items were not loaded, and no error was reported."
             )
         wanted_nbytes = sum(target.nbytes for of_file in targets for target in of_file)
-        return Loaded(wanted_nbytes, sum(read.stop - read.start for read in reads))
+        stages = {stage: max(spent, default=0.0) for stage, spent in self._busy.items()}
+        return Loaded(wanted_nbytes, sum(read.stop - read.start for read in reads), stages)
 
     def _longest_read(self, wanted_nbytes: int) -> int:
         """Return the maximum length of a read, such that the buffers of all threads are within the budget."""
@@ -285,13 +289,18 @@ class LoadJob:
 
     def _load(self, ahead: threading.Semaphore, gpu: GpuShare) -> None:
         decoder: Decoder | None = None
+        fetching = decoding = 0.0
         while (read := self._reads.get()) is not None:
             try:
                 if self._workers.error is None:
                     decoder = decoder or Decoder(self._filesystem, self._options.verify, self._engine, gpu)
+                    start = time.perf_counter()
                     fetched = decoder.fetch(read)
+                    fetching += time.perf_counter() - start
                     with self._decode_slots:
+                        start = time.perf_counter()
                         decoder.decode(fetched)
+                        decoding += time.perf_counter() - start
                     if self._progress is not None:
                         self._progress(read.stop - read.start)
                     for block in read.blocks:
@@ -302,6 +311,8 @@ class LoadJob:
                 self._workers.fail(error)
             ahead.release()
         self._reads.put(None)
+        self._busy["fetch"].append(fetching)
+        self._busy["decode"].append(decoding)
 
 
 def _current_device() -> torch.device | None:

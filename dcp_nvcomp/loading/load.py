@@ -63,7 +63,7 @@ def load(
             unless several failed.
         RankFailedError: it failed on a rank with an error that is none of this package.
 
-    Example:
+    Examples:
         >>> import tempfile, torch, dcp_nvcomp
         >>> path, state = tempfile.mkdtemp(), {"w": torch.arange(4.0)}
         >>> _ = dcp_nvcomp.save(state, path, no_dist=True)

@@ -107,7 +107,7 @@ class NvcompReader(StorageReader):
     Raises:
         ConfigurationError: an option is unknown or has an invalid value.
 
-    Example:
+    Examples:
         >>> import tempfile, torch, torch.distributed.checkpoint as dcp
         >>> from dcp_nvcomp import NvcompReader, NvcompWriter
         >>> path = tempfile.mkdtemp()
@@ -303,7 +303,10 @@ class NvcompReader(StorageReader):
             raise
         finally:
             filesystem.close()
-        self._report(LoadStats(self.checkpoint_id, len(wanted), *loaded, time.perf_counter() - start))
+        seconds = time.perf_counter() - start
+        nbytes, fetched_nbytes, stages = loaded
+        stats = LoadStats(self.checkpoint_id, len(wanted), nbytes, fetched_nbytes, seconds, self._rank, stages)
+        self._report(stats)
         future: Future[None] = Future()
         future.set_result(None)
         return future

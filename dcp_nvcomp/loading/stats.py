@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 __all__ = ["LoadStats"]
@@ -18,6 +18,9 @@ class LoadStats:
         nbytes: size of the tensors that were filled, in memory; of a checkpoint of stock DCP 0.
         fetched_nbytes: what was read of data files, without footers; of a checkpoint of stock DCP 0.
         seconds: time for reading, decoding and placing.
+        rank: the rank.
+        stage_seconds: time in `fetch` and `decode`, of the busiest thread; both overlap, and of a checkpoint of stock
+            DCP there are none.
     """
 
     checkpoint_id: str
@@ -25,6 +28,8 @@ class LoadStats:
     nbytes: int
     fetched_nbytes: int
     seconds: float
+    rank: int = 0
+    stage_seconds: dict[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as JSON values. Keys are only ever added; `schema` changes if one must go."""

@@ -51,7 +51,7 @@ class Environment:
 def info() -> Environment:
     """Return what runs here, for a report of a problem, or to see why the GPU is not used.
 
-    Example:
+    Examples:
         >>> import dcp_nvcomp
         >>> dcp_nvcomp.info().versions["dcp-nvcomp"] == dcp_nvcomp.__version__
         True

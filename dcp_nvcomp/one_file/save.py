@@ -52,7 +52,7 @@ def save_compressed_checkpoint(
         CheckpointError: a value can't be pickled, or the state is nested too deeply.
         StorageError: it can't be written.
 
-    Example:
+    Examples:
         >>> import tempfile, torch
         >>> from dcp_nvcomp import load_compressed_checkpoint, save_compressed_checkpoint
         >>> path = f"{tempfile.mkdtemp()}/model.nvc"

@@ -64,7 +64,7 @@ def open_checkpoint(
         CheckpointNotFoundError: there is no checkpoint.
         CheckpointError: its metadata can't be read.
 
-    Example:
+    Examples:
         >>> import tempfile, torch, dcp_nvcomp
         >>> path = tempfile.mkdtemp()
         >>> _ = dcp_nvcomp.save({"w": torch.arange(12).reshape(4, 3)}, path, no_dist=True)

@@ -57,7 +57,7 @@ class Best:
     Raises:
         ConfigurationError: a value can't work.
 
-    Example:
+    Examples:
         >>> steps = [SavedStep(step, 0.0, {"loss": loss}) for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0))]
         >>> Best("loss", "min", 2).of(steps)
         [2, 3]
@@ -97,7 +97,7 @@ class Keep:
     Raises:
         ConfigurationError: a value can't work.
 
-    Example:
+    Examples:
         >>> steps = [SavedStep(step, float(step), {"loss": 1 / (step + 1)}) for step in range(0, 100, 10)]
         >>> keep = Keep(last=2, every=50, best=Best("loss", "max"), milestones=(10,))
         >>> {step: ", ".join(why) for step, why in keep.reasons(steps).items()}

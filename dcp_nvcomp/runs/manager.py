@@ -88,7 +88,7 @@ class CheckpointManager:
         RunInUseError: another manager writes to this run.
         StorageError: the storage fails.
 
-    Example:
+    Examples:
         >>> import tempfile, torch
         >>> from dcp_nvcomp import CheckpointManager, Keep
         >>> state = {"w": torch.zeros(3)}

@@ -84,7 +84,7 @@ def prune_run(
         CheckpointNotFoundError: the run has no complete step.
         StorageError: the storage fails.
 
-    Example:
+    Examples:
         >>> import tempfile, torch, dcp_nvcomp
         >>> run = tempfile.mkdtemp()
         >>> for step in (1, 2, 3):

@@ -33,7 +33,7 @@ class StepNames:
     Raises:
         ConfigurationError: it is no such name.
 
-    Example:
+    Examples:
         >>> names = StepNames()
         >>> names.name_of(200), names.step_of("step-200"), names.step_of("step-200-old")
         ('step-200', 200, None)

@@ -25,7 +25,7 @@ from dcp_nvcomp.format.framing import (
 )
 from dcp_nvcomp.format.record import Record
 from dcp_nvcomp.saving.encode.pending import Member, PendingRecord
-from dcp_nvcomp.saving.stats import Totals
+from dcp_nvcomp.saving.stats import Totals, component_of
 from dcp_nvcomp.storage.base import OutputStream
 
 __all__ = ["LARGE_NBYTES", "DataFileWriter"]
@@ -48,6 +48,7 @@ class DataFileWriter:
     Attributes:
         stream: where the bytes go.
         totals: codec name, dtype name and totals of each record that is complete.
+        components: component, codec name and totals of the same.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class DataFileWriter:
     ) -> None:
         self.stream = stream
         self.totals: list[tuple[str, str, Totals]] = []
+        self.components: dict[tuple[str, str], Totals] = {}
         self._name = name
         self._identity = identity
         self._progress = progress
@@ -153,10 +155,17 @@ class DataFileWriter:
             self._align()
         encoded = self._encoded_nbytes
         self.totals.append((self._label, pending.dtype, Totals(len(pending.members), nbytes, encoded)))
+        by_component: dict[str, tuple[int, int, int]] = {}
         for at in range(self._first_item, len(self._items)):
             member, number, _ = self._items[at]
             share = encoded * member.nbytes // nbytes if nbytes else 0
             self._items[at] = (member, number, share)
+            component = component_of(member.item_index.fqn)
+            count, before, after = by_component.get(component, (0, 0, 0))
+            by_component[component] = (count + 1, before + member.nbytes, after + share)
+        for component, sums in by_component.items():
+            key = component, self._label
+            self.components[key] = self.components.get(key, Totals()) + Totals(*sums)
         self._pending, self._encoded_nbytes = None, 0
 
     def _align(self) -> None:

@@ -311,6 +311,8 @@ class SaveJob:
                 self.totals.files[file.name] = file.nbytes
                 for codec, dtype, totals in output.totals:
                     self.totals.add(codec, dtype, totals)
+                for (component, codec), totals in output.components.items():
+                    self.totals.add_component(component, codec, totals)
                 self._written.append(WrittenFile(file, output.items()))
             return None
         return output

@@ -51,7 +51,7 @@ def save(
         CheckpointError: the save failed. The same error on all ranks, unless several failed.
         RankFailedError: it failed on a rank with an error that is none of this package.
 
-    Example:
+    Examples:
         >>> import tempfile, torch, dcp_nvcomp
         >>> path, state = tempfile.mkdtemp(), {"w": torch.arange(4.0)}
         >>> metadata = dcp_nvcomp.save(state, path, no_dist=True)

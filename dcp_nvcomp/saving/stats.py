@@ -12,10 +12,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 from dcp_nvcomp.format.metadata.summary import Summary
 from dcp_nvcomp.version import VERSION
 
-__all__ = ["RankTotals", "SaveStats", "Totals", "summarize"]
+__all__ = ["RankStats", "RankTotals", "SaveStats", "Totals", "component_of", "summarize"]
 
 _ATTRIBUTE = "dcp_nvcomp_save_stats"
 STAGES = ("plan", "encode", "write", "commit")
+TOP_LEVEL = "top level"
+OTHER_COMPONENTS = "others"
+_MOST_COMPONENTS = 64
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,9 @@ class RankTotals:
     """Measurements of one rank, which travel to the coordinator with its write results.
 
     Attributes:
+        rank: the rank; None for measurements that are of no rank's part.
         by: totals by codec and dtype.
+        by_component: totals by component and codec.
         seconds: time in each stage; of the busiest thread if there are several.
         files: names and sizes of the data files.
         recoded_blocks: how many blocks a GPU encoded to wrong bytes, and the CPU engine encoded again.
@@ -58,7 +63,9 @@ class RankTotals:
         staged_nbytes: size of what was staged.
     """
 
+    rank: int | None = None
     by: dict[tuple[str, str], Totals] = field(default_factory=dict)
+    by_component: dict[str, dict[str, Totals]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)
     recoded_blocks: int = 0
@@ -68,6 +75,39 @@ class RankTotals:
     def add(self, codec: str, dtype: str, totals: Totals) -> None:
         """Count some records of one codec and dtype."""
         self.by[codec, dtype] = self.by.get((codec, dtype), Totals()) + totals
+
+    def add_component(self, component: str, codec: str, totals: Totals) -> None:
+        """Count some records of one component and codec; beyond 64 of them, components are counted together."""
+        is_new = component not in self.by_component and component != TOP_LEVEL
+        if is_new and len(self.by_component) >= _MOST_COMPONENTS:
+            component = OTHER_COMPONENTS
+        by_codec = self.by_component.setdefault(component, {})
+        by_codec[codec] = by_codec.get(codec, Totals()) + totals
+
+
+def component_of(fqn: str) -> str:
+    """Return the component that a key belongs to: its first part, such as `model`; `top level` if it has one only."""
+    first, dot, _ = fqn.partition(".")
+    return first if dot else TOP_LEVEL
+
+
+@dataclass(frozen=True)
+class RankStats:
+    """Measurements of one rank's part of a save.
+
+    Attributes:
+        rank: the rank.
+        seconds: time in `plan`, `encode` and `write`; encode and write overlap.
+        uncompressed_nbytes: size in memory of what it saved.
+        encoded_nbytes: size of its encoded blocks.
+        stall_seconds: how long `async_save` kept it waiting.
+    """
+
+    rank: int
+    seconds: dict[str, float]
+    uncompressed_nbytes: int
+    encoded_nbytes: int
+    stall_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -86,8 +126,11 @@ class SaveStats:
             again: the checkpoint is right, but the GPU, its driver or nvCOMP is not.
         stall_seconds: how long `async_save` kept its caller waiting, of the slowest rank; 0.0 for other saves.
         staged_nbytes: what an asynchronous save held in host memory at most, if nothing of it was written meanwhile.
+        by_component: totals by component and codec; a component is the first part of keys, such as `model`, and
+            `top level` are the keys of one part.
+        ranks: measurements of each rank, by rank.
 
-    Example:
+    Examples:
         >>> import tempfile, torch, torch.distributed.checkpoint as dcp
         >>> from dcp_nvcomp import NvcompWriter, SaveStats
         >>> writer = NvcompWriter(tempfile.mkdtemp())
@@ -108,6 +151,8 @@ class SaveStats:
     recoded_blocks: int = 0
     stall_seconds: float = 0.0
     staged_nbytes: int = 0
+    by_component: dict[str, dict[str, Totals]] = field(default_factory=dict)
+    ranks: tuple[RankStats, ...] = ()
 
     @staticmethod
     def of(metadata: Metadata) -> SaveStats | None:
@@ -177,6 +222,11 @@ class SaveStats:
             "recoded_blocks": self.recoded_blocks,
             "by_codec": {name: asdict(totals) for name, totals in self.by_codec.items()},
             "by_dtype": {name: asdict(totals) for name, totals in self.by_dtype.items()},
+            "by_component": {
+                name: {codec: asdict(totals) for codec, totals in by_codec.items()}
+                for name, by_codec in self.by_component.items()
+            },
+            "ranks": [asdict(rank) for rank in self.ranks],
             "files": dict(self.file_nbytes),
         }
 
@@ -219,7 +269,12 @@ def summarize(checkpoint_id: str, save_id: str, ranks: Sequence[RankTotals], tot
     by_dtype: dict[str, Totals] = {}
     seconds: dict[str, float] = {}
     files: dict[str, int] = {}
+    by_component: dict[str, dict[str, Totals]] = {}
     for rank in ranks:
+        for component, of_rank in rank.by_component.items():
+            of_component = by_component.setdefault(component, {})
+            for codec, totals in of_rank.items():
+                of_component[codec] = of_component.get(codec, Totals()) + totals
         for (codec, dtype), totals in rank.by.items():
             by_codec[codec] = by_codec.get(codec, Totals()) + totals
             by_dtype[dtype] = by_dtype.get(dtype, Totals()) + totals
@@ -237,4 +292,14 @@ def summarize(checkpoint_id: str, save_id: str, ranks: Sequence[RankTotals], tot
         recoded_blocks=sum(rank.recoded_blocks for rank in ranks),
         stall_seconds=max((rank.stall_seconds for rank in ranks), default=0.0),
         staged_nbytes=sum(rank.staged_nbytes for rank in ranks),
+        by_component=by_component,
+        ranks=tuple(sorted((_rank_stats(rank) for rank in ranks if rank.rank is not None), key=lambda one: one.rank)),
+    )
+
+
+def _rank_stats(totals: RankTotals) -> RankStats:
+    assert totals.rank is not None
+    every = sum(totals.by.values(), Totals())
+    return RankStats(
+        totals.rank, dict(totals.seconds), every.uncompressed_nbytes, every.encoded_nbytes, totals.stall_seconds
     )

@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
@@ -63,6 +64,7 @@ from dcp_nvcomp.saving.file_plan import planned_nbytes
 from dcp_nvcomp.saving.kept import kept
 from dcp_nvcomp.saving.orphans import Orphans
 from dcp_nvcomp.saving.plans.planner import KeepingPlanner
+from dcp_nvcomp.saving.prepared import PreparedWrite
 from dcp_nvcomp.saving.published import LastPublished
 from dcp_nvcomp.saving.publishers import FinishedSave, Publisher, publish_here
 from dcp_nvcomp.saving.rank_write import RankWrite
@@ -134,7 +136,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
     Raises:
         ConfigurationError: an option is unknown or has an invalid value.
 
-    Example:
+    Examples:
         >>> import tempfile, torch, torch.distributed.checkpoint as dcp
         >>> from dcp_nvcomp import NvcompReader, NvcompWriter
         >>> path, state = tempfile.mkdtemp(), {"w": torch.arange(4.0)}
@@ -265,8 +267,9 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begin a save, at the place and with the id that `storage_meta` announced; called by DCP."""
+        rank = kwargs.get("rank")  # callers other than DCP may not tell it
         self._saves.begin(
-            rank=kwargs.get("rank") or 0,
+            rank=_own_rank() if rank is None else rank,
             is_coordinator=is_coordinator,
             use_collectives=kwargs.get("use_collectives", True),
         )
@@ -318,25 +321,77 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
             BaseException: the first error of any thread. The files of this save have been removed.
         """
         save, is_kept = self._saves.current, isinstance(planner, KeepingPlanner) and planner.is_kept
-        if plan.storage_data is True:
-            self._orphans.remove(self._open)
+        self._remove_orphans(plan)
         planned_seconds = time.perf_counter() - save.started_seconds
         written, totals = self._written(plan, planner)
         if is_kept:
             results = RankResults((), totals, placed_items(written, plan))
         else:
             results = RankResults(write_results(written), totals)
-        totals.seconds["plan"] = planned_seconds
+        totals.rank, totals.seconds["plan"] = save.rank, planned_seconds
         if self._saves.staging is not None:
             self._saves.staging.measure(totals)
-        save.own_files = tuple(totals.files)
-        if save.use_collectives:
-            self._orphans.wrote(save.place, save.own_files)
-        self.last_save = self._summarize([totals])
-        save.has_ended = save.use_collectives and not save.is_coordinator  # DCP calls nothing more on such a rank
+        self._note_written(save, totals)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
+
+    def _remove_orphans(self, plan: SavePlan) -> None:
+        if plan.storage_data is True:
+            self._orphans.remove(self._open)
+
+    def _note_written(self, save: Save, totals: RankTotals) -> None:
+        save.own_files = tuple(totals.files)
+        if save.use_collectives:
+            self._orphans.wrote(save.place, save.own_files)
+        self.last_save = _summarize(save, [totals])
+        save.has_ended = save.use_collectives and not save.is_coordinator  # DCP calls nothing more on such a rank
+
+    def prepare(self, plan: SavePlan) -> PreparedWrite:
+        """Return this rank's part of the save that this thread has begun, to be written by whom and when you like.
+
+        It takes the place of `write_data`. `prepared.write(...)` may run on any thread and in any process of this
+        machine; give its results to `written` on this rank, and those of all ranks to `finish_prepared` on the
+        coordinator. Any number of prepared saves may be under way.
+
+        Args:
+            plan: of this rank, as `prepare_global_plan` returned it.
+        """
+        save = self._saves.current
+        self._remove_orphans(plan)
+        return PreparedWrite(
+            save,
+            tuple(plan.items),
+            time.perf_counter() - save.started_seconds,
+            self.rank_write(save.place, save.save_id, rank=save.rank),
+            self._engine_choice,
+            os.getpid(),
+        )
+
+    def written(self, prepared: PreparedWrite, results: RankResults) -> None:
+        """Note what this rank has written; `last_save` tells it.
+
+        Args:
+            prepared: what was to be written.
+            results: what `prepared.write` returned.
+        """
+        self._note_written(prepared.save, results.totals)
+
+    def finish_prepared(
+        self, prepared: PreparedWrite, metadata: Metadata, results: Sequence[Sequence[WriteResult]]
+    ) -> None:
+        """Commit a prepared save, on the coordinator; as `finish`, but for any save, on any thread.
+
+        Args:
+            prepared: the coordinator's part of the save, after `written`.
+            metadata: of all that was saved; `storage_data`, `storage_meta` and `version` are set in place.
+            results: what `prepared.write` returned on each rank.
+
+        Raises:
+            ConcurrentSaveError: `overwrite=False`, and another save was published first.
+            StorageError: the checkpoint could not be published.
+        """
+        self._finish(prepared.save, metadata, results)
 
     def _written(self, plan: SavePlan, planner: SavePlanner) -> tuple[list[WrittenFile], RankTotals]:
         save, staging = self._saves.current, self._saves.staging
@@ -423,21 +478,24 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         """
         if self._saves.staging is not None:
             self._saves.staging.wait_for_turn()
-        save, start = self._saves.current, time.perf_counter()
+        self._finish(self._saves.current, metadata, results)
+
+    def _finish(self, save: Save, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
+        start = time.perf_counter()
         totals = [rank.totals for rank in results if isinstance(rank, RankResults)]
         metadata.version = "1.0.0"
         metadata.storage_data = storage_data(metadata, results)
         metadata.storage_meta = StorageMeta(checkpoint_id=without_secrets(save.path), save_id=save.save_id)
         with contextlib.closing(self._open(save.place)) as filesystem:
             if save.use_collectives:
-                self._commit(filesystem, metadata, save, self._summarize(totals).summary(len(totals), metadata))
+                self._commit(filesystem, metadata, save, _summarize(save, totals).summary(len(totals), metadata))
             else:
                 commit_rank(filesystem, metadata, save.rank, save.own_files)
         self._unfinished = False
         totals.append(RankTotals(seconds={"commit": time.perf_counter() - start}))
-        stats = self._summarize(totals)
+        stats = _summarize(save, totals)
         stats.attach_to(metadata)
-        self._report(stats)
+        self._report(save, stats)
 
     def _commit(self, filesystem: Filesystem, metadata: Metadata, save: Save, summary: Summary) -> None:
         try:
@@ -451,9 +509,9 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
                 self._unfinished = False
             raise
 
-    def _report(self, stats: SaveStats) -> None:
+    def _report(self, save: Save, stats: SaveStats) -> None:
         """Report a published save. Nothing here may make it look as if it had failed."""
-        save, self.last_save = self._saves.current, stats
+        self.last_save = stats
         save.has_ended = True
         if save.is_coordinator:
             logger.info("%s", stats)
@@ -463,10 +521,6 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
             except Exception as error:
                 message = f"The checkpoint is saved, but on_save raised {type(error).__name__}: {error}"
                 warnings.warn(message, RuntimeWarning, stacklevel=2)
-
-    def _summarize(self, totals: Sequence[RankTotals]) -> SaveStats:
-        save = self._saves.current
-        return summarize(without_secrets(save.path), save.save_id, totals, time.perf_counter() - save.started_seconds)
 
     def storage_meta(self) -> StorageMeta:
         """Return place and id of the save that this thread is in, or is about to begin; called by DCP."""
@@ -481,3 +535,11 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         except (ConfigurationError, TypeError):
             return False
         return True
+
+
+def _summarize(save: Save, totals: Sequence[RankTotals]) -> SaveStats:
+    return summarize(without_secrets(save.path), save.save_id, totals, time.perf_counter() - save.started_seconds)
+
+
+def _own_rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

@@ -30,6 +30,7 @@ from dcp_nvcomp.storage.fsspec_files import FsspecFilesystem
 from dcp_nvcomp.storage.gcs.filesystem import GcsFilesystem
 from dcp_nvcomp.storage.gcs.options import GCS, gcs_url
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
+from dcp_nvcomp.storage.marked_urls import without_mark
 from dcp_nvcomp.storage.remote import PARALLEL_READS, part_nbytes
 from dcp_nvcomp.storage.s3 import client as s3_client
 from dcp_nvcomp.storage.s3 import filesystem as s3
@@ -69,6 +70,7 @@ def open_filesystem(
     text = os.fspath(path)
     if not isinstance(text, str) or not text:
         raise ConfigurationError(f"A checkpoint's path is a non-empty str or Path, not {path!r}.")
+    text = without_mark(text)
     folded = _FOLDED_URL.match(text)
     if folded is not None and folded[1].lower() in fsspec.available_protocols():
         raise ConfigurationError(
@@ -100,7 +102,7 @@ def open_filesystem(
 
 def place_of(path: str | os.PathLike[str]) -> str:
     """Return where a path leads now: of a local one the absolute path; URLs of other storage as they are."""
-    text = os.fspath(path)
+    text = without_mark(os.fspath(path))
     url = _URL.match(text)
     protocol = url[1].lower() if url else "file"
     if protocol not in ("file", "local") or "::" in text:

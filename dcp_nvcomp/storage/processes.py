@@ -15,6 +15,7 @@ from fsspec.registry import known_implementations
 from dcp_nvcomp.storage.azure.options import AZURE
 from dcp_nvcomp.storage.file_servers.urls import FILE_SERVERS
 from dcp_nvcomp.storage.gcs.options import GCS
+from dcp_nvcomp.storage.marked_urls import without_mark
 
 __all__ = ["StorageSettings", "filesystem_classes", "is_known_elsewhere", "storage_of"]
 
@@ -24,8 +25,9 @@ _IN_PROCESS = ("memory",)
 
 def filesystem_classes(path: str | os.PathLike[str]) -> dict[str, type]:
     """Return the fsspec classes of a URL by protocol; none for a local path, nor where we have a client of our own."""
-    own = (*AZURE, *GCS) if "::" in os.fspath(path) else (*AZURE, *GCS, *FILE_SERVERS)
-    names = map(str.lower, _PROTOCOLS.findall(os.fspath(path)))
+    text = without_mark(os.fspath(path))
+    own = (*AZURE, *GCS) if "::" in text else (*AZURE, *GCS, *FILE_SERVERS)
+    names = map(str.lower, _PROTOCOLS.findall(text))
     return {name: fsspec.get_filesystem_class(name) for name in names if name not in own}
 
 

@@ -28,7 +28,7 @@ def coalesce(pieces: Sequence[tuple[int, int]], gap_nbytes: int, limit_nbytes: i
     Returns:
         Reads in the order of the file.
 
-    Example:
+    Examples:
         >>> coalesce([(0, 10), (12, 20), (100, 110)], gap_nbytes=4, limit_nbytes=1000)
         [ByteRange(start=0, stop=20, pieces=(0, 1)), ByteRange(start=100, stop=110, pieces=(2,))]
     """

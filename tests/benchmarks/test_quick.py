@@ -160,6 +160,22 @@ def test_limits(tmp_path: Path) -> None:
 
 
 @pytest.mark.tools
+def test_codecs(tmp_path: Path) -> None:
+    rows = {row["codec"]: row for row in run_quick("codecs", tmp_path)["codecs"]}
+    assert list(rows) == ["auto", "planes-zstd", "planes-deflate", "zstd", "none"]
+    assert rows["auto"]["ratio"] > 1.25 > rows["zstd"]["ratio"] > rows["none"]["ratio"]
+
+
+@pytest.mark.tools
+@pytest.mark.s3
+def test_predictions(tmp_path: Path, moto_endpoint: str) -> None:
+    rows = run_quick("predictions", tmp_path, s3=moto_endpoint)["predictions"]
+    places = ["memory", "link of 200 MB/s", "S3"]
+    assert [(row["storage"], row["codec"]) for row in rows] == [(p, c) for p in places for c in ("auto", "none")]
+    assert all(row["predicted_save"] > 0 and row["save_seconds"]["median"] > 0 for row in rows)
+
+
+@pytest.mark.tools
 @pytest.mark.s3
 def test_s3(tmp_path: Path, moto_endpoint: str) -> None:
     rows = run_quick("s3", tmp_path, s3=moto_endpoint)["s3"]

@@ -89,6 +89,9 @@ COMMANDS = {
     "recover": ("recover {}/lost", "recover {}/step-1"),
     "clean": ("clean {}/step-1 --dry-run", "clean {} --recursive --dry-run"),
     "prune": ("prune {}/run --keep-last 2 --dry-run", "prune {}/run --keep-last 1"),
+    "bench": ("bench {} --seconds 0.01 --state 1GB",),
+    "advise": ("advise {}/step-1 --seconds 0.01",),
+    "savings": ("savings", "savings --checkpoint 840GB"),
     "info": ("info",),
 }
 

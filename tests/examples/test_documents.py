@@ -18,7 +18,8 @@ ROOT = Path(__file__).parents[2]
         "README.md",
         "CONTRIBUTING.md",
         "CHANGELOG.md",
-        *(str(page.relative_to(ROOT)) for page in (ROOT / "docs").glob("*.md")),
+        "SECURITY.md",
+        *(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md")),
     ],
 )
 def test_links_lead_somewhere(document: str) -> None:
@@ -38,7 +39,7 @@ def test_the_layout_names_only_what_is_there() -> None:
     layout = (ROOT / "CONTRIBUTING.md").read_text().split("## Layout")[1].split("## House rules")[0]
     names = re.findall(r"\b(\w+(?:\.py|\.cu|/))", layout)
     there = {path.name + "/" * path.is_dir() for path in ROOT.glob("*")}
-    for folder in ("dcp_nvcomp", "tests"):
+    for folder in ("dcp_nvcomp", "tests", "docs"):
         there |= {path.name + "/" * path.is_dir() for path in (ROOT / folder).rglob("*")}
     assert len(names) > 20
     assert not [name for name in names if name not in there]

@@ -37,7 +37,7 @@ _FLAGS_OF_SIGNS = {1: FLAG_PACKED_REST, 2: FLAG_PACKED_REST | FLAG_NEGATIVE}
 class Planes(ArrayToBytes):
     """Planes of floats of `float_nbytes` bytes (2, 4 or 8); those named in `coded` go through the coder.
 
-    Example:
+    Examples:
         >>> [plane.name for plane in Planes(4).layout(nbytes=4096, flags=0, has_coder=True)]
         ['low', 'rest', 'exponent']
     """

@@ -296,7 +296,7 @@ def release_device_memory() -> None:
     Each device has at most `device_memory_budget` bytes of it. Call it if training needs every byte between saves; the
     next save or load reserves the memory again. What a save or load that is under way uses is not touched.
 
-    Example:
+    Examples:
         >>> import dcp_nvcomp
         >>> dcp_nvcomp.release_device_memory()
     """

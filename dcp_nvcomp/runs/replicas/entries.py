@@ -22,7 +22,7 @@ Path: TypeAlias = tuple[Any, ...]
 def entries(values: Mapping[Any, Any], at: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield what is no dict in a nested state, with its path.
 
-    Example:
+    Examples:
         >>> list(entries({"a": {"b": 1}, "c": [2]}))
         [(('a', 'b'), 1), (('c',), [2])]
     """
@@ -95,7 +95,7 @@ def with_entries(values: Mapping[Any, Any], added: Mapping[Path, Any]) -> dict[A
     The dicts that get some are sorted, so that ranks of several replicas that have the same in the end have it in the
     same order, and their small tensors lie together in the same way.
 
-    Example:
+    Examples:
         >>> with_entries({"a": {"c": 1}}, {("a", "b"): 2, ("d",): 3})
         {'a': {'b': 2, 'c': 1}, 'd': 3}
     """

@@ -86,7 +86,7 @@ def joined(count: int, sets: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], 
     Returns:
         Disjoint sets of all ranks, each in ascending order, in the order of their first ranks.
 
-    Example:
+    Examples:
         >>> joined(4, [{0, 1}, {2, 3}])
         ((0, 1), (2, 3))
         >>> joined(4, [{0, 1}, {2, 3}, {1, 2}])

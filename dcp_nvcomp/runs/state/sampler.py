@@ -43,7 +43,7 @@ class ElasticSampler(Sampler[int]):
     Raises:
         ConfigurationError: the dataset is empty, or `rank` is not below `num_replicas`.
 
-    Example:
+    Examples:
         >>> sampler = ElasticSampler(range(8), num_replicas=2, rank=1, shuffle=False)
         >>> samples = iter(sampler)
         >>> next(samples), next(samples), sampler.state_dict()

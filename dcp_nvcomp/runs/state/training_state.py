@@ -66,7 +66,7 @@ class TrainingState:
     Raises:
         ConfigurationError: a value has no `state_dict` or no `load_state_dict`.
 
-    Example:
+    Examples:
         >>> import tempfile, torch, dcp_nvcomp
         >>> model = torch.nn.Linear(2, 1)
         >>> optimizer = torch.optim.Adam(model.parameters())

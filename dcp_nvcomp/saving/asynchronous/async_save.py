@@ -100,7 +100,7 @@ def async_save(
         EarlierSaveError: an earlier save failed and nobody looked at its future, on any rank; raised on all ranks, and
             nothing was saved. With `wait="nothing"` it is in the futures.
 
-    Example:
+    Examples:
         >>> import tempfile, torch
         >>> from dcp_nvcomp import async_save
         >>> state = {"w": torch.arange(4.0)}

@@ -45,7 +45,7 @@ def structure_of(state: Mapping[str, Any], paths: Mapping[str, Any] | None) -> S
         Its structure. None if a value plans for itself: a tensor subclass, a ShardedTensor, and whatever has DCP's
         checkpointable protocol, but for DTensor.
 
-    Example:
+    Examples:
         >>> structure_of({"w": torch.zeros(2)}, None) == structure_of({"w": torch.ones(2)}, None)
         True
         >>> structure_of({"w": torch.zeros(2)}, None) == structure_of({"w": torch.zeros(2).half()}, None)

@@ -22,7 +22,7 @@ from typing import Final, TypeVar
 
 from dcp_nvcomp.errors import CheckpointError, StorageError
 from dcp_nvcomp.redaction import Redactor
-from dcp_nvcomp.storage.file_servers.session import Connection, ConnectionLostError, LoginError, Session
+from dcp_nvcomp.storage.file_servers.session import Connection, ConnectionLostError, HeldOpenError, LoginError, Session
 
 __all__ = ["Lease", "Pool"]
 
@@ -35,6 +35,7 @@ _LEAST_SILENT_SECONDS: Final = 0.1
 _REMOVAL_SECONDS: Final = 10.0  # leftovers do no harm: do not wait for another whole deadline after a failure
 _FIRST_PAUSE_SECONDS: Final = 0.1
 _LONGEST_PAUSE_SECONDS: Final = 5.0
+_HELD_PAUSE_SECONDS: Final = 0.05
 _QUIET_SECONDS: Final = 10.0  # after that, retrying is worth a warning
 # Errors after which it is certain that nothing was done.
 _REFUSALS: Final = (
@@ -190,7 +191,7 @@ class Lease:
         may_be_done: bool = False,
         deadline_seconds: float | None = None,
     ) -> T:
-        """Call `operation` until it succeeds, is refused, or time is up.
+        """Call `operation` until it succeeds, is refused, or time is up; also while somebody has the file open.
 
         Args:
             what: as in "Could not {what}".
@@ -227,6 +228,11 @@ class Lease:
                     warned = True
                     logger.warning("Still trying to %s %s after %.0f s: %s", what, where, took, words)
                 time.sleep(pause)
+            except HeldOpenError as error:  # by a reader, or a program that looks for viruses: not for long
+                took = time.monotonic() - began
+                if took + _HELD_PAUSE_SECONDS >= seconds:
+                    raise self._failure(what, where, error, attempts, took, unsure) from self._pool.redact.error(error)
+                time.sleep(_HELD_PAUSE_SECONDS)
             except OSError as error:
                 unsure |= may_be_done and error.errno not in _REFUSALS
                 took = time.monotonic() - began

@@ -7,21 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from abc import ABC, abstractmethod
-from typing import Final
 
 from dcp_nvcomp.errors import StorageError
 from dcp_nvcomp.storage.base import already_published
 from dcp_nvcomp.storage.file_servers.pool import Pool
-from dcp_nvcomp.storage.file_servers.session import ConnectionLostError, HeldOpenError, RemoteFile, Session
+from dcp_nvcomp.storage.file_servers.session import ConnectionLostError, RemoteFile, Session
 from dcp_nvcomp.storage.temporary import temporary_name
 
 __all__ = ["publish", "remove_quietly", "take_place"]
 
 logger = logging.getLogger(__name__)
-
-_HELD_PAUSE_SECONDS: Final = 0.05
 
 
 def publish(pool: Pool, path: str, data: bytes, where: str, *, overwrite: bool) -> None:
@@ -51,7 +47,7 @@ def publish(pool: Pool, path: str, data: bytes, where: str, *, overwrite: bool) 
 
 def take_place(pool: Pool, temporary: str, path: str, where: str) -> None:
     """Let a file that was written under a temporary name take the place of another one, if there is one."""
-    _Replacement(temporary, path, pool.deadline_seconds).run(pool, where)
+    _Replacement(temporary, path).run(pool, where)
 
 
 def remove_quietly(pool: Pool, path: str, where: str) -> None:
@@ -123,27 +119,10 @@ class _Move(ABC):
 
 
 class _Replacement(_Move):
-    """Gives a file a name that another may have, which is gone then.
-
-    Args:
-        source: its temporary name.
-        target: its own.
-        seconds: how long to wait for those who have the other one open.
-    """
-
-    def __init__(self, source: str, target: str, seconds: float) -> None:
-        super().__init__(source, target)
-        self._end = time.monotonic() + seconds
+    """Gives a file a name that another may have, which is gone then."""
 
     def _try(self, session: Session) -> None:
-        while True:
-            try:
-                session.replace(self._source, self._target)
-                return
-            except HeldOpenError:  # a reader has it; it will not be long
-                if time.monotonic() + _HELD_PAUSE_SECONDS >= self._end:
-                    raise
-            time.sleep(_HELD_PAUSE_SECONDS)
+        session.replace(self._source, self._target)
 
 
 class _NewName(_Move):

@@ -39,7 +39,7 @@ class LoginError(PermissionError):
 
 
 class HeldOpenError(OSError):
-    """A file can't be replaced while somebody has it open.
+    """A file can't be replaced, or read, while somebody has it open: nothing was done.
 
     Args:
         words: what the server says.
@@ -120,7 +120,7 @@ class Session(ABC):
 
     @abstractmethod
     def open_to_read(self, path: str) -> RemoteFile:
-        """Open a file."""
+        """Open a file; HeldOpenError if that can't be now."""
 
     @abstractmethod
     def create(self, path: str) -> RemoteFile:

@@ -159,7 +159,13 @@ class SmbSession(Session):
             return RemoteFile(self._connection, path, self._open(path, access, disposition, _PLAIN))
 
     def open_to_read(self, path: str) -> RemoteFile:
-        return self._file(path, _ACCESS.FILE_READ_DATA | _ACCESS.FILE_READ_ATTRIBUTES, CreateDisposition.FILE_OPEN)
+        access = _ACCESS.FILE_READ_DATA | _ACCESS.FILE_READ_ATTRIBUTES
+        try:
+            return self._file(path, access, CreateDisposition.FILE_OPEN)
+        except OSError as error:
+            if _status(error) == NtStatus.STATUS_SHARING_VIOLATION:
+                raise HeldOpenError(f"somebody has it for himself ({error.strerror})") from error
+            raise
 
     def create(self, path: str) -> RemoteFile:
         access = _ACCESS.FILE_READ_DATA | _ACCESS.FILE_WRITE_DATA | _ACCESS.FILE_READ_ATTRIBUTES
@@ -302,7 +308,7 @@ class SmbSession(Session):
         try:
             self._rename(source, target, replace=True)
         except OSError as error:
-            if getattr(error, "ntstatus", 0) in _HELD_OPEN and self._is_held_open(target):
+            if _status(error) in _HELD_OPEN and self._is_held_open(target):
                 raise HeldOpenError(f"somebody has it open ({error.strerror})") from error
             raise
 
@@ -312,19 +318,15 @@ class SmbSession(Session):
             with self._opened(path, _ACCESS.FILE_READ_DATA, _PLAIN, sharing=0):
                 return False
         except OSError as error:
-            return getattr(error, "ntstatus", 0) in (NtStatus.STATUS_SHARING_VIOLATION, NtStatus.STATUS_DELETE_PENDING)
+            return _status(error) in (NtStatus.STATUS_SHARING_VIOLATION, NtStatus.STATUS_DELETE_PENDING)
 
     def rename_new(self, source: str, target: str) -> None:
         self._rename(source, target, replace=False)
 
     def remove(self, path: str) -> None:
         options = _PLAIN | CreateOptions.FILE_DELETE_ON_CLOSE | _LINKS_AS_THEY_ARE
-        try:
-            with self._opened(path, _ACCESS.DELETE, options):
-                pass
-        except OSError as error:
-            if getattr(error, "ntstatus", 0) != NtStatus.STATUS_DELETE_PENDING:  # removed, but still open somewhere
-                raise
+        with self._opened(path, _ACCESS.DELETE, options):
+            pass
 
     def make_directory(self, path: str) -> None:
         with self._errors():
@@ -351,6 +353,10 @@ class SmbSession(Session):
             found = self._query(folder, FileFsFullSizeInformation)
         unit = found["sectors_per_unit"].get_value() * found["bytes_per_sector"].get_value()
         return int(found["caller_available_units"].get_value() * unit)
+
+
+def _status(error: OSError) -> int:
+    return int(getattr(error, "ntstatus", 0))
 
 
 def _entry(name: str, attributes: Any, nbytes: int, modified: datetime) -> Entry:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from smbprotocol import connection as smb_connection
 from smbprotocol.exceptions import SMBAuthenticationError, SMBException, SMBResponseException
-from smbprotocol.header import NtStatus
+from smbprotocol.header import Commands, NtStatus
 from smbprotocol.open import ShareAccess
 from smbprotocol.session import Session as SmbLogin
 from smbprotocol.tree import TreeConnect
@@ -49,6 +49,12 @@ class _Wire(smb_connection.Connection):  # type: ignore[misc]
                 f"no answer from {self.server_name}:{self.port} within {seconds:.1f} s", errno.ETIMEDOUT
             )
         return super().receive(request, wait=wait, timeout=max(seconds, 1.0), **options)
+
+    def send(self, message: Any, sid: int | None = None, *arguments: Any, **options: Any) -> Any:
+        # SMB 3.1.1 wants this one signed also where nothing else is
+        if message.COMMAND == Commands.SMB2_TREE_CONNECT and getattr(self.session_table.get(sid), "signing_key", None):
+            options["force_signature"] = True
+        return super().send(message, sid, *arguments, **options)
 
     def limit(self, silent_seconds: float) -> None:
         """Set how long the server may be silent, also while it takes nothing more from us."""

@@ -12,7 +12,7 @@ __all__ = ["ERRNO", "LOST"]
 ERRNO: Final = {
     NtStatus.STATUS_ACCESS_DENIED: errno.EACCES,
     NtStatus.STATUS_CANNOT_DELETE: errno.EACCES,
-    NtStatus.STATUS_DELETE_PENDING: errno.EBUSY,
+    NtStatus.STATUS_DELETE_PENDING: errno.ENOENT,  # removed, but somebody still has it open
     NtStatus.STATUS_DIRECTORY_NOT_EMPTY: errno.ENOTEMPTY,
     NtStatus.STATUS_DISK_FULL: errno.ENOSPC,
     NtStatus.STATUS_FILE_IS_A_DIRECTORY: errno.EISDIR,

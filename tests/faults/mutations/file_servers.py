@@ -83,7 +83,7 @@ MUTATIONS = (
     Mutation(
         row="SMB, a publish waits for readers",
         file=ROOM + "smb.py",
-        old='if getattr(error, "ntstatus", 0) in _HELD_OPEN and self._is_held_open(target):',
+        old="if _status(error) in _HELD_OPEN and self._is_held_open(target):",
         new="if False:",
         tests=TESTS + "waits_for_readers",
     ),

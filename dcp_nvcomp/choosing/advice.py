@@ -1,0 +1,174 @@
+"""advise: codec, threads and interval for a state, from a bench of the storage and, if there is one, a checkpoint."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dcp_nvcomp.choosing.bench import Bench
+from dcp_nvcomp.choosing.intervals import GPU_HOURS_PER_FAILURE, daly_seconds, lost_part, young_seconds
+from dcp_nvcomp.choosing.model import Prediction
+from dcp_nvcomp.codecs.auto import STORED
+from dcp_nvcomp.format.names import data_file_rank
+from dcp_nvcomp.maintenance.inspection import inspect_checkpoint
+from dcp_nvcomp.options import check_seconds
+
+__all__ = ["Advice", "Workload", "advise", "mtbf_of", "workload_of_checkpoint"]
+
+# Codecs whose saves take about as long are told apart by what they store.
+_ABOUT_AS_FAST = 1.05
+_LIKE_AUTO = ("auto", "planes-zstd", "planes-deflate")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is to be saved.
+
+    Attributes:
+        state_nbytes: size of the whole state in memory.
+        ranks: how many save it, each an equal part.
+        ratio: what a checkpoint of it came to; None if there is none that was compressed.
+    """
+
+    state_nbytes: int
+    ranks: int = 1
+    ratio: float | None = None
+
+    @property
+    def rank_nbytes(self) -> int:
+        """What one rank saves."""
+        return math.ceil(self.state_nbytes / self.ranks)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to do, and why.
+
+    Attributes:
+        workload: for what.
+        codec: to be passed as `codec=`.
+        thread_count: to be passed as `thread_count=`.
+        interval_seconds: time between saves, by Daly.
+        young_interval_seconds: the same by Young.
+        mtbf_seconds: mean time between failures that was assumed.
+        stall_seconds: what a save costs training.
+        lost_part: which part of the time is lost with that interval.
+        prediction: of a save and a load of one rank with this codec.
+        plain: the same with codec `none`.
+        sentence: the break-even rate in words.
+    """
+
+    workload: Workload
+    codec: str
+    thread_count: int
+    interval_seconds: float
+    young_interval_seconds: float
+    mtbf_seconds: float
+    stall_seconds: float
+    lost_part: float
+    prediction: Prediction
+    plain: Prediction
+    sentence: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all of it as JSON values. Keys are only ever added; `schema` changes if one must go."""
+        return {
+            "schema": 1,
+            "state_nbytes": self.workload.state_nbytes,
+            "ranks": self.workload.ranks,
+            "codec": self.codec,
+            "thread_count": self.thread_count,
+            "interval_seconds": self.interval_seconds,
+            "young_interval_seconds": self.young_interval_seconds,
+            "mtbf_seconds": self.mtbf_seconds,
+            "stall_seconds": self.stall_seconds,
+            "lost_part": self.lost_part,
+            "prediction": self.prediction.to_json(),
+            "plain": self.plain.to_json(),
+            "sentence": self.sentence,
+        }
+
+
+def advise(
+    workload: Workload, found: Bench, *, mtbf_seconds: float | None = None, stall_seconds: float | None = None
+) -> Advice:
+    """Return what to do.
+
+    Args:
+        workload: what is to be saved.
+        found: a bench of the storage.
+        mtbf_seconds: mean time between failures of the whole job; by default as `mtbf_of` has it for one GPU a rank.
+        stall_seconds: what a save costs training; by default the time of a synchronous one. With `async_save` it is
+            `SaveStats.stall_seconds`.
+
+    Raises:
+        ConfigurationError: a time is not positive.
+    """
+    mtbf = mtbf_of(workload.ranks) if mtbf_seconds is None else check_seconds("mtbf_seconds", mtbf_seconds)
+    predictions = {codec: _predicted(workload, found, codec) for codec in found.codecs}
+    codec = _best(predictions)
+    best = predictions[codec]
+    stall = best.save_seconds if stall_seconds is None else check_seconds("stall_seconds", stall_seconds)
+    # saves can't overlap: the next one begins when the last is durable
+    interval = max(daly_seconds(stall, mtbf), best.save_seconds - stall)
+    return Advice(
+        workload,
+        codec,
+        _threads(workload, found, codec, best),
+        interval,
+        young_seconds(stall, mtbf),
+        mtbf,
+        stall,
+        lost_part(interval, stall, best.load_seconds, mtbf),
+        best,
+        predictions["none"],
+        found.sentence,
+    )
+
+
+def _predicted(workload: Workload, found: Bench, codec: str) -> Prediction:
+    return found.predict(workload.rank_nbytes, codec, ratio=workload.ratio if codec in _LIKE_AUTO else None)
+
+
+def _best(predictions: Mapping[str, Prediction]) -> str:
+    least = min(one.save_seconds for one in predictions.values())
+    fast = [one for one in predictions.values() if one.save_seconds <= _ABOUT_AS_FAST * least]
+    # the order of the bench decides what is left: `auto` comes first
+    return min(fast, key=lambda one: round(one.stored_nbytes / one.state_nbytes, 2)).codec
+
+
+def _threads(workload: Workload, found: Bench, codec: str, best: Prediction) -> int:
+    """Return the fewest threads that encode as fast as the storage writes."""
+    needed = best.state_nbytes / best.stored_nbytes * found.storage.write_rate(workload.rank_nbytes)
+    each = found.codecs[codec].encode_rate / found.threads
+    return max(1, min(found.threads, math.ceil(needed / each)))
+
+
+def mtbf_of(gpus: int) -> float:
+    """Return the mean time between failures of this many GPUs, in seconds, if they fail as often as those of Llama 3.
+
+    Args:
+        gpus: how many.
+    """
+    return GPU_HOURS_PER_FAILURE * 3600 / gpus
+
+
+def workload_of_checkpoint(
+    url: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+) -> Workload:
+    """Return what the job that saved a checkpoint saves. Reads its metadata and footers only.
+
+    Args:
+        url: of the checkpoint, of this package or of stock DCP.
+        storage_options: for the fsspec filesystem.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it can't be read.
+    """
+    found = inspect_checkpoint(url, storage_options=storage_options)
+    ranks = {data_file_rank(file.name) for file in found.files}
+    is_compressed = found.layout == "dcp_nvcomp" and set(found.by_codec) != {STORED.label}
+    return Workload(found.totals.uncompressed_nbytes, max(1, len(ranks)), found.ratio if is_compressed else None)

@@ -1,0 +1,126 @@
+"""`install`: what a program saves through stock DCP goes through this package, without a change of the program.
+
+    install(writer={"codec": "auto"})        for good
+    with install(): trainer.train()          or for a while
+
+A checkpoint that is saved meanwhile is one of ours, whoever saves it: `dcp.save(state, checkpoint_id=...)`,
+`dcp.save(state, storage_writer=FileSystemWriter(...))`, and frameworks that do the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from dcp_nvcomp.errors import ConfigurationError
+from dcp_nvcomp.integrations.stock_classes import Kind, add_maker, remove_maker
+from dcp_nvcomp.loading.reader import NvcompReader
+from dcp_nvcomp.options import option_names
+from dcp_nvcomp.saving.writer import NvcompWriter
+
+__all__ = ["Installation", "install", "ours"]
+
+# What stock DCP's classes call the arguments that tune how they write and read. They mean nothing here.
+_TUNING = frozenset(
+    {
+        "single_file_per_rank",
+        "sync_files",
+        "thread_count",
+        "per_thread_copy_ahead",
+        "cache_staged_state_dict",
+        "serialization_format",
+        "_extensions",
+        "_extension_registry",
+    }
+)
+
+
+def ours(kind: Kind, path: Any, arguments: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+    """Return our writer or reader for a call of stock DCP's; None if that asks for what only stock DCP can do.
+
+    Args:
+        kind: which of them.
+        path: as it was given.
+        arguments: the other arguments of the call. `overwrite` and storage options count, tuning does not.
+        options: of our writer or reader; they win.
+    """
+    if getattr(arguments.get("serialization_format"), "name", "TORCH_SAVE") != "TORCH_SAVE":
+        return None
+    if arguments.get("_extension_registry") is not None:
+        return None
+    kept = {name: value for name, value in arguments.items() if name not in _TUNING}
+    return (NvcompWriter if kind == "writer" else NvcompReader)(path, **{**kept, **options})
+
+
+class Installation:
+    """What `install` returns. As a context manager it ends with the block.
+
+    Args:
+        writer: options of `NvcompWriter`.
+        reader: options of `NvcompReader`.
+    """
+
+    def __init__(self, writer: Mapping[str, Any], reader: Mapping[str, Any]) -> None:
+        self._options: dict[Kind, Mapping[str, Any]] = {"writer": dict(writer), "reader": dict(reader)}
+        self._is_active = True
+        add_maker(self._make)
+
+    def _make(self, kind: Kind, path: Any, arguments: Mapping[str, Any]) -> Any:
+        return ours(kind, path, arguments, self._options[kind])
+
+    def uninstall(self) -> None:
+        """Let stock DCP's classes be stock DCP's again. Saves that have begun go on as they are."""
+        if self._is_active:
+            self._is_active = False
+            remove_maker(self._make)
+
+    def __enter__(self) -> Installation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.uninstall()
+
+
+def install(writer: Mapping[str, Any] | None = None, reader: Mapping[str, Any] | None = None) -> Installation:
+    """Save and load through this package what names no storage of its own, or stock DCP's by its class.
+
+    From the call on, in this process: call it on every rank. The newest of several installations counts. Stock DCP's
+    arguments for tuning (`thread_count`, `single_file_per_rank`, ...) are not passed on; `overwrite` and options of the
+    storage are. Subclasses of its writers and readers are left alone, and so is who asks for safetensors or an
+    extension registry. Asynchronous saves that begin meanwhile are ours to their end.
+
+    Args:
+        writer: options of `NvcompWriter`, but for the path.
+        reader: options of `NvcompReader`, but for the path.
+
+    Returns:
+        The installation. Use it as a context manager, or call `uninstall()`, to end it.
+
+    Raises:
+        ConfigurationError: an option is unknown or has an invalid value, or this torch is not one that is known.
+
+    Examples:
+        >>> import tempfile, torch, torch.distributed.checkpoint as dcp
+        >>> from dcp_nvcomp import open_checkpoint
+        >>> from dcp_nvcomp.integrations import install
+        >>> path = tempfile.mkdtemp()
+        >>> with install(writer={"codec": "auto"}):
+        ...     _ = dcp.save({"w": torch.arange(3)}, checkpoint_id=path, no_dist=True)
+        >>> open_checkpoint(path)["w"][:]
+        tensor([0, 1, 2])
+    """
+    for options in (writer, reader):
+        if options is not None and (not isinstance(options, Mapping) or "path" in options):
+            raise ConfigurationError(f"Give install() options of the writer or reader by name, not {options!r}.")
+    _check("writer", writer or {})
+    _check("reader", reader or {})
+    return Installation(writer or {}, reader or {})
+
+
+def _check(kind: Kind, options: Mapping[str, Any]) -> None:
+    """Fail at once if an option of ours has a wrong value; options of a storage show only with its URL."""
+    own = NvcompWriter if kind == "writer" else NvcompReader
+    own(".", **{name: value for name, value in options.items() if name in option_names(own)})

@@ -1,0 +1,73 @@
+"""Lightning: strategies whose distributed checkpoints go through this package, for `Trainer` and for `Fabric`.
+
+    Trainer(strategy=NvcompModelParallelStrategy(writer={"codec": "auto"}, data_parallel_size=8))
+    Fabric(strategy=NvcompFabricFSDPStrategy(state_dict_type="sharded"))
+
+All else is Lightning's, also `meta.pt` beside the data files, and checkpoints in one file (`state_dict_type="full"`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.fabric.strategies import FSDPStrategy as FabricFSDPStrategy
+from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+
+from dcp_nvcomp.integrations.installing import install
+
+__all__ = [
+    "NvcompFSDPStrategy",
+    "NvcompFabricFSDPStrategy",
+    "NvcompFabricModelParallelStrategy",
+    "NvcompModelParallelStrategy",
+]
+
+
+class _Installing:
+    """Lets what a strategy saves and loads go through this package, and nothing else of the program.
+
+    Args:
+        *args: of the strategy.
+        writer: options of `NvcompWriter`, but for the path.
+        reader: options of `NvcompReader`, but for the path.
+        **kwargs: of the strategy.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        writer: Mapping[str, Any] | None = None,
+        reader: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        with install(writer, reader):  # fail at once on wrong options
+            super().__init__(*args, **kwargs)
+        self._writer_options, self._reader_options = writer, reader
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """Save a checkpoint, as the strategy does."""
+        with install(self._writer_options, self._reader_options):
+            return super().save_checkpoint(*args, **kwargs)  # type: ignore[misc]
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a checkpoint, of this package or of stock DCP, as the strategy does."""
+        with install(self._writer_options, self._reader_options):
+            return super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
+
+
+class NvcompFSDPStrategy(_Installing, FSDPStrategy):  # type: ignore[misc]
+    """`FSDPStrategy` of `Trainer`; pass `state_dict_type="sharded"`."""
+
+
+class NvcompModelParallelStrategy(_Installing, ModelParallelStrategy):  # type: ignore[misc]
+    """`ModelParallelStrategy` of `Trainer`."""
+
+
+class NvcompFabricFSDPStrategy(_Installing, FabricFSDPStrategy):  # type: ignore[misc]
+    """`FSDPStrategy` of `Fabric`; pass `state_dict_type="sharded"`."""
+
+
+class NvcompFabricModelParallelStrategy(_Installing, FabricModelParallelStrategy):  # type: ignore[misc]
+    """`ModelParallelStrategy` of `Fabric`."""

@@ -1,0 +1,154 @@
+"""bench: what it measures, what it predicts from that, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from dcp_nvcomp import ConfigurationError, StorageError
+from dcp_nvcomp.choosing.bench import CODECS, Bench, bench
+from dcp_nvcomp.choosing.codec_rates import CodecRates, measure_codec, repeated_seconds
+from dcp_nvcomp.choosing.model import Model, break_even_rate
+from dcp_nvcomp.choosing.sample_state import sample_state
+from dcp_nvcomp.choosing.storage_rates import StorageRates
+from dcp_nvcomp.choosing.trials import Trial
+
+from ..cli.checkpoints import run
+
+STORAGE = StorageRates({1: 100e6, 4: 400e6}, {1: 200e6, 16: 800e6}, 0.01, 0.02, 64 << 20)
+
+
+def rates(codec: str, ratio: float, encode: float, decode: float) -> CodecRates:
+    return CodecRates(codec, 2, ratio, encode, decode)
+
+
+def trial(codec: str, ratio: float, save: float, load: float, *, fixed: float = 0.5) -> Trial:
+    return Trial(codec, 256 << 20, ratio, save + fixed, load + fixed, fixed, fixed)
+
+
+def made(auto_encode: float = 2e9, none_encode: float = 5e9) -> Bench:
+    """Return a bench of round numbers whose trials took just as long as the model says without a slowdown."""
+    nbytes = 256 << 20
+    codecs = {
+        "auto": rates("auto", 1.25, auto_encode, 4e9),
+        "none": rates("none", 1.0, none_encode, 8e9),
+    }
+    trials = {
+        name: trial(
+            name,
+            one.ratio,
+            max(nbytes / one.encode_rate, nbytes / one.ratio / 400e6),
+            max(nbytes / one.decode_rate, nbytes / one.ratio / 800e6),
+        )
+        for name, one in codecs.items()
+    }
+    return Bench("memory://", 2, "cpu", codecs, STORAGE, trials)
+
+
+def test_encoding_and_writing_overlap() -> None:
+    found = made()
+    one = found.predict(10**9)
+    assert one.save_bound == "write" and one.load_bound == "read"
+    assert one.save_seconds == pytest.approx(0.5 + 10**9 / 1.25 / 400e6)
+    assert one.load_seconds == pytest.approx(0.5 + 10**9 / 1.25 / 800e6)
+    assert found.predict(10**9, "none").save_seconds == pytest.approx(0.5 + 10**9 / 400e6)
+    slow = made(auto_encode=200e6).predict(10**9)
+    assert slow.save_bound == "encode" and slow.save_seconds == pytest.approx(0.5 + 10**9 / 200e6)
+
+
+def test_a_state_that_is_too_small_for_all_streams() -> None:
+    assert STORAGE.write_rate(1000) == 100e6
+    assert STORAGE.write_rate(128 << 20) == pytest.approx(200e6)
+    assert STORAGE.write_rate(1 << 40) == 400e6
+
+
+def test_what_the_parts_do_to_each_other_is_in_the_prediction() -> None:
+    codec = rates("auto", 1.25, 2e9, 4e9)
+    ideal = (256 << 20) / 1.25 / 400e6
+    model = Model(codec, STORAGE, trial("auto", 1.25, 2 * ideal, 3.0), codec)
+    assert model.save_slowdown == pytest.approx(2.0)
+    assert model.predict(10**9).save_seconds == pytest.approx(0.5 + 2 * 10**9 / 1.25 / 400e6)
+
+
+def test_another_ratio_and_another_codec() -> None:
+    found = made()
+    assert found.predict(10**9, ratio=2.0).stored_nbytes == 5 * 10**8
+    assert found.predict(10**9, ratio=2.0).save_seconds < found.predict(10**9).save_seconds
+    with pytest.raises(ConfigurationError, match="'ans' was not measured"):
+        found.predict(1, "ans")
+
+
+def test_the_break_even_rate_is_where_both_saves_take_as_long() -> None:
+    found = made()
+    assert found.break_even_rate == 2e9
+    assert found.sentence == "compression saves time below 2 GB/s a rank here"
+    auto, none = found.codecs["auto"], found.codecs["none"]
+    for rate, compressed_is_faster in ((1.9e9, True), (2.1e9, False)):
+        compressed = max(1 / auto.encode_rate, 1 / auto.ratio / rate)
+        plain = max(1 / none.encode_rate, 1 / rate)
+        assert (compressed < plain) == compressed_is_faster
+    assert break_even_rate(rates("auto", 1.2, 3e9, 1e9), rates("none", 1.0, 3e9, 1e9)) is None
+    assert made(auto_encode=6e9).sentence == "compression saves time at any rate of the storage here"
+
+
+def test_the_sample_is_coded_like_a_real_state() -> None:
+    pytest.importorskip("safetensors")
+    from benchmarks.states import build_state
+
+    for kind in ("model", "grad", "exp_avg", "exp_avg_sq"):
+        ratios = []
+        for state in (sample_state(1), build_state(12 << 20)):
+            part = {name: t for name, t in state.items() if name.startswith(f"{kind}.") and t.dim() == 2}
+            ratios.append(measure_codec(part, "auto", threads=1, seconds=0.001).ratio)
+        assert ratios[0] == pytest.approx(ratios[1], rel=0.015), kind
+
+
+def test_a_sample_has_the_size_that_was_asked_for() -> None:
+    state = sample_state(60 << 20, unique_nbytes=12 << 20)
+    assert sum(tensor.nbytes for tensor in state.values()) == 60 << 20
+    storages = {tensor.data_ptr() for tensor in state.values()}
+    assert len(storages) == len(state) == 20
+    assert torch.equal(state["model.layers.4.weight"], state["model.layers.0.weight"])
+
+
+def test_the_first_run_is_not_measured() -> None:
+    runs: list[str] = []
+    assert repeated_seconds(lambda: runs.append("run"), 0.0, before=lambda: runs.append("before")) >= 0
+    assert runs == ["before", "run"] * 2
+
+
+def test_bench_measures_and_leaves_nothing(tmp_path: Path) -> None:
+    said: list[str] = []
+    found = bench(tmp_path, seconds=0.01, threads=1, say=said.append)
+    assert list(tmp_path.iterdir()) == []
+    assert found.url == str(tmp_path) and found.threads == 1
+    assert tuple(found.codecs) == CODECS and list(found.trials) == ["auto", "none"]
+    assert found.codecs["auto"].ratio > 1.25 > 1.1 > found.codecs["none"].ratio > 0.99
+    assert all(one.encode_rate > 0 and one.decode_rate > 0 for one in found.codecs.values())
+    assert found.storage.publish_seconds > 0 and set(found.storage.write_rates) == {1}
+    assert said[0] == "storage" and any("auto" in text for text in said)
+
+
+def test_a_storage_that_fails(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no directory")
+    with pytest.raises(StorageError):
+        bench(tmp_path / "file", seconds=0.01)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    status, output, _ = run("bench", str(tmp_path), "--seconds", "0.01", "--parameters", "70e9", "--state", "1GB")
+    assert status == 0
+    assert "compression saves time" in output and "700 GB" in output and "1 GB" in output
+    status, output, _ = run("bench", "memory://bench", "--seconds", "0.01", "--state", "500MB", "--json")
+    document = json.loads(output)
+    assert status == 0 and document["schema"] == 1
+    assert {one["state_nbytes"] for one in document["predictions"]} == {500_000_000}
+
+
+@pytest.mark.parametrize("size", ["GB", "-1GB", "0GB", "5 parsecs"])
+def test_a_size_that_is_none(tmp_path: Path, size: str) -> None:
+    status, _, error = run("bench", str(tmp_path), f"--state={size}")
+    assert status == 2 and "is not a size" in error

@@ -1,0 +1,1 @@
+"""Training jobs, one for each framework: `torchrun ... -m tests.integrations.jobs.NAME DIRECTORY train|resume`."""

@@ -1,0 +1,89 @@
+"""What the jobs have in common: digests of a state, notes for the test, and a sudden end."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+warnings.filterwarnings("ignore")
+
+FEATURES = 64
+
+
+def digest(state: Any) -> str:
+    """Return a hash of a state: of tensors this rank's part, of what has a `state_dict` that."""
+    sums = hashlib.sha256()
+    _add(state, sums)
+    return sums.hexdigest()
+
+
+def _add(value: Any, sums: Any) -> None:
+    if isinstance(value, dict):
+        for key in sorted(value, key=str):
+            sums.update(str(key).encode())
+            _add(value[key], sums)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            _add(one, sums)
+    elif hasattr(value, "state_dict"):
+        _add(value.state_dict(), sums)
+    elif hasattr(value, "to_local"):  # DTensor
+        _add(value.to_local(), sums)
+    elif hasattr(value, "local_shards"):  # ShardedTensor
+        _add([shard.tensor for shard in value.local_shards()], sums)
+    elif isinstance(value, torch.Tensor):
+        sums.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        sums.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    else:
+        sums.update(repr(value).encode())
+
+
+class Job:
+    """One start of a job: its directory, which start it is, and what it tells the test."""
+
+    def __init__(self) -> None:
+        self.directory, self.how = Path(sys.argv[1]), sys.argv[2]
+        self.resumes = self.how == "resume"
+        self.options = sys.argv[3:]
+        self.rank = int(os.environ["RANK"])
+        torch.set_num_threads(1)
+
+    def note(self, what: str, step: int, state: Any) -> None:
+        """Tell the test the digest of the state."""
+        with open(self.directory / f"notes-{self.rank}.jsonl", "a") as file:
+            print(json.dumps([self.how, what, step, digest(state)]), file=file)
+
+    def die(self) -> NoReturn:
+        """End as if the machine had failed, once all ranks are here."""
+        dist.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+
+def net() -> nn.Sequential:
+    """Return a small model, the same on each rank and at each start."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(FEATURES, 2 * FEATURES), nn.ReLU(), nn.Linear(2 * FEATURES, FEATURES))
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    """Return the data of a step."""
+    return torch.randn(8, FEATURES, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def stand_in_for_cuda() -> None:
+    """Let code that takes a GPU for granted find the CPU in its place."""
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    torch.cuda.device_count = lambda: 1
+    torch.cuda.synchronize = lambda *arguments: None
+    torch.cuda.set_device = lambda *arguments: None

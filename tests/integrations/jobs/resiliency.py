@@ -1,0 +1,69 @@
+"""nvidia-resiliency-ext: asynchronous saves through its queue, in a process of its own (`persistent`) or by `fork`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue, AsyncRequest
+from nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver import (
+    save_state_dict_async_finalize,
+    save_state_dict_async_plan,
+)
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+
+from dcp_nvcomp import NvcompReader
+from dcp_nvcomp.integrations.async_writer import NvcompAsyncWriter
+from tests.integrations.jobs.common import Job, batch, net, stand_in_for_cuda
+
+
+def main() -> None:
+    job = Job()
+    stand_in_for_cuda()
+    dist.init_process_group("gloo")
+    model = net()
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    queue = AsyncCallsQueue(persistent="persistent" in job.options)
+
+    def state() -> dict[str, Any]:
+        weights, moments = get_state_dict(model, optimizer)
+        return {"model": weights, "optimizer": moments}
+
+    def train(step: int) -> None:
+        data = batch(step, job.rank)
+        (model(data) - data).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def save(step: int) -> None:
+        writer = NvcompAsyncWriter(job.directory / f"step-{step}")
+        planned = save_state_dict_async_plan(state(), writer, None, 0, planner=dcp.DefaultSavePlanner())
+        write, copy, arguments = writer.get_save_function_and_args()
+        finalize = [lambda: save_state_dict_async_finalize(*planned)]
+        queue.schedule_async_request(AsyncRequest(write, arguments, finalize, preload_fn=copy))
+        job.note("saved", step, state())
+
+    if job.resumes:
+        train(0)  # so that there is state to load into
+        loaded = state()
+        dcp.load(loaded, storage_reader=NvcompReader(job.directory / "step-2"))
+        set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+        job.note("loaded", 2, state())
+    for step in range(3 if job.resumes else 1, 5):
+        train(step)
+        if step <= 2:
+            save(step)  # the second while the first is under way
+    job.note("trained", 4, state())
+    if not job.resumes:
+        queue.maybe_finalize_async_calls(blocking=True)
+        queue.close()
+        job.die()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""`install`: stock DCP's calls and classes save and load through this package, for good or for a while."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from dcp_nvcomp import ConfigurationError, NvcompReader, NvcompWriter
+from dcp_nvcomp.integrations import install, stock_classes
+from tests.distributed.launch import RankPool, ranks  # noqa: F401
+
+STATE = {"w": torch.arange(1000.0), "n": 3}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_installed() -> Iterator[None]:
+    before = list(stock_classes._makers)
+    yield
+    assert stock_classes._makers == before
+
+
+def is_ours(path: Path) -> bool:
+    return bool(list(path.glob("__*.metadata")))
+
+
+def loaded(path: Path, reader: Any = None) -> dict[str, Any]:
+    state = {"w": torch.zeros(1000), "n": 0}
+    dcp.load(state, checkpoint_id=None if reader else path, storage_reader=reader, no_dist=True)
+    return state
+
+
+def check(path: Path, reader: Any = None) -> None:
+    state = loaded(path, reader)
+    assert torch.equal(state["w"], STATE["w"]) and state["n"] == 3
+
+
+def test_by_checkpoint_id(tmp_path: Path) -> None:
+    with install(writer={"codec": "zstd"}):
+        dcp.save(STATE, checkpoint_id=tmp_path / "a", no_dist=True)
+        check(tmp_path / "a")
+    dcp.save(STATE, checkpoint_id=tmp_path / "b", no_dist=True)
+    assert is_ours(tmp_path / "a") and not is_ours(tmp_path / "b")
+    check(tmp_path / "b")
+
+
+def test_by_a_hard_coded_class(tmp_path: Path) -> None:
+    with install():
+        writer: Any = FileSystemWriter(tmp_path, single_file_per_rank=False, thread_count=16)
+        assert type(writer) is NvcompWriter
+        assert writer.single_file_per_rank and writer.thread_count <= 8
+        dcp.save(STATE, storage_writer=writer, no_dist=True)
+        reader: Any = FileSystemReader(tmp_path)
+        assert type(reader) is NvcompReader
+        check(tmp_path, reader)
+    assert type(FileSystemWriter(tmp_path)) is FileSystemWriter
+
+
+def test_options_and_overwrite(tmp_path: Path) -> None:
+    with install(writer={"codec": "none"}, reader={"verify": "full"}):
+        writer: Any = FileSystemWriter(path=tmp_path, overwrite=False)
+        assert writer.codec == "none" and not writer.overwrite
+        reader: Any = FileSystemReader(tmp_path)
+        assert reader.load_options.verify == "full"
+        with install(writer={"overwrite": True}):
+            assert FileSystemWriter(tmp_path, overwrite=False).overwrite  # the inner one's options win
+        assert FileSystemWriter(tmp_path).codec == "none"  # type: ignore[attr-defined]
+
+
+def test_urls(tmp_path: Path) -> None:
+    with install():
+        dcp.save(STATE, checkpoint_id=f"file://{tmp_path}", no_dist=True)
+        check(tmp_path)
+    assert is_ours(tmp_path)
+
+
+def test_asynchronous_saves_outlast_the_block(tmp_path: Path, ranks: RankPool) -> None:  # noqa: F811
+    assert ranks.run(_save_asynchronously, tmp_path, world_size=2) == [None, None]
+    for kind in ("thread", "process"):
+        assert is_ours(tmp_path / kind)
+        check(tmp_path / kind, NvcompReader(tmp_path / kind))
+
+
+def _save_asynchronously(path: Path) -> None:
+    with install():
+        thread: Any = dcp.async_save(STATE, checkpoint_id=path / "thread")
+    thread.result()
+    with install():
+        process: Any = dcp.async_save(
+            STATE, checkpoint_id=path / "process", async_checkpointer_type=AsyncCheckpointerType.PROCESS
+        )
+    process.result()
+
+
+def test_subclasses_copies_and_pickles_are_left_alone(tmp_path: Path) -> None:
+    class Own(FileSystemWriter):
+        pass
+
+    before = FileSystemWriter(tmp_path / "before")
+    with install():
+        assert type(Own(tmp_path)) is Own
+        assert type(copy.copy(before)) is FileSystemWriter
+        assert type(pickle.loads(pickle.dumps(before))) is FileSystemWriter
+        with pytest.raises(TypeError, match="nonsense"):
+            FileSystemWriter(tmp_path, nonsense=1)  # type: ignore[call-arg]
+
+
+def test_what_only_stock_dcp_can_do_stays_with_it(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.filesystem import SerializationFormat
+
+    with install():
+        safetensors = FileSystemWriter(tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
+    assert type(safetensors) is FileSystemWriter
+
+
+def test_for_good(tmp_path: Path) -> None:
+    installation = install()
+    assert type(FileSystemWriter(tmp_path)) is NvcompWriter
+    installation.uninstall()
+    installation.uninstall()  # once is enough
+    assert type(FileSystemWriter(tmp_path)) is FileSystemWriter
+
+
+@pytest.mark.parametrize("options", [{"codec": "nosuch"}, {"path": "x"}, 3])
+def test_wrong_options_fail_at_once(options: Any) -> None:
+    with pytest.raises(ConfigurationError):
+        install(writer=options)
+
+
+def test_a_torch_without_these_names_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = FileSystemWriter.__new__
+    monkeypatch.setattr(stock_classes, "_EXECUTORS", (("_gone", "Executor"),))
+    with pytest.raises(ConfigurationError, match=r"has no .*_gone.Executor.* storage_writer="):
+        stock_classes._hook.__wrapped__()  # as the first time in a process
+    assert FileSystemWriter.__new__ is before
