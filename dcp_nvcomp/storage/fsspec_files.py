@@ -6,9 +6,9 @@ import contextlib
 import errno
 import inspect
 import logging
+import threading
 import warnings
-from collections.abc import Mapping
-from datetime import datetime, timezone
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fsspec.asyn import AsyncFileSystem
@@ -23,6 +23,7 @@ from dcp_nvcomp.storage.base import (
     is_not_found,
     too_short,
 )
+from dcp_nvcomp.storage.fsspec_info import modified_seconds
 from dcp_nvcomp.storage.fsspec_output import FsspecOutput, Replacement
 from dcp_nvcomp.storage.moving import Moves, may_mean_existing, says_existing
 from dcp_nvcomp.storage.remote import RemoteFilesystem
@@ -33,23 +34,7 @@ __all__ = ["FsspecFilesystem"]
 logger = logging.getLogger(__name__)
 
 
-# What fsspec's filesystems call the time of the last write, in `info` and `ls`.
-_MODIFIED = ("LastModified", "mtime", "modified", "updated", "last_modified", "created")
 _PUT_BACK_ATTEMPTS = 3
-
-
-def _modified_seconds(info: Mapping[str, Any]) -> float | None:
-    for name in _MODIFIED:
-        value = info.get(name)
-        if isinstance(value, datetime):
-            return value.replace(tzinfo=value.tzinfo or timezone.utc).timestamp()
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-        if isinstance(value, str):
-            with contextlib.suppress(ValueError):
-                parsed = datetime.fromisoformat(value.replace("Z", "+00:00"))
-                return parsed.replace(tzinfo=parsed.tzinfo or timezone.utc).timestamp()
-    return None
 
 
 class FsspecFilesystem(RemoteFilesystem):
@@ -67,17 +52,34 @@ class FsspecFilesystem(RemoteFilesystem):
         options: the storage options, which hold secrets.
         part_nbytes: how long the parts of large files are.
         is_object_store: whether a PUT is atomic, and directories do not exist.
+        one_at_a_time: whether the client is one connection that several threads must not use at once.
     """
 
     def __init__(
-        self, path: str, fs: Any, root: str, *, options: Mapping[str, Any], part_nbytes: int, is_object_store: bool
+        self,
+        path: str,
+        fs: Any,
+        root: str,
+        *,
+        options: Mapping[str, Any],
+        part_nbytes: int,
+        is_object_store: bool,
+        one_at_a_time: bool = False,
     ) -> None:
         super().__init__(path, root, part_nbytes, options)
         self._fs = fs
+        self._turn: contextlib.AbstractContextManager[Any] = (
+            threading.RLock() if one_at_a_time else contextlib.nullcontext()
+        )
         self._is_object_store = is_object_store
         self._moves = Moves(fs)
         self._can_move = self._moves.can_move
         self._has_moved = False
+
+    @contextlib.contextmanager
+    def _errors(self, what: str, where: str, *, may_be_done: bool = False) -> Iterator[None]:
+        with self._turn, super()._errors(what, where, may_be_done=may_be_done):
+            yield
 
     def create_directory(self) -> None:
         if not self._is_object_store:
@@ -85,12 +87,15 @@ class FsspecFilesystem(RemoteFilesystem):
                 self._fs.makedirs(self._root, exist_ok=True)
 
     def open_output(self, name: str) -> OutputStream:
-        return FsspecOutput(self._fs, self._key(name), self.location(name), self._part_nbytes, self._redact)
+        return self._output(name)
+
+    def _output(self, name: str, *, replaces: bool = False) -> FsspecOutput:
+        key, where = self._key(name), self.location(name)
+        return FsspecOutput(self._fs, key, where, self._part_nbytes, self._redact, replaces=replaces, turn=self._turn)
 
     def open_replacement(self, name: str) -> OutputStream:
-        key, where = self._key(name), self.location(name)
         if self._is_object_store and isinstance(self._fs, AsyncFileSystem):  # whose files are sent as uploads
-            return FsspecOutput(self._fs, key, where, self._part_nbytes, self._redact, replaces=True)
+            return self._output(name, replaces=True)
         temporary = temporary_name(name)
         return Replacement(self.open_output(temporary), lambda: self._take_place(temporary, name))
 
@@ -108,9 +113,7 @@ class FsspecFilesystem(RemoteFilesystem):
             self._fs.cp_file(self._key(source), self._key(target))
         except NotImplementedError:
             nbytes = self.file_nbytes(source) or 0
-            output = FsspecOutput(
-                self._fs, self._key(target), self.location(target), self._part_nbytes, self._redact, replaces=True
-            )
+            output = self._output(target, replaces=True)
             for start in range(0, nbytes, self._part_nbytes):
                 output.write(self.read(source, start, min(start + self._part_nbytes, nbytes)))
             output.close()
@@ -300,7 +303,7 @@ class FsspecFilesystem(RemoteFilesystem):
                     raise
                 return []
         inside = [
-            FileInfo(item["name"].removeprefix(f"{self._root}/"), int(item["size"] or 0), _modified_seconds(item))
+            FileInfo(item["name"].removeprefix(f"{self._root}/"), int(item["size"] or 0), modified_seconds(item))
             for item in found
             if item["type"] == "file"
         ]
@@ -316,7 +319,7 @@ class FsspecFilesystem(RemoteFilesystem):
                     raise
                 return Below([], [], {})
         files = [
-            FileInfo(str(path).removeprefix(f"{self._root}/"), int(info.get("size") or 0), _modified_seconds(info))
+            FileInfo(str(path).removeprefix(f"{self._root}/"), int(info.get("size") or 0), modified_seconds(info))
             for path, info in found.items()
         ]
         return Below(files, [], {})
@@ -326,7 +329,7 @@ class FsspecFilesystem(RemoteFilesystem):
             key = f"{self._root}/{clock_name()}"
             self._fs.pipe_file(key, b"")
             try:
-                seconds = _modified_seconds(self._fs.info(key))
+                seconds = modified_seconds(self._fs.info(key))
             finally:
                 self._fs.rm_file(key)
         if seconds is None:
@@ -338,5 +341,12 @@ class FsspecFilesystem(RemoteFilesystem):
             try:
                 self._fs.rm_file(self._key(name))  # not rm(), which expands wildcards and loses errors
             except Exception as error:
-                if not is_not_found(error):
+                if not is_not_found(error) and not self._is_gone(name):
                     raise
+
+    def _is_gone(self, name: str) -> bool:
+        """True if there certainly is no such file: the client of FTP has no error of its own for that."""
+        try:
+            return self.file_nbytes(name) is None
+        except StorageError:
+            return False

@@ -27,14 +27,24 @@ class FsspecOutput(OutputStream):
         part_nbytes: how long the parts of large files are.
         redact: hides the storage's secrets in what the client says.
         replaces: whether there may be an older file, which stays if this one does not get there.
+        turn: is entered for each use of the client.
     """
 
     def __init__(
-        self, fs: Any, key: str, location: str, part_nbytes: int, redact: Redactor, *, replaces: bool = False
+        self,
+        fs: Any,
+        key: str,
+        location: str,
+        part_nbytes: int,
+        redact: Redactor,
+        *,
+        replaces: bool = False,
+        turn: contextlib.AbstractContextManager[Any] | None = None,
     ) -> None:
         self._fs, self._key, self._location, self._redact, self._replaces = fs, key, location, redact, replaces
+        self._turn = turn or contextlib.nullcontext()
         self._state = "open"  # then "broken", "closed" or "aborted"
-        with storage_errors("create", location, redact):
+        with self._turn, storage_errors("create", location, redact):
             self._file = fs.open(key, "wb", block_size=part_nbytes)
 
     def write(self, data: memoryview | bytes) -> None:
@@ -51,11 +61,15 @@ class FsspecOutput(OutputStream):
     @contextlib.contextmanager
     def _broken_unless_done(self, what: str) -> Iterator[None]:
         self._state, before = "broken", self._state
-        with storage_errors(what, self._location, self._redact):
+        with self._turn, storage_errors(what, self._location, self._redact):
             yield
         self._state = before
 
     def abort(self) -> None:
+        with self._turn:
+            self._abort()
+
+    def _abort(self) -> None:
         if self._state in ("closed", "aborted"):
             return
         may_exist = self._state == "broken"  # a close that failed may have taken effect nevertheless

@@ -162,7 +162,15 @@ def _open_fsspec(path: str, protocol: str, options: dict[str, Any]) -> Filesyste
         fs, root = fsspec.url_to_fs(path, **{"use_listings_cache": False, **options})
     innermost = _LAST_PROTOCOL.findall(path)[-1].lower() if "::" in path else protocol  # stores the bytes
     is_object_store = innermost in _OBJECT_STORES
-    return FsspecFilesystem(path, fs, root, options=options, part_nbytes=nbytes, is_object_store=is_object_store)
+    return FsspecFilesystem(
+        path,
+        fs,
+        root,
+        options=options,
+        part_nbytes=nbytes,
+        is_object_store=is_object_store,
+        one_at_a_time=innermost in _ONE_CONNECTION,
+    )
 
 
 @contextlib.contextmanager
@@ -213,3 +221,5 @@ def _check_options(
 
 # A PUT is atomic and directories do not exist. Elsewhere directories are made, as on a disk.
 _OBJECT_STORES = ("s3", "s3a", *GCS, *AZURE, "adl", "oci", "ocilake", "oss", "memory")
+# Their client is one connection, on which the answers to several threads would be mixed up.
+_ONE_CONNECTION = ("ftp",)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
+import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from fsspec.spec import AbstractFileSystem
 from dcp_nvcomp.errors import ConcurrentSaveError, StorageError
 from dcp_nvcomp.storage.base import is_not_found
 from dcp_nvcomp.storage.fsspec_files import FsspecFilesystem
+from dcp_nvcomp.storage.fsspec_info import modified_seconds
 from dcp_nvcomp.storage.moving import Moves
 from dcp_nvcomp.storage.open import open_filesystem
 
@@ -195,3 +199,64 @@ def test_not_found_in_many_words(error: Exception, tmp_path: Path) -> None:
         with pytest.raises(StorageError) as caught:
             filesystem.read("x", 0, 1)
         assert caught.value.errno == 2
+
+
+@pytest.mark.parametrize(
+    ("found", "seconds"),
+    [
+        ({"modify": "20261125133456"}, 1795613696.0),
+        ({"modify": "20261125133456.25"}, 1795613696.25),
+        ({"mtime": 12.5}, 12.5),
+        ({"LastModified": "2026-11-25T13:34:56Z"}, 1795613696.0),
+        ({"modify": "yesterday"}, None),
+        ({"size": 3}, None),
+    ],
+)
+def test_times_in_many_words(found: dict[str, Any], seconds: float | None) -> None:
+    assert modified_seconds(found) == seconds
+
+
+def test_a_client_of_one_connection_is_used_by_one_thread_at_a_time(tmp_path: Path) -> None:
+    fs: Any = MovingFilesystem(skip_instance_cache=True)
+    filesystem = FsspecFilesystem(
+        "it", fs, str(tmp_path), options={}, part_nbytes=1 << 20, is_object_store=False, one_at_a_time=True
+    )
+    inside: list[int] = []
+    most = 0
+
+    def hook(name: str, call: Any, *arguments: Any) -> Any:
+        nonlocal most
+        inside.append(threading.get_ident())
+        most = max(most, len(set(inside)))
+        time.sleep(0.001)
+        try:
+            return carry_out(name, call, *arguments)
+        finally:
+            inside.remove(threading.get_ident())
+
+    def use(number: int) -> None:
+        stream = filesystem.open_output(f"file-{number}")
+        stream.write(b"x")
+        stream.close()
+        filesystem.publish(f"small-{number}", b"y")
+        assert filesystem.read_all(f"small-{number}", limit_nbytes=9) == b"y"
+        filesystem.remove([f"file-{number}"])
+
+    with hooked(hook), ThreadPoolExecutor(8) as pool:
+        list(pool.map(use, range(16)))
+    assert most == 1
+
+
+def test_what_is_gone_was_removed_whatever_the_client_says(tmp_path: Path) -> None:
+    filesystem = open_filesystem(f"plain-moving://{tmp_path}")
+    filesystem.publish("kept", b"x")
+
+    def hook(name: str, call: Any, *arguments: Any) -> Any:
+        if name == "rm":
+            raise RuntimeError("550 No such file or directory.")
+        return carry_out(name, call, *arguments)
+
+    with hooked(hook):
+        filesystem.remove(["missing"])
+        with pytest.raises(StorageError, match="550"):
+            filesystem.remove(["kept"])

@@ -20,7 +20,7 @@ from dcp_nvcomp.maintenance.cleaning import Cleaning
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.open import open_filesystem
 from tests.checkpoints import load
-from tests.states import State, assert_same, blank
+from tests.states import State, assert_same
 
 __all__ = ["PART_NBYTES", "Place", "error_of", "numbered"]
 
@@ -113,7 +113,8 @@ class Place:
 
     def loaded(self, **options: Any) -> int:
         """Load, make sure that all is of one save, and return its number."""
-        found = load(self.url, blank(self.state(0)), **options, **self.options)
+        given = {"storage_deadline_seconds": self.deadline_seconds, **options, **self.options}
+        found = load(self.url, self.state(0), **given)
         number = int(found["step"])
         assert_same(found, self.state(number))
         return number

@@ -1,0 +1,54 @@
+"""An FTP server, pyftpdlib, in a process of its own on 127.0.0.1."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import socket
+import sys
+import uuid
+from pathlib import Path
+from typing import Any, Final
+
+from tests.servers.base import Server
+
+__all__ = ["FtpServer"]
+
+_USER: Final = "user"
+_PASSWORD: Final = "f7p-S3cr3t"
+_ANSWER_SECONDS: Final = 5.0
+
+
+class FtpServer(Server):
+    """pyftpdlib with one user who may do anything."""
+
+    @classmethod
+    def missing(cls) -> str | None:
+        """Return what has to be installed; None if nothing has."""
+        return None if importlib.util.find_spec("pyftpdlib") else "There is no FTP server: pip install pyftpdlib"
+
+    @property
+    def _files(self) -> Path:
+        return self._directory / "files"
+
+    def _prepare(self) -> None:
+        self._files.mkdir(exist_ok=True)
+
+    def _command(self) -> list[str]:
+        where = ["-i", "127.0.0.1", "-p", str(self.port), "-d", str(self._files)]
+        return [sys.executable, "-m", "pyftpdlib", *where, "-u", _USER, "-P", _PASSWORD, "--write"]
+
+    def _ask(self) -> None:
+        with socket.create_connection(("127.0.0.1", self.port), _ANSWER_SECONDS) as connection:
+            if not connection.recv(3) == b"220":
+                raise ConnectionError("the server hung up")
+
+    def place(self, name: str) -> tuple[str, dict[str, Any]]:
+        """Make a directory, and return a URL in it and the storage options."""
+        folder = uuid.uuid4().hex[:12]
+        (self._files / folder).mkdir()
+        return f"ftp://{_USER}:{_PASSWORD}@127.0.0.1:{self.port}/{folder}/{name}", {}
+
+    def remove(self, url: str) -> None:
+        """Remove the directory that `place` made, and all that is in it."""
+        shutil.rmtree(self._files / url.split("/")[3])
