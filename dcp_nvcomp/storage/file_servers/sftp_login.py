@@ -57,6 +57,11 @@ async def _connect(place: SftpPlace, silent_seconds: float) -> SftpConnection:
         raise _login_failure(error, place) from error
 
 
+def _is_lost(error: Exception) -> bool:
+    """True if the connection ended while a channel was opened; a server that refuses the channel gives another code."""
+    return isinstance(error, asyncssh.ChannelOpenError) and error.code == asyncssh.OPEN_CONNECT_FAILED
+
+
 @contextlib.asynccontextmanager
 async def _time_limit(seconds: float, server: str) -> AsyncIterator[None]:
     task = asyncio.current_task()
@@ -100,7 +105,7 @@ def _login_failure(error: Exception, place: SftpPlace) -> OSError:
         return LoginError(f"a file that the SSH client needs can't be read ({words})", errno.EINVAL)
     if isinstance(error, asyncssh.KeyExchangeFailed | asyncssh.ProtocolNotSupported | asyncssh.IllegalUserName):
         return LoginError(f"{place.server} and the SSH client do not understand each other ({words})")
-    if isinstance(error, asyncssh.ChannelOpenError):
+    if isinstance(error, asyncssh.ChannelOpenError) and not _is_lost(error):
         return LoginError(f"{place.server} has no SFTP ({words})")
     return ConnectionLostError(words, getattr(error, "errno", None) or errno.ECONNREFUSED)
 
