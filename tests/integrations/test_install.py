@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,14 @@ def nothing_is_left_installed() -> Iterator[None]:
     before = list(stock_classes._makers)
     yield
     assert stock_classes._makers == before
+
+
+def test_what_inspects_a_class_sees_what_it_takes() -> None:
+    with install():
+        parameters = inspect.signature(FileSystemWriter).parameters
+    assert {"path", "single_file_per_rank", "thread_count"} <= parameters.keys()
+    assert inspect.signature(FileSystemWriter).parameters == parameters
+    assert "path" in inspect.signature(FileSystemReader).parameters
 
 
 def is_ours(path: Path) -> bool:

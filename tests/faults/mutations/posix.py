@@ -77,7 +77,7 @@ MUTATIONS = (
     Mutation(
         row=f"{CALLS}: errors of fsspec's client are ours",
         file="dcp_nvcomp/storage/fsspec_output.py",
-        old="        with storage_errors(what, self._location, self._redact):\n",
+        old="        with self._turn, storage_errors(what, self._location, self._redact):\n",
         new="        with contextlib.nullcontext():\n",
         tests="tests/faults/test_fsspec_calls.py -k test_save",
     ),
