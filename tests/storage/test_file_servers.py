@@ -11,6 +11,7 @@ import gc
 import logging
 import os
 import pickle
+import socket
 import threading
 import time
 import traceback
@@ -269,6 +270,26 @@ def test_a_frozen_server_is_told_within_the_deadline(own_server: FileServer) -> 
     filesystem.publish("a", b"z")
     assert filesystem.read("a", 0, 1) == b"z"
     assert filesystem.list_names() == ["a"]
+
+
+@pytest.mark.smb
+def test_a_socket_that_is_closed_just_after_we_looked(smb_store: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """smbprotocol's receiving thread closes it, at any time, when the connection is cut."""
+    filesystem = opened(smb_store)
+    filesystem.create_directory()
+    pool: Pool = filesystem._pool  # type: ignore[attr-defined]
+    connection: Any = pool.take(1.0, 1.0)
+    pool.give_back(connection, broken=False)
+    transport = connection.wire.transport
+    transport._sock.shutdown(socket.SHUT_RDWR)
+    while transport._sock.fileno() != -1:
+        time.sleep(0.01)
+    seen = iter([True, True])
+    monkeypatch.setattr(type(connection), "is_alive", property(lambda self: next(seen, False)))
+    filesystem.publish("a", b"x")
+    monkeypatch.undo()
+    assert filesystem.list_names() == ["a"]
+    filesystem.close()
 
 
 def test_a_server_that_is_not_there(own_server: FileServer) -> None:

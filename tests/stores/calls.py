@@ -93,11 +93,15 @@ class FailingOnce(Counted):
     Args:
         at: which call, from 0.
         done: whether it was carried out, and only its answer was lost.
+
+    Attributes:
+        lost: what the call returned if it was carried out, which nobody got.
     """
 
     def __init__(self, at: int, *, done: bool) -> None:
         super().__init__()
         self._at, self._done = at, done
+        self.lost: Any = None
 
     def carry_out(self, at: int, name: str, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         if at != self._at:
@@ -106,6 +110,7 @@ class FailingOnce(Counted):
             result = call(*arguments, **options)
             if name == _NEVER_RAISES:
                 return result
+            self.lost = result
         failure = StorageError("The connection was lost.", path="here", errno=errno.ETIMEDOUT)
         failure.outcome_unknown = True
         raise failure

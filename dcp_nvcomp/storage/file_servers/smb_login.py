@@ -152,7 +152,11 @@ class SmbConnection(Connection):
         return not self._is_cut and bool(self.wire.transport.connected)
 
     def session(self, silent_seconds: float) -> SmbSession:
-        self.wire.limit(silent_seconds)
+        try:
+            self.wire.limit(silent_seconds)
+        except OSError as error:  # smbprotocol's own thread has closed the socket since we looked
+            self.cut()
+            raise ConnectionLostError(f"{type(error).__name__}: {error}") from error
         return SmbSession(self)
 
     def cut(self) -> None:
