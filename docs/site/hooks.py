@@ -20,7 +20,7 @@ from mkdocs.structure.files import File, Files
 ROOT: Final = Path(__file__).resolve().parents[2]
 PAGES: Final = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "SECURITY.md": "security.md"}
 _DOCUMENTS: Final = {page: document for document, page in PAGES.items() if page != "index.md"}
-_LINK: Final = re.compile(r"(?<!!)\[([^\]]*)\]\((?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?\)")
+_LINK: Final = re.compile(r"(?<!!)\[([^\]]*)\]\((?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?( \"[^\"]*\")?\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -43,7 +43,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         if (ROOT / path).is_dir():
             return match[1]
         uri = posixpath.relpath(_uri(path), posixpath.dirname(page.file.src_uri) or ".")
-        return f"[{match[1]}]({uri}{match[3] or ''})"
+        return f"[{match[1]}]({uri}{match[3] or ''}{match[4] or ''})"
 
     return _LINK.sub(replaced, markdown)
 

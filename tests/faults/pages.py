@@ -1,6 +1,7 @@
 """Puts what the fault matrix measured into docs/reliability.md: `python -m tests.faults.pages`.
 
-A place is `<!-- name -->` ... `<!-- end -->`; each has a file of results in the repository, and how to make it anew:
+A place is `<!-- name -->` ... `<!-- end -->`; the table of promises is tests/stores/promises.py, and the others have a
+file of results in the repository, and how to make it anew:
 
     kill matrix   python -m tests.faults.kill_matrix; of runs: python -m tests.runs.kills.kill_matrix
     damage        python -m tests.faults.damage --json tests/faults/damage.json
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.runs.kills import kill_matrix as run_kills
+from tests.stores import promises
 
 from . import damage, kill_matrix
 
@@ -71,6 +73,7 @@ def _soak() -> str:
 
 SAVING = ("save", "killed_save", "failing_save", "two_writers", "reader_during_save", "clean_during_save")
 PLACES: dict[str, Callable[[], str]] = {
+    "promises": promises.table,
     "kill matrix": _kill_matrix,
     "run kill matrix": _run_kill_matrix,
     "damage": _damage,

@@ -15,6 +15,7 @@ from typing import Any
 
 import fsspec
 import pytest
+import torch.distributed.checkpoint as dcp
 
 from dcp_nvcomp import (
     CheckpointManager,
@@ -92,6 +93,20 @@ def test_save_overwrite_load_verify_recover(generic: Place) -> None:
         NvcompReader(generic.url).read_metadata()
     assert recover_checkpoint(generic.url).outcome == RECOVERED
     assert generic.loaded() == 3
+
+
+def test_damage(generic: Place) -> None:
+    assert generic.save(1) is None
+    filesystem = generic.filesystem()
+    (name,) = [name for name in filesystem.list_names() if name.endswith(".distcp")]
+    damaged = bytearray(filesystem.read_all(name, limit_nbytes=1 << 24))
+    damaged[5000] ^= 1
+    filesystem.remove([name])
+    stream = filesystem.open_output(name)
+    stream.write(bytes(damaged))
+    stream.close()
+    with pytest.raises(dcp.CheckpointException, match="CRC"):
+        generic.loaded()
 
 
 def test_large_files_by_several_threads(generic: Place) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+
+from dcp_nvcomp.errors import ConcurrentSaveError
 
 from .children import run_two_writers
 from .places import Place
@@ -32,3 +36,27 @@ def test_the_survivor_is_one_of_the_two(place: Place, rounds: int, monkeypatch: 
     assert rounds < 100 or set(survivors) == {0, 1}, "one of them always won: they never competed"
     place.clean(monkeypatch)
     assert place.left() == set() and place.loaded() == 2 * rounds - 2 + survivors[-1]
+
+
+def test_one_of_many_wins_without_overwriting(place: Place) -> None:
+    """Each publishes on connections of its own, at the same moment."""
+    filesystems = [place.filesystem() for _ in range(3)]
+    filesystems[0].create_directory()
+    start = threading.Barrier(len(filesystems))
+
+    def publish(number: int, name: str) -> bool:
+        filesystems[number].publish(f"{name}-{number}", b"a file of its own")  # it has logged in now
+        start.wait(120)
+        try:
+            filesystems[number].publish(name, bytes([number]), overwrite=False)
+        except ConcurrentSaveError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(len(filesystems)) as pool:
+        for round_ in range(8):
+            name = f"metadata-{round_}"
+            won = list(pool.map(publish, range(len(filesystems)), [name] * len(filesystems)))
+            assert sum(won) == 1, won
+            assert filesystems[0].read_all(name, limit_nbytes=10) == bytes([won.index(True)])
+    assert not {name for name in place.names() if not name.startswith("metadata-")}

@@ -1,0 +1,224 @@
+"""What each kind of storage promises, how it keeps it, and by which test: the table in docs/reliability.md.
+
+A cell is a link to its test's file; the link's title is the test. tests/stores/test_promises.py makes sure that each is
+there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+__all__ = ["COLUMNS", "PROMISES", "Cell", "Promise", "table"]
+
+# The columns, and what their tests have in brackets.
+COLUMNS: Final = {
+    "local disk": "disk",
+    "NFS, Lustre, ... (mounted)": "mounted",
+    "S3": "ceph",
+    "Azure Blob": "azure",
+    "Google Cloud": "gcs",
+    "SFTP": "sftp",
+    "SMB": "smb",
+    "others, by fsspec": "ftp",
+}
+_STORES: Final = "tests/stores/"
+_NOTHING: Final = "-"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """How one kind of storage keeps one promise.
+
+    Attributes:
+        words: how; "-" if it has no such thing, and no test.
+        test: instead of the promise's, as pytest names it.
+    """
+
+    words: str
+    test: str | None = None
+
+
+@dataclass(frozen=True)
+class Promise:
+    """One row.
+
+    Attributes:
+        words: what is promised.
+        test: what pytest calls the test of all kinds, with `{}` for the kind.
+        cells: by `COLUMNS`' values.
+        usual: the words of cells that are not named.
+    """
+
+    words: str
+    test: str
+    cells: dict[str, Cell | str] = field(default_factory=dict)
+    usual: str = ""
+
+    def cell(self, kind: str) -> Cell:
+        """Return what one kind of storage says to it."""
+        found = self.cells.get(kind, self.usual)
+        cell = found if isinstance(found, Cell) else Cell(found)
+        if cell.test or cell.words == _NOTHING:
+            return cell
+        return Cell(cell.words, f"{_STORES}{self.test.format(kind)}")
+
+
+PROMISES: Final = (
+    Promise(
+        "The bits that were saved, or an error",
+        "test_scenarios.py::test_verify[{}]",
+        usual="CRC of each block",
+        cells={"ftp": Cell("CRC of each block", f"{_STORES}test_generic.py::test_damage[ftp]")},
+    ),
+    Promise(
+        "A call that fails harms no checkpoint, and nor does one that was done but is reported as failed",
+        "test_each_call.py::test_a_call_fails[{}-answer lost]",
+        {
+            "disk": "rename, fsync",
+            "mounted": "rename, fsync",
+            "ceph": "one PUT, If-Match",
+            "azure": "one PUT, If-Match",
+            "gcs": "one PUT, ifGenerationMatch",
+            "sftp": "fsync, posix-rename",
+            "smb": "flush, rename that replaces",
+            "ftp": Cell(
+                "the client's move, else aside or in place, with a warning",
+                f"{_STORES}test_generic.py::test_a_call_fails[ftp-answer lost]",
+            ),
+        },
+    ),
+    Promise(
+        "A client that is killed at any call leaves the old checkpoint or the new one",
+        "test_client_killed.py::test_killed_at_each_call[{}]",
+        usual="yes",
+        cells={
+            "ftp": Cell(
+                "yes, or `recover` brings it back",
+                "tests/faults/test_plain_fsspec.py::test_killed_while_it_publishes[plain]",
+            )
+        },
+    ),
+    Promise(
+        "Power loss",
+        "",
+        {
+            "disk": Cell("old or new", "tests/faults/test_power_loss.py::test_power_loss[overwriting]"),
+            "mounted": _NOTHING,
+            "ceph": _NOTHING,
+            "azure": _NOTHING,
+            "gcs": _NOTHING,
+            "sftp": Cell(
+                "fsync; what was forgotten is told",
+                "tests/storage/test_file_servers.py::test_a_server_that_forgot_what_it_had_confirmed[sftp-removed]",
+            ),
+            "smb": Cell(
+                "flush; what was forgotten is told",
+                "tests/storage/test_file_servers.py::test_a_server_that_forgot_what_it_had_confirmed[smb-removed]",
+            ),
+            "ftp": _NOTHING,
+        },
+    ),
+    Promise(
+        "A lost connection fails neither a save nor a load",
+        "test_each_call.py::test_a_connection_is_cut[{}-answer lost]",
+        usual="repeated",
+        cells={"disk": _NOTHING, "mounted": _NOTHING, "sftp": "new login", "smb": "new login", "ftp": _NOTHING},
+    ),
+    Promise(
+        "A server that is killed within a save and started again: the save goes on, or says that it failed",
+        "test_server_killed.py::test_it_is_started_again[{}]",
+        usual="yes",
+        cells={
+            "disk": _NOTHING,
+            "mounted": _NOTHING,
+            "ceph": Cell("yes", "tests/faults/test_s3_faults.py::test_a_server_killed_and_restarted_during_a_save"),
+            "ftp": Cell("it fails", f"{_STORES}test_generic.py::test_an_ftp_server_that_is_killed"),
+        },
+    ),
+    Promise(
+        "A dead or silent server is told within `storage_deadline_seconds`",
+        "test_server_killed.py::test_it_stays_away[{}-frozen]",
+        usual="yes",
+        cells={
+            "disk": _NOTHING,
+            "mounted": _NOTHING,
+            "ceph": Cell("yes", f"{_STORES}test_server_killed.py::test_it_stays_away[moto-frozen]"),
+            "ftp": _NOTHING,
+        },
+    ),
+    Promise(
+        "Of two saves that overwrite at once one survives, whole",
+        "test_two_writers.py::test_the_survivor_is_one_of_the_two[{}-5]",
+        usual="yes",
+        cells={"ftp": _NOTHING},
+    ),
+    Promise(
+        "Of several saves with `overwrite=False` exactly one wins",
+        "test_two_writers.py::test_one_of_many_wins_without_overwriting[{}]",
+        {
+            "disk": "link",
+            "mounted": "link",
+            "ceph": "If-None-Match",
+            "azure": "If-None-Match",
+            "gcs": "ifGenerationMatch=0",
+            "sftp": "rename that refuses",
+            "smb": "rename that refuses",
+            "ftp": Cell("looked up before", f"{_STORES}test_generic.py::test_save_overwrite_load_verify_recover[ftp]"),
+        },
+    ),
+    Promise(
+        "`clean` removes what was left, by the storage's clock",
+        "test_scenarios.py::test_ages_are_by_the_clock_of_the_storage[{}]",
+        usual="yes",
+        cells={"ftp": Cell("this machine's clock, if files have times", f"{_STORES}test_generic.py::test_clean[ftp]")},
+    ),
+    Promise(
+        "The rights that the docs name suffice, and without them an error says so",
+        "test_rights.py::test_who_may_save_saves_over_cleans_and_loads[{}]",
+        usual="yes",
+        cells={
+            "disk": Cell("yes", f"{_STORES}test_rights.py::test_modes_of_a_directory[may write]"),
+            "mounted": _NOTHING,
+            "ceph": Cell(
+                "yes", "tests/faults/test_s3_faults.py::test_credentials_that_may_neither_list_nor_look[real]"
+            ),
+            "ftp": _NOTHING,
+        },
+    ),
+    Promise(
+        "No secret is told",
+        "test_secrets.py::test_what_is_refused_tells_no_secret[{}-password]",
+        usual="yes",
+        cells={
+            "disk": _NOTHING,
+            "mounted": _NOTHING,
+            "ceph": Cell("yes", f"{_STORES}test_secrets.py::test_what_works_tells_no_secret[moto-secret]"),
+            "azure": Cell("yes", f"{_STORES}test_secrets.py::test_what_is_refused_tells_no_secret[azure-account_key]"),
+            "gcs": Cell("yes", f"{_STORES}test_secrets.py::test_what_is_refused_tells_no_secret[gcs-token]"),
+            "ftp": Cell("yes", "tests/errors/test_secrets_everywhere.py::test_failing_calls[simplecache::]"),
+        },
+    ),
+)
+
+
+def tests() -> list[str]:
+    """Return all tests that the table names."""
+    cells = (promise.cell(kind) for promise in PROMISES for kind in COLUMNS.values())
+    return [cell.test for cell in cells if cell.test]
+
+
+def table() -> str:
+    """Return the table as Markdown."""
+    lines = [f"| promise | {' | '.join(COLUMNS)} |", f"| --- |{' --- |' * len(COLUMNS)}"]
+    for promise in PROMISES:
+        cells = [_linked(promise.cell(kind)) for kind in COLUMNS.values()]
+        lines.append(f"| {promise.words} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _linked(cell: Cell) -> str:
+    if cell.test is None:
+        return cell.words
+    file, _, name = cell.test.partition("::")
+    return f'[{cell.words}](../{file} "{name}")'
