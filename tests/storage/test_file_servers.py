@@ -11,7 +11,6 @@ import gc
 import logging
 import os
 import pickle
-import socket
 import threading
 import time
 import traceback
@@ -274,15 +273,15 @@ def test_a_frozen_server_is_told_within_the_deadline(own_server: FileServer) -> 
 
 @pytest.mark.smb
 def test_a_socket_that_is_closed_just_after_we_looked(smb_store: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """smbprotocol's receiving thread closes it, at any time, when the connection is cut."""
+    """The receiving thread closes it, at any time, when the connection is cut."""
     filesystem = opened(smb_store)
     filesystem.create_directory()
     pool: Pool = filesystem._pool  # type: ignore[attr-defined]
     connection: Any = pool.take(1.0, 1.0)
     pool.give_back(connection, broken=False)
     transport = connection.wire.transport
-    transport._sock.shutdown(socket.SHUT_RDWR)
-    while transport._sock.fileno() != -1:
+    transport.cut()
+    while transport.connected:
         time.sleep(0.01)
     seen = iter([True, True])
     monkeypatch.setattr(type(connection), "is_alive", property(lambda self: next(seen, False)))

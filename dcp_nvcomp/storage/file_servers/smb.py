@@ -35,6 +35,7 @@ from smbprotocol.open import (
 from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.storage.file_servers.session import ConnectionLostError, Entry, HeldOpenError, RemoteFile, Session
 from dcp_nvcomp.storage.file_servers.smb_status import ERRNO, LOST
+from dcp_nvcomp.storage.file_servers.smb_transfers import Refused
 
 if TYPE_CHECKING:
     from dcp_nvcomp.storage.file_servers.smb_login import SmbConnection
@@ -43,8 +44,6 @@ __all__ = ["SmbSession"]
 
 _REQUEST_NBYTES: Final = 1 << 20
 _REQUESTS_ON_THEIR_WAY: Final = 16
-_CREDITS: Final = 512  # how many we want to have, for so many requests and as many again
-_CREDIT_NBYTES: Final = 1 << 16
 _LISTED_NBYTES: Final = 1 << 16
 _ACCESS: Final = FilePipePrinterAccessMask
 _PLAIN: Final = CreateOptions.FILE_NON_DIRECTORY_FILE
@@ -58,10 +57,10 @@ class _Write:
     """A write that was begun.
 
     Attributes:
-        waiting: its requests that were not answered yet, with how to read the answer.
+        waiting: its requests that were not answered yet.
     """
 
-    waiting: deque[tuple[Any, Any]]
+    waiting: deque[Any]
 
 
 class SmbSession(Session):
@@ -73,6 +72,7 @@ class SmbSession(Session):
 
     def __init__(self, connection: SmbConnection) -> None:
         self._connection, self._wire, self._tree = connection, connection.wire, connection.tree
+        self._transfers = connection.transfers
 
     def owns(self, file: RemoteFile) -> bool:
         return file.connection is self._connection
@@ -83,7 +83,7 @@ class SmbSession(Session):
     def _errors(self) -> Iterator[None]:
         try:
             yield
-        except SMBResponseException as error:
+        except (SMBResponseException, Refused) as error:
             words = f"{type(error).__name__}: {error}"
             if error.status in LOST:
                 self._connection.cut()
@@ -108,20 +108,11 @@ class SmbSession(Session):
             self._connection.cut()
             raise ConnectionLostError(f"{type(error).__name__}: {error}") from error
 
-    def _send(self, message: Any, nbytes: int = 0) -> Any:
-        """Send a request, and ask for more credits than it takes as long as we have few."""
-        charge = max(1, -(-nbytes // _CREDIT_NBYTES))
-        window = self._wire.sequence_window
-        wanted = charge + (64 if window["high"] - window["low"] < _CREDITS else 0)
-        login = self._tree.session
-        return self._wire.send(message, login.session_id, self._tree.tree_connect_id, credit_request=wanted)
-
-    def _has_credits(self, nbytes: int) -> bool:
-        window = self._wire.sequence_window
-        return bool(window["high"] - window["low"] > -(-nbytes // _CREDIT_NBYTES))
-
     def _call(self, message: Any) -> Any:
-        return self._wire.receive(self._send(message))
+        wanted = self._transfers.credits_wanted(1)
+        login = self._tree.session
+        request = self._wire.send(message, login.session_id, self._tree.tree_connect_id, credit_request=wanted)
+        return self._wire.receive(request)
 
     def _name(self, path: str) -> str:
         return "\\".join([*self._connection.prefix, *filter(None, path.split("/"))])
@@ -179,39 +170,37 @@ class SmbSession(Session):
         return self._file(path, access, CreateDisposition.FILE_OPEN)
 
     def read_into(self, file: RemoteFile, start: int, buffer: memoryview) -> int:
-        with self._errors():
-            step = min(_REQUEST_NBYTES, self._wire.max_read_size)
-            waiting: deque[tuple[int, int, Any, Any]] = deque()
-            position, end = 0, len(buffer)
-            while waiting or position < end:
-                length = min(step, end - position)
-                if length > 0 and self._may_send(len(waiting), length):
-                    message, unpack = file.handle.read(start + position, length, send=False)
-                    waiting.append((position, length, self._send(message, length), unpack))
-                    position += length
-                    continue
-                begin, length, request, unpack = waiting.popleft()
-                data = self._answer(request, unpack)
-                buffer[begin : begin + len(data)] = data
-                if len(data) < length and begin + len(data) < end:
-                    end, position = begin + len(data), max(position, begin + len(data))
-                    if data:  # the server gave less than there is, or the file ends here: ask again to know
-                        for _, _, request, unpack in waiting:
-                            self._answer(request, unpack)
-                        rest = self.read_into(file, start + end, buffer[end:])
-                        return end + rest
-            return end
-
-    def _answer(self, request: Any, unpack: Any) -> bytes:
+        waiting: deque[tuple[int, int, Any]] = deque()
         try:
-            return bytes(unpack(request))
-        except SMBResponseException as error:
-            if error.status != NtStatus.STATUS_END_OF_FILE:
-                raise
-            return b""
+            with self._errors():
+                return self._read_into(file, start, buffer, waiting)
+        finally:
+            self._transfers.abandon(begun for _, _, begun in waiting)
+
+    def _read_into(self, file: RemoteFile, start: int, buffer: memoryview, waiting: deque[tuple[int, int, Any]]) -> int:
+        step = min(_REQUEST_NBYTES, self._wire.max_read_size)
+        position, end = 0, len(buffer)
+        while waiting or position < end:
+            length = min(step, end - position)
+            if length > 0 and self._may_send(len(waiting), length):
+                begun = self._transfers.begin_read(file.handle, start + position, buffer[position : position + length])
+                waiting.append((position, length, begun))
+                position += length
+                continue
+            begin, length, begun = waiting[0]
+            nbytes = self._transfers.end(begun)
+            waiting.popleft()
+            if nbytes < length and begin + nbytes < end:
+                end, position = begin + nbytes, max(position, begin + nbytes)
+                if nbytes:  # the server gave less than there is, or the file ends here: ask again to know
+                    while waiting:
+                        self._transfers.end(waiting[0][2])
+                        waiting.popleft()
+                    return end + self._read_into(file, start + end, buffer[end:], waiting)
+        return end
 
     def _may_send(self, waiting: int, nbytes: int) -> bool:
-        return waiting < _REQUESTS_ON_THEIR_WAY and (not waiting or self._has_credits(nbytes))
+        return waiting < _REQUESTS_ON_THEIR_WAY and (not waiting or self._transfers.has_credits(nbytes))
 
     def begin_write(self, file: RemoteFile, start: int, data: bytes) -> _Write:
         begun = _Write(deque())
@@ -219,21 +208,16 @@ class SmbSession(Session):
             step = min(_REQUEST_NBYTES, self._wire.max_write_size)
             view = memoryview(data)
             for position in range(0, len(data), step):
-                piece = bytes(view[position : position + step])
+                piece = view[position : position + step]
                 while begun.waiting and not self._may_send(len(begun.waiting), len(piece)):
-                    self._confirm(begun)
-                message, unpack = file.handle.write(piece, start + position, send=False)
-                begun.waiting.append((self._send(message, len(piece)), unpack))
+                    self._transfers.end(begun.waiting.popleft())
+                begun.waiting.append(self._transfers.begin_write(file.handle, start + position, piece))
         return begun
 
     def end_write(self, begun: _Write) -> None:
         with self._errors():
             while begun.waiting:
-                self._confirm(begun)
-
-    def _confirm(self, begun: _Write) -> None:
-        request, unpack = begun.waiting.popleft()
-        unpack(request)
+                self._transfers.end(begun.waiting.popleft())
 
     def sync(self, file: RemoteFile) -> None:
         with self._errors():

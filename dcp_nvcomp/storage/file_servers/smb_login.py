@@ -5,10 +5,8 @@ smbprotocol's pool of connections is one for the whole process, and does not kno
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import socket
-import struct
 import uuid
 from typing import Any, Final
 
@@ -21,7 +19,9 @@ from smbprotocol.tree import TreeConnect
 
 from dcp_nvcomp.storage.file_servers.session import Connection, ConnectionLostError, LoginError
 from dcp_nvcomp.storage.file_servers.smb import SmbSession
+from dcp_nvcomp.storage.file_servers.smb_socket import SmbSocket
 from dcp_nvcomp.storage.file_servers.smb_status import LOST
+from dcp_nvcomp.storage.file_servers.smb_transfers import DirectTransfers, WrappedTransfers
 from dcp_nvcomp.storage.file_servers.urls import SmbPlace
 
 __all__ = ["SmbConnection", "connect"]
@@ -56,13 +56,15 @@ class _Wire(smb_connection.Connection):  # type: ignore[misc]
             options["force_signature"] = True
         return super().send(message, sid, *arguments, **options)
 
-    def limit(self, silent_seconds: float) -> None:
-        """Set how long the server may be silent, also while it takes nothing more from us."""
-        self.silent_seconds = silent_seconds
-        seconds = max(silent_seconds, 0.001)
-        timeval = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
-        # smbprotocol has no way to say so: its socket blocks
-        self.transport._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
+    @property
+    def transport(self) -> SmbSocket | None:
+        """The socket, once it was made."""
+        return self._transport
+
+    @transport.setter
+    def transport(self, made: Any) -> None:
+        # smbprotocol sets it when it begins, and when it connects
+        self._transport = None if made is None else SmbSocket(self.server_name, self.port, made.timeout)
 
 
 def connect(place: SmbPlace, silent_seconds: float) -> SmbConnection:
@@ -80,7 +82,6 @@ def connect(place: SmbPlace, silent_seconds: float) -> SmbConnection:
     wire.silent_seconds = silent_seconds
     try:
         wire.connect(timeout=max(1, int(silent_seconds)))
-        wire.transport._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         login = SmbLogin(
             wire,
             username=place.username,
@@ -92,7 +93,8 @@ def connect(place: SmbPlace, silent_seconds: float) -> SmbConnection:
         tree = TreeConnect(login, rf"\\{place.host}\{place.share}")
         tree.connect()
     except BaseException as error:
-        _cut(wire)
+        if wire.transport is not None:
+            wire.transport.cut()
         if isinstance(error, ConnectionLostError) or not isinstance(error, Exception):
             raise
         raise _login_failure(error, place) from error
@@ -119,13 +121,6 @@ def _login_failure(error: Exception, place: SmbPlace) -> OSError:
     return ConnectionLostError(words, getattr(cause, "errno", None) or errno.ECONNREFUSED)
 
 
-def _cut(wire: _Wire) -> None:
-    transport = wire.transport
-    if transport is not None and transport.connected:
-        with contextlib.suppress(OSError):  # close() would wait for who is sending
-            transport._sock.shutdown(socket.SHUT_RDWR)
-
-
 class SmbConnection(Connection):
     """A connection for one user at a time.
 
@@ -135,13 +130,18 @@ class SmbConnection(Connection):
         place: where it leads.
 
     Attributes:
+        transfers: how data are read and written.
         sharing: what others may do to a file that is open here.
     """
 
     users = 1
 
     def __init__(self, wire: _Wire, tree: Any, place: SmbPlace) -> None:
+        assert wire.transport is not None
         self.wire, self.tree, self.server = wire, tree, place.server
+        self._socket = wire.transport
+        is_encrypted = tree.session.encrypt_data or tree.encrypt_data
+        self.transfers = WrappedTransfers(wire, tree) if is_encrypted else DirectTransfers(wire, tree)
         self.sharing = sum(_SHARING[letter] for letter in set(place.share_access))
         # on a share of a distributed file system names begin with the server's and the share's
         self.prefix = [place.host, place.share] if tree.is_dfs_share else []
@@ -149,16 +149,17 @@ class SmbConnection(Connection):
 
     @property
     def is_alive(self) -> bool:
-        return not self._is_cut and bool(self.wire.transport.connected)
+        return not self._is_cut and self._socket.connected
 
     def session(self, silent_seconds: float) -> SmbSession:
         try:
-            self.wire.limit(silent_seconds)
-        except OSError as error:  # smbprotocol's own thread has closed the socket since we looked
+            self._socket.limit(silent_seconds)
+        except OSError as error:  # the receiving thread has closed the socket since we looked
             self.cut()
             raise ConnectionLostError(f"{type(error).__name__}: {error}") from error
+        self.wire.silent_seconds = silent_seconds
         return SmbSession(self)
 
     def cut(self) -> None:
         self._is_cut = True
-        _cut(self.wire)
+        self._socket.cut()
