@@ -23,7 +23,7 @@ import dcp_nvcomp
 ROOT = Path(__file__).parents[2]
 # Their pages are run by tests of their own, with the frameworks.
 ELSEWHERE = {"frameworks": "tests/integrations"}
-STORES = {"az": "azure_store", "gs": "gcs_store", "sftp": "sftp_store", "smb": "smb_store"}
+STORES = {"s3": "s3_store", "az": "azure_store", "gs": "gcs_store", "sftp": "sftp_store", "smb": "smb_store"}
 
 
 def documents() -> list[str]:
