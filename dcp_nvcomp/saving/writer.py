@@ -353,7 +353,8 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         It takes the place of `write_data`. `prepared.write(...)` may run on any thread and in any process of this
         machine; give its results to `written` on this rank, and those of all ranks to `finish_prepared` on the
         coordinator. Any number of prepared saves may be under way. What a rank wrote for one that another rank failed
-        stays until `dcp-nvcomp clean` removes it: no later save can know that this one will not be finished.
+        stays until `dcp-nvcomp clean` removes it: no later save can know that this one will not be finished. `progress`
+        draws nothing for it.
 
         Args:
             plan: of this rank, as `prepare_global_plan` returned it.

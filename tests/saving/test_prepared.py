@@ -87,3 +87,12 @@ def test_the_plan_of_a_rank_that_has_prepared_saves_under_way(tmp_path: Path) ->
     writer.prepare(SavePlan([], storage_data=True))
     writer.finish_prepared(part, metadata, [results])
     assert_loads(tmp_path / "0", state_of(0))
+
+
+def test_the_statistics_say_whose_they_are(tmp_path: Path) -> None:
+    writer = NvcompWriter(tmp_path)
+    part, results, metadata = prepared(writer, tmp_path / "0", state_of(0))
+    writer.finish_prepared(part, metadata, [results])
+    stats = writer.last_save
+    assert stats is not None and [one.rank for one in stats.ranks] == [0]
+    assert stats.ranks[0].seconds["plan"] > 0
