@@ -47,8 +47,8 @@ def ours(kind: Kind, path: Any, arguments: Mapping[str, Any], options: Mapping[s
     """
     if getattr(arguments.get("serialization_format"), "name", "TORCH_SAVE") != "TORCH_SAVE":
         return None
-    if arguments.get("_extension_registry") is not None:
-        return None
+    if arguments.get("_extension_registry") is not None or arguments.get("_extensions"):
+        return None  # an extension may do more than compress: encrypt, for one
     kept = {name: value for name, value in arguments.items() if name not in _TUNING}
     return (NvcompWriter if kind == "writer" else NvcompReader)(path, **{**kept, **options})
 
@@ -89,8 +89,8 @@ def install(writer: Mapping[str, Any] | None = None, reader: Mapping[str, Any] |
 
     From the call on, in this process: call it on every rank. The newest of several installations counts. Stock DCP's
     arguments for tuning (`thread_count`, `single_file_per_rank`, ...) are not passed on; `overwrite` and options of the
-    storage are. Subclasses of its writers and readers are left alone, and so is who asks for safetensors or an
-    extension registry. Asynchronous saves that begin meanwhile are ours to their end.
+    storage are. Subclasses of its writers and readers are left alone, and so is who asks for safetensors, extensions or
+    an extension registry. Asynchronous saves that begin meanwhile are ours to their end.
 
     Args:
         writer: options of `NvcompWriter`, but for the path.

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 import inspect
+import io
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension, ZStandard
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from dcp_nvcomp import ConfigurationError, NvcompReader, NvcompWriter
@@ -122,12 +125,53 @@ def test_subclasses_copies_and_pickles_are_left_alone(tmp_path: Path) -> None:
             FileSystemWriter(tmp_path, nonsense=1)  # type: ignore[call-arg]
 
 
-def test_what_only_stock_dcp_can_do_stays_with_it(tmp_path: Path) -> None:
-    from torch.distributed.checkpoint.filesystem import SerializationFormat
-
+@pytest.mark.parametrize(
+    ("stock", "arguments"),
+    [
+        (FileSystemWriter, {"serialization_format": SerializationFormat.SAFETENSORS}),
+        (FileSystemWriter, {"_extensions": [ZStandard()]}),
+        (FileSystemReader, {"_extension_registry": ExtensionRegistry()}),
+    ],
+)
+def test_what_only_stock_dcp_can_do_stays_with_it(stock: Any, arguments: dict[str, Any], tmp_path: Path) -> None:
     with install():
-        safetensors = FileSystemWriter(tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
-    assert type(safetensors) is FileSystemWriter
+        assert type(stock(tmp_path, **arguments)) is stock
+
+
+def test_extensions_still_change_what_is_written(tmp_path: Path) -> None:
+    with install(writer={"codec": "none"}):
+        writer = FileSystemWriter(tmp_path, _extensions=[_Flipped()])
+        dcp.save({"w": torch.full((64,), 7, dtype=torch.uint8)}, storage_writer=writer, no_dist=True)
+    (data,) = tmp_path.glob("*.distcp")
+    assert b"\x07" * 64 not in data.read_bytes()
+
+
+class _Flipped(StreamTransformExtension):
+    """Stands for one that encrypts."""
+
+    @staticmethod
+    def from_descriptor(version: str) -> _Flipped:
+        return _Flipped()
+
+    @staticmethod
+    def registry_name() -> str:
+        return "stream.flipped"
+
+    def get_descriptor(self) -> str:
+        return "stream.flipped/1"
+
+    def transform_to(self, output: IO[bytes]) -> IO[bytes]:
+        class Stream(io.RawIOBase):
+            def writable(self) -> bool:
+                return True
+
+            def write(self, data: Any) -> int:
+                return output.write(bytes(one ^ 0xFF for one in data))
+
+        return cast(IO[bytes], Stream())
+
+    def transform_from(self, source: IO[bytes]) -> IO[bytes]:
+        raise NotImplementedError
 
 
 def test_for_good(tmp_path: Path) -> None:
