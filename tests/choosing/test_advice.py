@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,11 @@ import torch
 from dcp_nvcomp import CheckpointNotFoundError, ConfigurationError, save
 from dcp_nvcomp.choosing.advice import Workload, advise, mtbf_of, workload_of_checkpoint
 from dcp_nvcomp.choosing.intervals import daly_seconds, lost_part, young_seconds
+from dcp_nvcomp.maintenance.inspection import inspect_checkpoint
 
 from ..checkpoints import save_stock
 from ..cli.checkpoints import run
-from .test_bench import made
+from .test_bench import made, rates
 
 HOUR = 3600.0
 
@@ -62,6 +64,17 @@ def test_ranks_share_the_state_and_a_stall_that_is_known() -> None:
         advise(Workload(1), made(), stall_seconds=-1.0)
 
 
+@pytest.mark.parametrize("ratio", [1.3, 1.1, 1.02, 1.0, 0.9])
+def test_a_state_that_hardly_compresses_does_so_with_no_codec(ratio: float) -> None:
+    """`zstd` is not believed to gain the sample's 14 % of a state of which `auto` gained 2."""
+    bench = made()
+    found = replace(bench, codecs={**bench.codecs, "zstd": rates("zstd", 1.14, 2e9, 4e9)})
+    advice = advise(Workload(10**9, ratio=ratio), found, mtbf_seconds=8 * HOUR)
+    assert advice.codec == ("none" if ratio < 1 else "auto")
+    slow_zstd = replace(bench, codecs={**bench.codecs, "zstd": rates("zstd", 1.14, 100e6, 4e9)})
+    assert advise(Workload(10**9, ratio=ratio), slow_zstd, mtbf_seconds=8 * HOUR).codec == advice.codec
+
+
 def test_saves_do_not_overlap() -> None:
     found = advise(Workload(100 * 10**9), made(), mtbf_seconds=60.0, stall_seconds=0.1)
     assert found.interval_seconds == pytest.approx(found.prediction.save_seconds - 0.1)
@@ -77,6 +90,10 @@ def test_the_workload_of_a_checkpoint(tmp_path: Path) -> None:
     assert workload_of_checkpoint(tmp_path / "plain").ratio is None
     save_stock(tmp_path / "stock", dict(state))
     assert workload_of_checkpoint(tmp_path / "stock").ratio is None
+    state = {"w": torch.randint(0, 256, (1 << 20,), dtype=torch.uint8), "scale": torch.randn(3)}
+    save(state, tmp_path / "quantized", no_dist=True)
+    assert set(inspect_checkpoint(tmp_path / "quantized").by_codec) == {"none"}
+    assert workload_of_checkpoint(tmp_path / "quantized").ratio == pytest.approx(1.0, abs=0.01)
     with pytest.raises(CheckpointNotFoundError):
         workload_of_checkpoint(tmp_path / "nothing")
 
