@@ -21,6 +21,7 @@ __all__ = ["Advice", "Workload", "advise", "mtbf_of", "workload_of_checkpoint"]
 
 # Codecs whose saves take about as long are told apart by what they store.
 _ABOUT_AS_FAST = 1.05
+_EQUAL = 1 + 1e-9
 _LIKE_AUTO = ("auto", "planes-zstd", "planes-deflate")
 
 
@@ -113,8 +114,9 @@ def advise(
     codec = _best(predictions)
     best = predictions[codec]
     stall = best.save_seconds if stall_seconds is None else check_seconds("stall_seconds", stall_seconds)
+    behind = max(0.0, best.save_seconds - stall)  # of an asynchronous save: until it is durable, the last one counts
     # saves can't overlap: the next one begins when the last is durable
-    interval = max(daly_seconds(stall, mtbf), best.save_seconds - stall)
+    interval = max(daly_seconds(stall, mtbf), behind)
     return Advice(
         workload,
         codec,
@@ -123,7 +125,7 @@ def advise(
         young_seconds(stall, mtbf),
         mtbf,
         stall,
-        lost_part(interval, stall, best.load_seconds, mtbf),
+        lost_part(interval, stall, best.load_seconds + behind, mtbf),
         best,
         predictions["none"],
         found.sentence,
@@ -154,10 +156,15 @@ def _best(predictions: Mapping[str, Prediction]) -> str:
 
 
 def _threads(workload: Workload, found: Bench, codec: str, best: Prediction) -> int:
-    """Return the fewest threads that encode as fast as the storage writes."""
-    needed = best.state_nbytes / best.stored_nbytes * found.storage.write_rate(workload.rank_nbytes)
+    """Return the fewest threads with which encoding and writing take no longer than with all of them."""
     each = found.codecs[codec].encode_rate / found.threads
-    return max(1, min(found.threads, math.ceil(needed / each)))
+
+    def seconds(threads: int) -> float:
+        written = best.stored_nbytes / found.storage.write_rate(workload.rank_nbytes, threads=threads)
+        return max(best.state_nbytes / (each * threads), written)
+
+    least = seconds(found.threads) * _EQUAL
+    return next(threads for threads in range(1, found.threads + 1) if seconds(threads) <= least)
 
 
 def mtbf_of(gpus: int) -> float:

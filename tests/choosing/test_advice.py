@@ -17,7 +17,7 @@ from dcp_nvcomp.maintenance.inspection import inspect_checkpoint
 
 from ..checkpoints import save_stock
 from ..cli.checkpoints import run
-from .test_bench import made, rates
+from .test_bench import STORAGE, made, rates
 
 HOUR = 3600.0
 
@@ -51,6 +51,16 @@ def test_a_slow_storage_wants_the_smallest_bytes_and_few_threads() -> None:
     assert found.prediction.save_seconds < found.plain.save_seconds
 
 
+def test_fewer_threads_may_write_fewer_streams() -> None:
+    """A local disk is written by as many streams as threads, two at most: one thread alone takes twice as long here."""
+    bench = made()
+    found = replace(bench, threads=4, storage=replace(STORAGE, write_rates={1: 200e6, 2: 400e6}, streams=(1, 2, 2, 2)))
+    assert advise(Workload(10**9), found, mtbf_seconds=8 * HOUR).thread_count == 2
+    assert advise(Workload(10**8), found, mtbf_seconds=8 * HOUR).thread_count == 1  # worth one stream only
+    remote = replace(found, storage=replace(found.storage, streams=(2, 2, 2, 2)))
+    assert advise(Workload(10**9), remote, mtbf_seconds=8 * HOUR).thread_count == 1
+
+
 def test_a_slow_machine_stores_as_it_is() -> None:
     found = advise(Workload(10**9), made(auto_encode=100e6), mtbf_seconds=8 * HOUR)
     assert found.codec == "none" and found.prediction == found.plain
@@ -73,6 +83,19 @@ def test_a_state_that_hardly_compresses_does_so_with_no_codec(ratio: float) -> N
     assert advice.codec == ("none" if ratio < 1 else "auto")
     slow_zstd = replace(bench, codecs={**bench.codecs, "zstd": rates("zstd", 1.14, 100e6, 4e9)})
     assert advise(Workload(10**9, ratio=ratio), slow_zstd, mtbf_seconds=8 * HOUR).codec == advice.codec
+
+
+def test_an_asynchronous_save_counts_once_it_is_durable() -> None:
+    """A failure until then costs the work since the save before: what a save takes behind training is lost too."""
+    workload, mtbf = Workload(100 * 10**9), 8 * HOUR
+    found = advise(workload, made(), mtbf_seconds=mtbf, stall_seconds=2.0)
+    save, load, interval = found.prediction.save_seconds, found.prediction.load_seconds, found.interval_seconds
+    by_hand = 2.0 / (interval + 2.0) + ((interval + 2.0) / 2 + save - 2.0 + load) / mtbf
+    assert found.lost_part == pytest.approx(by_hand)
+    whole = advise(workload, made(), mtbf_seconds=mtbf)
+    assert whole.lost_part == lost_part(whole.interval_seconds, save, load, mtbf)
+    longer = advise(workload, made(), mtbf_seconds=mtbf, stall_seconds=save + 9)
+    assert longer.lost_part == lost_part(longer.interval_seconds, save + 9, load, mtbf)
 
 
 def test_saves_do_not_overlap() -> None:

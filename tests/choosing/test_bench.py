@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,9 @@ def test_a_state_that_is_too_small_for_all_streams() -> None:
     assert STORAGE.write_rate(1000) == 100e6
     assert STORAGE.write_rate(128 << 20) == pytest.approx(200e6)
     assert STORAGE.write_rate(1 << 40) == 400e6
+    local = replace(STORAGE, streams=(1, 2, 4))
+    assert [local.write_rate(1 << 40, threads=threads) for threads in (1, 2, 3)] == [100e6, 200e6, 400e6]
+    assert STORAGE.write_rate(1 << 40, threads=1) == 400e6
 
 
 def test_what_the_parts_do_to_each_other_is_in_the_prediction() -> None:
@@ -129,6 +133,7 @@ def test_bench_measures_and_leaves_nothing(tmp_path: Path) -> None:
     assert found.codecs["auto"].ratio > 1.25 > 1.1 > found.codecs["none"].ratio > 0.99
     assert all(one.encode_rate > 0 and one.decode_rate > 0 for one in found.codecs.values())
     assert found.storage.publish_seconds > 0 and set(found.storage.write_rates) == {1}
+    assert found.storage.streams == (1,)
     assert said[0] == "storage" and any("auto" in text for text in said)
 
 
