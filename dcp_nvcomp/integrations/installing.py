@@ -9,6 +9,7 @@ A checkpoint that is saved meanwhile is one of ours, whoever saves it: `dcp.save
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
@@ -16,10 +17,10 @@ from typing import Any
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.integrations.stock_classes import Kind, add_maker, remove_maker
 from dcp_nvcomp.loading.reader import NvcompReader
-from dcp_nvcomp.options import option_names
+from dcp_nvcomp.options import STOCK_READER, STOCK_WRITER, option_names, unknown_option
 from dcp_nvcomp.saving.writer import NvcompWriter
 
-__all__ = ["Installation", "install", "ours"]
+__all__ = ["Installation", "check_options", "install", "ours"]
 
 # What stock DCP's classes call the arguments that tune how they write and read. They mean nothing here.
 _TUNING = frozenset(
@@ -100,7 +101,8 @@ def install(writer: Mapping[str, Any] | None = None, reader: Mapping[str, Any] |
         The installation. Use it as a context manager, or call `uninstall()`, to end it.
 
     Raises:
-        ConfigurationError: an option is unknown or has an invalid value, or this torch is not one that is known.
+        ConfigurationError: an option has an invalid value, or looks misspelled, or this torch is not one that is known.
+            A name that resembles none of ours is taken for an option of the storage, which shows with its first URL.
 
     Examples:
         >>> import tempfile, torch, torch.distributed.checkpoint as dcp
@@ -112,15 +114,29 @@ def install(writer: Mapping[str, Any] | None = None, reader: Mapping[str, Any] |
         >>> open_checkpoint(path)["w"][:]
         tensor([0, 1, 2])
     """
-    for options in (writer, reader):
-        if options is not None and (not isinstance(options, Mapping) or "path" in options):
-            raise ConfigurationError(f"Give install() options of the writer or reader by name, not {options!r}.")
-    _check("writer", writer or {})
-    _check("reader", reader or {})
+    check_options("writer", writer)
+    check_options("reader", reader)
     return Installation(writer or {}, reader or {})
 
 
-def _check(kind: Kind, options: Mapping[str, Any]) -> None:
-    """Fail at once if an option of ours has a wrong value; options of a storage show only with its URL."""
-    own = NvcompWriter if kind == "writer" else NvcompReader
-    own(".", **{name: value for name, value in options.items() if name in option_names(own)})
+def check_options(kind: Kind, options: Mapping[str, Any] | None) -> None:
+    """Fail at once on wrong options; those of a storage show only with its URL.
+
+    Args:
+        kind: of what they are options.
+        options: by name. One whose name resembles none of ours is taken for an option of the storage.
+
+    Raises:
+        ConfigurationError: one has a wrong value, or its name looks misspelled, or they are no options by name.
+    """
+    if options is None:
+        return
+    if not isinstance(options, Mapping) or "path" in options:
+        raise ConfigurationError(f"Give options of the {kind} by name, and without the path, not {options!r}.")
+    own, stock = (NvcompWriter, STOCK_WRITER) if kind == "writer" else (NvcompReader, STOCK_READER)
+    known = {*option_names(own), *stock}
+    for option in options.keys() - known:
+        close = difflib.get_close_matches(option, known, n=1, cutoff=0.75)
+        if close:
+            raise unknown_option(option, close, "")
+    own(".", **{name: value for name, value in options.items() if name in known})

@@ -182,10 +182,28 @@ def test_for_good(tmp_path: Path) -> None:
     assert type(FileSystemWriter(tmp_path)) is FileSystemWriter
 
 
-@pytest.mark.parametrize("options", [{"codec": "nosuch"}, {"path": "x"}, 3])
-def test_wrong_options_fail_at_once(options: Any) -> None:
-    with pytest.raises(ConfigurationError):
-        install(writer=options)
+@pytest.mark.parametrize(
+    ("writer", "reader", "named"),
+    [
+        ({"codec": "nosuch"}, None, "nosuch"),
+        ({"path": "x"}, None, "path"),
+        (3, None, "not 3"),
+        ({"codek": "auto"}, None, "'codek': did you mean 'codec'"),
+        ({"thread_counts": 3}, None, "did you mean 'thread_count'"),
+        ({"_extensions": [3]}, None, "codec="),
+        (None, {"verifi": "full"}, "did you mean 'verify'"),
+        (None, {"verify": "nosuch"}, "nosuch"),
+    ],
+)
+def test_wrong_options_fail_at_once(writer: Any, reader: Any, named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        install(writer=writer, reader=reader)
+
+
+def test_options_of_the_storage_show_with_its_first_url(tmp_path: Path) -> None:
+    options = {"endpoint_url": "http://127.0.0.1:1"}
+    with install(writer=options), pytest.raises(ConfigurationError, match="endpoint_url"):
+        FileSystemWriter(tmp_path)
 
 
 def test_a_torch_without_these_names_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
