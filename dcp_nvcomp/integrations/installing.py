@@ -9,8 +9,10 @@ A checkpoint that is saved meanwhile is one of ours, whoever saves it: `dcp.save
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from types import TracebackType
 from typing import Any
 
@@ -18,9 +20,10 @@ from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.integrations.stock_classes import Kind, add_maker, remove_maker
 from dcp_nvcomp.loading.reader import NvcompReader
 from dcp_nvcomp.options import STOCK_READER, STOCK_WRITER, option_names, unknown_option
+from dcp_nvcomp.saving.publishers import Publisher
 from dcp_nvcomp.saving.writer import NvcompWriter
 
-__all__ = ["Installation", "check_options", "install", "ours"]
+__all__ = ["Installation", "check_options", "install", "install_here", "ours"]
 
 # What stock DCP's classes call the arguments that tune how they write and read. They mean nothing here.
 _TUNING = frozenset(
@@ -117,6 +120,47 @@ def install(writer: Mapping[str, Any] | None = None, reader: Mapping[str, Any] |
     check_options("writer", writer)
     check_options("reader", reader)
     return Installation(writer or {}, reader or {})
+
+
+@contextlib.contextmanager
+def install_here(
+    writer: Mapping[str, Any] | None, reader: Mapping[str, Any] | None, *, publisher: Publisher | None = None
+) -> Iterator[None]:
+    """Let what this thread saves and loads in the block go through this package, and nothing of other threads.
+
+    For classes of a framework. Asynchronous saves that begin in the block are ours to their end.
+
+    Args:
+        writer: options of `NvcompWriter`, but for the path.
+        reader: options of `NvcompReader`, but for the path.
+        publisher: publishes what is saved; the plain commit if None.
+
+    Raises:
+        ConfigurationError: as `install`.
+    """
+    check_options("writer", writer)
+    check_options("reader", reader)
+    options: dict[Kind, Mapping[str, Any]] = {"writer": writer or {}, "reader": reader or {}}
+    block = object()
+
+    def make(kind: Kind, path: Any, arguments: Mapping[str, Any]) -> Any:
+        if _block.get() is not block:
+            return None
+        made = ours(kind, path, arguments, options[kind])
+        if publisher is not None and isinstance(made, NvcompWriter):
+            made.published_by(publisher)
+        return made
+
+    add_maker(make)
+    token = _block.set(block)
+    try:
+        yield
+    finally:
+        _block.reset(token)
+        remove_maker(make)
+
+
+_block: ContextVar[object] = ContextVar("block", default=None)  # of `install_here` that this thread is in
 
 
 def check_options(kind: Kind, options: Mapping[str, Any] | None) -> None:

@@ -15,7 +15,7 @@ from lightning.fabric.strategies import FSDPStrategy as FabricFSDPStrategy
 from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 
-from dcp_nvcomp.integrations.installing import install
+from dcp_nvcomp.integrations.installing import install_here
 
 __all__ = [
     "NvcompFSDPStrategy",
@@ -42,18 +42,18 @@ class _Installing:
         reader: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        with install(writer, reader):  # fail at once on wrong options
+        with install_here(writer, reader):  # fail at once on wrong options
             super().__init__(*args, **kwargs)
         self._writer_options, self._reader_options = writer, reader
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Save a checkpoint, as the strategy does."""
-        with install(self._writer_options, self._reader_options):
+        with install_here(self._writer_options, self._reader_options):
             return super().save_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Load a checkpoint, of this package or of stock DCP, as the strategy does."""
-        with install(self._writer_options, self._reader_options):
+        with install_here(self._writer_options, self._reader_options):
             return super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
 

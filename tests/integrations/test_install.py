@@ -7,6 +7,7 @@ import inspect
 import io
 import pickle
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from dcp_nvcomp import ConfigurationError, NvcompReader, NvcompWriter
 from dcp_nvcomp.integrations import install, stock_classes
+from dcp_nvcomp.integrations.installing import install_here
 from tests.distributed.launch import RankPool, ranks  # noqa: F401
 
 STATE = {"w": torch.arange(1000.0), "n": 3}
@@ -172,6 +174,23 @@ class _Flipped(StreamTransformExtension):
 
     def transform_from(self, source: IO[bytes]) -> IO[bytes]:
         raise NotImplementedError
+
+
+def test_a_block_of_a_framework_is_for_its_thread_alone(tmp_path: Path) -> None:
+    def made() -> type:
+        return type(FileSystemWriter(tmp_path))
+
+    with ThreadPoolExecutor(1) as pool:
+        with install_here({"codec": "zstd"}, None):
+            assert made() is NvcompWriter and pool.submit(made).result() is FileSystemWriter
+            with install_here(None, None):
+                assert FileSystemWriter(tmp_path).codec == "auto"  # type: ignore[attr-defined]
+            assert FileSystemWriter(tmp_path).codec == "zstd"  # type: ignore[attr-defined]
+            with install():
+                assert pool.submit(made).result() is NvcompWriter
+        assert made() is FileSystemWriter
+    with pytest.raises(ConfigurationError, match="did you mean"), install_here({"codek": "zstd"}, None):
+        raise AssertionError
 
 
 def test_for_good(tmp_path: Path) -> None:
