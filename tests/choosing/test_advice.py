@@ -13,6 +13,7 @@ import torch
 from dcp_nvcomp import CheckpointNotFoundError, ConfigurationError, save
 from dcp_nvcomp.choosing.advice import Workload, advise, mtbf_of, workload_of_checkpoint
 from dcp_nvcomp.choosing.intervals import daly_seconds, lost_part, young_seconds
+from dcp_nvcomp.cli.advise import _beside
 from dcp_nvcomp.maintenance.inspection import inspect_checkpoint
 
 from ..checkpoints import save_stock
@@ -132,6 +133,37 @@ def test_the_command(tmp_path: Path) -> None:
     document = json.loads(output)
     assert status == 0 and document["ranks"] == 8 and document["mtbf_seconds"] == pytest.approx(mtbf_of(1024))
     assert document["prediction"]["state_nbytes"] == 105 * 10**9
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "beside"),
+    [
+        ("first", "{here}"),
+        ("runs/first/", "{here}/runs"),
+        ("{here}/first", "{here}"),
+        ("file://{here}/runs/first", "{here}/runs"),
+        ("dcpz://{here}/first", "{here}"),
+        ("dcpz+s3://bucket/run/first", "s3://bucket/run"),
+        ("s3://bucket/first", "s3://bucket"),
+        ("s3://bucket", "s3://bucket"),
+        ("memory://first", "memory://"),
+        ("memory://runs/first", "memory://runs"),
+    ],
+)
+def test_it_measures_beside_the_checkpoint(
+    checkpoint: str, beside: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert _beside(checkpoint.format(here=tmp_path)) == beside.format(here=tmp_path)
+
+
+def test_a_checkpoint_whose_name_could_be_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    save({"w": torch.randn(1 << 18)}, "1000", no_dist=True)
+    status, output, _ = run("advise", "1000", "--seconds", "0.01", "--json")
+    assert status == 0 and json.loads(output)["state_nbytes"] == 1 << 20
+    status, _, error = run("advise", "2000", "--seconds", "0.01")
+    assert status == 2 and "--storage" in error
 
 
 def test_what_the_command_needs(tmp_path: Path) -> None:

@@ -98,3 +98,17 @@ def test_options_that_belong_together(tmp_path: Path) -> None:
     assert status == 2 and "belong together" in error
     status, _, error = run("savings", "--plot", str(tmp_path / "savings.nothing"))
     assert status == 1 and "can't be written" in error
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--gpus", "64"), "--gpus"),
+        (("--parameters", "70e9", "--checkpoint", "840GB"), "--checkpoint"),
+    ],
+)
+def test_options_that_would_mean_nothing(options: tuple[str, ...], named: str) -> None:
+    status, _, error = run("savings", *options)
+    assert status == 2 and named in error
+    status, output, _ = run("savings", "--checkpoint", "840GB", "--json")
+    assert status == 0 and json.loads(output)["rows"][0]["gpus"] == 8
