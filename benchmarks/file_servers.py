@@ -27,7 +27,7 @@ from tests.servers.base import Server
 from tests.servers.sftp import SftpServer
 from tests.servers.smb import SmbServer
 
-__all__ = ["FILE_SERVERS", "compare"]
+__all__ = ["FILE_SERVERS", "compare", "read_files", "write_files"]
 
 _MOST_SECONDS_OF_TOOL = 1.2  # what may be spent, times what the tool spends
 
@@ -66,7 +66,8 @@ def _scp(server: SftpServer) -> Tool:
 def _smbclient(server: SmbServer) -> Tool:
     def call(url: str, local: Path, command: str) -> None:
         inside = url.split("/", 4)[4].replace("/", "\\")
-        login = ["-p", str(server.port), "-U", f"{server.user}%{server.password}"]
+        # signed, as what we send is
+        login = ["-p", str(server.port), "-U", f"{server.user}%{server.password}", "--client-protection=sign"]
         script = f'cd "{inside}"; lcd "{local}"; prompt OFF; {command} *'
         _call(["smbclient", f"//127.0.0.1/{server.share}", *login, "-c", script])
 
@@ -141,16 +142,16 @@ def _compare(report: Report, table: Table, words: str, server: Any, tool: Tool, 
     files_alone = f"{peer.name}, the files alone"
     saves = {
         peer.name: Case(lambda: save(peer, url, state), before=clear),
-        files_alone: Case(lambda: _write(copies(), contents), before=remove_copies),
+        files_alone: Case(lambda: write_files(copies(), contents), before=remove_copies),
         tool.name: Case(lambda: tool.up(local, copied_url), before=remove_copies),
     }
     saved = alternate(saves, repeats=repeats)
     buffers = {name: bytearray(len(data)) for name, data in contents.items()}
     remove_copies()
-    _write(copies(), contents)
+    write_files(copies(), contents)
     loads = {
         peer.name: Case(lambda: load(peer, url, into)),
-        files_alone: Case(lambda: _read(copies(), buffers)),
+        files_alone: Case(lambda: read_files(copies(), buffers)),
         tool.name: Case(lambda: tool.down(copied_url, back), before=lambda: empty(back)),
     }
     loaded = alternate(loads, repeats=repeats)
@@ -171,7 +172,9 @@ def _compare(report: Report, table: Table, words: str, server: Any, tool: Tool, 
         report.at_most(f"{words}: seconds for the files {what}, over {tool.name}'s", spent, _MOST_SECONDS_OF_TOOL)
 
 
-def _write(filesystem: Filesystem, contents: dict[str, bytes]) -> None:
+def write_files(filesystem: Filesystem, contents: dict[str, bytes]) -> None:
+    """Write files, all at once, and close the connections."""
+
     def write(name: str) -> None:
         stream = filesystem.open_output(name)
         data = memoryview(contents[name])
@@ -184,7 +187,8 @@ def _write(filesystem: Filesystem, contents: dict[str, bytes]) -> None:
     filesystem.close()
 
 
-def _read(filesystem: Filesystem, buffers: dict[str, bytearray]) -> None:
+def read_files(filesystem: Filesystem, buffers: dict[str, bytearray]) -> None:
+    """Read files in pieces, as many at once as a load does, and close the connections."""
     nbytes = filesystem.read_nbytes
     pieces = [
         (name, start, memoryview(buffer)[start : start + nbytes])

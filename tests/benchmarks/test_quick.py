@@ -187,20 +187,20 @@ def test_s3(tmp_path: Path, moto_endpoint: str) -> None:
 
 @pytest.mark.tools
 @pytest.mark.azure
-@pytest.mark.usefixtures("azure_store")
+@pytest.mark.usefixtures("azure_store", "sftp_server", "smb_server")
 @pytest.mark.filterwarnings("ignore:Sending a large body directly")  # adlfs does
-def test_stores(tmp_path: Path) -> None:
+def test_stores(tmp_path: Path, moto_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DCP_NVCOMP_TEST_S3", moto_endpoint)
     rows = run_quick("stores", tmp_path)["stores"]
     writers: dict[str, list[str]] = {}
     for row in rows:
         writers.setdefault(row["store"].split(" ")[0], []).append(row["writer"])
-    assert set(writers) >= {"Google"}  # of the others, those whose servers are here
-    for name, of_store in writers.items():
-        assert of_store[0] == "dcp_nvcomp"
-        assert of_store[-1] == {"SFTP": "scp", "SMB": "smbclient"}.get(name, "dcp")
-    for first, last in itertools.pairwise(rows):
-        if last["writer"] == "dcp":
-            assert first["stored"] < last["stored"]
+    last = {name: of_store[-1] for name, of_store in writers.items()}
+    assert last == {"Azure": "dcp", "Google": "dcp", "S3": "obstore", "SFTP": "scp", "SMB": "smbclient"}
+    assert {of_store[0] for of_store in writers.values()} == {"dcp_nvcomp"}
+    for ours, theirs in itertools.pairwise(rows):
+        if theirs["writer"] == "dcp":
+            assert ours["stored"] < theirs["stored"]
 
 
 @pytest.mark.tools

@@ -63,6 +63,7 @@ class _Storage(storage.Storage):  # type: ignore[misc]
     def __init__(self, directory: Path) -> None:
         super().__init__(data_dir=str(directory))
         self._store = _Store(use_memory=False, root=directory / "objects")
+        self._checksums: dict[str, Any] = {}
         self._read_config_from_file()
 
     def _object_path(self, bucket_name: str, file_name: str) -> str:
@@ -103,11 +104,20 @@ class _Storage(storage.Storage):  # type: ignore[misc]
         if expected_start not in (None, self.get_resumable_byte_count(file_id)):
             raise BadRequest(f"Invalid Content-Range start: {expected_start}")
         path.parent.mkdir(parents=True, exist_ok=True)
+        checksum = self.checksum_of_received(file_id)
         with path.open("ab") as file:
             file.write(content or b"")
+        checksum.update(content or b"")
         if total_size is None or path.stat().st_size < total_size:
             return None
         return path.read_bytes()[:total_size]
+
+    def checksum_of_received(self, file_id: str) -> Any:
+        """Return the running checksum of an upload session; it is read again after a restart."""
+        if file_id not in self._checksums:
+            path = self._received(file_id)
+            self._checksums[file_id] = google_crc32c.Checksum(path.read_bytes() if path.exists() else b"")
+        return self._checksums[file_id]
 
     def delete_file(self, bucket_name: str, file_name: str) -> None:
         found = self.objects.get(bucket_name, {}).pop(file_name, None)
@@ -241,11 +251,9 @@ def _check_hash(request: Any, store: _Storage, upload_id: str, last: bytes) -> N
     claimed = re.search(r"crc32c=([^,]+)", request.get_header("X-Goog-Hash", ""))
     if claimed is None:
         return
-    try:
-        before = store.get_file(storage.RESUMABLE_DIR, store.safe_id(upload_id), False)
-    except NotFound:
-        before = b""
-    found = base64.b64encode(google_crc32c.Checksum(before + last).digest()).decode()
+    checksum = store.checksum_of_received(upload_id).copy()
+    checksum.update(last)
+    found = base64.b64encode(checksum.digest()).decode()
     if found != claimed[1]:
         message = objects.CRC32C_CHECKSUM_ERROR.format(claimed[1], found)
         raise _RefusedError(HTTPStatus.BAD_REQUEST, "invalid", message)

@@ -25,13 +25,15 @@ class SmbServer(Server):
 
     Args:
         directory: where its data, its passwords and its log are.
+        settings: more lines of its configuration.
 
     Attributes:
         password: what the user logs in with.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *settings: str) -> None:
         super().__init__(directory)
+        self._settings = settings
         self.password = f"secret-{uuid.uuid4().hex[:12]}"
         self._files = directory / "files"
 
@@ -84,7 +86,7 @@ class SmbServer(Server):
   printcap name = /dev/null
   disable spoolss = yes
   rpc start on demand helpers = no
-[{_SHARE}]
+{"".join(f"  {line}{chr(10)}" for line in self._settings)}[{_SHARE}]
   path = {self._files}
   read only = no
   valid users = {self.user}

@@ -71,6 +71,12 @@ def test_files_of_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "known_hosts" not in sftp_place("sftp://host/run", {}).client  # then it is ~/.ssh/known_hosts
 
 
+def test_no_agent_and_no_configuration() -> None:
+    client = sftp_place("sftp://host/run", {"agent_path": None, "config": None, "password": None}).client
+    assert client["agent_path"] is None and client["config"] is None and "password" not in client
+    assert not {"agent_path", "config"} & sftp_place("sftp://host/run", {}).client.keys()
+
+
 @pytest.mark.parametrize(
     ("url", "options", "words"),
     [

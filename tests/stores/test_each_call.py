@@ -1,4 +1,4 @@
-"""Each call of a small save's storage layer fails once, and questions on the wire are lost, forty of them in CI.
+"""Each call of a small save's storage layer fails once, and questions on the wire are lost, twenty of them in CI.
 
 After each the earlier checkpoint loads or the new one does, whole, and the writer's next save works.
 """
@@ -57,7 +57,7 @@ def test_a_connection_is_cut(networked: Networked, done: bool, monkeypatch: pyte
     assert place.loaded() == 2
     questions, cuts = wire.questions - before, 0
     number = 2
-    for at in range(1, questions + 1, max(1, questions // (40 if THOROUGH else 8))):
+    for at in range(1, questions + 1, max(1, questions // (20 if THOROUGH else 8))):
         number += 1
         wire.cut(at, answered=done)
         error = place.save(number)

@@ -91,8 +91,18 @@ class ServerFilesystem(RemoteFilesystem):
         return self._pool.run("look up the free space", self.path, look_up)
 
     def list_files(self) -> list[FileInfo]:
-        found = self._pool.run("list", self.path, lambda session: _listed(session, self._root))
-        return sorted((_info(entry) for entry in found if entry.kind == "file"), key=lambda file: file.name)
+        return self._pool.run("list", self.path, self._files)
+
+    def _files(self, session: Session) -> list[FileInfo]:
+        files = []
+        for entry in _listed(session, self._root):
+            if entry.kind == "file":
+                files.append(_info(entry))
+            elif entry.kind == "other":  # a link is what it leads to, as it is to who reads
+                nbytes = session.file_nbytes(f"{self._root}/{entry.name}")
+                if nbytes is not None:
+                    files.append(FileInfo(entry.name, nbytes, entry.modified_seconds))
+        return sorted(files, key=lambda file: file.name)
 
     def list_below(self) -> Below:
         files: list[FileInfo] = []
@@ -149,7 +159,7 @@ class ServerFilesystem(RemoteFilesystem):
         key, where = self._key(name), self.location(name)
         temporary = temporary_name(key)
         written = ServerOutput(self._pool, temporary, where, self._part_nbytes)
-        return Replacement(written, lambda: take_place(self._pool, temporary, key, where))
+        return Replacement(written, lambda: take_place(self._pool, temporary, key, where, written.content))
 
     def publish(self, name: str, data: bytes, *, overwrite: bool = True) -> None:
         publish(self._pool, self._key(name), data, self.location(name), overwrite=overwrite)
@@ -194,8 +204,7 @@ class ServerFilesystem(RemoteFilesystem):
 
     def file_nbytes(self, name: str) -> int | None:
         key = self._key(name)
-        entry = self._pool.run("look up", self.location(name), lambda session: session.look_up(key))
-        return entry.nbytes if entry is not None and entry.kind == "file" else None
+        return self._pool.run("look up", self.location(name), lambda session: session.file_nbytes(key))
 
     def _remove(self, name: str) -> None:
         def remove(session: Session) -> None:

@@ -11,11 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-import crc32c
-
 from dcp_nvcomp.errors import StorageError
+from dcp_nvcomp.storage.file_servers.content import Content
 from dcp_nvcomp.storage.file_servers.pool import Pool
-from dcp_nvcomp.storage.file_servers.publish import remove_quietly
+from dcp_nvcomp.storage.file_servers.publish import close_quietly, remove_quietly
 from dcp_nvcomp.storage.file_servers.session import ConnectionLostError, RemoteFile, Session
 from dcp_nvcomp.storage.parts import PartedOutput
 
@@ -23,7 +22,6 @@ __all__ = ["PART_COPIES", "ServerOutput"]
 
 _PARTS_ON_THEIR_WAY: Final = 2
 PART_COPIES: Final = 2 * _PARTS_ON_THEIR_WAY + 1  # the one that is collected; of the others, the client has a copy
-_COMPARED_NBYTES: Final = 8 << 20
 
 
 @dataclass
@@ -58,7 +56,7 @@ class ServerOutput(PartedOutput):
         self._file: RemoteFile | None = None
         self._parts: deque[_Part] = deque()
         self._nbytes = 0  # of all parts
-        self._confirmed = self._checksum = 0  # how many bytes the server has confirmed, and their CRC-32C
+        self._confirmed = Content()  # what the server has confirmed
         try:
             self._run("create", lambda session: None)
         except BaseException:
@@ -87,24 +85,12 @@ class ServerOutput(PartedOutput):
                 self._may_exist = may_be_ours
                 raise
             file = session.open_again(self._path)
-        self._compare(session, file)
+        if not self._confirmed.begins(session, file):
+            raise self._lost_bytes()
         self._file = file
 
-    def _compare(self, session: Session, file: RemoteFile) -> None:
-        checksum, position = 0, 0
-        buffer = memoryview(bytearray(min(_COMPARED_NBYTES, self._confirmed)))
-        while position < self._confirmed:
-            piece = buffer[: self._confirmed - position]
-            nbytes = session.read_into(file, position, piece)
-            checksum = crc32c.crc32c(piece[:nbytes], checksum)
-            position += nbytes
-            if nbytes < len(piece):
-                break
-        if position != self._confirmed or checksum != self._checksum:
-            raise self._lost_bytes()
-
     def _lost_bytes(self) -> StorageError:
-        message = f"The server has confirmed {self._confirmed} bytes, but after a lost connection it has others."
+        message = f"The server has confirmed {self._confirmed.nbytes} bytes, but after a lost connection it has others."
         return StorageError(message, path=self._where)
 
     def _send_part(self) -> None:
@@ -126,8 +112,7 @@ class ServerOutput(PartedOutput):
         while len(self._parts) > most:
             session.end_write(self._parts[0].begun)
             part = self._parts.popleft()
-            self._checksum = crc32c.crc32c(part.data, self._checksum)
-            self._confirmed += len(part.data)
+            self._confirmed = self._confirmed.followed_by(part.data)
 
     def _finish(self) -> None:
         self._add_part()
@@ -143,8 +128,16 @@ class ServerOutput(PartedOutput):
             raise StorageError(f"The server was sent {self._nbytes} bytes, but has {found}.", path=self._where)
         session.close(self._file)
 
+    @property
+    def content(self) -> Content:
+        """What the server has confirmed."""
+        return self._confirmed
+
     def _discard(self) -> None:
         self._parts.clear()
+        file, self._file = self._file, None
+        if file is not None:
+            close_quietly(self._pool, self._lease, file, self._where)
         self._lease.release(broken=True)
         if self._may_exist:
             remove_quietly(self._pool, self._path, self._where)

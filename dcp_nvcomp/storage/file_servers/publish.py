@@ -1,6 +1,7 @@
 """Publish a small file: write it under a temporary name, and give it its own name in one step.
 
-If the answer to that step gets lost, it was done exactly if the temporary is gone: nobody else touches that.
+If the answer to that step gets lost, it was done if the temporary is gone and the file is what was written. If only the
+temporary is gone, the server lost it, or another save has published since: what became of it is unknown.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from abc import ABC, abstractmethod
 
 from dcp_nvcomp.errors import StorageError
 from dcp_nvcomp.storage.base import already_published
-from dcp_nvcomp.storage.file_servers.pool import Pool
+from dcp_nvcomp.storage.file_servers.content import Content
+from dcp_nvcomp.storage.file_servers.pool import Lease, Pool
 from dcp_nvcomp.storage.file_servers.session import ConnectionLostError, RemoteFile, Session
 from dcp_nvcomp.storage.temporary import temporary_name
 
-__all__ = ["publish", "remove_quietly", "take_place"]
+__all__ = ["close_quietly", "publish", "remove_quietly", "take_place"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,14 +42,22 @@ def publish(pool: Pool, path: str, data: bytes, where: str, *, overwrite: bool) 
         remove_quietly(pool, temporary, where)
         raise
     if overwrite:
-        take_place(pool, temporary, path, where)
+        take_place(pool, temporary, path, where, Content().followed_by(data))
     else:
-        _NewName(temporary, path, data, where).run(pool, where)
+        _NewName(temporary, path, Content().followed_by(data), where).run(pool)
 
 
-def take_place(pool: Pool, temporary: str, path: str, where: str) -> None:
-    """Let a file that was written under a temporary name take the place of another one, if there is one."""
-    _Replacement(temporary, path).run(pool, where)
+def take_place(pool: Pool, temporary: str, path: str, where: str, content: Content) -> None:
+    """Let a file that was written under a temporary name take the place of another one, if there is one.
+
+    Args:
+        pool: the server.
+        temporary: the name it has.
+        path: the name it gets.
+        where: its URL, for messages.
+        content: what was written.
+    """
+    _Replacement(temporary, path, content, where).run(pool)
 
 
 def remove_quietly(pool: Pool, path: str, where: str) -> None:
@@ -63,10 +73,28 @@ def remove_quietly(pool: Pool, path: str, where: str) -> None:
         logger.warning("Something of the unfinished %s may be left: %s", where, error)
 
 
+def close_quietly(pool: Pool, lease: Lease, file: RemoteFile, where: str) -> None:
+    """Close a file of which nothing is needed, so that the server forgets it: several share a connection."""
+
+    def close(session: Session) -> None:
+        if session.owns(file):
+            session.close(file)
+
+    if file.connection.is_alive:
+        with contextlib.suppress(StorageError):
+            lease.run("close", where, close, deadline_seconds=pool.removal_seconds)
+
+
 def _write(session: Session, path: str, data: bytes) -> None:
     file = _new_or_ours(session, path)
-    session.end_write(session.begin_write(file, 0, data))
-    session.sync(file)
+    try:
+        session.end_write(session.begin_write(file, 0, data))
+        session.sync(file)
+    except OSError:
+        if file.connection.is_alive:
+            with contextlib.suppress(OSError):
+                session.close(file)
+        raise
     session.close(file)
 
 
@@ -83,18 +111,20 @@ class _Move(ABC):
     Args:
         source: its temporary name.
         target: its own.
+        content: what is in it.
+        where: its URL, for messages.
     """
 
-    def __init__(self, source: str, target: str) -> None:
-        self._source, self._target = source, target
+    def __init__(self, source: str, target: str, content: Content, where: str) -> None:
+        self._source, self._target, self._content, self._where = source, target, content, where
         self._is_repeated = False  # whether it may have been done already
 
-    def run(self, pool: Pool, where: str) -> None:
+    def run(self, pool: Pool) -> None:
         """Do it; if it fails, the temporary is removed."""
         try:
-            pool.run("write", where, self._attempt, may_be_done=True)
+            pool.run("write", self._where, self._attempt, may_be_done=True)
         except BaseException:
-            remove_quietly(pool, self._source, where)
+            remove_quietly(pool, self._source, self._where)
             raise
 
     def _attempt(self, session: Session) -> None:
@@ -111,7 +141,17 @@ class _Move(ABC):
         session.sync_directory(self._target.rpartition("/")[0])
 
     def _is_done(self, session: Session) -> bool:
-        return session.look_up(self._source) is None
+        if session.look_up(self._source) is not None:
+            return False
+        if self._content.is_all_of(session, self._target):
+            return True
+        error = StorageError(
+            "The connection was lost while the file got its name. It now has other contents: another save has "
+            "published since, or the server has lost what it had confirmed.",
+            path=self._where,
+        )
+        error.outcome_unknown = True
+        raise error
 
     @abstractmethod
     def _try(self, session: Session) -> None:
@@ -126,31 +166,13 @@ class _Replacement(_Move):
 
 
 class _NewName(_Move):
-    """Gives a file a name that no other may have.
-
-    Args:
-        source: its temporary name.
-        target: its own.
-        data: what is in it.
-        where: its URL, for messages.
-    """
-
-    def __init__(self, source: str, target: str, data: bytes, where: str) -> None:
-        super().__init__(source, target)
-        self._data, self._where = data, where
+    """Gives a file a name that no other may have."""
 
     def _try(self, session: Session) -> None:
         try:
             session.rename_new(self._source, self._target)
         except FileExistsError as error:
             # SFTP's rename makes a second name and then removes the first: it may have been interrupted between them
-            if not (self._is_repeated and self._is_ours(session)):
+            if not (self._is_repeated and self._content.is_all_of(session, self._target)):
                 raise already_published(self._where) from error
             session.remove(self._source)
-
-    def _is_ours(self, session: Session) -> bool:
-        file = session.open_to_read(self._target)
-        found = bytearray(len(self._data) + 1)
-        nbytes = session.read_into(file, 0, memoryview(found))
-        session.close(file)
-        return found[:nbytes] == self._data

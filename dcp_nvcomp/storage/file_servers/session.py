@@ -156,7 +156,12 @@ class Session(ABC):
 
     @abstractmethod
     def look_up(self, path: str) -> Entry | None:
-        """Return what a path leads to; None if it leads nowhere."""
+        """Return what has this path, which may be a link; None if nothing has."""
+
+    def file_nbytes(self, path: str) -> int | None:
+        """Return the size of the file that a path leads to, by a link or without; None if it leads to none."""
+        entry = self.look_up(path)
+        return entry.nbytes if entry is not None and entry.kind == "file" else None
 
     @abstractmethod
     def list(self, path: str) -> list[Entry]:

@@ -187,6 +187,13 @@ class SftpSession(Session):
         except FileNotFoundError:
             return None
 
+    def file_nbytes(self, path: str) -> int | None:
+        try:
+            entry = _entry("", self._do(self._sftp.stat(path)))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return entry.nbytes if entry.kind == "file" else None
+
     def list(self, path: str) -> list[Entry]:
         try:
             found = self._do(self._sftp.readdir(path))
@@ -257,12 +264,22 @@ class SftpSession(Session):
     def sync_directory(self, path: str) -> None:
         try:
             directory = self._open(path or "/", _READ)  # OpenSSH opens it as a file, which its fsync wants
-            self.sync(directory)
-            self.close(directory)
         except ConnectionLostError:
             raise
         except OSError:  # elsewhere that is not possible
-            pass
+            return
+        try:
+            self.sync(directory)
+            self._connection.syncs_directories = True
+        except ConnectionLostError:
+            raise
+        except OSError:
+            if self._connection.syncs_directories:
+                raise
+            # a server that can't says no more than "Failure", as one whose disk fails does: the first one is believed
+        finally:
+            if self._connection.is_alive:
+                self.close(directory)
 
     def free_nbytes(self, path: str) -> int | None:
         try:

@@ -121,6 +121,7 @@ class SftpConnection(Connection):
 
     Attributes:
         heard_seconds: when it last answered, by the monotonic clock.
+        syncs_directories: whether it did.
     """
 
     users = _USERS
@@ -128,6 +129,7 @@ class SftpConnection(Connection):
     def __init__(self, loop: asyncio.AbstractEventLoop, ssh: Any, sftp: Any, server: str) -> None:
         self.loop, self.ssh, self.sftp, self.server = loop, ssh, sftp, server
         self.heard_seconds = time.monotonic()
+        self.syncs_directories = False
         self._is_cut = False
 
     @property

@@ -49,6 +49,7 @@ _ACCESS: Final = FilePipePrinterAccessMask
 _PLAIN: Final = CreateOptions.FILE_NON_DIRECTORY_FILE
 _FOLDER: Final = CreateOptions.FILE_DIRECTORY_FILE
 _LINKS_AS_THEY_ARE: Final = CreateOptions.FILE_OPEN_REPARSE_POINT
+_FAILED_FLUSH: Final = (errno.EIO, errno.ENOSPC, errno.EDQUOT)
 _HELD_OPEN: Final = (NtStatus.STATUS_ACCESS_DENIED, NtStatus.STATUS_SHARING_VIOLATION, NtStatus.STATUS_DELETE_PENDING)
 
 
@@ -183,6 +184,7 @@ class SmbSession(Session):
         while waiting or position < end:
             length = min(step, end - position)
             if length > 0 and self._may_send(len(waiting), length):
+                length = self._transfers.room(length)
                 begun = self._transfers.begin_read(file.handle, start + position, buffer[position : position + length])
                 waiting.append((position, length, begun))
                 position += length
@@ -206,12 +208,13 @@ class SmbSession(Session):
         begun = _Write(deque())
         with self._errors():
             step = min(_REQUEST_NBYTES, self._wire.max_write_size)
-            view = memoryview(data)
-            for position in range(0, len(data), step):
-                piece = view[position : position + step]
-                while begun.waiting and not self._may_send(len(begun.waiting), len(piece)):
+            view, position = memoryview(data), 0
+            while position < len(view):
+                while begun.waiting and not self._may_send(len(begun.waiting), min(step, len(view) - position)):
                     self._transfers.end(begun.waiting.popleft())
+                piece = view[position : position + self._transfers.room(min(step, len(view) - position))]
                 begun.waiting.append(self._transfers.begin_write(file.handle, start + position, piece))
+                position += len(piece)
         return begun
 
     def end_write(self, begun: _Write) -> None:
@@ -240,6 +243,14 @@ class SmbSession(Session):
         except (FileNotFoundError, NotADirectoryError):
             return None
         return entry
+
+    def file_nbytes(self, path: str) -> int | None:
+        try:
+            with self._opened(path, _ACCESS.FILE_READ_ATTRIBUTES) as found:
+                entry = _entry("", found.file_attributes, found.end_of_file, found.last_write_time)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return entry.nbytes if entry.kind == "file" else None
 
     def list(self, path: str) -> list[Entry]:
         entries: list[Entry] = []
@@ -327,10 +338,9 @@ class SmbSession(Session):
         try:
             with self._opened(path, access, _FOLDER) as folder:
                 folder.flush()
-        except ConnectionLostError:
-            raise
-        except OSError:  # Windows does not sync directories, and need not
-            pass
+        except OSError as error:  # Windows does not sync directories, and need not
+            if isinstance(error, ConnectionLostError) or error.errno in _FAILED_FLUSH:
+                raise
 
     def free_nbytes(self, path: str) -> int | None:
         with self._opened(path, _ACCESS.FILE_READ_ATTRIBUTES, _FOLDER) as folder:

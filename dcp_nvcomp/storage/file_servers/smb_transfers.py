@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
@@ -57,15 +58,34 @@ class Transfers(ABC):
     def __init__(self, wire: Any, tree: Any) -> None:
         self._wire, self._tree, self._login = wire, tree, tree.session
 
+    def _credits(self) -> int:
+        window = self._wire.sequence_window
+        return int(window["high"] - window["low"])
+
     def has_credits(self, nbytes: int) -> bool:
         """Return whether the server would take a request for so many bytes now."""
-        window = self._wire.sequence_window
-        return bool(window["high"] - window["low"] > -(-nbytes // _CREDIT_NBYTES))
+        return self._credits() > _charge(nbytes)
+
+    def room(self, nbytes: int) -> int:
+        """Wait until the server takes a request for so many bytes, or for fewer if nothing else is on its way.
+
+        Returns:
+            For how many.
+        """
+        while self._credits() < _charge(nbytes):
+            if not self._wait_for_an_answer():
+                nbytes = min(nbytes, self._credits() * _CREDIT_NBYTES)
+                if not nbytes:
+                    raise ConnectionLostError("the server lets us send nothing more")
+        return nbytes
+
+    @abstractmethod
+    def _wait_for_an_answer(self) -> bool:
+        """Wait until something that is on its way is answered; return False if there is nothing."""
 
     def credits_wanted(self, charge: int) -> int:
         """Return how many credits to ask for with a request: more than it takes, as long as we have few."""
-        window = self._wire.sequence_window
-        return charge + (_MORE_CREDITS if window["high"] - window["low"] < _CREDITS else 0)
+        return charge + (_MORE_CREDITS if self._credits() < _CREDITS else 0)
 
     @abstractmethod
     def begin_read(self, handle: Any, start: int, buffer: memoryview) -> Any:
@@ -91,8 +111,30 @@ class Transfers(ABC):
         return
 
 
+def _charge(nbytes: int) -> int:
+    return max(1, -(-nbytes // _CREDIT_NBYTES))
+
+
 class WrappedTransfers(Transfers):
-    """Through smbprotocol."""
+    """Through smbprotocol.
+
+    Args:
+        wire: smbprotocol's connection.
+        tree: the share.
+    """
+
+    def __init__(self, wire: Any, tree: Any) -> None:
+        super().__init__(wire, tree)
+        self._unanswered: deque[Any] = deque()
+
+    def _wait_for_an_answer(self) -> bool:
+        while self._unanswered:
+            request = self._unanswered.popleft()
+            if not request.response_event.is_set():
+                if not request.response_event.wait(self._wire.silent_seconds):
+                    raise ConnectionLostError("no answer from the server", errno.ETIMEDOUT)
+                return True
+        return False
 
     def begin_read(self, handle: Any, start: int, buffer: memoryview) -> Any:
         message, unpack = handle.read(start, len(buffer), send=False)
@@ -103,11 +145,17 @@ class WrappedTransfers(Transfers):
         return self._send(message, len(data)), unpack, None, len(data)
 
     def _send(self, message: Any, nbytes: int) -> Any:
-        wanted = self.credits_wanted(max(1, -(-nbytes // _CREDIT_NBYTES)))
-        return self._wire.send(message, self._login.session_id, self._tree.tree_connect_id, credit_request=wanted)
+        wanted = self.credits_wanted(_charge(nbytes))
+        login, tree = self._login, self._tree
+        request = self._wire.send(message, login.session_id, tree.tree_connect_id, credit_request=wanted)
+        while self._unanswered and self._unanswered[0].response_event.is_set():
+            self._unanswered.popleft()
+        self._unanswered.append(request)
+        return request
 
     def end(self, begun: Any) -> int:
         request, unpack, buffer, nbytes = begun
+        assert isinstance(nbytes, int)
         try:
             answer = unpack(request)
         except SMBResponseException as error:
@@ -160,7 +208,7 @@ class DirectTransfers(Transfers):
         self._route = Route(login.session_id, tree.tree_connect_id, flags, sign)
         self._on_their_way: dict[int, _Transfer] = {}
         self._has_ended = False
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         wire.transport.receiver = self
 
     def begin_read(self, handle: Any, start: int, buffer: memoryview) -> _Transfer:
@@ -181,19 +229,29 @@ class DirectTransfers(Transfers):
         self, transfer: _Transfer, nbytes: int, message: Callable[[int, int, int], tuple[Buffer, ...]]
     ) -> _Transfer:
         wire = self._wire
-        charge = max(1, -(-nbytes // _CREDIT_NBYTES)) if wire.supports_multi_credit else 0
+        charge = _charge(nbytes)
         with wire.sequence_lock:
-            window = wire.sequence_window
-            if max(charge, 1) > window["high"] - window["low"]:
-                raise ConnectionLostError(f"the server lets us send nothing ({charge} credits are needed)")
-            message_id = window["low"]
-            window["low"] += max(charge, 1)
-        with self._lock:
+            if charge > self._credits():
+                raise ConnectionLostError("the server lets us send nothing more")
+            message_id = wire.sequence_window["low"]
+            wire.sequence_window["low"] += charge
+        with self._changed:
             if self._has_ended:
                 raise ConnectionLostError("the connection has ended")
             self._on_their_way[message_id] = transfer
-        wire.transport.send_parts(message(message_id, charge, self.credits_wanted(max(charge, 1))))
+        charge = charge if wire.supports_multi_credit else 0
+        wire.transport.send_parts(message(message_id, charge, self.credits_wanted(_charge(nbytes))))
         return transfer
+
+    def _wait_for_an_answer(self) -> bool:
+        seconds = self._wire.silent_seconds
+        with self._changed:
+            before = len(self._on_their_way)
+            if not before:
+                return False
+            if not self._changed.wait_for(lambda: len(self._on_their_way) < before, seconds):
+                raise ConnectionLostError(f"no answer from the server within {seconds:.1f} s", errno.ETIMEDOUT)
+        return True
 
     def end(self, begun: _Transfer) -> int:
         seconds = self._wire.silent_seconds
@@ -238,15 +296,18 @@ class DirectTransfers(Transfers):
         sign = self._route.sign
         if sign is not None and not is_signed_well(sign, answer, parts):
             raise ConnectionLostError("an answer's signature is wrong: it was changed on the way")
-        transfer = self._on_their_way.pop(answer.message_id)
-        transfer.nbytes = answer.data_nbytes  # or, at the same place, how many were written
-        transfer.status = answer.status
+        with self._changed:
+            transfer = self._on_their_way.pop(answer.message_id)
+            transfer.nbytes = answer.data_nbytes  # or, at the same place, how many were written
+            transfer.status = answer.status
+            self._changed.notify_all()
         transfer.ended.set()
 
     def end_all(self) -> None:
         """Tell all who wait that no answer will come."""
-        with self._lock:
+        with self._changed:
             self._has_ended = True
             lost, self._on_their_way = self._on_their_way, {}
+            self._changed.notify_all()
         for transfer in lost.values():
             transfer.ended.set()

@@ -46,6 +46,7 @@ _SFTP_OPTIONS: Final = (
 _SFTP_CLIENT: Final = (
     *("password", "passphrase", "agent_path", "config", "encryption_algs", "compression_algs", "keepalive_interval"),
 )
+_SFTP_NONE: Final = ("agent_path", "config")  # None means none
 _SMB_OPTIONS: Final = (
     *("username", "user", "password", "port", "domain", "encrypt", "share_access", "require_signing", "auth_protocol"),
 )
@@ -141,7 +142,11 @@ def sftp_place(path: str, options: Mapping[str, Any], known_options: Sequence[st
     url = _parse(path, "sftp://user@host/directory")
     options = _with_configuration(options, SFTP, url)
     _check_names(options, (*_SFTP_OPTIONS, *_PART), known_options, "sftp")
-    client = {name: options[name] for name in _SFTP_CLIENT if options.get(name) is not None}
+    client = {
+        name: options[name]
+        for name in _SFTP_CLIENT
+        if options.get(name) is not None or (name in _SFTP_NONE and name in options)
+    }
     user = options.get("username")
     if user:
         client["username"] = user

@@ -1,0 +1,283 @@
+"""SFTP and SMB: servers that lose, refuse or grant little, links, and what is sent past smbprotocol."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dcp_nvcomp.errors import StorageError
+from dcp_nvcomp.storage.base import Filesystem
+from dcp_nvcomp.storage.file_servers.session import ConnectionLostError
+from dcp_nvcomp.storage.open import open_filesystem
+from tests.servers.sftp import SftpServer
+from tests.servers.smb import SmbServer
+from tests.servers.wire import Wire
+
+from .suite import Place, write_file
+
+KINDS = [pytest.param("sftp", marks=pytest.mark.sftp), pytest.param("smb", marks=pytest.mark.smb)]
+PART_NBYTES = 1 << 18
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def server(kind: str, request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(f"{kind}_server")
+
+
+@pytest.fixture
+def store(kind: str, request: pytest.FixtureRequest) -> Place:
+    place: Place = request.getfixturevalue(f"{kind}_store")
+    return place
+
+
+@pytest.fixture
+def sessions(kind: str, store: Place) -> Any:
+    """The class whose methods ask the server."""
+    from dcp_nvcomp.storage.file_servers.sftp import SftpSession
+    from dcp_nvcomp.storage.file_servers.smb import SmbSession
+
+    return SftpSession if kind == "sftp" else SmbSession
+
+
+def opened(place: Place, **options: Any) -> Filesystem:
+    url, given = place
+    filesystem = open_filesystem(url, storage_options={**given, **options}, deadline_seconds=20.0)
+    filesystem.create_directory()
+    return filesystem
+
+
+# --- a server that loses ---------------------------------------------------------------------------------------------
+
+
+def published(filesystem: Filesystem) -> None:
+    filesystem.publish(".metadata", b"new", overwrite=True)
+
+
+def published_first(filesystem: Filesystem) -> None:
+    filesystem.publish("first", b"new", overwrite=False)
+
+
+def replaced(filesystem: Filesystem) -> None:
+    stream = filesystem.open_replacement(".metadata")
+    stream.write(b"new")
+    stream.close()
+
+
+@pytest.mark.parametrize("publish", [published, published_first, replaced])
+def test_a_temporary_that_the_server_lost_was_not_published(
+    store: Place, server: Any, sessions: Any, publish: Callable[[Filesystem], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name was not durable when the server died: the rename that was lost with the answer was never done."""
+    filesystem, folder = opened(store), server.folder(store[0])
+    filesystem.publish(".metadata", b"old")
+
+    def lost(session: Any, source: str, target: str) -> None:
+        (folder / os.path.basename(source)).unlink()
+        raise ConnectionLostError("the server died")
+
+    monkeypatch.setattr(sessions, "replace", lost)
+    monkeypatch.setattr(sessions, "rename_new", lost)
+    with pytest.raises(StorageError, match="other contents") as caught:
+        publish(filesystem)
+    assert caught.value.outcome_unknown
+    assert filesystem.read_all(".metadata", limit_nbytes=10) == b"old"
+    assert filesystem.list_names() == [".metadata"]
+
+
+def test_what_another_save_published_since_is_told(
+    store: Place, server: Any, sessions: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rename was done, its answer was lost, and another save came before it was looked at."""
+    filesystem, folder = opened(store), server.folder(store[0])
+    replace = sessions.replace
+
+    def done_but_lost(session: Any, source: str, target: str) -> None:
+        replace(session, source, target)
+        (folder / ".metadata").write_bytes(b"theirs, which is longer")
+        raise ConnectionLostError("the wire is cut")
+
+    monkeypatch.setattr(sessions, "replace", done_but_lost)
+    with pytest.raises(StorageError, match="another save") as caught:
+        filesystem.publish(".metadata", b"ours")
+    assert caught.value.outcome_unknown
+    assert filesystem.read_all(".metadata", limit_nbytes=30) == b"theirs, which is longer"
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_a_directory_that_cannot_be_synced_any_more(
+    store: Place, kind: str, sessions: Any, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It could when it was made, so this is no server that never can: what was published may not be durable."""
+    filesystem = opened(store)
+    filesystem.publish(".metadata", b"old")
+
+    def failing(*arguments: Any) -> None:
+        raise OSError(number, "the disk fails")
+
+    if kind == "sftp":
+        sync = sessions.sync
+
+        def sync_files_only(session: Any, file: Any) -> None:
+            failing() if file.path.endswith("/run") else sync(session, file)
+
+        monkeypatch.setattr(sessions, "sync", sync_files_only)
+    else:
+        from smbprotocol.open import Open
+
+        flush = Open.flush
+        monkeypatch.setattr(Open, "flush", lambda file: failing() if file.file_name.endswith("run") else flush(file))
+    with pytest.raises(StorageError) as caught:
+        filesystem.publish(".metadata", b"new")
+    assert caught.value.outcome_unknown or caught.value.errno == errno.ENOSPC
+    monkeypatch.undo()
+    assert filesystem.read_all(".metadata", limit_nbytes=10) == b"new"
+
+
+# --- links -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_behind_a_link(store: Place, server: Any) -> None:
+    """Whoever reads it follows the link, so whoever looks for it must find it: `clean` takes what has no root."""
+    filesystem, folder = opened(store), server.folder(store[0])
+    elsewhere = folder.parent / "elsewhere"
+    elsewhere.write_bytes(b"behind a link")
+    (folder / ".metadata").symlink_to(elsewhere)
+    (folder / "broken").symlink_to(folder / "nowhere")
+    assert filesystem.read_all(".metadata", limit_nbytes=100) == b"behind a link"
+    assert filesystem.file_nbytes(".metadata") == 13
+    assert [(file.name, file.nbytes) for file in filesystem.list_files()] == [(".metadata", 13)]
+    assert filesystem.file_nbytes("broken") is None
+
+
+# --- files that nobody needs any more --------------------------------------------------------------------------------
+
+
+@pytest.mark.sftp
+def test_aborted_files_are_closed(sftp_server: SftpServer, sftp_store: Place) -> None:
+    """Their space is free at once: the server keeps an open file as long as the connection lives."""
+    filesystem, folder = opened(sftp_store, default_block_size=PART_NBYTES), sftp_server.folder(sftp_store[0])
+
+    def open_files() -> int:
+        found = 0
+        for link in Path("/proc").glob("[0-9]*/fd/*"):
+            try:
+                found += os.readlink(link).startswith(str(folder))
+            except OSError:  # of a process that has ended
+                continue
+        return found
+
+    for number in range(3):
+        stream = filesystem.open_output(f"a-{number}")
+        stream.write(bytes(3 * PART_NBYTES))
+        assert open_files() == 1
+        stream.abort()
+    assert open_files() == 0
+    assert filesystem.list_names() == []
+
+
+# --- SMB's requests --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def smb_with(tmp_path: Path) -> Iterator[Callable[..., SmbServer]]:
+    """Start a server with some settings."""
+    missing = SmbServer.missing()
+    if missing:
+        pytest.skip(missing)
+    started: list[SmbServer] = []
+
+    def start(*settings: str) -> SmbServer:
+        started.append(SmbServer(tmp_path / f"smb-{len(started)}", *settings))
+        started[-1].start()
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.stop()
+
+
+@pytest.mark.smb
+@pytest.mark.parametrize("encrypt", [False, True])
+@pytest.mark.parametrize("granted", [8, 20, 40])
+def test_a_server_that_grants_few_credits(smb_with: Callable[..., SmbServer], granted: int, encrypt: bool) -> None:
+    """Requests wait for each other, and are small if the server wants them so."""
+    place = smb_with(f"smb2 max credits = {granted}").place("run")
+    filesystem = opened(place, default_block_size=4 << 20, encrypt=encrypt)
+    data = os.urandom((9 << 20) + 7)
+    write_file(filesystem, "data", data)
+    assert filesystem.read_all("data", limit_nbytes=len(data)) == data
+
+
+@pytest.mark.smb
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("server smb3 signing algorithms = AES-128-GMAC",),
+        ("server smb3 signing algorithms = AES-128-CMAC",),
+        ("server smb3 signing algorithms = HMAC-SHA256",),
+        ("server max protocol = SMB3_00",),
+        ("server max protocol = SMB2_10",),
+        ("smb2 max read = 65536", "smb2 max write = 65536"),
+        ("server smb encrypt = required",),
+    ],
+    ids=lambda settings: settings[0],
+)
+def test_how_messages_are_signed(smb_with: Callable[..., SmbServer], settings: tuple[str, ...]) -> None:
+    """With each algorithm; the server hangs up on what is signed wrongly."""
+    filesystem = opened(smb_with(*settings, "server signing = required").place("run"))
+    data = os.urandom((2 << 20) + 7)
+    write_file(filesystem, "data", data)
+    assert filesystem.read_all("data", limit_nbytes=len(data)) == data
+
+
+@pytest.mark.smb
+@pytest.mark.parametrize("signed", [True, False])
+def test_a_bit_that_flips_on_the_way(smb_server: SmbServer, smb_store: Place, signed: bool) -> None:
+    """A signed answer is not believed, and asked for again; without a signature the reader's checksums must do."""
+    from dcp_nvcomp.storage.file_servers import smb_transfers
+
+    filesystem = opened(smb_store, require_signing=signed)
+    data = os.urandom(3 << 20)
+    write_file(filesystem, "data", data)
+    take, flipped = smb_transfers.DirectTransfers.take, []
+
+    def take_flipped(transfers: Any, answer: Any, parts: Any) -> None:
+        if answer.data_nbytes > 1000 and not flipped and len(parts[2]):
+            flipped.append(answer)
+            parts[2][500] ^= 1
+        take(transfers, answer, parts)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(smb_transfers.DirectTransfers, "take", take_flipped)
+        found = filesystem.read_all("data", limit_nbytes=len(data))
+    assert flipped and (found == data) == signed
+
+
+@pytest.mark.smb
+def test_nothing_is_written_into_a_buffer_that_was_given_up(smb_server: SmbServer, smb_store: Place) -> None:
+    """The answers that nobody waits for any more come too late, and must not change what the memory is used for now."""
+    data = os.urandom(8 << 20)
+    write_file(opened(smb_store), "data", data)
+    with Wire(smb_server.port) as wire:
+        url, options = smb_store
+        place = url.replace(f":{smb_server.port}/", f":{wire.port}/"), options
+        filesystem = open_filesystem(place[0], storage_options=options, deadline_seconds=3.0)
+        assert filesystem.read("data", 0, 10) == data[:10]
+        buffer = bytearray(len(data))
+        wire.hold(True)
+        with pytest.raises(StorageError):
+            filesystem.read_into("data", 0, memoryview(buffer))
+        buffer[:] = bytes(len(buffer))
+        wire.hold(False)
+        assert filesystem.read("data", 0, 10) == data[:10]
+        assert buffer == bytes(len(buffer))
