@@ -11,15 +11,17 @@ from typing import Any
 from dcp_nvcomp.choosing.bench import Bench
 from dcp_nvcomp.choosing.intervals import GPU_HOURS_PER_FAILURE, daly_seconds, lost_part, young_seconds
 from dcp_nvcomp.choosing.model import Prediction
-from dcp_nvcomp.codecs.auto import STORED
+from dcp_nvcomp.codecs.choose import STORED, TINY_NBYTES
+from dcp_nvcomp.codecs.dtypes import ELEMENT_TYPES
 from dcp_nvcomp.format.names import data_file_rank
-from dcp_nvcomp.maintenance.inspection import inspect_checkpoint
+from dcp_nvcomp.maintenance.inspection import Inspection, Item, inspect_checkpoint
 from dcp_nvcomp.options import check_seconds
 
 __all__ = ["Advice", "Workload", "advise", "mtbf_of", "workload_of_checkpoint"]
 
 # Codecs whose saves take about as long are told apart by what they store.
 _ABOUT_AS_FAST = 1.05
+_EQUAL = 1 + 1e-9
 _LIKE_AUTO = ("auto", "planes-zstd", "planes-deflate")
 
 
@@ -30,7 +32,7 @@ class Workload:
     Attributes:
         state_nbytes: size of the whole state in memory.
         ranks: how many save it, each an equal part.
-        ratio: what a checkpoint of it came to; None if there is none that was compressed.
+        ratio: what a checkpoint of it came to with `auto`; None if there is none that was compressed.
     """
 
     state_nbytes: int
@@ -112,8 +114,9 @@ def advise(
     codec = _best(predictions)
     best = predictions[codec]
     stall = best.save_seconds if stall_seconds is None else check_seconds("stall_seconds", stall_seconds)
+    behind = max(0.0, best.save_seconds - stall)  # of an asynchronous save: until it is durable, the last one counts
     # saves can't overlap: the next one begins when the last is durable
-    interval = max(daly_seconds(stall, mtbf), best.save_seconds - stall)
+    interval = max(daly_seconds(stall, mtbf), behind)
     return Advice(
         workload,
         codec,
@@ -122,7 +125,7 @@ def advise(
         young_seconds(stall, mtbf),
         mtbf,
         stall,
-        lost_part(interval, stall, best.load_seconds, mtbf),
+        lost_part(interval, stall, best.load_seconds + behind, mtbf),
         best,
         predictions["none"],
         found.sentence,
@@ -130,7 +133,19 @@ def advise(
 
 
 def _predicted(workload: Workload, found: Bench, codec: str) -> Prediction:
-    return found.predict(workload.rank_nbytes, codec, ratio=workload.ratio if codec in _LIKE_AUTO else None)
+    return found.predict(workload.rank_nbytes, codec, ratio=_ratio(workload.ratio, found, codec))
+
+
+def _ratio(ratio: float | None, found: Bench, codec: str) -> float | None:
+    """Return the ratio of a codec where `auto` has this one; None for that of the sample."""
+    if ratio is None or codec == "none":
+        return None
+    if codec in _LIKE_AUTO or ratio <= 1:
+        return ratio
+    of_sample = found.codecs["auto"].ratio
+    # what the codec gained of the sample beside what `auto` gained of it
+    share = (found.codecs[codec].ratio - 1) / (of_sample - 1) if of_sample > 1 else 1.0
+    return 1 + share * (ratio - 1)
 
 
 def _best(predictions: Mapping[str, Prediction]) -> str:
@@ -141,10 +156,15 @@ def _best(predictions: Mapping[str, Prediction]) -> str:
 
 
 def _threads(workload: Workload, found: Bench, codec: str, best: Prediction) -> int:
-    """Return the fewest threads that encode as fast as the storage writes."""
-    needed = best.state_nbytes / best.stored_nbytes * found.storage.write_rate(workload.rank_nbytes)
+    """Return the fewest threads with which encoding and writing take no longer than with all of them."""
     each = found.codecs[codec].encode_rate / found.threads
-    return max(1, min(found.threads, math.ceil(needed / each)))
+
+    def seconds(threads: int) -> float:
+        written = best.stored_nbytes / found.storage.write_rate(workload.rank_nbytes, threads=threads)
+        return max(best.state_nbytes / (each * threads), written)
+
+    least = seconds(found.threads) * _EQUAL
+    return next(threads for threads in range(1, found.threads + 1) if seconds(threads) <= least)
 
 
 def mtbf_of(gpus: int) -> float:
@@ -170,5 +190,18 @@ def workload_of_checkpoint(
     """
     found = inspect_checkpoint(url, storage_options=storage_options)
     ranks = {data_file_rank(file.name) for file in found.files}
-    is_compressed = found.layout == "dcp_nvcomp" and set(found.by_codec) != {STORED.label}
-    return Workload(found.totals.uncompressed_nbytes, max(1, len(ranks)), found.ratio if is_compressed else None)
+    return Workload(found.totals.uncompressed_nbytes, max(1, len(ranks)), found.ratio if _was_tried(found) else None)
+
+
+def _was_tried(found: Inspection) -> bool:
+    """Return True if the checkpoint shows how its state compresses: if not all was stored as it is without a look."""
+    if found.layout != "dcp_nvcomp":
+        return False
+    # exponents compress, so only codec="none" stores floats as they are, but for tiny ones
+    return set(found.by_codec) != {STORED.label} or not any(map(_has_exponents, found.items))
+
+
+def _has_exponents(item: Item) -> bool:
+    element = ELEMENT_TYPES.get(item.dtype)
+    is_tiny = item.totals.uncompressed_nbytes < TINY_NBYTES * item.totals.records
+    return element is not None and element.float_nbytes > 0 and not is_tiny

@@ -58,8 +58,11 @@ class Bench:
 
     @property
     def break_even_rate(self) -> float | None:
-        """Bytes a second that a storage takes of each rank, below which compression saves time; None if at any rate."""
-        return break_even_rate(self.codecs["auto"], self.codecs["none"])
+        """Bytes a second that a storage takes of each rank, below which compression saves time.
+
+        None if it does at any rate, 0 if it does at none.
+        """
+        return break_even_rate(self._model("auto"), self._model("none"))
 
     @property
     def sentence(self) -> str:
@@ -67,6 +70,8 @@ class Bench:
         rate = self.break_even_rate
         if rate is None:
             return "compression saves time at any rate of the storage here"
+        if not rate:
+            return "compression saves no time here, whatever the storage takes"
         return f"compression saves time below {rate / 1e9:.2g} GB/s a rank here"
 
     def predict(self, state_nbytes: int, codec: str = "auto", *, ratio: float | None = None) -> Prediction:
@@ -82,9 +87,11 @@ class Bench:
         """
         if codec not in self.codecs:
             raise ConfigurationError(f"codec={codec!r} was not measured, only {', '.join(self.codecs)}.")
+        return self._model(codec).predict(state_nbytes, ratio=ratio)
+
+    def _model(self, codec: str) -> Model:
         trial = self.trials["none" if codec == "none" else "auto"]
-        model = Model(self.codecs[codec], self.storage, trial, self.codecs[trial.codec])
-        return model.predict(state_nbytes, ratio=ratio)
+        return Model(self.codecs[codec], self.storage, trial, self.codecs[trial.codec])
 
     def to_json(self, *state_nbytes: int) -> dict[str, Any]:
         """Return all of it as JSON values. Keys are only ever added to this document; `schema` changes if one must go.

@@ -47,7 +47,7 @@ def lost_part(interval_seconds: float, stall_seconds: float, restart_seconds: fl
     Args:
         interval_seconds: between two saves.
         stall_seconds: what a save costs training.
-        restart_seconds: time to load after a failure.
+        restart_seconds: time to load after a failure, and how long a save is not durable yet when training goes on.
         mtbf_seconds: mean time between failures of the whole job.
     """
     period = interval_seconds + stall_seconds

@@ -1,15 +1,18 @@
 """From measured rates to the seconds of a save or load of any size: arithmetic only.
 
-Encoding and writing overlap, so a save takes as long as the longer of the two, and what does not grow with it:
+Encoding and writing overlap, so a save takes about as long as the longer of the two, and what does not grow with it:
 
-    seconds = fixed + slowdown * max(state / encode rate, state / ratio / write rate)
+    seconds = fixed + factor * (longer + shared * shorter)
 
-`slowdown` is how much longer a trial took than this says without it: both share cores, and so does a server on the same
-machine. A load is the same with decoding and reading.
+A trial shows how well they overlap: `shared` is which part of the shorter one came on top of the longer one, as both
+share cores, and so does a server on the same machine. It is 0 where they do not disturb each other, and 1 where one
+might as well follow the other; only what is left then is the `factor`, on both. So a codec that was in no trial is
+charged for the writing that goes on beside it, and not for what its own, longer, encoding took in another codec's
+place. A load is the same with decoding and reading.
 
-With a storage that takes R bytes a second of each rank, and E the rate at which a codec encodes, which is less than the
-rate at which bytes are stored as they are, a compressed save takes max(1/E, 1/(ratio R)) for each byte and a plain one
-1/R. The first is the smaller one exactly if R < E: E is the break-even rate, whatever the ratio is.
+With a storage that takes R bytes a second of each rank, and E and N the rates at which a codec encodes and bytes are
+stored as they are, a byte of a compressed save takes 1/E and 1/(ratio R), and one of a plain save 1/N and 1/R. The
+break-even rate is the R at which both saves take as long. Where nothing is shared that is E, whatever the ratio is.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ from dcp_nvcomp.choosing.codec_rates import CodecRates
 from dcp_nvcomp.choosing.storage_rates import StorageRates
 from dcp_nvcomp.choosing.trials import Trial
 
-__all__ = ["Model", "Prediction", "break_even_rate"]
+__all__ = ["Model", "Overlap", "Prediction", "break_even_rate"]
+
+_LARGE_NBYTES = 1 << 60
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,33 @@ class Prediction:
     def to_json(self) -> dict[str, object]:
         """Return all of it as JSON values."""
         return dict(vars(self))
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """How two things that go on at the same time get on with each other.
+
+    Attributes:
+        factor: how much longer both together take than the rest of this says.
+        shared: which part of the shorter one comes on top of the longer one.
+    """
+
+    factor: float
+    shared: float
+
+    @classmethod
+    def of(cls, measured: float, one: float, other: float) -> Overlap:
+        """Return how they did, from the time of both together and of each alone."""
+        longer, shorter = max(one, other), min(one, other)
+        if longer < measured <= longer + shorter:
+            return cls(1.0, (measured - longer) / shorter)
+        shared = 0.0 if measured <= longer else 1.0
+        # a trial of next to nothing may be faster than the empty one by chance
+        return cls(min(max(measured / (longer + shared * shorter), 0.1), 10.0), shared)
+
+    def seconds(self, one: float, other: float) -> float:
+        """Return the time of both together, from that of each alone."""
+        return self.factor * (max(one, other) + self.shared * min(one, other))
 
 
 @dataclass(frozen=True)
@@ -80,23 +112,31 @@ class Model:
             self.rates.codec,
             state_nbytes,
             round(state_nbytes / ratio),
-            self.trial.empty_save_seconds + self.save_slowdown * max(encode, write),
-            self.trial.empty_load_seconds + self.load_slowdown * max(decode, read),
+            self.trial.empty_save_seconds + self.save_overlap.seconds(encode, write),
+            self.trial.empty_load_seconds + self.load_overlap.seconds(decode, read),
             "encode" if encode > write else "write",
             "decode" if decode > read else "read",
         )
 
     @property
-    def save_slowdown(self) -> float:
-        """How much longer a trial's save took than its longer part."""
+    def save_overlap(self) -> Overlap:
+        """How encoding and writing got on with each other in the trial."""
         encode, write, _, _ = self._seconds(self.trial_rates, self.trial.nbytes, self.trial.ratio)
-        return _slowdown(self.trial.save_seconds - self.trial.empty_save_seconds, max(encode, write))
+        return Overlap.of(self.trial.save_seconds - self.trial.empty_save_seconds, encode, write)
 
     @property
-    def load_slowdown(self) -> float:
-        """How much longer a trial's load took than its longer part."""
+    def load_overlap(self) -> Overlap:
+        """How decoding and reading got on with each other in the trial."""
         _, _, decode, read = self._seconds(self.trial_rates, self.trial.nbytes, self.trial.ratio)
-        return _slowdown(self.trial.load_seconds - self.trial.empty_load_seconds, max(decode, read))
+        return Overlap.of(self.trial.load_seconds - self.trial.empty_load_seconds, decode, read)
+
+    def byte_seconds(self, write_seconds: float) -> float:
+        """Return what a byte of a large state takes in a save.
+
+        Args:
+            write_seconds: what the storage takes for a byte.
+        """
+        return self.save_overlap.seconds(1 / self.rates.encode_rate, write_seconds / self.rates.ratio)
 
     def _seconds(self, rates: CodecRates, nbytes: int, ratio: float) -> tuple[float, float, float, float]:
         stored = nbytes / ratio
@@ -108,16 +148,33 @@ class Model:
         )
 
 
-def _slowdown(measured: float, longer: float) -> float:
-    # a trial of next to nothing may be faster than the empty one by chance
-    return min(max(measured / longer, 0.1), 10.0)
-
-
-def break_even_rate(compressed: CodecRates, plain: CodecRates) -> float | None:
-    """Return the rate of a storage, for each rank, below which a compressed save takes less time; None if at any rate.
+def break_even_rate(compressed: Model, plain: Model) -> float | None:
+    """Return the rate of a storage, for each rank, below which a compressed save of a large state takes less time.
 
     Args:
-        compressed: the codec.
-        plain: the codec that stores bytes as they are.
+        compressed: a codec at this storage.
+        plain: at the same one, the codec that stores bytes as they are.
+
+    Returns:
+        The rate, the nearest one to this storage's if there are several; 0 if a compressed save takes no less time at
+        any, None if it does at every rate.
     """
-    return None if compressed.encode_rate >= plain.encode_rate else compressed.encode_rate
+
+    def gain(write_seconds: float) -> float:
+        return plain.byte_seconds(write_seconds) - compressed.byte_seconds(write_seconds)
+
+    # between these a gain is a straight line, and beyond the last: where encoding takes as long as writing
+    bends = sorted((0.0, *(model.rates.ratio / model.rates.encode_rate for model in (compressed, plain))))
+    crossings = []
+    for low, high in zip(bends, (*bends[1:], 2 * bends[-1]), strict=True):
+        at_low, at_high = gain(low), gain(high)
+        if at_low != at_high:
+            crossing = low + (high - low) * at_low / (at_low - at_high)
+            if low <= crossing and (crossing <= high or low == bends[-1]):
+                crossings.append(crossing)
+    here = 1 / plain.storage.write_rate(_LARGE_NBYTES)
+    if gain(here) > 0:
+        faster = [crossing for crossing in crossings if 0 < crossing < here]
+        return 1 / max(faster) if faster else None
+    slower = [crossing for crossing in crossings if crossing >= here]
+    return 1 / min(slower) if slower else 0.0

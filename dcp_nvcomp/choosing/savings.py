@@ -9,8 +9,8 @@ Every GPU waits while any checkpoint is written, so a synchronous save is meant.
 sizes are, and the same unit for sizes, rates and prices.
 
 `PUBLISHED` are the post's codecs, and `MODELS` its jobs. The ratios of `MEASURED` are those of a real state in
-benchmarks/results/ratio.json, and their rates those in cpu.json beside it: of two CPU cores, which each GPU's rank is
-taken to have. Of this package nothing was measured on a GPU.
+benchmarks/results/ratio.json, and their rates those in cpu.json beside it: of whole saves to memory by two CPU cores,
+which each GPU's rank is taken to have. Of this package nothing was measured on a GPU.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ PUBLISHED = (
 )
 MEASURED = (
     Codec("DCP's zstd extension, 2 CPU cores a GPU", 1.142, 0.68, per_gpu=True),
-    Codec("dcp_nvcomp auto, 2 CPU cores a GPU", 1.300, 2.0, per_gpu=True),
+    Codec("dcp_nvcomp auto, 2 CPU cores a GPU", 1.300, 1.31, per_gpu=True),
 )
 MODELS = (
     Job("Llama 3 8B", 8, 89),

@@ -36,6 +36,8 @@ class StorageRates:
         file_seconds: time to make a file of one byte, durably.
         publish_seconds: time to publish a small file, as a commit does.
         file_nbytes: state of so many bytes is worth another stream.
+        streams: how many streams a save with one thread uses at most, with two, and so on; empty if threads do not
+            matter.
     """
 
     write_rates: dict[int, float]
@@ -43,10 +45,19 @@ class StorageRates:
     file_seconds: float
     publish_seconds: float
     file_nbytes: int
+    streams: tuple[int, ...] = ()
 
-    def write_rate(self, state_nbytes: int) -> float:
-        """Return the rate for a state of this size, which may be too small for all streams."""
-        streams = max(1, min(max(self.write_rates), state_nbytes // self.file_nbytes))
+    def write_rate(self, state_nbytes: int, *, threads: int | None = None) -> float:
+        """Return the rate for a state of this size, which may be too small for all streams.
+
+        Args:
+            state_nbytes: size of the state.
+            threads: how many encode; by default as many as in the measurement.
+        """
+        most = max(self.write_rates)
+        if threads is not None and self.streams:
+            most = min(most, self.streams[min(threads, len(self.streams)) - 1])
+        streams = max(1, min(most, state_nbytes // self.file_nbytes))
         return _between(self.write_rates, streams)
 
     @property
@@ -78,18 +89,19 @@ def measure_storage(filesystem: Filesystem, *, threads: int, memory_budget: int,
     """
     names: list[str] = []
     try:
-        return _measured(filesystem, names, filesystem.output_streams(threads, memory_budget), seconds)
+        streams = tuple(filesystem.output_streams(one, memory_budget) for one in range(1, threads + 1))
+        return _measured(filesystem, names, streams, seconds)
     finally:
         filesystem.remove(names)
 
 
-def _measured(filesystem: Filesystem, names: list[str], most: int, seconds: float) -> StorageRates:
+def _measured(filesystem: Filesystem, names: list[str], by_threads: tuple[int, ...], seconds: float) -> StorageRates:
     file_seconds = _median(lambda: _write_all(filesystem, names, 1, 1))
     publish_seconds = _median(lambda: _publish(filesystem, names))
     first = _rate(lambda: _write_all(filesystem, names, 1, _FIRST_NBYTES), _FIRST_NBYTES, file_seconds)
     wanted = max(_FIRST_NBYTES, min(_MOST_NBYTES, int(first * seconds / 4)))
     writes, reads = dict[int, float](), dict[int, float]()
-    for streams in sorted({1, most}):
+    for streams in sorted({1, by_threads[-1]}):
         each = max(_PIECE_NBYTES, wanted // streams)
         written: list[str] = []
         writes[streams] = _rate(
@@ -101,7 +113,7 @@ def _measured(filesystem: Filesystem, names: list[str], most: int, seconds: floa
         )
     for parallel in sorted({1, filesystem.parallel_reads}):
         reads[parallel] = _read_rate(filesystem, written, each, parallel, limit_seconds=seconds / 4)
-    return StorageRates(writes, reads, file_seconds, publish_seconds, filesystem.file_nbytes_worthwhile)
+    return StorageRates(writes, reads, file_seconds, publish_seconds, filesystem.file_nbytes_worthwhile, by_threads)
 
 
 def _median(work: Callable[[], object]) -> float:

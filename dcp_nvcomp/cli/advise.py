@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -59,7 +60,8 @@ def advise_command(
     from dcp_nvcomp.choosing.bench import bench
 
     storage_options = parse_storage_options(option)
-    nbytes = parse_nbytes(what, "URL_OR_SIZE") if what[:1].isdigit() and "/" not in what else None
+    is_size = what[:1].isdigit() and "/" not in what and not os.path.exists(what)
+    nbytes = parse_nbytes(what, "URL_OR_SIZE") if is_size else None
     if nbytes is not None and storage is None:
         raise typer.BadParameter("Of a size, it has to be said where to measure.", param_hint="--storage")
     mtbf_seconds = None if mtbf is None else parse_seconds(mtbf, "--mtbf")
@@ -73,7 +75,7 @@ def advise_command(
         if gpus is not None and mtbf_seconds is None:
             mtbf_seconds = mtbf_of(gpus)
         found = bench(
-            storage or _parent(what),
+            storage or _beside(what),
             seconds=seconds,
             threads=threads,
             device=device,
@@ -87,9 +89,16 @@ def advise_command(
         _print(Output(), advice, measured_mtbf=mtbf is not None)
 
 
-def _parent(url: str) -> str:
-    head, slash, _ = url.rstrip("/").rpartition("/")
-    return url if not slash or head.endswith((":", "/")) else head
+def _beside(checkpoint: str) -> str:
+    """Return the directory that a checkpoint is in; of a whole bucket or server, which is in none, itself."""
+    from dcp_nvcomp.storage.open import place_of
+
+    place = place_of(checkpoint)
+    protocol, mark, rest = place.rstrip("/").partition("://")
+    if not mark:
+        return os.path.dirname(place)
+    head, slash, _ = rest.rpartition("/")
+    return f"{protocol}://{head}" if slash or protocol == "memory" else place
 
 
 def _print(output: Output, advice: Advice, *, measured_mtbf: bool) -> None:

@@ -20,6 +20,7 @@ __all__ = ["savings_command"]
 
 # of the post: bfloat16 weights and gradients, and two float32 moments
 _NBYTES_PER_PARAMETER = 12
+_GPUS = 8
 
 Parameters = Annotated[
     float | None, typer.Option("--parameters", min=1, help="Parameters of the model, such as 70e9: 12 bytes each.")
@@ -27,7 +28,10 @@ Parameters = Annotated[
 Checkpoint = Annotated[
     str | None, typer.Option("--checkpoint", metavar="SIZE", help="Or the size of a checkpoint, such as 840GB.")
 ]
-Gpus = Annotated[int, typer.Option("--gpus", min=1, help="GPUs that wait during a save.")]
+Gpus = Annotated[
+    int | None,
+    typer.Option("--gpus", min=1, help="GPUs that wait during a save of --parameters or --checkpoint; by default 8."),
+]
 Interval = Annotated[str, typer.Option("--interval", metavar="TIME", help="Time between saves, such as 30m.")]
 GpuHour = Annotated[float, typer.Option("--gpu-hour", min=0, help="Price of a GPU hour in dollars.")]
 StorageRate = Annotated[str, typer.Option("--storage-rate", metavar="SIZE", help="What the storage takes a second.")]
@@ -43,7 +47,7 @@ Plot = Annotated[Path | None, typer.Option("--plot", help="Draw it into this PNG
 def savings_command(
     parameters: Parameters = None,
     checkpoint: Checkpoint = None,
-    gpus: Gpus = 8,
+    gpus: Gpus = None,
     interval: Interval = "30m",
     gpu_hour: GpuHour = 4.40,
     storage_rate: StorageRate = "5GiB",
@@ -69,6 +73,12 @@ def savings_command(
         "storage_price": storage_price,
         "kept": kept,
     }
+    if parameters is not None and checkpoint is not None:
+        raise typer.BadParameter("Give either --parameters or --checkpoint.", param_hint="--checkpoint")
+    if gpus is not None and parameters is None and checkpoint is None:
+        raise typer.BadParameter(
+            "The models of the post have GPUs of their own: give --parameters or --checkpoint too.", param_hint="--gpus"
+        )
     if (ratio is None) != (encode_rate is None):
         raise typer.BadParameter("--ratio and --encode-rate belong together.", param_hint="--ratio")
     codecs: list[Codec] = [*PUBLISHED, *MEASURED]
@@ -81,7 +91,7 @@ def savings_command(
             nbytes = (
                 parse_nbytes(checkpoint, "--checkpoint") if checkpoint else (parameters or 0) * _NBYTES_PER_PARAMETER
             )
-            jobs = [Job(_name(parameters, checkpoint), gpus, nbytes / 2**30, **inputs)]
+            jobs = [Job(_name(parameters, checkpoint), gpus or _GPUS, nbytes / 2**30, **inputs)]
         rows = table_of(jobs, codecs)
         if plot is not None:
             draw_savings(rows, plot)

@@ -44,7 +44,8 @@ class NvcompAsyncWriter(NvcompWriter):
 
     Args:
         path: local path or fsspec URL of the checkpoint.
-        **options: those of `NvcompWriter`. `engine="cuda"` is refused: a forked process cannot use CUDA.
+        **options: those of `NvcompWriter`. `engine="cuda"` is refused: a forked process cannot use CUDA. With
+            `progress=True` nothing is shown.
 
     Raises:
         ConfigurationError: an option is unknown or has an invalid value.

@@ -9,17 +9,21 @@ A checkpoint that is saved meanwhile is one of ours, whoever saves it: `dcp.save
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import difflib
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from types import TracebackType
 from typing import Any
 
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.integrations.stock_classes import Kind, add_maker, remove_maker
 from dcp_nvcomp.loading.reader import NvcompReader
-from dcp_nvcomp.options import option_names
+from dcp_nvcomp.options import STOCK_READER, STOCK_WRITER, option_names, unknown_option
+from dcp_nvcomp.saving.publishers import Publisher
 from dcp_nvcomp.saving.writer import NvcompWriter
 
-__all__ = ["Installation", "install", "ours"]
+__all__ = ["Installation", "check_options", "install", "install_here", "ours"]
 
 # What stock DCP's classes call the arguments that tune how they write and read. They mean nothing here.
 _TUNING = frozenset(
@@ -47,8 +51,8 @@ def ours(kind: Kind, path: Any, arguments: Mapping[str, Any], options: Mapping[s
     """
     if getattr(arguments.get("serialization_format"), "name", "TORCH_SAVE") != "TORCH_SAVE":
         return None
-    if arguments.get("_extension_registry") is not None:
-        return None
+    if arguments.get("_extension_registry") is not None or arguments.get("_extensions"):
+        return None  # an extension may do more than compress: encrypt, for one
     kept = {name: value for name, value in arguments.items() if name not in _TUNING}
     return (NvcompWriter if kind == "writer" else NvcompReader)(path, **{**kept, **options})
 
@@ -89,8 +93,8 @@ def install(writer: Mapping[str, Any] | None = None, reader: Mapping[str, Any] |
 
     From the call on, in this process: call it on every rank. The newest of several installations counts. Stock DCP's
     arguments for tuning (`thread_count`, `single_file_per_rank`, ...) are not passed on; `overwrite` and options of the
-    storage are. Subclasses of its writers and readers are left alone, and so is who asks for safetensors or an
-    extension registry. Asynchronous saves that begin meanwhile are ours to their end.
+    storage are. Subclasses of its writers and readers are left alone, and so is who asks for safetensors, extensions or
+    an extension registry. Asynchronous saves that begin meanwhile are ours to their end.
 
     Args:
         writer: options of `NvcompWriter`, but for the path.
@@ -100,7 +104,8 @@ def install(writer: Mapping[str, Any] | None = None, reader: Mapping[str, Any] |
         The installation. Use it as a context manager, or call `uninstall()`, to end it.
 
     Raises:
-        ConfigurationError: an option is unknown or has an invalid value, or this torch is not one that is known.
+        ConfigurationError: an option has an invalid value, or looks misspelled, or this torch is not one that is known.
+            A name that resembles none of ours is taken for an option of the storage, which shows with its first URL.
 
     Examples:
         >>> import tempfile, torch, torch.distributed.checkpoint as dcp
@@ -112,15 +117,70 @@ def install(writer: Mapping[str, Any] | None = None, reader: Mapping[str, Any] |
         >>> open_checkpoint(path)["w"][:]
         tensor([0, 1, 2])
     """
-    for options in (writer, reader):
-        if options is not None and (not isinstance(options, Mapping) or "path" in options):
-            raise ConfigurationError(f"Give install() options of the writer or reader by name, not {options!r}.")
-    _check("writer", writer or {})
-    _check("reader", reader or {})
+    check_options("writer", writer)
+    check_options("reader", reader)
     return Installation(writer or {}, reader or {})
 
 
-def _check(kind: Kind, options: Mapping[str, Any]) -> None:
-    """Fail at once if an option of ours has a wrong value; options of a storage show only with its URL."""
-    own = NvcompWriter if kind == "writer" else NvcompReader
-    own(".", **{name: value for name, value in options.items() if name in option_names(own)})
+@contextlib.contextmanager
+def install_here(
+    writer: Mapping[str, Any] | None, reader: Mapping[str, Any] | None, *, publisher: Publisher | None = None
+) -> Iterator[None]:
+    """Let what this thread saves and loads in the block go through this package, and nothing of other threads.
+
+    For classes of a framework. Asynchronous saves that begin in the block are ours to their end.
+
+    Args:
+        writer: options of `NvcompWriter`, but for the path.
+        reader: options of `NvcompReader`, but for the path.
+        publisher: publishes what is saved; the plain commit if None.
+
+    Raises:
+        ConfigurationError: as `install`.
+    """
+    check_options("writer", writer)
+    check_options("reader", reader)
+    options: dict[Kind, Mapping[str, Any]] = {"writer": writer or {}, "reader": reader or {}}
+    block = object()
+
+    def make(kind: Kind, path: Any, arguments: Mapping[str, Any]) -> Any:
+        if _block.get() is not block:
+            return None
+        made = ours(kind, path, arguments, options[kind])
+        if publisher is not None and isinstance(made, NvcompWriter):
+            made.published_by(publisher)
+        return made
+
+    add_maker(make)
+    token = _block.set(block)
+    try:
+        yield
+    finally:
+        _block.reset(token)
+        remove_maker(make)
+
+
+_block: ContextVar[object] = ContextVar("block", default=None)  # of `install_here` that this thread is in
+
+
+def check_options(kind: Kind, options: Mapping[str, Any] | None) -> None:
+    """Fail at once on wrong options; those of a storage show only with its URL.
+
+    Args:
+        kind: of what they are options.
+        options: by name. One whose name resembles none of ours is taken for an option of the storage.
+
+    Raises:
+        ConfigurationError: one has a wrong value, or its name looks misspelled, or they are no options by name.
+    """
+    if options is None:
+        return
+    if not isinstance(options, Mapping) or "path" in options:
+        raise ConfigurationError(f"Give options of the {kind} by name, and without the path, not {options!r}.")
+    own, stock = (NvcompWriter, STOCK_WRITER) if kind == "writer" else (NvcompReader, STOCK_READER)
+    known = {*option_names(own), *stock}
+    for option in options.keys() - known:
+        close = difflib.get_close_matches(option, known, n=1, cutoff=0.75)
+        if close:
+            raise unknown_option(option, close, "")
+    own(".", **{name: value for name, value in options.items() if name in known})

@@ -4,10 +4,15 @@
     Fabric(strategy=NvcompFabricFSDPStrategy(state_dict_type="sharded"))
 
 All else is Lightning's, also `meta.pt` beside the data files, and checkpoints in one file (`state_dict_type="full"`).
+
+Lightning writes `meta.pt` once our checkpoint is published. Where a save replaces another, the old `meta.pt` is moved
+out of the way just before: it belongs to other weights, and without it Lightning takes the directory for no checkpoint.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +20,10 @@ from lightning.fabric.strategies import FSDPStrategy as FabricFSDPStrategy
 from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 
-from dcp_nvcomp.integrations.installing import install
+from dcp_nvcomp.errors import CheckpointError
+from dcp_nvcomp.integrations.installing import install_here
+from dcp_nvcomp.saving.publishers import FinishedSave, publish_here
+from dcp_nvcomp.storage.base import Filesystem
 
 __all__ = [
     "NvcompFSDPStrategy",
@@ -23,6 +31,26 @@ __all__ = [
     "NvcompFabricModelParallelStrategy",
     "NvcompModelParallelStrategy",
 ]
+
+
+_META = "meta.pt"
+
+
+def _publish(filesystem: Filesystem, save: FinishedSave) -> None:
+    """Commit a save, and let the `meta.pt` of the checkpoint that it replaces go before the new weights are there."""
+    meta = filesystem.location(_META)  # of a local directory: Lightning makes a Path of it
+    aside = f"{meta}.replaced"
+    was_there = os.path.exists(meta)
+    if was_there:
+        os.replace(meta, aside)
+    try:
+        publish_here(filesystem, save)
+    except CheckpointError as error:
+        if was_there and not error.outcome_unknown:  # the old checkpoint is as it was
+            os.replace(aside, meta)
+        raise
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(aside)
 
 
 class _Installing:
@@ -42,18 +70,18 @@ class _Installing:
         reader: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        with install(writer, reader):  # fail at once on wrong options
+        with install_here(writer, reader):  # fail at once on wrong options
             super().__init__(*args, **kwargs)
         self._writer_options, self._reader_options = writer, reader
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Save a checkpoint, as the strategy does."""
-        with install(self._writer_options, self._reader_options):
+        with install_here(self._writer_options, self._reader_options, publisher=_publish):
             return super().save_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Load a checkpoint, of this package or of stock DCP, as the strategy does."""
-        with install(self._writer_options, self._reader_options):
+        with install_here(self._writer_options, self._reader_options):
             return super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
 

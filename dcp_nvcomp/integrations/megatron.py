@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.integrations.async_writer import NvcompAsyncWriter
+from dcp_nvcomp.integrations.installing import check_options
 from dcp_nvcomp.loading.reader import NvcompReader
 from dcp_nvcomp.saving.writer import NvcompWriter
 
@@ -47,7 +48,8 @@ class NvcompSaveStrategy(megatron_torch.TorchDistSaveShardedStrategy):  # type: 
         **options: of Megatron's own strategy. Those that tune its writer mean nothing here.
 
     Raises:
-        ConfigurationError: `separation_hint`, which names data files by keys, or a Megatron that is not known.
+        ConfigurationError: `separation_hint`, which names data files by keys, a wrong option, or a Megatron that is not
+            known.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class NvcompSaveStrategy(megatron_torch.TorchDistSaveShardedStrategy):  # type: 
             raise ConfigurationError(
                 "separation_hint= is for Megatron's own files: data files of this package are not named by keys."
             )
+        check_options("writer", writer)
         super().__init__(backend, version, **options)
         self._writer_options = dict(writer or {})
         self._replace_keys = _private("_replace_state_dict_keys_with_sharded_keys")
@@ -99,10 +102,11 @@ class NvcompLoadStrategy(megatron_torch.TorchDistLoadShardedStrategy):  # type: 
         reader: options of `NvcompReader`, but for the path.
 
     Raises:
-        ConfigurationError: a Megatron that is not known.
+        ConfigurationError: a wrong option, or a Megatron that is not known.
     """
 
     def __init__(self, reader: Mapping[str, Any] | None = None) -> None:
+        check_options("reader", reader)
         super().__init__()
         self._reader_options = dict(reader or {})
         _hook_readers()
@@ -152,7 +156,7 @@ def register(writer: Mapping[str, Any] | None = None, reader: Mapping[str, Any] 
         reader: options of `NvcompReader`, but for the path.
 
     Raises:
-        ConfigurationError: a Megatron that is not known.
+        ConfigurationError: a wrong option, or a Megatron that is not known.
     """
     save, load = NvcompSaveStrategy(writer=writer), NvcompLoadStrategy(reader)
 

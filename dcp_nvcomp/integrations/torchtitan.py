@@ -13,7 +13,7 @@ from typing import Any
 from torchtitan.components.checkpointer.dcp import CheckpointManager
 from torchtitan.config.override import derive, override
 
-from dcp_nvcomp.integrations.installing import install
+from dcp_nvcomp.integrations.installing import install_here
 
 __all__ = ["NvcompCheckpointManager", "nvcomp"]
 
@@ -34,18 +34,18 @@ class NvcompCheckpointManager(CheckpointManager):  # type: ignore[misc]
         reader: dict[str, Any] = field(default_factory=dict)
 
     def __init__(self, config: Config, **kwargs: Any) -> None:
-        with install(config.writer, config.reader):  # fail at once on wrong options
+        with install_here(config.writer, config.reader):  # fail at once on wrong options
             super().__init__(config, **kwargs)
         self._options = (config.writer, config.reader)
 
     def dcp_save(self, *args: Any, **kwargs: Any) -> Any:
         """Save as torchtitan does, in the mode that it asks for; called by torchtitan."""
-        with install(*self._options):
+        with install_here(*self._options):
             return super().dcp_save(*args, **kwargs)
 
     def dcp_load(self, *args: Any, **kwargs: Any) -> Any:
         """Load a checkpoint, of this package or of stock DCP; called by torchtitan."""
-        with install(*self._options):
+        with install_here(*self._options):
             return super().dcp_load(*args, **kwargs)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import fsspec
 
+from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.integrations.installing import ours
 from dcp_nvcomp.integrations.stock_classes import Kind, add_maker
 from dcp_nvcomp.storage.marked_urls import MARK, MARKED_PROTOCOLS, is_marked, without_mark
@@ -23,7 +24,15 @@ def _make(kind: Kind, path: Any, arguments: Mapping[str, Any]) -> Any:
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str) or not is_marked(text):
         return None
-    return ours(kind, without_mark(text), arguments, {})
+    made = ours(kind, without_mark(text), arguments, {})
+    if made is None:  # to stock DCP's FileSystemWriter the URL is a local path
+        theirs = "FsspecWriter" if kind == "writer" else "FsspecReader"
+        raise ConfigurationError(
+            "Safetensors, extensions and extension registries are stock DCP's, and cannot be had with a "
+            f"{text.partition('://')[0]}:// URL, which asks for this package. Give {theirs} the URL without the mark, "
+            f"{without_mark(text)!r}."
+        )
+    return made
 
 
 add_maker(_make, is_default=True)

@@ -47,7 +47,7 @@ def write_report(stats: Stats | Sequence[Stats], path: str | os.PathLike[str]) -
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
     try:
         try:
-            temporary.write_text(text, encoding="utf-8")
+            temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
             temporary.replace(target)
         finally:
             temporary.unlink(missing_ok=True)

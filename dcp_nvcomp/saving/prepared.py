@@ -82,5 +82,5 @@ class PreparedWrite:
                 progress=lambda nbytes: None,
             )
             files = job.run()
-        job.totals.seconds["plan"] = self.planned_seconds
+        job.totals.rank, job.totals.seconds["plan"] = self.save.rank, self.planned_seconds
         return RankResults(write_results(files), job.totals)

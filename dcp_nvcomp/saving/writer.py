@@ -332,6 +332,8 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         if self._saves.staging is not None:
             self._saves.staging.measure(totals)
         self._note_written(save, totals)
+        if save.use_collectives:
+            self._orphans.wrote(save.place, save.own_files)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -342,8 +344,6 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
 
     def _note_written(self, save: Save, totals: RankTotals) -> None:
         save.own_files = tuple(totals.files)
-        if save.use_collectives:
-            self._orphans.wrote(save.place, save.own_files)
         self.last_save = _summarize(save, [totals])
         save.has_ended = save.use_collectives and not save.is_coordinator  # DCP calls nothing more on such a rank
 
@@ -352,13 +352,17 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
 
         It takes the place of `write_data`. `prepared.write(...)` may run on any thread and in any process of this
         machine; give its results to `written` on this rank, and those of all ranks to `finish_prepared` on the
-        coordinator. Any number of prepared saves may be under way.
+        coordinator. Any number of prepared saves may be under way. What a rank wrote for one that another rank failed
+        stays until `dcp-nvcomp clean` removes it: no later save can know that this one will not be finished. `progress`
+        draws nothing for it.
 
         Args:
             plan: of this rank, as `prepare_global_plan` returned it.
         """
         save = self._saves.current
         self._remove_orphans(plan)
+        # a later save could not tell whether this one failed or is under way
+        self._unfinished = False
         return PreparedWrite(
             save,
             tuple(plan.items),

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import copy
 import inspect
+import io
 import pickle
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension, ZStandard
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from dcp_nvcomp import ConfigurationError, NvcompReader, NvcompWriter
 from dcp_nvcomp.integrations import install, stock_classes
+from dcp_nvcomp.integrations.installing import install_here
 from tests.distributed.launch import RankPool, ranks  # noqa: F401
 
 STATE = {"w": torch.arange(1000.0), "n": 3}
@@ -122,12 +127,70 @@ def test_subclasses_copies_and_pickles_are_left_alone(tmp_path: Path) -> None:
             FileSystemWriter(tmp_path, nonsense=1)  # type: ignore[call-arg]
 
 
-def test_what_only_stock_dcp_can_do_stays_with_it(tmp_path: Path) -> None:
-    from torch.distributed.checkpoint.filesystem import SerializationFormat
-
+@pytest.mark.parametrize(
+    ("stock", "arguments"),
+    [
+        (FileSystemWriter, {"serialization_format": SerializationFormat.SAFETENSORS}),
+        (FileSystemWriter, {"_extensions": [ZStandard()]}),
+        (FileSystemReader, {"_extension_registry": ExtensionRegistry()}),
+    ],
+)
+def test_what_only_stock_dcp_can_do_stays_with_it(stock: Any, arguments: dict[str, Any], tmp_path: Path) -> None:
     with install():
-        safetensors = FileSystemWriter(tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
-    assert type(safetensors) is FileSystemWriter
+        assert type(stock(tmp_path, **arguments)) is stock
+
+
+def test_extensions_still_change_what_is_written(tmp_path: Path) -> None:
+    with install(writer={"codec": "none"}):
+        writer = FileSystemWriter(tmp_path, _extensions=[_Flipped()])
+        dcp.save({"w": torch.full((64,), 7, dtype=torch.uint8)}, storage_writer=writer, no_dist=True)
+    (data,) = tmp_path.glob("*.distcp")
+    assert b"\x07" * 64 not in data.read_bytes()
+
+
+class _Flipped(StreamTransformExtension):
+    """Stands for one that encrypts."""
+
+    @staticmethod
+    def from_descriptor(version: str) -> _Flipped:
+        return _Flipped()
+
+    @staticmethod
+    def registry_name() -> str:
+        return "stream.flipped"
+
+    def get_descriptor(self) -> str:
+        return "stream.flipped/1"
+
+    def transform_to(self, output: IO[bytes]) -> IO[bytes]:
+        class Stream(io.RawIOBase):
+            def writable(self) -> bool:
+                return True
+
+            def write(self, data: Any) -> int:
+                return output.write(bytes(one ^ 0xFF for one in data))
+
+        return cast(IO[bytes], Stream())
+
+    def transform_from(self, source: IO[bytes]) -> IO[bytes]:
+        raise NotImplementedError
+
+
+def test_a_block_of_a_framework_is_for_its_thread_alone(tmp_path: Path) -> None:
+    def made() -> type:
+        return type(FileSystemWriter(tmp_path))
+
+    with ThreadPoolExecutor(1) as pool:
+        with install_here({"codec": "zstd"}, None):
+            assert made() is NvcompWriter and pool.submit(made).result() is FileSystemWriter
+            with install_here(None, None):
+                assert FileSystemWriter(tmp_path).codec == "auto"  # type: ignore[attr-defined]
+            assert FileSystemWriter(tmp_path).codec == "zstd"  # type: ignore[attr-defined]
+            with install():
+                assert pool.submit(made).result() is NvcompWriter
+        assert made() is FileSystemWriter
+    with pytest.raises(ConfigurationError, match="did you mean"), install_here({"codek": "zstd"}, None):
+        raise AssertionError
 
 
 def test_for_good(tmp_path: Path) -> None:
@@ -138,10 +201,28 @@ def test_for_good(tmp_path: Path) -> None:
     assert type(FileSystemWriter(tmp_path)) is FileSystemWriter
 
 
-@pytest.mark.parametrize("options", [{"codec": "nosuch"}, {"path": "x"}, 3])
-def test_wrong_options_fail_at_once(options: Any) -> None:
-    with pytest.raises(ConfigurationError):
-        install(writer=options)
+@pytest.mark.parametrize(
+    ("writer", "reader", "named"),
+    [
+        ({"codec": "nosuch"}, None, "nosuch"),
+        ({"path": "x"}, None, "path"),
+        (3, None, "not 3"),
+        ({"codek": "auto"}, None, "'codek': did you mean 'codec'"),
+        ({"thread_counts": 3}, None, "did you mean 'thread_count'"),
+        ({"_extensions": [3]}, None, "codec="),
+        (None, {"verifi": "full"}, "did you mean 'verify'"),
+        (None, {"verify": "nosuch"}, "nosuch"),
+    ],
+)
+def test_wrong_options_fail_at_once(writer: Any, reader: Any, named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        install(writer=writer, reader=reader)
+
+
+def test_options_of_the_storage_show_with_its_first_url(tmp_path: Path) -> None:
+    options = {"endpoint_url": "http://127.0.0.1:1"}
+    with install(writer=options), pytest.raises(ConfigurationError, match="endpoint_url"):
+        FileSystemWriter(tmp_path)
 
 
 def test_a_torch_without_these_names_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint import CheckpointException
 
-from dcp_nvcomp import ConfigurationError
+from dcp_nvcomp import ConfigurationError, StorageError, open_checkpoint
+from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from tests.integrations.launch import check_cleaned, check_ours, check_resumed, needs, start
 
 
@@ -31,3 +35,79 @@ def test_wrong_options_fail_at_once() -> None:
 
     with pytest.raises(ConfigurationError, match="nosuch"):
         NvcompModelParallelStrategy(writer={"codec": "nosuch"})
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing handles it."""
+
+
+@pytest.fixture
+def strategy() -> Any:
+    """A strategy that saves in this process, without a trainer."""
+    needs("lightning", "lightning==2.6.6")
+    from dcp_nvcomp.integrations.lightning import NvcompModelParallelStrategy
+
+    class Alone(NvcompModelParallelStrategy):
+        global_rank = 0
+
+        def broadcast(self, obj: Any, src: int = 0) -> Any:
+            return obj
+
+    made = Alone()
+    made._save_distributed_checkpoint = True
+    return made
+
+
+def checkpoint(step: int) -> dict[str, Any]:
+    return {"state_dict": {"w": torch.full((3,), float(step))}, "optimizer_states": [], "global_step": step}
+
+
+def what_is_there(path: Path) -> tuple[float, int | None]:
+    """Return the step of the weights, and that of what Lightning takes for a checkpoint."""
+    from lightning.fabric.strategies.fsdp import _is_sharded_checkpoint
+
+    step = torch.load(path / "meta.pt")["global_step"] if _is_sharded_checkpoint(path) else None
+    return open_checkpoint(path)["state_dict.w"][0].item(), step
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+class TestOneDirectoryForManySaves:
+    """ModelCheckpoint(save_last=True) saves to one directory: the old meta.pt must not meet new weights."""
+
+    def test_whole(self, strategy: Any, tmp_path: Path) -> None:
+        for step in (1, 2):
+            strategy.save_checkpoint(checkpoint(step), tmp_path / "last.ckpt")
+            assert what_is_there(tmp_path / "last.ckpt") == (step, step)
+        assert [one.name for one in (tmp_path / "last.ckpt").glob("meta*")] == ["meta.pt"]
+
+    def test_killed_before_meta_pt(self, strategy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        strategy.save_checkpoint(checkpoint(1), tmp_path)
+
+        def killed(*arguments: Any, **options: Any) -> None:
+            raise Killed
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "save", killed)
+            with pytest.raises(Killed):
+                strategy.save_checkpoint(checkpoint(2), tmp_path)
+        assert what_is_there(tmp_path) == (2, None)
+        strategy.save_checkpoint(checkpoint(3), tmp_path)
+        assert what_is_there(tmp_path) == (3, 3)
+
+    @pytest.mark.parametrize("error", [Killed(), StorageError("full", path="x")])
+    def test_a_save_that_fails_leaves_the_old_one(
+        self, strategy: Any, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        strategy.save_checkpoint(checkpoint(1), tmp_path)
+        publish = PosixFilesystem.publish
+
+        def failing(self: Any, name: str, data: bytes, **options: Any) -> None:
+            if name == ".metadata":
+                raise error
+            publish(self, name, data, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(PosixFilesystem, "publish", failing)
+            with pytest.raises((Killed, CheckpointException)):
+                strategy.save_checkpoint(checkpoint(2), tmp_path)
+        assert what_is_there(tmp_path) == (1, None if isinstance(error, Killed) else 1)

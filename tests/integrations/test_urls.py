@@ -12,6 +12,7 @@ import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._extension import ExtensionRegistry, ZStandard
 
 from dcp_nvcomp import ConfigurationError, NvcompWriter, open_checkpoint
 from dcp_nvcomp.integrations import urls
@@ -117,3 +118,12 @@ def test_what_pathlib_makes_of_them_is_refused(path: str, meant: str, tmp_path: 
         dcp.save({"w": torch.ones(3)}, checkpoint_id=Path(path), no_dist=True)
     with pytest.raises(ConfigurationError, match="what pathlib makes of a URL"):
         NvcompWriter(Path(path))
+
+
+def test_what_only_stock_dcp_can_do_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigurationError, match=f"stock DCP's.*Give FsspecWriter .*without the mark, '{tmp_path}'"):
+        dcp.FileSystemWriter(f"dcpz://{tmp_path}", _extensions=[ZStandard()])
+    with pytest.raises(ConfigurationError, match=f"stock DCP's.*Give FsspecReader .*without the mark, '{tmp_path}'"):
+        dcp.FileSystemReader(f"dcpz://{tmp_path}", _extension_registry=ExtensionRegistry())
+    assert list(tmp_path.iterdir()) == []

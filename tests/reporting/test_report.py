@@ -178,3 +178,14 @@ def test_the_command(tmp_path: Path) -> None:
     stats.write_text("{}")
     status, _, error = run("report", str(stats), "--output", str(page))
     assert status == 1 and "LoadStats" in error
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_key_that_is_no_text(tmp_path: Path) -> None:
+    """As `os.fsdecode` makes of bytes that are not UTF-8: such a name can be written nowhere as it is."""
+    stats: list[SaveStats] = []
+    state = {"mod\udc80el.w": torch.ones(9), "mod<i>el.w": torch.ones(9)}
+    save(state, tmp_path / "checkpoint", no_dist=True, on_save=stats.append)
+    write_report(stats[0], tmp_path / "report.html")
+    cells = read(tmp_path / "report.html").cells
+    assert "mod\\udc80el" in cells and "mod<i>el" in cells
