@@ -20,7 +20,7 @@ from dcp_nvcomp.redaction import Redactor
 from dcp_nvcomp.storage.azure.options import AzurePlace
 from dcp_nvcomp.storage.replacement import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS
 
-__all__ = ["AzureClient"]
+__all__ = ["AzureClient", "may_be_beyond_end"]
 
 T = TypeVar("T")
 
@@ -44,7 +44,10 @@ _ERRNO: Final = {
 # Some requests, such as lists, have a class for everything; their words have the status. So has what follows them: a
 # dump of the error's insides, which nobody needs.
 _STATUS: Final = re.compile(r"status code: (\d{3})")
-_BEYOND: Final = "Wanted range starting at"  # the end, or behind it: obstore's own words, without a status
+# What obstore says, without a status, of a range that begins at the end or behind it; and of the one of an empty blob,
+# which Azurite answers with a range that nobody can read.
+_BEYOND: Final = ("Wanted range starting at", "parse value for CONTENT_RANGE")
+_BEYOND_STATUS: Final = 416
 _DUMP: Final = "\n\nDebug source:"
 _REFUSED: Final = {401: errno.EACCES, 403: errno.EACCES, 404: errno.ENOENT}
 _TRANSIENT: Final = (408, 429)
@@ -61,10 +64,11 @@ class AzureClient:
     Attributes:
         store: sends requests, again if they fail in passing.
         store_once: sends each request once.
+        redact: hides secrets in what the client says.
     """
 
     def __init__(self, place: AzurePlace, deadline_seconds: float, redact: Redactor) -> None:
-        self.deadline_seconds, self._redact = deadline_seconds, redact
+        self.deadline_seconds, self.redact = deadline_seconds, redact
         try:
             from obstore.store import AzureStore
         except ImportError as error:
@@ -105,10 +109,10 @@ class AzureClient:
             raise
         except Exception as error:
             words, _, _ = str(error).partition(_DUMP)
-            failure = StorageError.from_os_error(what, where, type(error)(words), redact=self._redact)
+            failure = StorageError.from_os_error(what, where, type(error)(words), redact=self.redact)
             failure.errno = failure.errno or _errno_of(error)
             failure.outcome_unknown = may_be_done and failure.errno == errno.ETIMEDOUT
-            raise failure from self._redact.error(error)
+            raise failure from self.redact.error(error)
 
     def call(self, what: str, where: str, request: Callable[[], T]) -> T:
         """Return what a request returns, one that may be sent twice.
@@ -131,6 +135,13 @@ class AzureClient:
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
 
+def may_be_beyond_end(error: Exception) -> bool:
+    """True if obstore's error may come from a range that begins at the end of a file, or behind it."""
+    words, _, _ = str(error).partition(_DUMP)
+    status = _STATUS.search(words)
+    return (status is not None and int(status[1]) == _BEYOND_STATUS) or any(some in words for some in _BEYOND)
+
+
 def _errno_of(error: BaseException) -> int:
     if isinstance(error, FileNotFoundError):
         return errno.ENOENT
@@ -138,6 +149,4 @@ def _errno_of(error: BaseException) -> int:
     status = _STATUS.search(str(error))
     if known is None and status is not None and status[1].startswith("4") and int(status[1]) not in _TRANSIENT:
         known = _REFUSED.get(int(status[1]), errno.EINVAL)
-    if known is None and _BEYOND in str(error):
-        known = errno.EINVAL
     return errno.ETIMEDOUT if known is None else known

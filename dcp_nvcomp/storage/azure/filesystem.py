@@ -8,13 +8,11 @@ requests      client.py bounds them
 from __future__ import annotations
 
 import contextlib
-import errno
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dcp_nvcomp.errors import StorageError
 from dcp_nvcomp.redaction import Redactor
-from dcp_nvcomp.storage.azure.client import AzureClient
+from dcp_nvcomp.storage.azure.client import AzureClient, may_be_beyond_end
 from dcp_nvcomp.storage.azure.options import azure_place
 from dcp_nvcomp.storage.azure.output import AzureOutput
 from dcp_nvcomp.storage.azure.publish import AzureTarget
@@ -68,21 +66,19 @@ class AzureFilesystem(RemoteFilesystem):
         key, where = self._key(name), self.location(name)
 
         def ask() -> bytes:
-            reply = obstore.get(self._client.store, key, options={"range": (start, stop)})
+            try:
+                reply = obstore.get(self._client.store, key, options={"range": (start, stop)})
+            except Exception as error:
+                nbytes = self.file_nbytes(name) if may_be_beyond_end(error) else None
+                if nbytes is not None and nbytes <= start:
+                    raise too_short(where, start, stop, nbytes) from self._client.redact.error(error)
+                raise
             data, expected = bytes(reply.bytes()), min(stop, reply.meta["size"]) - start
             if len(data) < expected:
                 raise ConnectionError(f"the reply ended after {len(data)} of {expected} bytes")
             return data
 
-        try:
-            return self._client.call("read", where, ask)
-        except StorageError as error:
-            if error.errno == errno.ENOENT:
-                raise
-            nbytes = self.file_nbytes(name)
-            if nbytes is not None and nbytes <= start:
-                raise too_short(where, start, stop, nbytes) from error
-            raise
+        return self._client.call("read", where, ask)
 
     def file_nbytes(self, name: str) -> int | None:
         import obstore
