@@ -13,10 +13,12 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from types import ModuleType
 from typing import Any, Final, TypeVar
 
-from dcp_nvcomp.errors import CheckpointError, ConfigurationError, StorageError
+from dcp_nvcomp.errors import CheckpointError, StorageError
 from dcp_nvcomp.redaction import Redactor
+from dcp_nvcomp.storage.azure.library import library
 from dcp_nvcomp.storage.azure.options import AzurePlace
 from dcp_nvcomp.storage.replacement import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS
 
@@ -28,6 +30,11 @@ _CONNECT_SECONDS: Final = 5.0
 _REQUEST_SECONDS: Final = 30.0
 _REQUEST_SHARE: Final = 1 / 3  # of the deadline, for one request: a silent server leaves time to ask again
 _MANY: Final = 1000
+_BACKOFF: Final = {
+    "init_backoff": timedelta(seconds=FIRST_PAUSE_SECONDS),
+    "max_backoff": timedelta(seconds=LONGEST_PAUSE_SECONDS),
+    "base": 2,
+}
 
 # Classes of obstore's errors that are no OSError, by name, and the errno that says the same.
 _ERRNO: Final = {
@@ -62,37 +69,46 @@ class AzureClient:
         redact: hides secrets in what the client says.
 
     Attributes:
-        store: sends requests, again if they fail in passing.
-        store_once: sends each request once.
+        deadline_seconds: how long one operation may take.
         redact: hides secrets in what the client says.
     """
 
     def __init__(self, place: AzurePlace, deadline_seconds: float, redact: Redactor) -> None:
         self.deadline_seconds, self.redact = deadline_seconds, redact
-        try:
-            from obstore.store import AzureStore
-        except ImportError as error:
-            raise ConfigurationError("az:// is not available here: pip install 'dcp-nvcomp[azure]'.") from error
-        request_seconds = min(_REQUEST_SECONDS, deadline_seconds * _REQUEST_SHARE)
+        self._place = place
+        self._stores: dict[tuple[ModuleType, int], Any] = {}  # a forked child has another library
+        assert self.store is not None and self.store_once is not None  # what can't work is told here
+
+    @property
+    def store(self) -> Any:
+        """Sends requests, again if they fail in passing."""
+        return self._kept(_MANY)
+
+    @property
+    def store_once(self) -> Any:
+        """Sends each request once."""
+        return self._kept(0)
+
+    def _kept(self, max_retries: int) -> Any:
+        key = library(), max_retries
+        found = self._stores.get(key)
+        return self._stores.setdefault(key, self._made(max_retries)) if found is None else found
+
+    def _made(self, max_retries: int) -> Any:
+        place, request_seconds = self._place, min(_REQUEST_SECONDS, self.deadline_seconds * _REQUEST_SHARE)
         options: Any = {
             "timeout": timedelta(seconds=request_seconds),
             "connect_timeout": timedelta(seconds=min(_CONNECT_SECONDS, request_seconds)),
             "allow_http": str(place.config.get("endpoint", "")).startswith("http://"),
         }
-        backoff = {
-            "init_backoff": timedelta(seconds=FIRST_PAUSE_SECONDS),
-            "max_backoff": timedelta(seconds=LONGEST_PAUSE_SECONDS),
-            "base": 2,
+        retry: Any = {
+            "max_retries": max_retries,
+            # the last attempt may begin when this is over, and takes its own time
+            "retry_timeout": timedelta(seconds=self.deadline_seconds - request_seconds),
+            "backoff": _BACKOFF,
         }
-        # the last attempt may begin when this is over, and takes its own time
-        retrying = timedelta(seconds=deadline_seconds - request_seconds)
-
-        def made(max_retries: int) -> Any:
-            retry: Any = {"max_retries": max_retries, "retry_timeout": retrying, "backoff": backoff}
-            config: Any = dict(place.config)
-            return AzureStore(place.container, config=config, client_options=options, retry_config=retry)
-
-        self.store, self.store_once = made(_MANY), made(0)
+        config: Any = dict(place.config)
+        return library().store.AzureStore(place.container, config=config, client_options=options, retry_config=retry)
 
     @contextlib.contextmanager
     def errors(self, what: str, where: str, *, may_be_done: bool = False) -> Iterator[None]:

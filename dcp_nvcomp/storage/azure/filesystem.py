@@ -13,6 +13,7 @@ from typing import Any
 
 from dcp_nvcomp.redaction import Redactor
 from dcp_nvcomp.storage.azure.client import AzureClient, may_be_beyond_end
+from dcp_nvcomp.storage.azure.library import library
 from dcp_nvcomp.storage.azure.options import azure_place
 from dcp_nvcomp.storage.azure.output import AzureOutput
 from dcp_nvcomp.storage.azure.publish import AzureTarget
@@ -61,13 +62,11 @@ class AzureFilesystem(RemoteFilesystem):
         replace(AzureTarget(self._client, self._key(name), self.location(name)), data, overwrite=overwrite)
 
     def _get(self, name: str, start: int, stop: int) -> bytes:
-        import obstore
-
         key, where = self._key(name), self.location(name)
 
         def ask() -> bytes:
             try:
-                reply = obstore.get(self._client.store, key, options={"range": (start, stop)})
+                reply = library().get(self._client.store, key, options={"range": (start, stop)})
             except Exception as error:
                 nbytes = self.file_nbytes(name) if may_be_beyond_end(error) else None
                 if nbytes is not None and nbytes <= start:
@@ -81,28 +80,22 @@ class AzureFilesystem(RemoteFilesystem):
         return self._client.call("read", where, ask)
 
     def file_nbytes(self, name: str) -> int | None:
-        import obstore
-
         key = self._key(name)
         with self._client.errors("look up", self.location(name)):
             try:
-                return int(obstore.head(self._client.store, key)["size"])
+                return int(library().head(self._client.store, key)["size"])
             except FileNotFoundError:
                 return None
 
     def list_files(self) -> list[FileInfo]:
-        import obstore
-
         def list_all() -> list[Any]:
-            return list(obstore.list_with_delimiter(self._client.store, self._root or None)["objects"])
+            return list(library().list_with_delimiter(self._client.store, self._root or None)["objects"])
 
         return sorted(map(self._info, self._client.call("list", self.path, list_all)), key=lambda file: file.name)
 
     def list_below(self) -> Below:
-        import obstore
-
         def list_all() -> list[Any]:
-            return [one for some in obstore.list(self._client.store, self._root or None) for one in some]
+            return [one for some in library().list(self._client.store, self._root or None) for one in some]
 
         return Below([*map(self._info, self._client.call("list", self.path, list_all))], [], {})
 
@@ -111,22 +104,18 @@ class AzureFilesystem(RemoteFilesystem):
         return FileInfo(name, int(found["size"]), found["last_modified"].timestamp())
 
     def now_seconds(self) -> float:
-        import obstore
-
         key = self._key(clock_name())
 
         def ask() -> float:
-            obstore.put(self._client.store, key, b"", use_multipart=False)
+            library().put(self._client.store, key, b"", use_multipart=False)
             try:
-                return float(obstore.head(self._client.store, key)["last_modified"].timestamp())
+                return float(library().head(self._client.store, key)["last_modified"].timestamp())
             finally:
-                obstore.delete(self._client.store, key)
+                library().delete(self._client.store, key)
 
         return self._client.call("ask for the time", self.path, ask)
 
     def _remove(self, name: str) -> None:
-        import obstore
-
         key = self._key(name)
         with self._client.errors("remove", self.location(name)), contextlib.suppress(FileNotFoundError):
-            obstore.delete(self._client.store, key)
+            library().delete(self._client.store, key)
