@@ -28,6 +28,7 @@ T = TypeVar("T")
 
 _CONNECT_SECONDS: Final = 5.0
 _REQUEST_SECONDS: Final = 30.0
+_HASTY_SECONDS: Final = 10.0
 _REQUEST_SHARE: Final = 1 / 3  # of the deadline, for one request: a silent server leaves time to ask again
 _MANY: Final = 1000
 _BACKOFF: Final = {
@@ -89,13 +90,19 @@ class AzureClient:
         """Sends each request once."""
         return self._kept(0)
 
+    def hasty_store(self) -> Any:
+        """Return one that gives up early: for a look at what went wrong, and for leftovers, which do no harm."""
+        return self._made(_MANY, min(_HASTY_SECONDS, self.deadline_seconds))
+
     def _kept(self, max_retries: int) -> Any:
         key = library(), max_retries
         found = self._stores.get(key)
-        return self._stores.setdefault(key, self._made(max_retries)) if found is None else found
+        if found is None:
+            found = self._stores.setdefault(key, self._made(max_retries, self.deadline_seconds))
+        return found
 
-    def _made(self, max_retries: int) -> Any:
-        place, request_seconds = self._place, min(_REQUEST_SECONDS, self.deadline_seconds * _REQUEST_SHARE)
+    def _made(self, max_retries: int, seconds: float) -> Any:
+        place, request_seconds = self._place, min(_REQUEST_SECONDS, seconds * _REQUEST_SHARE)
         options: Any = {
             "timeout": timedelta(seconds=request_seconds),
             "connect_timeout": timedelta(seconds=min(_CONNECT_SECONDS, request_seconds)),
@@ -104,7 +111,7 @@ class AzureClient:
         retry: Any = {
             "max_retries": max_retries,
             # the last attempt may begin when this is over, and takes its own time
-            "retry_timeout": timedelta(seconds=self.deadline_seconds - request_seconds),
+            "retry_timeout": timedelta(seconds=seconds - request_seconds),
             "backoff": _BACKOFF,
         }
         config: Any = dict(place.config)
@@ -130,23 +137,29 @@ class AzureClient:
             failure.outcome_unknown = may_be_done and failure.errno == errno.ETIMEDOUT
             raise failure from self.redact.error(error)
 
-    def call(self, what: str, where: str, request: Callable[[], T]) -> T:
+    def call(self, what: str, where: str, request: Callable[[Any], T]) -> T:
         """Return what a request returns, one that may be sent twice.
 
         obstore repeats what got no answer, but not all answers whose bodies are cut off.
 
+        Args:
+            what: as in "Could not {what}".
+            where: of what file.
+            request: is given the store to ask.
+
         Raises:
             StorageError: it failed for good, or too much time is over.
         """
-        end = time.monotonic() + self.deadline_seconds * _REQUEST_SHARE
-        pause = FIRST_PAUSE_SECONDS
+        began, pause, store = time.monotonic(), FIRST_PAUSE_SECONDS, self.store
         while True:
             try:
                 with self.errors(what, where):
-                    return request()
+                    return request(store)
             except StorageError as error:
-                if error.errno != errno.ETIMEDOUT or time.monotonic() + pause >= end:
+                took = time.monotonic() - began + pause
+                if error.errno != errno.ETIMEDOUT or took >= self.deadline_seconds * _REQUEST_SHARE:
                     raise
+            store = self._made(_MANY, self.deadline_seconds - took)  # the new attempt ends in time, too
             time.sleep(pause * random.uniform(0.5, 1))  # so that ranks do not come back all at once
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 

@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dcp_nvcomp.errors import StorageError
 from dcp_nvcomp.redaction import Redactor
 from dcp_nvcomp.storage.azure.client import AzureClient, may_be_beyond_end
 from dcp_nvcomp.storage.azure.library import library
@@ -64,11 +65,11 @@ class AzureFilesystem(RemoteFilesystem):
     def _get(self, name: str, start: int, stop: int) -> bytes:
         key, where = self._key(name), self.location(name)
 
-        def ask() -> bytes:
+        def ask(store: Any) -> bytes:
             try:
-                reply = library().get(self._client.store, key, options={"range": (start, stop)})
+                reply = library().get(store, key, options={"range": (start, stop)})
             except Exception as error:
-                nbytes = self.file_nbytes(name) if may_be_beyond_end(error) else None
+                nbytes = self._nbytes_now(name) if may_be_beyond_end(error) else None
                 if nbytes is not None and nbytes <= start:
                     raise too_short(where, start, stop, nbytes) from self._client.redact.error(error)
                 raise
@@ -79,23 +80,33 @@ class AzureFilesystem(RemoteFilesystem):
 
         return self._client.call("read", where, ask)
 
+    def _nbytes_now(self, name: str) -> int | None:
+        """Return how long a file is that something is wrong with; None if that can't be told soon."""
+        try:
+            return self._look_up(self._client.hasty_store(), name)
+        except StorageError:
+            return None
+
     def file_nbytes(self, name: str) -> int | None:
+        return self._look_up(self._client.store, name)
+
+    def _look_up(self, store: Any, name: str) -> int | None:
         key = self._key(name)
         with self._client.errors("look up", self.location(name)):
             try:
-                return int(library().head(self._client.store, key)["size"])
+                return int(library().head(store, key)["size"])
             except FileNotFoundError:
                 return None
 
     def list_files(self) -> list[FileInfo]:
-        def list_all() -> list[Any]:
-            return list(library().list_with_delimiter(self._client.store, self._root or None)["objects"])
+        def list_all(store: Any) -> list[Any]:
+            return list(library().list_with_delimiter(store, self._root or None)["objects"])
 
         return sorted(map(self._info, self._client.call("list", self.path, list_all)), key=lambda file: file.name)
 
     def list_below(self) -> Below:
-        def list_all() -> list[Any]:
-            return [one for some in library().list(self._client.store, self._root or None) for one in some]
+        def list_all(store: Any) -> list[Any]:
+            return [one for some in library().list(store, self._root or None) for one in some]
 
         return Below([*map(self._info, self._client.call("list", self.path, list_all))], [], {})
 
@@ -106,12 +117,13 @@ class AzureFilesystem(RemoteFilesystem):
     def now_seconds(self) -> float:
         key = self._key(clock_name())
 
-        def ask() -> float:
-            library().put(self._client.store, key, b"", use_multipart=False)
+        def ask(store: Any) -> float:
+            library().put(store, key, b"", use_multipart=False)
+            hasty = self._client.hasty_store()
             try:
-                return float(library().head(self._client.store, key)["last_modified"].timestamp())
+                return float(library().head(hasty, key)["last_modified"].timestamp())
             finally:
-                library().delete(self._client.store, key)
+                library().delete(hasty, key)
 
         return self._client.call("ask for the time", self.path, ask)
 

@@ -60,14 +60,17 @@ class AzureOutput(PartedOutput):
         try:
             with self._client.errors("complete", self._where, may_be_done=True):
                 self._writer.close()
-        except StorageError:
-            if self._replaces or not self._is_complete():  # a commit whose answer was lost is refused when repeated
+        except StorageError as error:
+            refused = error.errno == errno.EACCES
+            if (
+                refused or self._replaces or not self._is_complete()
+            ):  # a commit whose answer was lost is refused when repeated
                 raise
 
     def _is_complete(self) -> bool:
         try:
             with self._client.errors("look up", self._where):
-                return bool(library().head(self._client.store, self._key)["size"] == self._nbytes)
+                return bool(library().head(self._client.hasty_store(), self._key)["size"] == self._nbytes)
         except StorageError:
             return False
 
@@ -79,7 +82,7 @@ class AzureOutput(PartedOutput):
     def _remove(self) -> None:
         try:
             with self._client.errors("remove", self._where):
-                library().delete(self._client.store, self._key)
+                library().delete(self._client.hasty_store(), self._key)
         except StorageError as error:
             if error.errno != errno.ENOENT:
                 raise

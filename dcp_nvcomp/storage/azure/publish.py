@@ -33,9 +33,9 @@ class AzureTarget:
     def version(self) -> str | None:
         """Return the blob's ETag; None if there is no blob."""
 
-        def ask() -> str | None:
+        def ask(store: Any) -> str | None:
             try:
-                found: str | None = library().head(self.client.store, self.key)["e_tag"]
+                found: str | None = library().head(store, self.key)["e_tag"]
             except FileNotFoundError:
                 return None
             return found
@@ -45,9 +45,9 @@ class AzureTarget:
     def read(self) -> bytes | None:
         """Return the blob's bytes; None if there is no blob."""
 
-        def ask() -> bytes | None:
+        def ask(store: Any) -> bytes | None:
             try:
-                return bytes(library().get(self.client.store, self.key).bytes())
+                return bytes(library().get(store, self.key).bytes())
             except FileNotFoundError:
                 return None
 
