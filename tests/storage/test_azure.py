@@ -209,6 +209,28 @@ def test_what_another_save_published_meanwhile_stays(
     assert other.read_all("a", limit_nbytes=9) == b"theirs"
 
 
+@pytest.mark.parametrize("unsure", [True, False])
+def test_a_refusal_that_does_not_pass_is_told_at_once(
+    azure_store: Place, container: ContainerClient, monkeypatch: pytest.MonkeyPatch, unsure: bool
+) -> None:
+    """The version is what it was: it was not another save. But a PUT before it that got no answer may be done yet."""
+    url, options = azure_store
+    filesystem = open_filesystem(url, storage_options=options, deadline_seconds=60)
+    filesystem.publish("a", b"old")
+    lease = container.get_blob_client("run/a").acquire_lease()
+    if unsure:
+        _Server(monkeypatch, done=False)
+    began = time.monotonic()
+    with pytest.raises(StorageError, match="LeaseIdMissing") as caught:
+        filesystem.publish("a", b"new")
+    assert time.monotonic() - began < 10
+    assert caught.value.outcome_unknown == unsure
+    assert filesystem.read_all("a", limit_nbytes=9) == b"old"
+    lease.release()
+    filesystem.publish("a", b"new")
+    assert filesystem.read_all("a", limit_nbytes=9) == b"new"
+
+
 # --- trouble ---------------------------------------------------------------------------------------------------------
 
 

@@ -61,10 +61,8 @@ class AzureOutput(PartedOutput):
             with self._client.errors("complete", self._where, may_be_done=True):
                 self._writer.close()
         except StorageError as error:
-            refused = error.errno == errno.EACCES
-            if (
-                refused or self._replaces or not self._is_complete()
-            ):  # a commit whose answer was lost is refused when repeated
+            # a commit whose answer was lost is refused when repeated
+            if error.errno == errno.EACCES or self._replaces or not self._is_complete():
                 raise
 
     def _is_complete(self) -> bool:
