@@ -42,7 +42,8 @@ class Target(Protocol):
         """Write it once, if `before` is its present version.
 
         Raises:
-            StorageError: with errno EEXIST if it is not, or something else is in the way; with `outcome_unknown` if it may be done all the same.
+            StorageError: with errno EEXIST if it is not, or something else is in the way; with `outcome_unknown` if it
+                may be done all the same.
         """
 
 
