@@ -42,7 +42,8 @@ class Target(Protocol):
         """Write it once, if `before` is its present version.
 
         Raises:
-            StorageError: with errno EEXIST if it is not; with `outcome_unknown` if it may be done all the same.
+            StorageError: with errno EEXIST if it is not, or something else is in the way; with `outcome_unknown` if it
+                may be done all the same.
         """
 
 
@@ -57,7 +58,7 @@ def replace(target: Target, data: bytes, *, overwrite: bool) -> None:
     Raises:
         ConcurrentSaveError: another save has published since an attempt of ours that had no answer; or with
             `overwrite=False` there is an object.
-        StorageError: it could not be done before the deadline.
+        StorageError: it was refused, or could not be done before the deadline.
     """
     end = time.monotonic() + target.deadline_seconds
     before = target.version() if overwrite else None
@@ -67,22 +68,25 @@ def replace(target: Target, data: bytes, *, overwrite: bool) -> None:
             target.send(data, before)
             return
         except StorageError as error:
-            if error.errno == errno.EEXIST:  # refused because of the condition
+            if error.errno == errno.EEXIST:
                 if _is_ours(target, data):
                     return
+                present = target.version()
+                if present == before:  # refused for another reason, which does not pass: a lease, a policy
+                    error.outcome_unknown = unsure
+                    raise
                 if not overwrite:
                     raise already_published(target.where) from error
                 if unsure:
                     raise _refusal(target.where) from error
-                before = target.version()  # another save was faster; this one comes after it
-            elif not error.outcome_unknown or time.monotonic() + pause >= end:
-                raise
+                before = present  # another save was faster; this one comes after it
+            elif error.outcome_unknown:
+                unsure, pause = True, min(2 * pause, LONGEST_PAUSE_SECONDS)
             else:
-                unsure = True
-                time.sleep(pause * random.uniform(0.5, 1))  # so that ranks do not come back all at once
-                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
-            if time.monotonic() >= end:
                 raise
+            if time.monotonic() + pause >= end:
+                raise
+            time.sleep(pause * random.uniform(0.25, 0.5))  # so that ranks do not come back all at once
 
 
 def _is_ours(target: Target, data: bytes) -> bool:

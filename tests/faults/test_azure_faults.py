@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -122,6 +123,32 @@ def test_an_outage_ends_in_time_and_the_writer_saves_again(wire: Wire, fault: st
     outage.end()
     assert save(writer, 3) is None
     assert wire.load() == 3
+
+
+def test_a_frozen_server_is_told_within_the_deadline(wire: Wire) -> None:
+    """A look at what went wrong does not begin another deadline, nor does the removal of what is left."""
+    deadline = 18.0
+    filesystem = open_filesystem(wire.url, storage_options=wire.options, deadline_seconds=deadline)
+    stream = filesystem.open_output("large")
+    stream.write(bytes(2 * PART_NBYTES))
+    wire.proxy.next("silent", method="PUT", path="comp=blocklist", times=1 << 30)
+    for method in ("GET", "HEAD", "POST"):
+        wire.proxy.next("silent", method=method, times=1 << 30)
+
+    def failing(words: str, use: Callable[[], Any]) -> float:
+        start = time.monotonic()
+        with pytest.raises(errors.StorageError, match=words) as caught:
+            use()
+        assert caught.value.errno == errno.ETIMEDOUT
+        return time.monotonic() - start
+
+    with ThreadPoolExecutor() as pool:
+        reading = pool.submit(failing, "Could not read", lambda: filesystem.read("a", 0, 5))
+        completing = pool.submit(failing, "Could not complete", stream.close)
+        assert reading.result() < deadline + 3 and completing.result() < deadline + 3
+    start = time.monotonic()
+    stream.abort()
+    assert time.monotonic() - start < 5
 
 
 def test_what_lands_late_does_not_undo_what_another_save_published(wire: Wire) -> None:

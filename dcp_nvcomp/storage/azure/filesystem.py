@@ -8,13 +8,13 @@ requests      client.py bounds them
 from __future__ import annotations
 
 import contextlib
-import errno
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dcp_nvcomp.errors import StorageError
 from dcp_nvcomp.redaction import Redactor
-from dcp_nvcomp.storage.azure.client import AzureClient
+from dcp_nvcomp.storage.azure.client import AzureClient, may_be_beyond_end
+from dcp_nvcomp.storage.azure.library import library
 from dcp_nvcomp.storage.azure.options import azure_place
 from dcp_nvcomp.storage.azure.output import AzureOutput
 from dcp_nvcomp.storage.azure.publish import AzureTarget
@@ -63,50 +63,50 @@ class AzureFilesystem(RemoteFilesystem):
         replace(AzureTarget(self._client, self._key(name), self.location(name)), data, overwrite=overwrite)
 
     def _get(self, name: str, start: int, stop: int) -> bytes:
-        import obstore
-
         key, where = self._key(name), self.location(name)
 
-        def ask() -> bytes:
-            reply = obstore.get(self._client.store, key, options={"range": (start, stop)})
+        def ask(store: Any) -> bytes:
+            try:
+                reply = library().get(store, key, options={"range": (start, stop)})
+            except Exception as error:
+                nbytes = self._nbytes_now(name) if may_be_beyond_end(error) else None
+                if nbytes is not None and nbytes <= start:
+                    raise too_short(where, start, stop, nbytes) from self._client.redact.error(error)
+                raise
             data, expected = bytes(reply.bytes()), min(stop, reply.meta["size"]) - start
             if len(data) < expected:
                 raise ConnectionError(f"the reply ended after {len(data)} of {expected} bytes")
             return data
 
+        return self._client.call("read", where, ask)
+
+    def _nbytes_now(self, name: str) -> int | None:
+        """Return how long a file is that something is wrong with; None if that can't be told soon."""
         try:
-            return self._client.call("read", where, ask)
-        except StorageError as error:
-            if error.errno == errno.ENOENT:
-                raise
-            nbytes = self.file_nbytes(name)
-            if nbytes is not None and nbytes <= start:
-                raise too_short(where, start, stop, nbytes) from error
-            raise
+            return self._look_up(self._client.hasty_store(), name)
+        except StorageError:
+            return None
 
     def file_nbytes(self, name: str) -> int | None:
-        import obstore
+        return self._look_up(self._client.store, name)
 
+    def _look_up(self, store: Any, name: str) -> int | None:
         key = self._key(name)
         with self._client.errors("look up", self.location(name)):
             try:
-                return int(obstore.head(self._client.store, key)["size"])
+                return int(library().head(store, key)["size"])
             except FileNotFoundError:
                 return None
 
     def list_files(self) -> list[FileInfo]:
-        import obstore
-
-        def list_all() -> list[Any]:
-            return list(obstore.list_with_delimiter(self._client.store, self._root or None)["objects"])
+        def list_all(store: Any) -> list[Any]:
+            return list(library().list_with_delimiter(store, self._root or None)["objects"])
 
         return sorted(map(self._info, self._client.call("list", self.path, list_all)), key=lambda file: file.name)
 
     def list_below(self) -> Below:
-        import obstore
-
-        def list_all() -> list[Any]:
-            return [one for some in obstore.list(self._client.store, self._root or None) for one in some]
+        def list_all(store: Any) -> list[Any]:
+            return [one for some in library().list(store, self._root or None) for one in some]
 
         return Below([*map(self._info, self._client.call("list", self.path, list_all))], [], {})
 
@@ -115,22 +115,19 @@ class AzureFilesystem(RemoteFilesystem):
         return FileInfo(name, int(found["size"]), found["last_modified"].timestamp())
 
     def now_seconds(self) -> float:
-        import obstore
-
         key = self._key(clock_name())
 
-        def ask() -> float:
-            obstore.put(self._client.store, key, b"", use_multipart=False)
+        def ask(store: Any) -> float:
+            library().put(store, key, b"", use_multipart=False)
+            hasty = self._client.hasty_store()
             try:
-                return float(obstore.head(self._client.store, key)["last_modified"].timestamp())
+                return float(library().head(hasty, key)["last_modified"].timestamp())
             finally:
-                obstore.delete(self._client.store, key)
+                library().delete(hasty, key)
 
         return self._client.call("ask for the time", self.path, ask)
 
     def _remove(self, name: str) -> None:
-        import obstore
-
         key = self._key(name)
         with self._client.errors("remove", self.location(name)), contextlib.suppress(FileNotFoundError):
-            obstore.delete(self._client.store, key)
+            library().delete(self._client.store, key)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.options import unknown_option
@@ -29,8 +30,11 @@ _SETTINGS: Final = {
     "client_secret": ("client_secret", "AZURE_STORAGE_CLIENT_SECRET"),
     "endpoint": ("endpoint", "AZURE_STORAGE_ENDPOINT"),
 }
+# The secrets among them, and what obstore calls their kind; it prefers the first.
+_CREDENTIALS: Final = {"account_key": "access_key", "sas_token": "sas_token", "client_secret": "client_secret"}
 _OTHERS: Final = ("anon", "connection_string", "default_block_size", "use_listings_cache", "skip_instance_cache")
 _CONNECTION_STRING: Final = "AZURE_STORAGE_CONNECTION_STRING"
+_PUBLIC: Final = ".blob.core.windows.net"
 _URL: Final = re.compile(r"[A-Za-z]+://(?:(?P<container>[^/@]+)@)?(?P<host>[^/]+)(?:/(?P<prefix>.*))?", re.DOTALL)
 
 
@@ -58,7 +62,7 @@ def azure_place(path: str, options: Mapping[str, Any], known_options: Sequence[s
         known_options: names of the caller's own options, for hints at typing errors.
 
     Raises:
-        ConfigurationError: an option is unknown, or there is no account.
+        ConfigurationError: an option is unknown, the URL's host is not Azure's, or there is no account.
     """
     known = (*_SETTINGS, *_OTHERS)
     for option in options.keys() - set(known):
@@ -67,21 +71,12 @@ def azure_place(path: str, options: Mapping[str, Any], known_options: Sequence[s
     match = _URL.fullmatch(path)
     if match is None:
         raise ConfigurationError("A URL of Azure is az://container/path.", path=path)
-    container, host = match["container"], match["host"]
-    config: dict[str, Any] = {}
+    container, named = match["container"], {}
     if container is None:
-        container = host
+        container = match["host"]
     else:
-        config["account_name"] = host.partition(".")[0]
-    text = options.get("connection_string") or _unless(options, os.environ.get(_CONNECTION_STRING))
-    if text:
-        config |= _of_connection_string(text)
-    for option, (name, variable) in _SETTINGS.items():
-        value = options.get(option) or (None if text else os.environ.get(variable))
-        if value:
-            config[name] = value
-    if options.get("anon"):
-        config["skip_signature"] = True
+        named = _of_host(match["host"], path)
+    config = _settings(options, named)
     if not config.get("account_name"):
         raise ConfigurationError(
             "There is no account: give account_name= or connection_string=, or set AZURE_STORAGE_ACCOUNT_NAME or "
@@ -97,9 +92,52 @@ def azure_url(path: str) -> str:
     return path if match is None else f"az://{match['container'] or match['host']}/{(match['prefix'] or '').strip('/')}"
 
 
-def _unless(options: Mapping[str, Any], text: str | None) -> str | None:
-    """Return the environment's connection string, unless the options say who we are."""
-    return None if any(options.get(name) for name in ("account_name", "account_key", "sas_token")) else text
+def _of_host(host: str, path: str) -> dict[str, Any]:
+    """Take the host of an `abfs://` URL apart; what is beside Azure's public cloud has an endpoint of its own."""
+    account, *rest = host.split(".")
+    if not rest:
+        return {"account_name": account}
+    if not {"dfs", "blob"} & set(rest):
+        raise ConfigurationError(
+            "The host of such a URL is ACCOUNT.dfs.core.windows.net, or another cloud's.", path=path
+        )
+    address = ".".join([account, *("blob" if label == "dfs" else label for label in rest)])
+    public = address == f"{account}{_PUBLIC}"
+    return {"account_name": account} if public else {"account_name": account, "endpoint": f"https://{address}"}
+
+
+def _settings(options: Mapping[str, Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """Bring together what the options, the URL and the environment say; the credentials are all of one source.
+
+    Args:
+        options: the storage options.
+        named: what the URL says.
+    """
+    given = {name: options[option] for option, (name, _) in _SETTINGS.items() if options.get(option)}
+    text = options.get("connection_string")
+    told = _of_connection_string(text) if text else {}
+    around = {} if text else _of_environment(given, named)
+    config = {**around, **named, **told, **given}
+    credentials = next((found for found in (given, told, around) if _CREDENTIALS.keys() & found.keys()), {})
+    for name in _CREDENTIALS:
+        config.pop(name, None)
+    if options.get("anon"):
+        return config | {"skip_signature": True}
+    kind = next((kind for name, kind in _CREDENTIALS.items() if name in credentials), None)
+    if kind is not None:  # told, so that obstore does not prefer what it finds in the environment
+        config |= {name: credentials[name] for name in _CREDENTIALS if _CREDENTIALS[name] == kind}
+        config |= {"credential_type": kind, "skip_signature": False}
+    return config
+
+
+def _of_environment(given: Mapping[str, Any], named: Mapping[str, Any]) -> dict[str, str]:
+    """Return what the environment says; its connection string counts unless options or URL say who we are."""
+    text = os.environ.get(_CONNECTION_STRING)
+    if text and "account_name" not in given and not _CREDENTIALS.keys() & given.keys():
+        found = _of_connection_string(text)
+        if named.get("account_name", found.get("account_name")) == found.get("account_name"):
+            return found
+    return {name: os.environ[variable] for name, variable in _SETTINGS.values() if os.environ.get(variable)}
 
 
 def _of_connection_string(text: str) -> dict[str, str]:
@@ -110,14 +148,22 @@ def _of_connection_string(text: str) -> dict[str, str]:
         if not equals:
             raise ConfigurationError("connection_string= is not NAME=VALUE;NAME=VALUE;...")
         fields[name.strip().lower()] = value.strip()
-    account = fields.get("accountname", "")
-    config = {"account_name": account}
+    endpoint = fields.get("blobendpoint", "").rstrip("/")
+    account = fields.get("accountname") or _account_of(endpoint)
+    config = {"account_name": account} if account else {}
     for ours, theirs in (("accountkey", "account_key"), ("sharedaccesssignature", "sas_token")):
-        if ours in fields:
+        if fields.get(ours):
             config[theirs] = fields[ours]
-    if "blobendpoint" in fields:
-        config["endpoint"] = fields["blobendpoint"].rstrip("/")
-    elif account and "endpointsuffix" in fields:
-        scheme = fields.get("defaultendpointsprotocol", "https")
-        config["endpoint"] = f"{scheme}://{account}.blob.{fields['endpointsuffix']}"
-    return config
+    if account and not endpoint:
+        scheme, suffix = (
+            fields.get("defaultendpointsprotocol", "https"),
+            fields.get("endpointsuffix", "core.windows.net"),
+        )
+        endpoint = f"{scheme}://{account}.blob.{suffix}"
+    return config | {"endpoint": endpoint} if endpoint else config
+
+
+def _account_of(endpoint: str) -> str:
+    """Return the account that an endpoint's address begins with; an emulator's ends with it."""
+    address = urlsplit(endpoint)
+    return address.path.strip("/") or (address.hostname or "").partition(".")[0]

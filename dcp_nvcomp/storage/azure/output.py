@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from dcp_nvcomp.errors import StorageError
 from dcp_nvcomp.storage.azure.client import AzureClient
+from dcp_nvcomp.storage.azure.library import library
 from dcp_nvcomp.storage.parts import PartedOutput
 
 __all__ = ["AzureOutput"]
@@ -35,11 +36,9 @@ class AzureOutput(PartedOutput):
         self._nbytes = 0
 
     def _send_part(self) -> None:
-        import obstore
-
         with self._client.errors("write", self._where):
             if self._writer is None:
-                self._writer = obstore.open_writer(
+                self._writer = library().open_writer(
                     self._client.store, self._key, buffer_size=self._part_nbytes, max_concurrency=_AT_ONCE
                 )
             part = self._take_part()  # it is sent after `write` returned
@@ -47,12 +46,10 @@ class AzureOutput(PartedOutput):
             self._nbytes += len(part)
 
     def _finish(self) -> None:
-        import obstore
-
         self._may_exist = True
         if self._writer is None:
             with self._client.errors("write", self._where, may_be_done=True):
-                obstore.put(self._client.store, self._key, self._part.getvalue(), use_multipart=False)
+                library().put(self._client.store, self._key, self._part.getvalue(), use_multipart=False)
         else:
             if self._part.tell():
                 self._send_part()
@@ -63,16 +60,15 @@ class AzureOutput(PartedOutput):
         try:
             with self._client.errors("complete", self._where, may_be_done=True):
                 self._writer.close()
-        except StorageError:
-            if self._replaces or not self._is_complete():  # a commit whose answer was lost is refused when repeated
+        except StorageError as error:
+            # a commit whose answer was lost is refused when repeated
+            if error.errno == errno.EACCES or self._replaces or not self._is_complete():
                 raise
 
     def _is_complete(self) -> bool:
-        import obstore
-
         try:
             with self._client.errors("look up", self._where):
-                return bool(obstore.head(self._client.store, self._key)["size"] == self._nbytes)
+                return bool(library().head(self._client.hasty_store(), self._key)["size"] == self._nbytes)
         except StorageError:
             return False
 
@@ -82,11 +78,9 @@ class AzureOutput(PartedOutput):
             self._clean_up(self._remove)
 
     def _remove(self) -> None:
-        import obstore
-
         try:
             with self._client.errors("remove", self._where):
-                obstore.delete(self._client.store, self._key)
+                library().delete(self._client.hasty_store(), self._key)
         except StorageError as error:
             if error.errno != errno.ENOENT:
                 raise

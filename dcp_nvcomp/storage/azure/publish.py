@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dcp_nvcomp.storage.azure.client import AzureClient
+from dcp_nvcomp.storage.azure.library import library
 
 __all__ = ["AzureTarget"]
 
@@ -31,11 +32,10 @@ class AzureTarget:
 
     def version(self) -> str | None:
         """Return the blob's ETag; None if there is no blob."""
-        import obstore
 
-        def ask() -> str | None:
+        def ask(store: Any) -> str | None:
             try:
-                found: str | None = obstore.head(self.client.store, self.key)["e_tag"]
+                found: str | None = library().head(store, self.key)["e_tag"]
             except FileNotFoundError:
                 return None
             return found
@@ -44,11 +44,10 @@ class AzureTarget:
 
     def read(self) -> bytes | None:
         """Return the blob's bytes; None if there is no blob."""
-        import obstore
 
-        def ask() -> bytes | None:
+        def ask(store: Any) -> bytes | None:
             try:
-                return bytes(obstore.get(self.client.store, self.key).bytes())
+                return bytes(library().get(store, self.key).bytes())
             except FileNotFoundError:
                 return None
 
@@ -60,7 +59,5 @@ class AzureTarget:
             self._put(data, before)
 
     def _put(self, data: bytes, before: str | None) -> None:
-        import obstore
-
         mode: Any = "create" if before is None else {"e_tag": before}
-        obstore.put(self.client.store_once, self.key, data, mode=mode, use_multipart=False)
+        library().put(self.client.store_once, self.key, data, mode=mode, use_multipart=False)
