@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 )
 def test_links_lead_somewhere(document: str) -> None:
     page = ROOT / document
-    links = re.findall(r"\]\(([^)#]+)", page.read_text())
+    links = re.findall(r"\]\(([^)#\s]+)", page.read_text())
     missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
     assert not missing
 
