@@ -210,7 +210,7 @@ def test_for_good(tmp_path: Path) -> None:
         ({"codek": "auto"}, None, "'codek': did you mean 'codec'"),
         ({"thread_counts": 3}, None, "did you mean 'thread_count'"),
         ({"_extensions": [3]}, None, "codec="),
-        (None, {"verifi": "full"}, "did you mean 'verify'"),
+        (None, {"verify_": "full"}, "did you mean 'verify'"),
         (None, {"verify": "nosuch"}, "nosuch"),
     ],
 )
