@@ -39,7 +39,7 @@ help:
 	@echo "make test-faults  the whole fault matrix, 50,000 fuzz executions and two minutes of soak"
 	@echo "make fuzz, make soak  the second and the third of these alone"
 	@echo "make test-gpu   the tests that need a GPU; on a machine without a network see CONTRIBUTING.md"
-	@echo "make bench      a benchmark: SUITE=ratio, cpu, overlap, asynchronous, runs, plans, reshard, scale, tensors, limits, s3, predictions, codecs, gpu or slices"
+	@echo "make bench      a benchmark: SUITE=ratio, cpu, overlap, asynchronous, runs, plans, reshard, scale, tensors, limits, s3, stores, predictions, codecs, gpu or slices"
 	@echo "make docs       the documentation as a site in build/site, which a browser opens from the disk"
 	@echo "make wheel      an sdist, and a manylinux wheel for PYTHON, checked and tried in an empty environment, in build/dist"
 	@echo "make lint       ruff, mypy, codespell"

@@ -7,42 +7,71 @@ from tests.faults.mutations import Mutation
 ROOM = "dcp_nvcomp/storage/file_servers/"
 FILE = "tests/storage/test_file_servers.py"
 TESTS = FILE + " -k "
+TROUBLE = "tests/storage/test_file_server_trouble.py -k "
 CUT = FILE + "::test_whichever_connection_is_cut_all_goes_on -k "
 
 MUTATIONS = (
     Mutation(
         row="SFTP and SMB, a publish whose answer was lost was done if its temporary is gone",
         file=ROOM + "publish.py",
-        old="        return session.look_up(self._source) is None\n",
-        new="        return False\n",
+        old="        if session.look_up(self._source) is not None:\n",
+        new="        if True:\n",
         tests=CUT + "publish_twice",
+    ),
+    Mutation(
+        row="SFTP and SMB, a publish whose temporary the server lost was not done",
+        file=ROOM + "publish.py",
+        old="        if self._content.is_all_of(session, self._target):\n            return True\n",
+        new="        return True\n",
+        tests=TROUBLE + "lost_was_not",
+    ),
+    Mutation(
+        row="SFTP, a link is what it leads to",
+        file=ROOM + "filesystem.py",
+        old="                if nbytes is not None:\n",
+        new="                if False:\n",
+        tests=TROUBLE + "behind_a_link",
+    ),
+    Mutation(
+        row="SMB, what was changed on the way is not believed",
+        file=ROOM + "smb_transfers.py",
+        old="        if sign is not None and not is_signed_well(sign, answer, parts):\n",
+        new="        if False:\n",
+        tests=TROUBLE + "flips_on_the_way",
+    ),
+    Mutation(
+        row="SMB, requests wait for the server's credits",
+        file=ROOM + "smb_transfers.py",
+        old="            if not self._wait_for_an_answer():\n",
+        new="            if True:\n",
+        tests=TROUBLE + "few_credits",
     ),
     Mutation(
         row="SFTP, an exclusive publish that was interrupted half-way is ours",
         file=ROOM + "publish.py",
-        old="if not (self._is_repeated and self._is_ours(session)):",
+        old="if not (self._is_repeated and self._content.is_all_of(session, self._target)):",
         new="if True:",
         tests=TESTS + "interrupted_half_way",
     ),
     Mutation(
         row="SFTP, an exclusive publish that was interrupted half-way is not ours",
-        file=ROOM + "publish.py",
-        old="        return found[:nbytes] == self._data\n",
+        file=ROOM + "content.py",
+        old="        if session.file_nbytes(path) != self.nbytes:\n            return False\n",
         new="        return True\n",
         tests=TESTS + "interrupted_half_way",
     ),
     Mutation(
         row="SFTP and SMB, what a publish leaves is removed",
         file=ROOM + "publish.py",
-        old="            remove_quietly(pool, self._source, where)\n",
+        old="            remove_quietly(pool, self._source, self._where)\n",
         new="            pass\n",
         tests=TESTS + "without_openssh",
     ),
     Mutation(
         row="SFTP and SMB, a server that forgot what it had confirmed",
         file=ROOM + "output.py",
-        old="        self._compare(session, file)\n",
-        new="",
+        old="        if not self._confirmed.begins(session, file):\n",
+        new="        if False:\n",
         tests=TESTS + "forgot",
     ),
     Mutation(
