@@ -78,7 +78,8 @@ class AzureClient:
         self.deadline_seconds, self.redact = deadline_seconds, redact
         self._place = place
         self._stores: dict[tuple[ModuleType, int], Any] = {}  # a forked child has another library
-        assert self.store is not None and self.store_once is not None  # what can't work is told here
+        for max_retries in (_MANY, 0):  # what can't work is told here
+            self._kept(max_retries)
 
     @property
     def store(self) -> Any:

@@ -1,4 +1,8 @@
-"""What can be asked of an SMB server, by smbprotocol: requests of 1 MiB, as many at once as its credits allow."""
+"""What can be asked of an SMB server.
+
+Reads and writes are requests of 1 MiB, as many at once as the server's credits allow: smb_transfers.py. All else is
+asked through smbprotocol.
+"""
 
 from __future__ import annotations
 

@@ -40,6 +40,13 @@ MUTATIONS = (
         tests=TROUBLE + "flips_on_the_way",
     ),
     Mutation(
+        row="SMB, nothing is written into a buffer that was given up",
+        file=ROOM + "smb.py",
+        old="            self._transfers.abandon(begun for _, _, begun in waiting)\n",
+        new="            pass\n",
+        tests=TROUBLE + "given_up",
+    ),
+    Mutation(
         row="SMB, requests wait for the server's credits",
         file=ROOM + "smb_transfers.py",
         old="            if not self._wait_for_an_answer():\n",
