@@ -53,6 +53,15 @@ class Progress(Stateful):
         self.generator.set_state(state_dict["generator"])
 
 
+def compute_dtype(device: torch.device) -> torch.dtype:
+    """Return bfloat16 where there are instructions for it: on a CPU without, it takes forty times as long as float32.
+
+    What is saved is the same: FSDP2 keeps parameters and the optimizer's state in float32.
+    """
+    is_fast = device.type != "cpu" or torch.backends.cpu.get_cpu_capability().startswith(("AVX512", "SVE"))
+    return torch.bfloat16 if is_fast else torch.float32
+
+
 class Training:
     """A sharded model with its optimizer, and where it is in its data."""
 
@@ -61,7 +70,7 @@ class Training:
         torch.manual_seed(seed)
         self.model = TinyGPT(width=width, depth=depth).to(device)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(param_dtype=compute_dtype(device), reduce_dtype=torch.float32)
         for block in self.model.blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(self.model, mesh=mesh, mp_policy=policy)
