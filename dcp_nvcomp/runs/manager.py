@@ -1,7 +1,7 @@
 """CheckpointManager: the checkpoints of a training run, from the first save to the restart on other machines.
 
     should_save -> save -> async_save into the fast tier, or straight into the durable one
-                           pipeline.py: on each node, copies, upload, commit, retention
+                           behind/: on each node, copies, upload, commit, retention
     restore     -> restoring/: the newest complete step of any place, each file from its nearest copy
 
 All ranks make a manager, and call `should_save`, `save` and `restore` at the same steps.
@@ -26,12 +26,12 @@ from dcp_nvcomp.errors import CheckpointError, ConfigurationError, RankFailedErr
 from dcp_nvcomp.options import check_choice, check_flag, check_path, check_seconds
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.runs.agreement import Agreement
+from dcp_nvcomp.runs.behind.pipeline import Pipeline, TierRules
 from dcp_nvcomp.runs.events import Event, RunReport, StepDelayed, StepRestored, StepSkipped
 from dcp_nvcomp.runs.failures import Failures
 from dcp_nvcomp.runs.keep import Best, Keep, KeepRule, SavedStep
 from dcp_nvcomp.runs.lease import Lease
 from dcp_nvcomp.runs.options import SaveOptions, check_count, check_tiers, job_id
-from dcp_nvcomp.runs.pipeline import Pipeline, TierRules
 from dcp_nvcomp.runs.preemption import SignalWatch
 from dcp_nvcomp.runs.publishers import NodePublisher, StepPublisher, check_metrics
 from dcp_nvcomp.runs.ranks import Ranks

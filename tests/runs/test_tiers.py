@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dcp_nvcomp import CheckpointError, StorageError, inspect_checkpoint, list_run, verify_checkpoint
-from dcp_nvcomp.runs import pipeline
+from dcp_nvcomp.runs.behind import fast_stage
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from tests.distributed.launch import RankPool
 from tests.runs import jobs
@@ -202,14 +202,14 @@ def test_values_are_asked_once_for_their_state_and_who_fails_fails_all(ranks: Ra
 
 def _copy_fails_after_the_upload(place: Path) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch, jobs.manager_of(place, every=10, fast_every=10, copies=1) as manager:
-        move = pipeline.move_files
+        move = fast_stage.move_files
 
         def late(*args: Any, **kwargs: Any) -> None:
             manager._pipeline._durable_thread.wait_for(0)
             move(*args, **kwargs)
             raise StorageError("no copy today")
 
-        patch.setattr(pipeline, "move_files", late)
+        patch.setattr(fast_stage, "move_files", late)
         save = manager.save(10, jobs.state_of(10))
         failed = isinstance(save.saved.exception(60), StorageError)
         patch.undo()

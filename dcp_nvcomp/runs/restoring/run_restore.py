@@ -15,8 +15,8 @@ from dcp_nvcomp.format.metadata.roots import read_root
 from dcp_nvcomp.format.names import METADATA_NAME
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.runs.abandoned import Abandoned, read_abandoned, write_abandoned
+from dcp_nvcomp.runs.behind.pipeline import Pipeline
 from dcp_nvcomp.runs.events import StepRestored
-from dcp_nvcomp.runs.pipeline import Pipeline
 from dcp_nvcomp.runs.ranks import Ranks
 from dcp_nvcomp.runs.restoring.candidates import Candidate, candidates
 from dcp_nvcomp.runs.restoring.nearest import NearestReader

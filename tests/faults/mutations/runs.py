@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.faults.mutations import Mutation
 
-PIPELINE = "dcp_nvcomp/runs/pipeline.py"
+FAST_STAGE = "dcp_nvcomp/runs/behind/fast_stage.py"
 REMOVAL = "dcp_nvcomp/runs/removal.py"
 TRANSFER = "dcp_nvcomp/runs/tiers/transfer.py"
 UPLOADS = "dcp_nvcomp/runs/tiers/uploads.py"
@@ -90,16 +90,16 @@ MUTATIONS = (
     ),
     Mutation(
         row="runs: the fast tier is pruned only once copies are made",
-        file=PIPELINE,
-        old="        else:\n            (self._prune_fast if is_copied",
-        new="        finally:\n            (self._prune_fast if True",
+        file=FAST_STAGE,
+        old="            copied_nbytes = self._copy(save.step, own)\n",
+        new="            self._prune(save.step)\n            copied_nbytes = self._copy(save.step, own)\n",
         tests="tests/runs/kills/test_found.py",
     ),
     Mutation(
         row="runs: what is on its way to the durable tier stays in the fast one",
-        file=PIPELINE,
-        old="            busy = set(self._on_their_way)\n",
-        new="            busy = set()\n",
+        file=FAST_STAGE,
+        old="self._complete[0], but=self._on_their_way.steps)",
+        new="self._complete[0], but=())",
         tests="tests/runs/test_manager.py -k on_their_way",
     ),
     Mutation(

@@ -16,7 +16,8 @@ from tests.faults.failpoints import Counts, Seam
 
 DOOMED_FAST, DOOMED_DURABLE = 40, 20
 
-_PIPELINE, _RESTORING = "dcp_nvcomp.runs.pipeline", "dcp_nvcomp.runs.restoring.restore:Restoring"
+_FAST, _DURABLE = "dcp_nvcomp.runs.behind.fast_stage", "dcp_nvcomp.runs.behind.durable_stage"
+_RESTORING = "dcp_nvcomp.runs.restoring.restore:Restoring"
 _PUBLISHER, _RANKS = "dcp_nvcomp.runs.publishers:NodePublisher", "dcp_nvcomp.runs.ranks:Ranks"
 _POSIX, _OUTPUT = "dcp_nvcomp.storage.local.filesystem:PosixFilesystem", "dcp_nvcomp.storage.local.output:PosixOutput"
 
@@ -80,20 +81,20 @@ STAGES = (
     Stage("fast: half of a file written", Seam(_OUTPUT, "write", "halfway", 2, _of_output("/node-")), "all"),
     Stage("fast: all written, nothing published", Seam(_PUBLISHER, "__call__", "before"), "coordinator"),
     Stage("fast: published on one node", Seam(_PUBLISHER, "__call__", "after"), "coordinator"),
-    Stage("fast: published", Seam(f"{_PIPELINE}:Pipeline", "_publish_on_nodes", "after"), "all"),
-    Stage("copies: begin", Seam(_PIPELINE, "move_files", "before"), "all"),
+    Stage("fast: published", Seam(f"{_FAST}:FastStage", "publish", "after"), "all"),
+    Stage("copies: begin", Seam(_FAST, "move_files", "before"), "all"),
     Stage("copies: half of a file", Seam(_RANKS, "exchange", "after", 2), "all"),
-    Stage("copies: made", Seam(f"{_PIPELINE}:Pipeline", "_copy", "after"), "all"),
-    Stage("replicas: compared", Seam(_PIPELINE, "compared", "before"), "all"),
-    Stage("upload: begins", Seam(_PIPELINE, "upload_files", "before"), "all"),
+    Stage("copies: made", Seam(f"{_FAST}:FastStage", "_copy", "after"), "all"),
+    Stage("replicas: compared", Seam(_FAST, "compared", "before"), "all"),
+    Stage("upload: begins", Seam(_DURABLE, "upload_files", "before"), "all"),
     Stage("upload: half of a file", Seam(_OUTPUT, "write", "before", 2, _of_output("/run/")), "all"),
-    Stage("upload: all files up", Seam(f"{_PIPELINE}:Pipeline", "_commit", "before"), "coordinator"),
+    Stage("upload: all files up", Seam(f"{_DURABLE}:DurableStage", "_commit", "before"), "coordinator"),
     Stage(
         "upload: half committed",
         Seam(_POSIX, "publish", "before", counts=_publishes(".metadata", "/run/")),
         "coordinator",
     ),
-    Stage("upload: committed", Seam(f"{_PIPELINE}:Pipeline", "_commit", "after"), "coordinator"),
+    Stage("upload: committed", Seam(f"{_DURABLE}:DurableStage", "_commit", "after"), "coordinator"),
     *_removals("fast tier", f"/step-{DOOMED_FAST}", "leaders"),
     *_removals("durable tier", f"/run/step-{DOOMED_DURABLE}", "coordinator"),
     Stage("restore: `.metadata` on all nodes", Seam(_RESTORING, "_spread_metadata", "after"), "all", "restore"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dcp_nvcomp import CheckpointManager, StorageError
-from dcp_nvcomp.runs.pipeline import Pipeline
+from dcp_nvcomp.runs.behind.fast_stage import FastStage
 from dcp_nvcomp.runs.removal import REMOVING, remove_step
 from dcp_nvcomp.storage.open import open_filesystem
 from dcp_nvcomp.storage.temporary import temporary_name
@@ -60,7 +60,7 @@ def test_a_step_without_its_copies_pushes_nothing_out(tmp_path: Path, monkeypatc
     with _manager(tmp_path, copies=1) as manager:
         _save(manager, 1, 2)
         with monkeypatch.context() as patch:
-            patch.setattr(Pipeline, "_copy", fail)
+            patch.setattr(FastStage, "_copy", fail)
             with pytest.raises(StorageError, match="the peer is gone"):
                 _save(manager, 3)
         assert _fast_steps(tmp_path) == ["step-1", "step-2", "step-3"]

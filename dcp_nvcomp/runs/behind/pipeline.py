@@ -1,0 +1,258 @@
+"""What happens to a save behind training, on two threads of each rank.
+
+    fast thread       wait until all ranks have written -> `.metadata` on each node -> copies to peers -> old steps go
+    (fast_stage.py)                                                                   or compare replicas
+    durable thread    upload the files as they are -> commit -> steps that nothing keeps go
+    (durable_stage.py)
+
+A save that goes straight to the durable tier has its place on the durable thread, so steps are published in order. Both
+threads do the same jobs in the same order on all ranks, each with process groups of its own, and each stage ends with
+the ranks telling each other whether it worked: an error is the same on all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from dcp_nvcomp.runs.abandoned import Abandoned
+from dcp_nvcomp.runs.background import Background
+from dcp_nvcomp.runs.behind.durable_stage import DurableStage
+from dcp_nvcomp.runs.behind.fast_stage import FastStage
+from dcp_nvcomp.runs.behind.on_their_way import OnTheirWay
+from dcp_nvcomp.runs.events import Event
+from dcp_nvcomp.runs.keep import Keep, KeepRule
+from dcp_nvcomp.runs.publishers import NodePublisher
+from dcp_nvcomp.runs.ranks import Ranks
+from dcp_nvcomp.runs.replicas.written import written_by
+from dcp_nvcomp.runs.step_save import StepSave
+from dcp_nvcomp.runs.steps import RunSteps
+from dcp_nvcomp.runs.tiers.durable import DurableTier
+from dcp_nvcomp.runs.tiers.fast import FastTier
+from dcp_nvcomp.runs.tiers.nodes import Nodes
+from dcp_nvcomp.saving.asynchronous.async_save import AsyncSave
+from dcp_nvcomp.saving.commit import WrittenSave
+from dcp_nvcomp.saving.stats import SaveStats
+
+__all__ = ["Pipeline", "TierRules"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TierRules:
+    """What is kept where.
+
+    Attributes:
+        keep: rule for the durable tier.
+        fast_keep: how many complete steps stay in the fast tier.
+        copies: how many nodes get copies of each node's files.
+    """
+
+    keep: Keep | KeepRule | None
+    fast_keep: int
+    copies: int
+
+
+class Pipeline:
+    """The threads of a manager.
+
+    Args:
+        fast_ranks, durable_ranks: the ranks, for either thread.
+        nodes: where they are.
+        fast: this node's fast tier, if there is one.
+        durable: the durable tier.
+        rules: what is kept where.
+        there: the steps of the durable tier; only the first rank's count.
+        check_lease: raises if another manager has taken the run over; asked before the durable tier is changed.
+        tell: called with each event.
+        on_failure: called with the number of a save that failed, and its error.
+    """
+
+    def __init__(
+        self,
+        fast_ranks: Ranks,
+        durable_ranks: Ranks,
+        nodes: Nodes,
+        fast: FastTier | None,
+        durable: DurableTier,
+        rules: TierRules,
+        there: RunSteps,
+        *,
+        check_lease: Callable[[], None],
+        tell: Callable[[Event], None],
+        on_failure: Callable[[int, BaseException], None],
+    ) -> None:
+        self._fast_ranks, self._tell, self._on_failure = fast_ranks, tell, on_failure
+        self._on_their_way = OnTheirWay(durable)
+        self._durable_stage = DurableStage(
+            durable_ranks, durable, fast, rules.keep, there, check_lease=check_lease, tell=tell
+        )
+        self._durable_thread = Background("dcp-run-durable", _unexpected)
+        self._fast_stage: FastStage | None = None
+        if fast is not None:
+            self._fast_stage = FastStage(
+                fast_ranks,
+                nodes,
+                fast,
+                keep_count=rules.fast_keep,
+                copies=rules.copies,
+                on_their_way=self._on_their_way,
+                tell=tell,
+            )
+        self._fast_thread = None if fast is None else Background("dcp-run-fast", _unexpected)
+
+    @property
+    def on_their_way(self) -> int:
+        """How many steps are not in the durable tier yet that are on their way there."""
+        return len(self._on_their_way)
+
+    @property
+    def fast_nbytes(self) -> int:
+        """What the last step took in this node's fast tier; 0 before the first one."""
+        return 0 if self._fast_stage is None else self._fast_stage.step_nbytes
+
+    def wait_for_uploads(self, most_waiting: int) -> None:
+        """Wait until no more than this many steps are on their way to the durable tier."""
+        self._on_their_way.wait(most_waiting)
+
+    def follow_direct(self, save: StepSave, saving: AsyncSave) -> None:
+        """See a save to its end that goes straight to the durable tier."""
+        self._on_their_way.set_out(save.step)
+        self._durable_thread.do(lambda: self._end_direct(save, saving))
+
+    def follow_fast(
+        self,
+        save: StepSave,
+        saving: AsyncSave,
+        publisher: NodePublisher,
+        *,
+        upload: bool,
+        replicas: Sequence[Sequence[int]] = (),
+    ) -> None:
+        """See a save to its end that goes to the fast tier.
+
+        Args:
+            save: the save.
+            saving: its asynchronous save, of this rank's replica if there are some.
+            publisher: that of its writer.
+            upload: whether it goes on to the durable tier.
+            replicas: the ranks of each; empty if all ranks save together.
+        """
+        assert self._fast_thread is not None
+        if upload:
+            save.in_parts(2)
+            self._on_their_way.set_out(save.step)
+        self._fast_thread.do(lambda: self._end_fast(save, saving, publisher, replicas, upload=upload))
+
+    def upload(self, save: StepSave, written: WrittenSave, senders: Mapping[str, int]) -> None:
+        """Upload a step that is in the fast tier.
+
+        Args:
+            save: the save.
+            written: what to publish.
+            senders: the rank that sends each file.
+        """
+        self._on_their_way.set_out(save.step)
+        self._durable_thread.do(lambda: self._end_upload(save, written, senders))
+
+    def go_back(self, abandoned: Abandoned) -> None:
+        """Leave saves behind; nothing is on its way.
+
+        Args:
+            abandoned: the saves; all others that are there are the run's.
+        """
+        self._durable_stage.go_back(abandoned)
+        if self._fast_stage is not None:
+            self._fast_stage.leave_behind(abandoned.saves.keys())
+
+    def remember_fast(self, steps: Collection[int]) -> None:
+        """Say which complete steps the fast tier has."""
+        assert self._fast_stage is not None
+        self._fast_stage.remember(steps)
+
+    def wait(self) -> None:
+        """Wait until all of it is done."""
+        if self._fast_thread is not None:
+            self._fast_thread.wait_for()
+        self._durable_thread.wait_for()
+
+    def _end_direct(self, save: StepSave, saving: AsyncSave) -> None:
+        error: BaseException | None = None
+        try:
+            save.reached("durable", stats=_stats(saving.upload_completion.result()))
+            self._durable_stage.note(save)
+        except BaseException as raised:
+            error = raised
+        self._end_durable(save, error)
+
+    def _end_upload(self, save: StepSave, written: WrittenSave, senders: Mapping[str, int]) -> None:
+        error: BaseException | None = None
+        try:
+            self._durable_stage.upload(save, written, senders)
+        except BaseException as raised:
+            error = raised
+        self._end_durable(save, error)
+
+    def _end_durable(self, save: StepSave, error: BaseException | None) -> None:
+        self._on_their_way.arrive(save.step)
+        self._end_part(save, error)
+        self._durable_stage.prune()
+
+    def _end_fast(
+        self,
+        save: StepSave,
+        saving: AsyncSave,
+        publisher: NodePublisher,
+        replicas: Sequence[Sequence[int]],
+        *,
+        upload: bool,
+    ) -> None:
+        assert self._fast_stage is not None
+        try:
+            # the save of another replica may have failed, or this one's, of which the other does not know
+            stats = self._fast_ranks.together(lambda: _stats(saving.upload_completion.result()))
+            parts = written_by(self._fast_ranks, replicas, publisher.written, save.elapsed_seconds)
+            own = next(one for one in parts if self._fast_ranks.rank in one.ranks)
+            self._fast_stage.publish(save.step, own)
+            save.reached("fast", stats=stats)
+        except BaseException as error:
+            if upload:
+                self._on_their_way.arrive(save.step)
+                save.in_parts(1)
+            self._end_part(save, error)
+            return
+        if upload:
+            first = min(parts, key=lambda one: one.seconds)  # the ranks with the least to do besides
+            self._durable_thread.do(lambda: self._end_upload(save, first.written, first.senders()))
+        failed: BaseException | None = None
+        try:
+            self._fast_stage.secure(save, parts, own)
+        except BaseException as error:
+            failed = error
+        self._end_part(save, failed)
+
+    def _end_part(self, save: StepSave, error: BaseException | None) -> None:
+        """Note that a part of a save has ended, and tell of the save if it was the last."""
+        if error is not None:
+            self._tell(save.failed(error))
+            self._on_failure(save.number, error)
+        if not save.part_ended(error):
+            return
+        if save.error is not None:
+            save.saved.set_exception(save.error)
+        else:
+            event = save.finished()
+            self._tell(event)
+            save.saved.set_result(event)
+
+
+def _stats(metadata: Metadata) -> SaveStats | None:
+    return SaveStats.of(metadata)
+
+
+def _unexpected(error: BaseException) -> None:
+    logger.error("A checkpoint manager's thread failed: %s: %s", type(error).__name__, error)
