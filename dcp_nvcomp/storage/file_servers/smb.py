@@ -1,20 +1,18 @@
 """What can be asked of an SMB server.
 
 Reads and writes are requests of 1 MiB, as many at once as the server's credits allow: smb_transfers.py. All else is
-asked through smbprotocol.
+asked through smbprotocol: smb_requests.py.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
-from smbprotocol.exceptions import SMBException, SMBResponseException
+from smbprotocol.exceptions import SMBResponseException
 from smbprotocol.file_info import (
     FileAttributes,
     FileDispositionInformation,
@@ -29,17 +27,10 @@ from smbprotocol.open import (
     CreateOptions,
     DirectoryAccessMask,
     FilePipePrinterAccessMask,
-    ImpersonationLevel,
-    Open,
-    SMB2QueryInfoRequest,
-    SMB2QueryInfoResponse,
-    SMB2SetInfoRequest,
 )
 
-from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.storage.file_servers.session import ConnectionLostError, Entry, HeldOpenError, RemoteFile, Session
-from dcp_nvcomp.storage.file_servers.smb_status import ERRNO, LOST
-from dcp_nvcomp.storage.file_servers.smb_transfers import Refused
+from dcp_nvcomp.storage.file_servers.smb_requests import SmbRequests, ntstatus_of
 
 if TYPE_CHECKING:
     from dcp_nvcomp.storage.file_servers.smb_login import SmbConnection
@@ -76,90 +67,24 @@ class SmbSession(Session):
     """
 
     def __init__(self, connection: SmbConnection) -> None:
-        self._connection, self._wire, self._tree = connection, connection.wire, connection.tree
-        self._transfers = connection.transfers
+        self._connection, self._wire, self._transfers = connection, connection.wire, connection.transfers
+        self._requests = SmbRequests(connection)
 
     def owns(self, file: RemoteFile) -> bool:
         return file.connection is self._connection
 
-    # --- requests -----------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except (SMBResponseException, Refused) as error:
-            words = f"{type(error).__name__}: {error}"
-            if error.status in LOST:
-                self._connection.cut()
-                raise ConnectionLostError(words) from error
-            failure = OSError(ERRNO.get(error.status, errno.EIO), words)
-            failure.ntstatus = error.status  # type: ignore[attr-defined]
-            raise failure from error
-        except ConnectionLostError:
-            self._connection.cut()
-            raise
-        except BlockingIOError as error:
-            self._connection.cut()
-            words = f"{self._connection.server} took nothing for {self._wire.silent_seconds:.1f} s"
-            raise ConnectionLostError(words, errno.ETIMEDOUT) from error
-        except UnicodeError as error:
-            raise OSError(errno.EINVAL, f"{type(error).__name__}: {error}") from error
-        except (CheckpointError, MemoryError, AssertionError):
-            raise
-        except Exception as error:
-            if hasattr(error, "ntstatus"):  # the server's answer, as it is told above
-                raise
-            self._connection.cut()
-            raise ConnectionLostError(f"{type(error).__name__}: {error}") from error
-
-    def _call(self, message: Any) -> Any:
-        wanted = self._transfers.credits_wanted(1)
-        login = self._tree.session
-        request = self._wire.send(message, login.session_id, self._tree.tree_connect_id, credit_request=wanted)
-        return self._wire.receive(request)
-
-    def _name(self, path: str) -> str:
-        return "\\".join([*self._connection.prefix, *filter(None, path.split("/"))])
-
-    def _open(self, path: str, access: int, disposition: int, options: int, *, sharing: int | None = None) -> Open:
-        opened = Open(self._tree, self._name(path))
-        opened.create(
-            ImpersonationLevel.Impersonation,
-            access,
-            FileAttributes.FILE_ATTRIBUTE_NORMAL,
-            self._connection.sharing if sharing is None else sharing,
-            disposition,
-            options,
-        )
-        return opened
-
-    @contextlib.contextmanager
-    def _opened(self, path: str, access: int, options: int = 0, **how: Any) -> Iterator[Open]:
-        """Have something open for a while. What fails in it must not be hidden by what then fails in closing."""
-        with self._errors():
-            opened = self._open(path, access, CreateDisposition.FILE_OPEN, options, **how)
-            try:
-                yield opened
-            except BaseException:
-                if self._connection.is_alive:
-                    with contextlib.suppress(SMBException, OSError):
-                        opened.close()
-                raise
-            opened.close()
-
     # --- files --------------------------------------------------------------------------------------------------
 
     def _file(self, path: str, access: int, disposition: int) -> RemoteFile:
-        with self._errors():
-            return RemoteFile(self._connection, path, self._open(path, access, disposition, _PLAIN))
+        with self._requests.errors():
+            return RemoteFile(self._connection, path, self._requests.open(path, access, disposition, _PLAIN))
 
     def open_to_read(self, path: str) -> RemoteFile:
         access = _ACCESS.FILE_READ_DATA | _ACCESS.FILE_READ_ATTRIBUTES
         try:
             return self._file(path, access, CreateDisposition.FILE_OPEN)
         except OSError as error:
-            if _status(error) == NtStatus.STATUS_SHARING_VIOLATION:
+            if ntstatus_of(error) == NtStatus.STATUS_SHARING_VIOLATION:
                 raise HeldOpenError(f"somebody has it for himself ({error.strerror})") from error
             raise
 
@@ -177,7 +102,7 @@ class SmbSession(Session):
     def read_into(self, file: RemoteFile, start: int, buffer: memoryview) -> int:
         waiting: deque[tuple[int, int, Any]] = deque()
         try:
-            with self._errors():
+            with self._requests.errors():
                 return self._read_into(file, start, buffer, waiting)
         finally:
             self._transfers.abandon(begun for _, _, begun in waiting)
@@ -210,7 +135,7 @@ class SmbSession(Session):
 
     def begin_write(self, file: RemoteFile, start: int, data: bytes) -> _Write:
         begun = _Write(deque())
-        with self._errors():
+        with self._requests.errors():
             step = min(_REQUEST_NBYTES, self._wire.max_write_size)
             view, position = memoryview(data), 0
             while position < len(view):
@@ -222,27 +147,27 @@ class SmbSession(Session):
         return begun
 
     def end_write(self, begun: _Write) -> None:
-        with self._errors():
+        with self._requests.errors():
             while begun.waiting:
                 self._transfers.end(begun.waiting.popleft())
 
     def sync(self, file: RemoteFile) -> None:
-        with self._errors():
+        with self._requests.errors():
             file.handle.flush()
 
     def nbytes(self, file: RemoteFile) -> int:
-        with self._errors():
-            return int(self._query(file.handle, FileStandardInformation)["end_of_file"].get_value())
+        with self._requests.errors():
+            return int(self._requests.query(file.handle, FileStandardInformation)["end_of_file"].get_value())
 
     def close(self, file: RemoteFile) -> None:
-        with self._errors():
+        with self._requests.errors():
             file.handle.close()
 
     # --- names --------------------------------------------------------------------------------------------------
 
     def look_up(self, path: str) -> Entry | None:
         try:
-            with self._opened(path, _ACCESS.FILE_READ_ATTRIBUTES, _LINKS_AS_THEY_ARE) as found:
+            with self._requests.opened(path, _ACCESS.FILE_READ_ATTRIBUTES, _LINKS_AS_THEY_ARE) as found:
                 entry = _entry(path.rpartition("/")[2], found.file_attributes, found.end_of_file, found.last_write_time)
         except (FileNotFoundError, NotADirectoryError):
             return None
@@ -250,7 +175,7 @@ class SmbSession(Session):
 
     def file_nbytes(self, path: str) -> int | None:
         try:
-            with self._opened(path, _ACCESS.FILE_READ_ATTRIBUTES) as found:
+            with self._requests.opened(path, _ACCESS.FILE_READ_ATTRIBUTES) as found:
                 entry = _entry("", found.file_attributes, found.end_of_file, found.last_write_time)
         except (FileNotFoundError, NotADirectoryError):
             return None
@@ -259,7 +184,7 @@ class SmbSession(Session):
     def list(self, path: str) -> list[Entry]:
         entries: list[Entry] = []
         access = DirectoryAccessMask.FILE_LIST_DIRECTORY | DirectoryAccessMask.FILE_READ_ATTRIBUTES
-        with self._opened(path, access, _FOLDER) as folder:
+        with self._requests.opened(path, access, _FOLDER) as folder:
             while True:
                 try:
                     page = folder.query_directory(
@@ -281,80 +206,60 @@ class SmbSession(Session):
     def _rename(self, source: str, target: str, *, replace: bool) -> None:
         information = FileRenameInformation()
         information["replace_if_exists"] = replace
-        information["file_name"] = self._name(target)
-        with self._opened(source, _ACCESS.DELETE | _ACCESS.FILE_READ_ATTRIBUTES, _PLAIN) as file:
-            self._set(file, information)
-
-    def _query(self, opened: Open, information: Any) -> Any:
-        request = SMB2QueryInfoRequest()
-        request["info_type"] = information.INFO_TYPE
-        request["file_info_class"] = information.INFO_CLASS
-        request["output_buffer_length"] = _LISTED_NBYTES
-        request["file_id"] = opened.file_id
-        answer = SMB2QueryInfoResponse()
-        answer.unpack(self._call(request)["data"].get_value())
-        return answer.parse_buffer(information)
-
-    def _set(self, opened: Open, information: Any) -> None:
-        request = SMB2SetInfoRequest()
-        request["info_type"] = information.INFO_TYPE
-        request["file_info_class"] = information.INFO_CLASS
-        request["file_id"] = opened.file_id
-        request["buffer"] = information
-        self._call(request)
+        information["file_name"] = self._requests.name(target)
+        with self._requests.opened(source, _ACCESS.DELETE | _ACCESS.FILE_READ_ATTRIBUTES, _PLAIN) as file:
+            self._requests.change(file, information)
 
     def replace(self, source: str, target: str) -> None:
         try:
             self._rename(source, target, replace=True)
         except OSError as error:
-            if _status(error) in _HELD_OPEN and self._is_held_open(target):
+            if ntstatus_of(error) in _HELD_OPEN and self._is_held_open(target):
                 raise HeldOpenError(f"somebody has it open ({error.strerror})") from error
             raise
 
     def _is_held_open(self, path: str) -> bool:
         """Return whether somebody has a file open: then nobody else can have it for himself."""
         try:
-            with self._opened(path, _ACCESS.FILE_READ_DATA, _PLAIN, sharing=0):
+            with self._requests.opened(path, _ACCESS.FILE_READ_DATA, _PLAIN, sharing=0):
                 return False
         except OSError as error:
-            return _status(error) in (NtStatus.STATUS_SHARING_VIOLATION, NtStatus.STATUS_DELETE_PENDING)
+            return ntstatus_of(error) in (NtStatus.STATUS_SHARING_VIOLATION, NtStatus.STATUS_DELETE_PENDING)
 
     def rename_new(self, source: str, target: str) -> None:
         self._rename(source, target, replace=False)
 
     def remove(self, path: str) -> None:
         options = _PLAIN | CreateOptions.FILE_DELETE_ON_CLOSE | _LINKS_AS_THEY_ARE
-        with self._opened(path, _ACCESS.DELETE, options):
+        with self._requests.opened(path, _ACCESS.DELETE, options):
             pass
 
     def make_directory(self, path: str) -> None:
-        with self._errors():
-            self._open(path, DirectoryAccessMask.FILE_LIST_DIRECTORY, CreateDisposition.FILE_CREATE, _FOLDER).close()
+        with self._requests.errors():
+            self._requests.open(
+                path, DirectoryAccessMask.FILE_LIST_DIRECTORY, CreateDisposition.FILE_CREATE, _FOLDER
+            ).close()
 
     def remove_directory(self, path: str) -> None:
         disposition = FileDispositionInformation()
         disposition["delete_pending"] = True
-        with self._opened(path, _ACCESS.DELETE | _ACCESS.FILE_READ_ATTRIBUTES, _FOLDER) as folder:
-            self._set(folder, disposition)
+        with self._requests.opened(path, _ACCESS.DELETE | _ACCESS.FILE_READ_ATTRIBUTES, _FOLDER) as folder:
+            self._requests.change(folder, disposition)
 
     def sync_directory(self, path: str) -> None:
         access = DirectoryAccessMask.FILE_ADD_FILE | DirectoryAccessMask.FILE_ADD_SUBDIRECTORY
         try:
-            with self._opened(path, access, _FOLDER) as folder:
+            with self._requests.opened(path, access, _FOLDER) as folder:
                 folder.flush()
         except OSError as error:  # Windows does not sync directories, and need not
             if isinstance(error, ConnectionLostError) or error.errno in _FAILED_FLUSH:
                 raise
 
     def free_nbytes(self, path: str) -> int | None:
-        with self._opened(path, _ACCESS.FILE_READ_ATTRIBUTES, _FOLDER) as folder:
-            found = self._query(folder, FileFsFullSizeInformation)
+        with self._requests.opened(path, _ACCESS.FILE_READ_ATTRIBUTES, _FOLDER) as folder:
+            found = self._requests.query(folder, FileFsFullSizeInformation)
         unit = found["sectors_per_unit"].get_value() * found["bytes_per_sector"].get_value()
         return int(found["caller_available_units"].get_value() * unit)
-
-
-def _status(error: OSError) -> int:
-    return int(getattr(error, "ntstatus", 0))
 
 
 def _entry(name: str, attributes: Any, nbytes: int, modified: datetime) -> Entry:

@@ -119,14 +119,14 @@ MUTATIONS = (
     Mutation(
         row="SMB, a publish waits for readers",
         file=ROOM + "smb.py",
-        old="if _status(error) in _HELD_OPEN and self._is_held_open(target):",
+        old="if ntstatus_of(error) in _HELD_OPEN and self._is_held_open(target):",
         new="if False:",
         tests=TESTS + "waits_for_readers",
     ),
     Mutation(
         row="SMB, a file is as long as the one that is open, not as the one that has its name",
         file=ROOM + "smb.py",
-        old='int(self._query(file.handle, FileStandardInformation)["end_of_file"].get_value())',
+        old='int(self._requests.query(file.handle, FileStandardInformation)["end_of_file"].get_value())',
         new="self.look_up(file.path).nbytes",
         tests=FILE + "::TestSmb -k atomic_for_readers",
     ),
