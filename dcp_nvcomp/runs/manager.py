@@ -12,11 +12,10 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch.distributed as dist
 
@@ -33,18 +32,17 @@ from dcp_nvcomp.runs.keep import Best, Keep, KeepRule, SavedStep
 from dcp_nvcomp.runs.lease import Lease
 from dcp_nvcomp.runs.options import SaveOptions, check_count, check_tiers, job_id
 from dcp_nvcomp.runs.preemption import SignalWatch
-from dcp_nvcomp.runs.publishers import NodePublisher, StepPublisher, check_metrics
+from dcp_nvcomp.runs.publishers import check_metrics
 from dcp_nvcomp.runs.ranks import Ranks
-from dcp_nvcomp.runs.replicas.replicas import Replica, replicas_for
+from dcp_nvcomp.runs.replicas.replicas import replicas_for
 from dcp_nvcomp.runs.restoring.run_restore import RunRestore
-from dcp_nvcomp.runs.state_size import state_nbytes
+from dcp_nvcomp.runs.starting import SaveStarter
 from dcp_nvcomp.runs.step_save import StepSave
 from dcp_nvcomp.runs.steps import RunSteps, StepNames
+from dcp_nvcomp.runs.telling import Telling
 from dcp_nvcomp.runs.tiers.durable import DurableTier
 from dcp_nvcomp.runs.tiers.fast import FastTier
 from dcp_nvcomp.runs.tiers.nodes import Nodes, Place, this_node
-from dcp_nvcomp.saving.asynchronous.async_save import async_save
-from dcp_nvcomp.saving.asynchronous.staging import UploadFuture
 
 __all__ = ["CheckpointManager"]
 
@@ -136,7 +134,6 @@ class CheckpointManager:
         self._on_behind = check_choice("on_behind", on_behind, _Behind)
         if keep is not None and not callable(keep):
             raise ConfigurationError(f"keep={keep!r} must be a Keep, or a callable.")
-        self._on_event = on_event
         self._options = SaveOptions.of(check_path(root), options)
         names = StepNames(step_template)
         self._durable = DurableTier(check_path(root), names, self._options.storage)
@@ -145,6 +142,7 @@ class CheckpointManager:
         self._group = group_of(process_group, no_dist=False)
         self._ranks, fast_ranks, durable_ranks = (Ranks(self._group) for _ in range(3))
         self._all_ranks = (self._ranks, fast_ranks, durable_ranks)
+        self._telling = Telling(on_event, logs=self._ranks.is_first)
         name = this_node() if node is None else str(node)
         places = self._ranks.gather(Place(name, name if domain is None else str(domain)))
         self._nodes = Nodes(places, self._ranks.rank)
@@ -160,10 +158,8 @@ class CheckpointManager:
             )
 
         self._failures = Failures()
-        self._report, self._telling = RunReport(), threading.Lock()
         self._has_last_save = self._is_closed = False
         self._saves = 0
-        self._has_warned = False
         self._lease: Lease | None = None
         try:
             there = self._begin(run_id or job_id(), take_over, lease_seconds)
@@ -183,8 +179,20 @@ class CheckpointManager:
             TierRules(keep, fast_keep, self._copies),
             there,
             check_lease=self._check_lease,
-            tell=self._tell,
+            tell=self._telling.tell,
             on_failure=self._failures.note,
+        )
+        self._starter = SaveStarter(
+            self._group,
+            self._nodes,
+            self._fast,
+            self._durable,
+            self._pipeline,
+            self._options,
+            copies=self._copies,
+            is_first=self._ranks.is_first,
+            check_lease=self._check_lease,
+            tell=self._telling.tell,
         )
         self._restoring = RunRestore(
             self._ranks,
@@ -266,7 +274,9 @@ class CheckpointManager:
         self._check_open()
         values, known_metrics, failure = self._checked(step, state, metrics)
         is_behind = self._pipeline.on_their_way > 1
-        failed, no_room, behind = self._agreement.now(failure is not None, not self._has_room(values), is_behind)
+        failed, no_room, behind = self._agreement.now(
+            failure is not None, not self._starter.has_room(values), is_behind
+        )
         if failed:
             raise failure or RankFailedError("A save was not begun, because another rank has no state for it.")
         save = self._new_save(step, known_metrics)
@@ -280,10 +290,15 @@ class CheckpointManager:
                 return self._skipped(save)
             else:
                 due = False
-                self._tell(StepSkipped(step, "earlier steps are still on their way: it goes to the fast tier only"))
+                self._telling.tell(
+                    StepSkipped(step, "earlier steps are still on their way: it goes to the fast tier only")
+                )
         replica = self._replicas.replica_of(values, self._pipeline.wait) if self._replicas and to_fast else None
         self._restoring.go_back()
-        self._begin_save(save, values, replica, to_fast=to_fast, upload=due)
+        if to_fast:
+            self._starter.to_fast(save, values, replica, upload=due)
+        else:
+            self._starter.to_durable(save, values)
         self._has_last_save = self._has_last_save or self.preempted
         if not self._asynchronous:
             save.saved.exception()  # only waits: what failed is raised on all ranks
@@ -312,71 +327,16 @@ class CheckpointManager:
     def _wait_for_uploads(self, save: StepSave) -> None:
         start = time.perf_counter()
         self._pipeline.wait_for_uploads(1)
-        self._tell(StepDelayed(save.step, time.perf_counter() - start))
-
-    def _has_room(self, values: Mapping[str, Any]) -> bool:
-        """Return whether the next step, and the copies of other nodes' files, fit this node's fast tier."""
-        if self._fast is None:
-            return True
-        expected = self._pipeline.fast_nbytes
-        if not expected:
-            here = len(self._nodes.ranks_of(self._nodes.own))
-            expected = state_nbytes(values) * here * (1 + self._copies)
-        try:
-            return self._fast.free_nbytes() > 1.1 * expected
-        except CheckpointError as error:
-            logger.warning("It is not known how much room the fast tier has: %s", error)
-            return False
-
-    def _begin_save(
-        self, save: StepSave, values: dict[str, Any], replica: Replica | None, *, to_fast: bool, upload: bool
-    ) -> None:
-        group = self._group
-        replicas: tuple[tuple[int, ...], ...] = ()
-        if to_fast:
-            assert self._fast is not None
-            path = self._fast.path_of(save.step)
-            durable_path = self._durable.path_of(save.step)
-            publisher = NodePublisher(save.step, save.metrics, durable_path=durable_path, upload=upload)
-            if replica is not None:
-                values, group, replicas = replica.values, replica.group, replica.all
-                publisher.replica_id = replica.id
-            writer = self._options.fast_writer(path)
-        else:
-            if self._fast is not None:
-                self._tell_of_lack_of_room(save)
-            path = self._durable.path_of(save.step)
-            writer = self._options.durable_writer(path)
-            publisher = None
-        writer.published_by(publisher or StepPublisher(save.step, save.metrics, self._check_lease))
-        with self._durable.held(save.step):  # not while it is removed
-            saving = async_save(values, path, storage_writer=writer, process_group=group, no_dist=group is None)
-            # what fails behind training is told by the manager: the next save need not refuse for it
-            cast(UploadFuture, saving.upload_completion).was_looked_at = True
-            save.staged.set_result(None)
-            if publisher is not None:
-                self._pipeline.follow_fast(save, saving, publisher, upload=upload, replicas=replicas)
-            else:
-                self._pipeline.follow_direct(save, saving)
+        self._telling.tell(StepDelayed(save.step, time.perf_counter() - start))
 
     def _check_lease(self) -> None:
         """Raise RunInUseError if this rank's lease is lost."""
         if self._lease is not None:
             self._lease.check()
 
-    def _tell_of_lack_of_room(self, save: StepSave) -> None:
-        if not self._has_warned and self._ranks.is_first:
-            self._has_warned = True
-            logger.warning(
-                "There is too little room in the fast tier for step %d and for later ones, until there is again: they "
-                "go to the durable tier.",
-                save.step,
-            )
-        self._tell(StepSkipped(save.step, "there is too little room in the fast tier: it goes to the durable tier"))
-
     def _skipped(self, save: StepSave) -> StepSave:
         event = StepSkipped(save.step, "earlier steps are still on their way to the durable tier: it was not saved")
-        self._tell(event)
+        self._telling.tell(event)
         save.staged.set_result(None)
         save.saved.set_result(event)
         return save
@@ -427,7 +387,7 @@ class CheckpointManager:
         )
         self._unseen_step = None
         if event is not None:
-            self._tell(event)
+            self._telling.tell(event)
         return event
 
     def _belongs_into_durable(self, step: int) -> bool:
@@ -439,8 +399,7 @@ class CheckpointManager:
 
     def report(self) -> RunReport:
         """Return what this manager did so far, on this rank."""
-        with self._telling:
-            return self._report
+        return self._telling.report()
 
     def wait(self) -> None:
         """Wait until all saves are in all their tiers.
@@ -493,14 +452,3 @@ class CheckpointManager:
     def _check_open(self) -> None:
         if self._is_closed:
             raise ConfigurationError("This CheckpointManager is closed.")
-
-    def _tell(self, event: Event) -> None:
-        with self._telling:
-            self._report = self._report.after(event)
-        if self._ranks.is_first:
-            logger.info("%s", event)
-        if self._on_event is not None:
-            try:
-                self._on_event(event)
-            except Exception as error:
-                logger.error("on_event raised %s: %s", type(error).__name__, error)

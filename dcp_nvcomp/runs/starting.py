@@ -1,0 +1,135 @@
+"""How a run's save begins: whether the fast tier has room for it, who writes and publishes it, who follows it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch.distributed as dist
+
+from dcp_nvcomp.errors import CheckpointError
+from dcp_nvcomp.runs.behind.pipeline import Pipeline
+from dcp_nvcomp.runs.events import Event, StepSkipped
+from dcp_nvcomp.runs.options import SaveOptions
+from dcp_nvcomp.runs.publishers import NodePublisher, StepPublisher
+from dcp_nvcomp.runs.replicas.replicas import Replica
+from dcp_nvcomp.runs.state_size import state_nbytes
+from dcp_nvcomp.runs.step_save import StepSave
+from dcp_nvcomp.runs.tiers.durable import DurableTier
+from dcp_nvcomp.runs.tiers.fast import FastTier
+from dcp_nvcomp.runs.tiers.nodes import Nodes
+from dcp_nvcomp.saving.asynchronous.async_save import AsyncSave, async_save
+from dcp_nvcomp.saving.asynchronous.staging import UploadFuture
+from dcp_nvcomp.saving.writer import NvcompWriter
+
+__all__ = ["SaveStarter"]
+
+logger = logging.getLogger(__name__)
+
+_SPARE = 1.1  # the next step may be a little larger than the last
+
+
+class SaveStarter:
+    """Begins the saves of a manager.
+
+    Args:
+        group: the ranks that save together; None if there are no others.
+        nodes: where they are.
+        fast: this node's fast tier, if there is one.
+        durable: the durable tier.
+        pipeline: follows each save to its end.
+        options: of the writers.
+        copies: how many other nodes' files come to this one.
+        is_first: whether this rank speaks for all.
+        check_lease: raises if another manager has taken the run over.
+        tell: called with each event.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        nodes: Nodes,
+        fast: FastTier | None,
+        durable: DurableTier,
+        pipeline: Pipeline,
+        options: SaveOptions,
+        *,
+        copies: int,
+        is_first: bool,
+        check_lease: Callable[[], None],
+        tell: Callable[[Event], None],
+    ) -> None:
+        self._group, self._nodes, self._fast, self._durable = group, nodes, fast, durable
+        self._pipeline, self._options, self._copies = pipeline, options, copies
+        self._check_lease, self._tell = check_lease, tell
+        self._may_warn = is_first
+
+    def has_room(self, values: Mapping[str, Any]) -> bool:
+        """Return whether the next step, and the copies of other nodes' files, fit this node's fast tier."""
+        if self._fast is None:
+            return True
+        expected = self._pipeline.fast_nbytes
+        if not expected:
+            here = len(self._nodes.ranks_of(self._nodes.own))
+            expected = state_nbytes(values) * here * (1 + self._copies)
+        try:
+            return self._fast.free_nbytes() > _SPARE * expected
+        except CheckpointError as error:
+            logger.warning("It is not known how much room the fast tier has: %s", error)
+            return False
+
+    def to_fast(self, save: StepSave, values: dict[str, Any], replica: Replica | None, *, upload: bool) -> None:
+        """Begin a save into the fast tier; return when the state may change again.
+
+        Args:
+            save: the save.
+            values: the state, without Stateful values.
+            replica: this rank's, if replicas save for themselves.
+            upload: whether the step goes on to the durable tier.
+        """
+        assert self._fast is not None
+        path, durable_path = self._fast.path_of(save.step), self._durable.path_of(save.step)
+        publisher = NodePublisher(save.step, save.metrics, durable_path=durable_path, upload=upload)
+        group = self._group
+        replicas: tuple[tuple[int, ...], ...] = ()
+        if replica is not None:
+            values, group, replicas = replica.values, replica.group, replica.all
+            publisher.replica_id = replica.id
+        writer = self._options.fast_writer(path)
+        writer.published_by(publisher)
+        with self._durable.held(save.step):  # not while it is removed
+            saving = _begin(save, values, writer, group)
+            self._pipeline.follow_fast(save, saving, publisher, upload=upload, replicas=replicas)
+
+    def to_durable(self, save: StepSave, values: dict[str, Any]) -> None:
+        """Begin a save straight into the durable tier; return when the state may change again.
+
+        Args:
+            save: the save.
+            values: the state, without Stateful values.
+        """
+        if self._fast is not None:
+            self._tell_of_lack_of_room(save)
+        writer = self._options.durable_writer(self._durable.path_of(save.step))
+        writer.published_by(StepPublisher(save.step, save.metrics, self._check_lease))
+        with self._durable.held(save.step):
+            self._pipeline.follow_direct(save, _begin(save, values, writer, self._group))
+
+    def _tell_of_lack_of_room(self, save: StepSave) -> None:
+        if self._may_warn:
+            self._may_warn = False
+            logger.warning(
+                "There is too little room in the fast tier for step %d and for later ones, until there is again: they "
+                "go to the durable tier.",
+                save.step,
+            )
+        self._tell(StepSkipped(save.step, "there is too little room in the fast tier: it goes to the durable tier"))
+
+
+def _begin(save: StepSave, values: dict[str, Any], writer: NvcompWriter, group: dist.ProcessGroup | None) -> AsyncSave:
+    saving = async_save(values, writer.path, storage_writer=writer, process_group=group, no_dist=group is None)
+    # what fails behind training is told by the manager: the next save need not refuse for it
+    cast(UploadFuture, saving.upload_completion).was_looked_at = True
+    save.staged.set_result(None)
+    return saving
