@@ -442,6 +442,14 @@ def test_mistakes() -> None:
         open_filesystem("az://c/a", storage_options={"account_name": "a", "acount_key": "x"})
     with pytest.raises(ConfigurationError, match="NAME=VALUE"):
         open_filesystem("az://c/a", storage_options={"connection_string": SECRET})
+    with pytest.raises(ConfigurationError, match="must be a number of bytes"):
+        open_filesystem("az://c/a", storage_options={"account_name": "a", "default_block_size": "16MB"})
+
+
+@pytest.mark.parametrize("path", ["a//b", "a/../b", "./a", "a\nb", "a\x7f", "a\\b"])
+def test_paths_that_azure_or_its_client_would_change(path: str) -> None:
+    with pytest.raises(ConfigurationError, match="A path in a container can't have"):
+        azure_place(f"az://c/{path}", {"account_name": "a"})
 
 
 @pytest.mark.parametrize("option", ["account_key", "sas_token", "client_secret", "connection_string"])

@@ -294,3 +294,25 @@ def test_nothing_is_written_into_a_buffer_that_was_given_up(smb_store: Place, mo
     received.wait(5)
     time.sleep(0.2)
     assert buffer == bytes(len(buffer))
+
+
+@pytest.mark.smb
+def test_a_login_that_needs_a_package_is_not_repeated(smb_store: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dcp_nvcomp.storage.file_servers import smb_login
+
+    def connect(login: Any) -> None:
+        raise ImportError("GSSAPIProxy requires the Python gssapi library")
+
+    monkeypatch.setattr(smb_login.SmbLogin, "connect", connect)
+    began = time.monotonic()
+    with pytest.raises(StorageError, match=r"gssapi library: pip install 'smbprotocol\[kerberos\]'") as caught:
+        opened(smb_store, auth_protocol="kerberos")
+    assert caught.value.errno == errno.EINVAL and time.monotonic() - began < 10
+
+
+@pytest.mark.sftp
+def test_an_option_of_a_wrong_type_is_not_repeated(sftp_store: Place) -> None:
+    began = time.monotonic()
+    with pytest.raises(StorageError, match="an option of the SSH client can't be used") as caught:
+        opened(sftp_store, encryption_algs=5)
+    assert caught.value.errno == errno.EINVAL and time.monotonic() - began < 10
