@@ -30,7 +30,7 @@ _SECRET_NAME: Final = re.compile(
     r"|(account|api|private|access|encryption|customer|shared|master|auth|ssh)_?keys?$"
 )
 _KEY_PARAMETER: Final = re.compile(r"(^|_)key(_|$)")  # as an option, `key` is the public half of S3's pair
-_PUBLIC_NAME: Final = re.compile(r"timeout|(^|_)(mechanism|authority|method|type)$")
+_PUBLIC_NAME: Final = re.compile(r"timeout|(^|_)(mechanism|authority|method|protocol|type)$")
 # What gcsfs takes for `token` instead of a token.
 _NO_TOKENS: Final = ("cloud", "browser", "cache", "anon", "google_default")
 _SHORT: Final = 4
