@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from dcp_nvcomp.choosing.codec_rates import CodecRates, measure_codec
 from dcp_nvcomp.choosing.model import Model, Prediction, break_even_rate
 from dcp_nvcomp.choosing.sample_state import sample_state
@@ -141,6 +143,7 @@ def bench(
     """
     check_seconds("seconds", seconds)
     threads = check_thread_count(threads)
+    _check_device(device)
     options = dict(storage_options or {})
     base = os.fspath(url)
     path = f"{base if base.endswith(('://', '/')) else base + '/'}dcp-nvcomp-bench-{uuid.uuid4().hex[:12]}"
@@ -152,6 +155,14 @@ def bench(
             filesystem.remove(filesystem.list_names())
             filesystem.remove_directory()
     return replace(found, url=without_secrets(base))
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.zeros(1, device=device).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        words = str(error).partition("\n")[0]
+        raise ConfigurationError(f"device={device!r} can't be used here: {words}") from error
 
 
 def _measured(

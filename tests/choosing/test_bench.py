@@ -192,6 +192,18 @@ def test_a_storage_that_fails(tmp_path: Path) -> None:
         bench(tmp_path / "file", seconds=0.01)
 
 
+@pytest.mark.parametrize("device", ["tpu", "meta", "cuda:99"])
+def test_a_device_that_is_none(tmp_path: Path, device: str) -> None:
+    status, output, error = run("bench", str(tmp_path), "--seconds", "0.01", "--device", device)
+    assert (status, output) == (1, "") and f"device={device!r} can't be used here" in error
+    assert len(error.splitlines()) == 1 and not list(tmp_path.iterdir())
+
+
+def test_a_model_without_end(tmp_path: Path) -> None:
+    status, _, error = run("bench", str(tmp_path), "--parameters", "inf")
+    assert status == 2 and "--parameters" in error
+
+
 def test_the_command(tmp_path: Path) -> None:
     status, output, _ = run("bench", str(tmp_path), "--seconds", "0.01", "--parameters", "70e9", "--state", "1GB")
     assert status == 0
