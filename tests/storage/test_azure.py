@@ -372,6 +372,9 @@ def test_the_environment_and_fsspecs_files(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "from-environment")
     assert azure_place("az://c/a", {}).config == {"account_name": "from-environment"}
     assert azure_place("abfs://c@acc/a", {}).config == {"account_name": "acc"}
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME")
+    monkeypatch.setitem(fsspec.config.conf, "abfs", {"account_name": "from-files"})
+    open_filesystem("az://c/a")
     monkeypatch.setitem(fsspec.config.conf, "az", {"account_nam": "x"})
     with pytest.raises(ConfigurationError, match="account_name"):
         open_filesystem("az://c/a")
