@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 from urllib.parse import quote, unquote
 
-__all__ = ["Redactor", "without_secrets"]
+__all__ = ["Redactor", "is_secret", "without_secrets"]
 
 # "://user:password@"; the password may hold a slash, unless what precedes it is a host, and it begins with a port
 _PASSWORD: Final = re.compile(
@@ -30,7 +30,7 @@ _SECRET_NAME: Final = re.compile(
     r"|(account|api|private|access|encryption|customer|shared|master|auth|ssh)_?keys?$"
 )
 _KEY_PARAMETER: Final = re.compile(r"(^|_)key(_|$)")  # as an option, `key` is the public half of S3's pair
-_PUBLIC_NAME: Final = re.compile(r"timeout|(^|_)(mechanism|authority|method|type)$")
+_PUBLIC_NAME: Final = re.compile(r"timeout|(^|_)(mechanism|authority|method|protocol|type)$")
 # What gcsfs takes for `token` instead of a token.
 _NO_TOKENS: Final = ("cloud", "browser", "cache", "anon", "google_default")
 _SHORT: Final = 4
@@ -46,7 +46,7 @@ def _is_public(name: str) -> bool:
     return _PUBLIC_NAME.search(_words(name)) is not None
 
 
-def _is_secret(name: str, *, parameter: bool = False) -> bool:
+def is_secret(name: str, *, parameter: bool = False) -> bool:
     """True if the value of an option, or of a parameter in a URL, must not be shown."""
     if _is_public(name):
         return False
@@ -55,7 +55,7 @@ def _is_secret(name: str, *, parameter: bool = False) -> bool:
 
 
 def _hide_parameter(match: re.Match[str]) -> str:
-    return match[1] + HIDDEN if _is_secret(match[2], parameter=True) else match[0]
+    return match[1] + HIDDEN if is_secret(match[2], parameter=True) else match[0]
 
 
 def without_secrets(text: str) -> str:
@@ -130,7 +130,7 @@ def _whole_word(word: str) -> str:
 def _in_url(text: str) -> Iterator[str]:
     for pattern in (_PASSWORD, _TOKEN):
         yield from (match[2] for match in pattern.finditer(text))
-    yield from (match[3] for match in _PARAMETER.finditer(text) if _is_secret(match[2], parameter=True))
+    yield from (match[3] for match in _PARAMETER.finditer(text) if is_secret(match[2], parameter=True))
 
 
 def _in_options(value: Any, *, secret: bool = False) -> Iterator[str]:
@@ -138,7 +138,7 @@ def _in_options(value: Any, *, secret: bool = False) -> Iterator[str]:
     if isinstance(value, Mapping):
         for name, inner in value.items():
             if name != "token" or inner not in _NO_TOKENS:
-                yield from _in_options(inner, secret=_is_secret(str(name)) or (secret and not _is_public(str(name))))
+                yield from _in_options(inner, secret=is_secret(str(name)) or (secret and not _is_public(str(name))))
     elif isinstance(value, list | tuple | set):
         for inner in value:
             yield from _in_options(inner, secret=secret)

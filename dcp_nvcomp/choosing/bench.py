@@ -15,10 +15,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from dcp_nvcomp.choosing.codec_rates import CodecRates, measure_codec
 from dcp_nvcomp.choosing.model import Model, Prediction, break_even_rate
 from dcp_nvcomp.choosing.sample_state import sample_state
-from dcp_nvcomp.choosing.storage_rates import StorageRates, measure_storage
+from dcp_nvcomp.choosing.storage_rates import StorageRates, measure_storage, removing
 from dcp_nvcomp.choosing.trials import Trial, run_trial
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.options import check_seconds, check_thread_count
@@ -141,17 +143,28 @@ def bench(
     """
     check_seconds("seconds", seconds)
     threads = check_thread_count(threads)
+    _check_device(device)
     options = dict(storage_options or {})
     base = os.fspath(url)
     path = f"{base if base.endswith(('://', '/')) else base + '/'}dcp-nvcomp-bench-{uuid.uuid4().hex[:12]}"
     with contextlib.closing(open_filesystem(path, storage_options=options)) as filesystem:
         filesystem.create_directory()
-        try:
+        with removing(lambda: _remove(filesystem)):
             found = _measured(filesystem, path, options, seconds, threads, device, say)
-        finally:
-            filesystem.remove(filesystem.list_names())
-            filesystem.remove_directory()
     return replace(found, url=without_secrets(base))
+
+
+def _remove(filesystem: Filesystem) -> None:
+    filesystem.remove(filesystem.list_names())
+    filesystem.remove_directory()
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.zeros(1, device=device).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        words = str(error).partition("\n")[0]
+        raise ConfigurationError(f"device={device!r} can't be used here: {words}") from error
 
 
 def _measured(

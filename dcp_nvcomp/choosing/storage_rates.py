@@ -8,17 +8,19 @@ allows it: a restart rarely finds its checkpoint in memory.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from dcp_nvcomp.errors import CheckpointError, StorageError
 from dcp_nvcomp.storage.base import Filesystem
 
-__all__ = ["StorageRates", "forget_cached", "measure_storage"]
+__all__ = ["StorageRates", "forget_cached", "measure_storage", "removing"]
 
 _PIECE_NBYTES = 1 << 20  # as an encoded block is handed over
 _FIRST_NBYTES = 8 << 20
@@ -88,11 +90,23 @@ def measure_storage(filesystem: Filesystem, *, threads: int, memory_budget: int,
         StorageError: the storage refuses or fails.
     """
     names: list[str] = []
-    try:
+    with removing(lambda: filesystem.remove(names)):
         streams = tuple(filesystem.output_streams(one, memory_budget) for one in range(1, threads + 1))
         return _measured(filesystem, names, streams, seconds)
-    finally:
-        filesystem.remove(names)
+
+
+@contextlib.contextmanager
+def removing(remove: Callable[[], object]) -> Iterator[None]:
+    """Remove what was made, also after a failure, which is told and not what removing comes to then."""
+    try:
+        yield
+    except BaseException as error:
+        # a storage that does not answer would let us wait once more
+        if not isinstance(error, StorageError) or error.errno != errno.ETIMEDOUT:
+            with contextlib.suppress(CheckpointError):
+                remove()
+        raise
+    remove()
 
 
 def _measured(filesystem: Filesystem, names: list[str], by_threads: tuple[int, ...], seconds: float) -> StorageRates:

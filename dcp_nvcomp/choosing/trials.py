@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dcp_nvcomp.choosing.codec_rates import repeated_seconds
-from dcp_nvcomp.choosing.storage_rates import forget_cached
+from dcp_nvcomp.choosing.storage_rates import forget_cached, removing
 from dcp_nvcomp.loading.load import load
 from dcp_nvcomp.saving.save import save
 from dcp_nvcomp.saving.stats import SaveStats
@@ -90,7 +90,7 @@ class _Trial:
 
     def run(self, state: State, seconds: float) -> tuple[float, float, SaveStats]:
         into = {name: torch.empty_like(tensor).fill_(0) for name, tensor in state.items()}
-        try:
+        with removing(self._clear):
             saved = repeated_seconds(lambda: self._save(state), seconds * 2 / 3, before=self._clear)
             self._clear()
             stats = self._save(state)
@@ -98,8 +98,6 @@ class _Trial:
             loaded = repeated_seconds(
                 lambda: self._load(into), seconds / 3, before=lambda: forget_cached(self._filesystem, files)
             )
-        finally:
-            self._clear()
         return saved, loaded, stats
 
     def _clear(self) -> None:

@@ -28,7 +28,7 @@ State = Annotated[
 ]
 Parameters = Annotated[
     float | None,
-    typer.Option("--parameters", min=1, help="Or its number of parameters, such as 70e9: 10 bytes each."),
+    typer.Option("--parameters", min=1, max=1e18, help="Or its number of parameters, such as 70e9: 10 bytes each."),
 ]
 Seconds = Annotated[float, typer.Option("--seconds", min=0.01, help="About how long to measure.")]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, help="Threads that encode and decode.")]

@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator
 from datetime import datetime
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
@@ -14,6 +14,7 @@ from rich.text import Text
 
 from dcp_nvcomp.cli.tables import Table
 from dcp_nvcomp.errors import CheckpointError
+from dcp_nvcomp.redaction import is_secret
 
 __all__ = [
     "AsJson",
@@ -37,9 +38,10 @@ Options = Annotated[
         "-o",
         metavar="KEY=VALUE",
         help="An option of the storage, such as anon=true; may be repeated. VALUE is JSON if it parses as such, "
-        """e.g. client_kwargs='{"endpoint_url": "http://127.0.0.1:9000"}', else text.""",
+        """e.g. client_kwargs='{"endpoint_url": "http://127.0.0.1:9000"}', else text; so is a secret of digits.""",
     ),
 ]
+_NAMES: Final = ("username", "user", "key", "account_name", "domain", "project")
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document instead of tables.")]
 
 
@@ -51,11 +53,17 @@ def parse_storage_options(given: list[str] | None) -> dict[str, Any]:
         if not key.isidentifier() or not equals:
             # without the text, which may hold a password
             raise typer.BadParameter("An option has the form KEY=VALUE, and KEY is a name.", param_hint="--option")
-        try:
-            options[key] = json.loads(value)
-        except (ValueError, RecursionError):
-            options[key] = value
+        options[key] = _value_of(key, value)
     return options
+
+
+def _value_of(key: str, text: str) -> Any:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    # a password of digits is text: as a number, 1e5 or 1.10 would be another one
+    return text if isinstance(value, int | float) and (key in _NAMES or is_secret(key)) else value
 
 
 @contextlib.contextmanager

@@ -23,7 +23,8 @@ _NBYTES_PER_PARAMETER = 12
 _GPUS = 8
 
 Parameters = Annotated[
-    float | None, typer.Option("--parameters", min=1, help="Parameters of the model, such as 70e9: 12 bytes each.")
+    float | None,
+    typer.Option("--parameters", min=1, max=1e18, help="Parameters of the model, such as 70e9: 12 bytes each."),
 ]
 Checkpoint = Annotated[
     str | None, typer.Option("--checkpoint", metavar="SIZE", help="Or the size of a checkpoint, such as 840GB.")
@@ -33,11 +34,13 @@ Gpus = Annotated[
     typer.Option("--gpus", min=1, help="GPUs that wait during a save of --parameters or --checkpoint; by default 8."),
 ]
 Interval = Annotated[str, typer.Option("--interval", metavar="TIME", help="Time between saves, such as 30m.")]
-GpuHour = Annotated[float, typer.Option("--gpu-hour", min=0, help="Price of a GPU hour in dollars.")]
+GpuHour = Annotated[float, typer.Option("--gpu-hour", min=0, max=1e9, help="Price of a GPU hour in dollars.")]
 StorageRate = Annotated[str, typer.Option("--storage-rate", metavar="SIZE", help="What the storage takes a second.")]
-StoragePrice = Annotated[float, typer.Option("--storage-price", min=0, help="Price of a GB (2^30) and month.")]
+StoragePrice = Annotated[float, typer.Option("--storage-price", min=0, max=1e9, help="Price of a GB (2^30) and month.")]
 Kept = Annotated[int, typer.Option("--kept", min=0, help="How many checkpoints are kept.")]
-Ratio = Annotated[float | None, typer.Option("--ratio", min=0.01, help="Of your own codec, with --encode-rate.")]
+Ratio = Annotated[
+    float | None, typer.Option("--ratio", min=0.01, max=1e9, help="Of your own codec, with --encode-rate.")
+]
 EncodeRate = Annotated[
     str | None, typer.Option("--encode-rate", metavar="SIZE", help="What your codec encodes a second, for each GPU.")
 ]

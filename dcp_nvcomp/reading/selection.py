@@ -49,6 +49,8 @@ def select(index: Any, shape: Sequence[int]) -> Selection:
     offsets, sizes, taken = list[int](), list[int](), list[int | slice]()
     for one, length in zip(_per_dimension(index, len(shape)), shape, strict=True):
         if isinstance(one, slice):
+            if one.step == 0:
+                raise IndexError("The step of a slice can't be 0.")
             start, stop, step = one.indices(length)
             if step < 0:
                 raise TypeError("A stored tensor is read forwards: read it, and flip what you got.")

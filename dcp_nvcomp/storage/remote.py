@@ -11,7 +11,7 @@ from dcp_nvcomp.errors import ConfigurationError, StorageError, TruncatedFileErr
 from dcp_nvcomp.redaction import Redactor, without_secrets
 from dcp_nvcomp.storage.base import Filesystem, check_relative_path, storage_errors, too_large, too_short
 
-__all__ = ["PARALLEL_READS", "RemoteFilesystem", "part_nbytes"]
+__all__ = ["PARALLEL_READS", "RemoteFilesystem", "option_nbytes", "part_nbytes"]
 
 PARALLEL_READS = 16
 _PARALLEL_WRITES = 4
@@ -21,10 +21,21 @@ _PART_NBYTES = 16 << 20
 
 def part_nbytes(options: Mapping[str, Any]) -> int:
     """Return the part size of uploads to an object store."""
-    nbytes = options.get("default_block_size") or _PART_NBYTES
+    nbytes = option_nbytes(options, "default_block_size") or _PART_NBYTES
     if nbytes < _MIN_PART_NBYTES:
         raise ConfigurationError(f"default_block_size must be at least {_MIN_PART_NBYTES}, S3's smallest part.")
-    return int(nbytes)
+    return nbytes
+
+
+def option_nbytes(options: Mapping[str, Any], *names: str) -> int | None:
+    """Return the first of some options that is given, a number of bytes; None if none is."""
+    name = next((name for name in names if options.get(name)), None)
+    if name is None:
+        return None
+    try:
+        return int(options[name])  # from the environment it is text
+    except (TypeError, ValueError):
+        raise ConfigurationError(f"{name}={options[name]!r} must be a number of bytes.") from None
 
 
 class RemoteFilesystem(Filesystem):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from dcp_nvcomp.choosing.model import Model, Overlap
 from dcp_nvcomp.choosing.sample_state import sample_state
 from dcp_nvcomp.choosing.storage_rates import StorageRates
 from dcp_nvcomp.choosing.trials import Trial
+from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 
 from ..cli.checkpoints import run
 
@@ -190,6 +194,39 @@ def test_a_storage_that_fails(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no directory")
     with pytest.raises(StorageError):
         bench(tmp_path / "file", seconds=0.01)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ETIMEDOUT])
+def test_what_failed_first_is_told(tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A storage that is gone can't be tidied up; one that does not answer is not asked again."""
+    asked = []
+
+    def failing(what: str) -> Callable[..., Any]:
+        def fail(*arguments: Any) -> Any:
+            asked.append(what)
+            error = StorageError(f"Could not {what}.")
+            error.errno = number
+            raise error
+
+        return fail
+
+    for name, what in (("open_output", "write"), ("list_files", "list"), ("remove", "remove")):
+        monkeypatch.setattr(PosixFilesystem, name, failing(what))
+    with pytest.raises(StorageError, match="Could not write"):
+        bench(tmp_path, seconds=0.01)
+    assert asked == (["write"] if number == errno.ETIMEDOUT else ["write", "remove", "list"])
+
+
+@pytest.mark.parametrize("device", ["tpu", "meta", "cuda:99"])
+def test_a_device_that_is_none(tmp_path: Path, device: str) -> None:
+    status, output, error = run("bench", str(tmp_path), "--seconds", "0.01", "--device", device)
+    assert (status, output) == (1, "") and f"device={device!r} can't be used here" in error
+    assert len(error.splitlines()) == 1 and not list(tmp_path.iterdir())
+
+
+def test_a_model_without_end(tmp_path: Path) -> None:
+    status, _, error = run("bench", str(tmp_path), "--parameters", "inf")
+    assert status == 2 and "--parameters" in error
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -104,6 +104,10 @@ def test_options_that_belong_together(tmp_path: Path) -> None:
     ("options", "named"),
     [
         (("--gpus", "64"), "--gpus"),
+        (("--parameters", "inf"), "--parameters"),
+        (("--gpu-hour", "inf"), "--gpu-hour"),
+        (("--storage-price", "inf"), "--storage-price"),
+        (("--ratio", "inf", "--encode-rate", "1GB"), "--ratio"),
         (("--parameters", "70e9", "--checkpoint", "840GB"), "--checkpoint"),
     ],
 )

@@ -103,6 +103,7 @@ def test_mistakes(saved: str) -> None:
     assert status == 1 and "has 'model.w'" in errors and len(errors.splitlines()) == 1
     assert cat(saved, "model.w[9]")[0] == 2
     assert cat(saved, "model.w[x]")[0] == 2
+    assert cat(saved, "model.w[::0]")[0] == 2
     assert cat(f"{saved}/nothing", "w")[0] == 1
 
 

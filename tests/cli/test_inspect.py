@@ -16,6 +16,7 @@ from torch.distributed.checkpoint._extension import ZStandard
 from typer.testing import CliRunner
 
 from dcp_nvcomp.cli.app import app
+from dcp_nvcomp.cli.common import parse_storage_options
 from dcp_nvcomp.errors import (
     CheckpointNotFoundError,
     ConfigurationError,
@@ -263,6 +264,24 @@ def test_an_option_that_is_none_is_a_usage_error(option: str, tmp_path: Path) ->
     status, output, errors = run(str(tmp_path), "--option", option)
     assert (status, output) == (2, "")
     assert "KEY=VALUE" in errors
+
+
+def test_a_secret_of_digits_is_text() -> None:
+    given = ["password=0123", "passphrase=1e5", "secret=1.10", "key=7", "token=true", "username=12", "sas_token=null"]
+    found = parse_storage_options([*given, "anon=true", "port=22", 'token={"a": 1}', 'account_key="1"'])
+    assert found == {
+        "password": "0123",
+        "passphrase": "1e5",
+        "secret": "1.10",
+        "key": "7",
+        "username": "12",
+        "sas_token": None,
+        "anon": True,
+        "port": 22,
+        "token": {"a": 1},
+        "account_key": "1",
+    }
+    assert parse_storage_options(["token=true"]) == {"token": "true"}
 
 
 @pytest.mark.parametrize("arguments", [[], ["a", "b"], ["a", "--nonsense"]])

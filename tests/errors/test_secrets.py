@@ -123,7 +123,7 @@ def test_names_of_secret_options(name: str, value: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["sasl_mechanism", "auth_timeout", "authority", "auth_type", "token_type", "monkey", "key"]
+    "name", ["sasl_mechanism", "auth_timeout", "authority", "auth_type", "auth_protocol", "token_type", "monkey", "key"]
 )
 def test_names_of_other_options(name: str) -> None:
     redact = Redactor("memory://x", {name: "PLAIN", "client_kwargs": {name: "PLAIN"}})

@@ -51,7 +51,7 @@ def test_other_indices_are_refused(index: Any) -> None:
         select(index, (3, 3))
 
 
-@pytest.mark.parametrize("index", [3, -4, (0, 0, 0), (..., ...), (0, 3)])
+@pytest.mark.parametrize("index", [3, -4, (0, 0, 0), (..., ...), (0, 3), slice(0, 2, 0)])
 def test_indices_that_are_out_of_range(index: Any) -> None:
     with pytest.raises(IndexError):
         select(index, (3, 3))

@@ -372,6 +372,9 @@ def test_the_environment_and_fsspecs_files(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "from-environment")
     assert azure_place("az://c/a", {}).config == {"account_name": "from-environment"}
     assert azure_place("abfs://c@acc/a", {}).config == {"account_name": "acc"}
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME")
+    monkeypatch.setitem(fsspec.config.conf, "abfs", {"account_name": "from-files"})
+    open_filesystem("az://c/a")
     monkeypatch.setitem(fsspec.config.conf, "az", {"account_nam": "x"})
     with pytest.raises(ConfigurationError, match="account_name"):
         open_filesystem("az://c/a")
@@ -442,6 +445,14 @@ def test_mistakes() -> None:
         open_filesystem("az://c/a", storage_options={"account_name": "a", "acount_key": "x"})
     with pytest.raises(ConfigurationError, match="NAME=VALUE"):
         open_filesystem("az://c/a", storage_options={"connection_string": SECRET})
+    with pytest.raises(ConfigurationError, match="must be a number of bytes"):
+        open_filesystem("az://c/a", storage_options={"account_name": "a", "default_block_size": "16MB"})
+
+
+@pytest.mark.parametrize("path", ["a//b", "a/../b", "./a", "a\nb", "a\x7f", "a\\b"])
+def test_paths_that_azure_or_its_client_would_change(path: str) -> None:
+    with pytest.raises(ConfigurationError, match="A path in a container can't have"):
+        azure_place(f"az://c/{path}", {"account_name": "a"})
 
 
 @pytest.mark.parametrize("option", ["account_key", "sas_token", "client_secret", "connection_string"])

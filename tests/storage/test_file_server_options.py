@@ -92,6 +92,10 @@ def test_no_agent_and_no_configuration() -> None:
         ("smb://host/share", {"encrypt": "maybe"}, "encrypt"),
         ("smb://host/share", {"auth_protocol": "none"}, "auth_protocol"),
         ("sftp://host/run", {"default_block_size": 10}, "default_block_size"),
+        ("smb://host/share", {"block_size": "16MB"}, "block_size='16MB' must be a number of bytes"),
+        ("sftp://host/run", {"password": 123}, "password= must be text, not int"),
+        ("smb://host/share", {"password": 123}, "password= must be text, not int"),
+        ("smb://host/share", {"user": 7}, "username= must be text"),
     ],
 )
 def test_what_has_no_meaning_is_refused_at_once(url: str, options: dict[str, Any], words: str) -> None:

@@ -294,3 +294,60 @@ def test_nothing_is_written_into_a_buffer_that_was_given_up(smb_store: Place, mo
     received.wait(5)
     time.sleep(0.2)
     assert buffer == bytes(len(buffer))
+
+
+@pytest.mark.smb
+def test_a_login_that_needs_a_package_is_not_repeated(smb_store: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dcp_nvcomp.storage.file_servers import smb_login
+
+    def connect(login: Any) -> None:
+        raise ImportError("GSSAPIProxy requires the Python gssapi library")
+
+    monkeypatch.setattr(smb_login.SmbLogin, "connect", connect)
+    began = time.monotonic()
+    with pytest.raises(StorageError, match=r"gssapi library: pip install 'smbprotocol\[kerberos\]'") as caught:
+        opened(smb_store, auth_protocol="kerberos")
+    assert caught.value.errno == errno.EINVAL and time.monotonic() - began < 10
+
+
+@pytest.mark.sftp
+def test_an_option_of_a_wrong_type_is_not_repeated(sftp_store: Place) -> None:
+    began = time.monotonic()
+    with pytest.raises(StorageError, match="an option of the SSH client can't be used") as caught:
+        opened(sftp_store, encryption_algs=5)
+    assert caught.value.errno == errno.EINVAL and time.monotonic() - began < 10
+
+
+@pytest.mark.sftp
+@pytest.mark.parametrize(
+    ("state", "number"), [({"bavail": 0}, errno.ENOSPC), ({"favail": 0}, errno.ENOSPC), ({"flags": 1}, errno.EROFS)]
+)
+@pytest.mark.parametrize("what", ["create", "write", "make a directory"])
+def test_a_failure_without_a_reason_is_explained_by_the_disk(
+    sftp_store: Place, what: str, state: dict[str, int], number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OpenSSH says "Failure" when its disk is full or read-only."""
+    import asyncssh
+
+    filesystem = opened(sftp_store)
+    statvfs = asyncssh.SFTPClient.statvfs
+
+    async def failing(*arguments: Any, **options: Any) -> Any:
+        raise asyncssh.SFTPFailure("Failure")
+
+    async def told(client: Any, path: Any) -> Any:
+        found = await statvfs(client, path)
+        for name, value in state.items():
+            setattr(found, name, value)
+        return found
+
+    calls = {"create": "open", "make a directory": "mkdir"}
+    if what in calls:
+        monkeypatch.setattr(asyncssh.SFTPClient, calls[what], failing)
+    else:
+        monkeypatch.setattr(asyncssh.SFTPClientFile, "write", failing)
+    monkeypatch.setattr(asyncssh.SFTPClient, "statvfs", told)
+    below = open_filesystem(f"{sftp_store[0]}/new", storage_options=sftp_store[1])
+    with pytest.raises(StorageError) as caught:
+        below.create_directory() if what == "make a directory" else write_file(filesystem, "a", b"x")
+    assert caught.value.errno == number and "the server's disk is" in str(caught.value)

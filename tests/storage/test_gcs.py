@@ -396,6 +396,8 @@ def test_mistakes() -> None:
         open_filesystem("gs://b/a", storage_options={"projects": "x"})
     with pytest.raises(ConfigurationError, match="at least 262144"):
         open_filesystem("gs://b/a", storage_options={"token": "anon", "default_block_size": 1000})
+    with pytest.raises(ConfigurationError, match="'16MB' must be a number of bytes"):
+        open_filesystem("gs://b/a", storage_options={"token": "anon", "default_block_size": "16MB"})
     with pytest.raises(ConfigurationError, match="gs://bucket/path"):
         open_filesystem("gs:///a", storage_options={"token": "anon"})
     with pytest.raises(ConfigurationError, match="do not work"):

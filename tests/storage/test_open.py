@@ -91,6 +91,7 @@ def test_a_mistyped_option_of_the_caller(path: str) -> None:
         ("s3://bucket/run", {"config_kwargs": {"read_timout": 1}}, "'read_timout'"),
         ("s3://bucket/run", {"s3_additional_kwargs": {"ServerSideEncyption": "AES256"}}, "'ServerSideEncryption'"),
         ("s3://bucket/run", {"default_block_size": 1000}, "smallest part"),
+        ("s3://bucket/run", {"default_block_size": "16MB"}, "'16MB' must be a number of bytes"),
         ("s3://bucket/run", {"endpoint_url": "no-url"}, "no-url"),
     ],
 )

@@ -83,13 +83,24 @@ def azure_place(path: str, options: Mapping[str, Any], known_options: Sequence[s
             f"{_CONNECTION_STRING}.",
             path=path,
         )
-    return AzurePlace(container, (match["prefix"] or "").strip("/"), config)
+    return AzurePlace(container, _checked((match["prefix"] or "").strip("/"), path), config)
 
 
 def azure_url(path: str) -> str:
     """Return one URL for a place however it is written, to compare places within an account."""
     match = _URL.fullmatch(path)
     return path if match is None else f"az://{match['container'] or match['host']}/{(match['prefix'] or '').strip('/')}"
+
+
+def _checked(prefix: str, path: str) -> str:
+    """Return a prefix of names that obstore can send and Azure keeps as they are."""
+    if prefix and {"", ".", ".."} & set(prefix.split("/")):
+        reason = "empty, '.' or '..' parts"
+    elif re.search(r"[\x00-\x1f\x7f\\]", prefix):
+        reason = "backslashes or control characters"
+    else:
+        return prefix
+    raise ConfigurationError(f"A path in a container can't have {reason}.", path=path)
 
 
 def _of_host(host: str, path: str) -> dict[str, Any]:

@@ -124,6 +124,7 @@ class SftpSession(Session):
         except OSError as error:
             if error.errno == errno.EIO and self.look_up(path) is not None:
                 raise self._refused(error, errno.EEXIST) from error
+            self._explain_disk(path, error)
             raise
 
     def open_again(self, path: str) -> RemoteFile:
@@ -164,7 +165,27 @@ class SftpSession(Session):
             await file.handle.write(bytes(view[position : position + step]), start + position)
             self._connection.heard_seconds = time.monotonic()
 
-        await _all(write, range(0, len(data), step))
+        try:
+            await _all(write, range(0, len(data), step))
+        except asyncssh.SFTPFailure as error:
+            raise await self._reason(file.path, len(data)) or error from error
+
+    async def _reason(self, path: str, nbytes: int = 1) -> asyncssh.SFTPError | None:
+        """Return why so many bytes can't be written there, if the state of the disk says so."""
+        try:
+            found = await self._sftp.statvfs(path)
+        except asyncssh.SFTPError:
+            return None
+        if found.flags & asyncssh.FXE_STATVFS_ST_RDONLY:
+            return asyncssh.SFTPWriteProtect("the server's disk is mounted read-only")
+        if found.bavail * found.frsize < nbytes or (found.files and not found.favail):
+            return asyncssh.SFTPNoSpaceOnFilesystem("the server's disk is full")
+        return None
+
+    def _explain_disk(self, path: str, error: OSError) -> None:
+        reason = self._do(self._reason(path.rpartition("/")[0] or "/")) if error.errno == errno.EIO else None
+        if reason is not None:
+            raise self._failure(reason) from error
 
     def sync(self, file: RemoteFile) -> None:
         try:
@@ -250,6 +271,7 @@ class SftpSession(Session):
         except OSError as error:
             if error.errno == errno.EIO and self.look_up(path) is not None:
                 raise self._refused(error, errno.EEXIST) from error
+            self._explain_disk(path, error)
             raise
 
     def remove_directory(self, path: str) -> None:

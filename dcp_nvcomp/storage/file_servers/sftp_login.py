@@ -99,7 +99,7 @@ def _login_failure(error: Exception, place: SftpPlace) -> OSError:
         )
     if isinstance(error, socket.gaierror) and error.errno != socket.EAI_AGAIN:
         return LoginError(f"{place.server} is not known to the network ({error.strerror})", errno.EHOSTUNREACH)
-    if isinstance(error, asyncssh.KeyImportError | asyncssh.KeyEncryptionError | ValueError):
+    if isinstance(error, asyncssh.KeyImportError | asyncssh.KeyEncryptionError | ValueError | TypeError):
         return LoginError(f"a key or an option of the SSH client can't be used ({words})", errno.EINVAL)
     if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError):
         return LoginError(f"a file that the SSH client needs can't be read ({words})", errno.EINVAL)

@@ -113,6 +113,11 @@ def _login_failure(error: Exception, place: SmbPlace) -> OSError:
             f"{place.server} does not let {place.username or 'this user'} in ({words}). Check username=, password= "
             "and domain="
         )
+    if isinstance(error, ImportError):
+        words = f"{error}: pip install 'smbprotocol[kerberos]'"
+        return LoginError(
+            f"this client can't log in as auth_protocol={place.auth_protocol!r} asks for ({words})", errno.EINVAL
+        )
     cause = error.__cause__
     if isinstance(cause, socket.gaierror) and cause.errno != socket.EAI_AGAIN:
         return LoginError(f"{place.server} is not known to the network ({cause.strerror})", errno.EHOSTUNREACH)

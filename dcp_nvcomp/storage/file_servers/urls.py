@@ -20,6 +20,7 @@ import fsspec.config
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.options import unknown_option
 from dcp_nvcomp.redaction import without_secrets
+from dcp_nvcomp.storage.remote import option_nbytes
 
 __all__ = ["FILE_SERVERS", "SFTP", "SMB", "SftpPlace", "SmbPlace", "file_server_url", "sftp_place", "smb_place"]
 
@@ -54,6 +55,8 @@ _SMB_IGNORED: Final = (
     *("timeout", "auto_mkdir", "register_session_retries", "register_session_retry_wait"),
     "register_session_retry_factor",
 )
+# A number would have lost its zeros: 0123 is none of JSON's, and 83 in YAML.
+_TEXTS: Final = ("username", "password", "passphrase", "domain")
 _AUTHENTICATION: Final = ("negotiate", "ntlm", "kerberos")
 
 
@@ -237,6 +240,9 @@ def _with_configuration(options: Mapping[str, Any], protocols: Sequence[str], ur
         found.update(given)
         if "user" in given:
             found["username"] = found.pop("user")
+    for name in _TEXTS:
+        if not isinstance(found.get(name), str | None):
+            raise ConfigurationError(f"{name}= must be text, not {type(found[name]).__name__}.")
     return found
 
 
@@ -266,7 +272,7 @@ def _port(options: Mapping[str, Any]) -> int | None:
 
 
 def _part_nbytes(options: Mapping[str, Any]) -> int:
-    nbytes = next((int(options[name]) for name in _PART if options.get(name)), _PART_NBYTES)
+    nbytes = option_nbytes(options, *_PART) or _PART_NBYTES
     if nbytes < _MIN_PART_NBYTES:
         raise ConfigurationError(f"default_block_size must be at least {_MIN_PART_NBYTES}.")
     return nbytes

@@ -15,6 +15,7 @@ import fsspec.config
 
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.options import unknown_option
+from dcp_nvcomp.storage.remote import option_nbytes
 
 __all__ = ["GCS", "PART_MULTIPLE", "GcsPlace", "gcs_place", "gcs_url"]
 
@@ -67,7 +68,7 @@ def gcs_place(path: str, options: Mapping[str, Any], known_options: Sequence[str
     match = _URL.fullmatch(path)
     if match is None:
         raise ConfigurationError("A URL of Google Cloud Storage is gs://bucket/path.", path=path)
-    nbytes = next((int(options[name]) for name in _PART if options.get(name)), _PART_NBYTES)
+    nbytes = option_nbytes(options, *_PART) or _PART_NBYTES
     if nbytes < PART_MULTIPLE:
         raise ConfigurationError(f"default_block_size must be at least {PART_MULTIPLE}, Google's smallest part.")
     client = {name: value for name, value in options.items() if name in _CLIENT}
