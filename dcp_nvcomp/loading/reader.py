@@ -276,7 +276,7 @@ class NvcompReader(StorageReader):
         places = sorted({plan.storage_data[1] for plan in plans})
         if len(saves) > 1 and len(places) > 1:
             raise ConfigurationError(
-                f"The ranks load different checkpoints, {places[0]!r} and {places[1]!r}: give all of them the same path. "
+                f"The ranks load different checkpoints, {places[0]!r} and {places[1]!r}: give all ranks the same path. "
                 "If these are names of one place, another save replaced the checkpoint there: load again."
             )
         if len(saves) > 1:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from dcp_nvcomp.calls.ranks import group_of
 from dcp_nvcomp.calls.values import check_state_dict, try_values_of
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError, RankFailedError
-from dcp_nvcomp.options import check_choice, check_flag, check_path, check_seconds
+from dcp_nvcomp.options import check_choice, check_flag, check_path, check_seconds, option_names
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.runs.agreement import Agreement
 from dcp_nvcomp.runs.events import Event, RunReport, StepDelayed, StepRestored, StepSkipped
@@ -137,7 +137,7 @@ class CheckpointManager:
         if keep is not None and not callable(keep):
             raise ConfigurationError(f"keep={keep!r} must be a Keep, or a callable.")
         self._on_event = on_event
-        self._options = SaveOptions.of(check_path(root), options)
+        self._options = SaveOptions.of(check_path(root), options, option_names(CheckpointManager))
         names = StepNames(step_template)
         self._durable = DurableTier(check_path(root), names, self._options.storage)
         self._fast = None if fast is None else FastTier(check_path(fast), names)
