@@ -84,7 +84,7 @@ class CheckpointManager:
         **options: of `NvcompWriter` and `NvcompReader`, and for the fsspec filesystem of `root`.
 
     Raises:
-        ConfigurationError: an option can't work.
+        ConfigurationError: an option can't work, or `root` is a checkpoint.
         RunInUseError: another manager writes to this run.
         StorageError: the storage fails.
 
@@ -200,6 +200,7 @@ class CheckpointManager:
         """Take the run, and finish what an earlier manager left unfinished; return the steps that are there."""
 
         def take() -> tuple[str, RunSteps]:
+            self._durable.refuse_checkpoint()
             lease = Lease.take(self._durable.open_own, run_id=run_id, lease_seconds=lease_seconds, take_over=take_over)
             try:
                 run = self._durable.run()

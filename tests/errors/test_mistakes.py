@@ -118,6 +118,7 @@ Mistake = tuple[str, Callable[[Path], Any], str]
 MISTAKES: list[Mistake] = [
     ("a wrong path", lambda path: _load(dict(MODEL), path / "nothing"), "no `.metadata` was found"),
     ("the run instead of a step", _run, "`dcp-nvcomp ls` lists those below"),
+    ("a step instead of the run", lambda path: ckpt.CheckpointManager(path), "pass the one above it"),
     ("a save that never finished", _without_metadata, "`dcp-nvcomp recover` brings it back"),
     ("no nesting", lambda path: _load(dict(MODEL), path), r"'model\.(weight|bias)': pass \{\"model\": \.\.\.\}"),
     ("too much nesting", lambda path: _load({"x": {"model": dict(MODEL)}}, path), r"without 'x\.' before it"),
