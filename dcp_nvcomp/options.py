@@ -33,6 +33,7 @@ __all__ = [
     "check_staging_budget",
     "check_thread_count",
     "drop_stock_arguments",
+    "not_a_path",
     "option_names",
     "shown",
     "unknown_option",
@@ -82,8 +83,15 @@ def check_path(path: Any) -> str:
     except TypeError:
         text = None
     if not isinstance(text, str) or not text:
-        raise ConfigurationError(f"A checkpoint's path is a non-empty str or Path, not {path!r}.")
+        raise not_a_path(path)
     return text
+
+
+def not_a_path(value: Any) -> ConfigurationError:
+    """Return the error for what was given in place of a path: without its contents, which may be a whole state."""
+    given = repr(value) if isinstance(value, str | bytes | int | float | None) else f"a {type(value).__name__}"
+    hint = ": the state dict comes first, then the path" if isinstance(value, Mapping) else ""
+    return ConfigurationError(f"A checkpoint's path is a non-empty str or Path, not {given}{hint}.")
 
 
 def check_seconds(name: str, value: float) -> float:

@@ -27,6 +27,9 @@ def missing_key(wanted: str, there: Collection[str]) -> str:
     if shorter:
         extra = wanted.removesuffix(shorter[0])
         return f"There is no {wanted!r}; the checkpoint has {shorter[0]!r}, without {extra!r} before it."
+    below = sorted(key for key in there if key.startswith(f"{wanted}."))
+    if below:
+        return f"There is no {wanted!r} itself; the checkpoint has {_listed(below)} below it."
     close = difflib.get_close_matches(wanted, there, 3, 0.6)
     if close:
         return f"There is no {wanted!r}; the checkpoint has {_listed(close)}."

@@ -133,7 +133,7 @@ def selected(
     """Return the entries whose keys begin with a prefix, without it, floating-point tensors in another dtype.
 
     Raises:
-        ConfigurationError: the prefix is a whole key.
+        ConfigurationError: the prefix is a whole key, or ends before a dot.
     """
     found: list[TensorEntry | ObjectEntry] = []
     for entry in entries:
@@ -143,6 +143,11 @@ def selected(
         if prefix and not key:
             raise ConfigurationError(
                 f"prefix={prefix!r} is a whole key, of which nothing would be left: end it with a dot, or before one.",
+                fqn=entry.key,
+            )
+        if prefix and key.startswith("."):
+            raise ConfigurationError(
+                f"prefix={prefix!r} would leave names such as {key!r}: end it with a dot, {prefix + '.'!r}.",
                 fqn=entry.key,
             )
         path = _without(entry.path, prefix) if prefix else entry.path

@@ -257,25 +257,31 @@ class NvcompReader(StorageReader):
         self._save_id = metadata.storage_meta.save_id if metadata.storage_meta is not None else None
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Add to the plan which save this rank saw; called by DCP.
+        """Add to the plan which save this rank saw, and where; called by DCP.
 
         Raises:
             CodecUnavailableError: `engine="cuda"` needs a GPU or a package that is not available.
         """
         EngineChoice(self.load_options.engine).begin(self.load_options.device_memory_budget)
-        return dataclasses.replace(plan, storage_data=self._save_id)
+        return dataclasses.replace(plan, storage_data=(self._save_id, self.checkpoint_id))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Check that all ranks saw the same save; called by DCP on the coordinator.
 
         Raises:
             CheckpointReplacedError: another save replaced the checkpoint between two ranks' reads.
+            ConfigurationError: the ranks load different checkpoints.
         """
-        seen = {plan.storage_data for plan in plans}
-        if len(seen) > 1:
+        saves = sorted({str(plan.storage_data[0]) for plan in plans})
+        places = sorted({plan.storage_data[1] for plan in plans})
+        if len(saves) > 1 and len(places) > 1:
+            raise ConfigurationError(
+                f"The ranks load different checkpoints, {places[0]!r} and {places[1]!r}: give all ranks the same path. "
+                "If these are names of one place, another save replaced the checkpoint there: load again."
+            )
+        if len(saves) > 1:
             raise CheckpointReplacedError(
-                f"Another save replaced the checkpoint during the load (saves {sorted(map(str, seen))}): load again.",
-                path=self.path,
+                f"Another save replaced the checkpoint during the load (saves {saves}): load again.", path=self.path
             )
         return plans
 

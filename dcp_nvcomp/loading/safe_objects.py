@@ -175,7 +175,7 @@ def _load(data: io.BytesIO, trusted: Sequence[Any], *, crcs: bool = False) -> An
 
 def what_it_needs(error: Exception) -> str:
     """Return the one sentence of torch's page that matters."""
-    named = re.search(r"GLOBAL (\S+) was not", str(error))
+    named = re.search(r"GLOBAL (\S+) was not", str(error)) or re.search(r"but got <class '([\w.]+)'>", str(error))
     return f"It needs {named[1]}." if named else f"torch says: {' '.join(str(error).split())[:300]}"
 
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from dcp_nvcomp.calls.ranks import group_of
 from dcp_nvcomp.calls.values import check_state_dict, try_values_of
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError, RankFailedError
-from dcp_nvcomp.options import check_choice, check_flag, check_path, check_seconds
+from dcp_nvcomp.options import check_choice, check_flag, check_path, check_seconds, option_names
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.runs.agreement import Agreement
 from dcp_nvcomp.runs.behind.pipeline import Pipeline, TierRules
@@ -82,7 +82,7 @@ class CheckpointManager:
         **options: of `NvcompWriter` and `NvcompReader`, and for the fsspec filesystem of `root`.
 
     Raises:
-        ConfigurationError: an option can't work.
+        ConfigurationError: an option can't work, or `root` is a checkpoint.
         RunInUseError: another manager writes to this run.
         StorageError: the storage fails.
 
@@ -134,7 +134,7 @@ class CheckpointManager:
         self._on_behind = check_choice("on_behind", on_behind, _Behind)
         if keep is not None and not callable(keep):
             raise ConfigurationError(f"keep={keep!r} must be a Keep, or a callable.")
-        self._options = SaveOptions.of(check_path(root), options)
+        self._options = SaveOptions.of(check_path(root), options, option_names(CheckpointManager))
         names = StepNames(step_template)
         self._durable = DurableTier(check_path(root), names, self._options.storage)
         self._fast = None if fast is None else FastTier(check_path(fast), names)
@@ -208,6 +208,7 @@ class CheckpointManager:
         """Take the run, and finish what an earlier manager left unfinished; return the steps that are there."""
 
         def take() -> tuple[str, RunSteps]:
+            self._durable.refuse_checkpoint()
             lease = Lease.take(self._durable.open_own, run_id=run_id, lease_seconds=lease_seconds, take_over=take_over)
             try:
                 run = self._durable.run()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.loading.reader import NvcompReader
-from dcp_nvcomp.options import DEADLINE_OPTION, option_names
+from dcp_nvcomp.options import DEADLINE_OPTION, option_names, unknown_option
 from dcp_nvcomp.saving.writer import NvcompWriter
 
 __all__ = ["REPLICAS", "SaveOptions", "check_count", "check_tiers", "job_id"]
@@ -32,12 +33,13 @@ class SaveOptions:
     storage: Mapping[str, Any]
 
     @staticmethod
-    def of(root: str, options: Mapping[str, Any]) -> SaveOptions:
+    def of(root: str, options: Mapping[str, Any], own_names: Sequence[str] = ()) -> SaveOptions:
         """Tell options apart.
 
         Args:
             root: path or URL of the run.
             options: as the user gave them.
+            own_names: of the manager's own options, for hints at typing errors.
 
         Raises:
             ConfigurationError: one is unknown, or has a value that can't work.
@@ -46,6 +48,10 @@ class SaveOptions:
         writer = {name: value for name, value in options.items() if name in writer_names}
         reader = {name: value for name, value in options.items() if name in reader_names}
         rest = {name: value for name, value in options.items() if name not in writer_names | reader_names}
+        for name in rest:
+            close = difflib.get_close_matches(name, own_names, n=1, cutoff=0.8)
+            if close:
+                raise unknown_option(name, close, "")
         NvcompWriter(root, **writer, **rest)  # these two look at all values, and open the storage
         NvcompReader(root, **reader, **rest)
         deadline = {name: value for name, value in options.items() if name == DEADLINE_OPTION}

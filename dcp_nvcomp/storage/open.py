@@ -19,7 +19,7 @@ import fsspec
 import fsspec.config
 
 from dcp_nvcomp.errors import ConfigurationError
-from dcp_nvcomp.options import DEADLINE_OPTION, DEADLINE_SECONDS, check_seconds, unknown_option
+from dcp_nvcomp.options import DEADLINE_OPTION, DEADLINE_SECONDS, check_seconds, not_a_path, unknown_option
 from dcp_nvcomp.redaction import Redactor
 from dcp_nvcomp.storage.azure.filesystem import AzureFilesystem
 from dcp_nvcomp.storage.azure.options import AZURE, azure_url
@@ -69,7 +69,7 @@ def open_filesystem(
     """
     text = os.fspath(path)
     if not isinstance(text, str) or not text:
-        raise ConfigurationError(f"A checkpoint's path is a non-empty str or Path, not {path!r}.")
+        raise not_a_path(path)
     text = without_mark(text)
     folded = _FOLDED_URL.match(text)
     if folded is not None and folded[1].lower() in fsspec.available_protocols():
@@ -215,10 +215,14 @@ def _check_options(
         if "__init__" in vars(base) and base is not object:
             parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
             names |= {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)} - {"self"}
+    is_closed = protocol in _CLOSED and not may_pass  # then it is a mistake, and the hint may be a bolder guess
     for option in options.keys() - names:
-        close = difflib.get_close_matches(option, [*known_options, *sorted(names)], n=1, cutoff=0.75)
-        if close or (protocol in _CLOSED and not may_pass):
-            raise unknown_option(option, close, f"{protocol}:// takes {', '.join(sorted(names))}")
+        close = difflib.get_close_matches(
+            option, [*known_options, *sorted(names)], n=1, cutoff=0.6 if is_closed else 0.75
+        )
+        if close or is_closed:
+            theirs = f"{protocol}:// takes {', '.join(sorted(names))}"
+            raise unknown_option(option, close, f"it is none of this call's, and {theirs}" if known_options else theirs)
 
 
 # A PUT is atomic and directories do not exist. Elsewhere directories are made, as on a disk.

@@ -83,6 +83,22 @@ def test_ranks_that_saw_different_saves_are_refused(ranks: RankPool, tmp_path: P
     ranks.run(_load_while_replaced_between_reads, tmp_path, world_size=world_size)
 
 
+def _load_different_checkpoints(paths: list[Path]) -> None:
+    with pytest.raises(dcp.CheckpointException) as caught:
+        _load(paths[dist.get_rank()])
+    (cause,) = [cause for cause, _ in caught.value.failures.values()]
+    assert isinstance(cause, errors.ConfigurationError), cause
+    assert all(repr(str(path)) in str(cause) for path in paths), cause
+
+
+def test_ranks_that_load_different_checkpoints_are_told_so(ranks: RankPool, tmp_path: Path) -> None:
+    """As Transformers' Trainer may ask for: see docs/frameworks/transformers.md."""
+    paths = [tmp_path / "step-4", tmp_path / "step-6"]
+    for path, seed in zip(paths, ("one", "two"), strict=True):
+        _save_alone(path, seed)
+    ranks.run(_load_different_checkpoints, paths, world_size=2)
+
+
 def _load_while_replaced_after_planning(path: Path) -> None:
     try:
         loaded = _load(path, _ReplacedAfterPlanning(path))

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -97,6 +98,13 @@ def _opaque(path: Path) -> None:
     _open(path)["opaque"]
 
 
+def _array(path: Path) -> None:
+    """What torch asks for last is no global of the pickle, and it says so in other words."""
+    _save({"array": np.arange(3.0)}, path)
+    trusted = [f"{np.arange(1.0).__reduce__()[0].__module__}._reconstruct", "numpy.ndarray", "numpy.dtype"]
+    ckpt.open_checkpoint(path, trusted_globals=trusted)["array"]
+
+
 def _not_enough(path: Path) -> None:
     _load({"model": {**MODEL, "scale": torch.zeros(1)}}, path)
 
@@ -110,6 +118,7 @@ Mistake = tuple[str, Callable[[Path], Any], str]
 MISTAKES: list[Mistake] = [
     ("a wrong path", lambda path: _load(dict(MODEL), path / "nothing"), "no `.metadata` was found"),
     ("the run instead of a step", _run, "`dcp-nvcomp ls` lists those below"),
+    ("a step instead of the run", lambda path: ckpt.CheckpointManager(path), "pass the one above it"),
     ("a save that never finished", _without_metadata, "`dcp-nvcomp recover` brings it back"),
     ("no nesting", lambda path: _load(dict(MODEL), path), r"'model\.(weight|bias)': pass \{\"model\": \.\.\.\}"),
     ("too much nesting", lambda path: _load({"x": {"model": dict(MODEL)}}, path), r"without 'x\.' before it"),
@@ -141,6 +150,13 @@ MISTAKES: list[Mistake] = [
         "Give verify to the reader",
     ),
     ("a misspelled option", lambda path: _save(STATE, path, thread_cout=2), "did you mean 'thread_count'"),
+    ("another name of an option", lambda path: _save(STATE, path, threads=2), "did you mean 'thread_count'"),
+    ("an option of nothing", lambda path: _load({}, path, strict=False), "none of this call's, and file:// takes"),
+    (
+        "a misspelled option of a run",
+        lambda path: ckpt.CheckpointManager(path / "run", keeep=None),
+        "did you mean 'keep'",
+    ),
     ("an option of another storage", lambda path: _load({}, path, endpoint_url="http://x"), "Unknown option"),
     ("an unknown codec", lambda path: _save(STATE, path, codec="lz4"), "planes-zstd"),
     ("an unknown engine", lambda path: _save(STATE, path, engine="gpu"), "one of 'auto', 'cuda', 'cpu'|must be one of"),
@@ -163,15 +179,23 @@ MISTAKES: list[Mistake] = [
     ("a path that is taken", lambda path: _save(STATE, path, overwrite=False), "overwrite"),
     ("no path at all", lambda path: _save(STATE, ""), "non-empty"),
     ("a number for a path", lambda path: ckpt.NvcompWriter(5), "path"),  # type: ignore[arg-type]
+    ("the path before the state", lambda path: _save(path, STATE), r"not a dict: the state dict comes first"),
     ("an unknown protocol", lambda path: _save(STATE, "foo://bucket/x"), "foo"),
     ("a wait that there is not", lambda path: ckpt.async_save(STATE, path, wait="later"), "one of 'staged', 'nothing'"),
     ("a misspelled key of a checkpoint", lambda path: _open(path)["model.wweight"], r"has 'model\.weight'"),
+    ("a part of the keys", lambda path: _open(path)["model"], r"has 'model\.bias', 'model\.weight' below it"),
     ("a prefix that was forgotten", lambda path: _open(path).load_into(nn.Linear(30, 40)), r"prefix='model\.'"),
     ("an object that would run code", _opaque, "trusted_globals"),
+    ("an array of numpy", _array, r"It needs numpy\.dtypes\.Float64DType"),
     ("a list for an index", lambda path: _open(path)["model.weight"][[0, 1]], "read it with"),
     ("a row that there is not", lambda path: _open(path)["model.weight"][40], "out of range"),
     ("a conversion onto itself", lambda path: ckpt.convert(path, path), "same place"),
     ("objects as safetensors", lambda path: ckpt.convert(path, path.parent / "x.safetensors"), "prefix="),
+    (
+        "a prefix without its dot",
+        lambda path: ckpt.convert(path, path.parent / "x", prefix="model"),
+        r"end it with a dot, 'model\.'",
+    ),
     ("a conversion of nothing", lambda path: ckpt.convert(path / "no", path / "x"), "nothing to convert"),
     ("inspection of nothing", lambda path: ckpt.inspect_checkpoint(path / "no"), "no `.metadata` was found"),
     ("verification of nothing", lambda path: ckpt.verify_checkpoint(path / "no"), "no `.metadata`|no checkpoint"),

@@ -10,7 +10,9 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dcp_nvcomp.errors import CheckpointError, ConcurrentSaveError
+from dcp_nvcomp.errors import CheckpointError, ConcurrentSaveError, ConfigurationError
+from dcp_nvcomp.format.names import METADATA_NAME
+from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.runs.abandoned import read_abandoned
 from dcp_nvcomp.runs.keep import Keep, KeepRule, SavedStep, reasons_to_keep
 from dcp_nvcomp.runs.pins import is_pinned, pinned_steps
@@ -91,6 +93,21 @@ class DurableTier:
             with contextlib.suppress(ConcurrentSaveError):
                 own.publish(_ID, uuid.uuid4().hex.encode(), overwrite=False)
         return own.read_all(_ID, limit_nbytes=_MOST_ID_NBYTES).decode("utf-8", "replace")
+
+    def refuse_checkpoint(self) -> None:
+        """Refuse a step's directory for a run's root: a run would begin anew in it, as if nothing had been saved.
+
+        Raises:
+            ConfigurationError: there is a checkpoint, and no run yet.
+            StorageError: the storage fails.
+        """
+        with contextlib.closing(self._open(self.root)) as filesystem:
+            if filesystem.file_nbytes(METADATA_NAME) is None or self.open_own().file_nbytes(_ID) is not None:
+                return
+        raise ConfigurationError(
+            "This is a checkpoint, not the directory of a run: pass the one above it. `restore` takes `step=`.",
+            path=without_secrets(self.root),
+        )
 
     def list(self) -> RunSteps:
         """Return the steps that are there.
