@@ -251,7 +251,14 @@ class CheckpointManager:
     def _is_due(step: int, every: int | None) -> bool:
         return every is not None and step > 0 and step % every == 0
 
-    def save(self, step: int, state: dict[str, Any], *, metrics: Mapping[str, float] | None = None) -> StepSave:
+    def save(
+        self,
+        step: int,
+        state: dict[str, Any],
+        *,
+        metrics: Mapping[str, float] | None = None,
+        durable: bool = False,
+    ) -> StepSave:
         """Save a step; return when the state may change again.
 
         With a fast tier it goes there, and if it is due at this step (a multiple of `every`, or the job is told to
@@ -262,6 +269,8 @@ class CheckpointManager:
             step: the step of training that was just made.
             state: the state dict, as for `async_save`; the same keys at each save.
             metrics: of this step, for `Best` and lists; numbers by name.
+            durable: if True, the step goes to the durable tier whether it is due there or not, and is not skipped: for
+                what training ends with. The same on all ranks.
 
         Returns:
             The save under way.
@@ -273,7 +282,7 @@ class CheckpointManager:
             RunInUseError: another manager has taken the run over.
         """
         self._check_open()
-        values, known_metrics, failure = self._checked(step, state, metrics)
+        values, known_metrics, failure = self._checked(step, state, metrics, durable)
         is_behind = self._pipeline.on_their_way > 1
         failed, no_room, behind = self._agreement.now(
             failure is not None, not self._starter.has_room(values), is_behind
@@ -282,10 +291,10 @@ class CheckpointManager:
             raise failure or RankFailedError("A save was not begun, because another rank has no state for it.")
         save = self._new_save(step, known_metrics)
         to_fast = self._fast is not None and not no_room
-        due = self._fast is None or self.preempted or self._is_due(step, self._every)
-        due = due or not to_fast
+        is_last = self.preempted or durable
+        due = is_last or not to_fast or self._is_due(step, self._every)
         if due and behind:
-            if self._on_behind == "wait" or self.preempted:  # the last save is never skipped
+            if self._on_behind == "wait" or is_last:  # the last save is never skipped
                 self._wait_for_uploads(save)
             elif not to_fast:
                 return self._skipped(save)
@@ -308,11 +317,12 @@ class CheckpointManager:
         return save
 
     def _checked(
-        self, step: int, state: dict[str, Any], metrics: Mapping[str, float] | None
+        self, step: int, state: dict[str, Any], metrics: Mapping[str, float] | None, durable: bool
     ) -> tuple[dict[str, Any], dict[str, float], CheckpointError | None]:
         """Return the values of a state and the metrics; or why there are none, for which no rank must wait."""
         try:
             check_count("step", step, least=0)
+            check_flag("durable", durable)
             if self._unseen_step is not None and step <= self._unseen_step:
                 raise ConfigurationError(
                     f"Step {step} is not newer than step {self._unseen_step}, which this run has: call restore first, "

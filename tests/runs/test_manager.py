@@ -296,6 +296,20 @@ def test_skip_leaves_out_what_storage_is_too_slow_for(tmp_path: Path, monkeypatc
     assert _steps(tmp_path / "run") == [1, 2, 4]
 
 
+def test_what_training_ends_with_is_durable_and_not_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"fast": tmp_path / "fast", "fast_every": 1, "on_behind": "skip"}
+    with CheckpointManager(tmp_path / "run", every=2, **options) as manager:
+        assert manager.save(7, _state(7), durable=True).saved.result(60).tiers == ("fast", "durable")  # type: ignore[union-attr]
+        storage = _SlowStorage(monkeypatch)
+        for step in (8, 10):
+            manager.save(step, _state(step))
+        threading.Timer(0.3, storage.go.set).start()
+        manager.save(11, _state(11), durable=True)
+    assert _steps(tmp_path / "run") == [7, 8, 10, 11]
+    with CheckpointManager(tmp_path / "run", every=2) as manager, pytest.raises(ConfigurationError, match="durable="):
+        manager.save(12, _state(12), durable="yes")  # type: ignore[arg-type]
+
+
 def test_wait_holds_training_back_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = _SlowStorage(monkeypatch)
     events: list[Event] = []
