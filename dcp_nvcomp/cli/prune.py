@@ -10,7 +10,7 @@ import typer
 from rich.filesize import decimal
 
 from dcp_nvcomp.cli.clean import UNIT_SECONDS, DryRun
-from dcp_nvcomp.cli.common import AsJson, Options, Output, Url, one_line_errors, parse_storage_options
+from dcp_nvcomp.cli.common import AsJson, Options, Output, one_line_errors, parse_storage_options
 from dcp_nvcomp.cli.tables import Column, Table
 
 if TYPE_CHECKING:
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = ["pin_command", "prune_command"]
 
+Run = Annotated[
+    str, typer.Argument(metavar="RUN", help="The run: a local path, or an fsspec URL such as s3://bucket/run.")
+]
 KeepLast = Annotated[int, typer.Option("--keep-last", min=1, help="Keep the newest steps, this many.")]
 KeepEvery = Annotated[int | None, typer.Option("--keep-every", min=1, help="Keep multiples of this step.")]
 NewerThan = Annotated[
@@ -40,7 +43,7 @@ Remove = Annotated[bool, typer.Option("--remove", help="Unpin the step.")]
 
 
 def prune_command(
-    url: Url,
+    url: Run,
     keep_last: KeepLast,
     keep_every: KeepEvery = None,
     newer_than: NewerThan = None,
@@ -70,7 +73,7 @@ def prune_command(
 
 
 def pin_command(
-    url: Url, step: Steps, remove: Remove = False, step_template: Template = "step-{step}", option: Options = None
+    url: Run, step: Steps, remove: Remove = False, step_template: Template = "step-{step}", option: Options = None
 ) -> None:
     """Keep a step of a run, whatever the rules of its manager or of `prune` say.
 

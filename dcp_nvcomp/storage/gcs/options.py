@@ -6,6 +6,7 @@ URL, options, fsspec's config files -> bucket, prefix, length of parts, options 
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -72,7 +73,17 @@ def gcs_place(path: str, options: Mapping[str, Any], known_options: Sequence[str
     if nbytes < PART_MULTIPLE:
         raise ConfigurationError(f"default_block_size must be at least {PART_MULTIPLE}, Google's smallest part.")
     client = {name: value for name, value in options.items() if name in _CLIENT}
+    _check_client(client)
     return GcsPlace(match["bucket"], (match["prefix"] or "").strip("/"), nbytes - nbytes % PART_MULTIPLE, client)
+
+
+def _check_client(options: Mapping[str, Any]) -> None:
+    """Refuse what gcsfs would take for something else, and find out by asking Google."""
+    endpoint, token = options.get("endpoint_url"), options.get("token")
+    if endpoint and not str(endpoint).startswith(("http://", "https://")):
+        raise ConfigurationError("endpoint_url= must begin with http:// or https://.")
+    if isinstance(token, str) and token.endswith(".json") and not os.path.exists(os.path.expanduser(token)):
+        raise ConfigurationError("token= is the name of a JSON file, but there is no such file.")
 
 
 def gcs_url(path: str) -> str:
