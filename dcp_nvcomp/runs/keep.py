@@ -157,6 +157,10 @@ class Keep:
             found[number].append("milestone")
         return {number: tuple(reasons) for number, reasons in found.items() if reasons}
 
+    def missing_metrics(self, steps: Sequence[SavedStep]) -> list[str]:
+        """Return the metrics by which the best are kept and that none of the steps has: the name may be misspelled."""
+        return [best.metric for best in self._bests if not best.of(steps)]
+
     def __call__(self, steps: Sequence[SavedStep]) -> Collection[int]:
         """Return the steps to keep."""
         return self.reasons(steps).keys()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dcp_nvcomp.errors import CheckpointNotFoundError
+from dcp_nvcomp.errors import CheckpointNotFoundError, ConfigurationError
 from dcp_nvcomp.maintenance.opening import checked_storage_options
 from dcp_nvcomp.options import check_path
 from dcp_nvcomp.redaction import without_secrets
@@ -80,7 +80,7 @@ def prune_run(
         What was removed, and why the rest is kept.
 
     Raises:
-        ConfigurationError: an option is unknown or can't work.
+        ConfigurationError: an option is unknown or can't work, or no step has a metric by which the best are kept.
         CheckpointNotFoundError: the run has no complete step.
         StorageError: the storage fails.
 
@@ -96,6 +96,14 @@ def prune_run(
     found = durable.list()
     if not found.complete:
         raise CheckpointNotFoundError("There is no complete step in this run.", path=without_secrets(durable.root))
+    missing = keep.missing_metrics(found.complete) if isinstance(keep, Keep) else ()
+    if missing:
+        there = ", ".join(sorted({name for saved in found.complete for name in saved.metrics})) or "none"
+        raise ConfigurationError(
+            f"No step has the metric {missing[0]!r}, by which the best were to be kept; nothing was removed. Metrics "
+            f"that steps have: {there}.",
+            path=without_secrets(durable.root),
+        )
     doomed = durable.doomed(keep, found.complete, found.abandoned)
     by_step = {saved.step: saved for saved in (*found.complete, *found.abandoned)}
     gone: tuple[int, ...] = doomed.steps

@@ -103,6 +103,15 @@ def test_only_a_complete_step_can_be_pinned(managed: Path) -> None:
     assert not list((managed / ".run").glob("pin-*"))
 
 
+def test_a_metric_that_no_step_has_removes_nothing(managed: Path) -> None:
+    before = steps(managed)
+    code, _, error = command("prune", managed, "--keep-last", 1, "--keep-best", "los:min:2")
+    assert code == 1 and "No step has the metric 'los'" in error and "have: loss" in error
+    with pytest.raises(ConfigurationError, match="'accuracy'"):
+        prune_run(managed, Keep(best=(Best("loss"), Best("accuracy", "max"))))
+    assert steps(managed) == before
+
+
 def test_prune_finishes_removals_that_were_cut_short(managed: Path) -> None:
     (managed / "step-20" / ".metadata").unlink()
     (managed / "step-20" / REMOVING).touch()

@@ -171,6 +171,14 @@ def test_an_error_that_no_call_raised_is_raised_at_the_end(tmp_path: Path) -> No
         manager.close()
 
 
+def test_a_metric_that_no_step_has_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with CheckpointManager(tmp_path, every=1, keep=Keep(last=2, best=Best("los"))) as manager:
+        for step in (1, 2, 3, 4):
+            manager.save(step, _state(step), metrics={"loss": 1.0})
+            manager.wait()
+            assert caplog.text.count("No step has the metric 'los'") == (step > 2)
+
+
 def test_the_error_of_the_loop_comes_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def train() -> None:
         with CheckpointManager(tmp_path, every=10) as manager:

@@ -52,6 +52,7 @@ class DurableStage:
     ) -> None:
         self._ranks, self._durable, self._fast, self._rule = ranks, durable, fast, rule
         self._check_lease, self._tell = check_lease, tell
+        self._rule_to_check: Keep | KeepRule | None = rule  # until something goes
         self._complete = {saved.step: saved for saved in there.complete}
         self._abandoned = {saved.step: saved for saved in there.abandoned}
         self._leftover: set[int] = set()  # what could not be removed
@@ -104,6 +105,8 @@ class DurableStage:
         try:
             self._check_lease()
             doomed = self._durable.doomed(self._rule, self._complete.values(), self._abandoned.values())
+            if doomed.steps:
+                self._warn_of_missing_metrics()
             write_kept(self._durable.open_own(), doomed.kept)
             removed = self._durable.remove({*doomed.steps, *self._leftover})
         except CheckpointError as error:
@@ -118,3 +121,12 @@ class DurableStage:
             self._abandoned.pop(step, None)
         if removed.steps:
             self._tell(StepsRemoved(removed.steps, "durable"))
+
+    def _warn_of_missing_metrics(self) -> None:
+        rule, self._rule_to_check = self._rule_to_check, None
+        for metric in rule.missing_metrics(list(self._complete.values())) if isinstance(rule, Keep) else ():
+            logger.warning(
+                "No step has the metric %r, by which keep= keeps the best ones: none is kept for it so far. Is that "
+                "what metrics= of save calls it?",
+                metric,
+            )
