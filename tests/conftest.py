@@ -9,6 +9,7 @@ which each worker starts for itself (servers/).
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -69,6 +70,12 @@ _GROUPS = {
     "literals_library": "literals",
     "sanitized_literals": "sanitized",
 }
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector forget half a million objects that stay: it is called often, also by the tests."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

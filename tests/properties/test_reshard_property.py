@@ -137,7 +137,7 @@ def _settings(case_count: int) -> Any:
 
 
 @pytest.mark.timeout(1200)
-@_settings(200)
+@_settings(120)
 @given(data=st.data())
 def test_any_placement_on_any_number_of_ranks(ranks: RankPool, data: st.DataObject) -> None:
     _check(ranks, OURS, data)
