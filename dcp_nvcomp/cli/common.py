@@ -63,7 +63,8 @@ def _value_of(key: str, text: str) -> Any:
     except (ValueError, RecursionError):
         return text
     # a password of digits is text: as a number, 1e5 or 1.10 would be another one
-    return text if isinstance(value, int | float) and (key in _NAMES or is_secret(key)) else value
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return text if is_number and (key in _NAMES or is_secret(key)) else value
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
@@ -62,9 +62,26 @@ from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.open import open_filesystem
 
-__all__ = ["NvcompReader"]
+__all__ = ["NvcompReader", "Seen", "seen_by"]
 
 logger = logging.getLogger(__name__)
+
+
+class Seen(NamedTuple):
+    """What a rank saw when it opened the checkpoint.
+
+    Attributes:
+        save_id: id of the save; None if the checkpoint does not tell, as those of stock DCP.
+        place: path or URL, without passwords.
+    """
+
+    save_id: str | None
+    place: str
+
+
+def seen_by(plans: Sequence[LoadPlan]) -> list[Seen]:
+    """Return what the ranks saw, from their plans."""
+    return [plan.storage_data for plan in plans]
 
 
 class NvcompReader(StorageReader):
@@ -263,7 +280,7 @@ class NvcompReader(StorageReader):
             CodecUnavailableError: `engine="cuda"` needs a GPU or a package that is not available.
         """
         EngineChoice(self.load_options.engine).begin(self.load_options.device_memory_budget)
-        return dataclasses.replace(plan, storage_data=(self._save_id, self.checkpoint_id))
+        return dataclasses.replace(plan, storage_data=Seen(self._save_id, self.checkpoint_id))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Check that all ranks saw the same save; called by DCP on the coordinator.
@@ -272,8 +289,8 @@ class NvcompReader(StorageReader):
             CheckpointReplacedError: another save replaced the checkpoint between two ranks' reads.
             ConfigurationError: the ranks load different checkpoints.
         """
-        saves = sorted({str(plan.storage_data[0]) for plan in plans})
-        places = sorted({plan.storage_data[1] for plan in plans})
+        seen = seen_by(plans)
+        saves, places = sorted({str(one.save_id) for one in seen}), sorted({one.place for one in seen})
         if len(saves) > 1 and len(places) > 1:
             raise ConfigurationError(
                 f"The ranks load different checkpoints, {places[0]!r} and {places[1]!r}: give all ranks the same path. "

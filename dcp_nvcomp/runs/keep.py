@@ -4,7 +4,7 @@
 
 A rule is a `Keep`, or any callable that is given the complete steps and returns those to keep. It never sees failed
 saves, so any number of them pushes nothing out. What may not go whatever a rule says (the newest step, pinned steps,
-those that are being uploaded or loaded) is added by prune.py.
+those that are being uploaded or loaded) is added by tiers/durable.py.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class Keep:
 
     def missing_metrics(self, steps: Sequence[SavedStep]) -> list[str]:
         """Return the metrics by which the best are kept and that none of the steps has: the name may be misspelled."""
-        return [best.metric for best in self._bests if not best.of(steps)]
+        return [best.metric for best in self._bests if not any(best.metric in step.metrics for step in steps)]
 
     def __call__(self, steps: Sequence[SavedStep]) -> Collection[int]:
         """Return the steps to keep."""

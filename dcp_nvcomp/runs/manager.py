@@ -270,7 +270,7 @@ class CheckpointManager:
             state: the state dict, as for `async_save`; the same keys at each save.
             metrics: of this step, for `Best` and lists; numbers by name.
             durable: if True, the step goes to the durable tier whether it is due there or not, and is not skipped: for
-                what training ends with. The same on all ranks.
+                what training ends with. On all ranks, if it is True on any.
 
         Returns:
             The save under way.
@@ -284,14 +284,17 @@ class CheckpointManager:
         self._check_open()
         values, known_metrics, failure = self._checked(step, state, metrics, durable)
         is_behind = self._pipeline.on_their_way > 1
-        failed, no_room, behind = self._agreement.now(
-            failure is not None, not self._starter.has_room(values), is_behind
+        failed, no_room, behind, is_asked = self._agreement.now(
+            failure is not None,
+            not self._starter.has_room(values),
+            is_behind,
+            failure is None and bool(durable),
         )
         if failed:
             raise failure or RankFailedError("A save was not begun, because another rank has no state for it.")
         save = self._new_save(step, known_metrics)
         to_fast = self._fast is not None and not no_room
-        is_last = self.preempted or durable
+        is_last = self.preempted or bool(is_asked)
         due = is_last or not to_fast or self._is_due(step, self._every)
         if due and behind:
             if self._on_behind == "wait" or is_last:  # the last save is never skipped

@@ -80,7 +80,8 @@ def prune_run(
         What was removed, and why the rest is kept.
 
     Raises:
-        ConfigurationError: an option is unknown or can't work, or no step has a metric by which the best are kept.
+        ConfigurationError: an option is unknown or can't work, or steps would go while none has a
+            metric by which the best are kept.
         CheckpointNotFoundError: the run has no complete step.
         StorageError: the storage fails.
 
@@ -96,7 +97,8 @@ def prune_run(
     found = durable.list()
     if not found.complete:
         raise CheckpointNotFoundError("There is no complete step in this run.", path=without_secrets(durable.root))
-    missing = keep.missing_metrics(found.complete) if isinstance(keep, Keep) else ()
+    doomed = durable.doomed(keep, found.complete, found.abandoned)
+    missing = keep.missing_metrics(found.complete) if doomed.steps and isinstance(keep, Keep) else ()
     if missing:
         there = ", ".join(sorted({name for saved in found.complete for name in saved.metrics})) or "none"
         raise ConfigurationError(
@@ -104,7 +106,6 @@ def prune_run(
             f"that steps have: {there}.",
             path=without_secrets(durable.root),
         )
-    doomed = durable.doomed(keep, found.complete, found.abandoned)
     by_step = {saved.step: saved for saved in (*found.complete, *found.abandoned)}
     gone: tuple[int, ...] = doomed.steps
     failed: dict[int, str] = {}

@@ -147,9 +147,9 @@ def _open_s3(path: str, options: dict[str, Any], deadline_seconds: float) -> Fil
 def _open_azure(
     path: str, protocol: str, options: dict[str, Any], deadline_seconds: float, known_options: Sequence[str]
 ) -> Filesystem:
-    # of all its names, as adlfs does it; that of the URL counts most
-    configured = [fsspec.config.conf.get(name, {}) for name in (*AZURE, protocol)]
-    options = {name: value for given in (*configured, options) for name, value in given.items()}
+    # of any of its names, as adlfs does it; of one alone, since an account's key is no good for another account
+    sections = (fsspec.config.conf.get(name) for name in (protocol, *AZURE))
+    options = {**next(filter(None, sections), {}), **options}
     nbytes = part_nbytes(options)
     with _configuration_errors(path, options):
         return AzureFilesystem(

@@ -34,7 +34,7 @@ def option_nbytes(options: Mapping[str, Any], *names: str) -> int | None:
         return None
     try:
         return int(options[name])  # from the environment it is text
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ConfigurationError(f"{name}={options[name]!r} must be a number of bytes.") from None
 
 

@@ -110,6 +110,14 @@ def test_a_metric_that_no_step_has_removes_nothing(managed: Path) -> None:
     with pytest.raises(ConfigurationError, match="'accuracy'"):
         prune_run(managed, Keep(best=(Best("loss"), Best("accuracy", "max"))))
     assert steps(managed) == before
+    assert not prune_run(managed, Keep(last=len(before), best=Best("accuracy"))).removed, "nothing is to go"
+
+
+def test_a_metric_that_is_nan_is_there(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, every=10) as manager:
+        for step in (10, 20):
+            manager.save(step, {"w": torch.zeros(3)}, metrics={"loss": float("nan")})
+    assert [saved.step for saved in prune_run(tmp_path, Keep(best=Best("loss"))).removed] == [10]
 
 
 def test_prune_finishes_removals_that_were_cut_short(managed: Path) -> None:

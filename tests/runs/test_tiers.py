@@ -243,6 +243,19 @@ def test_what_a_step_takes_on_a_node_is_known(ranks: RankPool, tmp_path: Path, c
         assert nbytes == sum(file.stat().st_size for file in step.glob("*.distcp"))
 
 
+@pytest.mark.parametrize("on_behind", ["wait", "skip"])
+def test_one_rank_is_enough_to_ask_for_a_durable_step(ranks: RankPool, tmp_path: Path, on_behind: str) -> None:
+    assert ranks.run(_save_durable_on_rank_1, tmp_path, on_behind) == [("fast", "durable")] * 4
+    assert [step.name for step in list_run(tmp_path / "run").steps] == ["step-7"]
+
+
+def _save_durable_on_rank_1(place: Path, on_behind: Any) -> tuple[str, ...]:
+    with jobs.manager_of(place, every=10, fast_every=10, on_behind=on_behind) as manager:
+        save = manager.save(7, jobs.state_of(7), durable=dist.get_rank() == 1)
+        save.saved.result(60)
+        return save.tiers
+
+
 def _fast_nbytes(place: Path, copies: int) -> int:
     with jobs.manager_of(place, fast_every=10, copies=copies) as manager:
         manager.save(10, jobs.state_of(10))

@@ -375,6 +375,9 @@ def test_the_environment_and_fsspecs_files(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME")
     monkeypatch.setitem(fsspec.config.conf, "abfs", {"account_name": "from-files"})
     open_filesystem("az://c/a")
+    monkeypatch.setitem(fsspec.config.conf, "az", {"sas_token": "sv=of-another-account"})
+    with pytest.raises(ConfigurationError, match="account"):  # those of two accounts are not mixed
+        open_filesystem("az://c/a")
     monkeypatch.setitem(fsspec.config.conf, "az", {"account_nam": "x"})
     with pytest.raises(ConfigurationError, match="account_name"):
         open_filesystem("az://c/a")

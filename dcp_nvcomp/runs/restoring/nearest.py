@@ -18,7 +18,7 @@ from torch.futures import Future
 from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.format.metadata.stored import StoredAt
 from dcp_nvcomp.format.names import METADATA_NAME
-from dcp_nvcomp.loading.reader import NvcompReader
+from dcp_nvcomp.loading.reader import NvcompReader, seen_by
 from dcp_nvcomp.runs.events import Source
 from dcp_nvcomp.runs.ranks import Ranks
 from dcp_nvcomp.runs.restoring.candidates import Candidate
@@ -199,7 +199,7 @@ class NearestReader(NvcompReader):
         Raises:
             CheckpointReplacedError: another save replaced the checkpoint between two ranks' reads.
         """
-        if self._fetch is not None and {plan.storage_data for plan in plans} <= self._fetch.save_ids:
+        if self._fetch is not None and {one.save_id for one in seen_by(plans)} <= self._fetch.save_ids:
             return plans
         return super().prepare_global_plan(plans)
 

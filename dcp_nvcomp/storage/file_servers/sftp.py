@@ -168,7 +168,10 @@ class SftpSession(Session):
         try:
             await _all(write, range(0, len(data), step))
         except asyncssh.SFTPFailure as error:
-            raise await self._reason(file.path, len(data)) or error from error
+            reason = await self._reason(file.path, len(data))
+            if reason is None:
+                raise
+            raise reason from error
 
     async def _reason(self, path: str, nbytes: int = 1) -> asyncssh.SFTPError | None:
         """Return why so many bytes can't be written there, if the state of the disk says so."""

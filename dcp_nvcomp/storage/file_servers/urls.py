@@ -241,7 +241,7 @@ def _with_configuration(options: Mapping[str, Any], protocols: Sequence[str], ur
         if "user" in given:
             found["username"] = found.pop("user")
     for name in _TEXTS:
-        if not isinstance(found.get(name), str | None):
+        if isinstance(found.get(name), bool | int | float):
             raise ConfigurationError(f"{name}= must be text, not {type(found[name]).__name__}.")
     return found
 
