@@ -159,7 +159,7 @@ def _load(data: io.BytesIO, trusted: Sequence[Any], *, crcs: bool = False) -> An
         _check_archive(data, trusted, crcs)
         with torch.serialization.safe_globals(list(trusted)):
             return torch.load(data, map_location="cpu", weights_only=True)
-    except (CheckpointError, MemoryError):
+    except (CheckpointError, MemoryError, Warning):  # a warning that the user makes an error says nothing of the data
         raise
     except zipfile.BadZipFile as error:
         raise CorruptDataError(f"A stored archive is corrupt: {error}.") from error

@@ -333,6 +333,17 @@ def test_sparse_tensors_are_read_as_dense_ones(tmp_path: Path, layout: torch.lay
     assert torch.equal(torch.load(tmp_path / "c.pt")["sparse"], dense)
 
 
+def test_a_warning_that_is_an_error_is_not_taken_for_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save({"sparse": torch.eye(3).to_sparse()}, tmp_path / "a", no_dist=True)
+
+    def warning(*_: Any, **__: Any) -> Any:
+        raise UserWarning("as the user's filters want it")
+
+    monkeypatch.setattr(torch, "load", warning)
+    with open_checkpoint(tmp_path / "a") as checkpoint, pytest.raises(UserWarning, match="filters"):
+        checkpoint["sparse"][...]
+
+
 def test_a_part_of_a_sparse_tensor_that_is_too_large_to_be_dense(tmp_path: Path) -> None:
     sparse = torch.sparse_coo_tensor([[5], [10**12]], [3.0], (10**3, 10**13), check_invariants=True)
     save({"sparse": sparse}, tmp_path / "a", no_dist=True)

@@ -115,7 +115,7 @@ def _loaded(local: str, path: str) -> Any:
         raise
     try:
         return torch.load(local, map_location="cpu", weights_only=True, mmap=True)
-    except MemoryError:
+    except (MemoryError, Warning):
         raise
     except pickle.UnpicklingError as error:
         raise UnsafeObjectError(
