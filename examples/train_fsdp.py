@@ -210,9 +210,8 @@ def main() -> None:
             recorder.record(step=step, loss=loss, seconds=seconds)
             if step % arguments.print_every == 0:
                 recorder.say(f"step {step:4d}  loss {loss:.4f}  {seconds:.2f} s")
-            is_last = step == arguments.steps
-            if manager.should_save(step) or is_last:
-                manager.save(step, state, metrics={"loss": loss}, durable=is_last)
+            if manager.should_save(step):
+                manager.save(step, state, metrics={"loss": loss})
                 if arguments.record:
                     recorder.record(step=step, saved=fingerprint(state))
             if step == arguments.die_at:
