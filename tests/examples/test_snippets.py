@@ -67,5 +67,5 @@ def test_the_snippet_of_a_run(page: Path, tmp_path: Path) -> None:
 
     assert job(10)["restored"] is None
     again = job(12)
-    assert again["restored"].step == 8 and again["step"] == 11
-    assert sorted(path.name for path in (tmp_path / "run").glob("step-*")) == ["step-4", "step-8"]
+    assert again["restored"].step == 9 and again["step"] == 11, "what training ends with is saved"
+    assert {path.name for path in (tmp_path / "run").glob("step-*")} >= {"step-8", "step-9", "step-11"}
