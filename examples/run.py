@@ -78,8 +78,9 @@ def main() -> None:
                 print(f"goes on after step {restored.step}, {progress['samples']} samples", flush=True)
         for step in range(restored.step + 1 if restored else 0, arguments.steps):
             loss = train_step()
-            if manager.should_save(step):
-                manager.save(step, state, metrics={"loss": loss})
+            is_last = step == arguments.steps - 1
+            if manager.should_save(step) or is_last:
+                manager.save(step, state, metrics={"loss": loss}, durable=is_last)
             if manager.preempted:
                 break
         manager.wait()

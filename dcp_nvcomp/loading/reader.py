@@ -15,7 +15,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
@@ -40,6 +40,7 @@ from dcp_nvcomp.loading.items import load_items
 from dcp_nvcomp.loading.job import LoadOptions
 from dcp_nvcomp.loading.read_plan import Wanted
 from dcp_nvcomp.loading.safe_objects import SafeLoader
+from dcp_nvcomp.loading.seen import Seen, refuse_mixture
 from dcp_nvcomp.loading.stats import LoadStats
 from dcp_nvcomp.options import (
     DEADLINE_SECONDS,
@@ -62,26 +63,9 @@ from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.open import open_filesystem
 
-__all__ = ["NvcompReader", "Seen", "seen_by"]
+__all__ = ["NvcompReader"]
 
 logger = logging.getLogger(__name__)
-
-
-class Seen(NamedTuple):
-    """What a rank saw when it opened the checkpoint.
-
-    Attributes:
-        save_id: id of the save; None if the checkpoint does not tell, as those of stock DCP.
-        place: path or URL, without passwords.
-    """
-
-    save_id: str | None
-    place: str
-
-
-def seen_by(plans: Sequence[LoadPlan]) -> list[Seen]:
-    """Return what the ranks saw, from their plans."""
-    return [plan.storage_data for plan in plans]
 
 
 class NvcompReader(StorageReader):
@@ -289,17 +273,7 @@ class NvcompReader(StorageReader):
             CheckpointReplacedError: another save replaced the checkpoint between two ranks' reads.
             ConfigurationError: the ranks load different checkpoints.
         """
-        seen = seen_by(plans)
-        saves, places = sorted({str(one.save_id) for one in seen}), sorted({one.place for one in seen})
-        if len(saves) > 1 and len(places) > 1:
-            raise ConfigurationError(
-                f"The ranks load different checkpoints, {places[0]!r} and {places[1]!r}: give all ranks the same path. "
-                "If these are names of one place, another save replaced the checkpoint there: load again."
-            )
-        if len(saves) > 1:
-            raise CheckpointReplacedError(
-                f"Another save replaced the checkpoint during the load (saves {saves}): load again.", path=self.path
-            )
+        refuse_mixture(plans, self.path)
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -400,8 +400,9 @@ def test_mistakes() -> None:
         open_filesystem("gs://b/a", storage_options={"token": "anon", "default_block_size": "16MB"})
     with pytest.raises(ConfigurationError, match="must begin with http"):
         open_filesystem("gs://b/a", storage_options={"token": "anon", "endpoint_url": "127.0.0.1:9000"})
-    with pytest.raises(ConfigurationError, match="no such file"):
-        open_filesystem("gs://b/a", storage_options={"token": "/no/such/key.json"})
+    for token in ("/no/such/key.json", "~/key.json"):
+        with pytest.raises(ConfigurationError, match="no such file"):
+            open_filesystem("gs://b/a", storage_options={"token": token})
     with pytest.raises(ConfigurationError, match="gs://bucket/path"):
         open_filesystem("gs:///a", storage_options={"token": "anon"})
     with pytest.raises(ConfigurationError, match="do not work"):

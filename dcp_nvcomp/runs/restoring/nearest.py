@@ -18,7 +18,8 @@ from torch.futures import Future
 from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.format.metadata.stored import StoredAt
 from dcp_nvcomp.format.names import METADATA_NAME
-from dcp_nvcomp.loading.reader import NvcompReader, seen_by
+from dcp_nvcomp.loading.reader import NvcompReader
+from dcp_nvcomp.loading.seen import seen_by
 from dcp_nvcomp.runs.events import Source
 from dcp_nvcomp.runs.ranks import Ranks
 from dcp_nvcomp.runs.restoring.candidates import Candidate

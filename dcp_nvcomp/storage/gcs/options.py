@@ -82,8 +82,8 @@ def _check_client(options: Mapping[str, Any]) -> None:
     endpoint, token = options.get("endpoint_url"), options.get("token")
     if endpoint and not str(endpoint).startswith(("http://", "https://")):
         raise ConfigurationError("endpoint_url= must begin with http:// or https://.")
-    if isinstance(token, str) and token.endswith(".json") and not os.path.exists(os.path.expanduser(token)):
-        raise ConfigurationError("token= is the name of a JSON file, but there is no such file.")
+    if isinstance(token, str) and token.endswith(".json") and not os.path.exists(token):
+        raise ConfigurationError("token= is the name of a JSON file, but there is no such file. A ~ is not expanded.")
 
 
 def gcs_url(path: str) -> str:

@@ -1,0 +1,57 @@
+"""What each rank saw when it opened the checkpoint; it goes with its plan to the coordinator, which compares.
+
+All ranks must load one save: its files may be replaced by another one's between two ranks' reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch.distributed.checkpoint.planner import LoadPlan
+
+from dcp_nvcomp.errors import CheckpointReplacedError, ConfigurationError
+
+__all__ = ["Seen", "refuse_mixture", "seen_by"]
+
+
+class Seen(NamedTuple):
+    """What a rank saw.
+
+    Attributes:
+        save_id: id of the save; None if the checkpoint does not tell, as those of stock DCP.
+        place: path or URL, without passwords.
+    """
+
+    save_id: str | None
+    place: str
+
+
+def seen_by(plans: Sequence[LoadPlan]) -> list[Seen]:
+    """Return what the ranks saw, from their plans."""
+    return [plan.storage_data for plan in plans]
+
+
+def refuse_mixture(plans: Sequence[LoadPlan], path: str) -> None:
+    """Raise if the ranks saw different saves.
+
+    Args:
+        plans: of all ranks.
+        path: of the checkpoint, for messages.
+
+    Raises:
+        CheckpointReplacedError: another save replaced the checkpoint between two ranks' reads.
+        ConfigurationError: the ranks load different checkpoints.
+    """
+    seen = seen_by(plans)
+    saves, places = sorted({str(one.save_id) for one in seen}), sorted({one.place for one in seen})
+    if len(saves) < 2:
+        return
+    if len(places) > 1:
+        raise ConfigurationError(
+            f"The ranks load different checkpoints, {places[0]!r} and {places[1]!r}: give all ranks the same path. "
+            "If these are names of one place, another save replaced the checkpoint there: load again."
+        )
+    raise CheckpointReplacedError(
+        f"Another save replaced the checkpoint during the load (saves {saves}): load again.", path=path
+    )
