@@ -122,6 +122,8 @@ class Filesystem(ABC):
     read_nbytes: int  # length of a read that pays off: longer ones leave threads without work at the end
     file_nbytes_worthwhile: int  # minimum size that justifies another file's open and fsync
     read_copies: int  # peak number of copies of the data in memory during `read_into`
+    # opens another place of the same storage with the same options; set by open.py
+    reopen: Callable[[str], Filesystem] | None = None
 
     @abstractmethod
     def output_streams(self, thread_count: int, memory_budget: int) -> int:
@@ -186,6 +188,10 @@ class Filesystem(ABC):
     @abstractmethod
     def list_files(self) -> list[FileInfo]:
         """Return the plain files directly in the directory, by name; none if there is no directory."""
+
+    def list_folders(self) -> list[str]:
+        """Return the sorted names of what is a directory directly in the directory, or looks like one."""
+        return []
 
     @abstractmethod
     def list_below(self) -> Below:

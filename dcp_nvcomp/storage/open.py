@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import inspect
 import os
 import re
@@ -67,6 +68,25 @@ def open_filesystem(
     Raises:
         ConfigurationError: an option or the protocol is unknown, or its package is not installed.
     """
+    options: dict[str, Any] = {
+        "sync_files": sync_files,
+        "deadline_seconds": deadline_seconds,
+        "storage_options": storage_options,
+        "known_options": known_options,
+    }
+    filesystem = _open(path, **options)
+    filesystem.reopen = functools.partial(open_filesystem, **options)
+    return filesystem
+
+
+def _open(
+    path: str | os.PathLike[str],
+    *,
+    sync_files: bool,
+    deadline_seconds: float,
+    storage_options: Mapping[str, Any] | None,
+    known_options: Sequence[str],
+) -> Filesystem:
     text = os.fspath(path)
     if not isinstance(text, str) or not text:
         raise not_a_path(path)

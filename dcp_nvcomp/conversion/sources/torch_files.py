@@ -18,10 +18,10 @@ import torch
 
 from dcp_nvcomp.calls.files import parent_and_name
 from dcp_nvcomp.conversion.entries import ObjectEntry, ObjectReader, Path, Source, TensorEntry, TensorReader
-from dcp_nvcomp.conversion.places import linked_to
 from dcp_nvcomp.engines.tensors import memory_of
 from dcp_nvcomp.errors import CheckpointError, CheckpointNotFoundError, CorruptDataError, UnsafeObjectError
 from dcp_nvcomp.format.blocks import Box
+from dcp_nvcomp.format.recognition import linked_to
 from dcp_nvcomp.loading.safe_objects import check_file, what_it_needs
 from dcp_nvcomp.reading.nesting import IntKey
 from dcp_nvcomp.redaction import without_secrets

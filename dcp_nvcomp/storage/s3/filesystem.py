@@ -166,6 +166,11 @@ class S3Filesystem(RemoteFilesystem):
                 found.append(FileInfo(name, int(item["Size"]), item["LastModified"].timestamp()))
         return sorted(found, key=lambda file: file.name)
 
+    def list_folders(self) -> list[str]:
+        prefix = f"{self._root}/" if self._root else ""
+        found = self._listing("list", "list_objects_v2", "CommonPrefixes", Prefix=prefix, Delimiter="/")
+        return sorted(item["Prefix"].removeprefix(prefix).rstrip("/") for item in found)
+
     def _call(self, what: str, operation: str, **parameters: Any) -> dict[str, Any]:
         return self._client.call(what, self.path, operation, Bucket=self._bucket, **parameters).value
 
