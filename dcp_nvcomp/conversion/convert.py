@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 
+from dcp_nvcomp.calls.suggestions import missing_prefix
 from dcp_nvcomp.conversion.entries import Source, TensorEntry, selected
 from dcp_nvcomp.conversion.places import check_apart, stamps
 from dcp_nvcomp.conversion.safetensors_format import is_name_of_model
@@ -123,7 +124,7 @@ def convert(
         check_apart(opened.files, destination, _names_in(destination, target))
         entries = selected(opened.entries(), prefix=prefix, dtype=dtype)
         if not entries:
-            raise ConfigurationError(f"No key begins with {prefix!r}." if prefix else "The checkpoint has no keys.")
+            raise _nothing_selected(opened, prefix)
         tensors = [entry for entry in entries if isinstance(entry, TensorEntry)]
         total_nbytes = sum(entry.nbytes for entry in tensors)
         moved = _Moved(total_nbytes, progress)
@@ -160,6 +161,12 @@ class _Moved:
         self._done_nbytes += nbytes
         if self._tell is not None:
             self._tell(self._done_nbytes, self._total_nbytes)
+
+
+def _nothing_selected(source: Source, prefix: str) -> ConfigurationError:
+    keys = [entry.key for entry in source.entries()]
+    says = missing_prefix(prefix, keys) if prefix and keys else "The checkpoint has no keys."
+    return ConfigurationError(says, path=source.path)
 
 
 def _format_of(destination: str) -> str:

@@ -104,7 +104,7 @@ def file_at(filesystem: Filesystem) -> tuple[Filesystem, str, int] | None:
         CheckpointError: the storage fails.
     """
     path = linked_to(filesystem.path)
-    if filesystem.reopen is None or path.endswith("/"):
+    if filesystem.reopen is None or path.endswith("/") or (is_local(path) and not os.path.isfile(path)):
         return None
     parent, name = parent_and_name(path)
     if parent.endswith("://") and not parent.startswith("memory"):  # a bucket or a host

@@ -6,13 +6,13 @@ after the read           ->  new tensors take their places by `load_state_dict(a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from dcp_nvcomp.calls.suggestions import missing_key
+from dcp_nvcomp.calls.suggestions import missing_below_prefix
 from dcp_nvcomp.errors import ConfigurationError, DtypeMismatchError, MissingKeyError, ShapeMismatchError
 from dcp_nvcomp.options import DtypePolicy, check_choice
 from dcp_nvcomp.reading.nesting import nested, paths_below, paths_of
@@ -82,21 +82,21 @@ def _check(source: _Source, state: Mapping[str, Any], *, prefix: str, may_cast: 
         key = prefix + name
         stored = there.get(key)
         if isinstance(value, torch.Tensor):
-            _check_tensor(source.path, key, value, stored, there, may_cast=may_cast)
+            if stored is None:
+                raise MissingKeyError(missing_below_prefix(name, prefix, state, there), path=source.path)
+            _check_tensor(source.path, key, value, stored, may_cast=may_cast)
         elif stored is None and not paths_below(paths, key):
-            raise MissingKeyError(missing_key(key, there), path=source.path)
+            raise MissingKeyError(missing_below_prefix(name, prefix, state, there), path=source.path)
 
 
-def _check_tensor(
-    path: str, key: str, value: torch.Tensor, stored: Any, there: Collection[str], *, may_cast: bool
-) -> None:
-    if stored is None:
-        raise MissingKeyError(missing_key(key, there), path=path)
+def _check_tensor(path: str, key: str, value: torch.Tensor, stored: Any, *, may_cast: bool) -> None:
     if not isinstance(stored, TensorStorageMetadata):
         raise ShapeMismatchError("The module has a tensor, the checkpoint a Python object.", path=path, fqn=key)
     if type(value) not in _PLAIN:
         raise ConfigurationError(
-            f"The module's tensor is a {type(value).__name__}: use dcp_nvcomp.load for sharded models.", fqn=key
+            f"The module's tensor is a {type(value).__name__}: use dcp_nvcomp.load for sharded models.",
+            path=path,
+            fqn=key,
         )
     if stored.size != value.shape:
         raise ShapeMismatchError(

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
+from dcp_nvcomp.calls.files import fault_of_name
 from dcp_nvcomp.errors import (
     CheckpointError,
     ConcurrentSaveError,
@@ -234,21 +234,12 @@ class Filesystem(ABC):
         """Drop cached descriptors. The object may be used again afterwards."""
 
 
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*:")
-
-
 def check_relative_path(name: str, *, path: str) -> str:
     """Return `name` if it stays inside the checkpoint at `path`, else raise UnsafePathError."""
-    parts = name.split("/")
-    if "\\" in name or any(ord(character) < 32 for character in name):
-        reason = "it has a backslash or a control character"
-    elif name.startswith("/") or _SCHEME.match(name) or "::" in name:
-        reason = "it is not relative"
-    elif ".." in parts or "." in parts or "" in parts:
-        reason = "it has an empty, '.' or '..' part"
-    else:
-        return name
-    raise UnsafePathError(f"The checkpoint names a file {name!r}, which is not allowed: {reason}.", path=path)
+    reason = fault_of_name(name)
+    if reason is not None:
+        raise UnsafePathError(f"The checkpoint names a file {name!r}, which is not allowed: {reason}.", path=path)
+    return name
 
 
 # The errno that clients leave out when they raise one of Python's own subclasses of OSError.

@@ -19,8 +19,9 @@ from typing import Any
 import fsspec
 import fsspec.config
 
+from dcp_nvcomp.calls.unknown_options import advice_for, unknown_option
 from dcp_nvcomp.errors import ConfigurationError
-from dcp_nvcomp.options import DEADLINE_OPTION, DEADLINE_SECONDS, check_seconds, not_a_path, unknown_option
+from dcp_nvcomp.options import DEADLINE_OPTION, DEADLINE_SECONDS, check_seconds, not_a_path
 from dcp_nvcomp.redaction import Redactor
 from dcp_nvcomp.storage.azure.filesystem import AzureFilesystem
 from dcp_nvcomp.storage.azure.options import AZURE, azure_url
@@ -220,6 +221,8 @@ def _filesystem_class(protocol: str, path: str) -> Any:
 
 # Taken by every fsspec filesystem, but not named in its constructor.
 _COMMON_OPTIONS = ("use_listings_cache", "listings_expiry_time", "max_paths", "skip_instance_cache")
+# What fsspec's filesystems take for themselves: it can't work here.
+_INTERNAL_OPTIONS = ("asynchronous", "loop", "self")
 # s3fs hands what it does not know to its botocore session, which names it only at the first request.
 _S3_SESSION_OPTIONS = ("profile", "session_vars", "event_hooks", "include_builtin_handlers")
 # Filesystems whose options are all named above or in their constructors: anything else is a mistake.
@@ -230,19 +233,21 @@ def _check_options(
     filesystem_class: type, protocol: str, options: Mapping[str, Any], known_options: Sequence[str], *, may_pass: bool
 ) -> None:
     """Refuse unknown options: fsspec and s3fs would ignore them, or fail late and unclearly."""
-    names = set(_COMMON_OPTIONS + (_S3_SESSION_OPTIONS if protocol in _S3 else ()))
+    names = set(_S3_SESSION_OPTIONS if protocol in _S3 else ())
     for base in filesystem_class.__mro__:
         if "__init__" in vars(base) and base is not object:
             parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
-            names |= {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)} - {"self"}
+            names |= {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    names -= set(_INTERNAL_OPTIONS)
     is_closed = protocol in _CLOSED and not may_pass  # then it is a mistake, and the hint may be a bolder guess
-    for option in options.keys() - names:
+    for option in sorted(options.keys() - names - set(_COMMON_OPTIONS)):
         close = difflib.get_close_matches(
             option, [*known_options, *sorted(names)], n=1, cutoff=0.6 if is_closed else 0.75
         )
-        if close or is_closed:
-            theirs = f"{protocol}:// takes {', '.join(sorted(names))}"
-            raise unknown_option(option, close, f"it is none of this call's, and {theirs}" if known_options else theirs)
+        if close or is_closed or advice_for(option, known_options):
+            # those of fsspec's own local and memory filesystems change nothing
+            takes = names if protocol in _S3 else ()
+            raise unknown_option(option, close, call=known_options, storage=f"{protocol}://", takes=takes)
 
 
 # A PUT is atomic and directories do not exist. Elsewhere directories are made, as on a disk.

@@ -250,7 +250,7 @@ def test_a_data_loader_reads_it(tmp_path: Path) -> None:
 def test_what_is_missing_names_what_is_there(tmp_path: Path) -> None:
     save(STATE, tmp_path, no_dist=True)
     with open_checkpoint(tmp_path) as checkpoint:
-        with pytest.raises(KeyError, match=r"no 'w'; the checkpoint has 'model\.w': pass \{\"model\": \.\.\.\}"):
+        with pytest.raises(KeyError, match=r"no 'w'; the checkpoint has 'model\.w'\. \(file"):
             checkpoint["w"]
         with pytest.raises(errors.MissingKeyError, match=r"has 'step', without 'train\.' before it"):
             checkpoint["train.step"]

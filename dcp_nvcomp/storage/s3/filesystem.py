@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from email.utils import parsedate_to_datetime
 from typing import Any
 
+from dcp_nvcomp.calls.unknown_options import unknown_option
 from dcp_nvcomp.errors import StorageError
-from dcp_nvcomp.options import unknown_option
 from dcp_nvcomp.storage.base import Below, FileInfo, OutputStream, UnfinishedUpload, already_published, too_short
 from dcp_nvcomp.storage.remote import RemoteFilesystem
 from dcp_nvcomp.storage.reread import is_stored
@@ -33,7 +33,9 @@ def check_additional_kwargs(fs: Any) -> None:
     names = {"acl"}.union(*(model.operation_model(operation).input_shape.members for operation in operations))
     for option in fs.s3_additional_kwargs.keys() - names:
         close = difflib.get_close_matches(option, sorted(names), n=1, cutoff=0.6)
-        raise unknown_option(option, close, "s3_additional_kwargs takes the parameters of S3's PutObject and the like")
+        raise unknown_option(
+            option, close or ["ServerSideEncryption"], storage="s3_additional_kwargs, with the parameters of PutObject,"
+        )
 
 
 def drop_expect_header(fs: Any) -> None:
