@@ -27,7 +27,7 @@ from dcp_nvcomp.storage.azure.filesystem import AzureFilesystem
 from dcp_nvcomp.storage.azure.options import AZURE, azure_url
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.file_servers.opening import open_file_server
-from dcp_nvcomp.storage.file_servers.urls import FILE_SERVERS, file_server_url
+from dcp_nvcomp.storage.file_servers.urls import FILE_SERVERS, SMB, file_server_url
 from dcp_nvcomp.storage.fsspec_files import FsspecFilesystem
 from dcp_nvcomp.storage.gcs.filesystem import GcsFilesystem
 from dcp_nvcomp.storage.gcs.options import GCS, gcs_url
@@ -36,6 +36,7 @@ from dcp_nvcomp.storage.marked_urls import without_mark
 from dcp_nvcomp.storage.remote import PARALLEL_READS, part_nbytes
 from dcp_nvcomp.storage.s3 import client as s3_client
 from dcp_nvcomp.storage.s3 import filesystem as s3
+from dcp_nvcomp.storage.versions import refuse_old
 
 __all__ = ["open_filesystem", "place_of", "real_place"]
 
@@ -102,6 +103,8 @@ def _open(
     url = _URL.match(text)
     protocol = url[1].lower() if url else "file"
     chained = url is not None and url[2] is not None
+    for package in _packages(protocol):
+        refuse_old(package, f"{protocol}://")
     if protocol in AZURE and not chained:
         return _open_azure(text, protocol, options, deadline_seconds, known_options)
     if protocol in GCS and not chained:
@@ -119,6 +122,19 @@ def _open(
     if protocol in _S3 and not chained:
         return _open_s3(text, options, deadline_seconds)
     return _open_fsspec(text, protocol, options)
+
+
+def _packages(protocol: str) -> tuple[str, ...]:
+    """Return the packages that bring a storage and have a lowest version."""
+    if protocol in _S3:
+        return "fsspec", "s3fs"
+    if protocol in GCS:
+        return "fsspec", "gcsfs"
+    if protocol in AZURE:
+        return ("obstore",)
+    if protocol in FILE_SERVERS:
+        return ("smbprotocol",) if protocol in SMB else ("asyncssh",)
+    return () if protocol in ("file", "local") else ("fsspec",)
 
 
 def place_of(path: str | os.PathLike[str]) -> str:

@@ -476,13 +476,19 @@ def _saved(path: Path) -> Path:
 
 
 def _stock(path: Path) -> list[str]:
-    dcp.save({"w": torch.ones(3), "v": torch.ones(5)}, storage_writer=dcp.FileSystemWriter(path, thread_count=2), no_dist=True)
+    dcp.save(
+        {"w": torch.ones(3), "v": torch.ones(5)},
+        storage_writer=dcp.FileSystemWriter(path, thread_count=2),
+        no_dist=True,
+    )
     return sorted(file.name for file in path.glob("*.distcp"))
 
 
 def test_a_stock_checkpoint_is_not_replaced_without_a_word(tmp_path: Path) -> None:
     names = _stock(tmp_path)
-    with pytest.warns(UserWarning, match="Detected an existing checkpoint of stock DCP.*its 2 data files are") as caught:
+    with pytest.warns(
+        UserWarning, match="Detected an existing checkpoint of stock DCP.*its 2 data files are"
+    ) as caught:
         save(tmp_path)
     assert len(caught) == 1 and str(tmp_path) in str(caught[0].message)
     assert names and not any((tmp_path / name).exists() for name in names)

@@ -254,7 +254,7 @@ def test_what_is_missing_names_what_is_there(tmp_path: Path) -> None:
             checkpoint["w"]
         with pytest.raises(errors.MissingKeyError, match=r"has 'step', without 'train\.' before it"):
             checkpoint["train.step"]
-        with pytest.raises(errors.MissingKeyError, match=r"no 'model\.v'; the checkpoint has 'model\.w'"):
+        with pytest.raises(errors.MissingKeyError, match=r"no 'model\.v'; the checkpoint has 'model\.b', 'model\.w'"):
             checkpoint["model.v"]
         with pytest.raises(errors.MissingKeyError, match="'model.b', 'model.w', 'step'"):
             checkpoint["xyz"]
