@@ -73,9 +73,10 @@ $(VENV)-frameworks/stamp: Makefile setup.cfg
 	$(VENV)-frameworks/bin/python -m pip install --quiet --use-pep517 --editable .
 	touch $@
 
-# Exactly the lowest versions that setup.cfg allows. A typer of them uses what click is about to drop.
+# Exactly the lowest versions that setup.cfg allows. Of them typer uses what click is about to drop, and matplotlib what
+# pyparsing is.
 LOWEST_EXTRAS := azure,gcs,plot,s3,sftp,smb
-LOWEST_TOOLS := aiobotocore[boto3] gcp-storage-emulator hypothesis moto[s3,server] pytest pytest-timeout pytest-xdist safetensors setuptools
+LOWEST_TOOLS := aiobotocore[boto3] gcp-storage-emulator hypothesis moto[s3,server] 'pyparsing<3.3' pytest pytest-timeout pytest-xdist safetensors setuptools
 LOWEST_TESTS := tests/format tests/loading tests/reading tests/cli tests/saving/test_files.py tests/saving/test_sizes.py \
     tests/choosing/test_savings.py $(addprefix tests/storage/test_,open.py local.py memory.py s3.py gcs.py)
 
