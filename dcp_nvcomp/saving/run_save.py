@@ -14,8 +14,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import StorageReader
 
 from dcp_nvcomp.calls.ranks import error_of_ranks
+from dcp_nvcomp.calls.unknown_options import refuse_path
 from dcp_nvcomp.calls.values import wrapped
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
+from dcp_nvcomp.options import option_names
 from dcp_nvcomp.saving.plans.global_plan import PlannedMetadata
 from dcp_nvcomp.saving.plans.planner import KeepingPlanner
 from dcp_nvcomp.saving.writer import NvcompWriter
@@ -41,6 +43,7 @@ def writer_for(
         ConfigurationError: the arguments contradict each other.
     """
     if writer is None:
+        refuse_path(options, option_names(NvcompWriter))
         if checkpoint_id is None:
             raise ConfigurationError(f"{call} needs a checkpoint_id or a storage_writer.")
         return NvcompWriter(checkpoint_id, **options)
