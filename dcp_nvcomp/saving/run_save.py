@@ -8,19 +8,24 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import StorageReader
 
+from dcp_nvcomp.calls.meeting import Call
 from dcp_nvcomp.calls.ranks import error_of_ranks
-from dcp_nvcomp.calls.values import wrapped
+from dcp_nvcomp.calls.values import is_default_planner, wrapped
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.saving.plans.global_plan import PlannedMetadata
 from dcp_nvcomp.saving.plans.planner import KeepingPlanner
 from dcp_nvcomp.saving.writer import NvcompWriter
+from dcp_nvcomp.storage.open import place_of
 
-__all__ = ["planner_for", "run_save", "writer_for"]
+__all__ = ["call_for", "planner_for", "run_save", "writer_for"]
+
+_PLANNING = ("flatten_state_dict", "flatten_sharded_tensors", "dedup_save_to_lowest_rank")
 
 
 def writer_for(
@@ -63,6 +68,25 @@ def planner_for(
         failure: why there is no state on this rank.
     """
     return KeepingPlanner(planner, may_keep=type(writer) is NvcompWriter, failure=failure)
+
+
+def call_for(
+    name: str, writer: NvcompWriter, checkpoint_id: str | os.PathLike[str] | None, planner: SavePlanner | None
+) -> Call:
+    """Return a save as the ranks compare it before it begins.
+
+    Args:
+        name: of the called function.
+        writer: the writer.
+        checkpoint_id: the checkpoint; None for the writer's.
+        planner: the caller's; None for DCP's default.
+    """
+    place = place_of(checkpoint_id or writer.path)
+    terms: dict[str, Any] = {"overwrite": writer.overwrite}
+    if is_default_planner(planner, DefaultSavePlanner):  # others may be what they are on this rank only
+        usual = vars(DefaultSavePlanner())
+        terms |= {name: value for name, value in vars(planner).items() if name in _PLANNING and value != usual[name]}
+    return Call.of(name, os.path.realpath(place) if os.path.isabs(place) else place.rstrip("/"), **terms)
 
 
 def run_save(

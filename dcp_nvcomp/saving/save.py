@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 
 from dcp_nvcomp.calls.ranks import group_of
 from dcp_nvcomp.calls.values import try_check, try_values_of
-from dcp_nvcomp.saving.run_save import planner_for, run_save, writer_for
+from dcp_nvcomp.saving.run_save import call_for, planner_for, run_save, writer_for
 from dcp_nvcomp.saving.writer import NvcompWriter
 
 __all__ = ["save"]
@@ -27,7 +27,7 @@ def save(
     no_dist: bool = False,
     **writer_options: Any,
 ) -> Metadata:
-    """Save a state dict, compressed.
+    """Save a state dict, compressed. All ranks of the process group have to call this.
 
     The checkpoint is that of `dcp.save` with an `NvcompWriter`. What differs: the plan is kept for later saves of
     states with the same keys, shapes, dtypes and placements, errors of this package are raised as they are, and a
@@ -48,6 +48,8 @@ def save(
 
     Raises:
         ConfigurationError: the arguments contradict each other; nothing was saved.
+        RanksDifferError: not all ranks make this save: one did not come within the time limit of the process group, or
+            calls something else, or saves to another path; nothing was saved.
         CheckpointError: the save failed. The same error on all ranks, unless several failed.
         RankFailedError: it failed on a rank with an error that is none of this package.
 
@@ -63,5 +65,5 @@ def save(
     refusal = try_check("save", state_dict, alone=group is None)
     values, failure = ({}, refusal) if refusal is not None else try_values_of(state_dict)
     keeping = planner_for(planner, writer, failure)
-    keeping.agree(values, group)
+    keeping.agree(values, group, call_for("save", writer, checkpoint_id, planner))
     return run_save(values, checkpoint_id, writer, keeping, group)

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
+from dcp_nvcomp.calls.meeting import Call
 from dcp_nvcomp.calls.values import PLAIN_TENSORS, is_default_planner, unwrapped
 from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.saving.kept import kept
@@ -79,19 +80,23 @@ class KeepingPlanner(SavePlanner):
 
     # --- before DCP's part -------------------------------------------------------------------------------------------
 
-    def agree(self, state_dict: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+    def agree(self, state_dict: dict[str, Any], group: dist.ProcessGroup | None, call: Call) -> None:
         """Agree with the other ranks on the plan to use. All ranks have to call this.
 
         Args:
             state_dict: the state to save, without Stateful values.
             group: the ranks that save together; None without torch.distributed.
+            call: which save it is.
+
+        Raises:
+            RanksDifferError: not all ranks make this save.
         """
         ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
         if self._may_keep:
             self._describe(state_dict, ranks)
         found = None if self._structure is None else kept().plans.find(self._key, self._structure)
         mine = Proposal(found.plan_id if found else None, self._structure is not None)
-        agreement = agree(mine, group)
+        agreement = agree(mine, group, call)
         self._plan_id = agreement.plan_id
         self._kept = found if agreement.use_kept else None
 
