@@ -45,6 +45,7 @@ from dcp_nvcomp.runs.tiers.durable import DurableTier
 from dcp_nvcomp.runs.tiers.fast import FastTier
 from dcp_nvcomp.runs.tiers.nodes import Nodes, Place, this_node
 from dcp_nvcomp.saving.asynchronous.async_save import end_sequence
+from dcp_nvcomp.saving.plans.differences import OnDifference
 
 __all__ = ["CheckpointManager"]
 
@@ -81,10 +82,12 @@ class CheckpointManager:
         on_event: called with each event (`StepSaved`, `StepFailed`, ...), sometimes on a thread of the manager. An
             exception that it raises is logged.
         process_group: the ranks of the run; by default all.
+        on_difference: what to do if ranks have different values under the same key: as for `save`.
         **options: of `NvcompWriter` and `NvcompReader`, and for the fsspec filesystem of `root`.
 
     Raises:
         ConfigurationError: an option can't work, or `root` is a checkpoint.
+        RanksDifferError: not all ranks make a manager, or with other options.
         RunInUseError: another manager writes to this run.
         StorageError: the storage fails.
 
@@ -125,6 +128,7 @@ class CheckpointManager:
         preemption_signals: Sequence[signal.Signals] = (signal.SIGTERM,),
         on_event: Callable[[Event], None] | None = None,
         process_group: dist.ProcessGroup | None = None,
+        on_difference: OnDifference = "warn",
         **options: Any,
     ) -> None:
         self._every = check_count("every", every)
@@ -137,6 +141,7 @@ class CheckpointManager:
         if keep is not None and not callable(keep):
             raise ConfigurationError(f"keep={keep!r} must be a Keep, or a callable.")
         self._options = SaveOptions.of(check_path(root), options, option_names(CheckpointManager))
+        check_choice("on_difference", on_difference, OnDifference)
         names = StepNames(step_template)
         self._durable = DurableTier(check_path(root), names, self._options.storage)
         self._fast = None if fast is None else FastTier(check_path(fast), names)
@@ -154,6 +159,7 @@ class CheckpointManager:
             asynchronous=asynchronous,
             on_behind=on_behind,
             step_template=step_template,
+            on_difference=on_difference,
         )
         self._ranks, fast_ranks, durable_ranks = self._all_ranks = ranks_of_run(self._group, call)
         self._telling = Telling(on_event, logs=self._ranks.is_first)
@@ -205,6 +211,7 @@ class CheckpointManager:
             self._options,
             copies=self._copies,
             is_first=self._ranks.is_first,
+            on_difference=on_difference,
             check_lease=self._check_lease,
             tell=self._telling.tell,
         )

@@ -18,6 +18,7 @@ from dcp_nvcomp.calls.meeting import Call
 from dcp_nvcomp.calls.ranks import error_of_ranks
 from dcp_nvcomp.calls.values import is_default_planner, wrapped
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
+from dcp_nvcomp.saving.plans.differences import OnDifference
 from dcp_nvcomp.saving.plans.global_plan import PlannedMetadata
 from dcp_nvcomp.saving.plans.planner import KeepingPlanner
 from dcp_nvcomp.saving.writer import NvcompWriter
@@ -58,7 +59,10 @@ def writer_for(
 
 
 def planner_for(
-    planner: SavePlanner | None, writer: NvcompWriter, failure: CheckpointError | None = None
+    planner: SavePlanner | None,
+    writer: NvcompWriter,
+    failure: CheckpointError | None = None,
+    on_difference: OnDifference = "warn",
 ) -> KeepingPlanner:
     """Return the planner of one save.
 
@@ -66,12 +70,18 @@ def planner_for(
         planner: the caller's; None for DCP's default.
         writer: the writer. Subclasses of ours may want to see plans and results as DCP has them.
         failure: why there is no state on this rank.
+        on_difference: what to do if ranks have different values under one key.
     """
-    return KeepingPlanner(planner, may_keep=type(writer) is NvcompWriter, failure=failure)
+    is_ours = type(writer) is NvcompWriter
+    return KeepingPlanner(planner, may_keep=is_ours, failure=failure, on_difference=on_difference)
 
 
 def call_for(
-    name: str, writer: NvcompWriter, checkpoint_id: str | os.PathLike[str] | None, planner: SavePlanner | None
+    name: str,
+    writer: NvcompWriter,
+    checkpoint_id: str | os.PathLike[str] | None,
+    planner: SavePlanner | None,
+    on_difference: OnDifference,
 ) -> Call:
     """Return a save as the ranks compare it before it begins.
 
@@ -80,9 +90,10 @@ def call_for(
         writer: the writer.
         checkpoint_id: the checkpoint; None for the writer's.
         planner: the caller's; None for DCP's default.
+        on_difference: what to do if ranks have different values under one key.
     """
     place = place_of(checkpoint_id or writer.path)
-    terms: dict[str, Any] = {"overwrite": writer.overwrite}
+    terms: dict[str, Any] = {"overwrite": writer.overwrite, "on_difference": on_difference}
     if is_default_planner(planner, DefaultSavePlanner):  # others may be what they are on this rank only
         usual = vars(DefaultSavePlanner())
         terms |= {name: value for name, value in vars(planner).items() if name in _PLANNING and value != usual[name]}

@@ -18,6 +18,7 @@ Staged is what is encoded, in segments (segments.py), or what is copied, in shar
 
 from __future__ import annotations
 
+import logging
 import os
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -39,11 +40,14 @@ from dcp_nvcomp.saving.asynchronous.shared_memory import is_available
 from dcp_nvcomp.saving.asynchronous.staging import Staging
 from dcp_nvcomp.saving.asynchronous.streams import CallersStreams
 from dcp_nvcomp.saving.kept import kept
+from dcp_nvcomp.saving.plans.differences import OnDifference
 from dcp_nvcomp.saving.run_save import call_for, planner_for, run_save, writer_for
 from dcp_nvcomp.saving.writer import NvcompWriter
 from dcp_nvcomp.storage.processes import is_known_elsewhere
 
 __all__ = ["AsyncSave", "async_save", "end_sequence"]
+
+logger = logging.getLogger(__name__)
 
 _Wait = Literal["staged", "nothing"]
 
@@ -71,6 +75,7 @@ def async_save(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     wait: _Wait = "staged",
+    on_difference: OnDifference = "warn",
     **writer_options: Any,
 ) -> AsyncSave:
     """Save a state dict in the background; return when the state may change again. All ranks have to call this.
@@ -90,6 +95,9 @@ def async_save(
         no_dist: if True, save in this process alone.
         wait: `"staged"` returns when the state may change. `"nothing"` returns at once: whoever changes a tensor of the
             state before `staging_completion` is done gets a checkpoint that mixes old and new values.
+        on_difference: what to do if ranks have different values under the same key that are not sharded, of which the
+            checkpoint keeps one: `"warn"`, once for the same keys, or `"error"`, before anything is written. Large
+            tensors are compared by a sample, and with a `planner` of another class nothing is.
         **writer_options: of the `NvcompWriter` to make.
 
     Returns:
@@ -114,13 +122,14 @@ def async_save(
         ['w']
     """
     check_choice("wait", wait, _Wait)
+    check_choice("on_difference", on_difference, OnDifference)
     writer = writer_for("async_save", storage_writer, checkpoint_id, writer_options)
     process_group = group_of(process_group, no_dist=no_dist)
     refusal = try_check("async_save", state_dict, alone=process_group is None)
     # if it failed, begin all the same, as the other ranks do
     values, failure = ({}, refusal) if refusal is not None else try_values_of(state_dict)
-    keeping = planner_for(planner, writer, failure)
-    call = call_for("async_save", writer, checkpoint_id, planner)
+    keeping = planner_for(planner, writer, failure, on_difference)
+    call = call_for("async_save", writer, checkpoint_id, planner, on_difference)
     streams = CallersStreams(values)
 
     def release() -> None:
@@ -138,7 +147,12 @@ def async_save(
                 keeping.agree(values, group, call)
                 if keeping.kept_items is not None:
                     staging.copy_early(keeping.kept_items, keeping.resolve_data, writer.staging_budget_nbytes)
-                return run_save(values, checkpoint_id, writer, keeping, group)
+                metadata = run_save(values, checkpoint_id, writer, keeping, group)
+            try:
+                keeping.comparison.warn(stacklevel=1)
+            except RuntimeWarning as warning:  # made an error by a filter: but the save is there
+                logger.warning("%s", warning)
+            return metadata
 
         limit = None if process_group is None else limit_of(process_group)
         upload = sequence.begin(save, staging, call, limit)
