@@ -67,7 +67,10 @@ def error_of_ranks(error: CheckpointException, group: dist.ProcessGroup | None) 
     ours = failures.get(rank, next(iter(failures.values()), None))
     if isinstance(ours, CheckpointError) or (ours is not None and not isinstance(ours, Exception)):
         return ours.with_traceback(None)  # of twenty frames that are DCP's
-    failed = RankFailedError.of({number: f"{type(one).__name__}: {one}" for number, one in failures.items()})
+    reasons = {number: f"{type(one).__name__}: {one}" for number, one in failures.items()}
+    failed = RankFailedError.of(reasons)
+    if group is None:  # nobody there has a rank
+        failed.message = f"{type(ours).__name__}: {ours}"
     stack = error.failures[min(failures)][1] if failures else None
     if stack:
         failed.message += f" (raised in {stack[-1].filename}, line {stack[-1].lineno})"

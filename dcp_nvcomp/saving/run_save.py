@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import posixpath
 from collections.abc import Mapping
 from typing import Any
 
@@ -92,12 +93,16 @@ def call_for(
         planner: the caller's; None for DCP's default.
         on_difference: what to do if ranks have different values under one key.
     """
-    place = place_of(checkpoint_id or writer.path)
+    place = place_of(checkpoint_id or writer.path).rstrip("/")
+    if writer.is_of_a_run:
+        place = posixpath.basename(place)
+    elif os.path.isabs(place):
+        place = os.path.realpath(place)
     terms: dict[str, Any] = {"overwrite": writer.overwrite, "on_difference": on_difference}
     if is_default_planner(planner, DefaultSavePlanner):  # others may be what they are on this rank only
         usual = vars(DefaultSavePlanner())
         terms |= {name: value for name, value in vars(planner).items() if name in _PLANNING and value != usual[name]}
-    return Call.of(name, os.path.realpath(place) if os.path.isabs(place) else place.rstrip("/"), **terms)
+    return Call.of(name, place, **terms)
 
 
 def run_save(

@@ -283,6 +283,11 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         """Let another publisher than the plain commit publish what this writer saves in this process."""
         self._publisher = publisher
 
+    @property
+    def is_of_a_run(self) -> bool:
+        """True if a run publishes what is saved: then each node may have a place of its own for it."""
+        return self._publisher is not publish_here
+
     def close(self) -> None:
         """Free the host memory that the asynchronous saves of this process keep for the next one, and their process.
 

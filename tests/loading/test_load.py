@@ -186,7 +186,7 @@ def test_foreign_errors_keep_their_words(tmp_path: Path) -> None:
             raise Sabotage("on purpose")
 
     save({"w": torch.ones(2)}, tmp_path, no_dist=True)
-    with pytest.raises(errors.RankFailedError, match="Rank 0 failed: Sabotage: on purpose") as caught:
+    with pytest.raises(errors.RankFailedError, match="^Sabotage: on purpose") as caught:
         got(tmp_path, {"w": torch.zeros(2)}, planner=Failing())
     assert caught.value.failures == {0: "Sabotage: on purpose"}
 

@@ -210,7 +210,7 @@ def fingerprints(state: Mapping[str, Any]) -> dict[str, int]:
         for samples in waiting.values():
             data, begin = torch.cat([sample for _, sample in samples]).cpu().numpy(), 0  # one copy for all
             for key, sample in samples:
-                found[key] = crc32c(memoryview(data[begin : begin + len(sample)]), found[key])
+                found[key] = crc32c(data[begin : begin + len(sample)].tobytes(), found[key])
                 begin += len(sample)
     return found
 
