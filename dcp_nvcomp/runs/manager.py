@@ -46,6 +46,7 @@ from dcp_nvcomp.runs.tiers.fast import FastTier
 from dcp_nvcomp.runs.tiers.nodes import Nodes, Place, this_node
 from dcp_nvcomp.saving.asynchronous.async_save import end_sequence
 from dcp_nvcomp.saving.plans.differences import OnDifference
+from dcp_nvcomp.storage.open import real_place
 
 __all__ = ["CheckpointManager"]
 
@@ -149,7 +150,7 @@ class CheckpointManager:
         self._group = group_of(process_group, no_dist=False)
         call = Call.of(
             "CheckpointManager",
-            self._durable.root,
+            real_place(self._durable.root),
             every=every,
             keep=keep if isinstance(keep, Keep) else None,
             fast=fast is not None,

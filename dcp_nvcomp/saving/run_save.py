@@ -23,7 +23,7 @@ from dcp_nvcomp.saving.plans.differences import OnDifference
 from dcp_nvcomp.saving.plans.global_plan import PlannedMetadata
 from dcp_nvcomp.saving.plans.planner import KeepingPlanner
 from dcp_nvcomp.saving.writer import NvcompWriter
-from dcp_nvcomp.storage.open import place_of
+from dcp_nvcomp.storage.open import real_place
 
 __all__ = ["call_for", "planner_for", "run_save", "writer_for"]
 
@@ -93,11 +93,9 @@ def call_for(
         planner: the caller's; None for DCP's default.
         on_difference: what to do if ranks have different values under one key.
     """
-    place = place_of(checkpoint_id or writer.path).rstrip("/")
+    place = real_place(checkpoint_id or writer.path)
     if writer.is_of_a_run:
         place = posixpath.basename(place)
-    elif os.path.isabs(place):
-        place = os.path.realpath(place)
     terms: dict[str, Any] = {"overwrite": writer.overwrite, "on_difference": on_difference}
     if is_default_planner(planner, DefaultSavePlanner):  # others may be what they are on this rank only
         usual = vars(DefaultSavePlanner())

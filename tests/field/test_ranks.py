@@ -7,22 +7,22 @@ did call has an error of ours that names the ranks that did not, or what differs
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from dcp_nvcomp import CheckpointManager, async_save, load, save
-from dcp_nvcomp.errors import ConfigurationError
-from dcp_nvcomp.saving.plans.differences import fingerprints
+from dcp_nvcomp import CheckpointManager, NvcompWriter, async_save, load, save
+from dcp_nvcomp.calls.meeting import Arrival, Call
+from dcp_nvcomp.errors import RanksDifferError
 from tests.distributed.launch import RankPool
 from tests.states import State
 
@@ -200,7 +200,11 @@ def _tried(place: Path, limit_seconds: float, members: tuple[int, ...] | None, c
         return None
     number, count = dist.get_rank(group), dist.get_world_size(group)
     is_missing = case[0] == "missing" and number in (one % count for one in MISSING[case[2]])
-    does = MIXED[case[1]][0] if case[0] == "mixed" else CALLS[case[1]][1 if is_missing else 0]
+    if case[0] == "mixed":
+        does, _ = MIXED[case[1]]
+    else:
+        comes, stays_away, _ = CALLS[case[1]]
+        does = stays_away if is_missing else comes
     start, error, message = time.monotonic(), "", ""
     try:
         does(Here(group, number, place / "-".join(case).replace(" ", "_")))
@@ -302,6 +306,7 @@ def _again(place: Path) -> None:
                     other.save(1, _state())
                     restored = one.restore(_state())
                     assert restored is not None and restored.step == 1
+                one.save(2, _state())  # the other one is closed
             saving.upload_completion.result(60)
         for group, _ in mine:
             dist.destroy_process_group(group)
@@ -353,80 +358,51 @@ def test_managers_use_the_groups_of_those_before(ranks: RankPool, tmp_path: Path
         assert ranks.run(_all_over_again, tmp_path, number, world_size=2) == [6, 6]
 
 
-class _Loader:
-    """What has a state of its own on each rank, under one key."""
+class _ForGpusOnly:
+    """A group as NCCL's are: without a backend for the CPU."""
 
-    def state_dict(self) -> State:
-        return {"position": dist.get_rank(), "buffer": torch.full((4,), float(dist.get_rank()))}
+    _device_types = (torch.device("cuda"),)
 
-    def load_state_dict(self, state: State) -> None:
-        raise NotImplementedError
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
 
-def _differing(place: Path, call: str, on_difference: str) -> str:
-    rank = dist.get_rank()
-    state: State = {
-        "loader": _Loader(),
-        "large": torch.full((1 << 17,), float(rank)),
-        "same": {"numbers": [1, 2.0, None, "x"], "large": torch.arange(1 << 17), "object": Path},
-        f"of {rank}": rank,
-    }
-    options = {"on_difference": on_difference}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            for _ in range(2):  # the second one uses the plan of the first
-                if call == "save":
-                    save(state, place / "a", **options)  # type: ignore[arg-type]
-                elif call == "async_save":
-                    async_save(state, place / "a", **options).upload_completion.result(60)  # type: ignore[arg-type]
-                else:
-                    with CheckpointManager(place / "run", every=1, preemption_signals=(), **options) as manager:  # type: ignore[arg-type]
-                        manager.save(1, state)
-        except ConfigurationError as error:
-            return str(error)
-    return "; ".join(str(one.message) for one in caught if "different values" in str(one.message))
+    def __hash__(self) -> int:
+        return hash(self._group)
+
+    def __eq__(self, other: object) -> bool:
+        return self._group == other
 
 
-@pytest.mark.parametrize("on_difference", ["warn", "error"])
-@pytest.mark.parametrize("call", ["save", "async_save", "manager"])
-def test_values_that_differ_between_ranks(ranks: RankPool, tmp_path: Path, call: str, on_difference: str) -> None:
-    for told in ranks.run(_differing, tmp_path, call, on_difference, world_size=2):
-        names = ("'loader.position' (rank 0 and 1)", "'loader.buffer' (rank 0 and 1)", "'large' (rank 0 and 1)")
-        if on_difference == "error":
-            assert all(name in told for name in names) and told.endswith("Nothing was saved."), told
-        elif call == "save":  # once in these processes, whichever call meets it first
-            assert all(name in told for name in names) and told.count("different values") == 1, told
-        assert "'same" not in told, told
-        assert "'of " not in told, told
-    assert bool(list(tmp_path.glob("**/*.distcp"))) == (on_difference == "warn")
+def _wait_in_store(limit_seconds: float) -> str:
+    group: Any = _ForGpusOnly(dist.new_group([0, 1], timeout=timedelta(seconds=limit_seconds)))
+    for _ in range(3):
+        Arrival(group, Call("save")).wait_in_store()
+    if dist.get_rank() == 0:
+        return ""
+    arrival = Arrival(group, Call("load"))
+    with pytest.raises(RanksDifferError) as caught, arrival.waiting():
+        arrival.wait_in_store()
+    return str(caught.value)
 
 
-def test_fingerprints_of_equal_values_are_equal() -> None:
-    generator = torch.Generator().manual_seed(0)
-    wide = torch.randn(700, 300, generator=generator)
-    pairs = [
-        ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
-        ({"x", "y", "z"}, {"z", "y", "x"}),
-        (wide, wide.t().contiguous().t()),
-        (wide.bfloat16(), wide.clone().bfloat16()),
-        (wide.numpy(), wide.clone().numpy()),
-        (object(), object()),
-        (float("nan"), float("nan")),
-        (torch.zeros(0), torch.zeros(0)),
-        ([1, (2, {3: b"x"})], [1, (2, {3: b"x"})]),
-        (list(range(5000)), list(range(5000))),
-    ]
-    for one, other in pairs:
-        assert fingerprints({"x": one}) == fingerprints({"x": other}), one
+def test_ranks_without_a_group_for_the_cpu_wait_in_the_store(ranks: RankPool) -> None:
+    _, told = ranks.run(_wait_in_store, 2.0, world_size=2)
+    assert told.startswith("Rank 0 did not call load within 2 s") and "called was save()" in told, told
 
 
-def test_fingerprints_of_different_values_differ() -> None:
-    values: list[object] = [
-        *(None, 0, 1, 1.0, True, "1", b"1", 1j, (1,), [1], {1}, {1: 1}, {"1": 1}, [[1], 2], [[1, 2]], [1, [2]]),
-        *(torch.zeros(3), torch.zeros(4), torch.zeros(3).int(), torch.ones(3), torch.float32, torch.float64),
-        *(np.float32(1), np.zeros(3), np.zeros(4), np.ones(3)),
-        *(torch.zeros(1 << 18), torch.ones(1 << 18), torch.zeros(1 << 18).half()),
-    ]
-    found = [fingerprints({"x": value})["x"] for value in values]
-    assert len(set(found)) == len(values)
+def _stock_save(place: Path) -> str:
+    """Stock DCP's call with our writer: the paths are compared with the plans."""
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save({f"{dist.get_rank()}": torch.ones(3)}, storage_writer=NvcompWriter(place / f"{dist.get_rank()}"))
+    (error,) = (failure for failure, _ in caught.value.failures.values())
+    assert isinstance(error, RanksDifferError)
+    return str(error)
+
+
+def test_paths_that_stock_save_is_given(ranks: RankPool, tmp_path: Path) -> None:
+    for told in ranks.run(_stock_save, tmp_path, world_size=2):
+        assert f"{tmp_path}/0' (rank 0)" in told and f"{tmp_path}/1' (rank 1)" in told
+    assert not list(tmp_path.glob("*/*"))
