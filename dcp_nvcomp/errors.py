@@ -10,6 +10,7 @@
     ├── ConcurrentSaveError              another save won the same path
     ├── EarlierSaveError                 an asynchronous save failed before, and nobody saw it: this one was not made
     ├── RunInUseError                    another manager writes to this run
+    ├── RanksDifferError                 not all ranks make the same call: one is missing, or has other arguments
     ├── RankFailedError                  another rank failed, or this one with a foreign error (also RuntimeError)
     ├── StorageError                     the storage refused or failed: permissions, disk full, network (also OSError)
     ├── MetadataError                    `.metadata` can't be read or contradicts itself
@@ -55,6 +56,7 @@ __all__ = [
     "MetadataError",
     "MissingKeyError",
     "RankFailedError",
+    "RanksDifferError",
     "RunInUseError",
     "ShapeMismatchError",
     "StorageError",
@@ -175,7 +177,7 @@ class ConcurrentSaveError(CheckpointError):
 
 
 class EarlierSaveError(CheckpointError):
-    """An asynchronous save failed before and nobody looked at its future, or the ranks are not at the same save.
+    """An asynchronous save failed before and nobody looked at its future.
 
     The save that raises it was not made. It is raised on all ranks.
     """
@@ -183,6 +185,19 @@ class EarlierSaveError(CheckpointError):
 
 class RunInUseError(CheckpointError):
     """Another `CheckpointManager` writes to this run, or has taken it over."""
+
+
+class RanksDifferError(CheckpointError, RuntimeError):
+    """Not all ranks of a process group make the same call; nothing was read or written.
+
+    Raised within the group's own time limit, on each rank that made one, with the global ranks that did not, or what
+    differs.
+
+    Attributes:
+        in_vain: True if this rank waited in vain: then gloo has closed the connections of the process group.
+    """
+
+    in_vain = False
 
 
 class RankFailedError(CheckpointError, RuntimeError):

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.futures import Future
 
+from dcp_nvcomp.calls.meeting import Call, meet
 from dcp_nvcomp.calls.ranks import error_of_ranks, group_of
 from dcp_nvcomp.calls.unknown_options import refuse_path
 from dcp_nvcomp.calls.values import ExpectsCheckpoint, is_stateful, try_check, try_values_of, wrapped
@@ -39,7 +40,7 @@ def load(
     dtype: DtypePolicy = "same",
     **reader_options: Any,
 ) -> None:
-    """Load a checkpoint into a state dict: of this package, or of stock DCP.
+    """Load a checkpoint into a state dict: of this package, or of stock DCP. All ranks of the process group call this.
 
     What `dcp.load` with an `NvcompReader` does. What differs: errors of this package are raised as they are, a Stateful
     value whose `state_dict` raises on one rank fails the load on all of them, and dtypes have to be the saved ones.
@@ -59,6 +60,7 @@ def load(
 
     Raises:
         ConfigurationError: the arguments contradict each other, or nothing can be loaded into a tensor; nothing was.
+        RanksDifferError: not all ranks call this within the time limit of the process group; nothing was loaded.
         MissingKeyError: the checkpoint has no such key; nothing was loaded.
         ShapeMismatchError: a tensor has another shape, or is none; nothing was loaded.
         DtypeMismatchError: a tensor has another dtype; nothing was loaded.
@@ -81,6 +83,8 @@ def load(
     group = group_of(process_group, no_dist=no_dist)
     where = without_secrets(os.fspath(checkpoint_id)) if checkpoint_id else reader.checkpoint_id
     failure: CheckpointError | None = try_check("load", state_dict, alone=group is None)
+    # not that the places are the same: nodes may mount one elsewhere, and whether the ranks saw one save is compared
+    meet(group, Call("load", repr(where)), None)
     with _announced({} if failure is not None else state_dict, reader):
         values: dict[str, Any] = {}
         if failure is None:

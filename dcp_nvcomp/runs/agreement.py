@@ -1,20 +1,57 @@
 """What all ranks of a run decide together, at the same step: that the job was told to end, that a save failed.
 
 A rank notices such things on its own, at any time. What it knows is told to the others with the next call that all of
-them make, and counts on all ranks from the same call on.
+them make, and counts on all ranks from the same call on. Each call of a manager begins so, with as many numbers, of
+which the first say what is called: ranks that call different things find that out instead of waiting for each other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Final, NamedTuple
 
+from dcp_nvcomp.calls.meeting import LONGEST, Call
 from dcp_nvcomp.errors import RunInUseError
 from dcp_nvcomp.runs.failures import Failures
 from dcp_nvcomp.runs.lease import Lease
 from dcp_nvcomp.runs.preemption import SignalWatch
-from dcp_nvcomp.runs.ranks import Maximum, Ranks
+from dcp_nvcomp.runs.ranks import Ranks, Row
 
-__all__ = ["Agreement"]
+__all__ = ["Agreement", "RunCall"]
+
+_NAMES: Final = ("should_save", "save", "restore", "wait")
+_KNOWN: Final = 3  # numbers that each rank knows on its own
+_OWN: Final = 4  # numbers of a call, at most
+
+
+class RunCall(NamedTuple):
+    """What a rank calls of its manager.
+
+    Attributes:
+        name: of the method.
+        step: that it is called with; -1 for none.
+        fallback: option of `restore`.
+    """
+
+    name: str
+    step: int = -1
+    fallback: bool = True
+
+    @property
+    def numbers(self) -> list[int]:
+        """What other ranks are told."""
+        return [_NAMES.index(self.name), self.step, int(self.fallback)]
+
+    @staticmethod
+    def of(numbers: Sequence[int]) -> RunCall:
+        """Return what a rank told."""
+        return RunCall(_NAMES[numbers[0]], numbers[1], bool(numbers[2]))
+
+    def described(self) -> Call:
+        """Return it as messages show it."""
+        step = "" if self.step < 0 else str(self.step)
+        return Call(f"manager.{self.name}", step, {"step": step or "None", "fallback": str(self.fallback)})
 
 
 class Agreement:
@@ -35,27 +72,33 @@ class Agreement:
         self, ranks: Ranks, signals: SignalWatch, failures: Failures, lease: Callable[[], Lease | None], path: str
     ) -> None:
         self._ranks, self._signals, self._failures, self._lease, self._path = ranks, signals, failures, lease, path
-        self._pending: Maximum | None = None
+        self._pending: Row | None = None
         self.is_preempted = False
 
-    def beside_training(self) -> None:
+    def beside_training(self, call: RunCall) -> None:
         """Learn what the ranks told each other since the last call, and begin to tell what is known now.
 
         Nobody waits for a slower rank, but for the one that is a whole step behind.
 
+        Args:
+            call: what is called.
+
         Raises:
             CheckpointError: a save failed; on all ranks at the same call.
             RunInUseError: another manager has taken the run over.
+            RanksDifferError: not all ranks made the call before this one.
         """
-        pending, self._pending = self._pending, self._ranks.begin_maximum(self._known())
+        pending, self._pending = self._pending, self._begin(call)
         if pending is not None:
-            self._follow(pending.wait())
+            self._follow(self._end(pending))
 
-    def now(self, *own: int) -> list[int]:
+    def now(self, call: RunCall, *own: int, limit: timedelta | None = None) -> list[int]:
         """Agree at once.
 
         Args:
+            call: what is called.
             *own: further values.
+            limit: how long other ranks are waited for; None for as long as those of the run's group.
 
         Returns:
             The largest of all ranks of these.
@@ -63,11 +106,42 @@ class Agreement:
         Raises:
             CheckpointError: a save failed; on all ranks at the same call.
             RunInUseError: another manager has taken the run over.
+            RanksDifferError: not all ranks make this call.
         """
-        known = self._known()
-        agreed = self._ranks.maximum([*known, *own])
-        self._follow(agreed[: len(known)])
-        return agreed[len(known) :]
+        largest = self._end(self._begin(call, *own, limit=limit))
+        self._follow(largest)
+        return largest[_KNOWN : _KNOWN + len(own)]
+
+    def come(self, call: RunCall, *own: int) -> list[int]:
+        """Wait until all ranks make this call; what else they know stays for the next one.
+
+        Args:
+            call: what is called.
+            *own: further values.
+
+        Returns:
+            The largest of all ranks of these.
+
+        Raises:
+            RanksDifferError: not all ranks make this call.
+        """
+        return self._end(self._begin(call, *own))[_KNOWN : _KNOWN + len(own)]
+
+    def after(self, call: RunCall) -> None:
+        """Agree as `now` does, at the end of a call to which all ranks have come: one may still be busy with it."""
+        self.now(call, limit=LONGEST)
+
+    def _begin(self, call: RunCall, *own: int, limit: timedelta | None = None) -> Row:
+        values = [*call.numbers, *self._known(), *own, *[0] * (_OWN - len(own))]
+        return self._ranks.begin_row(call.described(), values, limit=limit)
+
+    def _end(self, row: Row) -> list[int]:
+        """Return the largest of the ranks' numbers, but for what says which call it is."""
+        rows = row.wait()
+        width = len(RunCall("save").numbers)
+        if any(other[:width] != rows[0][:width] for other in rows):
+            self._ranks.expect_same([RunCall.of(other).described() for other in rows])
+        return [max(values) for values in list(zip(*rows, strict=True))[width:]]
 
     def _known(self) -> list[int]:
         """Return what this rank knows and the others may not."""
@@ -75,7 +149,7 @@ class Agreement:
         return [int(self._signals.was_told), int(lease is not None and lease.is_lost), self._failures.newest]
 
     def _follow(self, agreed: Sequence[int]) -> None:
-        told, lost, failed = agreed
+        told, lost, failed = agreed[:_KNOWN]
         self.is_preempted = self.is_preempted or bool(told)
         if lost:
             lease = self._lease()

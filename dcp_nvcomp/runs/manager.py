@@ -19,12 +19,13 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+from dcp_nvcomp.calls.meeting import Call
 from dcp_nvcomp.calls.ranks import group_of
-from dcp_nvcomp.calls.values import check_state_dict, try_values_of
+from dcp_nvcomp.calls.values import check_state_dict, try_check, try_values_of
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError, RankFailedError
 from dcp_nvcomp.options import check_choice, check_flag, check_path, check_seconds, option_names
 from dcp_nvcomp.redaction import without_secrets
-from dcp_nvcomp.runs.agreement import Agreement
+from dcp_nvcomp.runs.agreement import Agreement, RunCall
 from dcp_nvcomp.runs.behind.pipeline import Pipeline, TierRules
 from dcp_nvcomp.runs.events import Event, RunReport, StepDelayed, StepRestored, StepSkipped
 from dcp_nvcomp.runs.failures import Failures
@@ -33,7 +34,7 @@ from dcp_nvcomp.runs.lease import Lease
 from dcp_nvcomp.runs.options import SaveOptions, check_count, check_tiers, job_id
 from dcp_nvcomp.runs.preemption import SignalWatch
 from dcp_nvcomp.runs.publishers import check_metrics
-from dcp_nvcomp.runs.ranks import Ranks
+from dcp_nvcomp.runs.ranks import ranks_of_run
 from dcp_nvcomp.runs.replicas.replicas import replicas_for
 from dcp_nvcomp.runs.restoring.run_restore import RunRestore
 from dcp_nvcomp.runs.starting import SaveStarter
@@ -43,6 +44,9 @@ from dcp_nvcomp.runs.telling import Telling
 from dcp_nvcomp.runs.tiers.durable import DurableTier
 from dcp_nvcomp.runs.tiers.fast import FastTier
 from dcp_nvcomp.runs.tiers.nodes import Nodes, Place, this_node
+from dcp_nvcomp.saving.asynchronous.async_save import end_sequence
+from dcp_nvcomp.saving.plans.differences import OnDifference
+from dcp_nvcomp.storage.open import real_place
 
 __all__ = ["CheckpointManager"]
 
@@ -79,10 +83,12 @@ class CheckpointManager:
         on_event: called with each event (`StepSaved`, `StepFailed`, ...), sometimes on a thread of the manager. An
             exception that it raises is logged.
         process_group: the ranks of the run; by default all.
+        on_difference: what to do if ranks have different values under the same key: as for `save`.
         **options: of `NvcompWriter` and `NvcompReader`, and for the fsspec filesystem of `root`.
 
     Raises:
         ConfigurationError: an option can't work, or `root` is a checkpoint.
+        RanksDifferError: not all ranks make a manager, or with other options.
         RunInUseError: another manager writes to this run.
         StorageError: the storage fails.
 
@@ -123,6 +129,7 @@ class CheckpointManager:
         preemption_signals: Sequence[signal.Signals] = (signal.SIGTERM,),
         on_event: Callable[[Event], None] | None = None,
         process_group: dist.ProcessGroup | None = None,
+        on_difference: OnDifference = "warn",
         **options: Any,
     ) -> None:
         self._every = check_count("every", every)
@@ -135,13 +142,27 @@ class CheckpointManager:
         if keep is not None and not callable(keep):
             raise ConfigurationError(f"keep={keep!r} must be a Keep, or a callable.")
         self._options = SaveOptions.of(check_path(root), options, option_names(CheckpointManager))
+        check_choice("on_difference", on_difference, OnDifference)
         names = StepNames(step_template)
         self._durable = DurableTier(check_path(root), names, self._options.storage)
         self._fast = None if fast is None else FastTier(check_path(fast), names)
 
         self._group = group_of(process_group, no_dist=False)
-        self._ranks, fast_ranks, durable_ranks = (Ranks(self._group) for _ in range(3))
-        self._all_ranks = (self._ranks, fast_ranks, durable_ranks)
+        call = Call.of(
+            "CheckpointManager",
+            real_place(self._durable.root),
+            every=every,
+            keep=keep if isinstance(keep, Keep) else None,
+            fast=fast is not None,
+            fast_every=fast_every,
+            fast_keep=fast_keep,
+            copies=copies,
+            asynchronous=asynchronous,
+            on_behind=on_behind,
+            step_template=step_template,
+            on_difference=on_difference,
+        )
+        self._ranks, fast_ranks, durable_ranks = self._all_ranks = ranks_of_run(self._group, call)
         self._telling = Telling(on_event, logs=self._ranks.is_first)
         name = this_node() if node is None else str(node)
         places = self._ranks.gather(Place(name, name if domain is None else str(domain)))
@@ -191,6 +212,7 @@ class CheckpointManager:
             self._options,
             copies=self._copies,
             is_first=self._ranks.is_first,
+            on_difference=on_difference,
             check_lease=self._check_lease,
             tell=self._telling.tell,
         )
@@ -242,7 +264,7 @@ class CheckpointManager:
             RunInUseError: another manager has taken the run over.
         """
         self._check_open()
-        self._agreement.beside_training()
+        self._agreement.beside_training(RunCall("should_save", self._number(step)))
         if self.preempted and not self._has_last_save:
             return True
         return self._is_due(step, self._every) or self._is_due(step, self._fast_every)
@@ -284,7 +306,9 @@ class CheckpointManager:
         self._check_open()
         values, known_metrics, failure = self._checked(step, state, metrics, durable)
         is_behind = self._pipeline.on_their_way > 1
+        call = RunCall("save", self._number(step))
         failed, no_room, behind, is_asked = self._agreement.now(
+            call,
             failure is not None,
             not self._starter.has_room(values),
             is_behind,
@@ -315,7 +339,7 @@ class CheckpointManager:
         self._has_last_save = self._has_last_save or self.preempted
         if not self._asynchronous:
             save.saved.exception()  # only waits: what failed is raised on all ranks
-            self._agreement.now()
+            self._agreement.after(call)
         save.returned()
         return save
 
@@ -391,7 +415,9 @@ class CheckpointManager:
             RankFailedError: it failed on another rank.
         """
         self._check_open()
-        check_state_dict("restore", state)
+        failure = try_check("restore", state, alone=self._group is None)
+        if any(self._agreement.come(RunCall("restore", self._number(step), bool(fallback)), failure is not None)):
+            raise failure or RankFailedError("A restore was not begun, because another rank has no state for it.")
         event = self._restoring.restore(
             state,
             step,
@@ -422,8 +448,10 @@ class CheckpointManager:
             CheckpointError: one of them failed; on all ranks.
         """
         self._check_open()
+        call = RunCall("wait")
+        self._agreement.come(call)
         self._pipeline.wait()
-        self._agreement.now()
+        self._agreement.after(call)
 
     def close(self) -> None:
         """Wait for all saves, and give the run back.
@@ -449,6 +477,8 @@ class CheckpointManager:
             self._replicas.close()
         for ranks in self._all_ranks:
             ranks.close()
+        if self._group is not None:
+            end_sequence(self._group)
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -462,6 +492,11 @@ class CheckpointManager:
             if error is None:
                 raise
             logger.error("A save failed as well: %s", failure)
+
+    @staticmethod
+    def _number(step: object) -> int:
+        """Return a step as other ranks are told it; -1 for none, or what is no step."""
+        return step if isinstance(step, int) and step >= 0 else -1
 
     def _check_open(self) -> None:
         if self._is_closed:

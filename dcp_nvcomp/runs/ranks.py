@@ -6,43 +6,42 @@ training, nor those of another thread. So each thread of a manager has `Ranks` o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from dcp_nvcomp.calls.groups import give_back, offer_of, take
+from dcp_nvcomp.calls.meeting import LONGEST, Arrival, Call, expect_same, global_ranks, limit_of, limited, meet
 from dcp_nvcomp.errors import CheckpointError, RankFailedError
 
-__all__ = ["Ranks"]
+__all__ = ["Ranks", "Row", "ranks_of_run"]
 
 T = TypeVar("T")
 
-# A rank may wait here for the slowest one's upload.
-_TIMEOUT = timedelta(hours=2)
+_MOMENT = timedelta(seconds=1)
 
 
 class Ranks:
-    """The ranks of a process group. All of them have to make one at the same time, and call the same methods.
+    """The ranks of a process group. All of them have to call the same methods.
 
     Args:
-        group: the group; None for this process alone.
+        group: a gloo group of the run's own; None for this process alone.
+        limit: how long a rank is waited for that has to come to a call of the run.
 
     Attributes:
         rank: this rank in the group.
         count: number of ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group: dist.ProcessGroup | None = None
-        self.rank, self.count = 0, 1
-        if group is not None:
-            ranks = None if group is dist.group.WORLD else dist.get_process_group_ranks(group)
-            self._group = dist.new_group(
-                ranks, backend="gloo", timeout=_TIMEOUT, use_local_synchronization=ranks is not None
-            )
-            self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
+    def __init__(self, group: dist.ProcessGroup | None, limit: timedelta = LONGEST) -> None:
+        self._group, self._limit = group, limit
+        self._row: Row | None = None
+        self._is_sound = True
+        self.rank, self.count = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
     @property
     def is_first(self) -> bool:
@@ -54,14 +53,16 @@ class Ranks:
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self.count
-        dist.all_gather_object(values, value, group=self._group)
+        with self._after_all_came():
+            dist.all_gather_object(values, value, group=self._group)
         return values
 
     def share(self, value: T | None, source: int = 0) -> T:
         """Return the value of one rank; those of the others do not count."""
         if self._group is not None:
             values: list[Any] = [value]
-            dist.broadcast_object_list(values, group=self._group, group_src=source)
+            with self._after_all_came():
+                dist.broadcast_object_list(values, group=self._group, group_src=source)
             value = values[0]
         return value  # type: ignore[return-value]
 
@@ -89,13 +90,28 @@ class Ranks:
             raise error
         return done  # type: ignore[return-value]
 
-    def begin_maximum(self, values: list[int]) -> Maximum:
-        """Begin to find out the largest of the ranks' values; nobody waits."""
-        return Maximum(values, self._group)
+    def begin_row(self, call: Call, values: Sequence[int], *, limit: timedelta | None = None) -> Row:
+        """Begin to tell the others what this rank calls, and a few numbers; nobody waits.
 
-    def maximum(self, values: list[int]) -> list[int]:
-        """Return the largest of the ranks' values, each by its place."""
-        return self.begin_maximum(values).wait()
+        Args:
+            call: what it calls.
+            values: the numbers, of which each call tells as many.
+            limit: how long the other ranks are waited for; by default as long as those of the run's group wait.
+        """
+        self._row = Row(call, values, self._group, self._limit if limit is None else limit)
+        return self._row
+
+    def expect_same(self, calls: Sequence[Call]) -> None:
+        """Raise if the ranks make different calls.
+
+        Args:
+            calls: of each rank.
+
+        Raises:
+            RanksDifferError: on all ranks alike.
+        """
+        if self._group is not None:
+            expect_same(calls, self._group)
 
     def exchange(self, sent: torch.Tensor | None, to: int, received: torch.Tensor | None, source: int) -> None:
         """Send a tensor to one rank while another is received; either may be None.
@@ -116,31 +132,79 @@ class Ranks:
                 work.wait()
 
     def close(self) -> None:
-        """Give the group up; nothing may be under way."""
+        """Give the group back; nothing but a row may be under way."""
         group, self._group = self._group, None
-        if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
+        if group is not None and self._is_sound and (self._row is None or self._row.is_over):
+            give_back([group])
+
+    @contextmanager
+    def _after_all_came(self) -> Iterator[None]:
+        """Explain what gloo raises where the other ranks are known to have come."""
+        try:
+            yield
+        except RuntimeError as error:
+            self._is_sound = False
+            raise RankFailedError(f"Another rank of the run is gone, or was waited for too long: {error}") from error
 
 
-class Maximum:
-    """The largest of the ranks' values, once all of them have told theirs.
+def ranks_of_run(group: dist.ProcessGroup | None, call: Call) -> tuple[Ranks, Ranks, Ranks]:
+    """Return the ranks of a run, for each of a manager's threads.
 
     Args:
+        group: the process group of the run; None for this process alone.
+        call: what makes the manager.
+
+    Raises:
+        RanksDifferError: not all ranks make one, or another one.
+    """
+    if group is None:
+        return Ranks(None), Ranks(None), Ranks(None)
+    members = global_ranks(group)
+    made = take(members, 3, meet(group, call, offer_of(members)))
+    calls, fast, durable = (Ranks(one, limit_of(group)) for one in made)
+    return calls, fast, durable
+
+
+class Row:
+    """What each rank calls, and its numbers, once all of them have told theirs.
+
+    Args:
+        call: of this rank.
         values: of this rank.
-        group: over which to tell.
+        group: over which to tell; None for this process alone.
+        limit: how long the others are waited for.
     """
 
-    def __init__(self, values: list[int], group: dist.ProcessGroup | None) -> None:
-        self._values = torch.tensor(values)
-        self._work = None if group is None else dist.all_reduce(self._values, dist.ReduceOp.MAX, group, async_op=True)
+    def __init__(self, call: Call, values: Sequence[int], group: dist.ProcessGroup | None, limit: timedelta) -> None:
+        self._rows = [torch.tensor(values)]
+        self._work: dist.Work | None = None
+        if group is not None:
+            mine, self._rows = self._rows[0], [torch.tensor(values) for _ in range(dist.get_world_size(group))]
+            self._arrival = Arrival(group, call)
+            with self._arrival.waiting(), limited(group, limit):
+                self._work = dist.all_gather(self._rows, mine, group=group, async_op=True)
 
-    def wait(self) -> list[int]:
-        """Return them."""
+    @property
+    def is_over(self) -> bool:
+        """True once all ranks have told theirs; waits a moment for those that are about to."""
+        if self._work is None:
+            return True
+        try:
+            return bool(self._work.wait(_MOMENT))
+        except RuntimeError:  # not yet, or never
+            return False
+
+    def wait(self) -> list[list[int]]:
+        """Return the numbers of all ranks, by rank.
+
+        Raises:
+            RanksDifferError: a rank did not come.
+        """
         if self._work is not None:
-            self._work.wait()
+            with self._arrival.waiting():
+                self._work.wait()
             self._work = None
-        values: list[int] = self._values.tolist()
-        return values
+        return [row.tolist() for row in self._rows]
 
 
 def _tried(work: Callable[[], T]) -> tuple[T | None, CheckpointError | None]:

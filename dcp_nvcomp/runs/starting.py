@@ -21,6 +21,7 @@ from dcp_nvcomp.runs.tiers.fast import FastTier
 from dcp_nvcomp.runs.tiers.nodes import Nodes
 from dcp_nvcomp.saving.asynchronous.async_save import AsyncSave, async_save
 from dcp_nvcomp.saving.asynchronous.staging import UploadFuture
+from dcp_nvcomp.saving.plans.differences import OnDifference
 from dcp_nvcomp.saving.writer import NvcompWriter
 
 __all__ = ["SaveStarter"]
@@ -42,6 +43,7 @@ class SaveStarter:
         options: of the writers.
         copies: how many other nodes' files come to this one.
         is_first: whether this rank speaks for all.
+        on_difference: what to do if ranks have different values under one key.
         check_lease: raises if another manager has taken the run over.
         tell: called with each event.
     """
@@ -57,13 +59,14 @@ class SaveStarter:
         *,
         copies: int,
         is_first: bool,
+        on_difference: OnDifference,
         check_lease: Callable[[], None],
         tell: Callable[[Event], None],
     ) -> None:
         self._group, self._nodes, self._fast, self._durable = group, nodes, fast, durable
         self._pipeline, self._options, self._copies = pipeline, options, copies
         self._check_lease, self._tell = check_lease, tell
-        self._may_warn = is_first
+        self._may_warn, self._on_difference = is_first, on_difference
 
     def has_room(self, values: Mapping[str, Any]) -> bool:
         """Return whether the next step, and the copies of other nodes' files, fit this node's fast tier."""
@@ -99,7 +102,7 @@ class SaveStarter:
         writer = self._options.fast_writer(path)
         writer.published_by(publisher)
         with self._durable.held(save.step):  # not while it is removed
-            saving = _begin(save, values, writer, group)
+            saving = self._begin(save, values, writer, group)
             self._pipeline.follow_fast(save, saving, publisher, upload=upload, replicas=replicas)
 
     def to_durable(self, save: StepSave, values: dict[str, Any]) -> None:
@@ -114,7 +117,7 @@ class SaveStarter:
         writer = self._options.durable_writer(self._durable.path_of(save.step))
         writer.published_by(StepPublisher(save.step, save.metrics, self._check_lease))
         with self._durable.held(save.step):
-            self._pipeline.follow_direct(save, _begin(save, values, writer, self._group))
+            self._pipeline.follow_direct(save, self._begin(save, values, writer, self._group))
 
     def _tell_of_lack_of_room(self, save: StepSave) -> None:
         if self._may_warn:
@@ -126,10 +129,18 @@ class SaveStarter:
             )
         self._tell(StepSkipped(save.step, "there is too little room in the fast tier: it goes to the durable tier"))
 
-
-def _begin(save: StepSave, values: dict[str, Any], writer: NvcompWriter, group: dist.ProcessGroup | None) -> AsyncSave:
-    saving = async_save(values, writer.path, storage_writer=writer, process_group=group, no_dist=group is None)
-    # what fails behind training is told by the manager: the next save need not refuse for it
-    cast(UploadFuture, saving.upload_completion).was_looked_at = True
-    save.staged.set_result(None)
-    return saving
+    def _begin(
+        self, save: StepSave, values: dict[str, Any], writer: NvcompWriter, group: dist.ProcessGroup | None
+    ) -> AsyncSave:
+        saving = async_save(
+            values,
+            writer.path,
+            storage_writer=writer,
+            process_group=group,
+            no_dist=group is None,
+            on_difference=self._on_difference,
+        )
+        # what fails behind training is told by the manager: the next save need not refuse for it
+        cast(UploadFuture, saving.upload_completion).was_looked_at = True
+        save.staged.set_result(None)
+        return saving

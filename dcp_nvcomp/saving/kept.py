@@ -11,9 +11,11 @@ import threading
 
 import torch.distributed as dist
 
+from dcp_nvcomp.calls.groups import offer_of, take
+from dcp_nvcomp.calls.meeting import Call, global_ranks, meet
 from dcp_nvcomp.saving.asynchronous.background.process import BackgroundProcess
 from dcp_nvcomp.saving.asynchronous.segment_stores import SegmentStores
-from dcp_nvcomp.saving.asynchronous.sequence import SaveSequence
+from dcp_nvcomp.saving.asynchronous.sequence import GROUP_COUNT, SaveSequence
 from dcp_nvcomp.saving.asynchronous.shared_memory import SharedSegments
 from dcp_nvcomp.saving.encode.choices import RememberedChoices
 from dcp_nvcomp.saving.plans.kept_plans import KeptPlans
@@ -42,23 +44,42 @@ class Kept:
         self._background: BackgroundProcess | None = None
         self._starting = threading.Lock()
 
-    def sequence(self, group: dist.ProcessGroup | None) -> SaveSequence:
+    def sequence(self, group: dist.ProcessGroup | None, call: Call) -> SaveSequence:
         """Return the asynchronous saves over a group; all ranks of a group call this in the same order.
 
         Args:
             group: the process group; None without torch.distributed.
+            call: what calls it.
+
+        Raises:
+            RanksDifferError: not all ranks make that call.
         """
-        self._sequences = [sequence for sequence in self._sequences if sequence.is_usable]
-        for sequence in self._sequences:
-            if sequence.group is group:
+        for sequence in list(self._sequences):
+            if not sequence.is_usable:
+                self._end(sequence)
+            elif sequence.group is group:
                 return sequence
-        made = SaveSequence(group)
+        if group is None:
+            made = SaveSequence(None)
+        else:
+            members = global_ranks(group)
+            made = SaveSequence(group, take(members, GROUP_COUNT, meet(group, call, offer_of(members))))
         self._sequences.append(made)
         return made
 
-    def add_sequence(self, sequence: SaveSequence) -> None:
-        """Keep the asynchronous saves over a group whose own groups were made elsewhere."""
-        self._sequences.append(sequence)
+    def end_sequence(self, group: dist.ProcessGroup) -> None:
+        """Wait for the asynchronous saves over a group, and give up what they used; all ranks of the group call this.
+
+        Args:
+            group: the process group. The next save over it begins a new sequence.
+        """
+        for sequence in list(self._sequences):
+            if sequence.group is group:
+                self._end(sequence)
+
+    def _end(self, sequence: SaveSequence) -> None:
+        self._sequences.remove(sequence)
+        sequence.end()
 
     def background(self) -> BackgroundProcess:
         """Return the process that encodes copies, started if there is none.

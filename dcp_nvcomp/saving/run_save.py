@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import os
+import posixpath
 from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import StorageReader
 
+from dcp_nvcomp.calls.meeting import Call
 from dcp_nvcomp.calls.ranks import error_of_ranks
 from dcp_nvcomp.calls.unknown_options import refuse_path
-from dcp_nvcomp.calls.values import wrapped
+from dcp_nvcomp.calls.values import is_default_planner, wrapped
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.options import option_names
+from dcp_nvcomp.saving.plans.differences import OnDifference
 from dcp_nvcomp.saving.plans.global_plan import PlannedMetadata
 from dcp_nvcomp.saving.plans.planner import KeepingPlanner
 from dcp_nvcomp.saving.writer import NvcompWriter
+from dcp_nvcomp.storage.open import real_place
 
-__all__ = ["planner_for", "run_save", "writer_for"]
+__all__ = ["call_for", "planner_for", "run_save", "writer_for"]
+
+_PLANNING = ("flatten_state_dict", "flatten_sharded_tensors", "dedup_save_to_lowest_rank")
 
 
 def writer_for(
@@ -56,7 +63,10 @@ def writer_for(
 
 
 def planner_for(
-    planner: SavePlanner | None, writer: NvcompWriter, failure: CheckpointError | None = None
+    planner: SavePlanner | None,
+    writer: NvcompWriter,
+    failure: CheckpointError | None = None,
+    on_difference: OnDifference = "warn",
 ) -> KeepingPlanner:
     """Return the planner of one save.
 
@@ -64,8 +74,36 @@ def planner_for(
         planner: the caller's; None for DCP's default.
         writer: the writer. Subclasses of ours may want to see plans and results as DCP has them.
         failure: why there is no state on this rank.
+        on_difference: what to do if ranks have different values under one key.
     """
-    return KeepingPlanner(planner, may_keep=type(writer) is NvcompWriter, failure=failure)
+    is_ours = type(writer) is NvcompWriter
+    return KeepingPlanner(planner, may_keep=is_ours, failure=failure, on_difference=on_difference)
+
+
+def call_for(
+    name: str,
+    writer: NvcompWriter,
+    checkpoint_id: str | os.PathLike[str] | None,
+    planner: SavePlanner | None,
+    on_difference: OnDifference,
+) -> Call:
+    """Return a save as the ranks compare it before it begins.
+
+    Args:
+        name: of the called function.
+        writer: the writer.
+        checkpoint_id: the checkpoint; None for the writer's.
+        planner: the caller's; None for DCP's default.
+        on_difference: what to do if ranks have different values under one key.
+    """
+    place = real_place(checkpoint_id or writer.path)
+    if writer.is_of_a_run:
+        place = posixpath.basename(place)
+    terms: dict[str, Any] = {"overwrite": writer.overwrite, "on_difference": on_difference}
+    if is_default_planner(planner, DefaultSavePlanner):  # others may be what they are on this rank only
+        usual = vars(DefaultSavePlanner())
+        terms |= {name: value for name, value in vars(planner).items() if name in _PLANNING and value != usual[name]}
+    return Call.of(name, place, **terms)
 
 
 def run_save(

@@ -11,7 +11,9 @@ from torch.distributed.checkpoint.planner import SavePlanner
 
 from dcp_nvcomp.calls.ranks import group_of
 from dcp_nvcomp.calls.values import try_check, try_values_of
-from dcp_nvcomp.saving.run_save import planner_for, run_save, writer_for
+from dcp_nvcomp.options import check_choice
+from dcp_nvcomp.saving.plans.differences import OnDifference
+from dcp_nvcomp.saving.run_save import call_for, planner_for, run_save, writer_for
 from dcp_nvcomp.saving.writer import NvcompWriter
 
 __all__ = ["save"]
@@ -25,9 +27,10 @@ def save(
     planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
+    on_difference: OnDifference = "warn",
     **writer_options: Any,
 ) -> Metadata:
-    """Save a state dict, compressed.
+    """Save a state dict, compressed. All ranks of the process group have to call this.
 
     The checkpoint is that of `dcp.save` with an `NvcompWriter`. What differs: the plan is kept for later saves of
     states with the same keys, shapes, dtypes and placements, errors of this package are raised as they are, and a
@@ -40,6 +43,9 @@ def save(
         planner: plans it; by default DCP's `DefaultSavePlanner`. Plans of other classes are not kept.
         process_group: the ranks that save; by default all.
         no_dist: if True, save in this process alone.
+        on_difference: what to do if ranks have different values under the same key that are not sharded, of which the
+            checkpoint keeps one: `"warn"`, once for the same keys, or `"error"`, before anything is written. Large
+            tensors are compared by a sample, and with a `planner` of another class nothing is.
         **writer_options: of the `NvcompWriter` to make.
 
     Returns:
@@ -47,7 +53,10 @@ def save(
         on the coordinator only.
 
     Raises:
-        ConfigurationError: the arguments contradict each other; nothing was saved.
+        ConfigurationError: the arguments contradict each other, or the ranks' values do and `on_difference="error"`;
+            nothing was saved.
+        RanksDifferError: not all ranks make this save: one did not come within the time limit of the process group, or
+            calls something else, or saves to another path; nothing was saved.
         CheckpointError: the save failed. The same error on all ranks, unless several failed.
         RankFailedError: it failed on a rank with an error that is none of this package.
 
@@ -58,10 +67,13 @@ def save(
         >>> sorted(metadata.state_dict_metadata)
         ['w']
     """
+    check_choice("on_difference", on_difference, OnDifference)
     writer = writer_for("save", storage_writer, checkpoint_id, writer_options)
     group = group_of(process_group, no_dist=no_dist)
     refusal = try_check("save", state_dict, alone=group is None)
     values, failure = ({}, refusal) if refusal is not None else try_values_of(state_dict)
-    keeping = planner_for(planner, writer, failure)
-    keeping.agree(values, group)
-    return run_save(values, checkpoint_id, writer, keeping, group)
+    keeping = planner_for(planner, writer, failure, on_difference)
+    keeping.agree(values, group, call_for("save", writer, checkpoint_id, planner, on_difference))
+    metadata = run_save(values, checkpoint_id, writer, keeping, group)
+    keeping.comparison.warn(stacklevel=2)
+    return metadata

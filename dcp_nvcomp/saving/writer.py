@@ -33,7 +33,7 @@ from dcp_nvcomp.calls.progress import ProgressBar
 from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.choose import CodecChooser, parse_codec
 from dcp_nvcomp.engines.choice import EngineChoice
-from dcp_nvcomp.errors import CheckpointError, ConfigurationError
+from dcp_nvcomp.errors import CheckpointError, ConfigurationError, RanksDifferError
 from dcp_nvcomp.format.metadata.summary import Summary
 from dcp_nvcomp.options import (
     DEADLINE_SECONDS,
@@ -72,7 +72,7 @@ from dcp_nvcomp.saving.results import RankResults, WrittenFile, placed_items, st
 from dcp_nvcomp.saving.saves import Save, Saves
 from dcp_nvcomp.saving.stats import RankTotals, SaveStats, summarize
 from dcp_nvcomp.storage.base import Filesystem
-from dcp_nvcomp.storage.open import open_filesystem
+from dcp_nvcomp.storage.open import open_filesystem, real_place
 
 __all__ = ["NvcompWriter"]
 
@@ -283,6 +283,11 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         """Let another publisher than the plain commit publish what this writer saves in this process."""
         self._publisher = publisher
 
+    @property
+    def is_of_a_run(self) -> bool:
+        """True if a run publishes what is saved: then each node may have a place of its own for it."""
+        return self._publisher is not publish_here
+
     def close(self) -> None:
         """Free the host memory that the asynchronous saves of this process keep for the next one, and their process.
 
@@ -307,10 +312,21 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
             elif save.is_coordinator and not self.overwrite:
                 refuse_existing(filesystem, rank=None)
             filesystem.create_directory()
-        return plan
+        return dataclasses.replace(plan, storage_data=None if self.is_of_a_run else real_place(save.place))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Tell the ranks whether the previous save failed; called by DCP on the coordinator. See `Orphans`."""
+        """Tell the ranks whether the previous save failed; called by DCP on the coordinator. See `Orphans`.
+
+        Raises:
+            RanksDifferError: the ranks save to different places.
+        """
+        places: dict[str, int] = {}
+        for rank, plan in enumerate(plans):
+            if isinstance(plan.storage_data, str):  # planners may leave it out
+                places.setdefault(plan.storage_data, rank)
+        if len(places) > 1:
+            said = ", ".join(f"{place!r} (rank {rank})" for place, rank in places.items())
+            raise RanksDifferError(f"The ranks save with different values of path: {said}. Give all ranks the same.")
         earlier_failed, self._unfinished = self._unfinished, True
         return [dataclasses.replace(plan, storage_data=earlier_failed) for plan in plans]
 

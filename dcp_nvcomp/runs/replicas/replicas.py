@@ -16,13 +16,15 @@ from typing import Any
 
 import torch.distributed as dist
 
+from dcp_nvcomp.calls.groups import give_back, offer_of, take
+from dcp_nvcomp.calls.meeting import global_ranks
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.runs.options import REPLICAS
 from dcp_nvcomp.runs.ranks import Ranks
 from dcp_nvcomp.runs.replicas.entries import Path, digest_of, entries, missing_on, own_of, with_entries
-from dcp_nvcomp.runs.replicas.groups import ReplicaGroups
 from dcp_nvcomp.runs.replicas.parts import is_sharded, joined, whole_sets
 from dcp_nvcomp.runs.tiers.nodes import Nodes
+from dcp_nvcomp.saving.asynchronous.async_save import end_sequence
 
 __all__ = ["Replica", "Replicas", "replicas_for"]
 
@@ -71,12 +73,12 @@ class Replicas:
     """
 
     def __init__(self, ranks: Ranks, nodes: Nodes, group: dist.ProcessGroup) -> None:
-        self._ranks, self._nodes, self._run = ranks, nodes, group
-        self._global_ranks = dist.get_process_group_ranks(group)
+        self._ranks, self._nodes = ranks, nodes
+        self._global_ranks = global_ranks(group)
         self._layouts: list[Any] | None = None
         self._all: tuple[tuple[int, ...], ...] = ()
         self._owners: dict[Path, int] = {}
-        self._groups: ReplicaGroups | None = None
+        self._group: dist.ProcessGroup | None = None
 
     def replica_of(self, values: dict[str, Any], until_idle: Callable[[], None]) -> Replica:
         """Return what this rank's replica saves of a state.
@@ -102,8 +104,8 @@ class Replicas:
         }
         here = {path for path, _ in entries(values)}
         lacking = {path: value for path, value in added.items() if path not in here}
-        assert self._groups is not None
-        return Replica(self._all, with_entries(values, lacking), self._groups.group, offers[0].id)
+        assert self._group is not None
+        return Replica(self._all, with_entries(values, lacking), self._group, offers[0].id)
 
     def _offers(self, values: Mapping[str, Any]) -> list[_Offer]:
         """Exchange what ranks have; what fails on one of them is raised on all, as all wait for it here."""
@@ -136,7 +138,10 @@ class Replicas:
         if replicas != self._all:
             until_idle()
             self.close()
-            self._groups = ReplicaGroups([[self._global_ranks[rank] for rank in one] for one in replicas], self._run)
+            own = next(one for one in replicas if self._ranks.rank in one)
+            members = [self._global_ranks[rank] for rank in own]
+            offered = self._ranks.gather(offer_of(members))
+            (self._group,) = take(members, 1, [offered[rank] for rank in own])
             self._all = replicas
         self._layouts = [offer.layout for offer in offers]
 
@@ -146,10 +151,11 @@ class Replicas:
         return own[other.index(rank) % len(own)]
 
     def close(self) -> None:
-        """Give up the process groups; no save may be under way."""
-        groups, self._groups, self._all, self._layouts = self._groups, None, (), None
-        if groups is not None:
-            groups.close()
+        """Give the process group of this rank's replica back; no save may be under way."""
+        group, self._group, self._all, self._layouts = self._group, None, (), None
+        if group is not None:
+            end_sequence(group)
+            give_back([group])
 
 
 def replicas_for(copies: int | str, ranks: Ranks, nodes: Nodes, group: dist.ProcessGroup | None) -> Replicas | None:

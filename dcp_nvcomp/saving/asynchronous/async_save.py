@@ -3,7 +3,7 @@
 caller's thread                    the save's thread                       behind
 Stateful.state_dict()
 event on its CUDA streams
-begin ---------------------------> agree: is it the same save everywhere?
+begin (the first: make groups) --> agree: is it the same save everywhere?
 wait ...
                                    agree: do all keep a plan for it?
 returns <----------- staged --------   then copy, if it is to be copied
@@ -18,6 +18,7 @@ Staged is what is encoded, in segments (segments.py), or what is copied, in shar
 
 from __future__ import annotations
 
+import logging
 import os
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -27,23 +28,26 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 
+from dcp_nvcomp.calls.meeting import limit_of
 from dcp_nvcomp.calls.ranks import group_of
 from dcp_nvcomp.calls.values import try_check, try_values_of
 from dcp_nvcomp.codecs.choose import needs_gpu, parse_codec
-from dcp_nvcomp.errors import EarlierSaveError
+from dcp_nvcomp.errors import EarlierSaveError, RanksDifferError
 from dcp_nvcomp.options import check_choice
-from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.saving.asynchronous.copied_write import CopiedWrite
 from dcp_nvcomp.saving.asynchronous.cores import has_spare_core
 from dcp_nvcomp.saving.asynchronous.shared_memory import is_available
 from dcp_nvcomp.saving.asynchronous.staging import Staging
 from dcp_nvcomp.saving.asynchronous.streams import CallersStreams
 from dcp_nvcomp.saving.kept import kept
-from dcp_nvcomp.saving.run_save import planner_for, run_save, writer_for
+from dcp_nvcomp.saving.plans.differences import OnDifference
+from dcp_nvcomp.saving.run_save import call_for, planner_for, run_save, writer_for
 from dcp_nvcomp.saving.writer import NvcompWriter
 from dcp_nvcomp.storage.processes import is_known_elsewhere
 
-__all__ = ["AsyncSave", "async_save"]
+__all__ = ["AsyncSave", "async_save", "end_sequence"]
+
+logger = logging.getLogger(__name__)
 
 _Wait = Literal["staged", "nothing"]
 
@@ -71,9 +75,10 @@ def async_save(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     wait: _Wait = "staged",
+    on_difference: OnDifference = "warn",
     **writer_options: Any,
 ) -> AsyncSave:
-    """Save a state dict in the background; return when the state may change again.
+    """Save a state dict in the background; return when the state may change again. All ranks have to call this.
 
     Tensors on a GPU are encoded there, and only what they come to is held in host memory until it is written. Tensors
     in host memory are copied and encoded by another process, if training leaves a core for it, else encoded at once;
@@ -90,6 +95,9 @@ def async_save(
         no_dist: if True, save in this process alone.
         wait: `"staged"` returns when the state may change. `"nothing"` returns at once: whoever changes a tensor of the
             state before `staging_completion` is done gets a checkpoint that mixes old and new values.
+        on_difference: what to do if ranks have different values under the same key that are not sharded, of which the
+            checkpoint keeps one: `"warn"`, once for the same keys, or `"error"`, before anything is written. Large
+            tensors are compared by a sample, and with a `planner` of another class nothing is.
         **writer_options: of the `NvcompWriter` to make.
 
     Returns:
@@ -99,6 +107,9 @@ def async_save(
         ConfigurationError: the arguments contradict each other; nothing was saved.
         EarlierSaveError: an earlier save failed and nobody looked at its future, on any rank; raised on all ranks, and
             nothing was saved. With `wait="nothing"` it is in the futures.
+        RanksDifferError: not all ranks make this save: one did not come within the time limit of the process group, or
+            saves to another path; nothing was saved. With `wait="nothing"` it is in the futures, but for the first
+            save over a process group.
 
     Examples:
         >>> import tempfile, torch
@@ -111,12 +122,14 @@ def async_save(
         ['w']
     """
     check_choice("wait", wait, _Wait)
+    check_choice("on_difference", on_difference, OnDifference)
     writer = writer_for("async_save", storage_writer, checkpoint_id, writer_options)
     process_group = group_of(process_group, no_dist=no_dist)
     refusal = try_check("async_save", state_dict, alone=process_group is None)
     # if it failed, begin all the same, as the other ranks do
     values, failure = ({}, refusal) if refusal is not None else try_values_of(state_dict)
-    keeping = planner_for(planner, writer, failure)
+    keeping = planner_for(planner, writer, failure, on_difference)
+    call = call_for("async_save", writer, checkpoint_id, planner, on_difference)
     streams = CallersStreams(values)
 
     def release() -> None:
@@ -124,30 +137,46 @@ def async_save(
         values.clear()
 
     with kept().lock:  # saves of several threads, one after the other
-        sequence = kept().sequence(process_group)
+        sequence = kept().sequence(process_group, call)
         sequence.wait_for_room()
         staging = Staging(kept().stores, release, sequence.last, _copied_write(writer, checkpoint_id))
         staging.within_seconds = writer.finish_within_seconds
 
         def save(group: dist.ProcessGroup | None) -> Metadata:
             with streams.followed(), writer.staged_by(staging):
-                keeping.agree(values, group)
+                keeping.agree(values, group, call)
                 if keeping.kept_items is not None:
                     staging.copy_early(keeping.kept_items, keeping.resolve_data, writer.staging_budget_nbytes)
-                return run_save(values, checkpoint_id, writer, keeping, group)
+                metadata = run_save(values, checkpoint_id, writer, keeping, group)
+            try:
+                keeping.comparison.warn(stacklevel=1)
+            except RuntimeWarning as warning:  # made an error by a filter: but the save is there
+                logger.warning("%s", warning)
+            return metadata
 
-        upload = sequence.begin(save, staging, without_secrets(os.fspath(checkpoint_id or writer.path)))
+        limit = None if process_group is None else limit_of(process_group)
+        upload = sequence.begin(save, staging, call, limit)
     if failure is not None:
         upload.wait()
         upload.was_looked_at = True
         raise failure
     if wait == "staged":
         error = staging.wait()
-        if isinstance(error, EarlierSaveError):
+        if isinstance(error, EarlierSaveError | RanksDifferError):
             upload.was_looked_at = True
             raise error
     staging.returned()
     return AsyncSave(staging.completion, upload)
+
+
+def end_sequence(process_group: dist.ProcessGroup) -> None:
+    """Wait for the asynchronous saves over a process group, and give up the groups that they used.
+
+    Args:
+        process_group: the ranks that saved, all of which call this.
+    """
+    with kept().lock:
+        kept().end_sequence(process_group)
 
 
 def _copied_write(writer: NvcompWriter, checkpoint_id: str | os.PathLike[str] | None) -> CopiedWrite | None:

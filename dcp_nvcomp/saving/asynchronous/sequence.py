@@ -4,13 +4,12 @@ Each save runs on a thread of its own. The next one is staged while this one is 
 wait for storage; more than two are not under way at once, so a store that is too slow for the saves holds them back.
 
 Collectives of two saves must not meet, nor those of training: all of them would deadlock or take each other's messages.
-So there are two gloo groups, made once, which saves use in turn. Over a third one the ranks of a save first agree that
+So there are two gloo groups of our own, which saves use in turn. Over a third one the ranks of a save first agree that
 it is the same one everywhere, and whether an earlier one failed without anybody having looked at its error.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import threading
@@ -18,21 +17,20 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp_nvcomp.errors import EarlierSaveError
+from dcp_nvcomp.calls.groups import give_back, is_registered
+from dcp_nvcomp.calls.meeting import Call, meet
+from dcp_nvcomp.errors import CheckpointError, EarlierSaveError, RanksDifferError
 from dcp_nvcomp.saving.asynchronous.staging import Staging, UploadFuture
 
-__all__ = ["GROUP_COUNT", "TIMEOUT", "SaveSequence"]
+__all__ = ["GROUP_COUNT", "SaveSequence"]
 
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 2
 GROUP_COUNT = 1 + _AT_ONCE
-# Between two collectives of a save may lie its slowest rank's writing.
-TIMEOUT = timedelta(hours=2)
 
 
 class SaveSequence:
@@ -40,19 +38,15 @@ class SaveSequence:
 
     Args:
         group: the process group of the state; None without torch.distributed.
-        own_groups: three gloo groups of the same ranks that nobody else uses; by default they are made.
+        own_groups: gloo groups of the same ranks that nobody else uses, `GROUP_COUNT` of them.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, own_groups: Sequence[dist.ProcessGroup] | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, own_groups: Sequence[dist.ProcessGroup] = ()) -> None:
         self.group = group
-        made: Sequence[dist.ProcessGroup | None]
-        if own_groups is not None:
-            made = own_groups
-        elif group is None:
-            made = [None] * GROUP_COUNT
-        else:
-            made = [_gloo_group(group) for _ in range(GROUP_COUNT)]
+        self._own_groups = own_groups
+        made: Sequence[dist.ProcessGroup | None] = own_groups or [None] * GROUP_COUNT
         self._for_agreeing, self._for_saves = made[0], list(made[1:])
+        self._is_sound = True
         self._count = 0
         self._began_seconds: float | None = None
         self._latest: list[tuple[UploadFuture, Staging]] = []
@@ -60,12 +54,14 @@ class SaveSequence:
     @property
     def is_usable(self) -> bool:
         """False once the group was destroyed."""
-        if self.group is None:
-            return True
-        try:
-            return dist.is_initialized() and bool(dist.get_process_group_ranks(self.group))
-        except (KeyError, ValueError):
-            return False
+        return self.group is None or is_registered(self.group)
+
+    def end(self) -> None:
+        """Wait for the saves that are under way, and give the groups back."""
+        for upload, _ in self._latest:
+            upload.wait()
+        if self._is_sound:
+            give_back(self._own_groups)
 
     def wait_for_room(self) -> None:
         """Wait until another save may begin: the last one is staged, and the one before that is over.
@@ -84,13 +80,20 @@ class SaveSequence:
         """The save that was begun last."""
         return self._latest[-1][0] if self._latest else None
 
-    def begin(self, save: Callable[[dist.ProcessGroup | None], Metadata], staging: Staging, place: str) -> UploadFuture:
+    def begin(
+        self,
+        save: Callable[[dist.ProcessGroup | None], Metadata],
+        staging: Staging,
+        call: Call,
+        limit: timedelta | None,
+    ) -> UploadFuture:
         """Begin a save, on a thread of its own.
 
         Args:
             save: makes it, given the group to use.
             staging: of this save.
-            place: where it goes.
+            call: what the other ranks have to call too.
+            limit: how long they are waited for; None without torch.distributed.
         """
         upload, now = UploadFuture(), time.monotonic()
         earlier = [upload for upload, _ in self._latest]
@@ -103,25 +106,28 @@ class SaveSequence:
         self._latest = [*self._latest, (upload, staging)][-_AT_ONCE:]
         # not a daemon: the interpreter waits for it before it exits
         threading.Thread(
-            target=self._run, args=(self._count, place, save, staging, upload, earlier), name="dcp-async-save"
+            target=self._run, args=(self._count, call, limit, save, staging, upload, earlier), name="dcp-async-save"
         ).start()
         return upload
 
     def _run(
         self,
         number: int,
-        place: str,
+        call: Call,
+        limit: timedelta | None,
         save: Callable[[dist.ProcessGroup | None], Metadata],
         staging: Staging,
         upload: UploadFuture,
         earlier: Sequence[UploadFuture],
     ) -> None:
         try:
-            self._agree(number, place, earlier)
+            self._agree(number, call, limit, earlier)
             metadata = save(self._for_saves[number % _AT_ONCE])
         except BaseException as error:
-            if not isinstance(error, EarlierSaveError):
+            if not isinstance(error, EarlierSaveError | RanksDifferError):
                 logger.error("An asynchronous save failed: %s: %s", type(error).__name__, error)
+            if not isinstance(error, CheckpointError) or (isinstance(error, RanksDifferError) and error.in_vain):
+                self._is_sound = False  # collectives may have failed: what is over them is not known
             staging.failed(error)
             upload.set_exception(error)
             return
@@ -132,53 +138,27 @@ class SaveSequence:
         else:
             upload.set_result(metadata)
 
-    def _agree(self, number: int, place: str, earlier: Sequence[UploadFuture]) -> None:
+    def _agree(self, number: int, call: Call, limit: timedelta | None, earlier: Sequence[UploadFuture]) -> None:
         """Make sure that all ranks are at the same save, and that none has an earlier error that nobody saw.
 
         Raises:
             EarlierSaveError: on all ranks, if one of them has.
+            RanksDifferError: they are not at the same save.
         """
         error = next((error for upload in earlier if (error := upload.take_unseen_error()) is not None), None)
-        failed, counts, saves = [int(error is not None)], [number], [0]
-        if self._for_agreeing is not None:
-            mine = torch.tensor([int(error is not None), number, self._number_of(place)])
-            ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._for_agreeing))]
-            dist.all_gather(ranks, mine, group=self._for_agreeing)
-            failed, counts, saves = torch.stack(ranks).T.tolist()
+        told = meet(self._for_agreeing, call, (number, error is not None), limit=limit)
+        counts, failed = [count for count, _ in told], [has_failed for _, has_failed in told]
         if any(failed):
             for upload in earlier:  # other ranks may have seen it fail, and this one not yet
                 upload.was_looked_at = True
-            whose = f"on rank {failed.index(1)}" if error is None else f"{type(error).__name__}: {error}"
+            whose = f"on rank {failed.index(True)}" if error is None else f"{type(error).__name__}: {error}"
             raise EarlierSaveError(
                 f"An earlier asynchronous save failed, and nobody has looked at its future ({whose}). This save was "
                 "not made. Look at `upload_completion` of each save, or catch this error and go on."
             ) from error
         if len(set(counts)) > 1:
             self._count = max(counts)  # so that the next ones fit again
-            raise EarlierSaveError(
+            raise RanksDifferError(
                 f"The ranks are not at the same asynchronous save: they have begun {counts}. Each rank has to call "
                 "async_save as often as the others; this save was not made."
             )
-        if len(set(saves)) > 1:
-            raise EarlierSaveError(
-                f"The ranks are not at the same asynchronous save: this one's is {place!r}. All ranks have to make the "
-                "same saves in the same order, over all groups; this save was not made."
-            )
-
-    def _number_of(self, place: str) -> int:
-        """Return what all ranks of one save have in common: its group, and its place but for the directories above.
-
-        Those may differ, as between nodes that mount the same storage elsewhere.
-        """
-        assert self.group is not None
-        name = f"{self.group.group_name} {place.rstrip('/').rpartition('/')[2]}"
-        return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
-
-
-def _gloo_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return a group of the same ranks for the CPU, which nobody else uses."""
-    ranks = None if group is dist.group.WORLD else dist.get_process_group_ranks(group)
-    made: dist.ProcessGroup = dist.new_group(
-        ranks, backend="gloo", timeout=TIMEOUT, use_local_synchronization=ranks is not None
-    )
-    return made

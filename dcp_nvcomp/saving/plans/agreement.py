@@ -1,6 +1,7 @@
 """Before a save: do all ranks keep the same plan, and may they keep the next one?
 
-One small collective. What a rank answers never decides what it plans, only whether all of them plan anew.
+One small collective, the first of a save: it also says whether all ranks make the same one. What a rank answers never
+decides what it plans, only whether all of them plan anew.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import uuid
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
+
+from dcp_nvcomp.calls.meeting import Call, meet
 
 __all__ = ["Proposal", "agree"]
 
@@ -41,17 +44,18 @@ class Agreement:
     plan_id: str | None
 
 
-def agree(mine: Proposal, group: dist.ProcessGroup | None) -> Agreement:
+def agree(mine: Proposal, group: dist.ProcessGroup | None, call: Call) -> Agreement:
     """Agree with the other ranks.
 
     Args:
         mine: the proposal of this rank.
         group: the ranks that save together; None without torch.distributed.
+        call: which save it is.
+
+    Raises:
+        RanksDifferError: not all ranks make this save.
     """
-    proposals = [mine]
-    if group is not None:
-        proposals *= dist.get_world_size(group)
-        dist.all_gather_object(proposals, mine, group=group)
+    proposals = meet(group, call, mine)
     if not all(proposal.may_keep for proposal in proposals):
         return Agreement(False, None)
     kept_ids = {proposal.kept_id for proposal in proposals}

@@ -53,9 +53,17 @@ class GlobalPlan:
     Args:
         plans: the final plans of all ranks.
         metadata: as the planner made it.
+        compared_keys: those of each rank whose values are compared with other ranks'.
+
+    Attributes:
+        compared_keys: the same.
     """
 
-    def __init__(self, plans: Sequence[SavePlan], metadata: Metadata) -> None:
+    def __init__(
+        self, plans: Sequence[SavePlan], metadata: Metadata, compared_keys: Sequence[tuple[str, ...]] = ()
+    ) -> None:
+        shared: dict[tuple[str, ...], tuple[str, ...]] = {}
+        self.compared_keys = [shared.setdefault(keys, keys) for keys in compared_keys]
         with collector_paused():
             self._indices = [tuple(item.index for item in plan.items) for plan in plans]
             self._items = _shared(metadata.state_dict_metadata)

@@ -26,12 +26,14 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from dcp_nvcomp.calls.flattening import flatten
+from dcp_nvcomp.calls.meeting import Call
 from dcp_nvcomp.calls.values import PLAIN_TENSORS, is_default_planner, unwrapped
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.format.metadata.paths import merged_paths, paths_to_store
 from dcp_nvcomp.saving.encode.objects import serialized
 from dcp_nvcomp.saving.kept import kept
 from dcp_nvcomp.saving.plans.agreement import Proposal, agree
+from dcp_nvcomp.saving.plans.differences import Comparison, OnDifference
 from dcp_nvcomp.saving.plans.global_plan import GlobalPlan
 from dcp_nvcomp.saving.plans.kept_plans import KeptPlan, PlanKey
 from dcp_nvcomp.saving.plans.structure import Structure, structure_of
@@ -47,12 +49,21 @@ class KeepingPlanner(SavePlanner):
             `DefaultSavePlanner`, not a subclass of it.
         may_keep: False if the writer is not one that takes kept plans.
         failure: why there is no state on this rank; raised where DCP tells the other ranks of it.
+        on_difference: what to do if ranks have different values under one key.
 
     Attributes:
+        comparison: of what the ranks have under the same keys.
         is_kept: True if the plan of this save is kept, on all ranks. Then results are positions in it.
     """
 
-    def __init__(self, planner: SavePlanner | None, *, may_keep: bool, failure: CheckpointError | None = None) -> None:
+    def __init__(
+        self,
+        planner: SavePlanner | None,
+        *,
+        may_keep: bool,
+        failure: CheckpointError | None = None,
+        on_difference: OnDifference = "warn",
+    ) -> None:
         self._planner: SavePlanner | None = planner or DefaultSavePlanner()
         self._is_default = is_default_planner(self._planner, DefaultSavePlanner)
         self._may_keep = may_keep and self._is_default
@@ -63,6 +74,8 @@ class KeepingPlanner(SavePlanner):
         self._kept: KeptPlan | None = None
         self._plan_id: str | None = None
         self._everyones: GlobalPlan | None = None
+        self._on_difference = on_difference
+        self.comparison = Comparison((), on_difference)
 
     @property
     def is_kept(self) -> bool:
@@ -84,21 +97,28 @@ class KeepingPlanner(SavePlanner):
 
     # --- before DCP's part -------------------------------------------------------------------------------------------
 
-    def agree(self, state_dict: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+    def agree(self, state_dict: dict[str, Any], group: dist.ProcessGroup | None, call: Call) -> None:
         """Agree with the other ranks on the plan to use. All ranks have to call this.
 
         Args:
             state_dict: the state to save, without Stateful values.
             group: the ranks that save together; None without torch.distributed.
+            call: which save it is.
+
+        Raises:
+            RanksDifferError: not all ranks make this save.
         """
         ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
+        self.comparison = Comparison(ranks, self._on_difference)
         if self._is_default and self._failure is None:
             self._flatten(state_dict, is_coordinator=not ranks or dist.get_rank() == ranks[0])
-        if self._may_keep and self._failure is None:
+        if self._flat_state is not None:
+            self.comparison.look(self._flat_state)
+        if self._may_keep and self._flat_state is not None:
             self._describe(ranks)
         found = None if self._structure is None else kept().plans.find(self._key, self._structure)
         mine = Proposal(found.plan_id if found else None, self._structure is not None)
-        agreement = agree(mine, group)
+        agreement = agree(mine, group, call)
         self._plan_id = agreement.plan_id
         self._kept = found if agreement.use_kept else None
 
@@ -161,22 +181,27 @@ class KeepingPlanner(SavePlanner):
             self._inner.set_up_planner(state_dict, is_coordinator)  # type: ignore[arg-type]
 
     def create_local_plan(self) -> SavePlan:
-        return self._inner.create_local_plan() if self._kept is None else SavePlan([])
+        if self._kept is not None:
+            return self.comparison.sent(SavePlan([]), with_keys=False)
+        return self.comparison.sent(self._inner.create_local_plan(), with_keys=True)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         if self._kept is not None:
             assert self._kept.everyones is not None, "each rank is the coordinator of all its saves, or of none"
-            return all_plans, self._kept.everyones.metadata()
-        plans, metadata = self._inner.create_global_plan(all_plans)
+            plans, _ = self.comparison.compared(all_plans, self._kept.everyones.compared_keys)
+            return self.comparison.told(plans), self._kept.everyones.metadata()
+        local_plans, keys = self.comparison.compared(all_plans, None)
+        plans, metadata = self._inner.create_global_plan(local_plans)
         if self._is_default and metadata.planner_data is not None:
-            paths = merged_paths((plan.planner_data or {} for plan in all_plans), metadata.state_dict_metadata)
+            paths = merged_paths((plan.planner_data or {} for plan in local_plans), metadata.state_dict_metadata)
             metadata = dataclasses.replace(metadata, planner_data=paths)
         if self.is_kept:
-            self._everyones = GlobalPlan(plans, metadata)
+            self._everyones = GlobalPlan(plans, metadata, keys)
             metadata = self._everyones.metadata()
-        return plans, metadata
+        return self.comparison.told(plans), metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        new_plan = self.comparison.heard(new_plan)
         if self._kept is not None:
             return dataclasses.replace(self._kept.final, storage_data=new_plan.storage_data)
         plan = self._inner.finish_plan(new_plan)

@@ -1,0 +1,267 @@
+"""Which keys have different values on different ranks: of those that are not sharded a checkpoint keeps one rank's.
+
+    each rank        `look`: a fingerprint of each value, before the state may change
+    create_local_plan    `sent`: they go with its plan to the coordinator; those of a kept plan without their keys
+    create_global_plan   `compared`, and `told`: what differs goes back with the final plans
+    finish_plan          `heard`
+
+Fingerprints of equal values are equal: what can't be told from its bytes, as an object whose pickle depends on more
+than its value, counts by its class alone. Those of large tensors are of a sample.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import warnings
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, Literal
+
+import numpy as np
+import torch
+from crc32c import crc32c
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.tensor import DTensor
+
+from dcp_nvcomp.errors import ConfigurationError
+
+__all__ = ["Comparison", "OnDifference", "fingerprints"]
+
+OnDifference = Literal["warn", "error"]
+Keys = tuple[str, ...]
+
+_WHOLE_NBYTES: Final = 1 << 16
+_SAMPLED: Final = 2048  # elements of a larger tensor, evenly spread
+_MOST_ITEMS: Final = 1000  # of a container; of a longer list a sample, of other ones the length
+_MOST_DEPTH: Final = 8
+_SHOWN: Final = 8
+_PLAIN: Final = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device)
+
+_already_told: set[str] = set()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sent:
+    """What goes with the local plan of a rank.
+
+    Attributes:
+        planner_data: of the plan.
+        values: fingerprints.
+        keys: of these; None if the coordinator has kept them with the plan.
+    """
+
+    planner_data: Any
+    values: array[int]
+    keys: Keys | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Told:
+    """What goes with the final plan of a rank.
+
+    Attributes:
+        planner_data: of the plan.
+        words: what differs; empty if nothing does.
+    """
+
+    planner_data: Any
+    words: str
+
+
+class Comparison:
+    """Compares what the ranks of one save have under the same keys.
+
+    Args:
+        ranks: the global ranks that save together.
+        on_difference: `"warn"` saves nevertheless, `"error"` raises.
+
+    Attributes:
+        words: what differs, once the ranks have planned; empty if nothing does.
+    """
+
+    def __init__(self, ranks: Sequence[int], on_difference: OnDifference) -> None:
+        self._ranks, self._on_difference = ranks, on_difference
+        self._found: dict[str, int] | None = None
+        self.words = ""
+
+    @property
+    def is_wanted(self) -> bool:
+        """True if there are other ranks to compare with, and this one has not looked yet."""
+        return len(self._ranks) > 1 and self._found is None
+
+    def look(self, state: Mapping[str, Any]) -> None:
+        """Take the fingerprints of this rank's values.
+
+        Args:
+            state: values by fqn, as DCP's default planner has flattened them.
+        """
+        if self.is_wanted:
+            self._found = fingerprints(state)
+
+    def sent(self, plan: SavePlan, *, with_keys: bool) -> SavePlan:
+        """Return this rank's plan with the fingerprints."""
+        if self._found is None:
+            return plan
+        keys = tuple(self._found) if with_keys else None
+        return dataclasses.replace(plan, planner_data=_Sent(plan.planner_data, array("I", self._found.values()), keys))
+
+    def compared(self, plans: Sequence[SavePlan], keys: Sequence[Keys] | None) -> tuple[list[SavePlan], list[Keys]]:
+        """Compare the fingerprints of all ranks; on the coordinator.
+
+        Args:
+            plans: of each rank.
+            keys: those of each rank, if they were kept with the plan.
+
+        Returns:
+            The plans as they were; the keys of each rank, to be kept.
+
+        Raises:
+            ConfigurationError: some differ, and that is an error.
+        """
+        sent = [plan.planner_data if isinstance(plan.planner_data, _Sent) else None for plan in plans]
+        plain = [
+            plan if one is None else dataclasses.replace(plan, planner_data=one.planner_data)
+            for plan, one in zip(plans, sent, strict=True)
+        ]
+        kept = keys or [()] * len(plans)
+        own = [() if one is None else one.keys or kept[rank] for rank, one in enumerate(sent)]
+        if any(one is not None for one in sent):
+            values = [array("I") if one is None else one.values for one in sent]
+            self.words = _words(_differing(own, values), self._ranks)
+        if self.words and self._on_difference == "error":
+            raise ConfigurationError(f"{self.words} Nothing was saved.")
+        return plain, own
+
+    def told(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Return the final plans with what differs, if anything does; on the coordinator."""
+        if not self.words:
+            return plans
+        return [dataclasses.replace(plan, planner_data=_Told(plan.planner_data, self.words)) for plan in plans]
+
+    def heard(self, plan: SavePlan) -> SavePlan:
+        """Return this rank's final plan as the planner made it."""
+        if not isinstance(plan.planner_data, _Told):
+            return plan
+        self.words = plan.planner_data.words
+        return dataclasses.replace(plan, planner_data=plan.planner_data.planner_data)
+
+    def warn(self, stacklevel: int) -> None:
+        """Warn of what differs, once in a process for the same keys."""
+        if self.words and self.words not in _already_told:
+            _already_told.add(self.words)
+            warnings.warn(f"{self.words} One of them was saved.", RuntimeWarning, stacklevel=stacklevel + 1)
+
+
+def _differing(keys: Sequence[Keys], values: Sequence[array[int]]) -> dict[str, list[int]]:
+    """Return the keys under which ranks differ: the first rank that has one, and those that differ from it."""
+    first: dict[str, tuple[int, int]] = {}
+    differing: dict[str, list[int]] = {}
+    seen: list[tuple[Keys, array[int]]] = []
+    for rank, pair in enumerate(zip(keys, values, strict=True)):
+        if seen and pair == seen[0]:  # usual, and quick
+            continue
+        seen.append(pair)
+        for key, value in zip(*pair, strict=True):
+            holder, there = first.setdefault(key, (rank, value))
+            if value != there:
+                differing.setdefault(key, [holder]).append(rank)
+    return differing
+
+
+def _words(differing: Mapping[str, Sequence[int]], ranks: Sequence[int]) -> str:
+    if not differing:
+        return ""
+    named = [
+        f"{key!r} (rank {ranks[first]} and {', '.join(str(ranks[other]) for other in others[:_SHOWN])}"
+        f"{', ...' if len(others) > _SHOWN else ''})"
+        for key, (first, *others) in list(differing.items())[:_SHOWN]
+    ]
+    more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
+    return (
+        f"Ranks have different values under the same key, of which a checkpoint keeps one: {', '.join(named)}{more}. "
+        "Give what belongs to a rank a key of its own, as in state[f'loader.{rank}'], or a data loader to "
+        "TrainingState(dataloader=...); what should be the same has diverged."
+    )
+
+
+def fingerprints(state: Mapping[str, Any]) -> dict[str, int]:
+    """Return a checksum for each value that is not sharded.
+
+    Args:
+        state: values by fqn.
+
+    Examples:
+        >>> one, other = fingerprints({"w": torch.zeros(2), "n": 1}), fingerprints({"w": torch.zeros(2), "n": 2})
+        >>> one["w"] == other["w"], one["n"] == other["n"]
+        (True, False)
+    """
+    found: dict[str, int] = {}
+    waiting: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
+    with torch.no_grad():
+        for key, value in state.items():
+            if isinstance(value, DTensor) or hasattr(value, "__create_write_items__") or _is_sharded(value):
+                continue
+            found[key] = crc32c(_encoded(value))
+            sample = _sample(value) if isinstance(value, torch.Tensor) and value.device.type != "cpu" else None
+            if sample is not None:
+                waiting.setdefault(value.device, []).append((key, sample))
+        for samples in waiting.values():
+            data, begin = torch.cat([sample for _, sample in samples]).cpu().numpy(), 0  # one copy for all
+            for key, sample in samples:
+                found[key] = crc32c(data[begin : begin + len(sample)].tobytes(), found[key])
+                begin += len(sample)
+    return found
+
+
+def _is_sharded(value: Any) -> bool:
+    return type(value).__name__ == "ShardedTensor"
+
+
+def _encoded(value: Any, depth: int = 0) -> bytes:
+    """Return bytes that are the same for equal values, whatever order a dict or set has; of other objects the class."""
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        sample = _sample(value) if value.device.type == "cpu" else None
+        return f"{value.dtype}{tuple(value.shape)}".encode() + (b"" if sample is None else sample.numpy().tobytes())
+    if kind in _PLAIN or isinstance(value, np.generic):
+        return f"{kind.__name__}:{value!r}".encode(errors="surrogatepass")
+    name = f"{kind.__module__}.{kind.__qualname__}".encode()
+    if depth == _MOST_DEPTH:
+        return name
+    if kind is np.ndarray and not value.dtype.hasobject:
+        step = 1 if value.nbytes <= _WHOLE_NBYTES else 1 + value.size // _SAMPLED
+        return f"{value.dtype.str}{value.shape}".encode() + bytes(value.flat[::step].tobytes())
+    if kind in (list, tuple):
+        return name + _joined(len(value), (_encoded(one, depth + 1) for one in value[:: 1 + len(value) // _MOST_ITEMS]))
+    if kind in (dict, OrderedDict, set, frozenset):
+        if len(value) > _MOST_ITEMS:
+            return name + str(len(value)).encode()
+        items = value.items() if isinstance(value, dict) else value
+        return name + _joined(len(value), sorted(_encoded(one, depth + 1) for one in items))
+    return name
+
+
+def _joined(count: int, parts: Iterable[bytes]) -> bytes:
+    out = io.BytesIO()
+    out.write(b"%d" % count)
+    for part in parts:
+        out.write(b"[%d]" % len(part))
+        out.write(part)
+    return out.getvalue()
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the bytes of a tensor, or of some of its elements; None if it has none that can be had so."""
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+        return None
+    try:
+        step = 1 if tensor.nbytes <= _WHOLE_NBYTES else tensor.numel() // _SAMPLED
+        if step == 1 or tensor.is_contiguous():
+            some = tensor.detach().reshape(-1)[::step]
+        else:
+            some = torch.take(tensor.detach(), torch.arange(0, tensor.numel(), step, device=tensor.device))
+        return some.resolve_conj().resolve_neg().contiguous().view(torch.uint8)
+    except (RuntimeError, TypeError, NotImplementedError):  # a dtype, or a subclass, that can't do it
+        return None

@@ -1,0 +1,96 @@
+"""The same key with different values on several ranks: of what is not sharded a checkpoint keeps one rank's."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from dcp_nvcomp import CheckpointManager, async_save, save
+from dcp_nvcomp.errors import ConfigurationError
+from dcp_nvcomp.saving.plans.differences import fingerprints
+from tests.distributed.launch import RankPool
+from tests.states import State
+
+
+class _Loader:
+    """What has a state of its own on each rank, under one key."""
+
+    def state_dict(self) -> State:
+        return {"position": dist.get_rank(), "buffer": torch.full((4,), float(dist.get_rank()))}
+
+    def load_state_dict(self, state: State) -> None:
+        raise NotImplementedError
+
+
+def _differing(place: Path, call: str, on_difference: str) -> str:
+    rank = dist.get_rank()
+    state: State = {
+        "loader": _Loader(),
+        "large": torch.full((1 << 17,), float(rank)),
+        "same": {"numbers": [1, 2.0, None, "x"], "large": torch.arange(1 << 17), "object": Path},
+        f"of {rank}": rank,
+    }
+    options = {"on_difference": on_difference}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            for _ in range(2):  # the second one uses the plan of the first
+                if call == "save":
+                    save(state, place / "a", **options)  # type: ignore[arg-type]
+                elif call == "async_save":
+                    async_save(state, place / "a", **options).upload_completion.result(60)  # type: ignore[arg-type]
+                else:
+                    with CheckpointManager(place / "run", every=1, preemption_signals=(), **options) as manager:  # type: ignore[arg-type]
+                        manager.save(1, state)
+        except ConfigurationError as error:
+            return str(error)
+    return "; ".join(str(one.message) for one in caught if "different values" in str(one.message))
+
+
+@pytest.mark.parametrize("on_difference", ["warn", "error"])
+@pytest.mark.parametrize("call", ["save", "async_save", "manager"])
+def test_values_that_differ_between_ranks(ranks: RankPool, tmp_path: Path, call: str, on_difference: str) -> None:
+    for told in ranks.run(_differing, tmp_path, call, on_difference, world_size=2):
+        names = ("'loader.position' (rank 0 and 1)", "'loader.buffer' (rank 0 and 1)", "'large' (rank 0 and 1)")
+        if on_difference == "error":
+            assert all(name in told for name in names) and told.endswith("Nothing was saved."), told
+        elif call == "save":  # once in these processes, whichever call meets it first
+            assert all(name in told for name in names) and told.count("different values") == 1, told
+        assert "'same" not in told, told
+        assert "'of " not in told, told
+    assert bool(list(tmp_path.glob("**/*.distcp"))) == (on_difference == "warn")
+
+
+def test_fingerprints_of_equal_values_are_equal() -> None:
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(700, 300, generator=generator)
+    pairs = [
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+        ({"x", "y", "z"}, {"z", "y", "x"}),
+        (wide, wide.t().contiguous().t()),
+        (wide.bfloat16(), wide.clone().bfloat16()),
+        (wide.numpy(), wide.clone().numpy()),
+        (object(), object()),
+        (float("nan"), float("nan")),
+        (torch.zeros(0), torch.zeros(0)),
+        ([1, (2, {3: b"x"})], [1, (2, {3: b"x"})]),
+        (list(range(5000)), list(range(5000))),
+    ]
+    for one, other in pairs:
+        assert fingerprints({"x": one}) == fingerprints({"x": other}), one
+
+
+def test_fingerprints_of_different_values_differ() -> None:
+    values: list[object] = [
+        *(None, 0, 1, 1.0, True, "1", b"1", 1j, (1,), [1], {1}, {1: 1}, {"1": 1}, [[1], 2], [[1, 2]], [1, [2]]),
+        *(torch.zeros(3), torch.zeros(4), torch.zeros(3).int(), torch.ones(3), torch.float32, torch.float64),
+        *(np.float32(1), np.zeros(3), np.zeros(4), np.ones(3)),
+        *(torch.zeros(1 << 18), torch.ones(1 << 18), torch.zeros(1 << 18).half()),
+    ]
+    found = [fingerprints({"x": value})["x"] for value in values]
+    assert len(set(found)) == len(values)
