@@ -115,6 +115,21 @@ def test_wide_state_of_narrow_parameters_keeps_its_bits(tmp_path: Path) -> None:
         assert_same(other.state[two], optimizer.state[one])
 
 
+def test_a_number_of_steps_may_become_a_tensor(tmp_path: Path) -> None:
+    """As it was in checkpoints of old releases of torch, whose optimizers counted with Python's numbers."""
+    model, fresh = two_layers(), two_layers()
+    first, second = torch.optim.Adam(model.parameters()), torch.optim.Adam(fresh.parameters())
+    for parameter in model.parameters():
+        moments = {name: torch.ones_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+        first.state[parameter] = {"step": 7, **moments}
+    with CheckpointManager(tmp_path, every=1, preemption_signals=()) as manager:
+        manager.save(1, {"t": TrainingState(model, first)})
+    restored_run(tmp_path, fresh, second)
+    fresh(torch.ones(1, 2)).sum().backward()
+    second.step()
+    assert {float(state["step"]) for state in second.state.values()} == {8.0}
+
+
 class WithMore(torch.optim.SGD):
     """An optimizer with entries of its own beside the two that all have."""
 

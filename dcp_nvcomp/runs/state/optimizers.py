@@ -330,9 +330,16 @@ def _is_there(value: Any, there: Any, name: Any) -> bool:
     found = there[name]
     if found is value:
         return True
+    if isinstance(found, torch.Tensor) and not found.dim() and _is_number(value):
+        return bool(_local(found).item() == (value.item() if isinstance(value, torch.Tensor) else value))
     if isinstance(value, torch.Tensor) and isinstance(found, torch.Tensor):
         return type(found) is type(value) and is_same(_local(found), _local(value).to(_local(found).device))
     return is_same(_nested_local(found), _nested_local(value))
+
+
+def _is_number(value: Any) -> bool:
+    """Return True for what an optimizer may make a tensor of, or of another dtype: its count of steps."""
+    return type(value) in (int, float) or (type(value) is torch.Tensor and not value.dim())
 
 
 def _local(value: Any) -> Any:
