@@ -331,7 +331,8 @@ def _is_there(value: Any, there: Any, name: Any) -> bool:
     if found is value:
         return True
     if isinstance(found, torch.Tensor) and not found.dim() and _is_number(value):
-        return bool(_local(found).item() == (value.item() if isinstance(value, torch.Tensor) else value))
+        number, saved = _local(found).item(), value.item() if isinstance(value, torch.Tensor) else value
+        return bool(number == saved or (number != number and saved != saved))  # or both are NaN
     if isinstance(value, torch.Tensor) and isinstance(found, torch.Tensor):
         return type(found) is type(value) and is_same(_local(found), _local(value).to(_local(found).device))
     return is_same(_nested_local(found), _nested_local(value))
