@@ -209,7 +209,11 @@ def _stateful_fails(path: Path, failing: int) -> tuple[list[str], Any]:
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_value_without_a_state_fails_all_ranks(ranks: RankPool, tmp_path: Path, failing: int) -> None:
     for said, loaded in ranks.run(_stateful_fails, tmp_path, failing, world_size=2):
-        assert set(said) == {"state_dict() raised Sabotage: no state today (key 'model')"}
+        words = "state_dict() raised Sabotage: no state today"
+        assert set(said) == {
+            f"{words} (key 'model')",
+            f"{words} (file '{tmp_path}', key 'model')",
+        }  # a load has the path
         assert_same(loaded["w"], torch.full((3,), 5.0))
 
 
@@ -233,7 +237,8 @@ def _is_refused(path: Path) -> list[str]:
 
 def test_what_is_no_state_dict_on_one_rank_is_refused_on_all(ranks: RankPool, tmp_path: Path) -> None:
     for said in ranks.run(_is_refused, tmp_path, world_size=2):
-        assert set(said) == {"The keys of a state dict are text, and 3 is not."}
+        words = "The keys of a state dict are text, and 3 is not."
+        assert set(said) == {words, f"{words} (file '{tmp_path}')"}
 
 
 def _loads_sharded(path: Path, placement: Placement) -> None:
@@ -263,7 +268,7 @@ def _load_fails(path: Path) -> str:
 
 def test_a_load_that_fails_on_one_rank_fails_on_all(ranks: RankPool, tmp_path: Path) -> None:
     first, second = ranks.run(_load_fails, tmp_path, world_size=2)
-    assert first == second == "The destination has shape (4,), but (3,) was saved. (key 'w')"
+    assert first == second == f"The destination has shape (4,), but (3,) was saved. (file '{tmp_path}', key 'w')"
 
 
 def _metadata_of_all_ranks(path: Path) -> Metadata:

@@ -280,7 +280,7 @@ def test_a_wrong_prefix_leads_to_the_right_one(tmp_path: Path) -> None:
     module = torch.nn.Linear(3, 2)
     save(tmp_path, {"net": {"model": module.state_dict()}, "ema": {"weight": torch.zeros(2, 3)}})
     with ckpt.open_checkpoint(tmp_path) as checkpoint:
-        for wrong in ("", "model.", "model", "net.", "net.modle.", "module.net.model."):
+        for wrong in ("", "model.", "model", "net.", "net.modle.", "other.net.model."):
             text = message_of(lambda wrong=wrong: checkpoint.load_into(module, prefix=wrong))  # type: ignore[misc]
             assert f"There is no '{wrong}weight'" in text and "pass prefix='net.model.'." in text, text
         checkpoint.load_into(module, prefix="net.model.")
