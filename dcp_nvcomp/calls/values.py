@@ -7,7 +7,7 @@ planner.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -36,8 +36,8 @@ _PLAIN = (torch.Tensor, dict, list, tuple, int, float, str, bytes, type(None))
 class ExpectsCheckpoint(Protocol):
     """A Stateful value whose state dict depends on what the checkpoint has that is loaded next."""
 
-    def expect(self, fqns: Iterable[str] | None) -> None:
-        """Say which entries that checkpoint has, by their names below this value's own; None once the load is over."""
+    def expect(self, entries: Any) -> None:
+        """Say what that checkpoint has below this value: `SavedEntry`s; None once the load is over."""
 
 
 def is_stateful(value: Any) -> bool:
@@ -97,6 +97,9 @@ def try_values_of(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], Checkp
     for key, value in state_dict.items():
         try:
             values[key] = value.state_dict() if is_stateful(value) else value
+        except CheckpointError as error:
+            error.fqn = f"{key}.{error.fqn}" if error.fqn else key
+            return {}, error
         except Exception as error:
             failure = CheckpointError(f"state_dict() raised {type(error).__name__}: {error}", fqn=key)
             failure.__cause__ = error

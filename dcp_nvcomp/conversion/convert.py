@@ -23,6 +23,7 @@ from dcp_nvcomp.conversion.sources.checkpoints import CheckpointSource
 from dcp_nvcomp.conversion.sources.safetensors import SafetensorsSource
 from dcp_nvcomp.conversion.sources.torch_files import TorchFileSource
 from dcp_nvcomp.conversion.targets.checkpoints import is_name_of_checkpoint, write_dcp, write_ours
+from dcp_nvcomp.conversion.targets.planner import ConvertingPlanner
 from dcp_nvcomp.conversion.targets.safetensors import write_safetensors
 from dcp_nvcomp.conversion.targets.torch_files import write_torch
 from dcp_nvcomp.errors import CheckpointNotFoundError, ConfigurationError
@@ -128,10 +129,11 @@ def convert(
         tensors = [entry for entry in entries if isinstance(entry, TensorEntry)]
         total_nbytes = sum(entry.nbytes for entry in tensors)
         moved = _Moved(total_nbytes, progress)
+        planner = ConvertingPlanner(entries, moved, has_keys=opened.has_keys)
         if target == "dcp-nvcomp":
-            write_ours(destination, entries, moved, codec=codec, overwrite=overwrite, storage_options=options)
+            write_ours(destination, planner, codec=codec, overwrite=overwrite, storage_options=options)
         elif target == "dcp":
-            write_dcp(destination, entries, moved, overwrite=overwrite, storage_options=options)
+            write_dcp(destination, planner, overwrite=overwrite, storage_options=options)
         elif target == "safetensors":
             write_safetensors(
                 destination,

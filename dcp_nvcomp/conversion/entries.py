@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from dcp_nvcomp.calls.flattening import Path, fqn_of
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.format.blocks import Box
 
@@ -21,8 +22,6 @@ __all__ = ["ObjectEntry", "Source", "TensorEntry", "TensorReader", "pieces", "se
 
 # A tensor is read and written in pieces of at most this size.
 PIECE_NBYTES = 32 << 20
-
-Path = tuple[str | int, ...]
 
 
 class TensorReader(ABC):
@@ -104,6 +103,11 @@ class Source(ABC):
     def files(self) -> Sequence[str]:
         """The files that it reads, each a local path or a URL."""
 
+    @property
+    def has_keys(self) -> bool:
+        """True if the paths of its entries have the keys of dicts as they were, and not as text."""
+        return True
+
     @abstractmethod
     def entries(self) -> Sequence[TensorEntry | ObjectEntry]:
         """Return what is in it, in the order in which reading it is quickest."""
@@ -160,6 +164,6 @@ def selected(
 def _without(path: Path, prefix: str) -> Path:
     """Return a path without the parts that a prefix of its key takes; () if the prefix ends within a part."""
     for length in range(1, len(path)):
-        if f"{'.'.join(map(str, path[:length]))}." == prefix:
+        if f"{fqn_of(path[:length])}." == prefix:
             return path[length:]
     return ()

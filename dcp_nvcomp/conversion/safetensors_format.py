@@ -1,11 +1,16 @@
 """The format of safetensors files: 8 bytes with the length of a JSON header, the header, then the tensors' bytes.
 
+Keys are flat there. Where they came from nested dicts and lists, the header's `__metadata__`, which takes text only,
+has their places too, so that the way back is known: under `dcp_nvcomp.paths`, a JSON object of lists, in which text is
+a key of a dict, a number a position in a list, and a list of one text a key that was none, as a Python literal.
+
 Source: https://github.com/huggingface/safetensors, README, "Format". Written and read here as streams, from and to any
 storage; names of several files and of their index are huggingface_hub's.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import re
@@ -15,6 +20,7 @@ from typing import Any, Final
 
 import torch
 
+from dcp_nvcomp.calls.flattening import Key, Path, is_key
 from dcp_nvcomp.errors import ConfigurationError, CorruptDataError
 
 __all__ = [
@@ -38,7 +44,9 @@ _SHARD_NAME: Final = re.compile(r"model-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
 # The library's own limit.
 MAX_HEADER_NBYTES: Final = 100_000_000
 _METADATA_KEY: Final = "__metadata__"
+_PATHS_KEY: Final = "dcp_nvcomp.paths"
 _LENGTH_NBYTES: Final = 8
+_MAX_KEY_LENGTH: Final = 1000  # of text that is parsed as a literal
 _MAX_SIZE: Final = (1 << 63) - 1
 
 DTYPES: Final[Mapping[torch.dtype, str]] = {
@@ -73,6 +81,7 @@ class StoredPart:
         dtype: its element type.
         start: its first byte.
         stop: its end.
+        path: its place in the nested state.
     """
 
     key: str
@@ -80,6 +89,7 @@ class StoredPart:
     dtype: torch.dtype
     start: int
     stop: int
+    path: Path
 
 
 def shard_name(number: int, count: int) -> str:
@@ -92,16 +102,19 @@ def is_name_of_model(name: str) -> bool:
     return name in (SINGLE_NAME, INDEX_NAME) or _SHARD_NAME.fullmatch(name) is not None
 
 
-def header_of(tensors: Sequence[tuple[str, tuple[int, ...], torch.dtype]]) -> bytes:
+def header_of(tensors: Sequence[tuple[str, tuple[int, ...], torch.dtype]], paths: Mapping[str, Path]) -> bytes:
     """Return the beginning of a file with these tensors in this order: length and header, padded to 8 bytes.
 
     Args:
         tensors: key, shape and dtype of each.
+        paths: the places in the nested state of those that were in one, by key.
 
     Raises:
         ConfigurationError: the format can't have one of the keys.
     """
-    described: dict[str, Any] = {_METADATA_KEY: {"format": "pt"}}
+    nested = {key: _path_to_store(key, paths[key]) for key, _, _ in tensors if paths.get(key, (key,)) != (key,)}
+    places = {_PATHS_KEY: json.dumps(nested, separators=(",", ":"))} if nested else {}
+    described: dict[str, Any] = {_METADATA_KEY: {"format": "pt", **places}}
     end = 0
     for key, shape, dtype in tensors:
         if key == _METADATA_KEY or not _is_unicode(key):
@@ -111,6 +124,50 @@ def header_of(tensors: Sequence[tuple[str, tuple[int, ...], torch.dtype]]) -> by
     text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(_LENGTH_NBYTES, "little") + text
+
+
+def _path_to_store(key: str, path: Path) -> list[Any]:
+    found: list[Any] = []
+    for part in path:
+        if isinstance(part, Key):
+            text = repr(part.value)
+            if _literal(text) != (part.value,):
+                raise ConfigurationError(f"safetensors can't have a key of {text}: leave it out by prefix=.", fqn=key)
+            found.append([text])
+        else:
+            found.append(part)
+    return found
+
+
+def _literal(text: Any) -> tuple[Any, ...]:
+    """Return what a Python literal says, in a tuple; nothing if it is none that a key can be."""
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return ()
+    return (value,) if is_key(value) else ()
+
+
+def _stored_paths(described: Mapping[str, Any]) -> dict[str, Path]:
+    """Return the places of keys, as far as they are there and say what the keys do."""
+    try:
+        stored = json.loads(described[_METADATA_KEY][_PATHS_KEY])
+        paths = {key: _stored_path(parts) for key, parts in stored.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # not ours
+        return {}
+    return {key: path for key, path in paths.items() if path}
+
+
+def _stored_path(parts: Any) -> Path:
+    found: list[Any] = []
+    for part in parts:
+        if type(part) is str or (type(part) is int and 0 <= part < 1 << 32 and found):
+            found.append(part)
+        elif type(part) is list and len(part) == 1 and type(part[0]) is str and len(part[0]) <= _MAX_KEY_LENGTH:
+            found += map(Key, _literal(part[0]))
+        else:
+            return ()
+    return tuple(found) if len(found) == len(parts) else ()
 
 
 def _is_unicode(key: str) -> bool:
@@ -136,6 +193,7 @@ def parse_header(text: bytes, *, path: str, file_nbytes: int) -> list[StoredPart
     try:
         described = json.loads(text)
         begin = _LENGTH_NBYTES + len(text)
+        paths = _stored_paths(described)
         for key, one in described.items():
             if key == _METADATA_KEY:
                 continue
@@ -143,7 +201,7 @@ def parse_header(text: bytes, *, path: str, file_nbytes: int) -> list[StoredPart
             shape, dtype = tuple(map(_size, one["shape"])), _dtype(one["dtype"])
             if not 0 <= start <= stop <= file_nbytes - begin or stop - start != math.prod(shape) * dtype.itemsize:
                 raise ValueError(f"{key!r} has bytes {start} to {stop}")
-            found.append(StoredPart(key, shape, dtype, begin + start, begin + stop))
+            found.append(StoredPart(key, shape, dtype, begin + start, begin + stop, paths.get(key, (key,))))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptDataError(
             f"This is no safetensors file, or none of a kind known here: {type(error).__name__}: {error}", path=path

@@ -19,6 +19,7 @@ from dcp_nvcomp.calls.meeting import Call, meet
 from dcp_nvcomp.calls.ranks import error_of_ranks, group_of
 from dcp_nvcomp.calls.values import ExpectsCheckpoint, is_stateful, try_check, try_values_of, wrapped
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
+from dcp_nvcomp.format.metadata.paths import saved_entries
 from dcp_nvcomp.loading.planner import UnwrappingPlanner, planner_for
 from dcp_nvcomp.loading.reader import NvcompReader
 from dcp_nvcomp.options import DtypePolicy, check_choice
@@ -88,7 +89,8 @@ def load(
         if failure is None:
             # sorted, so that all ranks load in the same order
             values, failure = try_values_of({key: state_dict[key] for key in sorted(state_dict)})
-        planning = planner_for(planner, failure, may_cast=dtype == "cast")
+        whole = [key for key, value in state_dict.items() if isinstance(value, ExpectsCheckpoint)] if values else []
+        planning = planner_for(planner, failure, may_cast=dtype == "cast", may_leave=whole)
         failed: BaseException | None = None
         try:
             dcp_load(
@@ -118,9 +120,8 @@ def _announced(state_dict: Mapping[str, Any], reader: NvcompReader) -> Iterator[
         if waiting:
             # an error is found by the load itself, which tells all ranks
             with suppress(CheckpointError):
-                fqns = reader.read_metadata().state_dict_metadata
-                for key, value in waiting.items():
-                    value.expect(fqn[len(key) + 1 :] for fqn in fqns if fqn.startswith(f"{key}."))
+                for key, entries in saved_entries(reader.read_metadata(), waiting).items():
+                    waiting[key].expect(entries)
         yield
     finally:
         for value in waiting.values():

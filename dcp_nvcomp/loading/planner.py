@@ -7,8 +7,8 @@ one shard of the same size overlaps that, as a whole. Everything else is left to
 from __future__ import annotations
 
 import io
-import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, cre
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
+from dcp_nvcomp.calls.flattening import replace_at
 from dcp_nvcomp.calls.suggestions import missing_key
 from dcp_nvcomp.calls.values import PLAIN_TENSORS, is_default_planner, unwrapped
 from dcp_nvcomp.errors import (
@@ -28,6 +29,8 @@ from dcp_nvcomp.errors import (
     ShapeMismatchError,
 )
 from dcp_nvcomp.format.collector import collector_paused
+from dcp_nvcomp.loading.left import warn_of_left
+from dcp_nvcomp.loading.matching import Matched, match
 
 __all__ = ["UnwrappingPlanner", "planner_for"]
 
@@ -36,17 +39,22 @@ _NO_TENSORS: Final = (bool, int, float, complex, str, bytes, type(None), np.ndar
 
 
 def planner_for(
-    planner: LoadPlanner | None, failure: CheckpointError | None = None, *, may_cast: bool = True
+    planner: LoadPlanner | None,
+    failure: CheckpointError | None = None,
+    *,
+    may_cast: bool = True,
+    may_leave: Collection[str] = (),
 ) -> UnwrappingPlanner:
     """Return the planner of one load.
 
     Args:
         planner: the caller's; None for DCP's default.
         may_cast: False if a destination of another dtype is an error. Planners of other classes decide themselves.
+        may_leave: the keys of values that need not take all that was saved for them.
         failure: why there is nothing to load into on this rank; raised where DCP tells the other ranks of it.
     """
     if planner is None:
-        planner = _WholeTensorPlanner(may_cast=may_cast)
+        planner = _WholeTensorPlanner(may_cast=may_cast, may_leave=may_leave)
     elif is_default_planner(planner, DefaultLoadPlanner):
         assert isinstance(planner, DefaultLoadPlanner)
         planner = _WholeTensorPlanner(
@@ -54,6 +62,7 @@ def planner_for(
             flatten_sharded_tensors=planner.flatten_sharded_tensors,
             allow_partial_load=planner.allow_partial_load,
             may_cast=may_cast,
+            may_leave=may_leave,
         )
     return UnwrappingPlanner(planner, failure)
 
@@ -107,29 +116,35 @@ class _WholeTensorPlanner(DefaultLoadPlanner):
 
     Args:
         may_cast: False if a destination of another dtype is an error.
+        may_leave: the keys of values that need not take all that was saved for them.
         **options: of DCP's planner.
     """
 
-    def __init__(self, *, may_cast: bool, **options: Any) -> None:
+    def __init__(self, *, may_cast: bool, may_leave: Collection[str], **options: Any) -> None:
         super().__init__(**options)
-        self._may_cast = may_cast
+        self._may_cast, self._may_leave = may_cast, may_leave
+        self._matched: Matched | None = None
+        self._nested: dict[str, Any] = {}
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        odd = [
-            (path, value) for path, value in _leaves(state_dict, ()) if isinstance(value, Mapping) or _is_meta(value)
-        ]
-        for path, value in odd:
-            if isinstance(value, Mapping):
-                if is_coordinator and metadata is not None and self.flatten_state_dict:
-                    _warn_of_empty_dict(path, metadata.state_dict_metadata)
-            elif not (dist.is_available() and dist.is_initialized()):  # else DCP puts it on the group's device
-                raise ConfigurationError(
-                    "The destination is on the meta device, which holds no values: make it first, as by to_empty().",
-                    fqn=".".join(map(str, path)),
-                )
-        super().set_up_planner(state_dict, metadata, is_coordinator)
+        assert metadata is not None
+        if not self.flatten_state_dict:
+            _refuse_meta(state_dict)
+            super().set_up_planner(state_dict, metadata, is_coordinator)
+            return
+        matched = match(state_dict, metadata)
+        _refuse_meta(matched.values)
+        self.flatten_state_dict = False  # it is flat; DCP would take dicts apart all the same
+        dicts = {fqn: value for fqn, value in matched.values.items() if isinstance(value, Mapping)}
+        rest = {fqn: value for fqn, value in matched.values.items() if fqn not in dicts}
+        super().set_up_planner(rest, metadata, is_coordinator)
+        self.state_dict |= dicts
+        # what was on the meta device is somewhere else now
+        moved = [fqn for fqn, value in matched.values.items() if _is_meta(value)]
+        self._matched = replace(matched, made=matched.made.union(moved))
+        self._nested = state_dict
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
@@ -139,19 +154,10 @@ class _WholeTensorPlanner(DefaultLoadPlanner):
                 _check(fqn, value, saved.get(fqn), may_cast=self._may_cast)
             elif isinstance(value, _NO_TENSORS):
                 _check_object(fqn, value, saved.get(fqn))
-        try:
-            return self._planned(saved)
-        except RuntimeError as error:  # a key is missing, also by its name of earlier releases
-            missing = [fqn for fqn in self.state_dict if fqn not in saved]
-            if not missing or self.allow_partial_load:
-                raise
-            raise MissingKeyError(missing_key(missing[0], saved)) from error
-
-    def _planned(self, saved: Mapping[str, Any]) -> LoadPlan:
-        assert self.metadata is not None
-        if len(saved) > len(self.state_dict) or not all(fqn in self.state_dict for fqn in saved):
-            # a key that is not asked for may be a key of the state under its name of earlier releases
-            return super().create_local_plan()
+        if not self.allow_partial_load:
+            missing = next((fqn for fqn in self.state_dict if fqn not in saved), None)
+            if missing is not None:
+                raise MissingKeyError(missing_key(missing, saved))
         items, others = list[ReadItem](), dict[str, Any]()
         with collector_paused():
             for fqn, value in self.state_dict.items():
@@ -161,6 +167,27 @@ class _WholeTensorPlanner(DefaultLoadPlanner):
                     others[fqn] = value
         rest = create_default_local_load_plan(others, self.metadata, not self.allow_partial_load)
         return LoadPlan(items + rest.items)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        if self._matched is not None:
+            assert self.metadata is not None
+            asked = {item.storage_index.fqn for plan in global_plan for item in plan.items}
+            own = {key: value for key, value in self._nested.items() if key not in self._may_leave}
+            warn_of_left(own, self.metadata, asked | self._matched.paths.keys())
+        plans: list[LoadPlan] = super().create_global_plan(global_plan)
+        return plans
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        if self._matched is not None:
+            for fqn in self._matched.made:
+                replace_at(self._nested, self._matched.paths[fqn], self.state_dict[fqn])
+        return new_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        super().load_bytes(read_item, value)
+        if self._matched is not None:
+            fqn = read_item.dest_index.fqn
+            replace_at(self._nested, self._matched.paths[fqn], self.state_dict[fqn])
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         value = self.state_dict.get(read_item.dest_index.fqn)
@@ -202,6 +229,17 @@ def _check_object(fqn: str, value: Any, saved: Any) -> None:
         )
 
 
+def _refuse_meta(values: Mapping[str, Any]) -> None:
+    if dist.is_available() and dist.is_initialized():
+        return  # DCP makes tensors of them on the group's device
+    for fqn, value in values.items():
+        if _is_meta(value):
+            raise ConfigurationError(
+                "The destination is on the meta device, which holds no values: make it first, as by to_empty().",
+                fqn=fqn,
+            )
+
+
 def _is_meta(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_meta
 
@@ -210,32 +248,6 @@ def _shares_elements(tensor: torch.Tensor) -> bool:
     if tensor.layout != torch.strided or tensor.is_contiguous():
         return False
     return 0 in [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
-
-
-def _warn_of_empty_dict(path: tuple[Any, ...], saved: Collection[str]) -> None:
-    """Warn of a dict that stays empty although the checkpoint has something for it."""
-    prefix = "".join(f"{part}." for part in path)
-    keys = [fqn for fqn in saved if fqn.startswith(prefix)]
-    if path and keys:
-        warnings.warn(
-            f"Nothing is loaded into {prefix[:-1]!r}, which is an empty dict, though the checkpoint has {len(keys)} "
-            f"keys for it, such as {keys[0]!r}: only what the state dict has is loaded. An optimizer has its state "
-            "from the first step on; get_state_dict of torch.distributed.checkpoint.state_dict makes it before.",
-            UserWarning,
-            stacklevel=2,
-        )
-
-
-def _leaves(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield what is in nested dicts and lists that is none with anything in it, with its path."""
-    if isinstance(value, dict) and value:
-        for key, one in value.items():
-            yield from _leaves(one, (*path, key))
-    elif isinstance(value, list) and value:
-        for number, one in enumerate(value):
-            yield from _leaves(one, (*path, number))
-    else:
-        yield path, value
 
 
 def _is_one_shard(saved: Any, tensor: torch.Tensor) -> bool:

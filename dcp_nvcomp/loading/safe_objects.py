@@ -9,6 +9,7 @@ import pickle
 import re
 import zipfile
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from dcp_nvcomp.errors import CheckpointError, CorruptDataError, StorageError, UnsafeObjectError
 from dcp_nvcomp.format.metadata.trusted_globals import resolve_trusted_globals
 
-__all__ = ["SafeLoader", "check_crcs", "check_file", "load_tensor_safely", "what_it_needs"]
+__all__ = ["SafeLoader", "allowed_globals", "check_crcs", "check_file", "load_tensor_safely", "what_it_needs"]
 
 _ZIP = b"PK\x03\x04"
 _NEEDS_BYTEARRAY = (
@@ -157,7 +158,7 @@ def check_file(path: str) -> None:
 def _load(data: io.BytesIO, trusted: Sequence[Any], *, crcs: bool = False) -> Any:
     try:
         _check_archive(data, trusted, crcs)
-        with torch.serialization.safe_globals(list(trusted)):
+        with allowed_globals(trusted):
             return torch.load(data, map_location="cpu", weights_only=True)
     except (CheckpointError, MemoryError, Warning):  # a warning that the user makes an error says nothing of the data
         raise
@@ -171,6 +172,17 @@ def _load(data: io.BytesIO, trusted: Sequence[Any], *, crcs: bool = False) -> An
         ) from error
     except Exception as error:  # torch.load raises almost anything for corrupt input
         raise CorruptDataError(f"A stored object cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+def allowed_globals(trusted: Sequence[Any] = ()) -> AbstractContextManager[Any]:
+    """Let `torch.load` with `weights_only=True` use what is trusted, and `bytes`, but for empty ones only."""
+    known = () if bytes in trusted else ((_empty_bytes, "builtins.bytes"),)
+    return torch.serialization.safe_globals([*trusted, *known])
+
+
+def _empty_bytes() -> bytes:
+    """Stand in for `bytes`, as pickles of protocol 2 call it for b""; with a number it would fill the memory."""
+    return b""
 
 
 def what_it_needs(error: Exception) -> str:

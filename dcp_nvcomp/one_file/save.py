@@ -16,6 +16,7 @@ from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.errors import CheckpointError, CheckpointExistsError, StorageError
 from dcp_nvcomp.one_file.structure import take_apart
 from dcp_nvcomp.saving.encode.buffers import BufferMemory
+from dcp_nvcomp.saving.encode.objects import serialized
 from dcp_nvcomp.saving.file_plan import PlannedFile, planned_nbytes
 from dcp_nvcomp.saving.kept import kept
 from dcp_nvcomp.saving.writer import NvcompWriter
@@ -102,14 +103,12 @@ def save_compressed_checkpoint(
 
 
 def _pickled(skeleton: Any) -> bytes:
-    data = io.BytesIO()
     try:
-        torch.save(skeleton, data)
+        return serialized(skeleton).getvalue()
     except Exception as error:  # pickle lets through whatever an object's own methods raise
         raise CheckpointError(
             f"A value can't be pickled, so the state can't be saved: {type(error).__name__}: {error}"
         ) from error
-    return data.getvalue()
 
 
 def _tensor_item(key: str, tensor: torch.Tensor) -> WriteItem:

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dcp_nvcomp.engines.tensors import dtype_name
 from dcp_nvcomp.errors import UnsafeObjectError
+from dcp_nvcomp.format.metadata.paths import has_keys, paths_of
 from dcp_nvcomp.reading.checkpoint import Checkpoint, open_checkpoint
 from dcp_nvcomp.reading.sameness import differing_elements, is_same
 
@@ -33,8 +34,9 @@ class Difference:
 
     Attributes:
         fqn: the key.
-        kind: `only in a`, `only in b`, `kind` (one is a tensor, one an object), `dtype`, `shape`, `values`, or
-            `unknown` (an object that is stored in other bytes, and not read because it could run code).
+        kind: `only in a`, `only in b`, `kind` (one is a tensor, one an object), `place` (keys of dicts that only look
+            alike, such as 0 and "0"), `dtype`, `shape`, `values`, or `unknown` (an object that is stored in other
+            bytes, and not read because it could run code).
         what: both sides, in a few words.
         elements: how many elements differ in their bits; None if values were not compared.
         max_difference: the largest absolute difference of two of them; NaN if one is NaN where the other is not; None
@@ -116,6 +118,8 @@ def compare_checkpoints(
     options = dict(storage_options or {})
     with open_checkpoint(a, **options) as first, open_checkpoint(b, **options) as second:
         found = {fqn: _described_difference(fqn, first, second) for fqn in dict.fromkeys([*first, *second])}
+        for fqn, difference in _differing_places(first, second).items():
+            found[fqn] = found[fqn] or difference
         if values:
             same = [fqn for fqn, difference in found.items() if difference is None]
             found.update(_differing_values(same, first, second, progress))
@@ -138,6 +142,19 @@ def _described_difference(fqn: str, first: Checkpoint, second: Checkpoint) -> Di
         if one.properties.dtype != other.properties.dtype:
             return Difference(fqn, "dtype", what)
     return None
+
+
+def _differing_places(first: Checkpoint, second: Checkpoint) -> dict[str, Difference]:
+    """Return where the keys of dicts are others, as far as both checkpoints say what they were."""
+    if not (has_keys(first.metadata) and has_keys(second.metadata)):
+        return {}
+    ours, theirs = paths_of(first.metadata), paths_of(second.metadata)
+    found = {}
+    for fqn in ours.keys() & theirs.keys():
+        one, other = ([repr(getattr(part, "value", part)) for part in path] for path in (ours[fqn], theirs[fqn]))
+        if len(one) == len(other) and one != other:
+            found[fqn] = Difference(fqn, "place", f"[{']['.join(one)}] and [{']['.join(other)}]")
+    return found
 
 
 def _described(item: Any) -> str:

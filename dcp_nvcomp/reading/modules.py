@@ -12,10 +12,12 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from dcp_nvcomp.calls.flattening import nested
 from dcp_nvcomp.calls.suggestions import missing_key
 from dcp_nvcomp.errors import ConfigurationError, DtypeMismatchError, MissingKeyError, ShapeMismatchError
+from dcp_nvcomp.format.metadata.paths import paths_below, paths_of
+from dcp_nvcomp.loading.matching import is_extra_state, saved_names
 from dcp_nvcomp.options import DtypePolicy, check_choice
-from dcp_nvcomp.reading.nesting import nested, paths_below, paths_of
 
 __all__ = ["load_into_module"]
 
@@ -40,24 +42,27 @@ def load_into_module(
     """Load a module; see `Checkpoint.load_into`."""
     check_choice("dtype", dtype, DtypePolicy)
     state = module.state_dict(keep_vars=True)
-    _check(source, state, prefix=prefix, may_cast=dtype == "cast")
+    # by the checkpoint's names, which wrappers of the module that was saved may have changed
+    keys = saved_names({prefix + name: None for name in state}, source.metadata.state_dict_metadata)
+    keys = {name: keys[prefix + name] for name in state}
+    _check(source, state, keys, may_cast=dtype == "cast")
     made: dict[int, torch.Tensor] = {}  # by what is on the meta device: two names of one tensor stay one
     tensors: dict[str, torch.Tensor] = {}
     assigned: dict[str, Any] = {}
     for name, value in state.items():
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or is_extra_state(name):
             continue
         if not value.is_meta:
-            tensors[prefix + name] = value.detach()
+            tensors[keys[name]] = value.detach()
             continue
         if id(value) not in made:
             made[id(value)] = _like(value, device)
-            tensors[prefix + name] = made[id(value)].detach()
+            tensors[keys[name]] = made[id(value)].detach()
         assigned[name] = made[id(value)]
     source.read_into(tensors)
     for name, value in state.items():
-        if not isinstance(value, torch.Tensor):  # a module's extra state
-            assigned[name] = _extra_state(source, prefix + name)
+        if not isinstance(value, torch.Tensor) or is_extra_state(name):
+            assigned[name] = _extra_state(source, keys[name])
     if assigned:
         module.load_state_dict(assigned, strict=False, assign=True)
 
@@ -74,14 +79,14 @@ def _like(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.nn.Parameter(tensor, value.requires_grad) if isinstance(value, torch.nn.Parameter) else tensor
 
 
-def _check(source: _Source, state: Mapping[str, Any], *, prefix: str, may_cast: bool) -> None:
+def _check(source: _Source, state: Mapping[str, Any], keys: Mapping[str, str], *, may_cast: bool) -> None:
     """Refuse what can't be loaded, before anything is."""
     there = source.metadata.state_dict_metadata
     paths = paths_of(source.metadata)
     for name, value in state.items():
-        key = prefix + name
+        key = keys[name]
         stored = there.get(key)
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and not is_extra_state(name):
             _check_tensor(source.path, key, value, stored, there, may_cast=may_cast)
         elif stored is None and not paths_below(paths, key):
             raise MissingKeyError(missing_key(key, there), path=source.path)

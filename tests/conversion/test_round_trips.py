@@ -223,7 +223,7 @@ def test_mistakes(tmp_path: Path) -> None:
     with pytest.raises(errors.ConfigurationError, match="one of 'dcp-nvcomp', 'dcp', 'safetensors', 'torch'"):
         convert(tmp_path / "a", tmp_path / "b", to="onnx")  # type: ignore[arg-type]
     torch.save({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, tmp_path / "twice.pt")
-    with pytest.raises(errors.CheckpointError, match="this key"):
+    with pytest.raises(errors.CheckpointError, match="this name"):
         convert(tmp_path / "twice.pt", tmp_path / "b")
 
 

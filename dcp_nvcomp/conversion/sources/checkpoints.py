@@ -10,8 +10,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dcp_nvcomp.conversion.entries import ObjectEntry, ObjectReader, Source, TensorEntry, TensorReader
 from dcp_nvcomp.format.blocks import Box
+from dcp_nvcomp.format.metadata.paths import has_keys, paths_of
 from dcp_nvcomp.reading.checkpoint import Checkpoint, open_checkpoint
-from dcp_nvcomp.reading.nesting import paths_of
 from dcp_nvcomp.reading.stored_tensor import StoredTensor
 from dcp_nvcomp.storage.open import place_of
 
@@ -40,6 +40,10 @@ class CheckpointSource(Source):
     @property
     def files(self) -> Sequence[str]:
         return [f"{self._place.rstrip('/')}/{name}" for name in sorted(self._checkpoint.file_names())]
+
+    @property
+    def has_keys(self) -> bool:
+        return has_keys(self._checkpoint.metadata)
 
     def entries(self) -> Sequence[TensorEntry | ObjectEntry]:
         found: list[TensorEntry | ObjectEntry] = []

@@ -114,9 +114,13 @@ class SafetensorsSource(Source):
     def files(self) -> Sequence[str]:
         return list(dict.fromkeys(file for file, _ in self._parts))
 
+    @property
+    def has_keys(self) -> bool:
+        return all(part.path != (part.key,) for _, part in self._parts)
+
     def entries(self) -> Sequence[TensorEntry | ObjectEntry]:
         return [
-            TensorEntry(part.key, (part.key,), part.shape, part.dtype, _Ranges(*self._file(file), part))
+            TensorEntry(part.key, part.path, part.shape, part.dtype, _Ranges(*self._file(file), part))
             for file, part in self._parts
         ]
 

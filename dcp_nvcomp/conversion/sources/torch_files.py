@@ -17,13 +17,19 @@ from typing import Any
 import torch
 
 from dcp_nvcomp.calls.files import parent_and_name
-from dcp_nvcomp.conversion.entries import ObjectEntry, ObjectReader, Path, Source, TensorEntry, TensorReader
+from dcp_nvcomp.calls.flattening import flatten
+from dcp_nvcomp.conversion.entries import ObjectEntry, ObjectReader, Source, TensorEntry, TensorReader
 from dcp_nvcomp.conversion.places import linked_to
 from dcp_nvcomp.engines.tensors import memory_of
-from dcp_nvcomp.errors import CheckpointError, CheckpointNotFoundError, CorruptDataError, UnsafeObjectError
+from dcp_nvcomp.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigurationError,
+    CorruptDataError,
+    UnsafeObjectError,
+)
 from dcp_nvcomp.format.blocks import Box
-from dcp_nvcomp.loading.safe_objects import check_file, what_it_needs
-from dcp_nvcomp.reading.nesting import IntKey
+from dcp_nvcomp.loading.safe_objects import allowed_globals, check_file, what_it_needs
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
@@ -78,16 +84,20 @@ class TorchFileSource(Source):
 
     def entries(self) -> Sequence[TensorEntry | ObjectEntry]:
         state = self._state if isinstance(self._state, Mapping) else {"state": self._state}
-        found: list[TensorEntry | ObjectEntry] = []
         try:
-            _flatten(state, (), found)
+            flat = flatten(state)
         except RecursionError:
             raise CheckpointError("The state is nested too deeply, or contains itself.", path=self._path) from None
-        seen = set()
-        for entry in found:
-            if entry.key in seen:
-                raise CheckpointError("Two values of the nested state have this key.", path=self._path, fqn=entry.key)
-            seen.add(entry.key)
+        except ConfigurationError as error:
+            error.path = self._path
+            raise
+        found: list[TensorEntry | ObjectEntry] = []
+        for key, value in flat.values.items():
+            path = flat.paths[key]
+            if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized:
+                found.append(TensorEntry(key, path, tuple(value.shape), value.dtype, _Part(value.detach())))
+            else:
+                found.append(ObjectEntry(key, path, _Object(value)))
         return found
 
     def close(self) -> None:
@@ -114,7 +124,8 @@ def _loaded(local: str, path: str) -> Any:
         error.path = path
         raise
     try:
-        return torch.load(local, map_location="cpu", weights_only=True, mmap=True)
+        with allowed_globals():
+            return torch.load(local, map_location="cpu", weights_only=True, mmap=True)
     except (MemoryError, Warning):
         raise
     except pickle.UnpicklingError as error:
@@ -127,21 +138,6 @@ def _loaded(local: str, path: str) -> Any:
         raise CorruptDataError(
             f"This is no file of torch.save that can be mapped: {type(error).__name__}: {error}", path=path
         ) from error
-
-
-def _flatten(value: Any, path: Path, found: list[TensorEntry | ObjectEntry]) -> None:
-    """Gather the leaves of nested dicts and lists under keys of parts joined by dots, as DCP does."""
-    if isinstance(value, Mapping) and value and all(type(key) in (str, int) for key in value):
-        for key, one in value.items():
-            _flatten(one, (*path, IntKey(key) if type(key) is int else key), found)
-    elif isinstance(value, list) and any(isinstance(one, torch.Tensor | Mapping | list) for one in value):
-        for number, one in enumerate(value):
-            _flatten(one, (*path, number), found)
-    elif isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized:
-        key = ".".join(map(str, path))
-        found.append(TensorEntry(key, path, tuple(value.shape), value.dtype, _Part(value.detach())))
-    else:
-        found.append(ObjectEntry(".".join(map(str, path)), path, _Object(value)))
 
 
 class _Part(TensorReader):

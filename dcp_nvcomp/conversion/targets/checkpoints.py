@@ -6,7 +6,7 @@ import dataclasses
 import os
 import tempfile
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from dcp_nvcomp.calls.ranks import error_of_ranks, expect_no_group
-from dcp_nvcomp.conversion.entries import ObjectEntry, TensorEntry
 from dcp_nvcomp.conversion.targets.planner import ConvertingPlanner
 from dcp_nvcomp.errors import CheckpointExistsError
 from dcp_nvcomp.format.names import (
@@ -41,9 +40,6 @@ _HOST_MEMORY_NBYTES = 48 << 20
 _UPLOAD_NBYTES = 16 << 20
 _STOCK_FILE_NBYTES = 64 << 20
 
-Entries = Sequence[TensorEntry | ObjectEntry]
-Moved = Callable[[int], None]
-
 
 def is_name_of_checkpoint(name: str) -> bool:
     """True for the names that files of checkpoints have, of this package and of stock DCP."""
@@ -52,7 +48,7 @@ def is_name_of_checkpoint(name: str) -> bool:
 
 
 def write_ours(
-    path: str, entries: Entries, moved: Moved, *, codec: Any, overwrite: bool, storage_options: Mapping[str, Any]
+    path: str, planner: ConvertingPlanner, *, codec: Any, overwrite: bool, storage_options: Mapping[str, Any]
 ) -> None:
     """Write a checkpoint of this package; it appears once it is complete."""
     writer = NvcompWriter(
@@ -64,12 +60,10 @@ def write_ours(
         host_memory_budget=_HOST_MEMORY_NBYTES,
         **storage_options,
     )
-    _save(writer, entries, moved)
+    _save(writer, planner)
 
 
-def write_dcp(
-    path: str, entries: Entries, moved: Moved, *, overwrite: bool, storage_options: Mapping[str, Any]
-) -> None:
+def write_dcp(path: str, planner: ConvertingPlanner, *, overwrite: bool, storage_options: Mapping[str, Any]) -> None:
     """Write a checkpoint of stock DCP, with its own writer; elsewhere than on disk by way of a temporary directory.
 
     Data files have names that were never used before, and `.metadata` comes last: until then, and if this is cut off,
@@ -81,7 +75,7 @@ def write_dcp(
             raise CheckpointExistsError("There is a checkpoint already.", path=filesystem.path)
         filesystem.create_directory()
         replaced = files_of_current(filesystem) or set()
-        save = _StockSave(ConvertingPlanner(entries, moved))
+        save = _StockSave(planner)
         try:
             errors = storage_errors("write", filesystem.path)
             with errors, tempfile.TemporaryDirectory(prefix="dcp_nvcomp_") as directory:
@@ -176,9 +170,9 @@ def _parts(plan: SavePlan) -> list[SavePlan]:
     return parts
 
 
-def _save(writer: Any, entries: Entries, moved: Moved) -> None:
+def _save(writer: Any, planner: ConvertingPlanner) -> None:
     expect_no_group()
     try:
-        dcp_save({}, storage_writer=writer, planner=ConvertingPlanner(entries, moved), no_dist=True)
+        dcp_save({}, storage_writer=writer, planner=planner, no_dist=True)
     except CheckpointException as error:
         raise error_of_ranks(error, None) from error

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import (
 
 from dcp_nvcomp.conversion.entries import ObjectEntry, TensorEntry, pieces
 from dcp_nvcomp.format.blocks import Box
-from dcp_nvcomp.reading.nesting import paths_to_store
+from dcp_nvcomp.format.metadata.paths import paths_to_store
 
 __all__ = ["ConvertingPlanner"]
 
@@ -40,10 +40,14 @@ class ConvertingPlanner(SavePlanner):
 
     Args:
         entries: what to save.
+        has_keys: whether their paths have the keys of dicts as they were.
         moved: called with the size of each piece that was read.
     """
 
-    def __init__(self, entries: Sequence[TensorEntry | ObjectEntry], moved: Callable[[int], None]) -> None:
+    def __init__(
+        self, entries: Sequence[TensorEntry | ObjectEntry], moved: Callable[[int], None], *, has_keys: bool
+    ) -> None:
+        self._has_keys = has_keys
         self._entries = {entry.key: entry for entry in entries}
         self._moved = moved
 
@@ -61,7 +65,10 @@ class ConvertingPlanner(SavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = create_default_global_save_plan(all_plans)
         paths = {entry.key: entry.path for entry in self._entries.values()}
-        return plans, dataclasses.replace(metadata, planner_data=paths_to_store(paths))
+        stored = paths_to_store(paths)
+        if not self._has_keys:
+            stored = {key: stored[key] for key in paths}
+        return plans, dataclasses.replace(metadata, planner_data=stored)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         return new_plan

@@ -44,7 +44,8 @@ class _File:
 
     @property
     def header(self) -> bytes:
-        return header_of([(entry.key, entry.shape, entry.dtype) for entry in self.entries])
+        paths = {entry.key: entry.path for entry in self.entries}
+        return header_of([(entry.key, entry.shape, entry.dtype) for entry in self.entries], paths)
 
     @property
     def data_nbytes(self) -> int:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from dcp_nvcomp.calls.files import parent_and_name
+from dcp_nvcomp.calls.flattening import nested
 from dcp_nvcomp.conversion.entries import ObjectEntry, TensorEntry
 from dcp_nvcomp.errors import CheckpointExistsError
-from dcp_nvcomp.reading.nesting import nested
 from dcp_nvcomp.storage.base import OutputStream
 from dcp_nvcomp.storage.open import open_filesystem
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dcp_nvcomp.calls.values import ExpectsCheckpoint, is_stateful
 from dcp_nvcomp.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -24,6 +25,7 @@ from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.metadata.roots import is_missing
 from dcp_nvcomp.format.names import METADATA_NAME
 from dcp_nvcomp.loading.load import load
+from dcp_nvcomp.loading.whole import WholeValue
 from dcp_nvcomp.runs.events import StepRestored
 from dcp_nvcomp.runs.ranks import Ranks
 from dcp_nvcomp.runs.restoring.candidates import Candidate
@@ -153,7 +155,7 @@ class Restoring:
                 here = self._fast.open(candidate.step)
                 self._spread_metadata(candidate)
                 reader.from_nodes(Fetch(candidate, self._ranks, self._nodes, here), here)
-            load(state, storage_reader=reader, **self._load_options)
+            _load_whole(state, reader, self._load_options)
         except Exception as error:
             return reader, error
         return reader, None
@@ -172,6 +174,18 @@ class Restoring:
                 here.publish(METADATA_NAME, data)
 
         self._ranks.together(publish)
+
+
+def _load_whole(state: dict[str, Any], reader: NearestReader, options: Mapping[str, Any]) -> None:
+    """Load what was saved, not what the state has room for; `TrainingState` sees to that itself."""
+    values = {key: WholeValue(value) if _comes_whole(value) else value for key, value in state.items()}
+    load(values, storage_reader=reader, **options)
+    for key, value in values.items():
+        state[key] = value.value if isinstance(value, WholeValue) else value
+
+
+def _comes_whole(value: Any) -> bool:
+    return isinstance(value, Mapping | list) or (is_stateful(value) and not isinstance(value, ExpectsCheckpoint))
 
 
 def _is_damage(error: BaseException | None) -> bool:

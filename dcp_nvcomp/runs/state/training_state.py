@@ -11,30 +11,27 @@ was not told the inside of.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
+from dcp_nvcomp.calls.flattening import fqn_of
 from dcp_nvcomp.errors import ConfigurationError
+from dcp_nvcomp.format.metadata.paths import SavedEntry
+from dcp_nvcomp.loading.matching import is_extra_state
+from dcp_nvcomp.loading.whole import completed
 from dcp_nvcomp.runs.state.generators import capture_generators, restore_generators, seed_generators
 from dcp_nvcomp.runs.state.loader_parts import LOADER, joined, taken_apart
+from dcp_nvcomp.runs.state.optimizers import optimizers_of
 from dcp_nvcomp.runs.state.resharding import LoaderPart, Reshard, reshard_for, state_for
 
 __all__ = ["TrainingState"]
 
 _GENERATORS: Final = "generators"
 _DATA: Final = "data"
-# What torch.compile, activation checkpointing and DDP put into the names of parameters, and DCP leaves out.
-_WRAPPERS: Final = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
 class TrainingState:
@@ -102,8 +99,7 @@ class TrainingState:
         self._count = dist.get_world_size() if is_distributed else 1
         self._data_rank = dist.get_rank(data_group) if is_distributed else 0
         self._data_count = dist.get_world_size(data_group) if is_distributed else 1
-        self._expected: frozenset[str] | None = None
-        self._stateless: frozenset[str] = frozenset()
+        self._expected: Sequence[SavedEntry] | None = None
         shared = [(name, one) for name, values in self._shared.items() for one in values]
         for name, value in (*shared, ("dataloader", dataloader)):
             if value is not None and not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
@@ -112,13 +108,14 @@ class TrainingState:
                     "loaders see torchdata's StatefulDataLoader."
                 )
 
-    def expect(self, fqns: Iterable[str] | None) -> None:
-        """Say which entries the checkpoint has that is loaded next; `load` and `CheckpointManager.restore` do so.
+    def expect(self, entries: Sequence[SavedEntry] | None) -> None:
+        """Say what the checkpoint has that is loaded next; `load` and `CheckpointManager.restore` do so.
 
         Args:
-            fqns: their names, below this value's own; None once the load is over.
+            entries: the saved values below this one, with their names and places from there on; None once the load is
+                over.
         """
-        self._expected = None if fqns is None else frozenset(fqns)
+        self._expected = None if entries is None else [entry for entry in entries if entry.path]
 
     def state_dict(self) -> dict[str, Any]:
         """Return what to save; or, after `expect`, what to load into."""
@@ -132,40 +129,36 @@ class TrainingState:
             if self._loader is not None:
                 state[_DATA] = {str(self._data_rank): taken_apart(self._part())}
             return state
-        ranks, data = _ranks_of(self._expected, _GENERATORS), _ranks_of(self._expected, _DATA)
+        fqns = [entry.fqn for entry in self._expected]
+        ranks, data = _ranks_of(fqns, _GENERATORS), _ranks_of(fqns, _DATA)
         if ranks:
             state[_GENERATORS] = {str(self._rank if self._rank in ranks else ranks[0]): ()}
         if self._loader is not None:
             state[_DATA] = {
-                str(rank): dict.fromkeys(_names_of(self._expected, rank), ())
+                str(rank): dict.fromkeys(_names_of(fqns, rank), ())
                 for rank in (data if len(data) != self._data_count else [self._data_rank])
             } or {str(self._data_rank): {LOADER: ()}}  # which the load misses, and says so
         return state
 
     def _tensors(self) -> dict[str, Any]:
-        if not self._optimizers:
-            return {"model": get_model_state_dict(self._model)}
-        model, optimizer = get_state_dict(self._model, self._optimizers)
+        model = get_model_state_dict(self._model)
         if self._expected is not None:
-            # torch made a state for each parameter; those that had no gradient yet had none when they were saved
-            states: dict[str, Any] = optimizer["state"]  # type: ignore[assignment]
-            saved = {fqn for fqn in states if self._is_expected(f"optimizer.state.{fqn}.")}
-            self._stateless = frozenset(states.keys() - saved)
-            optimizer["state"] = {fqn: states[fqn] for fqn in saved}
-        return {"model": model, "optimizer": optimizer}
+            model = {
+                fqn: completed(value, self._expected_below("model", fqn)) if is_extra_state(fqn) else value
+                for fqn, value in model.items()
+            }
+        if not self._optimizers:
+            return {"model": model}
+        optimizers = optimizers_of(self._model, self._optimizers)
+        if self._expected is None:
+            return {"model": model, "optimizer": optimizers.state_dict()}
+        return {"model": model, "optimizer": optimizers.destination(self._expected_below("optimizer"))}
 
-    def _is_expected(self, prefix: str) -> bool:
+    def _expected_below(self, *place: str) -> list[SavedEntry]:
         assert self._expected is not None
-        return any(fqn.startswith(prefix) for fqn in self._expected)
-
-    def _forget_states(self, fqns: Collection[str]) -> None:
-        """Let parameters have no state, as before their first gradient."""
-        for name, parameter in self._model.named_parameters():
-            for wrapper in _WRAPPERS:
-                name = name.replace(wrapper, "")
-            if name in fqns:
-                for optimizer in self._optimizers:
-                    optimizer.state.pop(parameter, None)
+        length = len(place)
+        found = [entry for entry in self._expected if entry.path[:length] == place and len(entry.path) > length]
+        return [SavedEntry(fqn_of(entry.path[length:]), entry.path[length:], entry.item) for entry in found]
 
     def _part(self) -> LoaderPart:
         return LoaderPart(self._loader.state_dict(), getattr(self._loader, "batch_size", None))
@@ -177,14 +170,12 @@ class TrainingState:
             state_dict: as `state_dict` returned it, filled.
 
         Raises:
-            CheckpointError: the data loader can't go on with this number of ranks.
+            CheckpointError: the data loader can't go on with this number of ranks; or what was saved of the optimizers
+                has no place in them.
         """
         set_model_state_dict(self._model, state_dict["model"])
         if self._optimizers:
-            # not strict: that each entry is there is what the load made sure of, and torch wants one of each parameter
-            options = StateDictOptions(strict=False)
-            set_optimizer_state_dict(self._model, self._optimizers, state_dict["optimizer"], options=options)
-            self._forget_states(self._stateless)
+            optimizers_of(self._model, self._optimizers).load_state_dict(state_dict["optimizer"])
         for name, values in self._shared.items():
             for value, loaded in zip(values, state_dict[name][0] if values else (), strict=True):
                 value.load_state_dict(loaded)

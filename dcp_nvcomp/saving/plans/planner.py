@@ -1,6 +1,7 @@
 """The planner of our own save calls: plans with another planner, or uses the plan that all ranks kept.
 
-before dcp.save   `agree`: flatten the state, look for a kept plan, and ask the other ranks whether they have it
+before dcp.save   `agree`: flatten the state, look for a kept plan, and ask the other ranks whether they have it. DCP's
+                       default planner is given a flat state, since it would make text of all keys of dicts
                        kept                              anew
 set_up_planner         (was done)                        (was done), or the other planner's
 create_local_plan      an empty plan                     the other planner's
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,9 +25,12 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
+from dcp_nvcomp.calls.flattening import flatten
 from dcp_nvcomp.calls.meeting import Call
 from dcp_nvcomp.calls.values import PLAIN_TENSORS, is_default_planner, unwrapped
-from dcp_nvcomp.errors import CheckpointError
+from dcp_nvcomp.errors import CheckpointError, ConfigurationError
+from dcp_nvcomp.format.metadata.paths import merged_paths, paths_to_store
+from dcp_nvcomp.saving.encode.objects import serialized
 from dcp_nvcomp.saving.kept import kept
 from dcp_nvcomp.saving.plans.agreement import Proposal, agree
 from dcp_nvcomp.saving.plans.differences import Comparison, OnDifference
@@ -61,7 +65,8 @@ class KeepingPlanner(SavePlanner):
         on_difference: OnDifference = "warn",
     ) -> None:
         self._planner: SavePlanner | None = planner or DefaultSavePlanner()
-        self._may_keep = may_keep and failure is None and is_default_planner(self._planner, DefaultSavePlanner)
+        self._is_default = is_default_planner(self._planner, DefaultSavePlanner)
+        self._may_keep = may_keep and self._is_default
         self._failure = failure
         self._flat_state: dict[str, Any] | None = None
         self._structure: Structure | None = None
@@ -104,9 +109,11 @@ class KeepingPlanner(SavePlanner):
             RanksDifferError: not all ranks make this save.
         """
         ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
+        if self._is_default and self._failure is None:
+            self._flatten(state_dict, is_coordinator=not ranks or dist.get_rank() == ranks[0])
+        if self._may_keep and self._failure is None:
+            self._describe(ranks)
         self.comparison = Comparison(ranks, self._on_difference)
-        if self._may_keep:
-            self._describe(state_dict, ranks)
         if self._flat_state is not None:
             self.comparison.look(self._flat_state)
         found = None if self._structure is None else kept().plans.find(self._key, self._structure)
@@ -115,25 +122,48 @@ class KeepingPlanner(SavePlanner):
         self._plan_id = agreement.plan_id
         self._kept = found if agreement.use_kept else None
 
-    def _describe(self, state_dict: dict[str, Any], ranks: tuple[int, ...]) -> None:
+    def _flatten(self, state_dict: dict[str, Any], *, is_coordinator: bool) -> None:
+        """Take the state apart, and let a planner have it that finds it flat."""
         given = self._inner
         assert isinstance(given, DefaultSavePlanner)
-        self._key = PlanKey(
-            ranks, given.flatten_state_dict, given.flatten_sharded_tensors, given.dedup_save_to_lowest_rank
-        )
         # of our own: the caller's may serve several saves, and may keep plans in DCP's cache, which ignores dtypes
         planner = DefaultSavePlanner(
-            flatten_state_dict=given.flatten_state_dict,
+            flatten_state_dict=False,
             flatten_sharded_tensors=given.flatten_sharded_tensors,
             dedup_save_to_lowest_rank=given.dedup_save_to_lowest_rank,
         )
+        dicts: dict[str, Any] = {}
         try:
-            planner.set_up_planner(state_dict, is_coordinator=not ranks or dist.get_rank() == ranks[0])
-            structure = structure_of(planner.state_dict, planner.mappings if planner.flatten_state_dict else None)
+            if given.flatten_state_dict:
+                flat = flatten(state_dict)
+                planner.mappings = paths_to_store(flat.paths)
+                # dicts are values now, empty ones for instance, and DCP would take them apart
+                dicts = {fqn: value for fqn, value in flat.values.items() if isinstance(value, Mapping)}
+                state_dict = {fqn: value for fqn, value in flat.values.items() if fqn not in dicts}
+            planner.set_up_planner(state_dict, is_coordinator=is_coordinator)
+            planner.state_dict |= dicts
+        except CheckpointError as error:  # DCP's first step raises it, and tells the other ranks
+            self._failure = error
+        except RecursionError:
+            self._failure = ConfigurationError(
+                "The state is nested too deeply, or contains itself, so it can't be saved: flatten it, or save parts "
+                "of it."
+            )
+        else:
+            planner.flatten_state_dict = given.flatten_state_dict  # its plans have the paths
+            self._planner, self._flat_state = planner, planner.state_dict
+
+    def _describe(self, ranks: tuple[int, ...]) -> None:
+        planner = self._inner
+        assert isinstance(planner, DefaultSavePlanner)
+        self._key = PlanKey(
+            ranks, planner.flatten_state_dict, planner.flatten_sharded_tensors, planner.dedup_save_to_lowest_rank
+        )
+        try:
+            paths = planner.mappings if planner.flatten_state_dict else None
+            self._structure = structure_of(planner.state_dict, paths)
         except Exception:  # DCP's own steps meet it again, and tell the other ranks
             return
-        if structure is not None:
-            self._planner, self._structure, self._flat_state = planner, structure, planner.state_dict
 
     # --- called by DCP -----------------------------------------------------------------------------------------------
 
@@ -153,18 +183,18 @@ class KeepingPlanner(SavePlanner):
     def create_local_plan(self) -> SavePlan:
         if self._kept is not None:
             return self.comparison.sent(SavePlan([]), with_keys=False)
-        if self.comparison.is_wanted and is_default_planner(self._inner, DefaultSavePlanner):
-            assert isinstance(self._inner, DefaultSavePlanner)
-            self.comparison.look(self._inner.state_dict)
         return self.comparison.sent(self._inner.create_local_plan(), with_keys=True)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         if self._kept is not None:
             assert self._kept.everyones is not None, "each rank is the coordinator of all its saves, or of none"
-            plans, _ = self.comparison.compared(all_plans, self._kept.everyones.compared_keys)
-            return self.comparison.told(plans), self._kept.everyones.metadata()
-        plans, keys = self.comparison.compared(all_plans, None)
-        plans, metadata = self._inner.create_global_plan(plans)
+            all_plans, _ = self.comparison.compared(all_plans, self._kept.everyones.compared_keys)
+            return self.comparison.told(all_plans), self._kept.everyones.metadata()
+        all_plans, keys = self.comparison.compared(all_plans, None)
+        plans, metadata = self._inner.create_global_plan(all_plans)
+        if self._is_default and metadata.planner_data is not None:
+            paths = merged_paths((plan.planner_data or {} for plan in all_plans), metadata.state_dict_metadata)
+            metadata = dataclasses.replace(metadata, planner_data=paths)
         if self.is_kept:
             self._everyones = GlobalPlan(plans, metadata, keys)
             metadata = self._everyones.metadata()
@@ -184,10 +214,10 @@ class KeepingPlanner(SavePlanner):
             found = self._flat_state.get(write_item.index.fqn)
             if type(found) in PLAIN_TENSORS:  # as the default planner finds it, in a tenth of the time
                 return found
-        if write_item.type != WriteItemType.BYTE_IO or not is_default_planner(self._inner, DefaultSavePlanner):
+        if write_item.type != WriteItemType.BYTE_IO or self._flat_state is None:
             return self._inner.resolve_data(write_item)
         try:
-            return self._inner.resolve_data(write_item)
+            return serialized(self._flat_state[write_item.index.fqn])
         except Exception as error:  # pickle lets through whatever an object's own methods raise
             raise CheckpointError(
                 f"This value can't be pickled, so it can't be saved: {type(error).__name__}: {error}",

@@ -62,7 +62,7 @@ def assert_like_dcp(path: Path, state: State, beside: Path, **options: Any) -> N
     mine, theirs = seen(path), seen(beside)
     assert list(mine.state_dict_metadata) == list(theirs.state_dict_metadata)
     assert mine.state_dict_metadata == theirs.state_dict_metadata
-    assert mine.planner_data == theirs.planner_data
+    assert mine.planner_data == {**theirs.planner_data, ".keys": ()}  # none of them is anything but text
     assert places(mine) == places(theirs)
 
 
@@ -298,7 +298,7 @@ def test_a_failed_save_leaves_no_plan_that_is_wrong(
 def test_a_state_that_cannot_be_planned_fails_each_time(tmp_path: Path) -> None:
     put(_model(), tmp_path)
     for _ in range(2):
-        with pytest.raises(errors.CheckpointError, match="duplicated"):
+        with pytest.raises(errors.CheckpointError, match="Two values have this name"):
             put({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, tmp_path)
     assert_loads(tmp_path, _model())
 

@@ -1,0 +1,176 @@
+"""Where each value was in the nested state, as `.metadata` has it: in planner_data, which is DCP's own place for that.
+
+    planner_data["seen.7"] = ("seen", "7")                        as DCP stores it: keys of dicts are text
+    planner_data[".keys"]  = ((("seen", "7"), 7), ...)            those of them that were none
+
+DCP looks up only the paths of values, so it takes no notice of `.keys`. A value may have that name itself: then the
+first of `..keys`, `...keys` that none has is taken. Where there is none of these, as in stock checkpoints, it is not
+known what the keys were.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+
+from dcp_nvcomp.calls.flattening import Key, Path, fqn_of, is_key
+
+__all__ = [
+    "SavedEntry",
+    "has_keys",
+    "merged_paths",
+    "paths_below",
+    "paths_of",
+    "paths_to_store",
+    "saved_entries",
+]
+
+_KEYS: Final = ".keys"
+# What conversions noted before: the paths that end with an integer.
+_INT_KEYS: Final = ".int_keys"
+
+_Stored = tuple["str | int", ...]
+
+
+@dataclass(frozen=True)
+class SavedEntry:
+    """A value of a checkpoint, as `.metadata` describes it.
+
+    Attributes:
+        fqn: its name.
+        path: its place in the nested state.
+        item: DCP's description.
+    """
+
+    fqn: str
+    path: Path
+    item: TensorStorageMetadata | BytesStorageMetadata
+
+
+def paths_to_store(paths: Mapping[str, Path]) -> dict[str, Any]:
+    """Return paths as DCP stores them, and which of their parts were no text.
+
+    Args:
+        paths: by name.
+    """
+    stored: dict[str, Any] = {fqn: _as_stored(path) for fqn, path in paths.items()}
+    keys: dict[_Stored, Any] = {}
+    for path in paths.values():
+        if any(type(part) is Key for part in path):
+            keys |= {_as_stored(path[: at + 1]): part.value for at, part in enumerate(path) if type(part) is Key}
+    stored[_name_of_keys(stored)] = tuple(keys.items())
+    return stored
+
+
+def merged_paths(parts: Iterable[Mapping[str, Any]], fqns: Collection[str]) -> dict[str, Any]:
+    """Return the stored paths of several ranks as one; where they differ, the first has the say.
+
+    Args:
+        parts: what `paths_to_store` returned on each rank.
+        fqns: the names of all values.
+    """
+    merged: dict[str, Any] = {}
+    keys: dict[Any, Any] = {}
+    for part in parts:
+        name = _name_of_keys({fqn for fqn in part if fqn in fqns})
+        for path, key in part.get(name, ()):
+            keys.setdefault(path, key)
+        for fqn, path in part.items():
+            if fqn != name:
+                merged.setdefault(fqn, path)
+    merged[_name_of_keys(fqns)] = tuple(keys.items())
+    return merged
+
+
+def _name_of_keys(fqns: Collection[str]) -> str:
+    name = _KEYS
+    while name in fqns:
+        name = f".{name}"
+    return name
+
+
+def _as_stored(path: Path) -> _Stored:
+    return tuple([part if isinstance(part, str | int) else str(part) for part in path])
+
+
+def _planner_data(metadata: Metadata) -> Mapping[str, Any]:
+    return metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+
+
+def has_keys(metadata: Metadata) -> bool:
+    """Return True if a checkpoint says which keys were no text; False for those of stock DCP."""
+    return _name_of_keys(metadata.state_dict_metadata) in _planner_data(metadata)
+
+
+def paths_of(metadata: Metadata) -> dict[str, Path]:
+    """Return for each value of a checkpoint its place in the state; its name, if none was stored."""
+    stored, keys = _planner_data(metadata), _keys_of(metadata)
+    paths: dict[str, Path] = {}
+    for fqn in metadata.state_dict_metadata:
+        given: Any = stored.get(fqn)
+        path: _Stored = tuple(given) if isinstance(given, tuple | list) and _is_stored(tuple(given)) else (fqn,)
+        paths[fqn] = path
+        if keys:
+            parts = [(path[: at + 1], part) for at, part in enumerate(path)]
+            paths[fqn] = tuple([Key(keys[begin]) if begin in keys else part for begin, part in parts])
+    return paths
+
+
+def _keys_of(metadata: Metadata) -> dict[_Stored, Any]:
+    """Return the keys that were no text by their stored paths; only those that a path can have, as DCP writes them."""
+    stored = _planner_data(metadata)
+    noted = stored.get(_name_of_keys(metadata.state_dict_metadata))
+    if noted is None and _INT_KEYS not in metadata.state_dict_metadata:
+        paths = stored.get(_INT_KEYS, ())
+        noted = [(path, int(path[-1])) for path in paths if _is_stored(path) and _is_integer(path[-1])]
+    if not isinstance(noted, tuple | list):
+        return {}
+    pairs = [pair for pair in noted if isinstance(pair, tuple | list) and len(pair) == 2]
+    return {path: key for path, key in pairs if _is_stored(path) and is_key(key) and str(key) == path[-1]}
+
+
+def _is_stored(path: Any) -> bool:
+    return isinstance(path, tuple) and len(path) > 0 and all(type(part) in (str, int) for part in path)
+
+
+def _is_integer(text: Any) -> bool:
+    return type(text) is str and re.fullmatch(r"-?[0-9]{1,18}", text) is not None
+
+
+def saved_entries(metadata: Metadata, keys: Collection[str]) -> dict[str, list[SavedEntry]]:
+    """Return the values of a checkpoint at and below some keys of the state, with names and places from there on.
+
+    Args:
+        metadata: of the checkpoint.
+        keys: the keys. What is no container is at its key: its name and place are empty.
+    """
+    found: dict[str, list[SavedEntry]] = {key: [] for key in keys}
+    for fqn, path in paths_of(metadata).items():
+        if path[0] in found:
+            below = path[1:]
+            found[str(path[0])].append(SavedEntry(fqn_of(below), below, metadata.state_dict_metadata[fqn]))
+    return found
+
+
+def paths_below(paths: Mapping[str, Path], key: str) -> dict[str, Path]:
+    """Return the values below a place, each with its place from there on.
+
+    Args:
+        paths: as from `paths_of`.
+        key: the name of the place.
+    """
+    found = {}
+    for fqn, path in paths.items():
+        length = _length_of(path, key) if fqn.startswith(f"{key}.") else 0
+        if length:
+            found[fqn] = path[length:]
+    return found
+
+
+def _length_of(path: Sequence[object], key: str) -> int:
+    """Return how many parts of a path have this name together; 0 if none have."""
+    return max((length for length in range(1, len(path)) if fqn_of(path[:length]) == key), default=0)

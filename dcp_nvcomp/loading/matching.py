@@ -1,0 +1,140 @@
+"""What of a checkpoint goes where in a nested destination.
+
+    values of the destination, by name   ->  by the names that the checkpoint has for them
+        the same name                        unless its keys are others: 7 is not "7"
+        the same but for wrappers            `_orig_mod.w` takes `w`, and the other way round
+        `_extra_state`                       a new tensor, of the saved shape
+
+In stock checkpoints all keys of dicts are text, whatever they were: there, names alone count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from dcp_nvcomp.calls.flattening import (
+    Flattened,
+    Key,
+    Path,
+    canonical_name,
+    flatten,
+    flatten_as_2_3,
+    flatten_as_stock,
+)
+from dcp_nvcomp.calls.values import PLAIN_TENSORS
+from dcp_nvcomp.errors import MissingKeyError
+from dcp_nvcomp.format.metadata.paths import has_keys, paths_of
+
+__all__ = ["Matched", "is_extra_state", "match", "saved_names"]
+
+_EXTRA_STATE: Final = "_extra_state"
+
+
+@dataclass(frozen=True)
+class Matched:
+    """The values of a destination.
+
+    Attributes:
+        values: by the names of the checkpoint; those that it lacks by their own.
+        paths: their places in the destination.
+        made: the names of tensors that are not in the destination, and have to take the place of what is.
+    """
+
+    values: dict[str, Any]
+    paths: dict[str, Path]
+    made: frozenset[str]
+
+
+def match(state: Mapping[str, Any], metadata: Metadata) -> Matched:
+    """Match the values of a destination with those of a checkpoint.
+
+    Raises:
+        ConfigurationError: two values of the destination have the same name.
+        MissingKeyError: a key of the destination is another one than that which was saved, and only looks like it.
+    """
+    saved = metadata.state_dict_metadata
+    flat = flatten(state) if has_keys(metadata) else _flatten_as_saved(state, metadata)
+    values = {fqn: value for fqn, value in flat.values.items() if fqn in saved or not _is_empty(value)}
+    names = saved_names(values, saved)
+    paths = {names[fqn]: flat.paths[fqn] for fqn in values}
+    if has_keys(metadata):
+        _refuse_other_keys(paths, metadata)
+    found, made = {}, set()
+    for fqn, value in values.items():
+        name = names[fqn]
+        found[name] = _place_of(value, saved.get(name)) if is_extra_state(name) else value
+        if found[name] is not value and isinstance(found[name], torch.Tensor):
+            made.add(name)
+    return Matched(found, paths, frozenset(made))
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, Mapping) and not value
+
+
+def _flatten_as_saved(state: Mapping[str, Any], metadata: Metadata) -> Flattened:
+    """Take a destination apart as DCP did that wrote the checkpoint: torch 2.3 and before had other names."""
+    flat = flatten_as_stock(state)
+    others = metadata.state_dict_metadata.keys() - flat.values.keys()
+    if others:
+        older = flatten_as_2_3(state)
+        if older.values.keys() & others:
+            return older
+    return flat
+
+
+def saved_names(names: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, str]:
+    """Return for each name that of the checkpoint: the same, or the one that differs in wrappers of modules only."""
+    found = {fqn: fqn for fqn in names}
+    missing = [fqn for fqn in names if fqn not in saved]
+    if missing:
+        others: dict[str, list[str]] = {}
+        for fqn in saved:
+            if fqn not in names:
+                others.setdefault(canonical_name(fqn), []).append(fqn)
+        taken: dict[str, list[str]] = {}
+        for fqn in missing:
+            taken.setdefault(canonical_name(fqn), []).append(fqn)
+        for name, wanted in taken.items():
+            there = others.get(name, [])
+            if len(wanted) == len(there) == 1:
+                found[wanted[0]] = there[0]
+    return found
+
+
+def _refuse_other_keys(paths: Mapping[str, Path], metadata: Metadata) -> None:
+    saved = paths_of(metadata)
+    for fqn, path in paths.items():
+        there = saved.get(fqn, ())
+        if len(path) != len(there):
+            continue  # other nesting, as of flat names: the keys are not the same in number
+        for own, other in zip(path, there, strict=True):
+            if {type(own), type(other)} == {Key, str}:
+                own, other = (part.value if type(part) is Key else part for part in (own, other))
+                raise MissingKeyError(
+                    f"The destination has the key {own!r} of type {type(own).__name__}, but {other!r} of type "
+                    f"{type(other).__name__} was saved: make it that.",
+                    fqn=fqn,
+                )
+
+
+def is_extra_state(fqn: str) -> bool:
+    """Return True for what modules make of themselves by `get_extra_state`, and take back whatever it has become."""
+    return fqn == _EXTRA_STATE or fqn.endswith(f".{_EXTRA_STATE}")
+
+
+def _place_of(value: Any, item: Any) -> Any:
+    """Return what to load extra state into: the value if it fits, else a new tensor; None for an object."""
+    if not isinstance(item, TensorStorageMetadata):
+        return None if isinstance(value, torch.Tensor) else value
+    if isinstance(value, torch.Tensor) and type(value) not in PLAIN_TENSORS:
+        return value
+    dtype = item.properties.dtype
+    if isinstance(value, torch.Tensor) and value.shape == item.size and value.dtype == dtype:
+        return value
+    return torch.empty(item.size, dtype=dtype, device=value.device if isinstance(value, torch.Tensor) else "cpu")

@@ -1,0 +1,130 @@
+"""Values that come back as they were saved, whatever the destination has room for.
+
+saved entries + destination  ->  nested containers as they were saved: tensors of the destination where it has them,
+                                 new ones where not
+after the load               ->  the destination's own containers hold what these hold
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from dcp_nvcomp.calls.flattening import Flattened, Key, Path, Vacant, flatten, nested
+from dcp_nvcomp.calls.values import is_stateful
+from dcp_nvcomp.errors import CheckpointError
+from dcp_nvcomp.format.metadata.paths import SavedEntry
+from dcp_nvcomp.loading.matching import saved_names
+
+__all__ = ["WholeValue", "completed"]
+
+
+class WholeValue:
+    """A value of a state dict that is loaded as a whole; Stateful, for `load`.
+
+    Args:
+        value: a Stateful value, or a dict or list, whose contents are replaced.
+
+    Attributes:
+        value: what to have in its place after the load.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self._entries: Sequence[SavedEntry] | None = None
+
+    def expect(self, entries: Sequence[SavedEntry] | None) -> None:
+        """Take what the checkpoint has for the value; see `ExpectsCheckpoint`."""
+        self._entries = entries
+
+    def state_dict(self) -> Any:
+        """Return what to load into."""
+        own = self.value.state_dict() if is_stateful(self.value) else self.value
+        return own if self._entries is None else completed(own, self._entries)
+
+    def load_state_dict(self, loaded: Any) -> None:
+        """Take over what was loaded."""
+        if is_stateful(self.value):
+            self.value.load_state_dict(loaded)
+        else:
+            self.value = _replaced(self.value, loaded)
+
+
+def completed(own: Any, entries: Sequence[SavedEntry]) -> Any:
+    """Return nested containers with a place for each saved value.
+
+    Args:
+        own: the destination: nested containers. Of its tensors, those that were saved are in the result, and those that
+            were not, unless they are in a list, which is then as long as the saved one. Nothing is changed.
+        entries: what was saved.
+
+    Raises:
+        CheckpointError: a tensor of the destination is where a dict or list was saved, or the other way round; or a
+            sharded tensor has no place in the destination, which alone says how to shard it.
+    """
+    if not entries:
+        return own
+    if not entries[0].path:  # a value that is no container
+        return _place_for(entries[0], own)
+    flat = flatten(own) if isinstance(own, Mapping) else flatten({"": own})
+    if not isinstance(own, Mapping):
+        flat = Flattened(
+            {fqn.removeprefix("."): value for fqn, value in flat.values.items() if fqn},
+            {fqn.removeprefix("."): path[1:] for fqn, path in flat.paths.items() if fqn},
+        )
+    saved = {entry.fqn: entry for entry in entries}
+    names = {name: fqn for fqn, name in saved_names(flat.values, saved).items()}
+    values: dict[str, Any] = {}
+    paths: dict[str, Path] = {}
+    for fqn, entry in saved.items():
+        own_fqn = names.get(fqn)
+        value = None if own_fqn is None else flat.values[own_fqn]
+        is_own = own_fqn is not None and _has_its_keys(flat.paths[own_fqn], entry.path)
+        paths[fqn] = flat.paths[own_fqn] if is_own and own_fqn is not None else entry.path
+        values[fqn] = _place_for(entry, value if is_own else None)
+    for name, own_fqn in names.items():
+        path = flat.paths[own_fqn]
+        is_in_list = any(type(part) is int for part in path)
+        if name not in saved and isinstance(flat.values[own_fqn], torch.Tensor) and not is_in_list:
+            values[name], paths[name] = flat.values[own_fqn], path  # of which the load will say that it is missing
+    return nested(paths, values)
+
+
+def _has_its_keys(own: Path, saved: Path) -> bool:
+    return len(own) != len(saved) or all(
+        {type(one), type(other)} != {Key, str} for one, other in zip(own, saved, strict=True)
+    )
+
+
+def _place_for(entry: SavedEntry, own: Any) -> Any:
+    item = entry.item
+    if not isinstance(item, TensorStorageMetadata):
+        return Vacant()
+    if isinstance(own, torch.Tensor):
+        return own
+    if len(item.chunks) > 1:
+        raise CheckpointError(
+            f"This was saved in {len(item.chunks)} shards and has no place in the destination, so it is not known how "
+            "to shard it: let the state have such a tensor before it is restored, as get_state_dict of "
+            "torch.distributed.checkpoint.state_dict and TrainingState do for optimizers.",
+            fqn=entry.fqn,
+        )
+    return torch.empty(item.size, dtype=item.properties.dtype)
+
+
+def _replaced(own: Any, loaded: Any) -> Any:
+    """Return what was loaded, in the containers that the destination has."""
+    if isinstance(own, MutableMapping) and isinstance(loaded, Mapping):
+        for key in [key for key in own if key not in loaded]:
+            del own[key]
+        for key, value in loaded.items():
+            own[key] = _replaced(own[key], value) if key in own else value
+        return own
+    if isinstance(own, list) and isinstance(loaded, list):
+        kept = [_replaced(one, value) for one, value in zip(own, loaded, strict=False)]
+        own[:] = [*kept, *loaded[len(kept) :]]
+        return own
+    return loaded
