@@ -28,7 +28,7 @@ GPU_TESTS := tests/engines tests/distributed/gpu tests/faults/test_gpu_faults.py
 # what has to be installed anew after a change: editable installs see all other changes at once
 PACKAGING := setup.cfg setup.py $(wildcard dcp_nvcomp/codecs/*.[ch] dcp_nvcomp/codecs/*/*.[ch])
 
-.PHONY: demo figures test test-slow test-frameworks test-faults fuzz soak test-gpu bench docs wheel lint format clean help
+.PHONY: demo figures test test-slow test-frameworks test-lowest test-faults fuzz soak test-gpu bench docs wheel lint format clean help
 
 help:
 	@echo "make demo       train, crash, resume on fewer ranks, compare with stock DCP; the picture is demo-out/demo.png"
@@ -36,6 +36,7 @@ help:
 	@echo "make test       the test suite, without what is slow, and with few examples of each property"
 	@echo "make test-slow  what make test leaves out: long tests, benchmarks and the demo, stock DCP against itself"
 	@echo "make test-frameworks  torchtitan and torchtune, in an environment of their own (500 MB)"
+	@echo "make test-lowest  some of the tests, with the lowest versions of what the package needs, in an environment of their own"
 	@echo "make test-faults  the whole fault matrix, 50,000 fuzz executions and two minutes of soak"
 	@echo "make fuzz, make soak  the second and the third of these alone"
 	@echo "make test-gpu   the tests that need a GPU; on a machine without a network see CONTRIBUTING.md"
@@ -70,6 +71,25 @@ $(VENV)-frameworks/stamp: Makefile setup.cfg
 	$(VENV)-frameworks/bin/python -m pip install --quiet '$(TORCH)'
 	$(VENV)-frameworks/bin/python -m pip install --quiet '$(TORCH)' $(FRAMEWORKS) pytest pytest-timeout hypothesis
 	$(VENV)-frameworks/bin/python -m pip install --quiet --use-pep517 --editable .
+	touch $@
+
+# Exactly the lowest versions that setup.cfg allows. Of them typer uses what click is about to drop, and matplotlib what
+# pyparsing is.
+LOWEST_EXTRAS := azure,gcs,plot,s3,sftp,smb
+LOWEST_TOOLS := aiobotocore[boto3] gcp-storage-emulator hypothesis moto[s3,server] 'pyparsing<3.3' pytest pytest-timeout pytest-xdist safetensors setuptools
+LOWEST_TESTS := tests/format tests/loading tests/reading tests/cli tests/saving/test_files.py tests/saving/test_sizes.py \
+    tests/choosing/test_savings.py $(addprefix tests/storage/test_,open.py local.py memory.py s3.py gcs.py)
+
+test-lowest: $(VENV)-lowest/stamp
+	$(VENV)-lowest/bin/python -m pytest -n $(WORKERS) --dist loadgroup -W "ignore:'click:DeprecationWarning" $(LOWEST_TESTS) $(ARGS)
+
+$(VENV)-lowest/stamp: Makefile $(PACKAGING) tests/package/lowest.py
+	$(PYTHON) -m venv $(VENV)-lowest
+	$(VENV)-lowest/bin/python -m pip install --quiet --upgrade pip # older ones try hundreds of versions of boto3
+	$(VENV)-lowest/bin/python -m pip install --quiet '$(TORCH)'
+	$(VENV)-lowest/bin/python -m tests.package.lowest > $(VENV)-lowest/constraints.txt
+	$(VENV)-lowest/bin/python -m pip install --quiet --constraint $(VENV)-lowest/constraints.txt --use-pep517 \
+	    --editable '.[$(LOWEST_EXTRAS)]' $(LOWEST_TOOLS)
 	touch $@
 
 test-faults: export DCP_NVCOMP_TEST_PROFILE := ci
@@ -126,7 +146,7 @@ format: $(VENV)/dev.stamp
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VENV)-frameworks build dist *.egg-info dcp_nvcomp/codecs/*.so dcp_nvcomp/codecs/*/*.so demo-out .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-frameworks $(VENV)-lowest build dist *.egg-info dcp_nvcomp/codecs/*.so dcp_nvcomp/codecs/*/*.so demo-out .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/torch.stamp: Makefile
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'

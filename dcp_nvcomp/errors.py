@@ -210,19 +210,19 @@ class RankFailedError(CheckpointError, RuntimeError):
     failures: Mapping[int, str] = {}
 
     @classmethod
-    def of(cls, failures: Mapping[int, str]) -> RankFailedError:
+    def of(cls, failures: Mapping[int, str], *, is_alone: bool = False) -> RankFailedError:
         """Tell which ranks failed, and the first of the reasons.
 
         Args:
             failures: why, by rank; at least one.
+            is_alone: True if there are no other ranks: then no rank is named.
         """
         ranks = sorted(failures)
         some = f"{', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}"
         which = f"Rank {some}" if len(ranks) == 1 else f"{len(ranks)} ranks ({some})"
         first = failures[ranks[0]]
-        error = cls(
-            f"{which} failed: {first}" if len(ranks) == 1 else f"{which} failed, the first of them with {first}"
-        )
+        said = f"{which} failed: {first}" if len(ranks) == 1 else f"{which} failed, the first of them with {first}"
+        error = cls(first if is_alone else said)
         error.failures = {rank: without_secrets(reason) for rank, reason in failures.items()}
         return error
 

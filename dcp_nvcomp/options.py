@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal, get_args
 
 import numpy as np
@@ -36,7 +36,6 @@ __all__ = [
     "not_a_path",
     "option_names",
     "shown",
-    "unknown_option",
 ]
 
 Engine = Literal["auto", "cpu", "cuda"]
@@ -191,15 +190,3 @@ def shown(cls: type, path: str, values: Mapping[str, Any], storage_options: Mapp
             parts.append(f"{option.name}=..." if callable(value) else f"{option.name}={value!r}")
     parts += [f"{name}=..." for name in storage_options]
     return f"{cls.__name__}({', '.join(parts)})"
-
-
-def unknown_option(option: str, close: Sequence[str], otherwise: str) -> ConfigurationError:
-    """Return the error for an unknown option.
-
-    Args:
-        option: its name.
-        close: similar names that may have been meant.
-        otherwise: the hint if there are none.
-    """
-    hint = f"did you mean {close[0]!r}?" if close else f"{otherwise}."
-    return ConfigurationError(f"Unknown option {option!r}: {hint}")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -104,32 +104,30 @@ def flatten_as_2_3(state: Mapping[str, Any]) -> Flattened:
     return _flatten(state, _is_value_to_2_3)
 
 
-def _flatten(state: Mapping[str, Any], is_value: Callable[[Any, Path], bool]) -> Flattened:
-    values: dict[str, Any] = {}
-    paths: dict[str, Path] = {}
-    for path, value in _walk(state, (), is_value):
-        fqn = fqn_of(path)
-        if fqn in values:
-            raise ConfigurationError(
-                f"Two values have this name, at {_shown(paths[fqn])} and at {_shown(path)}: rename one of their keys.",
-                fqn=fqn,
-            )
-        values[fqn], paths[fqn] = value, path
-    return Flattened(values, paths)
+def _flatten(state: Mapping[str, Any], is_value: Callable[[Any, str], bool]) -> Flattened:
+    found = Flattened({}, {})
+    for key, value in state.items():
+        part = _part(key)
+        _take(value, str(part), (part,), is_value, found)
+    return found
 
 
-def _walk(value: Any, path: Path, is_value: Callable[[Any, Path], bool]) -> Iterator[tuple[Path, Any]]:
-    if path and is_value(value, path):
-        yield path, value
+def _take(value: Any, fqn: str, path: Path, is_value: Callable[[Any, str], bool], found: Flattened) -> None:
+    if isinstance(value, torch.Tensor) or is_value(value, fqn):
+        if fqn in found.values:
+            places = f"at {_shown(found.paths[fqn])} and at {_shown(path)}"
+            raise ConfigurationError(f"Two values have this name, {places}: rename one of their keys.", fqn=fqn)
+        found.values[fqn], found.paths[fqn] = value, path
     elif isinstance(value, Mapping):
         for key, one in value.items():
-            yield from _walk(one, (*path, _part(key)), is_value)
+            part = key if type(key) is str else _part(key)
+            _take(one, f"{fqn}.{part}", (*path, part), is_value, found)
     else:
         for number, one in enumerate(value):
-            yield from _walk(one, (*path, number), is_value)
+            _take(one, f"{fqn}.{number}", (*path, number), is_value, found)
 
 
-def _is_value(value: Any, path: Path) -> bool:
+def _is_value(value: Any, fqn: str) -> bool:
     if isinstance(value, Mapping):
         if all(map(is_key, value)):
             return not value
@@ -138,17 +136,17 @@ def _is_value(value: Any, path: Path) -> bool:
             raise ConfigurationError(
                 f"A key of this dict is {odd!r}, a {type(odd).__name__}: where a dict has tensors in it, its keys have "
                 "to be text, numbers, bytes, None, or tuples of these.",
-                fqn=fqn_of(path),
+                fqn=fqn,
             )
         return True
     return not isinstance(value, list) or _is_flat(value)
 
 
-def _is_value_to_stock(value: Any, path: Path) -> bool:
+def _is_value_to_stock(value: Any, fqn: str) -> bool:
     return not isinstance(value, Mapping) and (not isinstance(value, list) or _is_flat(value))
 
 
-def _is_value_to_2_3(value: Any, path: Path) -> bool:
+def _is_value_to_2_3(value: Any, fqn: str) -> bool:
     return not isinstance(value, Mapping | list) or not _has_tensors(value)
 
 

@@ -67,10 +67,9 @@ def error_of_ranks(error: CheckpointException, group: dist.ProcessGroup | None) 
     ours = failures.get(rank, next(iter(failures.values()), None))
     if isinstance(ours, CheckpointError) or (ours is not None and not isinstance(ours, Exception)):
         return ours.with_traceback(None)  # of twenty frames that are DCP's
-    reasons = {number: f"{type(one).__name__}: {one}" for number, one in failures.items()}
-    failed = RankFailedError.of(reasons)
-    if group is None:  # nobody there has a rank
-        failed.message = f"{type(ours).__name__}: {ours}"
+    words = {number: f"{type(one).__name__}: {one}" for number, one in failures.items()}
+    is_alone = len(words) == 1 and (group is None or dist.get_world_size(group) == 1)
+    failed = RankFailedError.of(words, is_alone=is_alone)
     stack = error.failures[min(failures)][1] if failures else None
     if stack:
         failed.message += f" (raised in {stack[-1].filename}, line {stack[-1].lineno})"

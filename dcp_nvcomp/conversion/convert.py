@@ -9,16 +9,18 @@ All but files of torch.save are read and written in pieces of at most 32 MiB.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import torch
 
+from dcp_nvcomp.calls.suggestions import missing_prefix
 from dcp_nvcomp.conversion.entries import Source, TensorEntry, selected
-from dcp_nvcomp.conversion.places import check_apart, is_file, names_in, stamps
-from dcp_nvcomp.conversion.safetensors_format import INDEX_NAME, PROGRESS_NAME, is_name_of_model
+from dcp_nvcomp.conversion.places import check_apart, stamps
+from dcp_nvcomp.conversion.safetensors_format import is_name_of_model
 from dcp_nvcomp.conversion.sources.checkpoints import CheckpointSource
 from dcp_nvcomp.conversion.sources.safetensors import SafetensorsSource
 from dcp_nvcomp.conversion.sources.torch_files import TorchFileSource
@@ -27,16 +29,14 @@ from dcp_nvcomp.conversion.targets.planner import ConvertingPlanner
 from dcp_nvcomp.conversion.targets.safetensors import write_safetensors
 from dcp_nvcomp.conversion.targets.torch_files import write_torch
 from dcp_nvcomp.errors import CheckpointNotFoundError, ConfigurationError
-from dcp_nvcomp.format.names import METADATA_NAME, rank_of_metadata_name
+from dcp_nvcomp.format.recognition import TORCH_SUFFIXES, recognize
 from dcp_nvcomp.options import check_choice
 from dcp_nvcomp.redaction import without_secrets
-from dcp_nvcomp.storage.open import real_place
+from dcp_nvcomp.storage.open import open_filesystem, real_place
 
 __all__ = ["Conversion", "Format", "convert"]
 
 Format = Literal["dcp-nvcomp", "dcp", "safetensors", "torch"]
-
-_TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin", ".ckpt")
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def convert(
         check_apart(opened.files, destination, _names_in(destination, target))
         entries = selected(opened.entries(), prefix=prefix, dtype=dtype)
         if not entries:
-            raise ConfigurationError(f"No key begins with {prefix!r}." if prefix else "The checkpoint has no keys.")
+            raise _nothing_selected(opened, prefix)
         tensors = [entry for entry in entries if isinstance(entry, TensorEntry)]
         total_nbytes = sum(entry.nbytes for entry in tensors)
         moved = _Moved(total_nbytes, progress)
@@ -165,10 +165,16 @@ class _Moved:
             self._tell(self._done_nbytes, self._total_nbytes)
 
 
+def _nothing_selected(source: Source, prefix: str) -> ConfigurationError:
+    keys = [entry.key for entry in source.entries()]
+    says = missing_prefix(prefix, keys) if prefix and keys else "The checkpoint has no keys."
+    return ConfigurationError(says, path=source.path)
+
+
 def _format_of(destination: str) -> str:
     if destination.endswith(".safetensors"):
         return "safetensors"
-    return "torch" if destination.endswith(_TORCH_SUFFIXES) else "dcp-nvcomp"
+    return "torch" if destination.endswith(TORCH_SUFFIXES) else "dcp-nvcomp"
 
 
 def _names_in(destination: str, target: str) -> Callable[[str], bool] | None:
@@ -179,14 +185,21 @@ def _names_in(destination: str, target: str) -> Callable[[str], bool] | None:
 
 
 def _open(path: str, options: dict[str, Any]) -> Source:
-    if is_file(path, options):
-        return (SafetensorsSource if path.endswith(".safetensors") else TorchFileSource)(path, **options)
-    names = names_in(path, options)
-    if any(name == METADATA_NAME or rank_of_metadata_name(name) is not None for name in names):
+    with contextlib.closing(open_filesystem(path, storage_options=options)) as filesystem:
+        found = recognize(filesystem)
+    if found.kind == "checkpoint":
         return CheckpointSource(path, **options)
-    if INDEX_NAME in names or PROGRESS_NAME in names or any(name.endswith(".safetensors") for name in names):
+    # a file that is damaged from its first byte on is what its name says
+    if found.kind in ("safetensors", "safetensors files") or (
+        found.kind == "other file" and path.endswith(".safetensors")
+    ):
         return SafetensorsSource(path, **options)
-    raise CheckpointNotFoundError(
-        "There is nothing to convert: no checkpoint, no safetensors files, no file of torch.save.",
+    if found.kind in ("torch file", "old torch file") or (found.kind == "other file" and path.endswith(TORCH_SUFFIXES)):
+        return TorchFileSource(path, **options)
+    if found.kind in ("nothing", "incomplete"):
+        nothing = "There is nothing to convert: no checkpoint, no safetensors files, no file of torch.save."
+        raise CheckpointNotFoundError(nothing, path=without_secrets(path))
+    raise ConfigurationError(
+        f"This is {found.what}, not a checkpoint, safetensors files or a file of torch.save: {found.advice}.",
         path=without_secrets(path),
     )

@@ -5,25 +5,17 @@ Local paths that the user names may lead over symbolic links, as those of a hub'
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dcp_nvcomp.calls.files import parent_and_name
 from dcp_nvcomp.errors import ConfigurationError
+from dcp_nvcomp.format.recognition import file_at, is_local, linked_to
 from dcp_nvcomp.storage.open import open_filesystem, place_of, real_place
 
-__all__ = ["check_apart", "is_file", "is_local", "linked_to", "names_in", "stamps"]
-
-
-def is_local(path: str) -> bool:
-    """True if it is a path on this machine."""
-    return "://" not in place_of(path)
-
-
-def linked_to(path: str) -> str:
-    """Return where a local path leads over all its links; a URL as it is."""
-    return os.path.realpath(place_of(path)) if is_local(path) else path
+__all__ = ["check_apart", "is_file", "names_in", "stamps"]
 
 
 def is_file(path: str, options: Mapping[str, Any]) -> bool:
@@ -32,18 +24,11 @@ def is_file(path: str, options: Mapping[str, Any]) -> bool:
     Raises:
         CheckpointError: the storage fails, or an option can't work.
     """
-    if is_local(path):
-        return os.path.isfile(place_of(path))
-    if path.endswith("/"):
-        return False
-    parent, name = parent_and_name(path)
-    if parent.endswith("://") and not parent.startswith("memory"):  # a bucket or a host
-        return False
-    filesystem = open_filesystem(parent, storage_options=options)
-    try:
-        return filesystem.file_nbytes(name) is not None
-    finally:
-        filesystem.close()
+    with contextlib.closing(open_filesystem(path, storage_options=options)) as filesystem:
+        found = file_at(filesystem)
+    if found is not None:
+        found[0].close()
+    return found is not None
 
 
 def names_in(directory: str, options: Mapping[str, Any]) -> list[str]:

@@ -17,6 +17,7 @@ from dcp_nvcomp.storage.temporary import is_clock, published_name
 __all__ = [
     "DATA_FILE_SUFFIX",
     "METADATA_NAME",
+    "ONE_FILE_KEY",
     "OwnFile",
     "copy_name_of",
     "data_file_name",
@@ -33,6 +34,8 @@ __all__ = [
 
 DATA_FILE_SUFFIX: Final = ".distcp"
 METADATA_NAME: Final = ".metadata"
+# of the record with the skeleton of the state, in a file of save_compressed_checkpoint
+ONE_FILE_KEY: Final = ".skeleton"
 
 _ID: Final = "[0-9a-f]{32}"
 _NUMBER: Final = "(?:0|[1-9][0-9]{0,8})"  # at most 9 digits: an id may happen to have no letter in it

@@ -16,10 +16,11 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import Any
 
+from dcp_nvcomp.calls.unknown_options import advice_for, unknown_option
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.integrations.stock_classes import Kind, add_maker, remove_maker
 from dcp_nvcomp.loading.reader import NvcompReader
-from dcp_nvcomp.options import STOCK_READER, STOCK_WRITER, option_names, unknown_option
+from dcp_nvcomp.options import STOCK_READER, STOCK_WRITER, option_names
 from dcp_nvcomp.saving.publishers import Publisher
 from dcp_nvcomp.saving.writer import NvcompWriter
 
@@ -179,8 +180,8 @@ def check_options(kind: Kind, options: Mapping[str, Any] | None) -> None:
         raise ConfigurationError(f"Give options of the {kind} by name, and without the path, not {options!r}.")
     own, stock = (NvcompWriter, STOCK_WRITER) if kind == "writer" else (NvcompReader, STOCK_READER)
     known = {*option_names(own), *stock}
-    for option in options.keys() - known:
+    for option in sorted(options.keys() - known):
         close = difflib.get_close_matches(option, known, n=1, cutoff=0.75)
-        if close:
-            raise unknown_option(option, close, "")
+        if close or advice_for(option, known):
+            raise unknown_option(option, close, call=option_names(own))
     own(".", **{name: value for name, value in options.items() if name in known})

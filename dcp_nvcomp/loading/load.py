@@ -17,12 +17,13 @@ from torch.futures import Future
 
 from dcp_nvcomp.calls.meeting import Call, meet
 from dcp_nvcomp.calls.ranks import error_of_ranks, group_of
+from dcp_nvcomp.calls.unknown_options import refuse_path
 from dcp_nvcomp.calls.values import ExpectsCheckpoint, is_stateful, try_check, try_values_of, wrapped
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.format.metadata.paths import saved_entries
 from dcp_nvcomp.loading.planner import UnwrappingPlanner, planner_for
 from dcp_nvcomp.loading.reader import NvcompReader
-from dcp_nvcomp.options import DtypePolicy, check_choice
+from dcp_nvcomp.options import DtypePolicy, check_choice, option_names
 from dcp_nvcomp.redaction import without_secrets
 
 __all__ = ["load"]
@@ -80,10 +81,10 @@ def load(
     check_choice("dtype", dtype, DtypePolicy)
     reader = _reader(storage_reader, checkpoint_id, reader_options)
     group = group_of(process_group, no_dist=no_dist)
+    where = without_secrets(os.fspath(checkpoint_id)) if checkpoint_id else reader.checkpoint_id
     failure: CheckpointError | None = try_check("load", state_dict, alone=group is None)
-    place = without_secrets(os.fspath(checkpoint_id or reader.path))
     # not that the places are the same: nodes may mount one elsewhere, and whether the ranks saw one save is compared
-    meet(group, Call("load", repr(place)), None)
+    meet(group, Call("load", repr(where)), None)
     with _announced({} if failure is not None else state_dict, reader):
         values: dict[str, Any] = {}
         if failure is None:
@@ -104,6 +105,8 @@ def load(
         except CheckpointException as error:  # of any ranks, the same on all of them
             failed = error_of_ranks(error, group)
         if failed is not None:  # only here: that exception's text is the tracebacks of all ranks
+            if isinstance(failed, CheckpointError) and failed.path is None:
+                failed.path = where
             raise failed
         for key, value in values.items():
             if is_stateful(state_dict[key]):
@@ -173,6 +176,7 @@ def _reader(
     reader: NvcompReader | None, checkpoint_id: str | os.PathLike[str] | None, options: Mapping[str, Any]
 ) -> NvcompReader:
     if reader is None:
+        refuse_path(options, option_names(NvcompReader))
         if checkpoint_id is None:
             raise ConfigurationError("load needs a checkpoint_id or a storage_reader.")
         return NvcompReader(checkpoint_id, **options)

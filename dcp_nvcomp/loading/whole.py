@@ -58,7 +58,8 @@ def completed(own: Any, entries: Sequence[SavedEntry]) -> Any:
 
     Args:
         own: the destination: nested containers. Of its tensors, those that were saved are in the result, and those that
-            were not, unless they are in a list, which is then as long as the saved one. Nothing is changed.
+            were not, for a load to miss. But a list is as long as the saved one, and has tensors of the saved shapes.
+            Nothing is changed.
         entries: what was saved.
 
     Raises:
@@ -84,13 +85,23 @@ def completed(own: Any, entries: Sequence[SavedEntry]) -> Any:
         value = None if own_fqn is None else flat.values[own_fqn]
         is_own = own_fqn is not None and _has_its_keys(flat.paths[own_fqn], entry.path)
         paths[fqn] = flat.paths[own_fqn] if is_own and own_fqn is not None else entry.path
-        values[fqn] = _place_for(entry, value if is_own else None)
+        fits = is_own and not (_is_in_list(paths[fqn]) and _has_another_shape(value, entry))
+        values[fqn] = _place_for(entry, value if fits else None)
     for name, own_fqn in names.items():
         path = flat.paths[own_fqn]
-        is_in_list = any(type(part) is int for part in path)
-        if name not in saved and isinstance(flat.values[own_fqn], torch.Tensor) and not is_in_list:
+        if name not in saved and isinstance(flat.values[own_fqn], torch.Tensor) and not _is_in_list(path):
             values[name], paths[name] = flat.values[own_fqn], path  # of which the load will say that it is missing
     return nested(paths, values)
+
+
+def _is_in_list(path: Path) -> bool:
+    """Return True for what is data as a whole, such as a buffer of samples; a dict's tensors may be a module's."""
+    return any(type(part) is int for part in path)
+
+
+def _has_another_shape(own: Any, entry: SavedEntry) -> bool:
+    item = entry.item
+    return type(own) is torch.Tensor and isinstance(item, TensorStorageMetadata) and own.shape != item.size
 
 
 def _has_its_keys(own: Path, saved: Path) -> bool:

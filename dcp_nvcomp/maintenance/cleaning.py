@@ -42,12 +42,14 @@ Why nothing live is removed:
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dcp_nvcomp.errors import ConfigurationError
+from dcp_nvcomp.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
+from dcp_nvcomp.format.recognition import recognize
 from dcp_nvcomp.maintenance.opening import opened
 from dcp_nvcomp.maintenance.orphan_search import Found, Orphan, look
 from dcp_nvcomp.storage.base import Filesystem
@@ -133,7 +135,11 @@ def clean_checkpoint(
     """
     check_age(older_than_seconds)
     with opened(path, storage_options) as filesystem:
-        found = look(filesystem, older_than_seconds)
+        try:
+            found = look(filesystem, older_than_seconds)
+        except CheckpointNotFoundError as error:
+            _point_to_recursive(filesystem, error)
+            raise
         removed = found.orphans if dry_run else list(_remove(filesystem, older_than_seconds, found))
         return Cleaning(
             filesystem.path,
@@ -144,6 +150,15 @@ def clean_checkpoint(
             tuple(found.foreign),
             found.recoverable,
         )
+
+
+def _point_to_recursive(filesystem: Filesystem, error: CheckpointNotFoundError) -> None:
+    with contextlib.suppress(CheckpointError):  # the storage fails now: the first error is the one to raise
+        if recognize(filesystem).kind == "run":
+            error.message = (
+                "This is a directory with checkpoints below it, not a checkpoint: `dcp-nvcomp clean --recursive`, or "
+                "`clean_run`, cleans all of them."
+            )
 
 
 def check_age(older_than_seconds: float) -> None:

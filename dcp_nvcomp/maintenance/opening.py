@@ -7,11 +7,12 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from dcp_nvcomp.errors import ConfigurationError
+from dcp_nvcomp.errors import CheckpointNotFoundError, ConfigurationError
+from dcp_nvcomp.format.recognition import refused
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.open import open_filesystem
 
-__all__ = ["READER_OPTIONS", "checked_storage_options", "opened"]
+__all__ = ["READER_OPTIONS", "checked_storage_options", "nothing_below", "opened"]
 
 # What `NvcompReader` takes and a storage does not; written out, because importing it takes torch, and that seconds,
 # which is longer than listing a run.
@@ -42,6 +43,13 @@ def opened(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | No
     """
     with contextlib.closing(open_filesystem(path, storage_options=checked_storage_options(storage_options))) as opening:
         yield opening
+
+
+def nothing_below(filesystem: Filesystem) -> CheckpointNotFoundError:
+    """Return the error for a path at and below which no checkpoint is: it says what is there instead."""
+    return refused(filesystem, "the directory of a run or a checkpoint") or CheckpointNotFoundError(
+        "There is no checkpoint at or below this path.", path=filesystem.path
+    )
 
 
 def checked_storage_options(given: Mapping[str, Any] | None) -> dict[str, Any]:

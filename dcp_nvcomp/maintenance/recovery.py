@@ -49,6 +49,7 @@ from dcp_nvcomp.format.names import (
     rank_of_metadata_name,
     save_id_of_copy,
 )
+from dcp_nvcomp.format.recognition import refused
 from dcp_nvcomp.maintenance.opening import opened
 from dcp_nvcomp.storage.base import FileInfo, Filesystem
 
@@ -191,7 +192,7 @@ def _recover(filesystem: Filesystem, save_id: str | None) -> Recovery:
         return result(IMPOSSIBLE, current.save_id, reason)
     candidates += _candidates(filesystem, files, is_lost=current.data is None)
     if not candidates and current.data is None:
-        raise CheckpointNotFoundError(
+        raise refused(filesystem) or CheckpointNotFoundError(
             f"{current.what} There is no `__<save_id>.metadata` either to restore it from.", path=filesystem.path
         )
     complete = [one for one in candidates if one.is_complete and save_id in (None, one.save_id, one.name)]

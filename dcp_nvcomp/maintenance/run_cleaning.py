@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dcp_nvcomp.errors import CheckpointError, CheckpointNotFoundError
+from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.format.names import own_file, own_upload
 from dcp_nvcomp.maintenance.cleaning import Cleaning, check_age, clean_checkpoint
-from dcp_nvcomp.maintenance.opening import opened
+from dcp_nvcomp.maintenance.opening import nothing_below, opened
 
 __all__ = ["Refusal", "RunCleaning", "clean_run"]
 
@@ -98,8 +98,8 @@ def clean_run(
         below, uploads, failed = filesystem.list_below()
         paths = [path_below.rpartition("/") for path_below in [*(file.name for file in below), *uploads]]
         folders = sorted({folder for folder, _, name in paths if own_file(name) or own_upload(name)})
-    if not folders and not failed:
-        raise CheckpointNotFoundError("There is no checkpoint at or below this path.", path=filesystem.path)
+        if not folders and not failed:
+            raise nothing_below(filesystem)
     cleaned = []
     refused = [Refusal(filesystem.location(folder), str(error)) for folder, error in sorted(failed.items())]
     for folder in folders:

@@ -15,11 +15,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dcp_nvcomp.errors import CheckpointError, CheckpointNotFoundError
+from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.format.metadata.summary import REPLICA, SUMMARY_NBYTES, Summary, summary_at_end
 from dcp_nvcomp.format.names import METADATA_NAME, data_file_rank, own_file, own_upload, rank_of_metadata_name
 from dcp_nvcomp.maintenance.natural import natural_order
-from dcp_nvcomp.maintenance.opening import opened
+from dcp_nvcomp.maintenance.opening import nothing_below, opened
 from dcp_nvcomp.storage.base import Below, FileInfo, Filesystem
 
 __all__ = ["COMPLETE", "DAMAGED", "INCOMPLETE", "RunListing", "Step", "list_run", "steps_below"]
@@ -127,7 +127,7 @@ def list_run(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any]
         below = filesystem.list_below()
         steps = steps_below(filesystem, below)
         if not steps and not below.failed:
-            raise CheckpointNotFoundError("There is no checkpoint at or below this path.", path=filesystem.path)
+            raise nothing_below(filesystem)
         return RunListing(filesystem.path, tuple(steps), {name: str(error) for name, error in below.failed.items()})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 from collections.abc import Sequence
@@ -13,16 +14,17 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_nvcomp.calls.files import parent_and_name
 from dcp_nvcomp.engines.tensors import torch_dtype
-from dcp_nvcomp.errors import CheckpointNotFoundError, FormatError
+from dcp_nvcomp.errors import CheckpointError, CheckpointNotFoundError, FormatError
 from dcp_nvcomp.format.data_file import DataFileRef, find_data_file, read_footer
 from dcp_nvcomp.format.footer import Footer
 from dcp_nvcomp.format.metadata.shards import Shard
 from dcp_nvcomp.format.metadata.stored import StoredAt
+from dcp_nvcomp.format.names import ONE_FILE_KEY
+from dcp_nvcomp.format.recognition import recognize
 from dcp_nvcomp.format.record import KIND_BYTES, KIND_TENSOR, Record
 from dcp_nvcomp.loading.items import load_items
 from dcp_nvcomp.loading.read_plan import Wanted
 from dcp_nvcomp.loading.reader import NvcompReader
-from dcp_nvcomp.one_file.save import SKELETON_KEY
 from dcp_nvcomp.one_file.structure import together
 from dcp_nvcomp.reading.items import Destinations
 from dcp_nvcomp.storage.base import Filesystem
@@ -60,6 +62,9 @@ def load_compressed_checkpoint(
         file = find_data_file(filesystem, name, nbytes)
         footer = read_footer(filesystem, file)
         tensors, skeleton = _read(filesystem, reader, file, footer, torch.device(device))
+    except (CheckpointNotFoundError, FormatError) as error:
+        _say_what_it_is(filesystem, os.fspath(path), error)
+        raise
     finally:
         filesystem.close()
     try:
@@ -68,6 +73,17 @@ def load_compressed_checkpoint(
         raise FormatError(
             f"The skeleton of the state is none: {type(error).__name__}: {error}", path=footer.path
         ) from error
+
+
+def _say_what_it_is(filesystem: Filesystem, path: str, error: CheckpointError) -> None:
+    """Let the error say what is at the path, if that is no file of save_compressed_checkpoint."""
+    if filesystem.reopen is None:
+        return
+    with contextlib.suppress(CheckpointError), contextlib.closing(filesystem.reopen(path)) as there:
+        found = recognize(there)
+        if found.kind not in ("one file", "nothing"):
+            error.fqn = error.byte_range = None
+            error.message = f"This is {found.what}, not a file of save_compressed_checkpoint: {found.advice}."
 
 
 def _read(
@@ -82,13 +98,13 @@ def _read(
             tensors[number] = torch.empty(record.shape, dtype=dtype, device=device)
             shard = Shard(record.offsets, record.shape, record.global_shape, dtype)
             items.append(Wanted(_tensor_item(number, record), stored, shard))
-        elif record.kind == KIND_BYTES and record.fqn == SKELETON_KEY:
+        elif record.kind == KIND_BYTES and record.fqn == ONE_FILE_KEY:
             items.append(Wanted(_skeleton_item(), stored, None))
         else:
             raise FormatError("This is no file of save_compressed_checkpoint.", path=footer.path, fqn=record.fqn)
 
     def take(_: str, data: io.BytesIO) -> None:
-        skeletons.append(reader.load_options.safe.load_object(data, SKELETON_KEY))
+        skeletons.append(reader.load_options.safe.load_object(data, ONE_FILE_KEY))
 
     by_key = {str(number): tensor for number, tensor in tensors.items()}
     load_items(filesystem, items, Destinations(by_key, take), reader.load_options, footers=lambda *_: [footer])
@@ -116,4 +132,4 @@ def _tensor_item(number: int, record: Record) -> ReadItem:
 
 def _skeleton_item() -> ReadItem:
     none = torch.Size([0])
-    return ReadItem(LoadItemType.BYTE_IO, MetadataIndex(SKELETON_KEY), none, MetadataIndex(SKELETON_KEY), none, none)
+    return ReadItem(LoadItemType.BYTE_IO, MetadataIndex(ONE_FILE_KEY), none, MetadataIndex(ONE_FILE_KEY), none, none)

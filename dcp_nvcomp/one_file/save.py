@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import uuid
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from dcp_nvcomp.calls.files import parent_and_name
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.errors import CheckpointError, CheckpointExistsError, StorageError
+from dcp_nvcomp.format.names import ONE_FILE_KEY
 from dcp_nvcomp.one_file.structure import take_apart
 from dcp_nvcomp.saving.encode.buffers import BufferMemory
 from dcp_nvcomp.saving.encode.objects import serialized
@@ -25,9 +26,7 @@ from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.local.output import sync_directory
 from dcp_nvcomp.storage.open import place_of
 
-__all__ = ["SKELETON_KEY", "save_compressed_checkpoint"]
-
-SKELETON_KEY: Final = ".skeleton"
+__all__ = ["save_compressed_checkpoint"]
 
 
 def save_compressed_checkpoint(
@@ -123,7 +122,7 @@ def _tensor_item(key: str, tensor: torch.Tensor) -> WriteItem:
 
 
 def _skeleton_item() -> WriteItem:
-    return WriteItem(MetadataIndex(SKELETON_KEY), WriteItemType.BYTE_IO)
+    return WriteItem(MetadataIndex(ONE_FILE_KEY), WriteItemType.BYTE_IO)
 
 
 def _replace(filesystem: Filesystem, written: str, final: str) -> None:

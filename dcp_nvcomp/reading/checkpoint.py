@@ -149,7 +149,9 @@ class Checkpoint(Mapping[str, Any]):
         try:
             return self._metadata.state_dict_metadata[key]
         except KeyError:
-            raise MissingKeyError(missing_key(key, self._metadata.state_dict_metadata), path=self.path) from None
+            raise MissingKeyError(
+                missing_key(key, self._metadata.state_dict_metadata, nests=False), path=self.path
+            ) from None
 
     def in_file_order(self, keys: Iterable[str] | None = None) -> list[str]:
         """Return keys in the order in which they are stored, in which reading them is quickest.

@@ -6,14 +6,14 @@ after the read           ->  new tensors take their places by `load_state_dict(a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from dcp_nvcomp.calls.flattening import nested
-from dcp_nvcomp.calls.suggestions import missing_key
+from dcp_nvcomp.calls.suggestions import missing_below_prefix
 from dcp_nvcomp.errors import ConfigurationError, DtypeMismatchError, MissingKeyError, ShapeMismatchError
 from dcp_nvcomp.format.metadata.paths import paths_below, paths_of
 from dcp_nvcomp.loading.matching import is_extra_state, saved_names
@@ -45,7 +45,7 @@ def load_into_module(
     # by the checkpoint's names, which wrappers of the module that was saved may have changed
     keys = saved_names({prefix + name: None for name in state}, source.metadata.state_dict_metadata)
     keys = {name: keys[prefix + name] for name in state}
-    _check(source, state, keys, may_cast=dtype == "cast")
+    _check(source, state, keys, prefix=prefix, may_cast=dtype == "cast")
     made: dict[int, torch.Tensor] = {}  # by what is on the meta device: two names of one tensor stay one
     tensors: dict[str, torch.Tensor] = {}
     assigned: dict[str, Any] = {}
@@ -79,7 +79,7 @@ def _like(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.nn.Parameter(tensor, value.requires_grad) if isinstance(value, torch.nn.Parameter) else tensor
 
 
-def _check(source: _Source, state: Mapping[str, Any], keys: Mapping[str, str], *, may_cast: bool) -> None:
+def _check(source: _Source, state: Mapping[str, Any], keys: Mapping[str, str], *, prefix: str, may_cast: bool) -> None:
     """Refuse what can't be loaded, before anything is."""
     there = source.metadata.state_dict_metadata
     paths = paths_of(source.metadata)
@@ -87,21 +87,21 @@ def _check(source: _Source, state: Mapping[str, Any], keys: Mapping[str, str], *
         key = keys[name]
         stored = there.get(key)
         if isinstance(value, torch.Tensor) and not is_extra_state(name):
-            _check_tensor(source.path, key, value, stored, there, may_cast=may_cast)
+            if stored is None:
+                raise MissingKeyError(missing_below_prefix(name, prefix, state, there), path=source.path)
+            _check_tensor(source.path, key, value, stored, may_cast=may_cast)
         elif stored is None and not paths_below(paths, key):
-            raise MissingKeyError(missing_key(key, there), path=source.path)
+            raise MissingKeyError(missing_below_prefix(name, prefix, state, there), path=source.path)
 
 
-def _check_tensor(
-    path: str, key: str, value: torch.Tensor, stored: Any, there: Collection[str], *, may_cast: bool
-) -> None:
-    if stored is None:
-        raise MissingKeyError(missing_key(key, there), path=path)
+def _check_tensor(path: str, key: str, value: torch.Tensor, stored: Any, *, may_cast: bool) -> None:
     if not isinstance(stored, TensorStorageMetadata):
         raise ShapeMismatchError("The module has a tensor, the checkpoint a Python object.", path=path, fqn=key)
     if type(value) not in _PLAIN:
         raise ConfigurationError(
-            f"The module's tensor is a {type(value).__name__}: use dcp_nvcomp.load for sharded models.", fqn=key
+            f"The module's tensor is a {type(value).__name__}: use dcp_nvcomp.load for sharded models.",
+            path=path,
+            fqn=key,
         )
     if stored.size != value.shape:
         raise ShapeMismatchError(

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from dcp_nvcomp.calls.unknown_options import unknown_option
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.loading.reader import NvcompReader
-from dcp_nvcomp.options import DEADLINE_OPTION, option_names, unknown_option
+from dcp_nvcomp.options import DEADLINE_OPTION, option_names
 from dcp_nvcomp.saving.writer import NvcompWriter
 
 __all__ = ["REPLICAS", "SaveOptions", "check_count", "check_tiers", "job_id"]
@@ -51,7 +52,7 @@ class SaveOptions:
         for name in rest:
             close = difflib.get_close_matches(name, own_names, n=1, cutoff=0.8)
             if close:
-                raise unknown_option(name, close, "")
+                raise unknown_option(name, close)
         NvcompWriter(root, **writer, **rest)  # these two look at all values, and open the storage
         NvcompReader(root, **reader, **rest)
         deadline = {name: value for name, value in options.items() if name == DEADLINE_OPTION}

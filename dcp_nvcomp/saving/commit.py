@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import starmap
@@ -29,7 +30,7 @@ from dcp_nvcomp.errors import (
 from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.metadata.publishing import metadata_to_publish, publication, settled_to_publish
-from dcp_nvcomp.format.metadata.roots import is_missing, read_root
+from dcp_nvcomp.format.metadata.roots import Root, is_missing, read_root
 from dcp_nvcomp.format.metadata.summary import Summary
 from dcp_nvcomp.format.names import (
     METADATA_NAME,
@@ -37,6 +38,7 @@ from dcp_nvcomp.format.names import (
     rank_of_metadata_name,
     save_metadata_name,
 )
+from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.saving.orphans import files_of_current, remove_files
 from dcp_nvcomp.saving.plans.global_plan import PlannedMetadata
 from dcp_nvcomp.saving.published import LastPublished
@@ -76,7 +78,7 @@ def refuse_existing(filesystem: Filesystem, *, rank: int | None) -> None:
     for name in names:
         if filesystem.file_nbytes(name) is not None:
             option = "overwrite=False" if rank is None else "use_collectives=False"
-            message = f"There is a checkpoint already, and {option} forbids replacing it. Choose another path."
+            message = f"Checkpoint already exists, and {option} forbids replacing it. Choose another path."
             raise CheckpointExistsError(message, path=filesystem.location(name))
 
 
@@ -211,10 +213,11 @@ def commit_files(filesystem: Filesystem, save: WrittenSave, last: LastPublished,
     """
     copy = save_metadata_name(save.save_id)
     try:
-        replaced = (files_of_current(filesystem, last) or set()) | _files_of_ranks(filesystem)
+        current = files_of_current(filesystem, last, seen=lambda root: _warn_of_stock(filesystem, root))
+        replaced = (current or set()) | _files_of_ranks(filesystem)
         filesystem.publish(copy, save.data)
         _check_present(filesystem, save.files)
-    except CheckpointError:
+    except (CheckpointError, Warning):
         remove_files(filesystem, {copy, *save.own_files}, "a save that was not published")
         raise
     try:
@@ -237,6 +240,19 @@ def commit_files(filesystem: Filesystem, save: WrittenSave, last: LastPublished,
     kept = {METADATA_NAME, copy, *save.files}
     last.note(save.data, kept)
     remove_files(filesystem, replaced - kept, "the checkpoint that was replaced")
+
+
+def _warn_of_stock(filesystem: Filesystem, root: Root) -> None:
+    """Warn of a checkpoint of stock DCP that is about to be replaced, as stock DCP does of each that it overwrites."""
+    count = sum(file is None for file in root.files().values())
+    if count:
+        warnings.warn(
+            f"Detected an existing checkpoint of stock DCP in {without_secrets(filesystem.path)}, overwriting it: its "
+            f"{count} data file{' is' if count == 1 else 's are'} removed once this one is published. Save to a path "
+            "of its own to keep it, or pass overwrite=False to raise where there is a checkpoint.",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 def to_publish(metadata: Metadata, path: str, summary: Summary | None) -> bytes:

@@ -11,7 +11,7 @@ from dcp_nvcomp.errors import (
     CheckpointError,
     StorageError,
 )
-from dcp_nvcomp.format.metadata.roots import read_root
+from dcp_nvcomp.format.metadata.roots import Root, read_root
 from dcp_nvcomp.format.names import (
     DATA_FILE_SUFFIX,
     METADATA_NAME,
@@ -58,12 +58,15 @@ class Orphans:
                 remove_files(filesystem, set(names) - named, "an earlier, failed save")
 
 
-def files_of_current(filesystem: Filesystem, last: LastPublished | None = None) -> set[str] | None:
+def files_of_current(
+    filesystem: Filesystem, last: LastPublished | None = None, *, seen: Callable[[Root], None] = lambda root: None
+) -> set[str] | None:
     """Return the files of the current checkpoint: an empty set if there is none, None if it can't be read.
 
     Args:
         filesystem: the checkpoint's directory.
         last: what this writer published last, if that may be the current checkpoint.
+        seen: called with the current checkpoint's metadata, unless it is what this writer published last.
 
     Raises:
         StorageError: the storage did not respond within the time limit; asking again would take as long.
@@ -73,7 +76,11 @@ def files_of_current(filesystem: Filesystem, last: LastPublished | None = None) 
         if nbytes is None:
             return set()
         own = last.names_if_current(filesystem, nbytes) if last is not None else None
-        return own if own is not None else read_root(filesystem, METADATA_NAME).names()
+        if own is not None:
+            return own
+        root = read_root(filesystem, METADATA_NAME)
+        seen(root)
+        return root.names()
     except CheckpointError as error:
         if isinstance(error, StorageError) and error.errno == errno.ETIMEDOUT:
             raise

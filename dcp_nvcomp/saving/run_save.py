@@ -17,8 +17,10 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from dcp_nvcomp.calls.meeting import Call
 from dcp_nvcomp.calls.ranks import error_of_ranks
+from dcp_nvcomp.calls.unknown_options import refuse_path
 from dcp_nvcomp.calls.values import is_default_planner, wrapped
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
+from dcp_nvcomp.options import option_names
 from dcp_nvcomp.saving.plans.differences import OnDifference
 from dcp_nvcomp.saving.plans.global_plan import PlannedMetadata
 from dcp_nvcomp.saving.plans.planner import KeepingPlanner
@@ -48,6 +50,7 @@ def writer_for(
         ConfigurationError: the arguments contradict each other.
     """
     if writer is None:
+        refuse_path(options, option_names(NvcompWriter))
         if checkpoint_id is None:
             raise ConfigurationError(f"{call} needs a checkpoint_id or a storage_writer.")
         return NvcompWriter(checkpoint_id, **options)

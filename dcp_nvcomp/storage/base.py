@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
+from dcp_nvcomp.calls.files import fault_of_name
 from dcp_nvcomp.errors import (
     CheckpointError,
     ConcurrentSaveError,
@@ -122,6 +122,8 @@ class Filesystem(ABC):
     read_nbytes: int  # length of a read that pays off: longer ones leave threads without work at the end
     file_nbytes_worthwhile: int  # minimum size that justifies another file's open and fsync
     read_copies: int  # peak number of copies of the data in memory during `read_into`
+    # opens another place of the same storage with the same options; set by open.py
+    reopen: Callable[[str], Filesystem] | None = None
 
     @abstractmethod
     def output_streams(self, thread_count: int, memory_budget: int) -> int:
@@ -187,6 +189,10 @@ class Filesystem(ABC):
     def list_files(self) -> list[FileInfo]:
         """Return the plain files directly in the directory, by name; none if there is no directory."""
 
+    def list_folders(self) -> list[str]:
+        """Return the sorted names of what is a directory directly in the directory, or looks like one."""
+        return []
+
     @abstractmethod
     def list_below(self) -> Below:
         """Return what is at any depth below the directory; nothing if there is no directory."""
@@ -228,21 +234,12 @@ class Filesystem(ABC):
         """Drop cached descriptors. The object may be used again afterwards."""
 
 
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*:")
-
-
 def check_relative_path(name: str, *, path: str) -> str:
     """Return `name` if it stays inside the checkpoint at `path`, else raise UnsafePathError."""
-    parts = name.split("/")
-    if "\\" in name or any(ord(character) < 32 for character in name):
-        reason = "it has a backslash or a control character"
-    elif name.startswith("/") or _SCHEME.match(name) or "::" in name:
-        reason = "it is not relative"
-    elif ".." in parts or "." in parts or "" in parts:
-        reason = "it has an empty, '.' or '..' part"
-    else:
-        return name
-    raise UnsafePathError(f"The checkpoint names a file {name!r}, which is not allowed: {reason}.", path=path)
+    reason = fault_of_name(name)
+    if reason is not None:
+        raise UnsafePathError(f"The checkpoint names a file {name!r}, which is not allowed: {reason}.", path=path)
+    return name
 
 
 # The errno that clients leave out when they raise one of Python's own subclasses of OSError.

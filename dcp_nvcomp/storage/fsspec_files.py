@@ -294,20 +294,29 @@ class FsspecFilesystem(RemoteFilesystem):
             return int(info["size"]) if info["type"] == "file" else None
 
     def list_files(self) -> list[FileInfo]:
+        inside = [
+            FileInfo(self._name(item), int(item["size"] or 0), modified_seconds(item))
+            for item in self._listed()
+            if item["type"] == "file"
+        ]
+        return sorted((file for file in inside if file.name and "/" not in file.name), key=lambda file: file.name)
+
+    def list_folders(self) -> list[str]:
+        names = {self._name(item).rstrip("/") for item in self._listed() if item["type"] == "directory"}
+        return sorted(name for name in names if name and "/" not in name)
+
+    def _listed(self) -> list[dict[str, Any]]:
         with self._errors("list", self.path):
             self._fs.invalidate_cache()
             try:
-                found = self._fs.ls(self._root, detail=True)
+                return list(self._fs.ls(self._root, detail=True))
             except Exception as error:
                 if not is_not_found(error) and not isinstance(error, NotADirectoryError):
                     raise
                 return []
-        inside = [
-            FileInfo(item["name"].removeprefix(f"{self._root}/"), int(item["size"] or 0), modified_seconds(item))
-            for item in found
-            if item["type"] == "file"
-        ]
-        return sorted((file for file in inside if file.name and "/" not in file.name), key=lambda file: file.name)
+
+    def _name(self, item: Mapping[str, Any]) -> str:
+        return str(item["name"]).removeprefix(f"{self._root}/")
 
     def list_below(self) -> Below:
         with self._errors("list", self.path):

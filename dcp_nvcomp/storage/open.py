@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import inspect
 import os
 import re
@@ -18,14 +19,15 @@ from typing import Any
 import fsspec
 import fsspec.config
 
+from dcp_nvcomp.calls.unknown_options import advice_for, unknown_option
 from dcp_nvcomp.errors import ConfigurationError
-from dcp_nvcomp.options import DEADLINE_OPTION, DEADLINE_SECONDS, check_seconds, not_a_path, unknown_option
+from dcp_nvcomp.options import DEADLINE_OPTION, DEADLINE_SECONDS, check_seconds, not_a_path
 from dcp_nvcomp.redaction import Redactor
 from dcp_nvcomp.storage.azure.filesystem import AzureFilesystem
 from dcp_nvcomp.storage.azure.options import AZURE, azure_url
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.file_servers.opening import open_file_server
-from dcp_nvcomp.storage.file_servers.urls import FILE_SERVERS, file_server_url
+from dcp_nvcomp.storage.file_servers.urls import FILE_SERVERS, SMB, file_server_url
 from dcp_nvcomp.storage.fsspec_files import FsspecFilesystem
 from dcp_nvcomp.storage.gcs.filesystem import GcsFilesystem
 from dcp_nvcomp.storage.gcs.options import GCS, gcs_url
@@ -34,6 +36,7 @@ from dcp_nvcomp.storage.marked_urls import without_mark
 from dcp_nvcomp.storage.remote import PARALLEL_READS, part_nbytes
 from dcp_nvcomp.storage.s3 import client as s3_client
 from dcp_nvcomp.storage.s3 import filesystem as s3
+from dcp_nvcomp.storage.versions import refuse_old
 
 __all__ = ["open_filesystem", "place_of", "real_place"]
 
@@ -67,6 +70,25 @@ def open_filesystem(
     Raises:
         ConfigurationError: an option or the protocol is unknown, or its package is not installed.
     """
+    options: dict[str, Any] = {
+        "sync_files": sync_files,
+        "deadline_seconds": deadline_seconds,
+        "storage_options": storage_options,
+        "known_options": known_options,
+    }
+    filesystem = _open(path, **options)
+    filesystem.reopen = functools.partial(open_filesystem, **options)
+    return filesystem
+
+
+def _open(
+    path: str | os.PathLike[str],
+    *,
+    sync_files: bool,
+    deadline_seconds: float,
+    storage_options: Mapping[str, Any] | None,
+    known_options: Sequence[str],
+) -> Filesystem:
     text = os.fspath(path)
     if not isinstance(text, str) or not text:
         raise not_a_path(path)
@@ -81,6 +103,8 @@ def open_filesystem(
     url = _URL.match(text)
     protocol = url[1].lower() if url else "file"
     chained = url is not None and url[2] is not None
+    for package in _packages(protocol):
+        refuse_old(package, f"{protocol}://")
     if protocol in AZURE and not chained:
         return _open_azure(text, protocol, options, deadline_seconds, known_options)
     if protocol in GCS and not chained:
@@ -98,6 +122,19 @@ def open_filesystem(
     if protocol in _S3 and not chained:
         return _open_s3(text, options, deadline_seconds)
     return _open_fsspec(text, protocol, options)
+
+
+def _packages(protocol: str) -> tuple[str, ...]:
+    """Return the packages that bring a storage and have a lowest version."""
+    if protocol in _S3:
+        return "fsspec", "s3fs"
+    if protocol in GCS:
+        return "fsspec", "gcsfs"
+    if protocol in AZURE:
+        return ("obstore",)
+    if protocol in FILE_SERVERS:
+        return ("smbprotocol",) if protocol in SMB else ("asyncssh",)
+    return () if protocol in ("file", "local") else ("fsspec",)
 
 
 def place_of(path: str | os.PathLike[str]) -> str:
@@ -200,6 +237,8 @@ def _filesystem_class(protocol: str, path: str) -> Any:
 
 # Taken by every fsspec filesystem, but not named in its constructor.
 _COMMON_OPTIONS = ("use_listings_cache", "listings_expiry_time", "max_paths", "skip_instance_cache")
+# What fsspec's filesystems take for themselves: it can't work here.
+_INTERNAL_OPTIONS = ("asynchronous", "loop", "self")
 # s3fs hands what it does not know to its botocore session, which names it only at the first request.
 _S3_SESSION_OPTIONS = ("profile", "session_vars", "event_hooks", "include_builtin_handlers")
 # Filesystems whose options are all named above or in their constructors: anything else is a mistake.
@@ -210,19 +249,21 @@ def _check_options(
     filesystem_class: type, protocol: str, options: Mapping[str, Any], known_options: Sequence[str], *, may_pass: bool
 ) -> None:
     """Refuse unknown options: fsspec and s3fs would ignore them, or fail late and unclearly."""
-    names = set(_COMMON_OPTIONS + (_S3_SESSION_OPTIONS if protocol in _S3 else ()))
+    names = set(_S3_SESSION_OPTIONS if protocol in _S3 else ())
     for base in filesystem_class.__mro__:
         if "__init__" in vars(base) and base is not object:
             parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
-            names |= {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)} - {"self"}
+            names |= {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    names -= set(_INTERNAL_OPTIONS)
     is_closed = protocol in _CLOSED and not may_pass  # then it is a mistake, and the hint may be a bolder guess
-    for option in options.keys() - names:
+    for option in sorted(options.keys() - names - set(_COMMON_OPTIONS)):
         close = difflib.get_close_matches(
             option, [*known_options, *sorted(names)], n=1, cutoff=0.6 if is_closed else 0.75
         )
-        if close or is_closed:
-            theirs = f"{protocol}:// takes {', '.join(sorted(names))}"
-            raise unknown_option(option, close, f"it is none of this call's, and {theirs}" if known_options else theirs)
+        if close or is_closed or advice_for(option, known_options):
+            # those of fsspec's own local and memory filesystems change nothing
+            takes = names if protocol in _S3 else ()
+            raise unknown_option(option, close, call=known_options, storage=f"{protocol}://", takes=takes)
 
 
 # A PUT is atomic and directories do not exist. Elsewhere directories are made, as on a disk.

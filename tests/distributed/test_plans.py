@@ -62,7 +62,8 @@ def _described(path: Path) -> tuple[Any, ...]:
         (index.fqn, index.offset, index.index): (file[0].split("_", 3)[:3], record)
         for index, (file, record) in metadata.storage_data.items()
     }
-    return metadata.state_dict_metadata, metadata.planner_data, places
+    paths = {fqn: metadata.planner_data[fqn] for fqn in metadata.state_dict_metadata}
+    return metadata.state_dict_metadata, paths, places
 
 
 def _in_many_ways(path: Path) -> list[tuple[str, int]]:

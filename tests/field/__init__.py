@@ -1,0 +1,1 @@
+"""What people met with this package or with others, and what is right."""

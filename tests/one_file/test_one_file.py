@@ -163,7 +163,9 @@ def test_other_files(tmp_path: Path) -> None:
     with pytest.raises(errors.FormatError):
         load_compressed_checkpoint(tmp_path / "short")
     save({"w": torch.ones(3), "step": 1}, tmp_path / "checkpoint", no_dist=True)
-    with pytest.raises(errors.FormatError, match="no file of save_compressed_checkpoint"):
+    with pytest.raises(
+        errors.FormatError, match="a data file of a checkpoint, not a file of save_compressed_checkpoint"
+    ):
         load_compressed_checkpoint(data_file(tmp_path / "checkpoint"))
     with pytest.raises(errors.ConfigurationError, match="names a directory"):
         load_compressed_checkpoint(f"{tmp_path}/")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from dcp_nvcomp import NvcompReader, NvcompWriter, errors, options
+from dcp_nvcomp.calls.unknown_options import ONLY_LOADS, ONLY_SAVES, unknown_option
 from dcp_nvcomp.maintenance.opening import READER_OPTIONS
 
 
@@ -66,8 +67,14 @@ def test_names_of_the_options() -> None:
 
 
 def test_an_unknown_option() -> None:
-    assert "did you mean 'codec'?" in str(options.unknown_option("codek", ["codec"], "there is none"))
-    assert "Unknown option 'x': there is none." in str(options.unknown_option("x", [], "there is none"))
+    assert "did you mean 'codec'?" in str(unknown_option("codek", ["codec"]))
+    assert "Unknown option 'x': s3:// takes a, b." in str(unknown_option("x", storage="s3://", takes=["b", "a"]))
+
+
+def test_options_of_saves_and_loads_alone_are_known_as_such() -> None:
+    saves, loads = set(options.option_names(NvcompWriter)), set(options.option_names(NvcompReader))
+    assert set(ONLY_SAVES) == saves - loads
+    assert set(ONLY_LOADS) == loads - saves
 
 
 def test_options_of_the_reader_are_not_of_a_storage() -> None:

@@ -87,7 +87,8 @@ def test_overwriting_removes_what_was_replaced(tmp_path: Path) -> None:
 def test_overwriting_a_stock_checkpoint_removes_its_files(tmp_path: Path) -> None:
     save_stock(tmp_path, state_of_sizes(1))
     assert data_files(tmp_path) == ["__0_0.distcp"]
-    save(tmp_path, state_of_sizes(2))
+    with pytest.warns(UserWarning, match="an existing checkpoint of stock DCP"):
+        save(tmp_path, state_of_sizes(2))
     assert "__0_0.distcp" not in data_files(tmp_path)
     assert_loads(tmp_path, state_of_sizes(2))
 

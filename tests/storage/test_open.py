@@ -82,7 +82,7 @@ def test_a_mistyped_option_of_the_caller(path: str) -> None:
 @pytest.mark.parametrize(
     ("path", "options", "message"),
     [
-        ("local", {"endpoint_url": "http://x"}, "file:// takes auto_mkdir"),
+        ("local", {"endpoint_url": "http://x"}, "it is an option of s3://, not of file://"),
         ("memory://x", {"whatever": 1}, "'whatever'"),
         ("s3://bucket/run", {"endpoint": "http://x"}, "did you mean 'endpoint_url'"),
         ("s3://bucket/run", {"whatever": 1}, "takes anon, .*endpoint_url"),
@@ -118,7 +118,7 @@ def test_options_that_are_right() -> None:
     open_filesystem("s3://bucket/run", storage_options=s3_options, known_options=WRITER_OPTIONS)
     assert repr(s3_options) == before
     open_filesystem("local", storage_options={"auto_mkdir": True})
-    open_filesystem("memory://x", storage_options={"global_store": True})
+    open_filesystem("memory://x", storage_options={"use_listings_cache": True})
 
 
 def test_importing_needs_no_s3fs() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from dcp_nvcomp.calls.files import parent_and_name
 from dcp_nvcomp.conversion.entries import ObjectEntry, Source, TensorEntry, TensorReader
-from dcp_nvcomp.conversion.places import is_file, linked_to, names_in
+from dcp_nvcomp.conversion.places import is_file, names_in
 from dcp_nvcomp.conversion.safetensors_format import (
     INDEX_NAME,
     MAX_HEADER_NBYTES,
@@ -21,6 +21,7 @@ from dcp_nvcomp.conversion.safetensors_format import (
 )
 from dcp_nvcomp.errors import CheckpointError, CheckpointNotFoundError, CorruptDataError, IncompleteCheckpointError
 from dcp_nvcomp.format.blocks import Box
+from dcp_nvcomp.format.recognition import linked_to
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.storage.base import Filesystem, check_relative_path
 from dcp_nvcomp.storage.open import open_filesystem, place_of

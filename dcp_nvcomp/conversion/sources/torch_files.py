@@ -19,7 +19,6 @@ import torch
 from dcp_nvcomp.calls.files import parent_and_name
 from dcp_nvcomp.calls.flattening import flatten
 from dcp_nvcomp.conversion.entries import ObjectEntry, ObjectReader, Source, TensorEntry, TensorReader
-from dcp_nvcomp.conversion.places import linked_to
 from dcp_nvcomp.engines.tensors import memory_of
 from dcp_nvcomp.errors import (
     CheckpointError,
@@ -29,6 +28,7 @@ from dcp_nvcomp.errors import (
     UnsafeObjectError,
 )
 from dcp_nvcomp.format.blocks import Box
+from dcp_nvcomp.format.recognition import linked_to
 from dcp_nvcomp.loading.safe_objects import allowed_globals, check_file, what_it_needs
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.storage.base import Filesystem

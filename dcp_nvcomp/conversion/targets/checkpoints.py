@@ -72,7 +72,9 @@ def write_dcp(path: str, planner: ConvertingPlanner, *, overwrite: bool, storage
     filesystem = open_filesystem(path, storage_options=storage_options)
     try:
         if not overwrite and filesystem.file_nbytes(METADATA_NAME) is not None:
-            raise CheckpointExistsError("There is a checkpoint already.", path=filesystem.path)
+            raise CheckpointExistsError(
+                "Checkpoint already exists; overwrite=True, or --overwrite, replaces it.", path=filesystem.path
+            )
         filesystem.create_directory()
         replaced = files_of_current(filesystem) or set()
         save = _StockSave(planner)

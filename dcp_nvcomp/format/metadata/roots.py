@@ -33,6 +33,7 @@ from dcp_nvcomp.format.names import (
     rank_of_metadata_name,
     save_id_of_copy,
 )
+from dcp_nvcomp.format.recognition import refused
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.reread import reread
 
@@ -185,7 +186,7 @@ def read_roots(filesystem: Filesystem, names: Iterable[str]) -> list[Root]:
 
 
 def nothing_there(filesystem: Filesystem, names: Iterable[str]) -> CheckpointNotFoundError:
-    """Return the error to raise if no file in a directory is a root.
+    """Return the error to raise if no file in a directory is a root: it says what is there instead, if anything is.
 
     Args:
         filesystem: the directory.
@@ -197,7 +198,7 @@ def nothing_there(filesystem: Filesystem, names: Iterable[str]) -> CheckpointNot
             "`.metadata` was lost, `dcp-nvcomp recover` brings it back.",
             path=filesystem.path,
         )
-    return CheckpointNotFoundError(
+    return refused(filesystem) or CheckpointNotFoundError(
         "There is no checkpoint here: no `.metadata` was found. `dcp-nvcomp ls` lists those below a directory.",
         path=filesystem.path,
     )

@@ -138,30 +138,27 @@ class Optimizers:
         """
         own = self.state_dict()[_STATE]
         parameters = dict(self._parameters())
+        templates: Mapping[Any, Any] | None = None
         places: dict[str, Any] = {}
-        unknown = []
         for entry in entries:
-            place: Any = Vacant()
-            if isinstance(entry.item, TensorStorageMetadata):
-                fqn = entry.path[1] if entry.path[0] == _STATE and len(entry.path) > 2 else None
-                known = _at(own.get(fqn, _NO_STATE), entry.path[2:])
-                parameter = parameters.get(str(fqn))
-                place = _place(entry.item, known, parameter, self._is_of_torch)
-                if place is None:
-                    unknown.append(entry)
-            places[entry.fqn] = place
-        templates = self._templates() if unknown else {}
-        for entry in unknown:
-            assert isinstance(entry.item, TensorStorageMetadata)
-            found = _at(templates.get(entry.path[1], _NO_STATE), entry.path[2:])
-            if not isinstance(found, torch.Tensor) or found.shape != entry.item.size:
-                found = _plain_place(entry)
-            places[entry.fqn] = found
+            if not isinstance(entry.item, TensorStorageMetadata):
+                places[entry.fqn] = Vacant()
+                continue
+            fqn = str(entry.path[1]) if entry.path[0] == _STATE and len(entry.path) > 2 else None
+            parameter = None if fqn is None else parameters.get(fqn)
+            known = _at(own.get(fqn, _NO_STATE), entry.path[2:])
+            if parameter is not None and not _fits(known, entry.item) and self._may_be_of_any_layout(parameter, entry):
+                templates = self._templates() if templates is None else templates
+                known = _at(templates.get(fqn, _NO_STATE), entry.path[2:])
+            places[entry.fqn] = known if _fits(known, entry.item) else _place(entry, parameter)
         return nested({entry.fqn: entry.path for entry in entries}, places)
 
-    @property
-    def _is_of_torch(self) -> bool:
-        return all(type(one).__module__.startswith("torch.optim.") for one in self._optimizers)
+    def _may_be_of_any_layout(self, parameter: torch.Tensor, entry: SavedEntry) -> bool:
+        """Return True if state of a parameter may be of another class than that, or be sharded in another way."""
+        of_torch = all(type(one).__module__.startswith("torch.optim") for one in self._optimizers)
+        is_other_shape = isinstance(parameter, DTensor) and len(entry.item.chunks) > 1  # type: ignore[union-attr]
+        is_other_shape = is_other_shape and entry.item.size != parameter.shape  # type: ignore[union-attr]
+        return not of_torch or type(_local(parameter)) not in PLAIN_TENSORS or is_other_shape
 
     def _templates(self) -> Mapping[Any, Any]:
         """Return state as a step without gradients makes it, of which only layouts matter; nothing if it can't be."""
@@ -245,34 +242,26 @@ def _at(value: Any, path: Sequence[Any]) -> Any:
     return value
 
 
-def _place(item: TensorStorageMetadata, known: Any, parameter: Any, is_of_torch: bool) -> torch.Tensor | None:
-    """Return a tensor to load an entry into; None if its layout is not known."""
+def _fits(known: Any, item: TensorStorageMetadata) -> bool:
+    return isinstance(known, torch.Tensor) and known.shape == item.size and known.dtype == item.properties.dtype
+
+
+def _place(entry: SavedEntry, parameter: torch.Tensor | None) -> torch.Tensor:
+    """Return a tensor to load an entry into: like its parameter if it has that shape."""
+    item = entry.item
+    assert isinstance(item, TensorStorageMetadata)
     dtype = item.properties.dtype
-    if isinstance(known, torch.Tensor) and known.shape == item.size and known.dtype == dtype:
-        return known
-    if parameter is None:
-        return torch.empty(item.size, dtype=dtype) if len(item.chunks) == 1 else None
-    is_sharded = isinstance(parameter, DTensor)
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    if not is_of_torch or type(local) not in PLAIN_TENSORS:
-        return None
-    if not item.size:  # counts of steps, which are on the host unless the optimizer says otherwise
-        return torch.empty((), dtype=dtype)
-    if item.size == parameter.shape:
-        place: torch.Tensor = torch.empty_like(parameter.detach(), dtype=dtype)
-        return place
-    return None if is_sharded else torch.empty(item.size, dtype=dtype, device=parameter.device)
-
-
-def _plain_place(entry: SavedEntry) -> torch.Tensor:
-    assert isinstance(entry.item, TensorStorageMetadata)
-    if len(entry.item.chunks) > 1:
+    if parameter is not None and item.size and item.size == parameter.shape:
+        return torch.empty_like(parameter.detach(), dtype=dtype)
+    if len(item.chunks) > 1:
         raise CheckpointError(
-            f"This was saved in {len(entry.item.chunks)} shards, and the optimizer does not say how to shard it: take "
-            "one step with it before the restore, so that it has state of that layout.",
+            f"This was saved in {len(item.chunks)} shards, and the optimizer does not say how to shard it: take one "
+            "step with it before the restore, so that it has state of that layout.",
             fqn=f"optimizer.{entry.fqn}",
         )
-    return torch.empty(entry.item.size, dtype=entry.item.properties.dtype)
+    # counts of steps are on the host, unless the optimizer says otherwise when it takes them
+    device = "cpu" if parameter is None or not item.size or isinstance(parameter, DTensor) else parameter.device
+    return torch.empty(item.size, dtype=dtype, device=device)
 
 
 def _matched(
@@ -341,9 +330,17 @@ def _is_there(value: Any, there: Any, name: Any) -> bool:
     found = there[name]
     if found is value:
         return True
+    if isinstance(found, torch.Tensor) and not found.dim() and _is_number(value):
+        number, saved = _local(found).item(), value.item() if isinstance(value, torch.Tensor) else value
+        return bool(number == saved or (number != number and saved != saved))  # or both are NaN
     if isinstance(value, torch.Tensor) and isinstance(found, torch.Tensor):
         return type(found) is type(value) and is_same(_local(found), _local(value).to(_local(found).device))
     return is_same(_nested_local(found), _nested_local(value))
+
+
+def _is_number(value: Any) -> bool:
+    """Return True for what an optimizer may make a tensor of, or of another dtype: its count of steps."""
+    return type(value) in (int, float) or (type(value) is torch.Tensor and not value.dim())
 
 
 def _local(value: Any) -> Any:

@@ -109,13 +109,13 @@ class KeepingPlanner(SavePlanner):
             RanksDifferError: not all ranks make this save.
         """
         ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
+        self.comparison = Comparison(ranks, self._on_difference)
         if self._is_default and self._failure is None:
             self._flatten(state_dict, is_coordinator=not ranks or dist.get_rank() == ranks[0])
-        if self._may_keep and self._failure is None:
-            self._describe(ranks)
-        self.comparison = Comparison(ranks, self._on_difference)
         if self._flat_state is not None:
             self.comparison.look(self._flat_state)
+        if self._may_keep and self._flat_state is not None:
+            self._describe(ranks)
         found = None if self._structure is None else kept().plans.find(self._key, self._structure)
         mine = Proposal(found.plan_id if found else None, self._structure is not None)
         agreement = agree(mine, group, call)
@@ -188,12 +188,12 @@ class KeepingPlanner(SavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         if self._kept is not None:
             assert self._kept.everyones is not None, "each rank is the coordinator of all its saves, or of none"
-            all_plans, _ = self.comparison.compared(all_plans, self._kept.everyones.compared_keys)
-            return self.comparison.told(all_plans), self._kept.everyones.metadata()
-        all_plans, keys = self.comparison.compared(all_plans, None)
-        plans, metadata = self._inner.create_global_plan(all_plans)
+            plans, _ = self.comparison.compared(all_plans, self._kept.everyones.compared_keys)
+            return self.comparison.told(plans), self._kept.everyones.metadata()
+        local_plans, keys = self.comparison.compared(all_plans, None)
+        plans, metadata = self._inner.create_global_plan(local_plans)
         if self._is_default and metadata.planner_data is not None:
-            paths = merged_paths((plan.planner_data or {} for plan in all_plans), metadata.state_dict_metadata)
+            paths = merged_paths((plan.planner_data or {} for plan in local_plans), metadata.state_dict_metadata)
             metadata = dataclasses.replace(metadata, planner_data=paths)
         if self.is_kept:
             self._everyones = GlobalPlan(plans, metadata, keys)

@@ -99,10 +99,17 @@ class AzureFilesystem(RemoteFilesystem):
                 return None
 
     def list_files(self) -> list[FileInfo]:
-        def list_all(store: Any) -> list[Any]:
-            return list(library().list_with_delimiter(store, self._root or None)["objects"])
+        return sorted(map(self._info, self._listed("objects")), key=lambda file: file.name)
 
-        return sorted(map(self._info, self._client.call("list", self.path, list_all)), key=lambda file: file.name)
+    def list_folders(self) -> list[str]:
+        prefix = f"{self._root}/" if self._root else ""
+        return sorted(str(found).removeprefix(prefix).rstrip("/") for found in self._listed("common_prefixes"))
+
+    def _listed(self, what: str) -> list[Any]:
+        def list_all(store: Any) -> list[Any]:
+            return list(library().list_with_delimiter(store, self._root or None)[what])
+
+        return self._client.call("list", self.path, list_all)
 
     def list_below(self) -> Below:
         def list_all(store: Any) -> list[Any]:

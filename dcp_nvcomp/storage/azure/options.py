@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from dcp_nvcomp.calls.unknown_options import unknown_option
 from dcp_nvcomp.errors import ConfigurationError
-from dcp_nvcomp.options import unknown_option
 
 __all__ = ["AZURE", "AzurePlace", "azure_place", "azure_url"]
 
@@ -65,9 +65,9 @@ def azure_place(path: str, options: Mapping[str, Any], known_options: Sequence[s
         ConfigurationError: an option is unknown, the URL's host is not Azure's, or there is no account.
     """
     known = (*_SETTINGS, *_OTHERS)
-    for option in options.keys() - set(known):
+    for option in sorted(options.keys() - set(known)):
         close = difflib.get_close_matches(option, [*known_options, *known], n=1, cutoff=0.75)
-        raise unknown_option(option, close, f"az:// takes {', '.join(sorted(known))}")
+        raise unknown_option(option, close, call=known_options, storage="az://", takes=known)
     match = _URL.fullmatch(path)
     if match is None:
         raise ConfigurationError("A URL of Azure is az://container/path.", path=path)

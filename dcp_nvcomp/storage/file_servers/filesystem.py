@@ -104,6 +104,9 @@ class ServerFilesystem(RemoteFilesystem):
                     files.append(FileInfo(entry.name, nbytes, entry.modified_seconds))
         return sorted(files, key=lambda file: file.name)
 
+    def list_folders(self) -> list[str]:
+        return sorted(entry.name for entry in self._list_folder("") if entry.kind == "directory")
+
     def list_below(self) -> Below:
         files: list[FileInfo] = []
         failed: dict[str, StorageError] = {}

@@ -17,8 +17,8 @@ from urllib.parse import unquote
 
 import fsspec.config
 
+from dcp_nvcomp.calls.unknown_options import unknown_option
 from dcp_nvcomp.errors import ConfigurationError
-from dcp_nvcomp.options import unknown_option
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.storage.remote import option_nbytes
 
@@ -253,9 +253,9 @@ def _check_names(
     protocol: str,
     ignored: Sequence[str] = (),
 ) -> None:
-    for option in options.keys() - {*known, *ignored, *_IGNORED}:
+    for option in sorted(options.keys() - {*known, *ignored, *_IGNORED}):
         close = difflib.get_close_matches(option, [*known_options, *known], n=1, cutoff=0.75)
-        raise unknown_option(option, close, f"{protocol}:// takes {', '.join(sorted(known))}")
+        raise unknown_option(option, close, call=known_options, storage=f"{protocol}://", takes=known)
 
 
 def _port(options: Mapping[str, Any]) -> int | None:

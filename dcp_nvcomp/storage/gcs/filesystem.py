@@ -77,18 +77,30 @@ class GcsFilesystem(RemoteFilesystem):
     def list_files(self) -> list[FileInfo]:
         return sorted(self._listed(delimiter="/"), key=lambda file: file.name)
 
+    def list_folders(self) -> list[str]:
+        prefix = self._prefix()
+        pages = self._pages({"prefix": prefix, "fields": "nextPageToken,prefixes", "delimiter": "/"})
+        return sorted(found.removeprefix(prefix).rstrip("/") for page in pages for found in page.get("prefixes", ()))
+
     def list_below(self) -> Below:
         return Below([*self._listed()], [], {})
 
+    def _prefix(self) -> str:
+        return f"{self._root}/" if self._root else ""
+
     def _listed(self, **parameters: str) -> Iterator[FileInfo]:
-        prefix = f"{self._root}/" if self._root else ""
+        prefix = self._prefix()
         asked = {"prefix": prefix, "fields": "nextPageToken,items(name,size,updated)", **parameters}
-        while True:
-            page = self._page(asked)
+        for page in self._pages(asked):
             for found in page.get("items", ()):
                 name = found["name"].removeprefix(prefix)
                 if name and not name.endswith("/"):  # what web consoles make for a "folder"
                     yield FileInfo(name, int(found["size"]), _seconds(found))
+
+    def _pages(self, asked: dict[str, str]) -> Iterator[dict[str, Any]]:
+        while True:
+            page = self._page(asked)
+            yield page
             if not page.get("nextPageToken"):
                 return
             asked["pageToken"] = page["nextPageToken"]

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import fsspec.config
 
+from dcp_nvcomp.calls.unknown_options import unknown_option
 from dcp_nvcomp.errors import ConfigurationError
-from dcp_nvcomp.options import unknown_option
 from dcp_nvcomp.storage.remote import option_nbytes
 
 __all__ = ["GCS", "PART_MULTIPLE", "GcsPlace", "gcs_place", "gcs_url"]
@@ -63,9 +63,9 @@ def gcs_place(path: str, options: Mapping[str, Any], known_options: Sequence[str
     """
     options = {**fsspec.config.conf.get("gcs", {}), **fsspec.config.conf.get("gs", {}), **options}
     known = (*_CLIENT, *_PART)
-    for option in options.keys() - set(known):
+    for option in sorted(options.keys() - set(known)):
         close = difflib.get_close_matches(option, [*known_options, *known], n=1, cutoff=0.75)
-        raise unknown_option(option, close, f"gs:// takes {', '.join(sorted(known))}")
+        raise unknown_option(option, close, call=known_options, storage="gs://", takes=known)
     match = _URL.fullmatch(path)
     if match is None:
         raise ConfigurationError("A URL of Google Cloud Storage is gs://bucket/path.", path=path)

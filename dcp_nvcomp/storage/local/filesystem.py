@@ -318,6 +318,14 @@ class PosixFilesystem(Filesystem):
                 return []
         return sorted((file for file in found if file is not None), key=lambda file: file.name)
 
+    def list_folders(self) -> list[str]:
+        with storage_errors("list", self.path):
+            try:
+                with os.scandir(self._root) as items:
+                    return sorted(item.name for item in items if item.is_dir())
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+
     def list_below(self) -> Below:
         failed: dict[str, StorageError] = {}
 

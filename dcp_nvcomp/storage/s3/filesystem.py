@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from email.utils import parsedate_to_datetime
 from typing import Any
 
+from dcp_nvcomp.calls.unknown_options import unknown_option
 from dcp_nvcomp.errors import StorageError
-from dcp_nvcomp.options import unknown_option
 from dcp_nvcomp.storage.base import Below, FileInfo, OutputStream, UnfinishedUpload, already_published, too_short
 from dcp_nvcomp.storage.remote import RemoteFilesystem
 from dcp_nvcomp.storage.reread import is_stored
@@ -33,7 +33,9 @@ def check_additional_kwargs(fs: Any) -> None:
     names = {"acl"}.union(*(model.operation_model(operation).input_shape.members for operation in operations))
     for option in fs.s3_additional_kwargs.keys() - names:
         close = difflib.get_close_matches(option, sorted(names), n=1, cutoff=0.6)
-        raise unknown_option(option, close, "s3_additional_kwargs takes the parameters of S3's PutObject and the like")
+        raise unknown_option(
+            option, close or ["ServerSideEncryption"], storage="s3_additional_kwargs, with the parameters of PutObject,"
+        )
 
 
 def drop_expect_header(fs: Any) -> None:
@@ -165,6 +167,11 @@ class S3Filesystem(RemoteFilesystem):
             if name and not name.endswith("/"):  # what web consoles make for a "folder"
                 found.append(FileInfo(name, int(item["Size"]), item["LastModified"].timestamp()))
         return sorted(found, key=lambda file: file.name)
+
+    def list_folders(self) -> list[str]:
+        prefix = f"{self._root}/" if self._root else ""
+        found = self._listing("list", "list_objects_v2", "CommonPrefixes", Prefix=prefix, Delimiter="/")
+        return sorted(item["Prefix"].removeprefix(prefix).rstrip("/") for item in found)
 
     def _call(self, what: str, operation: str, **parameters: Any) -> dict[str, Any]:
         return self._client.call(what, self.path, operation, Bucket=self._bucket, **parameters).value

@@ -39,7 +39,8 @@ def test_switching_over(tmp_path: Path) -> None:
     """A running job: load what stock wrote, save to the same path with this writer, load again."""
     save_stock(tmp_path, golden_state())
     state = load(tmp_path, golden_state())
-    save(tmp_path, state)
+    with pytest.warns(UserWarning, match="an existing checkpoint of stock DCP"):
+        save(tmp_path, state)
     assert_loads(tmp_path, golden_state())
     assert not (tmp_path / "__0_0.distcp").exists()
 

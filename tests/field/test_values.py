@@ -1,0 +1,288 @@
+"""What people lost around their tensors elsewhere: keys, containers, extra state, views, wrappers."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dcp_nvcomp import (
+    CheckpointManager,
+    MissingKeyError,
+    TrainingState,
+    async_save,
+    compare_checkpoints,
+    convert,
+    load,
+    load_compressed_checkpoint,
+    open_checkpoint,
+    save,
+    save_compressed_checkpoint,
+)
+from dcp_nvcomp.errors import CheckpointError, ConfigurationError
+from tests.states import assert_same
+
+
+def run_and_back(path: Path, state: dict[str, Any], fresh: dict[str, Any]) -> dict[str, Any]:
+    """Save a state in a run, and restore it into a fresh one."""
+    with CheckpointManager(path, every=1, preemption_signals=()) as manager:
+        manager.save(1, state).saved.result(60)
+    with CheckpointManager(path, every=1, preemption_signals=()) as manager:
+        manager.restore(fresh)
+    return fresh
+
+
+def trained(module: torch.nn.Module, optimizer: torch.optim.Optimizer, width: int = 3) -> None:
+    for _ in range(2):
+        optimizer.zero_grad()
+        module(torch.ones(2, width)).square().sum().backward()
+        optimizer.step()
+
+
+# --- keys that are no text -------------------------------------------------------------------------------------------
+
+
+def test_a_plain_scheduler_comes_back(tmp_path: Path) -> None:
+    def build() -> torch.optim.lr_scheduler.MultiStepLR:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+        scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5, 5])
+        optimizer.step()
+        return scheduler
+
+    first, second = build(), build()
+    for _ in range(3):
+        first.step()
+    run_and_back(tmp_path, {"scheduler": first}, {"scheduler": second})
+    assert second.milestones == collections.Counter([2, 5, 5]) and set(map(type, second.milestones)) == {int}
+    assert_same(second.state_dict(), first.state_dict())
+
+
+def test_a_plain_optimizer_comes_back_into_a_fresh_one(tmp_path: Path) -> None:
+    module, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    first, second = torch.optim.AdamW(module.parameters(), lr=0.1), torch.optim.AdamW(other.parameters(), lr=0.5)
+    trained(module, first)
+    run_and_back(tmp_path, {"model": module.state_dict(), "opt": first}, {"model": other.state_dict(), "opt": second})
+    assert_same(second.state_dict(), first.state_dict())
+    trained(module, first), trained(other, second)
+    assert_same(other.state_dict(), module.state_dict())
+
+
+def test_each_way_of_loading_has_the_keys(tmp_path: Path) -> None:
+    state = {"by": {0: 1, -7: 2, 1.5: 3, True: 4, None: 5, (1, "a"): 6, b"x": 7, "text": 8}, "w": {3: torch.ones(2)}}
+    fresh = {"by": dict.fromkeys(state["by"], 0), "w": {3: torch.zeros(2)}}
+    save(state, tmp_path / "one", no_dist=True)
+    async_save(state, tmp_path / "two", no_dist=True).upload_completion.result(60)
+    for name in ("one", "two"):
+        found = {key: dict(value) for key, value in fresh.items()}
+        load(found, tmp_path / name, no_dist=True)
+        assert_same(found, state)
+    convert(tmp_path / "one", tmp_path / "state.pt")
+    assert_same(torch.load(tmp_path / "state.pt", weights_only=True), state)
+    convert(tmp_path / "state.pt", tmp_path / "three")
+    assert compare_checkpoints(tmp_path / "one", tmp_path / "three").is_equal
+    save({"by": {str(key): value for key, value in state["by"].items()}, "w": {"3": torch.ones(2)}}, tmp_path / "text")
+    kinds = {one.kind for one in compare_checkpoints(tmp_path / "one", tmp_path / "text").differences}
+    assert kinds == {"place"}
+
+
+def test_what_no_checkpoint_can_hold_is_refused_at_the_save(tmp_path: Path) -> None:
+    for state, key in (
+        ({"a": {0: 1, "0": 2}}, "a.0"),
+        ({"a.b": 1, "a": {"b": 2}}, "a.b"),
+        ({"opt": {torch.nn.Parameter(torch.ones(1)): {"step": torch.ones(1)}}}, "opt"),
+    ):
+        with pytest.raises(ConfigurationError) as caught:
+            save(state, tmp_path / "refused", no_dist=True)
+        assert caught.value.fqn == key
+    assert not (tmp_path / "refused" / ".metadata").exists()
+
+
+# --- containers ------------------------------------------------------------------------------------------------------
+
+
+def test_a_restore_brings_back_containers_a_load_says_what_it_leaves(tmp_path: Path) -> None:
+    state = {
+        "hist": [{"loss": 1.0}, {"loss": 0.5}],
+        "replay": [torch.ones(2), torch.zeros(1)],
+        "none": {},
+        "seen": {4: 5},
+    }
+
+    def fresh() -> dict[str, Any]:
+        return {
+            "p": {"hist": [{"loss": 9.0, "more": 1}], "replay": [torch.zeros(2)] * 3, "none": {"x": 1}, "seen": {1: 2}}
+        }
+
+    found = fresh()
+    containers = found["p"], found["p"]["hist"], found["p"]["seen"]
+    run_and_back(tmp_path / "run", {"p": state}, found)
+    assert_same(found, {"p": state})
+    assert containers[0] is found["p"] and containers[1] is found["p"]["hist"] and containers[2] is found["p"]["seen"]
+    save({"p": state}, tmp_path / "one", no_dist=True)
+    into: dict[str, Any] = {"p": {"hist": [{"loss": 9.0}], "replay": [torch.zeros(2)], "seen": {}}}
+    with pytest.warns(UserWarning, match=r"4 saved value\(s\) have no place.*'p\.hist\.1\.loss'") as warned:
+        load(into, tmp_path / "one", no_dist=True)
+    assert len(warned) == 1
+    assert_same(into, {"p": {"hist": [{"loss": 1.0}], "replay": [torch.ones(2)], "seen": {}}})
+
+
+def test_tensors_are_filled_in_place_and_missing_ones_are_missed(tmp_path: Path) -> None:
+    module = torch.nn.Linear(3, 2)
+    fresh = torch.nn.Linear(3, 2)
+    run_and_back(tmp_path, {"model": module.state_dict()}, {"model": fresh.state_dict()})
+    assert_same(fresh.state_dict(), module.state_dict())
+    wider = torch.nn.Sequential(collections.OrderedDict(weight=torch.nn.Linear(1, 1)))
+    with (
+        CheckpointManager(tmp_path, every=1, preemption_signals=()) as manager,
+        pytest.raises(CheckpointError, match=r"weight"),
+    ):
+        manager.restore({"model": {**fresh.state_dict(), **wider.state_dict()}})
+
+
+def test_other_kinds_of_containers_take_their_places(tmp_path: Path) -> None:
+    state = {"a": [1, 2], "b": {"x": {}}, "c": 5, "d": (1, {"y": torch.ones(1)}), "e": [{}, []]}
+    found = {"a": {"was": "dict"}, "b": [1], "c": [{"was": "list"}], "d": {}, "e": {"x": [1, {}]}}
+    assert_same(run_and_back(tmp_path, dict(state), dict(found)), state)
+
+
+# --- extra state -----------------------------------------------------------------------------------------------------
+
+
+class Counting(torch.nn.Linear):
+    """A module whose extra state is of another size, or kind, each time."""
+
+    seen: Any = ()
+    as_tensor = True
+
+    def get_extra_state(self) -> Any:
+        if not self.as_tensor:
+            return {"seen": self.seen} if self.seen else None
+        return torch.frombuffer(bytearray(pickle.dumps(self.seen)), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        is_tensor = isinstance(state, torch.Tensor)
+        self.seen = pickle.loads(bytes(state.tolist())) if is_tensor else (state or {"seen": ()})["seen"]
+
+
+@pytest.mark.parametrize("as_tensor", [True, False])
+@pytest.mark.parametrize("grows", [True, False])
+def test_extra_state_of_another_size(tmp_path: Path, as_tensor: bool, grows: bool) -> None:
+    def build(seen: Any) -> torch.nn.Module:
+        module = torch.nn.Sequential(Counting(3, 3), torch.nn.Sequential(Counting(3, 2)))
+        for part in (module[0], module[1][0]):
+            part.as_tensor, part.seen = as_tensor, seen
+        return module
+
+    large, small = [[1.5, 2]] * 300, (3,) if as_tensor else [3]
+    module = build(large if grows else small)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    trained(module, optimizer)
+
+    def check(other: torch.nn.Module) -> None:
+        assert other[0].seen == other[1][0].seen == module[0].seen  # type: ignore[index]
+        assert torch.equal(other[0].weight, module[0].weight)  # type: ignore[index]
+
+    fresh = build(small if grows else large)
+    its_own = torch.optim.SGD(fresh.parameters(), lr=0.1, momentum=0.9)
+    run_and_back(tmp_path / "run", {"t": TrainingState(module, optimizer)}, {"t": TrainingState(fresh, its_own)})
+    check(fresh)
+    fresh = build(())
+    with open_checkpoint(tmp_path / "run" / "step-1") as checkpoint:
+        checkpoint.load_into(fresh, prefix="t.model.")
+    check(fresh)
+    if as_tensor:
+        fresh = build(())
+        save({"model": module.state_dict()}, tmp_path / "one", no_dist=True)
+        into = {"model": fresh.state_dict()}
+        load(into, tmp_path / "one", no_dist=True)
+        fresh.load_state_dict(into["model"])
+        check(fresh)
+
+
+# --- views -----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Sample:
+    tensor: torch.Tensor
+    label: int
+
+
+def test_small_views_in_objects_take_little_room(tmp_path: Path) -> None:
+    base = torch.arange(1_000_000.0)
+    state = {
+        "sample": Sample(base[5:15], 1),
+        "tuple": (base[:3], [base[7:9].requires_grad_()], {"x": torch.nn.Parameter(base[::250_000])}),
+        "half": (base.view(1000, 1000).t()[:2], base.to(torch.bfloat16)[4:]),
+    }
+    save(state, tmp_path / "one", no_dist=True)
+    async_save(state, tmp_path / "two", no_dist=True).upload_completion.result(60)
+    save_compressed_checkpoint({key: state[key] for key in ("tuple", "half")}, tmp_path / "three" / "one")
+    found = dict.fromkeys(state)
+    for name in ("one", "two"):
+        load(found, tmp_path / name, no_dist=True)
+        assert_same(dataclasses.astuple(found["sample"]), dataclasses.astuple(state["sample"]))  # type: ignore[arg-type]
+        assert_same(found["tuple"], state["tuple"])
+        assert_same(found["half"], state["half"])
+        assert found["tuple"][1][0].requires_grad  # type: ignore[index]
+    one_file = load_compressed_checkpoint(tmp_path / "three" / "one")
+    assert_same(one_file, {key: state[key] for key in ("tuple", "half")})
+    for name in ("one", "two", "three"):
+        assert sum(file.stat().st_size for file in (tmp_path / name).iterdir()) < 3_000_000  # of the bfloat16 tensor
+
+
+def test_tensors_of_an_object_that_show_their_memory_share_it(tmp_path: Path) -> None:
+    base = torch.arange(10_000.0)
+    save({"pair": (base[:6000], base[4000:]), "tied": (base, base[:10])}, tmp_path, no_dist=True)
+    found: dict[str, Any] = {"pair": None, "tied": None}
+    load(found, tmp_path, no_dist=True)
+    for one, other in found.values():
+        assert one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+# --- wrappers --------------------------------------------------------------------------------------------------------
+
+
+def wrapped(module: torch.nn.Module, kind: str) -> torch.nn.Module:
+    if kind == "compile":
+        return torch.compile(module)  # type: ignore[return-value]
+    if kind == "inner compile":
+        module[0] = torch.compile(module[0])  # type: ignore[index,operator]
+    if kind == "checkpointing":
+        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+        module[0] = checkpoint_wrapper(module[0])  # type: ignore[index,operator]
+    return torch.nn.ModuleDict({"module": module}) if kind == "module" else module
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # by torch.compile
+@pytest.mark.parametrize("before", ["plain", "compile", "inner compile", "module"])
+@pytest.mark.parametrize("after", ["plain", "compile", "checkpointing", "module"])
+def test_wrappers_of_modules_make_no_difference(tmp_path: Path, before: str, after: str) -> None:
+    def build(kind: str) -> torch.nn.Module:
+        return wrapped(torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)), kind)
+
+    module = build(before)
+    values = list(module.state_dict().values())
+    save({"model": module.state_dict()}, tmp_path / "one", no_dist=True)
+    fresh = build(after)
+    load({"model": fresh.state_dict()}, tmp_path / "one", no_dist=True)
+    assert_same(list(fresh.state_dict().values()), values)
+    fresh = build(after)
+    with open_checkpoint(tmp_path / "one") as checkpoint:
+        checkpoint.load_into(fresh, prefix="model.")
+    assert_same(list(fresh.state_dict().values()), values)
+    fresh = build(after)
+    run_and_back(tmp_path / "run", {"model": module.state_dict()}, {"model": fresh.state_dict()})
+    assert_same(list(fresh.state_dict().values()), values)
+
+
+def test_a_name_that_two_may_mean_is_missing(tmp_path: Path) -> None:
+    save({"module.w": torch.ones(1), "_orig_mod.w": torch.zeros(1)}, tmp_path, no_dist=True)
+    with pytest.raises(MissingKeyError, match=r"'w'"):
+        load({"w": torch.zeros(1)}, tmp_path, no_dist=True)
