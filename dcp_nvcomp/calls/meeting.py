@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -203,11 +204,19 @@ _Words = tuple[str, int, str]  # the group's name, the number of the call in it,
 
 _counts: Counter[str] = Counter()
 _latest: deque[_Words] = deque(maxlen=_REMEMBERED)
+_world: weakref.ref[dist.ProcessGroup] | None = None
 
 
 def _leave_word(group: dist.ProcessGroup, call: Call) -> int:
     """Tell in the store what this rank calls, and return the number of the call in its group."""
-    name = group.group_name
+    global _world
+    world, name = dist.group.WORLD, group.group_name
+    if world is not None and (
+        _world is None or _world() is not world
+    ):  # torch.distributed began anew: names come again
+        _world = weakref.ref(world)
+        _counts.clear()
+        _latest.clear()
     _counts[name] += 1
     _latest.append((name, _counts[name], str(call)))
     with suppress(Exception):  # a store that is gone is no reason to fail

@@ -86,18 +86,13 @@ class Comparison:
         self._found: dict[str, int] | None = None
         self.words = ""
 
-    @property
-    def is_wanted(self) -> bool:
-        """True if there are other ranks to compare with, and this one has not looked yet."""
-        return len(self._ranks) > 1 and self._found is None
-
     def look(self, state: Mapping[str, Any]) -> None:
         """Take the fingerprints of this rank's values.
 
         Args:
             state: values by fqn, as DCP's default planner has flattened them.
         """
-        if self.is_wanted:
+        if len(self._ranks) > 1:
             self._found = fingerprints(state)
 
     def sent(self, plan: SavePlan, *, with_keys: bool) -> SavePlan:
