@@ -486,9 +486,7 @@ def _stock(path: Path) -> list[str]:
 
 def test_a_stock_checkpoint_is_not_replaced_without_a_word(tmp_path: Path) -> None:
     names = _stock(tmp_path)
-    with pytest.warns(
-        UserWarning, match="Detected an existing checkpoint of stock DCP.*its data files are"
-    ) as caught:
+    with pytest.warns(UserWarning, match="Detected an existing checkpoint of stock DCP.*its data files are") as caught:
         save(tmp_path)
     assert len(caught) == 1 and str(tmp_path) in str(caught[0].message)
     assert names and not any((tmp_path / name).exists() for name in names)
