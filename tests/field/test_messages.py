@@ -239,6 +239,14 @@ def test_clean_of_a_run_leads_to_recursive(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["clean", "--recursive", os.fspath(path)]).exit_code == 0
 
 
+def test_prune_says_what_is_there(tmp_path: Path) -> None:
+    text = message_of(lambda: ckpt.prune_run(_torch_file(tmp_path), ckpt.Keep(last=1)))
+    assert text.startswith("This is a file of torch.save, not the directory of a run: ")
+    save(tmp_path / "step")
+    text = message_of(lambda: ckpt.prune_run(tmp_path / "step", ckpt.Keep(last=1)))
+    assert text.startswith("This is a checkpoint, which is a directory, not the directory of a run: "), text
+
+
 def _put_everywhere(at: Path, url: str, **options: Any) -> None:
     """Put a file of torch.save, a run and a single file below a URL."""
     save(f"{url}/run/step-1", **options)
