@@ -139,18 +139,21 @@ def recognize(filesystem: Filesystem) -> Found:
         return _of_file(*file)
 
 
-def refused(filesystem: Filesystem, wanted: str = "a checkpoint") -> CheckpointNotFoundError | None:
+def refused(
+    filesystem: Filesystem, wanted: str = "a checkpoint", *, but: Collection[Kind] = ()
+) -> CheckpointNotFoundError | None:
     """Return the error for a path at which there is something else than what was wanted; None if there is nothing.
 
     Args:
         filesystem: opened at the path.
         wanted: what the call takes.
+        but: kinds for which there is no error.
     """
     try:
         found = recognize(filesystem)
     except CheckpointError:  # there is a first error to raise
         return None
-    if found.kind in ("nothing", "incomplete"):
+    if found.kind in ("nothing", "incomplete", *but):
         return None
     return CheckpointNotFoundError(f"This is {found.what}, not {wanted}: {found.advice}.", path=filesystem.path)
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dcp_nvcomp.errors import CheckpointNotFoundError, ConfigurationError
-from dcp_nvcomp.maintenance.opening import checked_storage_options
+from dcp_nvcomp.format.recognition import refused
+from dcp_nvcomp.maintenance.opening import checked_storage_options, opened
 from dcp_nvcomp.options import check_path
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.runs.keep import Keep, KeepRule, SavedStep
@@ -96,7 +97,11 @@ def prune_run(
     durable = _durable(path, step_template, storage_options)
     found = durable.list()
     if not found.complete:
-        raise CheckpointNotFoundError("There is no complete step in this run.", path=without_secrets(durable.root))
+        with opened(path, storage_options) as filesystem:
+            other = refused(filesystem, "the directory of a run", but=["run"])
+        raise other or CheckpointNotFoundError(
+            "There is no complete step in this run.", path=without_secrets(durable.root)
+        )
     doomed = durable.doomed(keep, found.complete, found.abandoned)
     missing = keep.missing_metrics(found.complete) if doomed.steps and isinstance(keep, Keep) else ()
     if missing:

@@ -244,12 +244,11 @@ def commit_files(filesystem: Filesystem, save: WrittenSave, last: LastPublished,
 
 def _warn_of_stock(filesystem: Filesystem, root: Root) -> None:
     """Warn of a checkpoint of stock DCP that is about to be replaced, as stock DCP does of each that it overwrites."""
-    count = sum(file is None for file in root.files().values())
-    if count:
+    if None in root.files().values():
         warnings.warn(
             f"Detected an existing checkpoint of stock DCP in {without_secrets(filesystem.path)}, overwriting it: its "
-            f"{count} data file{' is' if count == 1 else 's are'} removed once this one is published. Save to a path "
-            "of its own to keep it, or pass overwrite=False to raise where there is a checkpoint.",
+            "data files are removed once this one is published. Save to a path of its own to keep it, or pass "
+            "overwrite=False to raise where there is a checkpoint.",
             UserWarning,
             stacklevel=2,
         )

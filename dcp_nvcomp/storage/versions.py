@@ -20,7 +20,7 @@ LOWEST: Final = {
     "s3fs": "2024.3.1",
     "gcsfs": "2024.3.1",
     "obstore": "0.11.1",
-    "asyncssh": "2.16",
+    "asyncssh": "2.18",
     "smbprotocol": "1.12",
 }
 

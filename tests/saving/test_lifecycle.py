@@ -202,7 +202,8 @@ def test_old_metadata_can_not_have_anything_removed(tmp_path: Path) -> None:
     for name, info in zip(named, metadata.storage_data.values(), strict=True):
         info.relative_path = name
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
-    save(tmp_path, constant_state(2))
+    with pytest.warns(UserWarning, match="an existing checkpoint of stock DCP"):
+        save(tmp_path, constant_state(2))
     assert [file.read_text() for file in mine] == ["mine"] * 2
     assert_loads(tmp_path, constant_state(2))
 
