@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -64,7 +65,9 @@ class Job:
             print(json.dumps([self.how, what, step, digest(state)]), file=file)
 
     def die(self) -> NoReturn:
-        """End as if the machine had failed, once all ranks are here."""
+        """End as if the machine had failed, with the processes that write for this one, once all ranks are here."""
+        for process in multiprocessing.active_children():
+            process.kill()
         dist.barrier()
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError
