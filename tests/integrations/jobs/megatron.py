@@ -18,18 +18,14 @@ from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from dcp_nvcomp.integrations.megatron import NvcompLoadStrategy, NvcompSaveStrategy, register
-from tests.integrations.jobs.common import Job, stand_in_for_cuda
+from tests.integrations.jobs.common import Job, nvrx_queue, stand_in_for_cuda
 
 WRITER = {"codec": "auto"}
 
 
 def new_queue(how: str) -> Any:
     """Return the queue that belongs to a way to save asynchronously."""
-    if how != "nvrx":
-        return AsyncCallsQueue()
-    from nvidia_resiliency_ext.checkpointing.async_ckpt import core
-
-    return core.AsyncCallsQueue(cpu_shm_mode=True)  # else its process asks for a GPU
+    return nvrx_queue() if how == "nvrx" else AsyncCallsQueue()
 
 
 def asynchronously(how: str) -> dict[str, Any]:
