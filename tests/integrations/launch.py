@@ -1,4 +1,4 @@
-"""Starts a job on two ranks, and compares what its starts have noted."""
+"""Starts a job on two ranks or another number, and compares what its starts have noted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def needs(package: str, requirement: str) -> None:
         pytest.skip(f"{package} is not installed: pip install {requirement}")
 
 
-def start(job: str, directory: Path, how: str, *options: str, killed: bool = False) -> str:
+def start(job: str, directory: Path, how: str, *options: str, killed: bool = False, ranks: int = RANKS) -> str:
     """Run a job to its end.
 
     Args:
@@ -32,11 +32,12 @@ def start(job: str, directory: Path, how: str, *options: str, killed: bool = Fal
         how: `train` or `resume`.
         *options: further arguments.
         killed: True if it is killed in the end, False if it ends by itself.
+        ranks: how many.
 
     Returns:
         What it printed.
     """
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command = [*torchrun, "-m", f"tests.integrations.jobs.{job}", str(directory), how, *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -56,10 +57,10 @@ def start(job: str, directory: Path, how: str, *options: str, killed: bool = Fal
     return done.stdout
 
 
-def notes(directory: Path) -> dict[tuple[int, str, str, int], str]:
+def notes(directory: Path, ranks: int = RANKS) -> dict[tuple[int, str, str, int], str]:
     """Return the digests by rank, start, what and step."""
     found = {}
-    for rank in range(RANKS):
+    for rank in range(ranks):
         for line in (directory / f"notes-{rank}.jsonl").read_text().splitlines():
             how, what, step, value = json.loads(line)
             found[rank, how, what, step] = value

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -64,7 +66,9 @@ class Job:
             print(json.dumps([self.how, what, step, digest(state)]), file=file)
 
     def die(self) -> NoReturn:
-        """End as if the machine had failed, once all ranks are here."""
+        """End as if the machine had failed, with the processes that write for this one, once all ranks are here."""
+        for process in multiprocessing.active_children():
+            process.kill()
         dist.barrier()
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError
@@ -79,6 +83,15 @@ def net() -> nn.Sequential:
 def batch(step: int, rank: int) -> torch.Tensor:
     """Return the data of a step."""
     return torch.randn(8, FEATURES, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def nvrx_queue(**options: Any) -> Any:
+    """Return a queue of nvidia-resiliency-ext for CPUs: the process of newer ones asks for a GPU otherwise."""
+    from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
+
+    if "cpu_shm_mode" in inspect.signature(AsyncCallsQueue.__init__).parameters:
+        options["cpu_shm_mode"] = True
+    return AsyncCallsQueue(**options)
 
 
 def stand_in_for_cuda() -> None:

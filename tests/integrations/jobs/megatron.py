@@ -1,9 +1,9 @@
-"""Megatron-core: a small GPT with tensor parallelism. Options: `strategies`, `registered` or `asynchronous`."""
+"""Megatron-core: a small GPT with tensor parallelism. Options: `registered`, or `mcore` or `nvrx`: asynchronous."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import inspect
 from typing import Any
 
 import torch
@@ -18,9 +18,20 @@ from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from dcp_nvcomp.integrations.megatron import NvcompLoadStrategy, NvcompSaveStrategy, register
-from tests.integrations.jobs.common import Job, stand_in_for_cuda
+from tests.integrations.jobs.common import Job, nvrx_queue, stand_in_for_cuda
 
 WRITER = {"codec": "auto"}
+
+
+def new_queue(how: str) -> Any:
+    """Return the queue that belongs to a way to save asynchronously."""
+    return nvrx_queue() if how == "nvrx" else AsyncCallsQueue()
+
+
+def asynchronously(how: str) -> dict[str, Any]:
+    """Return the arguments of `dist_checkpointing.save` that let it save so."""
+    has_choice = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
+    return {"async_sharded_save": True, **({"async_strategy": how} if has_choice else {})}
 
 
 def gpt() -> GPTModel:
@@ -73,19 +84,16 @@ def main() -> None:
         model.load_state_dict({name.removeprefix("model."): one for name, one in loaded["model"].items()})
         optimizer.load_state_dict(loaded["optimizer"])
 
-    queue, path = AsyncCallsQueue(), job.directory / "iter_0000002"
-    save: dict[str, Callable[[], Any]] = {
-        "strategies": lambda: dist_checkpointing.save(sharded(), str(path), NvcompSaveStrategy(writer=WRITER)),
-        "registered": lambda: dist_checkpointing.save(sharded(), str(path)),
-        "asynchronous": lambda: queue.schedule_async_request(
-            dist_checkpointing.save(
-                sharded(),
-                str(path),
-                FullyParallelSaveStrategyWrapper(NvcompSaveStrategy(writer=WRITER), dist.group.WORLD),
-                async_sharded_save=True,
-            )
-        ),
-    }
+    queue, path = new_queue(how), job.directory / "iter_0000002"
+
+    def save() -> None:
+        if how == "registered":
+            dist_checkpointing.save(sharded(), str(path))
+            return
+        strategy = FullyParallelSaveStrategyWrapper(NvcompSaveStrategy(writer=WRITER), dist.group.WORLD)
+        request = dist_checkpointing.save(sharded(), str(path), strategy, **asynchronously(how))
+        queue.schedule_async_request(request)
+
     if how == "registered":
         register(writer=WRITER)
     if job.resumes:
@@ -102,7 +110,7 @@ def main() -> None:
             if job.rank == 0:
                 path.mkdir()
             dist.barrier()
-            save[how]()
+            save()
             job.note("saved", 2, state())
     job.note("trained", 4, state())
     if not job.resumes:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue, AsyncRequest
+from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncRequest
 from nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver import (
     save_state_dict_async_finalize,
     save_state_dict_async_plan,
@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 from dcp_nvcomp import NvcompReader
 from dcp_nvcomp.integrations.async_writer import NvcompAsyncWriter
-from tests.integrations.jobs.common import Job, batch, net, stand_in_for_cuda
+from tests.integrations.jobs.common import Job, batch, net, nvrx_queue, stand_in_for_cuda
 
 
 def main() -> None:
@@ -27,7 +27,7 @@ def main() -> None:
     model = net()
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    queue = AsyncCallsQueue(persistent="persistent" in job.options)
+    queue = nvrx_queue(persistent="persistent" in job.options)
 
     def state() -> dict[str, Any]:
         weights, moments = get_state_dict(model, optimizer)
