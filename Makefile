@@ -28,14 +28,15 @@ GPU_TESTS := tests/engines tests/distributed/gpu tests/faults/test_gpu_faults.py
 # what has to be installed anew after a change: editable installs see all other changes at once
 PACKAGING := setup.cfg setup.py $(wildcard dcp_nvcomp/codecs/*.[ch] dcp_nvcomp/codecs/*/*.[ch])
 
-.PHONY: demo figures test test-slow test-frameworks test-faults fuzz soak test-gpu bench docs wheel lint format clean help
+.PHONY: demo figures test test-slow test-frameworks test-megatron test-faults fuzz soak test-gpu bench docs wheel lint format clean help
 
 help:
 	@echo "make demo       train, crash, resume on fewer ranks, compare with stock DCP; the picture is demo-out/demo.png"
 	@echo "make figures    the demo, and its table and picture into README.md and docs/images"
 	@echo "make test       the test suite, without what is slow, and with few examples of each property"
 	@echo "make test-slow  what make test leaves out: long tests, benchmarks and the demo, stock DCP against itself"
-	@echo "make test-frameworks  torchtitan and torchtune, in an environment of their own (500 MB)"
+	@echo "make test-frameworks  torchtitan and torchtune, in an environment of their own, and test-megatron"
+	@echo "make test-megatron  Megatron-core and nvidia-resiliency-ext of today, in an environment of Python 3.12"
 	@echo "make test-faults  the whole fault matrix, 50,000 fuzz executions and two minutes of soak"
 	@echo "make fuzz, make soak  the second and the third of these alone"
 	@echo "make test-gpu   the tests that need a GPU; on a machine without a network see CONTRIBUTING.md"
@@ -62,7 +63,7 @@ test-slow: $(VENV)/dev.stamp
 # They want other versions of fsspec and huggingface_hub than the rest.
 FRAMEWORKS := torchtitan==0.3.0 torchtune==0.6.1 torchao==0.15.0
 
-test-frameworks: $(VENV)-frameworks/stamp
+test-frameworks: $(VENV)-frameworks/stamp test-megatron
 	$(VENV)-frameworks/bin/python -m pytest -m frameworks tests/integrations $(ARGS)
 
 $(VENV)-frameworks/stamp: Makefile setup.cfg
@@ -70,6 +71,26 @@ $(VENV)-frameworks/stamp: Makefile setup.cfg
 	$(VENV)-frameworks/bin/python -m pip install --quiet '$(TORCH)'
 	$(VENV)-frameworks/bin/python -m pip install --quiet '$(TORCH)' $(FRAMEWORKS) pytest pytest-timeout hypothesis
 	$(VENV)-frameworks/bin/python -m pip install --quiet --use-pep517 --editable .
+	touch $@
+
+# Megatron-core wants Python 3.12 since 0.17; the environment of `make test` has 0.16.
+PYTHON312 ?= $(shell for python in python3.12 $$HOME/.pyenv/versions/3.12.*/bin/python3; do \
+    $$python -c '' 2>/dev/null && echo $$python && break; done)
+
+test-megatron: $(VENV)-megatron/stamp
+	$(VENV)-megatron/bin/python -m pytest -m "" tests/integrations/test_megatron.py tests/integrations/test_resiliency.py $(ARGS)
+
+# The wheel of nvidia-resiliency-ext is for glibc 2.39, for the sake of one module that is not used here: it is unpacked
+# whatever this machine has. Without what it depends on: a web server, gRPC, and pynvml, which warns.
+$(VENV)-megatron/stamp: Makefile setup.cfg
+	@test -n "$(PYTHON312)" || { echo "Python 3.12 is needed: make test-megatron PYTHON312=... (pyenv install 3.12)"; exit 1; }
+	$(PYTHON312) -m venv $(VENV)-megatron
+	$(VENV)-megatron/bin/python -m pip install --quiet '$(TORCH)'
+	$(VENV)-megatron/bin/python -m pip install --quiet '$(TORCH)' megatron-core==0.19.2 psutil pytest pytest-timeout hypothesis
+	$(VENV)-megatron/bin/python -m pip install --quiet --no-deps --only-binary=:all: \
+	    --platform manylinux_2_39_$$(uname -m) --target $$(echo $(VENV)-megatron/lib/python3*/site-packages) \
+	    nvidia-resiliency-ext==0.7.0
+	$(VENV)-megatron/bin/python -m pip install --quiet --use-pep517 --editable .
 	touch $@
 
 test-faults: export DCP_NVCOMP_TEST_PROFILE := ci
@@ -126,7 +147,7 @@ format: $(VENV)/dev.stamp
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VENV)-frameworks build dist *.egg-info dcp_nvcomp/codecs/*.so dcp_nvcomp/codecs/*/*.so demo-out .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-frameworks $(VENV)-megatron build dist *.egg-info dcp_nvcomp/codecs/*.so dcp_nvcomp/codecs/*/*.so demo-out .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/torch.stamp: Makefile
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'

@@ -13,6 +13,7 @@ import contextlib
 import difflib
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
+from importlib import metadata
 from types import TracebackType
 from typing import Any
 
@@ -23,7 +24,7 @@ from dcp_nvcomp.options import STOCK_READER, STOCK_WRITER, option_names, unknown
 from dcp_nvcomp.saving.publishers import Publisher
 from dcp_nvcomp.saving.writer import NvcompWriter
 
-__all__ = ["Installation", "check_options", "install", "install_here", "ours"]
+__all__ = ["Installation", "check_methods", "check_options", "install", "install_here", "ours"]
 
 # What stock DCP's classes call the arguments that tune how they write and read. They mean nothing here.
 _TUNING = frozenset(
@@ -161,6 +162,27 @@ def install_here(
 
 
 _block: ContextVar[object] = ContextVar("block", default=None)  # of `install_here` that this thread is in
+
+
+def check_methods(base: Any, package: str, *names: str) -> None:
+    """Fail at once where a framework lacks a method that a class of ours takes the place of.
+
+    It would save or load past this package: what the one of them wrote, the other could not read.
+
+    Args:
+        base: a class of the framework, or what `super()` returns.
+        package: of the framework.
+        *names: of the methods.
+
+    Raises:
+        ConfigurationError: one is missing.
+    """
+    for name in names:
+        if not callable(getattr(base, name, None)):
+            raise ConfigurationError(
+                f"{package} {metadata.version(package)} has no method {name} where it is looked for: what was saved "
+                f"there might not be loaded again. Use another version of {package} or of dcp-nvcomp, or install()."
+            )
 
 
 def check_options(kind: Kind, options: Mapping[str, Any] | None) -> None:

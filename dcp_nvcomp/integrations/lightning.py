@@ -21,7 +21,7 @@ from lightning.fabric.strategies import ModelParallelStrategy as FabricModelPara
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 
 from dcp_nvcomp.errors import CheckpointError
-from dcp_nvcomp.integrations.installing import install_here
+from dcp_nvcomp.integrations.installing import check_methods, install_here
 from dcp_nvcomp.saving.publishers import FinishedSave, publish_here
 from dcp_nvcomp.storage.base import Filesystem
 
@@ -70,6 +70,7 @@ class _Installing:
         reader: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        check_methods(super(), "lightning", "save_checkpoint", "load_checkpoint")
         with install_here(writer, reader):  # fail at once on wrong options
             super().__init__(*args, **kwargs)
         self._writer_options, self._reader_options = writer, reader

@@ -2,6 +2,7 @@
 
     --override.imports 'dcp_nvcomp.integrations.torchtitan.nvcomp={"writer": {"codec": "auto"}}'
 
+It takes the place of `CheckpointManager`; torchtitan's other manager, of `torch_checkpointing`, does not save with DCP.
 All else is torchtitan's: which steps are kept, which is found, asynchronous saves, and exports for Hugging Face.
 """
 
@@ -13,7 +14,7 @@ from typing import Any
 from torchtitan.components.checkpointer.dcp import CheckpointManager
 from torchtitan.config.override import derive, override
 
-from dcp_nvcomp.integrations.installing import install_here
+from dcp_nvcomp.integrations.installing import check_methods, install_here
 
 __all__ = ["NvcompCheckpointManager", "nvcomp"]
 
@@ -34,6 +35,7 @@ class NvcompCheckpointManager(CheckpointManager):  # type: ignore[misc]
         reader: dict[str, Any] = field(default_factory=dict)
 
     def __init__(self, config: Config, **kwargs: Any) -> None:
+        check_methods(CheckpointManager, "torchtitan", "dcp_save", "dcp_load")
         with install_here(config.writer, config.reader):  # fail at once on wrong options
             super().__init__(config, **kwargs)
         self._options = (config.writer, config.reader)

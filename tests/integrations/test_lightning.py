@@ -37,6 +37,21 @@ def test_wrong_options_fail_at_once() -> None:
         NvcompModelParallelStrategy(writer={"codec": "nosuch"})
 
 
+def test_a_lightning_that_loads_otherwise_is_refused_before_a_save() -> None:
+    needs("lightning", "lightning==2.6.6")
+    from dcp_nvcomp.integrations.lightning import _Installing
+
+    class Other:
+        def save_checkpoint(self) -> None:
+            pass
+
+    class Ours(_Installing, Other):
+        pass
+
+    with pytest.raises(ConfigurationError, match=r"lightning 2\..* has no method load_checkpoint"):
+        Ours()
+
+
 class Killed(BaseException):
     """Stands for a kill: nothing handles it."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,3 +29,31 @@ def test_saved_killed_and_resumed(tmp_path: Path, which: str, mode: str) -> None
         assert "step-1" not in found
     check_ours(checkpoints / "step-3")
     check_cleaned(tmp_path, checkpoints / "step-3")
+
+
+def test_a_torchtitan_that_loads_otherwise_is_refused_before_a_save() -> None:
+    needs("torchtitan", "torchtitan==0.3.0")
+    # elsewhere: what it imports is not for this process
+    done = subprocess.run(
+        [sys.executable, "-c", OTHERWISE], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    assert "has no method dcp_load" in done.stdout
+
+
+OTHERWISE = """
+from tests.integrations.jobs.torchtitan import on_a_cpu
+
+on_a_cpu()
+
+from torchtitan.components.checkpointer.dcp import CheckpointManager
+
+from dcp_nvcomp import ConfigurationError
+from dcp_nvcomp.integrations.torchtitan import NvcompCheckpointManager
+
+del CheckpointManager.dcp_load
+try:
+    NvcompCheckpointManager(NvcompCheckpointManager.Config(enable=True))
+except ConfigurationError as error:
+    print(error)
+"""
