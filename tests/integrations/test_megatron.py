@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.launch import check_cleaned, check_ours, check_resumed, needs, notes, start
+from tests.integrations.launch import ROOT, check_cleaned, check_ours, check_resumed, needs, notes, start
 
 
 def _version() -> tuple[int, ...]:
@@ -52,62 +52,101 @@ def test_killed_in_a_save_and_resumed_on_more_ranks(tmp_path: Path, how: str) ->
         check_ours(tmp_path / f"iter_000000{step}")
 
 
-def _printed(script: str) -> list[str]:
+def _printed(script: str, *arguments: str) -> list[str]:
     """Run a script elsewhere: the import of Megatron-core warns of all that is not installed."""
     needs("megatron.core", "megatron-core==0.16.1")
     done = subprocess.run(
-        [sys.executable, "-c", script], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=200
+        [sys.executable, "-c", script, *arguments],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 
-WRONG = """
-from dcp_nvcomp import ConfigurationError
-from dcp_nvcomp.integrations.megatron import NvcompLoadStrategy, NvcompSaveStrategy, register
-
-for make, options in (
-    (NvcompSaveStrategy, {"writer": {"codek": "auto"}}),
-    (NvcompLoadStrategy, {"reader": {"verify": "nosuch"}}),
-    (register, {"reader": {"thread_counts": 3}}),
-):
-    try:
-        make(**options)
-    except ConfigurationError as error:
-        print(error)
-"""
-
-
-def test_wrong_options_fail_at_once() -> None:
-    codec, verify, threads = _printed(WRONG)
-    assert "did you mean 'codec'" in codec and "nosuch" in verify and "did you mean 'thread_count'" in threads
-
-
-UNKNOWN = """
+REFUSED = """
 import megatron.core
 from megatron.core.dist_checkpointing.strategies import torch as strategies
 
 from dcp_nvcomp import ConfigurationError
 from dcp_nvcomp.integrations.megatron import NvcompLoadStrategy, NvcompSaveStrategy, register
 
-def refusals():
-    for make in (NvcompSaveStrategy, NvcompLoadStrategy, register):
-        try:
-            make()
-        except ConfigurationError as error:
-            print(error)
+def refusal(make, **options):
+    try:
+        make(**options)
+    except ConfigurationError as error:
+        print(error)
 
 real = megatron.core.__version__
 megatron.core.__version__ = "0.20.1"
-refusals()
+for make in (NvcompSaveStrategy, NvcompLoadStrategy, register):
+    refusal(make)
+
 megatron.core.__version__ = real
+reader = strategies._get_filesystem_reader
 del strategies._get_filesystem_reader
-refusals()
+refusal(NvcompSaveStrategy)
+
+strategies._get_filesystem_reader = reader
+refusal(NvcompSaveStrategy, writer={"codek": "auto"})
+refusal(NvcompLoadStrategy, reader={"verify": "nosuch"})
+refusal(register, reader={"thread_counts": 3})
+refusal(NvcompSaveStrategy, separation_hint="model")
 """
 
 
-def test_a_megatron_that_is_not_known_is_refused_before_a_save() -> None:
-    printed = _printed(UNKNOWN)
-    assert len(printed) == 6
-    assert all("Megatron-core 0.20.1" in line and "0.16 to 0.19" in line for line in printed[:3])
-    assert all("has no megatron.core.dist_checkpointing.strategies.torch._get" in line for line in printed[3:])
+def test_what_is_refused_before_a_save() -> None:
+    *unknown, private, codec, verify, threads, hint = _printed(REFUSED)
+    assert len(unknown) == 3
+    assert all("Megatron-core 0.20.1" in line and "0.16 to 0.19" in line for line in unknown)
+    assert "has no megatron.core.dist_checkpointing.strategies.torch._get_filesystem_reader" in private
+    assert "did you mean 'codec'" in codec and "nosuch" in verify and "did you mean 'thread_count'" in threads
+    assert "separation_hint" in hint
+
+
+REGISTERED = """
+import pathlib
+import sys
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+from dcp_nvcomp.integrations.megatron import register
+from tests.integrations.jobs.common import stand_in_for_cuda
+
+class Subclass(TorchDistSaveShardedStrategy):
+    pass
+
+stand_in_for_cuda()
+run = pathlib.Path(sys.argv[1])
+dist.init_process_group("gloo", store=dist.FileStore(str(run / "store")), rank=0, world_size=1)
+register(writer={"codec": "auto"})
+cases = {
+    "by class": TorchDistSaveShardedStrategy("torch_dist", 1),
+    "hint": TorchDistSaveShardedStrategy("torch_dist", 1, separation_hint="w"),
+    "subclass": Subclass("torch_dist", 1),
+}
+for name, strategy in cases.items():
+    path = run / name
+    path.mkdir()
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(40.0)), "step": 7}
+    dist_checkpointing.save(state, str(path), strategy, content_metadata={"made by": name})
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(40))}
+    loaded, missing, unexpected = dist_checkpointing.load(state, str(path), strict="return_all")
+    assert loaded["step"] == 7 and torch.equal(loaded["w"], torch.arange(40.0))
+    assert not missing and not unexpected
+    assert dist_checkpointing.load_common_state_dict(str(path))["step"] == 7
+    assert dist_checkpointing.load_content_metadata(str(path)) == {"made by": name}
+    assert list(dist_checkpointing.load_tensors_metadata(str(path))) == ["w"]
+    print(name, bool(list(path.glob("__*.metadata"))))
+"""
+
+
+def test_whom_register_reaches(tmp_path: Path) -> None:
+    assert _printed(REGISTERED, str(tmp_path)) == ["by class True", "hint False", "subclass False"]
