@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Final
 
 import torch
+from torch.distributed.checkpoint.planner import WriteItemType
 
 from dcp_nvcomp.errors import MetadataError, UnsafeMetadataError
 from dcp_nvcomp.format.metadata.inert import Global, Instance
@@ -38,6 +39,7 @@ __all__ = [
 LIMIT: Final = 1 << 63  # sizes and offsets are int64 in torch
 MAX_DIMS: Final = 64  # torch's own kernels stop there
 _MODULE: Final = "torch.distributed.checkpoint.metadata"
+_PLANS: Final = "torch.distributed.checkpoint.planner"  # Megatron-core keeps the plans of a save in its metadata
 _OLD_MODULE: Final = "torch.distributed._shard.sharded_tensor.metadata"  # TensorProperties of older releases
 
 
@@ -102,7 +104,8 @@ def _allowed() -> dict[tuple[str, str], Global]:
     names = ["Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata"]
     names += ["TensorProperties", "ChunkStorageMetadata"]
     classes = [(_MODULE, name) for name in names] + [("torch.distributed.checkpoint.filesystem", "_StorageInfo")]
-    classes.append((_OLD_MODULE, "TensorProperties"))
+    classes += [(_OLD_MODULE, "TensorProperties"), ("torch.distributed.checkpoint.filesystem", "_StoragePrefix")]
+    classes += [(_PLANS, name) for name in ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData")]
     found = {pair: Global(".".join(pair), is_class=True) for pair in classes}
 
     memory_formats = {0: torch.contiguous_format, 1: torch.channels_last, 2: torch.preserve_format}
@@ -112,6 +115,7 @@ def _allowed() -> dict[tuple[str, str], Global]:
         ("torch.serialization", "_get_layout"): _lookup("layout", layouts),
         (_MODULE, "_MEM_FORMAT_ENCODING"): _lookup("memory format", memory_formats),
         (_OLD_MODULE, "MEM_FORMAT_ENCODING"): _lookup("memory format", memory_formats),
+        (_PLANS, "WriteItemType"): _lookup("kind of item", {kind.value: kind for kind in WriteItemType}),
     }
     encodings = [(_MODULE, "_MEM_FORMAT_ENCODING"), (_OLD_MODULE, "MEM_FORMAT_ENCODING")]
     members = {f"TORCH_{str(value).removeprefix('torch.').upper()}": value for value in memory_formats.values()}
