@@ -17,14 +17,19 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of the frameworks
 
 def test_accelerate_without_dcp(tmp_path: Path) -> None:
     needs("accelerate", "accelerate==1.15.0")
+    from accelerate import PartialState
     from accelerate.utils import save_fsdp_model
     from torch.distributed.fsdp import StateDictType
 
     kind = StateDictType.SHARDED_STATE_DICT
     plugin = SimpleNamespace(fsdp_version=2, state_dict_type=kind, state_dict_config=None)
     accelerator = SimpleNamespace(process_index=0, num_processes=1, is_fsdp2=True)
-    with install():
-        save_fsdp_model(plugin, accelerator, torch.nn.Linear(2, 2), str(tmp_path), use_dcp=False)
+    PartialState(cpu=True)  # its logger asks for it
+    try:
+        with install():
+            save_fsdp_model(plugin, accelerator, torch.nn.Linear(2, 2), str(tmp_path), use_dcp=False)
+    finally:
+        PartialState._reset_state()
     assert [path.name for path in tmp_path.iterdir()] == ["pytorch_model_fsdp_0_rank0.bin"]
 
 
