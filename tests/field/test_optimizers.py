@@ -130,6 +130,21 @@ def test_a_number_of_steps_may_become_a_tensor(tmp_path: Path) -> None:
     assert {float(state["step"]) for state in second.state.values()} == {8.0}
 
 
+def test_what_a_training_state_was_not_given_is_told(tmp_path: Path) -> None:
+    model = two_layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    with CheckpointManager(tmp_path, every=1, preemption_signals=()) as manager:
+        manager.save(1, {"t": TrainingState(model, optimizer, scheduler=scheduler)})
+    fresh = two_layers()
+    with (
+        CheckpointManager(tmp_path, every=1, preemption_signals=()) as manager,
+        pytest.warns(UserWarning, match=r"also has optimizer, scheduler, which this TrainingState has not"),
+    ):
+        manager.restore({"t": TrainingState(fresh)})
+    assert_same(fresh.state_dict(), model.state_dict())
+
+
 class WithMore(torch.optim.SGD):
     """An optimizer with entries of its own beside the two that all have."""
 

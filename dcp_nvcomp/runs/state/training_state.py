@@ -11,6 +11,7 @@ was not told the inside of.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -138,6 +139,8 @@ class TrainingState:
                 str(rank): dict.fromkeys(_names_of(fqns, rank), ())
                 for rank in (data if len(data) != self._data_count else [self._data_rank])
             } or {str(self._data_rank): {LOADER: ()}}  # which the load misses, and says so
+        if self._rank == 0:
+            _warn_of_left(self._expected, state)
         return state
 
     def _tensors(self) -> dict[str, Any]:
@@ -152,12 +155,13 @@ class TrainingState:
         optimizers = optimizers_of(self._model, self._optimizers)
         if self._expected is None:
             return {"model": model, "optimizer": optimizers.state_dict()}
-        return {"model": model, "optimizer": optimizers.destination(self._expected_below("optimizer"))}
+        saved = [entry for entry in self._expected_below("optimizer") if entry.path]
+        return {"model": model, "optimizer": optimizers.destination(saved)}
 
     def _expected_below(self, *place: str) -> list[SavedEntry]:
         assert self._expected is not None
         length = len(place)
-        found = [entry for entry in self._expected if entry.path[:length] == place and len(entry.path) > length]
+        found = [entry for entry in self._expected if entry.path[:length] == place]
         return [SavedEntry(fqn_of(entry.path[length:]), entry.path[length:], entry.item) for entry in found]
 
     def _part(self) -> LoaderPart:
@@ -198,6 +202,23 @@ class TrainingState:
         self._loader.load_state_dict(state)
         # a loader that makes its iterator now draws its seed before the generators are set, as it did when it was saved
         self._loader.state_dict()
+
+
+def _warn_of_left(entries: Sequence[SavedEntry], state: Mapping[str, Any]) -> None:
+    """Warn of what was saved and is not asked for, such as a scheduler that this state was not given."""
+    left = dict.fromkeys(str(entry.path[0]) for entry in entries if entry.path[0] not in state)
+    left |= dict.fromkeys(
+        f"model.{entry.path[1]}"
+        for entry in entries
+        if entry.path[0] == "model" and len(entry.path) > 1 and entry.path[1] not in state["model"]
+    )
+    if left:
+        shown = ", ".join(list(left)[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
+        warnings.warn(
+            f"The checkpoint also has {shown}, which this TrainingState has not: that is not restored.",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 def _several(values: Any) -> tuple[Any, ...]:
