@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
+from dcp_nvcomp.calls.flattening import Path, fqn_of
 from dcp_nvcomp.calls.suggestions import missing_prefix
 from dcp_nvcomp.conversion.entries import Source, TensorEntry, selected
 from dcp_nvcomp.conversion.places import check_apart, stamps
@@ -145,12 +147,26 @@ def convert(
                 storage_options=options,
             )
         else:
+            if not opened.has_keys:
+                _warn_of_text([entry.path for entry in entries])
             write_torch(destination, entries, moved, overwrite=overwrite, storage_options=options)
         return Conversion(
             opened.path, without_secrets(destination), target, len(tensors), len(entries) - len(tensors), total_nbytes
         )
     finally:
         opened.close()
+
+
+def _warn_of_text(paths: Iterable[Path]) -> None:
+    """Warn of keys that are text because it is not known that they were numbers."""
+    odd = next((path for path in paths if any(isinstance(part, str) and part.isdecimal() for part in path)), None)
+    if odd is not None:
+        warnings.warn(
+            f"The source does not say which keys of dicts were numbers, so those of {fqn_of(odd)!r} stay text. "
+            "load_state_dict of an optimizer passes over such state: make ints of its keys first.",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 class _Moved:

@@ -10,7 +10,7 @@ In stock checkpoints all keys of dicts are text, whatever they were: there, name
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -88,22 +88,25 @@ def _flatten_as_saved(state: Mapping[str, Any], metadata: Metadata) -> Flattened
     return flat
 
 
-def saved_names(names: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, str]:
-    """Return for each name that of the checkpoint: the same, or the one that differs in wrappers of modules only."""
+def saved_names(names: Collection[str], saved: Collection[str]) -> dict[str, str]:
+    """Return for each name that of the checkpoint: the same, or the one that differs in wrappers of modules only.
+
+    Where several names come to one without wrappers, as `w` and `module.w` do, nothing says which is which.
+    """
     found = {fqn: fqn for fqn in names}
-    missing = [fqn for fqn in names if fqn not in saved]
-    if missing:
-        others: dict[str, list[str]] = {}
-        for fqn in saved:
-            if fqn not in names:
-                others.setdefault(canonical_name(fqn), []).append(fqn)
-        taken: dict[str, list[str]] = {}
-        for fqn in missing:
-            taken.setdefault(canonical_name(fqn), []).append(fqn)
-        for name, wanted in taken.items():
-            there = others.get(name, [])
-            if len(wanted) == len(there) == 1:
-                found[wanted[0]] = there[0]
+    if any(fqn not in saved for fqn in names):
+        there, wanted = _by_canonical_name(saved), _by_canonical_name(names)
+        for fqn in names:
+            name = canonical_name(fqn)
+            if fqn not in saved and len(wanted[name]) == 1 == len(there.get(name, ())):
+                found[fqn] = there[name][0]
+    return found
+
+
+def _by_canonical_name(names: Collection[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for fqn in names:
+        found.setdefault(canonical_name(fqn), []).append(fqn)
     return found
 
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, cre
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from dcp_nvcomp.calls.flattening import replace_at
+from dcp_nvcomp.calls.flattening import Path, replace_at
 from dcp_nvcomp.calls.suggestions import missing_key
 from dcp_nvcomp.calls.values import PLAIN_TENSORS, is_default_planner, unwrapped
 from dcp_nvcomp.errors import (
@@ -133,6 +133,7 @@ class _WholeTensorPlanner(DefaultLoadPlanner):
         if not self.flatten_state_dict:
             _refuse_meta(state_dict)
             super().set_up_planner(state_dict, metadata, is_coordinator)
+            self._nested = state_dict
             return
         matched = match(state_dict, metadata)
         _refuse_meta(matched.values)
@@ -185,9 +186,9 @@ class _WholeTensorPlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         super().load_bytes(read_item, value)
-        if self._matched is not None:
-            fqn = read_item.dest_index.fqn
-            replace_at(self._nested, self._matched.paths[fqn], self.state_dict[fqn])
+        fqn = read_item.dest_index.fqn
+        path: Path = (fqn,) if self._matched is None else self._matched.paths[fqn]
+        replace_at(self._nested, path, self.state_dict[fqn])
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         value = self.state_dict.get(read_item.dest_index.fqn)

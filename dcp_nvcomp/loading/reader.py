@@ -38,6 +38,7 @@ from dcp_nvcomp.format.metadata.stored import StoredAt
 from dcp_nvcomp.format.names import METADATA_NAME, rank_of_metadata_name
 from dcp_nvcomp.loading.items import load_items
 from dcp_nvcomp.loading.job import LoadOptions
+from dcp_nvcomp.loading.own_keys import with_own_keys
 from dcp_nvcomp.loading.read_plan import Wanted
 from dcp_nvcomp.loading.safe_objects import SafeLoader
 from dcp_nvcomp.loading.seen import Seen, refuse_mixture
@@ -291,6 +292,7 @@ class NvcompReader(StorageReader):
             file.nbytes for file in {one.stored.file for one in wanted if isinstance(one.stored, StoredAt)}
         )
         try:
+            planner = with_own_keys(planner)
             with ProgressBar("loading", stored_nbytes, enabled=self.progress and self._rank == 0) as bar:
                 loaded = load_items(filesystem, wanted, planner, self.load_options, progress=bar.update)
         except CheckpointError as error:

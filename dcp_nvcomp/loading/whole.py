@@ -17,7 +17,7 @@ from dcp_nvcomp.calls.flattening import Flattened, Key, Path, Vacant, flatten, n
 from dcp_nvcomp.calls.values import is_stateful
 from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.format.metadata.paths import SavedEntry
-from dcp_nvcomp.loading.matching import saved_names
+from dcp_nvcomp.loading.matching import is_extra_state, saved_names
 
 __all__ = ["WholeValue", "completed"]
 
@@ -34,6 +34,7 @@ class WholeValue:
 
     def __init__(self, value: Any) -> None:
         self.value = value
+        self._own: Any = None
         self._entries: Sequence[SavedEntry] | None = None
 
     def expect(self, entries: Sequence[SavedEntry] | None) -> None:
@@ -42,15 +43,17 @@ class WholeValue:
 
     def state_dict(self) -> Any:
         """Return what to load into."""
-        own = self.value.state_dict() if is_stateful(self.value) else self.value
-        return own if self._entries is None else completed(own, self._entries)
+        self._own = self.value.state_dict() if is_stateful(self.value) else self.value
+        return self._own if self._entries is None else completed(self._own, self._entries)
 
     def load_state_dict(self, loaded: Any) -> None:
         """Take over what was loaded."""
+        # in containers of the kinds that the destination has: a Counter stays one
+        loaded = _replaced(self._own, loaded)
         if is_stateful(self.value):
             self.value.load_state_dict(loaded)
         else:
-            self.value = _replaced(self.value, loaded)
+            self.value = loaded
 
 
 def completed(own: Any, entries: Sequence[SavedEntry]) -> Any:
@@ -85,11 +88,13 @@ def completed(own: Any, entries: Sequence[SavedEntry]) -> Any:
         value = None if own_fqn is None else flat.values[own_fqn]
         is_own = own_fqn is not None and _has_its_keys(flat.paths[own_fqn], entry.path)
         paths[fqn] = flat.paths[own_fqn] if is_own and own_fqn is not None else entry.path
-        fits = is_own and not (_is_in_list(paths[fqn]) and _has_another_shape(value, entry))
+        is_data = _is_in_list(paths[fqn]) or _is_opaque(paths[fqn])
+        fits = is_own and not (is_data and _has_another_shape(value, entry))
         values[fqn] = _place_for(entry, value if fits else None)
     for name, own_fqn in names.items():
         path = flat.paths[own_fqn]
-        if name not in saved and isinstance(flat.values[own_fqn], torch.Tensor) and not _is_in_list(path):
+        is_missed = isinstance(flat.values[own_fqn], torch.Tensor) and not (_is_in_list(path) or _is_opaque(path))
+        if name not in saved and is_missed:
             values[name], paths[name] = flat.values[own_fqn], path  # of which the load will say that it is missing
     return nested(paths, values)
 
@@ -97,6 +102,11 @@ def completed(own: Any, entries: Sequence[SavedEntry]) -> Any:
 def _is_in_list(path: Path) -> bool:
     """Return True for what is data as a whole, such as a buffer of samples; a dict's tensors may be a module's."""
     return any(type(part) is int for part in path)
+
+
+def _is_opaque(path: Path) -> bool:
+    """Return True for what only a module's `set_extra_state` understands."""
+    return any(isinstance(part, str) and is_extra_state(part) for part in path)
 
 
 def _has_another_shape(own: Any, entry: SavedEntry) -> bool:

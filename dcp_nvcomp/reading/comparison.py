@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from dcp_nvcomp.calls.flattening import Path
 from dcp_nvcomp.engines.tensors import dtype_name
 from dcp_nvcomp.errors import UnsafeObjectError
 from dcp_nvcomp.format.metadata.paths import has_keys, paths_of
@@ -151,10 +152,15 @@ def _differing_places(first: Checkpoint, second: Checkpoint) -> dict[str, Differ
     ours, theirs = paths_of(first.metadata), paths_of(second.metadata)
     found = {}
     for fqn in ours.keys() & theirs.keys():
-        one, other = ([repr(getattr(part, "value", part)) for part in path] for path in (ours[fqn], theirs[fqn]))
-        if len(one) == len(other) and one != other:
-            found[fqn] = Difference(fqn, "place", f"[{']['.join(one)}] and [{']['.join(other)}]")
+        one, other = map(_shown_place, (ours[fqn], theirs[fqn]))
+        if len(ours[fqn]) == len(theirs[fqn]) and one != other:
+            found[fqn] = Difference(fqn, "place", f"{one} and {other}")
     return found
+
+
+def _shown_place(path: Path) -> str:
+    parts = [f"position {part}" if isinstance(part, int) else repr(getattr(part, "value", part)) for part in path]
+    return f"[{']['.join(parts)}]"
 
 
 def _described(item: Any) -> str:

@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from dcp_nvcomp import (
     CheckpointManager,
     MissingKeyError,
+    NvcompReader,
+    NvcompWriter,
     TrainingState,
     async_save,
     compare_checkpoints,
@@ -286,3 +289,136 @@ def test_a_name_that_two_may_mean_is_missing(tmp_path: Path) -> None:
     save({"module.w": torch.ones(1), "_orig_mod.w": torch.zeros(1)}, tmp_path, no_dist=True)
     with pytest.raises(MissingKeyError, match=r"'w'"):
         load({"w": torch.zeros(1)}, tmp_path, no_dist=True)
+
+
+class Adapter(torch.nn.Linear):
+    """A module whose own parameter has the name of its child's, but for a wrapper's."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2, bias=False)
+        self.module = torch.nn.Linear(2, 2, bias=False)
+
+
+def test_wrappers_never_swap_what_has_one_name_without_them(tmp_path: Path) -> None:
+    module = Adapter()
+    save({"model": module.state_dict()}, tmp_path, no_dist=True)
+    other = torch.nn.DataParallel(Adapter())
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    with pytest.raises(MissingKeyError):
+        load({"model": other.state_dict()}, tmp_path, no_dist=True)
+    with open_checkpoint(tmp_path) as checkpoint, pytest.raises(MissingKeyError):
+        checkpoint.load_into(other, prefix="model.")
+    assert_same(other.state_dict(), before)
+
+
+@pytest.mark.parametrize("before", ["plain", "parallel"])
+@pytest.mark.parametrize("after", ["plain", "parallel"])
+def test_optimizers_of_wrapped_modules(tmp_path: Path, before: str, after: str) -> None:
+    def build(kind: str) -> torch.nn.Module:
+        module = torch.nn.Sequential(torch.nn.Linear(3, 2))
+        return torch.nn.DataParallel(module) if kind == "parallel" else module
+
+    module, fresh = build(before), build(after)
+    first, second = (torch.optim.AdamW(one.parameters()) for one in (module, fresh))
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    first.step()
+    run_and_back(tmp_path, {"o": TrainingState(module, first)}, {"o": TrainingState(fresh, second)})
+    for one, other in zip(module.parameters(), fresh.parameters(), strict=True):
+        assert_same(second.state[other], first.state[one])
+
+
+# --- DCP's own calls, and what can only be said ----------------------------------------------------------------------
+
+
+def test_dcp_load_has_the_keys_too(tmp_path: Path) -> None:
+    state = {"seen": {0: 1, (1, 2): 2, None: 3}, "text": {"a": 4}, "w": {7: torch.ones(2)}}
+    dcp.save(state, storage_writer=NvcompWriter(tmp_path / "theirs"), no_dist=True)
+    save(state, tmp_path / "ours", no_dist=True)
+    for name in ("theirs", "ours"):
+        found = {"seen": {0: 0, (1, 2): 0, None: 0}, "text": {"a": 0}, "w": {7: torch.zeros(2)}}
+        dcp.load(found, storage_reader=NvcompReader(tmp_path / name), no_dist=True)
+        assert_same(found, state)
+
+
+def test_dcp_load_of_a_training_state_is_refused(tmp_path: Path) -> None:
+    module = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(module.parameters())
+    trained(module, optimizer)
+    save({"t": TrainingState(module, optimizer)}, tmp_path, no_dist=True)
+    with pytest.raises(ConfigurationError, match=r"restored by CheckpointManager\.restore or dcp_nvcomp\.load"):
+        dcp.load(
+            {"t": TrainingState(module, torch.optim.AdamW(module.parameters()))},
+            storage_reader=NvcompReader(tmp_path),
+            no_dist=True,
+        )
+
+
+def test_planners_that_do_not_flatten(tmp_path: Path) -> None:
+    state = {"x": {0: 1, "0": 2}, "y": 3}
+    save(state, tmp_path, planner=dcp.DefaultSavePlanner(flatten_state_dict=False), no_dist=True)
+    found: dict[str, Any] = {"x": None, "y": 0}
+    load(found, tmp_path, planner=dcp.DefaultLoadPlanner(flatten_state_dict=False), no_dist=True)
+    assert found == state
+
+
+def test_stock_keys_that_were_numbers_are_said_to_be_text(tmp_path: Path) -> None:
+    module = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(module.parameters())
+    trained(module, optimizer)
+    dcp.save({"opt": optimizer.state_dict()}, checkpoint_id=tmp_path / "stock", no_dist=True)
+    with pytest.warns(UserWarning, match=r"which keys of dicts were numbers.*'opt\.state\.0"):
+        convert(tmp_path / "stock", tmp_path / "x.pt")
+
+
+class Holder:
+    """A Stateful value that is given back what it had, in a container of that kind."""
+
+    def __init__(self) -> None:
+        self.counts = collections.Counter({3: 2})
+        self.lists = collections.defaultdict(list, {"a": [1]})
+
+    def state_dict(self) -> dict[str, Any]:
+        return vars(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+def test_kinds_of_containers_are_those_of_the_destination(tmp_path: Path) -> None:
+    first, second = Holder(), Holder()
+    first.counts[7] += 5
+    first.lists["b"].append(2)
+    run_and_back(tmp_path, {"it": first}, {"it": second})
+    assert type(second.counts) is collections.Counter and second.counts == {3: 2, 7: 5}
+    second.lists["new"].append(3)
+    assert second.lists == {"a": [1], "b": [2], "new": [3]}
+
+
+def test_extra_state_of_another_kind(tmp_path: Path) -> None:
+    def build(seen: Any) -> torch.nn.Module:
+        module = torch.nn.Sequential(Counting(3, 3))
+        module[0].as_tensor, module[0].seen = False, seen
+        return module
+
+    for number, (saved, fresh) in enumerate(
+        [
+            ([torch.ones(4)], [torch.ones(2)]),
+            ([torch.ones(1)] * 3, []),
+            ([{"a": torch.ones(2)}], [1]),
+            ([1], [{"b": 2}]),
+        ]
+    ):
+        module, other = build(saved), build(fresh)
+        run_and_back(tmp_path / f"{number}", {"t": TrainingState(module)}, {"t": TrainingState(other)})
+        assert_same(other[0].seen, module[0].seen)  # type: ignore[index]
+        other = build(fresh)
+        run_and_back(tmp_path / f"whole-{number}", {"model": module}, {"model": other})
+        assert_same(other[0].seen, module[0].seen)  # type: ignore[index]
+
+
+def test_top_level_keys_that_a_restore_leaves_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run_and_back(
+        tmp_path, {"model": {"w": torch.ones(1)}, "ema": {"w": torch.ones(1)}}, {"model": {"w": torch.zeros(1)}}
+    )
+    assert "Step 1 also has what the state has no key for, and is not restored: ema.w" in caplog.text

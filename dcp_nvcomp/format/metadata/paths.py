@@ -18,6 +18,7 @@ from typing import Any, Final
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 from dcp_nvcomp.calls.flattening import Key, Path, fqn_of, is_key
+from dcp_nvcomp.errors import ConfigurationError
 
 __all__ = [
     "SavedEntry",
@@ -72,16 +73,28 @@ def merged_paths(parts: Iterable[Mapping[str, Any]], fqns: Collection[str]) -> d
     Args:
         parts: what `paths_to_store` returned on each rank.
         fqns: the names of all values.
+
+    Raises:
+        ConfigurationError: ranks have different keys that look alike, such as 0 and "0".
     """
     merged: dict[str, Any] = {}
-    keys: dict[Any, Any] = {}
+    keys: dict[_Stored, Any] = {}
+    of_ranks: list[tuple[Iterable[_Stored], dict[_Stored, Any]]] = []
     for part in parts:
         name = _name_of_keys({fqn for fqn in part if fqn in fqns})
-        for path, key in part.get(name, ()):
-            keys.setdefault(path, key)
-        for fqn, path in part.items():
-            if fqn != name:
-                merged.setdefault(fqn, path)
+        own = dict(part.get(name, ()))
+        paths = {fqn: path for fqn, path in part.items() if fqn != name}
+        of_ranks.append((paths.values(), own))
+        keys = {**own, **keys}
+        merged = {**paths, **merged}
+    if keys:
+        for some, own in of_ranks:
+            for begin in {path[: at + 1] for path in some for at in range(len(path))} & keys.keys():
+                if begin not in own or repr(own[begin]) != repr(keys[begin]):
+                    raise ConfigurationError(
+                        f"Ranks have different keys here that look alike, one of them {keys[begin]!r}.",
+                        fqn=fqn_of(begin),
+                    )
     merged[_name_of_keys(fqns)] = tuple(keys.items())
     return merged
 

@@ -101,6 +101,8 @@ class Restoring:
             start = time.perf_counter()
             loaded, last, whole = self._load(state, candidate)
             if loaded is not None:
+                if self._ranks.is_first:
+                    _log_what_is_left(candidate.step, loaded, state)
                 event = StepRestored(
                     candidate.step,
                     time.perf_counter() - start,
@@ -174,6 +176,15 @@ class Restoring:
                 here.publish(METADATA_NAME, data)
 
         self._ranks.together(publish)
+
+
+def _log_what_is_left(step: int, reader: NearestReader, state: Mapping[str, Any]) -> None:
+    """Log the saved values that the state has no key for: they may be left on purpose."""
+    names = dict.fromkeys(index.fqn for index in reader.storage_data)
+    left = [fqn for fqn in names if not any(fqn == key or fqn.startswith(f"{key}.") for key in state)]
+    if left:
+        shown = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
+        logger.warning("Step %d also has what the state has no key for, and is not restored: %s", step, shown)
 
 
 def _load_whole(state: dict[str, Any], reader: NearestReader, options: Mapping[str, Any]) -> None:

@@ -29,8 +29,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dcp_nvcomp.calls.flattening import Vacant, nested
 from dcp_nvcomp.calls.values import PLAIN_TENSORS
-from dcp_nvcomp.errors import CheckpointError, ConfigurationError
+from dcp_nvcomp.errors import CheckpointError, ConfigurationError, MissingKeyError
 from dcp_nvcomp.format.metadata.paths import SavedEntry
+from dcp_nvcomp.loading.matching import saved_names
 from dcp_nvcomp.reading.sameness import is_same
 
 __all__ = ["Fsdp1Optimizers", "Optimizers", "optimizers_of"]
@@ -136,15 +137,19 @@ class Optimizers:
         Args:
             entries: with paths below this value.
         """
+        if not entries:
+            raise MissingKeyError("The checkpoint has nothing of optimizers.", fqn="optimizer")
         own = self.state_dict()[_STATE]
         parameters = dict(self._parameters())
+        saved = {str(entry.path[1]) for entry in entries if entry.path[0] == _STATE and len(entry.path) > 2}
+        names = {name: fqn for fqn, name in saved_names(parameters, saved).items()}
         templates: Mapping[Any, Any] | None = None
         places: dict[str, Any] = {}
         for entry in entries:
             if not isinstance(entry.item, TensorStorageMetadata):
                 places[entry.fqn] = Vacant()
                 continue
-            fqn = str(entry.path[1]) if entry.path[0] == _STATE and len(entry.path) > 2 else None
+            fqn = names.get(str(entry.path[1])) if entry.path[0] == _STATE and len(entry.path) > 2 else None
             parameter = None if fqn is None else parameters.get(fqn)
             known = _at(own.get(fqn, _NO_STATE), entry.path[2:])
             if parameter is not None and not _fits(known, entry.item) and self._may_be_of_any_layout(parameter, entry):
@@ -189,9 +194,9 @@ class Optimizers:
         Raises:
             CheckpointError: entries have no place in the optimizers, or did not get there.
         """
-        state = loaded.get(_STATE, _NO_STATE)
-        saved_groups = list(loaded[_GROUPS])
         parameters = dict(self._parameters())
+        loaded = _by_names_of(parameters, loaded)
+        state, saved_groups = loaded[_STATE], loaded[_GROUPS]
         fqns = {id(parameter): fqn for fqn, parameter in parameters.items()}
         groups = {number: self._groups(one, fqns) for number, one in enumerate(self._optimizers)}
         matched = _matched(saved_groups, [group for own in groups.values() for group in own], state)
@@ -229,6 +234,18 @@ class Optimizers:
                 found.add(f"optimizer.{_EXTRA}.{key}")
         if found:
             raise _no_place(found, "the optimizer's load_state_dict did not take them as they are")
+
+
+def _by_names_of(parameters: Mapping[str, Any], loaded: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what was loaded by the names of parameters here, which may differ in wrappers of modules."""
+    groups = loaded[_GROUPS]
+    saved = dict.fromkeys(fqn for group in groups for fqn in group[_PARAMS])
+    names = {name: fqn for fqn, name in saved_names(parameters, saved).items()}
+    return {
+        **loaded,
+        _STATE: {names.get(fqn, fqn): values for fqn, values in loaded.get(_STATE, _NO_STATE).items()},
+        _GROUPS: [{**group, _PARAMS: [names.get(fqn, fqn) for fqn in group[_PARAMS]]} for group in groups],
+    }
 
 
 def _at(value: Any, path: Sequence[Any]) -> Any:

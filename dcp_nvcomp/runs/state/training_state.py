@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from dcp_nvcomp.calls.flattening import fqn_of
-from dcp_nvcomp.errors import ConfigurationError
+from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.format.metadata.paths import SavedEntry
-from dcp_nvcomp.loading.matching import is_extra_state
+from dcp_nvcomp.loading.matching import is_extra_state, saved_names
 from dcp_nvcomp.loading.whole import completed
 from dcp_nvcomp.runs.state.generators import capture_generators, restore_generators, seed_generators
 from dcp_nvcomp.runs.state.loader_parts import LOADER, joined, taken_apart
@@ -129,7 +129,7 @@ class TrainingState:
             state[_GENERATORS] = {str(self._rank): (capture_generators(self._own_generators),)}
             if self._loader is not None:
                 state[_DATA] = {str(self._data_rank): taken_apart(self._part())}
-            return state
+            return _ToSave(state)
         fqns = [entry.fqn for entry in self._expected]
         ranks, data = _ranks_of(fqns, _GENERATORS), _ranks_of(fqns, _DATA)
         if ranks:
@@ -146,10 +146,9 @@ class TrainingState:
     def _tensors(self) -> dict[str, Any]:
         model = get_model_state_dict(self._model)
         if self._expected is not None:
-            model = {
-                fqn: completed(value, self._expected_below("model", fqn)) if is_extra_state(fqn) else value
-                for fqn, value in model.items()
-            }
+            for fqn in filter(is_extra_state, model):
+                saved = self._expected_below("model", fqn)
+                model[fqn] = completed({}, saved) if saved else model[fqn]
         if not self._optimizers:
             return {"model": model}
         optimizers = optimizers_of(self._model, self._optimizers)
@@ -176,13 +175,22 @@ class TrainingState:
         Raises:
             CheckpointError: the data loader can't go on with this number of ranks; or what was saved of the optimizers
                 has no place in them.
+            ConfigurationError: DCP's own `load` has loaded it, which fills what a fresh state has and no more.
         """
+        if isinstance(state_dict, _ToSave):
+            raise ConfigurationError(
+                "A TrainingState is restored by CheckpointManager.restore or dcp_nvcomp.load: dcp.load leaves what a "
+                "fresh state has no place for, such as the state of its optimizers."
+            )
         set_model_state_dict(self._model, state_dict["model"])
         if self._optimizers:
             optimizers_of(self._model, self._optimizers).load_state_dict(state_dict["optimizer"])
         for name, values in self._shared.items():
-            for value, loaded in zip(values, state_dict[name][0] if values else (), strict=True):
-                value.load_state_dict(loaded)
+            loaded = state_dict[name][0] if values else ()
+            if len(loaded) != len(values):
+                raise CheckpointError(f"{len(loaded)} were saved, and {len(values)} are there.", fqn=name)
+            for value, one in zip(values, loaded, strict=True):
+                value.load_state_dict(one)
         if self._loader is not None:
             _, count = state_dict["ranks"]
             self._load_data({int(rank): joined(parts) for rank, parts in state_dict[_DATA].items()}, count)
@@ -204,14 +212,19 @@ class TrainingState:
         self._loader.state_dict()
 
 
+class _ToSave(dict[str, Any]):
+    """A state dict to be saved. DCP's `load` fills such a one too, and gives it back."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (list(self.items()),)
+
+
 def _warn_of_left(entries: Sequence[SavedEntry], state: Mapping[str, Any]) -> None:
     """Warn of what was saved and is not asked for, such as a scheduler that this state was not given."""
     left = dict.fromkeys(str(entry.path[0]) for entry in entries if entry.path[0] not in state)
-    left |= dict.fromkeys(
-        f"model.{entry.path[1]}"
-        for entry in entries
-        if entry.path[0] == "model" and len(entry.path) > 1 and entry.path[1] not in state["model"]
-    )
+    saved = dict.fromkeys(str(entry.path[1]) for entry in entries if entry.path[0] == "model" and len(entry.path) > 1)
+    taken = set(saved_names(state["model"], saved).values())
+    left |= dict.fromkeys(f"model.{fqn}" for fqn in saved if fqn not in taken)
     if left:
         shown = ", ".join(list(left)[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
         warnings.warn(

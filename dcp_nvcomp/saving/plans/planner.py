@@ -136,10 +136,10 @@ class KeepingPlanner(SavePlanner):
         try:
             if given.flatten_state_dict:
                 flat = flatten(state_dict)
-                planner.mappings = paths_to_store(flat.paths)
-                # dicts are values now, empty ones for instance, and DCP would take them apart
-                dicts = {fqn: value for fqn, value in flat.values.items() if isinstance(value, Mapping)}
-                state_dict = {fqn: value for fqn, value in flat.values.items() if fqn not in dicts}
+                state_dict, planner.mappings = flat.values, paths_to_store(flat.paths)
+            # dicts are values now, empty ones for instance, and DCP would make text of their keys
+            dicts = {fqn: value for fqn, value in state_dict.items() if isinstance(value, Mapping)}
+            state_dict = {fqn: value for fqn, value in state_dict.items() if fqn not in dicts}
             planner.set_up_planner(state_dict, is_coordinator=is_coordinator)
             planner.state_dict |= dicts
         except CheckpointError as error:  # DCP's first step raises it, and tells the other ranks
