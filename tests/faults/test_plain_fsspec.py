@@ -273,6 +273,7 @@ def test_a_refusal_without_a_reason_and_errors_of_unknown_cause(times: int, tmp_
 
 @pytest.mark.parametrize("stock", [False, True])
 @pytest.mark.parametrize("protocol", ["plain-refusing", "plain-silent", "plain-vague"])
+@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint of stock DCP:UserWarning")
 def test_what_was_moved_aside_can_not_be_moved_back(protocol: str, stock: bool, tmp_path: Path) -> None:
     folder = tmp_path / "c"
     url = f"{protocol}://{folder}"

@@ -40,12 +40,12 @@ MUTATIONS = (
     ),
     *_mutations(
         "paths",
-        "storage/base.py",
-        ('elif ".." in parts or "." in parts or "" in parts:', "elif False:", f"{_FILES} -k no_name_leaves"),
+        "calls/files.py",
+        ('if ".." in parts or "." in parts or "" in parts:', "if False:", f"{_FILES} -k no_name_leaves"),
         ('if "\\\\" in name or any(ord(character) < 32 for character in name):', "if False:", f"{_FILES} -k no_name"),
         (
-            'elif name.startswith("/") or _SCHEME.match(name) or "::" in name:',
-            "elif False:",
+            'if name.startswith("/") or _SCHEME.match(name) or "::" in name:',
+            "if False:",
             f"{_ATTACKS} -k out_of_the_checkpoint",
         ),
     ),
