@@ -167,7 +167,7 @@ def _has_tensors(value: Any) -> bool:
 def is_key(key: Any, depth: int = 0) -> bool:
     """Return True if a path can have this key of a dict."""
     if isinstance(key, str):
-        return True
+        return type(key) is str or str(key) == key  # unlike a member of an enum that is text
     if type(key) is tuple:
         return depth < _MAX_DEPTH and all(is_key(part, depth + 1) for part in key)
     if isinstance(key, float):

@@ -166,10 +166,13 @@ class Arrival:
         key = f"dcp_nvcomp/come/{self._group.group_name}/{self._number}"
         store, pause_seconds = _store(), 1e-3
         end_seconds = time.monotonic() + limit_of(self._group).total_seconds()
-        if store.add(key, 1) == self._group.size():
+        if store.add(key, 1) == self._group.size() and not store.check([f"{key}/gone"]):
             store.set(f"{key}/all", "")
         while not store.check([f"{key}/all"]):
+            if store.check([f"{key}/gone"]):
+                raise RuntimeError("another rank has given up waiting")
             if time.monotonic() > end_seconds:
+                store.set(f"{key}/gone", "")  # a rank that comes later must not go on alone
                 raise RuntimeError("timed out")
             time.sleep(pause_seconds)
             pause_seconds = min(2 * pause_seconds, _PAUSE_SECONDS)

@@ -31,8 +31,9 @@ def warn_of_left(state: Mapping[str, Any], metadata: Metadata, loaded: Collectio
     shown = ", ".join(map(repr, list(left)[:3]))
     more = f" and {len(left) - 3} more" if len(left) > 3 else ""
     message = (
-        f"{len(left)} saved value(s) have no place in the destination and are left: {shown}{more}. A load fills what "
-        "the state dict has; CheckpointManager.restore brings back all that was saved, open_checkpoint reads any of it."
+        f"{len(left)} saved value(s) were not loaded, as the destination has no place for them: {shown}{more}. A load "
+        "fills what the state dict has; CheckpointManager.restore brings back all that was saved, and open_checkpoint "
+        "reads any of it."
     )
     if any(_is_below_empty(state, path) for path in left.values()):
         message += (

@@ -122,7 +122,7 @@ def _announced(state_dict: Mapping[str, Any], reader: NvcompReader) -> Iterator[
     try:
         if waiting:
             # an error is found by the load itself, which tells all ranks
-            with suppress(CheckpointError):
+            with suppress(Exception):
                 for key, entries in saved_entries(reader.read_metadata(), waiting).items():
                     waiting[key].expect(entries)
         yield

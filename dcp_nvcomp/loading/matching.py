@@ -121,7 +121,7 @@ def _refuse_other_keys(paths: Mapping[str, Path], metadata: Metadata) -> None:
                 own, other = (part.value if type(part) is Key else part for part in (own, other))
                 raise MissingKeyError(
                     f"The destination has the key {own!r} of type {type(own).__name__}, but {other!r} of type "
-                    f"{type(other).__name__} was saved: make it that.",
+                    f"{type(other).__name__} was saved: use that key.",
                     fqn=fqn,
                 )
 

@@ -236,7 +236,8 @@ def _refuse_meta(values: Mapping[str, Any]) -> None:
     for fqn, value in values.items():
         if _is_meta(value):
             raise ConfigurationError(
-                "The destination is on the meta device, which holds no values: make it first, as by to_empty().",
+                "The destination is on the meta device, which holds no values: materialize it first, for example with "
+                "to_empty().",
                 fqn=fqn,
             )
 

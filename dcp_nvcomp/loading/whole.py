@@ -7,6 +7,7 @@ after the load               ->  the destination's own containers hold what thes
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -48,12 +49,11 @@ class WholeValue:
 
     def load_state_dict(self, loaded: Any) -> None:
         """Take over what was loaded."""
-        # in containers of the kinds that the destination has: a Counter stays one
-        loaded = _replaced(self._own, loaded)
         if is_stateful(self.value):
-            self.value.load_state_dict(loaded)
+            # in new containers: what it gave may be its own
+            self.value.load_state_dict(_of_its_kind(self._own, loaded))
         else:
-            self.value = loaded
+            self.value = _replaced(self._own, loaded, set())
 
 
 def completed(own: Any, entries: Sequence[SavedEntry]) -> Any:
@@ -86,7 +86,7 @@ def completed(own: Any, entries: Sequence[SavedEntry]) -> Any:
     for fqn, entry in saved.items():
         own_fqn = names.get(fqn)
         value = None if own_fqn is None else flat.values[own_fqn]
-        is_own = own_fqn is not None and _has_its_keys(flat.paths[own_fqn], entry.path)
+        is_own = own_fqn is not None and (not entry.has_keys or _has_its_keys(flat.paths[own_fqn], entry.path))
         paths[fqn] = flat.paths[own_fqn] if is_own and own_fqn is not None else entry.path
         is_data = _is_in_list(paths[fqn]) or _is_opaque(paths[fqn])
         fits = is_own and not (is_data and _has_another_shape(value, entry))
@@ -136,16 +136,42 @@ def _place_for(entry: SavedEntry, own: Any) -> Any:
     return torch.empty(item.size, dtype=item.properties.dtype)
 
 
-def _replaced(own: Any, loaded: Any) -> Any:
-    """Return what was loaded, in the containers that the destination has."""
+def _replaced(own: Any, loaded: Any, filled: set[int]) -> Any:
+    """Return what was loaded, in the containers that the destination has; one that it has twice is copied.
+
+    Args:
+        own: the destination.
+        loaded: what was loaded.
+        filled: the ids of containers that were filled already.
+    """
+    if id(own) in filled:
+        return _of_its_kind(own, loaded)
     if isinstance(own, MutableMapping) and isinstance(loaded, Mapping):
+        filled.add(id(own))
         for key in [key for key in own if key not in loaded]:
             del own[key]
         for key, value in loaded.items():
-            own[key] = _replaced(own[key], value) if key in own else value
+            own[key] = _replaced(own[key], value, filled) if key in own else value
         return own
     if isinstance(own, list) and isinstance(loaded, list):
-        kept = [_replaced(one, value) for one, value in zip(own, loaded, strict=False)]
+        filled.add(id(own))
+        kept = [_replaced(one, value, filled) for one, value in zip(own, loaded, strict=False)]
         own[:] = [*kept, *loaded[len(kept) :]]
         return own
     return loaded
+
+
+def _of_its_kind(own: Any, loaded: Any) -> Any:
+    """Return what was loaded, in new containers of the kinds that the destination has."""
+    is_dict = isinstance(own, MutableMapping) and isinstance(loaded, Mapping)
+    if not is_dict and not (isinstance(own, list) and isinstance(loaded, list)):
+        return loaded
+    made = copy.copy(own)
+    made.clear()
+    if is_dict:
+        for key, value in loaded.items():
+            made[key] = _of_its_kind(own[key], value) if key in own else value
+    else:
+        kept = [_of_its_kind(one, value) for one, value in zip(own, loaded, strict=False)]
+        made.extend([*kept, *loaded[len(kept) :]])
+    return made

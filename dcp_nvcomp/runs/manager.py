@@ -52,6 +52,8 @@ __all__ = ["CheckpointManager"]
 
 logger = logging.getLogger(__name__)
 
+LARGEST_STEP = 1 << 63  # ranks tell each other numbers of 64 bits
+
 _Behind = Literal["wait", "skip"]
 
 
@@ -348,7 +350,8 @@ class CheckpointManager:
     ) -> tuple[dict[str, Any], dict[str, float], CheckpointError | None]:
         """Return the values of a state and the metrics; or why there are none, for which no rank must wait."""
         try:
-            check_count("step", step, least=0)
+            if check_count("step", step, least=0) >= LARGEST_STEP:
+                raise ConfigurationError(f"step={step} is larger than any step that ranks can agree on, 2**63 - 1.")
             check_flag("durable", durable)
             if self._unseen_step is not None and step <= self._unseen_step:
                 raise ConfigurationError(
@@ -496,7 +499,7 @@ class CheckpointManager:
     @staticmethod
     def _number(step: object) -> int:
         """Return a step as other ranks are told it; -1 for none, or what is no step."""
-        return step if isinstance(step, int) and step >= 0 else -1
+        return step if isinstance(step, int) and 0 <= step < LARGEST_STEP else -1
 
     def _check_open(self) -> None:
         if self._is_closed:

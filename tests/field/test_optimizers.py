@@ -139,7 +139,7 @@ def test_what_a_training_state_was_not_given_is_told(tmp_path: Path) -> None:
     fresh = two_layers()
     with (
         CheckpointManager(tmp_path, every=1, preemption_signals=()) as manager,
-        pytest.warns(UserWarning, match=r"also has optimizer, scheduler, which this TrainingState has not"),
+        pytest.warns(UserWarning, match=r"also has optimizer, scheduler, which this TrainingState does not have"),
     ):
         manager.restore({"t": TrainingState(fresh)})
     assert_same(fresh.state_dict(), model.state_dict())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import enum
 import pickle
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,7 @@ def test_a_restore_brings_back_containers_a_load_says_what_it_leaves(tmp_path: P
     assert containers[0] is found["p"] and containers[1] is found["p"]["hist"] and containers[2] is found["p"]["seen"]
     save({"p": state}, tmp_path / "one", no_dist=True)
     into: dict[str, Any] = {"p": {"hist": [{"loss": 9.0}], "replay": [torch.zeros(2)], "seen": {}}}
-    with pytest.warns(UserWarning, match=r"4 saved value\(s\) have no place.*'p\.hist\.1\.loss'") as warned:
+    with pytest.warns(UserWarning, match=r"4 saved value\(s\) were not loaded.*'p\.hist\.1\.loss'") as warned:
         load(into, tmp_path / "one", no_dist=True)
     assert len(warned) == 1
     assert_same(into, {"p": {"hist": [{"loss": 1.0}], "replay": [torch.ones(2)], "seen": {}}})
@@ -421,4 +422,89 @@ def test_top_level_keys_that_a_restore_leaves_are_logged(tmp_path: Path, caplog:
     run_and_back(
         tmp_path, {"model": {"w": torch.ones(1)}, "ema": {"w": torch.ones(1)}}, {"model": {"w": torch.zeros(1)}}
     )
-    assert "Step 1 also has what the state has no key for, and is not restored: ema.w" in caplog.text
+    assert "Step 1 also has values that the state has no key for; they are not restored: ema.w" in caplog.text
+
+
+# --- what a review found ---------------------------------------------------------------------------------------------
+
+
+def test_containers_that_a_state_has_twice_come_back_apart(tmp_path: Path) -> None:
+    shared: tuple[Any, Any] = ([], {"x": 0})
+    found: dict[str, Any] = {"h": dict.fromkeys("ab", shared[0]), "i": dict.fromkeys("ab", shared[1])}
+    state = {"h": {"a": [1], "b": [2]}, "i": {"a": {"x": 1}, "b": {"x": 2}}}
+    assert_same(run_and_back(tmp_path, state, found), state)
+
+
+class Defaults:
+    """A Stateful value that gives what it shares with others, and has more than was saved."""
+
+    shared: dict[str, Any] = {"rate": 0.9, "hist": [0]}
+
+    def __init__(self, state: dict[str, Any] | None = None) -> None:
+        self.state = self.shared if state is None else state
+        self.newer = 5
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def test_what_a_stateful_value_gives_is_not_changed(tmp_path: Path) -> None:
+    one, two = Defaults(), Defaults()
+    saved = {"one": Defaults({"rate": 0.5, "hist": [1]}), "two": Defaults({"rate": 0.25, "hist": [2]})}
+    run_and_back(tmp_path, saved, {"one": one, "two": two})
+    assert one.state == {"rate": 0.5, "hist": [1]} and two.state == {"rate": 0.25, "hist": [2]}
+    assert Defaults.shared == {"rate": 0.9, "hist": [0]}
+    holder = Holder()
+    holder.newer = 5  # type: ignore[attr-defined]
+    run_and_back(tmp_path / "more", {"it": Holder()}, {"it": holder})
+    assert holder.newer == 5  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("one", "other"), [(0, "0"), (None, "None"), ((1, "2"), "(1, '2')")])
+def test_containers_under_keys_that_look_alike_are_refused(tmp_path: Path, one: Any, other: Any) -> None:
+    for values in ({"x": 1}, {"y": 2}), ({"x": torch.ones(1)}, {"y": torch.ones(1)}), ([{}], {"y": 2}):
+        with pytest.raises(ConfigurationError, match="look alike") as caught:
+            save({"a": {one: values[0], other: values[1]}}, tmp_path, no_dist=True)
+        assert caught.value.fqn == f"a.{other}"
+
+
+class Color(str, enum.Enum):
+    RED = "red"
+
+
+def test_text_that_is_another_text_as_a_key(tmp_path: Path) -> None:
+    state = {"a": {Color.RED: 1, "x": {Color.RED: {"y": 2}}}}
+    save(state, tmp_path / "one", no_dist=True)
+    found: dict[str, Any] = {"a": {Color.RED: 0, "x": {Color.RED: {"y": 0}}}}
+    load(found, tmp_path / "one", no_dist=True)
+    assert_same(found, state)
+    assert_same(run_and_back(tmp_path / "run", state, {"a": {}}), state)
+
+
+def test_a_stock_checkpoint_is_restored_under_the_keys_of_the_state(tmp_path: Path) -> None:
+    dcp.save({"a": {1: {"x": 5}, (2, 3): 6}, "w": {7: torch.ones(2)}}, checkpoint_id=tmp_path / "step-1", no_dist=True)
+    found: dict[str, Any] = {"a": {1: {"x": 0}, (2, 3): 0}, "w": {7: torch.zeros(2)}}
+    with CheckpointManager(tmp_path, every=1, preemption_signals=()) as manager:
+        manager.restore(found)
+    assert_same(found, {"a": {1: {"x": 5}, (2, 3): 6}, "w": {7: torch.ones(2)}})
+
+
+def test_views_keep_what_was_put_on_them(tmp_path: Path) -> None:
+    base = torch.arange(100_000.0)
+    view, parameter = base[:3], torch.nn.Parameter(base[:4])
+    view.tag, parameter.mp = "x", True  # type: ignore[attr-defined]
+    save({"pair": (view, parameter)}, tmp_path, no_dist=True)
+    found: dict[str, Any] = {"pair": None}
+    load(found, tmp_path, no_dist=True)
+    assert found["pair"][0].tag == "x" and found["pair"][1].mp is True
+
+
+def test_steps_that_no_rank_can_tell(tmp_path: Path) -> None:
+    with (
+        CheckpointManager(tmp_path, every=1, preemption_signals=()) as manager,
+        pytest.raises(ConfigurationError, match="larger than any step"),
+    ):
+        manager.save(10**30, {"w": torch.ones(1)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -94,3 +95,15 @@ def test_fingerprints_of_different_values_differ() -> None:
     ]
     found = [fingerprints({"x": value})["x"] for value in values]
     assert len(set(found)) == len(values)
+
+
+class _Guarded:
+    """An object that raises whatever it is asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"no {name} today")
+
+
+def test_values_that_are_hard_to_look_at_are_looked_at() -> None:
+    found = fingerprints({"long": 1 << 20_000, "longer": (1 << 20_000) + 1, "guarded": _Guarded()})
+    assert found["long"] != found["longer"]

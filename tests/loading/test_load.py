@@ -100,7 +100,7 @@ def test_into_parameters(tmp_path: Path) -> None:
 def test_a_part_of_a_checkpoint(tmp_path: Path) -> None:
     save(full(), tmp_path, no_dist=True)
     with pytest.warns(
-        UserWarning, match=r"3 saved value\(s\) have no place.*'nested\.list\.0', 'nested\.list\.1\.deep'"
+        UserWarning, match=r"3 saved value\(s\) were not loaded.*'nested\.list\.0', 'nested\.list\.1\.deep'"
     ):
         into = got(tmp_path, {"nested": {"w": torch.zeros(3, 4)}, "scalar": torch.tensor(0.0)})
     assert_same(into, {"nested": {"w": full()["nested"]["w"]}, "scalar": torch.tensor(3.5)})

@@ -31,8 +31,11 @@ __all__ = [
 ]
 
 _KEYS: Final = ".keys"
-# What conversions noted before: the paths that end with an integer.
+# Written by conversions of earlier versions: the paths that end with an integer.
 _INT_KEYS: Final = ".int_keys"
+
+# A state is not nested so deeply: DCP and pickle take it apart by recursion.
+_MAX_PARTS: Final = 256
 
 _Stored = tuple["str | int", ...]
 
@@ -45,11 +48,13 @@ class SavedEntry:
         fqn: its name.
         path: its place in the nested state.
         item: DCP's description.
+        has_keys: whether the place has the keys of dicts as they were; else they are text, whatever they were.
     """
 
     fqn: str
     path: Path
     item: TensorStorageMetadata | BytesStorageMetadata
+    has_keys: bool = True
 
 
 def paths_to_store(paths: Mapping[str, Path]) -> dict[str, Any]:
@@ -57,12 +62,25 @@ def paths_to_store(paths: Mapping[str, Path]) -> dict[str, Any]:
 
     Args:
         paths: by name.
+
+    Raises:
+        ConfigurationError: two keys of a dict look alike, such as 0 and "0".
     """
     stored: dict[str, Any] = {fqn: _as_stored(path) for fqn, path in paths.items()}
     keys: dict[_Stored, Any] = {}
     for path in paths.values():
         if any(type(part) is Key for part in path):
             keys |= {_as_stored(path[: at + 1]): part.value for at, part in enumerate(path) if type(part) is Key}
+    if keys:
+        for path in paths.values():
+            for at, part in enumerate(path):
+                begin = _as_stored(path[: at + 1])
+                if begin in keys and (type(part) is not Key or repr(part.value) != repr(keys[begin])):
+                    raise ConfigurationError(
+                        f"Two keys of a dict look alike here, {keys[begin]!r} and {getattr(part, 'value', part)!r}: "
+                        "rename one of them.",
+                        fqn=fqn_of(begin),
+                    )
     stored[_name_of_keys(stored)] = tuple(keys.items())
     return stored
 
@@ -83,10 +101,12 @@ def merged_paths(parts: Iterable[Mapping[str, Any]], fqns: Collection[str]) -> d
     for part in parts:
         name = _name_of_keys({fqn for fqn in part if fqn in fqns})
         own = dict(part.get(name, ()))
-        paths = {fqn: path for fqn, path in part.items() if fqn != name}
-        of_ranks.append((paths.values(), own))
-        keys = {**own, **keys}
-        merged = {**paths, **merged}
+        of_ranks.append(([path for fqn, path in part.items() if fqn != name], own))
+        for begin, key in own.items():
+            keys.setdefault(begin, key)
+        for fqn, path in part.items():
+            if fqn != name:
+                merged.setdefault(fqn, path)
     if keys:
         for some, own in of_ranks:
             for begin in {path[: at + 1] for path in some for at in range(len(path))} & keys.keys():
@@ -138,7 +158,8 @@ def _keys_of(metadata: Metadata) -> dict[_Stored, Any]:
     stored = _planner_data(metadata)
     noted = stored.get(_name_of_keys(metadata.state_dict_metadata))
     if noted is None and _INT_KEYS not in metadata.state_dict_metadata:
-        paths = stored.get(_INT_KEYS, ())
+        ints = stored.get(_INT_KEYS)
+        paths = ints if isinstance(ints, tuple | list) else ()
         noted = [(path, int(path[-1])) for path in paths if _is_stored(path) and _is_integer(path[-1])]
     if not isinstance(noted, tuple | list):
         return {}
@@ -147,7 +168,9 @@ def _keys_of(metadata: Metadata) -> dict[_Stored, Any]:
 
 
 def _is_stored(path: Any) -> bool:
-    return isinstance(path, tuple) and len(path) > 0 and all(type(part) in (str, int) for part in path)
+    if not isinstance(path, tuple) or not 0 < len(path) <= _MAX_PARTS:
+        return False
+    return all(type(part) in (str, int) for part in path)
 
 
 def _is_integer(text: Any) -> bool:
@@ -162,10 +185,12 @@ def saved_entries(metadata: Metadata, keys: Collection[str]) -> dict[str, list[S
         keys: the keys. What is no container is at its key: its name and place are empty.
     """
     found: dict[str, list[SavedEntry]] = {key: [] for key in keys}
+    is_known = has_keys(metadata)
     for fqn, path in paths_of(metadata).items():
         if path[0] in found:
             below = path[1:]
-            found[str(path[0])].append(SavedEntry(fqn_of(below), below, metadata.state_dict_metadata[fqn]))
+            item = metadata.state_dict_metadata[fqn]
+            found[str(path[0])].append(SavedEntry(fqn_of(below), below, item, is_known))
     return found
 
 

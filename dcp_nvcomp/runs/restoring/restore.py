@@ -184,7 +184,7 @@ def _log_what_is_left(step: int, reader: NearestReader, state: Mapping[str, Any]
     left = [fqn for fqn in names if not any(fqn == key or fqn.startswith(f"{key}.") for key in state)]
     if left:
         shown = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
-        logger.warning("Step %d also has what the state has no key for, and is not restored: %s", step, shown)
+        logger.warning("Step %d also has values that the state has no key for; they are not restored: %s", step, shown)
 
 
 def _load_whole(state: dict[str, Any], reader: NearestReader, options: Mapping[str, Any]) -> None:

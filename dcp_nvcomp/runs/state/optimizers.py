@@ -139,7 +139,8 @@ class Optimizers:
         """
         if not entries:
             raise MissingKeyError("The checkpoint has nothing of optimizers.", fqn="optimizer")
-        own = self.state_dict()[_STATE]
+        there = self.state_dict()
+        own = there[_STATE]
         parameters = dict(self._parameters())
         saved = {str(entry.path[1]) for entry in entries if entry.path[0] == _STATE and len(entry.path) > 2}
         names = {name: fqn for fqn, name in saved_names(parameters, saved).items()}
@@ -155,7 +156,9 @@ class Optimizers:
             if parameter is not None and not _fits(known, entry.item) and self._may_be_of_any_layout(parameter, entry):
                 templates = self._templates() if templates is None else templates
                 known = _at(templates.get(fqn, _NO_STATE), entry.path[2:])
-            places[entry.fqn] = known if _fits(known, entry.item) else _place(entry, parameter)
+            known = known if _fits(known, entry.item) else _place(entry, parameter)
+            option = None if fqn is not None else _at(there, entry.path)
+            places[entry.fqn] = known.to(option.device) if isinstance(option, torch.Tensor) else known
         return nested({entry.fqn: entry.path for entry in entries}, places)
 
     def _may_be_of_any_layout(self, parameter: torch.Tensor, entry: SavedEntry) -> bool:
@@ -298,9 +301,10 @@ def _matched(
     missing = {f"optimizer.{_STATE}.{fqn}.{name}" for fqn in state.keys() - there for name in state[fqn]}
     if missing:
         raise _no_place(missing, "the optimizers have no parameters of these names")
+    found = set(map(id, matched.values()))
     if len(matched) < len(own) or empty or known - there:
         raise _no_place(
-            {f"optimizer.{_GROUPS}.{number}" for number in range(len(saved)) if saved[number] not in matched.values()}
+            {f"optimizer.{_GROUPS}.{number}" for number, group in enumerate(saved) if id(group) not in found}
             or {f"optimizer.{_GROUPS}"},
             f"the groups of parameters are others: {_shown([group[_PARAMS] for group in saved])} were saved, "
             f"{_shown([group.fqns for group in own])} are there",

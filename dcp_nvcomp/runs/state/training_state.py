@@ -146,9 +146,12 @@ class TrainingState:
     def _tensors(self) -> dict[str, Any]:
         model = get_model_state_dict(self._model)
         if self._expected is not None:
-            for fqn in filter(is_extra_state, model):
-                saved = self._expected_below("model", fqn)
-                model[fqn] = completed({}, saved) if saved else model[fqn]
+            extra: dict[str, list[SavedEntry]] = {}
+            for entry in self._expected_below("model"):
+                if entry.path and is_extra_state(str(entry.path[0])):
+                    below = SavedEntry(fqn_of(entry.path[1:]), entry.path[1:], entry.item)
+                    extra.setdefault(str(entry.path[0]), []).append(below)
+            model |= {fqn: completed({}, saved) for fqn, saved in extra.items() if fqn in model}
         if not self._optimizers:
             return {"model": model}
         optimizers = optimizers_of(self._model, self._optimizers)
@@ -228,7 +231,7 @@ def _warn_of_left(entries: Sequence[SavedEntry], state: Mapping[str, Any]) -> No
     if left:
         shown = ", ".join(list(left)[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
         warnings.warn(
-            f"The checkpoint also has {shown}, which this TrainingState has not: that is not restored.",
+            f"The checkpoint also has {shown}, which this TrainingState does not have; it is not restored.",
             UserWarning,
             stacklevel=2,
         )

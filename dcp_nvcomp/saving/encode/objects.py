@@ -89,6 +89,7 @@ def _pickle_module(views: dict[int, torch.Tensor]) -> Any:
                 copied = torch.nn.Parameter(copied, view.requires_grad)
             else:
                 copied.requires_grad_(view.requires_grad)
+            vars(copied).update(vars(view))
             copies.append(copied)  # lives on: what the pickler remembers, it knows by address
             return copied.__reduce_ex__(2)  # type: ignore[no-untyped-call]
 

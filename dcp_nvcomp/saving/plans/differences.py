@@ -196,7 +196,7 @@ def fingerprints(state: Mapping[str, Any]) -> dict[str, int]:
     waiting: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
     with torch.no_grad():
         for key, value in state.items():
-            if isinstance(value, DTensor) or hasattr(value, "__create_write_items__") or _is_sharded(value):
+            if isinstance(value, DTensor) or hasattr(type(value), "__create_write_items__") or _is_sharded(value):
                 continue
             found[key] = crc32c(_encoded(value))
             sample = _sample(value) if isinstance(value, torch.Tensor) and value.device.type != "cpu" else None
@@ -220,6 +220,8 @@ def _encoded(value: Any, depth: int = 0) -> bytes:
     if isinstance(value, torch.Tensor):
         sample = _sample(value) if value.device.type == "cpu" else None
         return f"{value.dtype}{tuple(value.shape)}".encode() + (b"" if sample is None else sample.numpy().tobytes())
+    if kind is int:  # of any size: repr refuses long ones
+        return b"int:" + int(value).to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
     if kind in _PLAIN or isinstance(value, np.generic):
         return f"{kind.__name__}:{value!r}".encode(errors="surrogatepass")
     name = f"{kind.__module__}.{kind.__qualname__}".encode()

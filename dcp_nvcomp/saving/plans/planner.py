@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,6 +40,8 @@ from dcp_nvcomp.saving.plans.kept_plans import KeptPlan, PlanKey
 from dcp_nvcomp.saving.plans.structure import Structure, structure_of
 
 __all__ = ["KeepingPlanner"]
+
+logger = logging.getLogger(__name__)
 
 
 class KeepingPlanner(SavePlanner):
@@ -113,7 +116,10 @@ class KeepingPlanner(SavePlanner):
         if self._is_default and self._failure is None:
             self._flatten(state_dict, is_coordinator=not ranks or dist.get_rank() == ranks[0])
         if self._flat_state is not None:
-            self.comparison.look(self._flat_state)
+            try:
+                self.comparison.look(self._flat_state)
+            except Exception as error:  # whatever a value's own methods raise: looking must not cost the save
+                logger.warning("Values of ranks are not compared: %s: %s", type(error).__name__, error)
         if self._may_keep and self._flat_state is not None:
             self._describe(ranks)
         found = None if self._structure is None else kept().plans.find(self._key, self._structure)
@@ -191,10 +197,12 @@ class KeepingPlanner(SavePlanner):
             plans, _ = self.comparison.compared(all_plans, self._kept.everyones.compared_keys)
             return self.comparison.told(plans), self._kept.everyones.metadata()
         local_plans, keys = self.comparison.compared(all_plans, None)
+        paths = [plan.planner_data or {} for plan in local_plans] if self._is_default else []
+        if self._is_default:  # DCP would merge them too, and know nothing of keys
+            local_plans = [dataclasses.replace(plan, planner_data={}) for plan in local_plans]
         plans, metadata = self._inner.create_global_plan(local_plans)
         if self._is_default and metadata.planner_data is not None:
-            paths = merged_paths((plan.planner_data or {} for plan in local_plans), metadata.state_dict_metadata)
-            metadata = dataclasses.replace(metadata, planner_data=paths)
+            metadata = dataclasses.replace(metadata, planner_data=merged_paths(paths, metadata.state_dict_metadata))
         if self.is_kept:
             self._everyones = GlobalPlan(plans, metadata, keys)
             metadata = self._everyones.metadata()

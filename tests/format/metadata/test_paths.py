@@ -45,6 +45,13 @@ def test_what_is_noted_of_keys_counts_only_if_it_fits(noted: Any) -> None:
     assert paths_of(metadata_of({"a.7": ("a", "7"), ".keys": noted}, "a.7")) == {"a.7": ("a", "7")}
 
 
+def test_paths_that_no_state_has_cost_little() -> None:
+    long = ("a",) * 20_000
+    metadata = metadata_of({"a": long, ".keys": ((("a", "7"), 7),)}, "a")
+    assert paths_of(metadata) == {"a": ("a",)}
+    assert paths_of(metadata_of({"a.7": ("a", "7"), ".int_keys": 5}, "a.7")) == {"a.7": ("a", "7")}
+
+
 def test_what_conversions_noted_before_is_known() -> None:
     assert paths_of(metadata_of({"a.7": ("a", "7"), ".int_keys": (("a", "7"),)}, "a.7")) == {"a.7": ("a", Key(7))}
 
