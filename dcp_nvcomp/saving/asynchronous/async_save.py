@@ -91,7 +91,8 @@ def async_save(
         checkpoint_id: path or URL of the checkpoint. Optional with a `storage_writer`.
         storage_writer: writes it; by default an `NvcompWriter` for `checkpoint_id` with `writer_options`.
         planner: plans it; by default DCP's `DefaultSavePlanner`. It belongs to this save until that is staged.
-        process_group: the ranks that save; by default all.
+        process_group: the ranks that save; by default all. The first save over a group makes groups of our own: where
+            several threads save, let one thread make these first ones, in the same order on all ranks.
         no_dist: if True, save in this process alone.
         wait: `"staged"` returns when the state may change. `"nothing"` returns at once: whoever changes a tensor of the
             state before `staging_completion` is done gets a checkpoint that mixes old and new values.

@@ -16,8 +16,9 @@ import torch
 __all__ = ["serialized"]
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
-# What is smaller has no view in it that is worth a second look.
+# What is smaller, or has no memory of a tensor in it, is not worth a second look.
 _SMALL_NBYTES = 4096
+_FIRST_STORAGE = b"/data/0"
 
 
 def serialized(value: Any) -> io.BytesIO:
@@ -36,7 +37,7 @@ def serialized(value: Any) -> io.BytesIO:
     """
     data = io.BytesIO()
     torch.save(value, data)
-    if data.tell() > _SMALL_NBYTES:
+    if data.tell() > _SMALL_NBYTES and _FIRST_STORAGE in data.getvalue():
         views = _views_of_more(value)
         if views:
             data = io.BytesIO()
@@ -57,11 +58,18 @@ def _views_of_more(value: Any) -> dict[int, torch.Tensor]:
     return views
 
 
+class _Nowhere:
+    """A file that keeps nothing."""
+
+    def write(self, data: Any) -> int:
+        return len(data)
+
+
 class _Tensors(pickle.Pickler):
     """Finds the tensors in an object, by the memory that they are views of."""
 
     def __init__(self) -> None:
-        super().__init__(io.BytesIO(), protocol=2)  # as torch.save
+        super().__init__(_Nowhere(), protocol=2)  # as torch.save
         self.by_memory: dict[tuple[str, int], list[torch.Tensor]] = {}
 
     def reducer_override(self, value: Any) -> Any:
