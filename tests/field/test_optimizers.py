@@ -145,6 +145,16 @@ def test_what_a_training_state_was_not_given_is_told(tmp_path: Path) -> None:
     assert_same(fresh.state_dict(), model.state_dict())
 
 
+def test_state_that_goes_by_the_order_of_parameters(tmp_path: Path) -> None:
+    model, fresh = two_layers(), two_layers()
+    first = torch.optim.LBFGS(model.parameters())
+    first.step(lambda: torch.tensor(1.0))  # without gradients
+    with CheckpointManager(tmp_path, every=1, preemption_signals=()) as manager:
+        manager.save(1, {"t": TrainingState(model, first)})
+    with pytest.raises(CheckpointError, match="LBFGS keeps it by the order"):
+        restored_run(tmp_path, fresh, torch.optim.LBFGS(list(fresh.parameters())[::-1]))
+
+
 class WithMore(torch.optim.SGD):
     """An optimizer with entries of its own beside the two that all have."""
 

@@ -208,6 +208,10 @@ class Optimizers:
             own = optimizer.state_dict()
             new: dict[str, Any] = {_STATE: dict(extra.get(_STATE, {})), _GROUPS: []}
             for group, described in zip(groups[number], own[_GROUPS], strict=True):
+                if isinstance(optimizer, torch.optim.LBFGS) and list(group.fqns) != matched[group].get(_PARAMS):
+                    raise _no_place(
+                        {f"optimizer.{_STATE}"}, "LBFGS keeps it by the order of its parameters, which is another"
+                    )
                 options = {name: value for name, value in matched[group].items() if name != _PARAMS}
                 new[_GROUPS].append({**group.options, **options, _PARAMS: described[_PARAMS]})
                 new[_STATE] |= {
