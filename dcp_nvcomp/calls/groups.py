@@ -43,7 +43,7 @@ class Offer:
 
 
 class _Kept:
-    """The groups of a process that nobody uses, as long as torch.distributed is not ended."""
+    """The idle groups of a process, until torch.distributed is shut down."""
 
     def __init__(self) -> None:
         world = dist.group.WORLD

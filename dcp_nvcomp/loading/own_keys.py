@@ -6,16 +6,15 @@ It makes text of all keys of dicts: what was saved under 7 it puts under "7", be
 from __future__ import annotations
 
 import io
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from dcp_nvcomp.calls.flattening import Key, Path, flatten_as_stock, replace_at
 from dcp_nvcomp.calls.values import is_default_planner
 from dcp_nvcomp.errors import ConfigurationError
+from dcp_nvcomp.loading.planner import UnwrappingPlanner
 
 __all__ = ["with_own_keys"]
 
@@ -35,7 +34,7 @@ def with_own_keys(planner: LoadPlanner) -> LoadPlanner:
     return _OwnKeys(planner, odd) if odd else planner
 
 
-class _OwnKeys(LoadPlanner):
+class _OwnKeys(UnwrappingPlanner):
     """DCP's planner for all but objects under such keys.
 
     Args:
@@ -44,35 +43,12 @@ class _OwnKeys(LoadPlanner):
     """
 
     def __init__(self, planner: DefaultLoadPlanner, paths: dict[str, Path]) -> None:
-        self._planner, self._paths = planner, paths
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        self._planner.set_up_planner(state_dict, metadata, is_coordinator)
-
-    def create_local_plan(self) -> LoadPlan:
-        return self._planner.create_local_plan()
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return self._planner.create_global_plan(global_plan)
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return self._planner.finish_plan(central_plan)
+        super().__init__(planner, None)
+        self._state_dict, self._paths = planner.original_state_dict, paths
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         path = self._paths.get(read_item.dest_index.fqn)
         if path is None:
-            self._planner.load_bytes(read_item, value)
+            super().load_bytes(read_item, value)
         else:
-            replace_at(self._planner.original_state_dict, path, torch.load(value, weights_only=False))
-
-    def resolve_bytes(self, read_item: ReadItem) -> io.BytesIO:
-        return self._planner.resolve_bytes(read_item)
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        tensor: torch.Tensor = self._planner.resolve_tensor(read_item)
-        return tensor
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        self._planner.commit_tensor(read_item, tensor)
+            replace_at(self._state_dict, path, torch.load(value, weights_only=False))
