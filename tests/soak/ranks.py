@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from tests.distributed.launch import STOCK_WARNINGS
 
@@ -156,12 +155,8 @@ def _serve(connection: Any, job: Job, rank: int, meeting: Path) -> None:
 def _meet(job: Job, rank: int, meeting: Path) -> None:
     import torch.distributed as dist
 
-    from dcp_nvcomp.saving.asynchronous import sequence
-
     doomed = job.kill_after_seconds is not None
     timeout = timedelta(seconds=GLOO_SECONDS_OF_SURVIVORS if doomed else GLOO_SECONDS)
-    # of the groups that async_save makes; patch() fails where the name is gone
-    patch.object(sequence, "TIMEOUT", timeout).start()
     method = f"file://{meeting}"
     try:
         dist.init_process_group("gloo", init_method=method, rank=rank, world_size=job.world_size, timeout=timeout)

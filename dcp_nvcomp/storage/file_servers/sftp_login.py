@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import os
 import socket
 import time
 from collections.abc import AsyncIterator
@@ -20,6 +21,9 @@ from dcp_nvcomp.storage.file_servers.urls import SftpPlace
 __all__ = ["SftpConnection", "connect"]
 
 _USERS: Final = 8
+
+if not hasattr(fsspec.asyn, "reset_after_fork"):  # before 2025.5: a forked process would wait for its parent's loop
+    os.register_at_fork(after_in_child=fsspec.asyn.reset_lock)
 
 
 def connect(place: SftpPlace, silent_seconds: float) -> SftpConnection:
