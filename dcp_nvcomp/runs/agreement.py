@@ -8,11 +8,10 @@ which the first say what is called: ranks that call different things find that o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Final, NamedTuple
 
-from dcp_nvcomp.calls.meeting import LONGEST, Call
-from dcp_nvcomp.errors import RunInUseError
+from dcp_nvcomp.calls.meeting import Call
+from dcp_nvcomp.errors import RankFailedError, RanksDifferError, RunInUseError
 from dcp_nvcomp.runs.failures import Failures
 from dcp_nvcomp.runs.lease import Lease
 from dcp_nvcomp.runs.preemption import SignalWatch
@@ -92,13 +91,12 @@ class Agreement:
         if pending is not None:
             self._follow(self._end(pending))
 
-    def now(self, call: RunCall, *own: int, limit: timedelta | None = None) -> list[int]:
+    def now(self, call: RunCall, *own: int) -> list[int]:
         """Agree at once.
 
         Args:
             call: what is called.
             *own: further values.
-            limit: how long other ranks are waited for; None for as long as those of the run's group.
 
         Returns:
             The largest of all ranks of these.
@@ -108,7 +106,7 @@ class Agreement:
             RunInUseError: another manager has taken the run over.
             RanksDifferError: not all ranks make this call.
         """
-        largest = self._end(self._begin(call, *own, limit=limit))
+        largest = self._end(self._begin(call, *own))
         self._follow(largest)
         return largest[_KNOWN : _KNOWN + len(own)]
 
@@ -128,12 +126,34 @@ class Agreement:
         return self._end(self._begin(call, *own))[_KNOWN : _KNOWN + len(own)]
 
     def after(self, call: RunCall) -> None:
-        """Agree as `now` does, at the end of a call to which all ranks have come: one may still be busy with it."""
-        self.now(call, limit=LONGEST)
+        """Agree at the end of a call; that the job was told to end counts from the next call on.
 
-    def _begin(self, call: RunCall, *own: int, limit: timedelta | None = None) -> Row:
+        The step of this one may be saved already, in the fast tier only: a loop that ended now would leave nothing
+        durable. At the start of the next call there is still a save to make.
+
+        Args:
+            call: what was called.
+
+        Raises:
+            CheckpointError: a save failed; on all ranks at the same call.
+            RunInUseError: another manager has taken the run over.
+            RankFailedError: another rank does not come to the end of the call.
+        """
+        try:
+            _, *known = self._end(self._begin(call))
+        except RanksDifferError as error:
+            if not error.in_vain:
+                raise
+            if self._failures.newest:  # this rank has waited for the same one behind training
+                self._failures.raise_up_to(self._failures.newest)
+            raise RankFailedError(
+                f"Another rank is gone, or was waited for too long, in {call.described()}."
+            ) from error
+        self._follow([0, *known])
+
+    def _begin(self, call: RunCall, *own: int) -> Row:
         values = [*call.numbers, *self._known(), *own, *[0] * (_OWN - len(own))]
-        return self._ranks.begin_row(call.described(), values, limit=limit)
+        return self._ranks.begin_row(call.described(), values)
 
     def _end(self, row: Row) -> list[int]:
         """Return the largest of the ranks' numbers, but for what says which call it is."""
