@@ -20,7 +20,7 @@ from dcp_nvcomp.runs.ranks import Ranks, Row
 __all__ = ["Agreement", "RunCall"]
 
 _NAMES: Final = ("should_save", "save", "restore", "wait")
-_KNOWN: Final = 3  # numbers that each rank knows on its own
+_KNOWN: Final = 4  # numbers that each rank knows on its own
 _OWN: Final = 4  # numbers of a call, at most
 
 
@@ -65,6 +65,7 @@ class Agreement:
 
     Attributes:
         is_preempted: True on all ranks once the job was told to end on any.
+        lost: the latest save that the fast tier of any rank lost on its way to the durable one; 0 if there is none.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Agreement:
     ) -> None:
         self._ranks, self._signals, self._failures, self._lease, self._path = ranks, signals, failures, lease, path
         self._pending: Row | None = None
-        self.is_preempted = False
+        self.is_preempted, self.lost = False, 0
 
     def beside_training(self, call: RunCall) -> None:
         """Learn what the ranks told each other since the last call, and begin to tell what is known now.
@@ -166,12 +167,13 @@ class Agreement:
     def _known(self) -> list[int]:
         """Return what this rank knows and the others may not."""
         lease = self._lease()
-        return [int(self._signals.was_told), int(lease is not None and lease.is_lost), self._failures.newest]
+        is_lost = lease is not None and lease.is_lost
+        return [int(self._signals.was_told), int(is_lost), self._failures.newest, self._failures.lost]
 
     def _follow(self, agreed: Sequence[int]) -> None:
-        told, lost, failed = agreed[:_KNOWN]
+        told, has_lost_lease, failed, self.lost = agreed[:_KNOWN]
         self.is_preempted = self.is_preempted or bool(told)
-        if lost:
+        if has_lost_lease:
             lease = self._lease()
             if lease is not None:
                 lease.check()
