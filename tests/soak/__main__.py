@@ -20,6 +20,8 @@ from typing import Any, NoReturn
 from tests.faults.proxy import FaultProxy
 
 from .model import Model
+from .operator.chaos import operate
+from .operator.clocks import load_faketime
 from .places import Place
 from .ranks import FORK, Job, run_jobs
 from .runs import soak_runs
@@ -34,12 +36,21 @@ def main() -> None:
     parser.add_argument("--directory", help="where on the disk; by default a new temporary directory")
     parser.add_argument("--faults", action="store_true", help="the network, or system calls, fail at random")
     parser.add_argument("--runs", action="store_true", help="jobs of training runs, on disk, killed at random")
+    parser.add_argument("--operator", action="store_true", help="jobs of training runs, and all that happens to them")
+    parser.add_argument("--without", action="append", default=[], metavar="FAULT", help="of --operator: leave it out")
+    parser.add_argument("--verbose", action="store_true", help="of --operator: print each job")
     parser.add_argument("--json", help="write what was done there")
     options = parser.parse_args()
+    if options.operator:
+        load_faketime()
     seed = random.SystemRandom().randrange(1 << 30) if options.seed is None else options.seed
     print(f"soak: seed {seed}, {options.minutes} minutes, {options.place}", flush=True)
     if options.runs:
         _end({"seed": seed, "place": "runs", "faults": True, **soak_runs(options.minutes, seed)}, options.json)
+    if options.operator:
+        without = frozenset(options.without)
+        record = operate(options.minutes, seed, without=without, verbose=options.verbose)
+        _end({"seed": seed, "minutes": options.minutes, "place": "operator", "faults": True, **record}, options.json)
     on_disk = options.place == "disk"
     with _on_disk(options.directory, options.faults) if on_disk else _on_s3(options.faults) as (place, set_faults):
         model = Model(place, seed, set_faults)

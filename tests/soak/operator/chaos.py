@@ -1,0 +1,306 @@
+"""The draws and the loop: incarnation after incarnation, until the time is up or something is not as it must be."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import random
+import shutil
+import signal
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.faults.forked import PRELOADED
+
+from .clocks import can_set_clocks
+from .disturbances import KINDS, Disturbance, Scene, strike_at
+from .ends import check_ends, check_sides, note_words
+from .field import Field, stand_in_the_way
+from .harms import HARMS
+from .jobs import GROUP_SECONDS, serve
+from .oracle import Before, Finding, Oracle
+from .plans import LEASE_SECONDS, Plan, draw_plan
+from .running import Running
+
+__all__ = ["Chaos", "operate"]
+
+# all that ranks wait for ends by the group's limit; a close may wait for one more thing, on a machine that is busy
+LIMIT_SECONDS = 3 * GROUP_SECONDS + 15.0
+GRACE_SECONDS = 0.5  # how long the others go on after a death, where torchrun ends them
+MOST_INCARNATIONS = 25  # of one run
+MiB = 1 << 20
+
+
+class Chaos:
+    """One run, and what happens to it.
+
+    Args:
+        directory: an empty directory.
+        seed: of the draws.
+        without: kinds of faults that are left out.
+        counts: what is counted.
+    """
+
+    def __init__(self, directory: Path, seed: str, without: frozenset[str], counts: Counter[str]) -> None:
+        self.seed, self.without, self.counts = seed, without, counts
+        draw = self.draw = random.Random(seed)
+        sizes = [draw.choice([8, 12, 24, 64]) * MiB for _ in range(3)]
+        self.field = Field(directory, sizes, 512 * MiB)
+        self.oracle = Oracle()
+        self.family = draw.randrange(1 << 30)
+        self.number = 0
+        self.has_clock = can_set_clocks() and "clock" not in without
+        self.slowest_seconds = 0.0
+        self.done: list[str] = []
+        self.where = directory
+
+    def step(self) -> str:
+        """Run one job; return what it was.
+
+        Raises:
+            Finding: something is not as it must be.
+        """
+        self.number += 1
+        # what is drawn for one job does not depend on what was drawn, and when, for the ones before it
+        self.draw = random.Random(f"{self.seed} {self.number}")
+        self.where = self.field.directory / f"job-{self.number}"
+        self.done = self._between()
+        plan = self._plan()
+        before = self.oracle.before(self.field.run, plan.nodes if plan.has_fast else ())
+        plan = self._go_back(plan, before)
+        has_obstacle = self._obstacle(plan)
+        if has_obstacle:
+            before = self.oracle.before(self.field.run, plan.nodes if plan.has_fast else ())
+        scene = self._start(plan)
+        self.done.append(f"{plan}; there: {sorted(before.sure)}")
+        scene.done = self.done
+        if has_obstacle == "durable":
+            scene.excuses.add("durable")
+        try:
+            self._watch(scene)
+        finally:
+            self._end(scene)
+        note_words(scene, before)
+        self.field.mend()
+        check_sides(scene)
+        after = self.oracle.before(self.field.run, plan.nodes if plan.has_fast else ())
+        outcome = check_ends(scene, before, after)
+        self.counts[f"outcome: {outcome}"] += 1
+        shutil.rmtree(self.where)
+        return f"{self.number}: {'; '.join(self.done)} -> {outcome}"
+
+    # --- before a job -----------------------------------------------------------------------------------------------
+
+    def _between(self) -> list[str]:
+        """Do what people do between jobs."""
+        done = []
+        while self.draw.random() < 0.3:
+            kind = self.draw.choice(sorted(HARMS.keys() - self.without))
+            place = self.draw.choice([self.field.run, self.field.run, *self.field.nodes])
+            what = HARMS[kind](self.draw, self.oracle.look, place)
+            if what is not None:
+                self.counts[kind] += 1
+                done.append(what)
+        if self.draw.random() < 0.15 and "node lost" not in self.without:
+            node = self.draw.choice(self.field.nodes)
+            self.field.disk_of(node).lose()
+            self.counts["node lost"] += 1
+            done.append(f"{node} lost")
+        return done
+
+    def _plan(self) -> Plan:
+        draw, nodes = random.Random(f"{self.seed} {self.number} plan"), list(self.field.nodes)
+        draw.shuffle(nodes)
+        return draw_plan(draw, self.number, self.family, self.field.run, nodes, self.has_clock)
+
+    def _go_back(self, plan: Plan, before: Before) -> Plan:
+        """Let some jobs ask for a step; nodes that are away get an empty fast tier then."""
+        sure = sorted({step for step, _ in before.sure})
+        if not sure or self.draw.random() > 0.15:
+            return plan
+        for node in set(self.field.nodes) - set(plan.nodes):
+            self.field.disk_of(node).lose()
+        self.counts["goes back"] += 1
+        return dataclasses.replace(plan, go_to=self.draw.choice(sure), looks_first=self.draw.random() < 0.3)
+
+    def _obstacle(self, plan: Plan) -> str:
+        """Let some jobs begin with a disk that is out of order; return which tier's."""
+        if self.draw.random() > 0.2:
+            return ""
+        node = self.draw.choice(plan.nodes)
+        disk = self.field.disk_of(node)
+        obstacles: dict[str, Callable[[], bool]] = {
+            "fast full at the start": disk.fill,
+            "fast read-only at the start": disk.forbid,
+            "fast obstructed at the start": lambda: stand_in_the_way(node),
+            "durable full at the start": self.field.durable.fill,
+            "durable read-only at the start": self.field.durable.forbid,
+        }
+        kind = self.draw.choice(sorted(obstacles))
+        if kind in self.without or not obstacles[kind]():
+            return ""
+        self.counts[kind] += 1
+        self.done.append(f"{kind}: {node.parent.name}")
+        return kind.split()[0]
+
+    def _start(self, plan: Plan) -> Scene:
+        what, arm = strike_at(self.draw, plan, self.where)
+        if self.draw.random() > 0.25 or "stage" in self.without:
+            what, arm = "", lambda rank: None
+        else:
+            self.done.append(what)
+        running = Running(self.where, len(plan.node_of), lambda rank: serve(plan, rank, self.where, arm))
+        scene = Scene(self.draw, self.field, self.oracle, plan, running, self.where, rules=[plan.keep])
+        if plan.clock_seconds or plan.jump:
+            self.counts["clock"] += 1
+        return scene
+
+    # --- while it runs ----------------------------------------------------------------------------------------------
+
+    def _disturbances(self) -> list[tuple[float, float, Disturbance]]:
+        """Draw what happens, each with the time when, and how long it lasts; counted from the restore or the start."""
+        found = []
+        kinds = [kind for kind in KINDS if kind.kind not in self.without]
+        for _ in range(self.draw.choice([0, 0, 1, 1, 1, 2, 3])):
+            kind = self.draw.choice(kinds)
+            when = self.draw.uniform(0.0, 2.5 if kind.after_restore else 4.0)
+            found.append((when, self.draw.uniform(0.2, 3.0), kind))
+        return found
+
+    def _watch(self, scene: Scene) -> None:
+        """Let things happen until all ranks have ended."""
+        running = scene.running
+        coming, undo = self._disturbances(), list[tuple[float, Disturbance]]()
+        is_like_torchrun = self.draw.random() < 0.7
+        restored_at: float | None = None
+        quiet_since, died_at = time.monotonic(), None
+        while True:
+            running.poll()
+            now = time.monotonic()
+            if restored_at is None and running.has_said("restored"):
+                restored_at = now
+            for entry in list(coming):
+                when, lasts, kind = entry
+                begin = restored_at if kind.after_restore else running.began_seconds
+                if begin is None or now < begin + when:
+                    continue
+                coming.remove(entry)
+                what = kind.apply(scene)
+                if what is not None:
+                    self.counts[kind.kind] += 1
+                    scene.done.append(f"{now - running.began_seconds:.1f} s: {what}")
+                    quiet_since = now
+                    if kind.undo is not None:
+                        undo.append((now + lasts, kind))
+            for at, kind in list(undo):
+                if now >= at:
+                    assert kind.undo is not None
+                    kind.undo(scene)
+                    undo.remove((at, kind))
+                    quiet_since = now
+            alive = running.alive()
+            if len(alive) < running.count and died_at is None:
+                died_at = quiet_since = now
+                is_violent = any(code is not None and code < 0 for code in running.exit_codes())
+                if is_violent:
+                    scene.excuses.add("kill")
+                if not is_violent or not is_like_torchrun:
+                    died_at = float("inf")
+            if (self.where / "struck").exists() and "struck" not in scene.excuses:
+                scene.excuses.add("struck")
+                self.counts["struck at a stage"] += 1
+                scene.done.append(f"{now - running.began_seconds:.1f} s: struck")
+                quiet_since = now
+            if died_at is not None and now > died_at + GRACE_SECONDS:
+                running.send(alive, signal.SIGKILL)
+            going = [rank for rank in alive if rank not in self._stopped(running)]
+            if not going and not undo:
+                if not alive:
+                    break
+                running.send(alive, signal.SIGKILL)  # they are stopped
+            self.slowest_seconds = max(self.slowest_seconds, now - quiet_since)
+            if now - quiet_since > LIMIT_SECONDS + scene.plan.count * scene.plan.step_seconds + self._lease(scene):
+                running.send(going, signal.SIGUSR1)
+                time.sleep(1.0)
+                raise Finding(f"ranks {going} did not end: see log-<rank> in {self.where}")
+            time.sleep(0.02)
+
+    @staticmethod
+    def _lease(scene: Scene) -> float:
+        return 0.0 if scene.plan.options["run_id"] == "soak" else 3 * LEASE_SECONDS
+
+    @staticmethod
+    def _stopped(running: Running) -> set[int]:
+        """Return the ranks that are stopped, by whomever."""
+        found = set(running.stopped)
+        for rank in running.alive():
+            if running.is_stopped(rank):
+                found.add(rank)
+        return found
+
+    def _end(self, scene: Scene) -> None:
+        for other in scene.others:
+            deadline = time.monotonic() + LIMIT_SECONDS
+            while other.alive() and time.monotonic() < deadline:
+                time.sleep(0.02)
+            if other.alive():
+                scene.done.append("the other job did not end")
+                other.send([0], signal.SIGKILL)
+            other.end()
+        scene.running.send(scene.running.alive(), signal.SIGKILL)
+        scene.running.end()
+
+
+def operate(
+    minutes: float, seed: int, *, without: frozenset[str] = frozenset(), verbose: bool = False
+) -> dict[str, Any]:
+    """Operate runs until the time is up, or something is not as it must be.
+
+    Args:
+        minutes: how long.
+        seed: of the draws.
+        without: kinds of faults that are left out.
+        verbose: print each incarnation.
+
+    Returns:
+        What was done; `lie` says what was wrong.
+    """
+    for name in PRELOADED:
+        importlib.import_module(name)
+    counts = Counter[str]()
+    began, incarnations, slowest = time.monotonic(), 0, 0.0
+    record: dict[str, Any] = {}
+    while time.monotonic() - began < 60 * minutes and not record:
+        directory = Path(tempfile.mkdtemp(prefix="soak-operator-"))
+        chaos = Chaos(directory, f"{seed} {incarnations}", without, counts)
+        for _ in range(MOST_INCARNATIONS):
+            incarnations += 1
+            try:
+                done = chaos.step()
+            except Finding as error:
+                record["lie"] = f"seed {seed}, incarnation {incarnations}: {error}"
+                print("\n".join([*chaos.done, record["lie"], f"it is kept in {directory}: {chaos.where}"]), flush=True)
+                (directory / "finding.json").write_text(json.dumps({"done": chaos.done, **record}, indent=1))
+                break
+            if verbose:
+                print(f"{time.monotonic() - began:6.0f} s, {done}", flush=True)
+            slowest = max(slowest, chaos.slowest_seconds)
+            if time.monotonic() - began >= 60 * minutes:
+                break
+        else:
+            counts["runs"] += 1
+        if not record:
+            chaos.field.remove()
+    return {
+        "seconds": round(time.monotonic() - began),
+        "incarnations": incarnations,
+        "slowest_seconds": round(slowest, 1),
+        "counts": dict(sorted(counts.items())),
+        "findings": len(record),
+        **record,
+    }

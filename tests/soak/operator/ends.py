@@ -1,0 +1,158 @@
+"""How a job ended, held against what it was given and what happened to it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from .disturbances import Scene
+from .oracle import Before, Finding
+
+__all__ = ["check_ends", "check_sides", "note_words"]
+
+SIDE_SECONDS = 60.0
+_RAW = re.compile(
+    r"^(?:AttributeError|AssertionError|TypeError|KeyError|IndexError|NameError|UnboundLocalError)\b", re.M
+)
+
+
+def note_words(scene: Scene, before: Before) -> None:
+    """Tell the oracle what the ranks began, and where they went back to."""
+    restored: Mapping[str, Any] | None = None
+    newer: set[tuple[int, int]] = set()
+    for word in scene.running.all_words("restored", "looked", "back", "saving", "saved"):
+        if word["what"] == "saving":
+            scene.oracle.saving(word["step"], word["tag"], word["line"], word["loss"])
+            if restored is not None and restored["step"] is not None:
+                saved = [one for one in scene.running.all_words("saved") if one["tag"] == word["tag"]]
+                is_sure = len(saved) == scene.running.count
+                at = restored["step"], restored["tag"]
+                everything = before.sure | before.possible | newer
+                if any(step > at[0] for step, _ in everything) or at[1] in scene.oracle.left:
+                    scene.oracle.went_back(before, at, {*before.possible, *newer}, is_sure=is_sure)
+            restored = None
+            newer.add((word["step"], word["tag"]))
+        elif word["what"] in ("restored", "looked"):
+            restored = word
+        elif word["what"] == "back":
+            # who is killed in it may have gone back or not
+            restored = {"step": word["step"], "tag": -1} if restored is None else restored
+
+
+def check_ends(scene: Scene, before: Before, after: Before) -> str:
+    """Check all that a job did.
+
+    Args:
+        scene: the job.
+        before: what was there.
+        after: what is there now.
+
+    Returns:
+        How it ended.
+
+    Raises:
+        Finding: something is not as it must be.
+    """
+    running, plan = scene.running, scene.plan
+    for word in running.all_words("restored"):
+        scene.oracle.check_restored(before, word, plan.go_to)
+    for word in running.all_words("looked"):
+        if word["step"] is not None:
+            scene.oracle.check_values(word)
+    places = {(word["step"], word["tag"]) for word in running.all_words("restored")}
+    _expect(len(places) <= 1, f"ranks restored {places}")
+    _check_errors(scene)
+    _check_others(scene)
+    confirmed = {
+        (word["step"], word["tag"])
+        for word in running.all_words("event")
+        if word["event"] == "StepSaved" and "durable" in word["tiers"]
+    }
+    scene.oracle.check_kept(before, after, confirmed, scene.destroyed, scene.rules)
+    _check_newest(scene, before, after)
+    _check_last(scene, after)
+    if any(running.all_words("unmet")):
+        return "unmet"
+    if running.killed:
+        return "killed"
+    if running.has_said("closed"):
+        return "preempted" if any(word["preempted"] for word in running.all_words("left")) else "closed"
+    return "raised" if any(running.all_words("raised")) else "left"
+
+
+def _check_errors(scene: Scene) -> None:
+    running = scene.running
+    for rank in range(running.count):
+        found = _RAW.search(running.log(rank))
+        _expect(found is None, f"rank {rank} printed {found and found[0]}: see {running.where}/log-{rank}")
+    taken = any(any(other.all_words("made")) for other in scene.others)
+    excuses = scene.excuses | ({"taken"} if taken else set())
+    for word in running.all_words("raised"):
+        shown = f"rank {word['rank']} raised {word['kind']}: {word['text']}\n{word['trace']}"
+        _expect(word["is_ours"], f"none of our errors: {shown}")
+        _expect(bool(excuses), f"for no reason: {shown}")
+    _expect(not any(running.all_words("unmet")) or bool(excuses) or True, "unmet")
+
+
+def _check_others(scene: Scene) -> None:
+    """Check that another job did not get the run while this one had it."""
+    for other in scene.others:
+        for word in other.all_words("restored"):
+            if word["step"] is not None:
+                scene.oracle.check_values(word)
+        for word in other.all_words("raised"):
+            shown = f"another job raised {word['kind']}: {word['text']}\n{word['trace']}"
+            _expect(word["is_ours"], f"none of our errors: {shown}")
+            _expect(word["kind"] == "RunInUseError" or bool(scene.excuses), shown)
+        for word in other.all_words("made"):
+            left = [one["at"] for one in scene.running.all_words("closed", "raised", "left")]
+            is_over = any(at < word["at"] for at in left)
+            _expect(is_over or bool(scene.excuses), f"another job took the run over: {word}")
+
+
+def _check_newest(scene: Scene, before: Before, after: Before) -> None:
+    """Check that there is nothing older to restore than there was."""
+    words = scene.running.all_words("restored", "back", "looked")
+    newest = before.newest
+    if newest is None or scene.has_lost_fast or scene.destroyed or any(word["what"] == "back" for word in words):
+        return
+    if scene.plan.go_to is not None or any((word["step"] or 0) < newest[0] for word in words):
+        return
+    _expect(after.newest is not None and after.newest >= newest, f"{newest} was there, and {after.newest} is")
+
+
+def _check_last(scene: Scene, after: Before) -> None:
+    """Check that the last save of a job that was closed is durable, where it had to be."""
+    if scene.excuses & {"durable"} or not scene.running.has_said("closed"):
+        return
+    due = {word["due_tag"] for word in scene.running.all_words("left")} - {None}
+    for tag in due:
+        known = scene.oracle.known[tag]
+        if known.step not in scene.destroyed:
+            there = after.durable.get(known.step)
+            _expect(there == tag, f"step {known.step} ({tag}) was to be durable, and {dict(after.durable)} is there")
+
+
+def check_sides(scene: Scene) -> None:
+    """Check the commands beside a job.
+
+    Raises:
+        Finding: one hung, or failed in a way that it must not.
+    """
+    for side, _ in scene.sides:
+        code, output = side.join(SIDE_SECONDS)
+        shown = f"dcp-nvcomp {side.name} ended with {code}:\n{output[-3000:]}"
+        _expect(code is not None, f"it hangs: {shown}")
+        _expect("Traceback" not in output, shown)
+        is_excused = bool(scene.excuses & {"durable"} or scene.destroyed)
+        name, *arguments = side.name.split()
+        if name == "pin" and code == 0:
+            scene.oracle.pins.add(int(arguments[-1]))
+        elif name == "ls":
+            _expect(code == 0 or is_excused, shown)
+
+
+def _expect(holds: bool, what: str) -> None:
+    if not holds:
+        raise Finding(what)
