@@ -56,6 +56,7 @@ class Chaos:
         self.number = 0
         self.has_clock = can_set_clocks() and "clock" not in without
         self.slowest_seconds = 0.0
+        self.holder = ""  # whose lease may still last
         self.done: list[str] = []
         self.where = directory
 
@@ -87,10 +88,12 @@ class Chaos:
             self._end(scene)
         note_words(scene, before)
         self.field.mend()
-        check_sides(scene)
+        check_sides(scene, before)
         after = self.oracle.before(self.field.run, plan.nodes if plan.has_fast else ())
         outcome = check_ends(scene, before, after)
         self.counts[f"outcome: {outcome}"] += 1
+        if any(any(other.all_words("made")) for other in scene.others):
+            self.holder = "another job"
         shutil.rmtree(self.where)
         return f"{self.number}: {'; '.join(self.done)} -> {outcome}"
 
@@ -116,7 +119,10 @@ class Chaos:
     def _plan(self) -> Plan:
         draw, nodes = random.Random(f"{self.seed} {self.number} plan"), list(self.field.nodes)
         draw.shuffle(nodes)
-        return draw_plan(draw, self.number, self.family, self.field.run, nodes, self.has_clock)
+        plan = draw_plan(draw, self.number, self.family, self.field.run, nodes, self.has_clock)
+        waits = self.holder not in ("", plan.options["run_id"])
+        self.holder = plan.options["run_id"]
+        return dataclasses.replace(plan, waits_for_lease=waits)
 
     def _go_back(self, plan: Plan, before: Before) -> Plan:
         """Let some jobs ask for a step; nodes that are away get an empty fast tier then."""
@@ -232,7 +238,7 @@ class Chaos:
 
     @staticmethod
     def _lease(scene: Scene) -> float:
-        return 0.0 if scene.plan.options["run_id"] == "soak" else 3 * LEASE_SECONDS
+        return 3 * LEASE_SECONDS if scene.plan.waits_for_lease else 0.0
 
     @staticmethod
     def _stopped(running: Running) -> set[int]:

@@ -60,6 +60,9 @@ def check_ends(scene: Scene, before: Before, after: Before) -> str:
     for word in running.all_words("looked"):
         if word["step"] is not None:
             scene.oracle.check_values(word)
+    for word in running.all_words("not there"):
+        is_gone = word["kind"] == "CheckpointNotFoundError"
+        _expect(is_gone or word["step"] in scene.destroyed, f"a step that is whole was refused: {word}")
     places = {(word["step"], word["tag"]) for word in running.all_words("restored")}
     _expect(len(places) <= 1, f"ranks restored {places}")
     _check_errors(scene)
@@ -134,8 +137,12 @@ def _check_last(scene: Scene, after: Before) -> None:
             _expect(there == tag, f"step {known.step} ({tag}) was to be durable, and {dict(after.durable)} is there")
 
 
-def check_sides(scene: Scene) -> None:
+def check_sides(scene: Scene, before: Before) -> None:
     """Check the commands beside a job.
+
+    Args:
+        scene: the job.
+        before: what was there when it began.
 
     Raises:
         Finding: one hung, or failed in a way that it must not.
@@ -150,7 +157,7 @@ def check_sides(scene: Scene) -> None:
         if name == "pin" and code == 0:
             scene.oracle.pins.add(int(arguments[-1]))
         elif name == "ls":
-            _expect(code == 0 or is_excused, shown)
+            _expect(code == 0 or is_excused or not before.durable, shown)
 
 
 def _expect(holds: bool, what: str) -> None:

@@ -24,7 +24,14 @@ import torch
 import torch.distributed as dist
 
 from dcp_nvcomp import CheckpointManager
-from dcp_nvcomp.errors import CheckpointError, CheckpointNotFoundError, RunInUseError
+from dcp_nvcomp.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptDataError,
+    FormatError,
+    MetadataError,
+    RunInUseError,
+)
 from dcp_nvcomp.runs.events import StepSaved, StepsRemoved
 from tests.distributed.launch import STOCK_WARNINGS
 from tests.soak.contents import content, local, placed
@@ -156,7 +163,7 @@ def _made(plan: Plan, rank: int, report: Report) -> CheckpointManager:
                 **options,
             )
         except RunInUseError:
-            if plan.options["run_id"] == "soak" or attempt == TRIES_FOR_LEASE - 1:
+            if not plan.waits_for_lease or attempt == TRIES_FOR_LEASE - 1:
                 raise
             time.sleep(0.5)
     raise AssertionError("not reached")
@@ -202,12 +209,12 @@ def _train_with(manager: CheckpointManager, plan: Plan, report: Report, arm: Cal
 def _went_back(
     manager: CheckpointManager, plan: Plan, state: dict[str, Any], step: int, report: Report
 ) -> tuple[int, list[int]] | None:
-    """Restore an earlier step that may have been removed since; the words come before, for who is killed in it."""
+    """Restore an earlier step that may be gone or harmed since; the words come before, for who is killed in it."""
     report("back", step=step)
     try:
         return _restored(manager, state, step, plan.family, plan.number, report, looks=True)
-    except CheckpointNotFoundError as error:
-        report("not there", step=step, text=str(error))
+    except (CheckpointNotFoundError, MetadataError, FormatError, CorruptDataError) as error:
+        report("not there", step=step, kind=type(error).__name__, text=str(error))
         return None
 
 

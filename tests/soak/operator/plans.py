@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ class Plan:
         closes: whether the manager is closed.
         clock_seconds: how much its clock is off.
         jump: after how many steps the clock jumps, and to where.
+        waits_for_lease: whether another job may hold the lease.
     """
 
     number: int
@@ -60,7 +61,7 @@ class Plan:
     closes: bool = True
     clock_seconds: int = 0
     jump: tuple[int, int] | None = None
-    more: dict[str, Any] = field(default_factory=dict)
+    waits_for_lease: bool = False
 
     @property
     def nodes(self) -> tuple[Path, ...]:
