@@ -98,7 +98,9 @@ def test_trouble_between_jobs(disk: SmallDisk, tmp_path: Path, trouble: str) -> 
         assert _restored(manager) == (20 if trouble == "gone" else 30)
         manager.save(50, _state(50))
     assert 50 in [*_steps(tmp_path / "run"), *_steps(disk.path)]
-    if trouble != "full":
+    if trouble == "full":
+        assert 30 in _steps(disk.path), "nothing else had it"
+    else:
         assert 50 in _steps(tmp_path / "run")
     with _manager(tmp_path, tmp_path / "other") as manager:
         assert _restored(manager) in (50, 20)
