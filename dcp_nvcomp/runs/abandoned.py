@@ -51,6 +51,7 @@ def write_abandoned(own: Filesystem, abandoned: Abandoned) -> None:
     Raises:
         StorageError: it could not be written.
     """
+    own.refuse_link()
     own.create_directory()
     saves = {str(step): sorted(save_ids) for step, save_ids in sorted(abandoned.saves.items())}
     document = {"schema": 1, "saves": saves, "damaged": sorted(abandoned.damaged)}

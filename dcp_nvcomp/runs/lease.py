@@ -79,6 +79,7 @@ class Lease:
             "id": uuid.uuid4().hex,
         }
         own = open_own()
+        own.refuse_link()
         own.create_directory()
         for _ in range(_ATTEMPTS):
             held = _leases(own)

@@ -172,6 +172,7 @@ class Restoring:
         def publish() -> None:
             has_own = self._nodes.own in candidate.version_for(self._nodes.own).with_metadata
             if self._nodes.is_leader and not has_own:
+                here.refuse_link()
                 here.create_directory()
                 here.publish(METADATA_NAME, data)
 

@@ -30,6 +30,7 @@ def upload_files(source: Filesystem, target: Filesystem, names: Collection[str],
     Raises:
         CheckpointError: a file could not be read or written; what was written of it is gone.
     """
+    target.refuse_link()
     target.create_directory()
     there = {file.name: file.nbytes for file in target.list_files()}
     missing = [name for name in sorted(names) if there.get(name) != sizes[name]]

@@ -135,6 +135,14 @@ class PosixFilesystem(Filesystem):
         with storage_errors("create the directory", self.path):
             os.makedirs(self._root, exist_ok=True)
 
+    def refuse_link(self) -> None:
+        if os.path.islink(self._root):
+            raise UnsafePathError(
+                f"This is a symbolic link to {os.path.realpath(self._root)!r}. Here a run writes and removes only what is "
+                "in directories of its own: move that directory here, or remove the link.",
+                path=self.path,
+            )
+
     def remove_directory(self) -> None:
         with storage_errors("remove the directory", self.path):
             try:
