@@ -212,7 +212,10 @@ def test_a_step_that_is_a_link_is_read_through(tmp_path: Path) -> None:
 def test_a_step_that_is_a_link_is_not_written_through(tmp_path: Path, asynchronous: bool) -> None:
     elsewhere = _with_linked_step(tmp_path)
     before = _listing(elsewhere)
-    with pytest.raises(UnsafePathError, match="symbolic link"), _durable(tmp_path, asynchronous=asynchronous) as manager:
+    with (
+        pytest.raises(UnsafePathError, match="symbolic link"),
+        _durable(tmp_path, asynchronous=asynchronous) as manager,
+    ):
         manager.restore(_state(0))
         manager.save(10, _state(11))
     assert _listing(elsewhere) == before

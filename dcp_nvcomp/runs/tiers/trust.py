@@ -113,7 +113,6 @@ def fault_below(root: str, name: str) -> str | None:
     return None
 
 
-
 def refuse_fault_below(root: str, name: str) -> None:
     """Refuse a fast tier for a directory in it that is not to be trusted.
 
