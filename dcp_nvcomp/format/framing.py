@@ -46,7 +46,7 @@ TRAILER_MAGIC = HEADER_MAGIC[::-1]
 HEADER_NBYTES = 16
 TRAILER_NBYTES = 40
 DIRECT_IO_NBYTES = 4096  # records of 1 MiB or more begin at multiples of this
-MAX_METADATA_NBYTES = 16 << 30  # refuse to read a longer `.metadata` into memory
+MAX_METADATA_NBYTES = 4 << 30  # by default, refuse to read a longer `.metadata` into memory
 MAX_FOOTER_NBYTES = 1 << 30  # and a longer footer: a sparse file of any size costs its maker nothing
 
 _HEADER = struct.Struct("<8sII")
