@@ -76,15 +76,15 @@ def without_secrets(text: str) -> str:
 
 
 def printable(text: str, *, but: str = "") -> str:
-    """Return text without anything that a terminal would obey or an encoding would choke on.
+    r"""Return text without anything that a terminal would obey or an encoding would choke on.
 
     Args:
         text: from a file, or anything else that someone could have made.
         but: characters that stay.
 
     Examples:
-        >>> printable("\x1b[2J and caf\u00e9")
-        '\\x1b[2J and café'
+        >>> printable("\x1b[2J and a line\n")
+        '\\x1b[2J and a line\\n'
     """
     if text.isprintable():
         return text

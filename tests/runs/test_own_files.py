@@ -1,4 +1,4 @@
-"""The files of `.run` as people and accidents leave them: an error that says what to do, or as if they were not there."""
+"""The files of `.run` as people and accidents leave them: an error says what to do, or they count as not there."""
 
 from __future__ import annotations
 

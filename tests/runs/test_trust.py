@@ -27,7 +27,8 @@ def foreign(monkeypatch: pytest.MonkeyPatch) -> Foreign:
         if os.geteuid() == 0:
             os.chown(path, 65534, 65534, follow_symlinks=False)
         else:
-            monkeypatch.setattr(os, "geteuid", lambda own=os.geteuid(): own + 1)
+            other = os.geteuid() + 1
+            monkeypatch.setattr(os, "geteuid", lambda: other)
 
     return make
 
@@ -208,24 +209,27 @@ def test_a_step_that_is_a_link_is_read_through(tmp_path: Path) -> None:
     assert state == _state(10)
 
 
+def _save_after_restore(manager: CheckpointManager) -> None:
+    with manager:
+        manager.restore(_state(0))
+        manager.save(10, _state(11), durable=True)
+
+
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_step_that_is_a_link_is_not_written_through(tmp_path: Path, asynchronous: bool) -> None:
     elsewhere = _with_linked_step(tmp_path)
     before = _listing(elsewhere)
-    with (
-        pytest.raises(UnsafePathError, match="symbolic link"),
-        _durable(tmp_path, asynchronous=asynchronous) as manager,
-    ):
-        manager.restore(_state(0))
-        manager.save(10, _state(11))
+    with pytest.raises(UnsafePathError, match="symbolic link"):
+        _save_after_restore(_durable(tmp_path, asynchronous=asynchronous))
     assert _listing(elsewhere) == before
 
 
 def test_an_upload_is_not_written_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
-    with pytest.raises(UnsafePathError, match="symbolic link"), _manager(tmp_path) as manager:
-        (tmp_path / "run" / "step-10").symlink_to(tmp_path / "elsewhere")
-        manager.save(10, _state(10), durable=True)
+    manager = _manager(tmp_path)
+    (tmp_path / "run" / "step-10").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UnsafePathError, match="symbolic link"):
+        _save_after_restore(manager)
     assert not _listing(tmp_path / "elsewhere")
 
 

@@ -38,7 +38,7 @@ from dcp_nvcomp.storage.open import open_filesystem, place_of
 __all__ = ["TorchFileSource"]
 
 _FETCH_NBYTES = 16 << 20
-# Beyond both of these a file is refused: expanded tensors are common, in such proportions they are an accident or worse.
+# Beyond both of these a file is refused: expanded tensors are common, but in such proportions an accident or worse.
 _MOST_EXPANDED_NBYTES = 1 << 30
 _MOST_EXPANSION = 16
 
