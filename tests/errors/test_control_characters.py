@@ -20,5 +20,5 @@ def test_messages(harm: str) -> None:
 
 
 def test_what_stays() -> None:
-    text = "Zeile 1\n\tZeile 2: größer als 3\u00a0GB, 日本語"
+    text = "Zeile 1\n\tZeile 2: über 3\u00a0GB, 日本語"
     assert CheckpointError(text).message == text
