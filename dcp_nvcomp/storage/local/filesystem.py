@@ -139,8 +139,8 @@ class PosixFilesystem(Filesystem):
     def refuse_link(self) -> None:
         if os.path.islink(self._root):
             raise UnsafePathError(
-                f"This is a symbolic link to {os.path.realpath(self._root)!r}. A run writes and removes nothing outside "
-                "of its own directories: move that one here, or remove the link.",
+                f"This is a symbolic link to {os.path.realpath(self._root)!r}. A run changes nothing outside of its "
+                "own directories: move that one here, or remove the link.",
                 path=self.path,
             )
 
