@@ -65,8 +65,8 @@ class CheckpointManager:
         every: save to the durable tier at each multiple of this step; step 0 is not saved.
         keep: which steps stay in the durable tier: a `Keep`, or a callable that is given the complete steps and returns
             those to keep. By default all. The newest stays in any case.
-        fast: directory of the fast tier, on each node's own memory or disk, such as `"/dev/shm/run-7"`. By default
-            there is none, and saves go straight to the durable tier.
+        fast: directory of the fast tier, on each node's own memory or disk, such as `"/dev/shm/alice/run-7"`; it
+            must be the user's own. By default there is none, and saves go straight to the durable tier.
         fast_every: save to the fast tier at each multiple of this step.
         fast_keep: how many complete steps stay in the fast tier.
         copies: how many other nodes get a copy of what each node has in its fast tier. With `"replicas"` nothing is
@@ -79,7 +79,8 @@ class CheckpointManager:
         run_id: id of this job, the same for all its restarts; by default `TORCHELASTIC_RUN_ID`. A job with the same id
             takes the run over at once, others have to wait until its lease has run out.
         take_over: if True, take the run from whoever holds it.
-        lease_seconds: how long the run stays this job's if it dies.
+        lease_seconds: how long the run stays this job's if it dies, an hour at most; who takes it over then watches for
+            half of that time whether it does live.
         step_template: name of a step's directory.
         preemption_signals: signals after which `should_save` asks for a last save.
         on_event: called with each event (`StepSaved`, `StepFailed`, ...), sometimes on a thread of the manager. An
@@ -245,7 +246,7 @@ class CheckpointManager:
             self._lease = lease
             return run, found
 
-        run, there = self._ranks.on_one(take)
+        run, there = self._ranks.on_first_at_length(take)  # it may watch another job's lease
         if self._fast is not None:
             fast = self._fast
             self._ranks.together(lambda: fast.claim(run))

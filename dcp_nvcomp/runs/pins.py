@@ -53,6 +53,7 @@ def pin(own: Filesystem, at: Filesystem, step: int) -> None:
     Raises:
         CheckpointNotFoundError: there is no complete checkpoint of this step, or a manager is removing it.
     """
+    own.refuse_link()
     own.create_directory()
     own.publish(_name_of(step), json.dumps({"by": _whoever(), "seconds": own.now_seconds()}).encode())
     if at.file_nbytes(METADATA_NAME) is None or is_being_removed(at):
@@ -67,6 +68,7 @@ def unpin(own: Filesystem, step: int) -> None:
         own: the run's own directory, `.run`.
         step: the step.
     """
+    own.refuse_link()
     own.remove([_name_of(step)])
 
 

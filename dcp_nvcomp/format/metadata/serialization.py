@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
 from dcp_nvcomp.errors import CheckpointError, MetadataError
 from dcp_nvcomp.format.collector import collector_paused
+from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.metadata.allowed_globals import ALLOWED
 from dcp_nvcomp.format.metadata.pickle_machine import run_pickle
 from dcp_nvcomp.format.metadata.stored import plain_storage_data
@@ -34,6 +35,7 @@ __all__ = ["parse_metadata", "serialize_metadata"]
 # Unpicklers stop at the STOP opcode, so stock tools never see what follows.
 _TRAILER: Final = struct.Struct("<I8s")
 _TRAILER_MAGIC: Final = b"DCPNVcrc"
+_LEAST_TREE_NBYTES: Final = 1 << 20
 
 
 def serialize_metadata(metadata: Metadata, summary: Summary | None = None) -> bytes:
@@ -72,18 +74,20 @@ def _by_value(member: enum.Enum) -> tuple[type[enum.Enum], tuple[Any, ...]]:
     return type(member), (member.value,)
 
 
-def _checked_pickle(data: bytes) -> bytes:
-    """Return the pickle without its trailer, whose CRC must match. Stock DCP writes no trailer."""
+def _end_of_pickle(data: bytes) -> int:
+    """Return where the pickle ends, and the trailer begins, whose CRC must match. Stock DCP writes no trailer."""
     if not data.endswith(_TRAILER_MAGIC):
-        return data
+        return len(data)
     crc, _ = _TRAILER.unpack(data[-_TRAILER.size :].rjust(_TRAILER.size))
-    data = data[: -_TRAILER.size]
-    if crc32c(data) != crc:
+    end = max(len(data) - _TRAILER.size, 0)
+    if crc32c(memoryview(data)[:end]) != crc:
         raise MetadataError("`.metadata` fails its CRC: it is corrupt. `dcp-nvcomp recover` may restore it.")
-    return data
+    return end
 
 
-def parse_metadata(data: bytes, *, path: str, trusted_globals: Sequence[str] = ()) -> Metadata:
+def parse_metadata(
+    data: bytes, *, path: str, trusted_globals: Sequence[str] = (), limit_nbytes: int = MAX_METADATA_NBYTES
+) -> Metadata:
     """Read `.metadata` without executing anything that it names.
 
     Attributes that this version does not know are ignored, and nothing is built from them: a later torch may add some.
@@ -94,6 +98,7 @@ def parse_metadata(data: bytes, *, path: str, trusted_globals: Sequence[str] = (
         trusted_globals: further globals that the file may use, each an exact "module.name". They are imported, and
             called with whatever arguments the file gives them: name only what you would run on a stranger's input.
             What they make may be the `checkpoint_id`, in `planner_data`, or stand in for stock DCP's storage infos.
+        limit_nbytes: of the file; it and what is made of it take three times as much memory at most.
 
     Raises:
         UnsafeMetadataError: it asks for a global that is not listed, for a call, or for more than its size allows.
@@ -103,9 +108,13 @@ def parse_metadata(data: bytes, *, path: str, trusted_globals: Sequence[str] = (
     """
     trusted = resolve_trusted_globals(trusted_globals)
     try:
-        data = _checked_pickle(data)
+        end = _end_of_pickle(data)
+        # what is made of the tree takes about as much memory as the tree
+        most_nbytes = max((3 * limit_nbytes - len(data)) // 2, _LEAST_TREE_NBYTES)
         with collector_paused():
-            return MetadataReader(path, len(data)).metadata(run_pickle(data, ALLOWED, trusted))
+            return MetadataReader(path, end).metadata(
+                run_pickle(data, ALLOWED, trusted, end=end, most_nbytes=most_nbytes)
+            )
     except CheckpointError as error:
         error.path = error.path or path
         raise

@@ -23,6 +23,7 @@ SUMMARY_NBYTES: Final = 4096
 REPLICA: Final = "replica"
 _MARK: Final = "DCPNVsum"
 _CRC_DIGITS: Final = 8
+_MOST: Final = (1 << 63) - 1  # of whole numbers and times, which else no float might be
 _MOST_TEXT_NBYTES: Final = SUMMARY_NBYTES - 128
 
 
@@ -62,13 +63,15 @@ class Summary:
     def _is_sane(self) -> bool:
         sizes = (self.ranks, self.keys, self.uncompressed_nbytes, self.stored_nbytes)
         texts = (self.save_id, self.version)
+        metrics = self.metrics.values() if type(self.metrics) is dict else ()
         return (
-            all(type(size) is int and size >= 0 for size in sizes)
+            all(type(size) is int and 0 <= size <= _MOST for size in sizes)
             and all(type(text) is str for text in texts)
             and type(self.saved_seconds) in (int, float)
-            and (self.step is None or (type(self.step) is int and self.step >= 0))
+            and -_MOST <= self.saved_seconds <= _MOST  # not of NaN
+            and (self.step is None or (type(self.step) is int and 0 <= self.step <= _MOST))
             and type(self.metrics) is dict
-            and all(type(value) in (int, float) for value in self.metrics.values())
+            and all(type(value) is float or (type(value) is int and abs(value) <= _MOST) for value in metrics)
         )
 
     def to_text(self) -> str | None:

@@ -26,6 +26,7 @@ from dcp_nvcomp.format.metadata.roots import is_missing
 from dcp_nvcomp.format.names import METADATA_NAME
 from dcp_nvcomp.loading.load import load
 from dcp_nvcomp.loading.whole import WholeValue
+from dcp_nvcomp.redaction import printable
 from dcp_nvcomp.runs.events import StepRestored
 from dcp_nvcomp.runs.ranks import Ranks
 from dcp_nvcomp.runs.restoring.candidates import Candidate
@@ -186,6 +187,7 @@ class Restoring:
         assert self._fast is not None
         if self._nodes.is_leader and self._fast.is_claimed:
             try:  # for the next restore; this one has it
+                fetch.here.refuse_link()
                 fetch.here.create_directory()
                 fetch.here.publish(METADATA_NAME, data)
             except CheckpointError as error:
@@ -198,7 +200,9 @@ def _log_what_is_left(step: int, reader: NearestReader, state: Mapping[str, Any]
     left = [fqn for fqn in names if not any(fqn == key or fqn.startswith(f"{key}.") for key in state)]
     if left:
         shown = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
-        logger.warning("Step %d also has values that the state has no key for; they are not restored: %s", step, shown)
+        logger.warning(
+            "Step %d also has values that the state has no key for; they are not restored: %s", step, printable(shown)
+        )
 
 
 def _load_whole(state: dict[str, Any], reader: NearestReader, options: Mapping[str, Any]) -> None:
