@@ -143,6 +143,7 @@ def test_a_step_of_another_user_counts_as_not_there(
 ) -> None:
     _saved(tmp_path, 10)
     tier = FastTier(str(tmp_path / "fast"), StepNames())
+    tier.claim((tmp_path / "fast" / ".run" / "run").read_text())
     assert tier.held()[0].wanted
     foreign(tmp_path / "fast" / "step-10" / name)
     caplog.clear()
