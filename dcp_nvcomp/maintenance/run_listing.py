@@ -22,6 +22,7 @@ from typing import Any, Final
 from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.format.metadata.summary import REPLICA, SUMMARY_NBYTES, Summary, summary_at_end
 from dcp_nvcomp.format.names import METADATA_NAME, data_file_rank, own_file, own_upload, rank_of_metadata_name
+from dcp_nvcomp.maintenance.completeness import look_into
 from dcp_nvcomp.maintenance.natural import natural_order
 from dcp_nvcomp.maintenance.opening import nothing_below, opened
 from dcp_nvcomp.maintenance.seen import Seen, identity_of, read_seen
@@ -226,8 +227,6 @@ class _Look:
     def _opened(self, folder: str, roots: list[str], by_name: Mapping[str, FileInfo]) -> tuple[Summary | None, str]:
         if not roots:
             return None, ""
-        from dcp_nvcomp.maintenance.completeness import look_into  # takes torch, and that seconds
-
         is_large = any(by_name[name].nbytes > _LARGE_NBYTES for name in roots)
         with self._one_large if is_large else contextlib.nullcontext():
             return look_into(self._filesystem, folder, roots, self._sizes)

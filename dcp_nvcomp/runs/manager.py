@@ -458,7 +458,7 @@ class CheckpointManager:
 
     def _new_save(self, step: int, metrics: Mapping[str, float]) -> StepSave:
         self._saves += 1
-        more = {RUN_SECONDS: round(self._run_time.seconds, 3), LEASE: self._lease_number}
+        more = {RUN_SECONDS: round(self._run_time.seconds, 6), LEASE: self._lease_number}
         return StepSave(step, self._saves, metrics, more)
 
     def report(self) -> RunReport:

@@ -18,6 +18,7 @@ from dcp_nvcomp import (
     list_run,
     pin_step,
     prune_run,
+    save,
 )
 from tests.checkpoints import data_file, save_stock
 
@@ -167,12 +168,22 @@ def test_whatever_says_what_was_seen_is_not_believed_if_it_is_damaged(tmp_path: 
     assert _states(run) == {"step-10": "complete"} and _complete(run) == [10]
 
 
-def test_a_manager_without_a_rule_writes_down_what_it_has_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_rule_what_was_saved_is_written_down_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = _saved(tmp_path, 10, 20)
-    monkeypatch.setattr("dcp_nvcomp.maintenance.completeness.look_into", None)
+    monkeypatch.setattr("dcp_nvcomp.maintenance.run_listing.look_into", None)
     assert _states(run) == {"step-10": "complete", "step-20": "complete"}
+
+
+def test_what_is_plainly_whole_is_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save({"a": torch.zeros(100_000), "b": torch.ones(9)}, tmp_path / "step-1", no_dist=True, single_file_per_rank=False)
+    save(_state(2), tmp_path / "step-2", no_dist=True)
+    monkeypatch.setattr("dcp_nvcomp.format.metadata.roots.read_root", None)
+    assert set(_states(tmp_path).values()) == {"complete"}
+    monkeypatch.undo()
+    shutil.copy(data_file(tmp_path / "step-2"), tmp_path / "step-1")
+    assert set(_states(tmp_path).values()) == {"complete"}, "what is beside a checkpoint's own files does not matter"
+    data_file(tmp_path / "step-2").rename(tmp_path / "step-2" / f"__0_0_{'0' * 32}.distcp")
+    assert _states(tmp_path)["step-2"] == "damaged"
 
 
 def test_a_durable_copy_that_is_not_whole_is_uploaded_again(tmp_path: Path) -> None:

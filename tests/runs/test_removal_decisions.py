@@ -59,7 +59,8 @@ def test_the_newest_is_opened_before_others_go(tmp_path: Path, harmed: tuple[int
         _cut(tmp_path, step)
     doomed = durable.decide(Keep(last=1), found)
     whole = [step for step in (10, 20, 30) if step not in harmed]
-    assert set(doomed.kept) == set(whole[-1:]) and doomed.steps == tuple(whole[:-1])
+    assert doomed.steps == tuple(whole[:-1])
+    assert not whole or set(doomed.kept) == {whole[-1]}
 
 
 def test_if_a_list_fails_nothing_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +84,8 @@ def test_without_a_rule_nothing_is_listed(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_the_log_and_the_result_say_why_a_step_went(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rule = Keep(last=2, every=100, newer_than=0.001, best=Best("loss"), milestones=[7])
-    why = "no rule keeps it: last 2, every 100, newer than 0:00:00.001000 before the newest, best 1 by loss (min), milestones"
+    rules = "last 2, every 100, newer than 0:00:00.001000 before the newest, best 1 by loss (min), milestones"
+    why = f"no rule keeps it: {rules}"
     with caplog.at_level(logging.INFO, "dcp_nvcomp"), CheckpointManager(tmp_path, every=10, keep=rule) as manager:
         for step in (10, 20, 30, 40):
             _save(manager, step, 1 / step)

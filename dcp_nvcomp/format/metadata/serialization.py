@@ -13,27 +13,22 @@ import dataclasses
 import enum
 import io
 import pickle
-import struct
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
-from crc32c import crc32c
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
-from dcp_nvcomp.errors import CheckpointError, MetadataError
+from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.metadata.allowed_globals import ALLOWED
 from dcp_nvcomp.format.metadata.pickle_machine import run_pickle
 from dcp_nvcomp.format.metadata.stored import plain_storage_data
 from dcp_nvcomp.format.metadata.summary import SUMMARY_ATTRIBUTE, Summary
+from dcp_nvcomp.format.metadata.trailer import checked_pickle, with_trailer
 from dcp_nvcomp.format.metadata.tree import MetadataReader
 from dcp_nvcomp.format.metadata.trusted_globals import resolve_trusted_globals
 
 __all__ = ["parse_metadata", "serialize_metadata"]
-
-# Unpicklers stop at the STOP opcode, so stock tools never see what follows.
-_TRAILER: Final = struct.Struct("<I8s")
-_TRAILER_MAGIC: Final = b"DCPNVcrc"
 
 
 def serialize_metadata(metadata: Metadata, summary: Summary | None = None) -> bytes:
@@ -49,8 +44,7 @@ def serialize_metadata(metadata: Metadata, summary: Summary | None = None) -> by
     if text is not None:
         metadata = dataclasses.replace(metadata)
         setattr(metadata, SUMMARY_ATTRIBUTE, text)
-    data = _pickled(metadata)
-    return b"".join([data, _TRAILER.pack(crc32c(data), _TRAILER_MAGIC)])
+    return with_trailer(_pickled(metadata))
 
 
 def _pickled(metadata: Metadata) -> bytes:
@@ -70,17 +64,6 @@ def _pickled(metadata: Metadata) -> bytes:
 
 def _by_value(member: enum.Enum) -> tuple[type[enum.Enum], tuple[Any, ...]]:
     return type(member), (member.value,)
-
-
-def _checked_pickle(data: bytes) -> bytes:
-    """Return the pickle without its trailer, whose CRC must match. Stock DCP writes no trailer."""
-    if not data.endswith(_TRAILER_MAGIC):
-        return data
-    crc, _ = _TRAILER.unpack(data[-_TRAILER.size :].rjust(_TRAILER.size))
-    data = data[: -_TRAILER.size]
-    if crc32c(data) != crc:
-        raise MetadataError("`.metadata` fails its CRC: it is corrupt. `dcp-nvcomp recover` may restore it.")
-    return data
 
 
 def parse_metadata(data: bytes, *, path: str, trusted_globals: Sequence[str] = ()) -> Metadata:
@@ -103,7 +86,7 @@ def parse_metadata(data: bytes, *, path: str, trusted_globals: Sequence[str] = (
     """
     trusted = resolve_trusted_globals(trusted_globals)
     try:
-        data = _checked_pickle(data)
+        data = checked_pickle(data)
         with collector_paused():
             return MetadataReader(path, len(data)).metadata(run_pickle(data, ALLOWED, trusted))
     except CheckpointError as error:

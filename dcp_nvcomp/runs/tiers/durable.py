@@ -152,7 +152,9 @@ class DurableTier:
         if data == self._written_seen:
             return
         try:
-            self.open_own().publish(SEEN_NAME, data)
+            own = self.open_own()
+            own.create_directory()
+            own.publish(SEEN_NAME, data)
             self._written_seen = data
         except CheckpointError as error:
             logger.debug("Which steps are complete could not be written down: %s", error)
