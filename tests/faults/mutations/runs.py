@@ -147,8 +147,8 @@ MUTATIONS = (
     Mutation(
         row="runs: a step without one of its files does not count",
         file="dcp_nvcomp/maintenance/completeness.py",
-        old="        if nbytes is None:\n",
-        new="        if False:\n",
+        old='sizes.get(f"{below}{name}")\n',
+        new='sizes.get(f"{below}{name}", file.nbytes if file else 1 << 62)\n',
         tests="tests/runs/test_complete.py -k pushes_nothing_out",
     ),
     Mutation(
