@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.metadata.summary import SUMMARY_NBYTES, Summary, summary_at_end
-from dcp_nvcomp.format.metadata.trailer import checked_pickle, has_trailer
+from dcp_nvcomp.format.metadata.trailer import end_of_pickle, has_trailer
 from dcp_nvcomp.format.names import DATA_FILE_SUFFIX, METADATA_NAME
 from dcp_nvcomp.storage.base import Filesystem
 
@@ -77,10 +77,10 @@ def _plainly_whole(filesystem: Filesystem, below: str, sizes: Mapping[str, int])
         summary = summary_at_end(data[-SUMMARY_NBYTES:])
         if summary is None or not has_trailer(data):
             return None
-        pickled = checked_pickle(data)
+        end = end_of_pickle(data)
     except CheckpointError:
         return None
-    named = {name.decode() for name in _DATA_NAME.findall(pickled)}
+    named = {name.decode() for name in _DATA_NAME.findall(data, 0, end)}
     there = {
         name.removeprefix(below): nbytes
         for name, nbytes in sizes.items()

@@ -24,7 +24,7 @@ from dcp_nvcomp.format.metadata.allowed_globals import ALLOWED
 from dcp_nvcomp.format.metadata.pickle_machine import run_pickle
 from dcp_nvcomp.format.metadata.stored import plain_storage_data
 from dcp_nvcomp.format.metadata.summary import SUMMARY_ATTRIBUTE, Summary
-from dcp_nvcomp.format.metadata.trailer import checked_pickle, with_trailer
+from dcp_nvcomp.format.metadata.trailer import end_of_pickle, with_trailer
 from dcp_nvcomp.format.metadata.tree import MetadataReader
 from dcp_nvcomp.format.metadata.trusted_globals import resolve_trusted_globals
 
@@ -86,7 +86,7 @@ def parse_metadata(data: bytes, *, path: str, trusted_globals: Sequence[str] = (
     """
     trusted = resolve_trusted_globals(trusted_globals)
     try:
-        data = checked_pickle(data)
+        data = data[: end_of_pickle(data)]
         with collector_paused():
             return MetadataReader(path, len(data)).metadata(run_pickle(data, ALLOWED, trusted))
     except CheckpointError as error:

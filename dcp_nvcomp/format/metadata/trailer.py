@@ -9,7 +9,7 @@ from crc32c import crc32c
 
 from dcp_nvcomp.errors import MetadataError
 
-__all__ = ["checked_pickle", "has_trailer", "with_trailer"]
+__all__ = ["end_of_pickle", "has_trailer", "with_trailer"]
 
 _TRAILER: Final = struct.Struct("<I8s")
 _MAGIC: Final = b"DCPNVcrc"
@@ -25,16 +25,16 @@ def has_trailer(data: bytes) -> bool:
     return data.endswith(_MAGIC)
 
 
-def checked_pickle(data: bytes) -> bytes:
-    """Return the pickle without its CRC, which must match if there is one.
+def end_of_pickle(data: bytes) -> int:
+    """Return where the pickle ends, and its CRC begins, which must match if there is one.
 
     Raises:
         MetadataError: it does not match.
     """
     if not has_trailer(data):
-        return data
+        return len(data)
     crc, _ = _TRAILER.unpack(data[-_TRAILER.size :].rjust(_TRAILER.size))
-    data = data[: -_TRAILER.size]
-    if crc32c(data) != crc:
+    end = max(len(data) - _TRAILER.size, 0)
+    if crc32c(memoryview(data)[:end]) != crc:
         raise MetadataError("`.metadata` fails its CRC: it is corrupt. `dcp-nvcomp recover` may restore it.")
-    return data
+    return end

@@ -56,8 +56,8 @@ MUTATIONS = (
     Mutation(
         row="runs: pinned steps stay",
         file=DURABLE,
-        old="if step not in pinned)",
-        new="if step >= 0)",
+        old="for step in sorted(why) if step not in pinned}",
+        new="for step in sorted(why)}",
         tests="tests/runs/test_going_back.py -k rule_keeps",
     ),
     Mutation(
