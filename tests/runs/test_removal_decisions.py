@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from dcp_nvcomp import Best, CheckpointManager, Keep, list_run, prune_run
+from dcp_nvcomp import Best, CheckpointManager, Keep, list_run, pin_step, prune_run
 from dcp_nvcomp.runs.steps import StepNames
 from dcp_nvcomp.runs.tiers.durable import DurableTier
 
@@ -104,6 +104,8 @@ def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     before = _files(tmp_path)
     assert prune_run(tmp_path, Keep(last=1), dry_run=True).why == {10: "no rule keeps it: last 1"}
     assert _files(tmp_path) == before
+    pin_step(tmp_path, 10)
+    assert prune_run(tmp_path, Keep(last=1), dry_run=True).why == {}, "nor does it promise what would not go"
 
 
 def _files(run: Path) -> dict[str, Any]:

@@ -58,7 +58,7 @@ MUTATIONS = (
         file=DURABLE,
         old="for step in sorted(why) if step not in pinned}",
         new="for step in sorted(why)}",
-        tests="tests/runs/test_going_back.py -k rule_keeps",
+        tests="tests/runs/test_removal_decisions.py -k dry_run",
     ),
     Mutation(
         row="runs: what is held is not removed",
