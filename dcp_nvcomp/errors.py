@@ -201,13 +201,17 @@ class RanksDifferError(CheckpointError, RuntimeError):
 
 
 class RankFailedError(CheckpointError, RuntimeError):
-    """A rank failed with an error that is none of this package, or before the save or load began; raised on all ranks.
+    """A rank failed with an error that is none of this package, before the save or load began, or is gone altogether.
+
+    Raised on all ranks; of a rank that is gone within the time limit of the process group.
 
     Attributes:
         failures: what failed, by rank in the process group.
+        in_vain: True if this rank waited in vain: then gloo has closed the connections of the process group.
     """
 
     failures: Mapping[int, str] = {}
+    in_vain = False
 
     @classmethod
     def of(cls, failures: Mapping[int, str], *, is_alone: bool = False) -> RankFailedError:

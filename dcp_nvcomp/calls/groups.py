@@ -8,6 +8,8 @@ are in different numbers of groups, which then wait for each other for good. So
 - groups are not destroyed but kept here, by their ranks, until torch.distributed ends;
 - the ranks agree on which of those that all of them keep they use;
 - a new one has a name of its own, and on ranks with fewer groups than others it is made beside groups of one rank.
+
+Whatever is done over them ends by the time limit of the caller's group, and so does making them.
 """
 
 from __future__ import annotations
@@ -18,11 +20,12 @@ import uuid
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from dcp_nvcomp.calls.meeting import LONGEST, global_ranks
+from dcp_nvcomp.calls.meeting import global_ranks, together
 
 __all__ = ["Offer", "give_back", "is_registered", "offer_of", "take"]
 
@@ -74,13 +77,17 @@ def offer_of(ranks: Sequence[int]) -> Offer:
         return Offer(idle, _registered())
 
 
-def take(ranks: Sequence[int], count: int, offers: Sequence[Offer]) -> list[dist.ProcessGroup]:
+def take(ranks: Sequence[int], count: int, offers: Sequence[Offer], limit: timedelta) -> list[dist.ProcessGroup]:
     """Return groups of some ranks, which all of them take at the same time.
 
     Args:
         ranks: the global ranks.
         count: how many groups.
         offers: of each of the ranks.
+        limit: how long their collectives wait, and how long another rank is waited for to make them.
+
+    Raises:
+        RankFailedError: another rank does not make them.
     """
     with _lock:
         idle = {str(group.group_name): group for group in _kept().idle.get(tuple(ranks), ())}
@@ -90,7 +97,10 @@ def take(ranks: Sequence[int], count: int, offers: Sequence[Offer]) -> list[dist
             group for name, group in idle.items() if name not in common and all(name in one.idle for one in offers)
         ]
         found = [idle[name] for name in common]
-        return [*found, *_made(ranks, count - len(found), offers)]
+        for group in found:
+            group.set_timeout(limit)
+        with together(dist.group.WORLD):
+            return [*found, *_made(ranks, count - len(found), offers, limit)]
 
 
 def give_back(groups: Sequence[dist.ProcessGroup]) -> None:
@@ -116,24 +126,24 @@ def _kept() -> _Kept:
     return _current
 
 
-def _made(ranks: Sequence[int], count: int, offers: Sequence[Offer]) -> list[dist.ProcessGroup]:
+def _made(ranks: Sequence[int], count: int, offers: Sequence[Offer], limit: timedelta) -> list[dist.ProcessGroup]:
     if not count:
         return []
     if len(ranks) == dist.get_world_size():  # torch numbers groups that all ranks make
-        return [_group(None) for _ in range(count)]
+        return [_group(None, limit) for _ in range(count)]
     most, own = max(one.registered for one in offers), dist.get_rank()
-    beside = [_group([_NamedRank(own, uuid.uuid4().hex)]) for _ in range(most - _registered())]
+    beside = [_group([_NamedRank(own, uuid.uuid4().hex)], limit) for _ in range(most - _registered())]
     try:
         first, *others = sorted(ranks)
-        return [_group([_NamedRank(first, f"{offers[0].name}-{number}"), *others]) for number in range(count)]
+        return [_group([_NamedRank(first, f"{offers[0].name}-{number}"), *others], limit) for number in range(count)]
     finally:
         for group in beside:
             dist.destroy_process_group(group)
 
 
-def _group(ranks: list[int] | None) -> dist.ProcessGroup:
+def _group(ranks: list[int] | None, limit: timedelta) -> dist.ProcessGroup:
     made: dist.ProcessGroup = dist.new_group(
-        ranks, backend="gloo", timeout=LONGEST, use_local_synchronization=ranks is not None
+        ranks, backend="gloo", timeout=limit, use_local_synchronization=ranks is not None
     )
     return made
 

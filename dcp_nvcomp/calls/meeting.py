@@ -18,15 +18,14 @@ from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 
-from dcp_nvcomp.errors import RanksDifferError
+from dcp_nvcomp.errors import CheckpointError, RankFailedError, RanksDifferError
 from dcp_nvcomp.redaction import without_secrets
 
-__all__ = ["LONGEST", "Arrival", "Call", "expect_same", "global_ranks", "limit_of", "limited", "meet"]
+__all__ = ["Arrival", "Call", "expect_same", "global_ranks", "limit_of", "meet", "together"]
 
 T = TypeVar("T")
 
-# Between two collectives of a save may lie its slowest rank's writing.
-LONGEST: Final = timedelta(hours=2)
+_USUAL_LIMIT: Final = timedelta(minutes=30)  # torch's own
 _REMEMBERED: Final = 4  # calls of a rank: its latest may be one that it made after it waited in vain, too
 _NAMED: Final = 8
 _PAUSE_SECONDS: Final = 0.05
@@ -56,14 +55,13 @@ class Call:
         return f"{self.name}({self.subject})"
 
 
-def meet(group: dist.ProcessGroup | None, call: Call, mine: T, *, limit: timedelta | None = None) -> list[T]:
+def meet(group: dist.ProcessGroup | None, call: Call, mine: T) -> list[T]:
     """Wait until all ranks make the same call.
 
     Args:
         group: the ranks; None without torch.distributed.
         call: what this rank calls.
         mine: what it tells the others.
-        limit: how long to wait, over a group of our own; None where the group's own limit counts.
 
     Returns:
         What each rank tells, by rank in the group.
@@ -75,7 +73,7 @@ def meet(group: dist.ProcessGroup | None, call: Call, mine: T, *, limit: timedel
         return [mine]
     everyones: list[Any] = [None] * dist.get_world_size(group)
     arrival = Arrival(group, call)
-    with arrival.waiting(), limited(group, limit):
+    with arrival.waiting():
         arrival.wait_in_store()
         dist.all_gather_object(everyones, (call, mine), group=group)
     expect_same([called for called, _ in everyones], group)
@@ -116,20 +114,26 @@ def limit_of(group: dist.ProcessGroup) -> timedelta:
         with suppress(AttributeError, RuntimeError):  # some backends have no such option
             limit: timedelta = group._get_backend(device).options._timeout
             return limit
-    return LONGEST
+    return _USUAL_LIMIT
 
 
 @contextmanager
-def limited(group: dist.ProcessGroup, limit: timedelta | None) -> Iterator[None]:
-    """Begin collectives over a group of our own that wait no longer than this; None changes nothing."""
-    if limit is None:
-        yield
-        return
-    group.set_timeout(limit)
+def together(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Explain what the backend raises in collectives of ranks that are known to have come.
+
+    Raises:
+        RankFailedError: another rank is gone, or does not answer within the time limit of the group.
+    """
     try:
         yield
-    finally:
-        group.set_timeout(LONGEST)
+    except CheckpointError:
+        raise
+    except RuntimeError as error:  # of gloo, NCCL, or torch's store
+        if group is None:
+            raise
+        failure = RankFailedError(f"Another rank is gone, or was waited for too long: {error}")
+        failure.in_vain = True
+        raise failure from error
 
 
 class Arrival:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.futures import Future
 
-from dcp_nvcomp.calls.meeting import Call, meet
+from dcp_nvcomp.calls.meeting import Call, meet, together
 from dcp_nvcomp.calls.ranks import error_of_ranks, group_of
 from dcp_nvcomp.calls.unknown_options import refuse_path
 from dcp_nvcomp.calls.values import ExpectsCheckpoint, is_stateful, try_check, try_values_of, wrapped
@@ -94,14 +94,15 @@ def load(
         planning = planner_for(planner, failure, may_cast=dtype == "cast", may_leave=whole)
         failed: BaseException | None = None
         try:
-            dcp_load(
-                wrapped(values),
-                checkpoint_id=checkpoint_id,
-                storage_reader=_Reading(reader, planning),
-                planner=planning,
-                process_group=group,
-                no_dist=group is None,
-            )
+            with together(group):
+                dcp_load(
+                    wrapped(values),
+                    checkpoint_id=checkpoint_id,
+                    storage_reader=_Reading(reader, planning),
+                    planner=planning,
+                    process_group=group,
+                    no_dist=group is None,
+                )
         except CheckpointException as error:  # of any ranks, the same on all of them
             failed = error_of_ranks(error, group)
         if failed is not None:  # only here: that exception's text is the tracebacks of all ranks

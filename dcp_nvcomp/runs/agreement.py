@@ -8,11 +8,10 @@ which the first say what is called: ranks that call different things find that o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Final, NamedTuple
 
-from dcp_nvcomp.calls.meeting import LONGEST, Call
-from dcp_nvcomp.errors import RunInUseError
+from dcp_nvcomp.calls.meeting import Call
+from dcp_nvcomp.errors import RankFailedError, RanksDifferError, RunInUseError
 from dcp_nvcomp.runs.failures import Failures
 from dcp_nvcomp.runs.lease import Lease
 from dcp_nvcomp.runs.preemption import SignalWatch
@@ -21,7 +20,7 @@ from dcp_nvcomp.runs.ranks import Ranks, Row
 __all__ = ["Agreement", "RunCall"]
 
 _NAMES: Final = ("should_save", "save", "restore", "wait")
-_KNOWN: Final = 3  # numbers that each rank knows on its own
+_KNOWN: Final = 4  # numbers that each rank knows on its own
 _OWN: Final = 4  # numbers of a call, at most
 
 
@@ -66,6 +65,7 @@ class Agreement:
 
     Attributes:
         is_preempted: True on all ranks once the job was told to end on any.
+        lost: the latest save that the fast tier of any rank lost on its way to the durable one; 0 if there is none.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Agreement:
     ) -> None:
         self._ranks, self._signals, self._failures, self._lease, self._path = ranks, signals, failures, lease, path
         self._pending: Row | None = None
-        self.is_preempted = False
+        self.is_preempted, self.lost = False, 0
 
     def beside_training(self, call: RunCall) -> None:
         """Learn what the ranks told each other since the last call, and begin to tell what is known now.
@@ -92,13 +92,12 @@ class Agreement:
         if pending is not None:
             self._follow(self._end(pending))
 
-    def now(self, call: RunCall, *own: int, limit: timedelta | None = None) -> list[int]:
+    def now(self, call: RunCall, *own: int) -> list[int]:
         """Agree at once.
 
         Args:
             call: what is called.
             *own: further values.
-            limit: how long other ranks are waited for; None for as long as those of the run's group.
 
         Returns:
             The largest of all ranks of these.
@@ -108,7 +107,7 @@ class Agreement:
             RunInUseError: another manager has taken the run over.
             RanksDifferError: not all ranks make this call.
         """
-        largest = self._end(self._begin(call, *own, limit=limit))
+        largest = self._end(self._begin(call, *own))
         self._follow(largest)
         return largest[_KNOWN : _KNOWN + len(own)]
 
@@ -128,12 +127,34 @@ class Agreement:
         return self._end(self._begin(call, *own))[_KNOWN : _KNOWN + len(own)]
 
     def after(self, call: RunCall) -> None:
-        """Agree as `now` does, at the end of a call to which all ranks have come: one may still be busy with it."""
-        self.now(call, limit=LONGEST)
+        """Agree at the end of a call; that the job was told to end counts from the next call on.
 
-    def _begin(self, call: RunCall, *own: int, limit: timedelta | None = None) -> Row:
+        The step of this one may be saved already, in the fast tier only: a loop that ended now would leave nothing
+        durable. At the start of the next call there is still a save to make.
+
+        Args:
+            call: what was called.
+
+        Raises:
+            CheckpointError: a save failed; on all ranks at the same call.
+            RunInUseError: another manager has taken the run over.
+            RankFailedError: another rank does not come to the end of the call.
+        """
+        try:
+            _, *known = self._end(self._begin(call))
+        except RanksDifferError as error:
+            if not error.in_vain:
+                raise
+            if self._failures.newest:  # this rank has waited for the same one behind training
+                self._failures.raise_up_to(self._failures.newest)
+            raise RankFailedError(
+                f"Another rank is gone, or was waited for too long, in {call.described()}."
+            ) from error
+        self._follow([0, *known])
+
+    def _begin(self, call: RunCall, *own: int) -> Row:
         values = [*call.numbers, *self._known(), *own, *[0] * (_OWN - len(own))]
-        return self._ranks.begin_row(call.described(), values, limit=limit)
+        return self._ranks.begin_row(call.described(), values)
 
     def _end(self, row: Row) -> list[int]:
         """Return the largest of the ranks' numbers, but for what says which call it is."""
@@ -146,12 +167,13 @@ class Agreement:
     def _known(self) -> list[int]:
         """Return what this rank knows and the others may not."""
         lease = self._lease()
-        return [int(self._signals.was_told), int(lease is not None and lease.is_lost), self._failures.newest]
+        is_lost = lease is not None and lease.is_lost
+        return [int(self._signals.was_told), int(is_lost), self._failures.newest, self._failures.lost]
 
     def _follow(self, agreed: Sequence[int]) -> None:
-        told, lost, failed = agreed[:_KNOWN]
+        told, has_lost_lease, failed, self.lost = agreed[:_KNOWN]
         self.is_preempted = self.is_preempted or bool(told)
-        if lost:
+        if has_lost_lease:
             lease = self._lease()
             if lease is not None:
                 lease.check()

@@ -20,6 +20,7 @@ class Failures:
         self._lock = threading.Lock()
         self._errors: dict[int, BaseException] = {}
         self._raised = 0
+        self._lost: tuple[int, BaseException | None] = 0, None
 
     def note(self, number: int, error: BaseException) -> None:
         """Remember a failure.
@@ -31,6 +32,31 @@ class Failures:
         with self._lock:
             if number > self._raised:
                 self._errors[number] = error
+
+    def note_lost(self, number: int, error: BaseException) -> None:
+        """Remember a save that the fast tier lost on its way to the durable one: the next save makes up for it.
+
+        Args:
+            number: which save of this manager it was.
+            error: why.
+        """
+        with self._lock:
+            self._lost = max(self._lost[0], number), error
+
+    @property
+    def lost(self) -> int:
+        """The latest save that the fast tier lost; 0 if there is none."""
+        return self._lost[0]
+
+    def raise_lost(self, made_up_for: int) -> None:
+        """Raise why a save was lost, if no later one made up for it.
+
+        Args:
+            made_up_for: the latest save that went straight to the durable tier.
+        """
+        number, error = self._lost
+        if number > made_up_for and error is not None:
+            raise error
 
     @property
     def newest(self) -> int:

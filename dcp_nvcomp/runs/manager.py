@@ -184,7 +184,7 @@ class CheckpointManager:
 
         self._failures = Failures()
         self._has_last_save = self._is_closed = False
-        self._saves = 0
+        self._saves = self._made_up_for = 0
         self._lease: Lease | None = None
         try:
             there = self._begin(run_id or job_id(), take_over, lease_seconds)
@@ -209,6 +209,7 @@ class CheckpointManager:
             check_lease=self._check_lease,
             tell=self._telling.tell,
             on_failure=self._failures.note,
+            on_lost=self._failures.note_lost,
         )
         self._starter = SaveStarter(
             self._group,
@@ -273,9 +274,14 @@ class CheckpointManager:
         """
         self._check_open()
         self._agreement.beside_training(RunCall("should_save", self._number(step)))
-        if self.preempted and not self._has_last_save:
+        if self._owes or (self.preempted and not self._has_last_save):
             return True
         return self._is_due(step, self._every) or self._is_due(step, self._fast_every)
+
+    @property
+    def _owes(self) -> bool:
+        """True if a save that was due for the durable tier was lost in the fast one, and none has made up for it."""
+        return self._agreement.lost > self._made_up_for
 
     @staticmethod
     def _is_due(step: int, every: int | None) -> bool:
@@ -326,7 +332,7 @@ class CheckpointManager:
         if failed:
             raise failure or RankFailedError("A save was not begun, because another rank has no state for it.")
         save = self._new_save(step, known_metrics)
-        to_fast = self._fast is not None and not no_room
+        to_fast = self._fast is not None and not no_room and not self._owes
         is_last = self.preempted or bool(is_asked)
         due = is_last or not to_fast or self._is_due(step, self._every)
         if due and behind:
@@ -344,14 +350,32 @@ class CheckpointManager:
         self._restoring.go_back()
         if to_fast:
             self._starter.to_fast(save, values, replica, upload=due)
+            if due and (is_last or not self._asynchronous):  # nothing comes later that could make up for it
+                save = self._made_sure(save, call, values)
         else:
-            self._starter.to_durable(save, values)
+            self._to_durable(save, values)
         self._has_last_save = self._has_last_save or self.preempted
         if not self._asynchronous:
             save.saved.exception()  # only waits: what failed is raised on all ranks
             self._agreement.after(call)
         save.returned()
         return save
+
+    def _to_durable(self, save: StepSave, values: dict[str, Any]) -> None:
+        self._starter.to_durable(save, values)
+        self._made_up_for = save.number
+
+    def _made_sure(self, save: StepSave, call: RunCall, values: dict[str, Any]) -> StepSave:
+        """Wait until a save is in the fast tier; if that is out of order, save straight to the durable one."""
+        save.fast_ended.wait()
+        if not self._asynchronous:
+            save.saved.exception()  # the upload, which reads the fast tier, has ended too
+        self._agreement.after(call)
+        if not self._owes:
+            return save
+        again = self._new_save(save.step, save.metrics)
+        self._to_durable(again, values)
+        return again
 
     def _checked(
         self, step: int, state: dict[str, Any], metrics: Mapping[str, float] | None, durable: bool
@@ -490,6 +514,7 @@ class CheckpointManager:
         self._is_closed = True
         self._release()
         self._failures.raise_up_to(self._failures.newest)
+        self._failures.raise_lost(self._made_up_for)
 
     def _release(self) -> None:
         if self._lease is not None:

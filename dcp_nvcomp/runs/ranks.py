@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from dcp_nvcomp.calls.groups import give_back, offer_of, take
-from dcp_nvcomp.calls.meeting import LONGEST, Arrival, Call, expect_same, global_ranks, limit_of, limited, meet
+from dcp_nvcomp.calls.meeting import Arrival, Call, expect_same, global_ranks, limit_of, meet, together
 from dcp_nvcomp.errors import CheckpointError, RankFailedError
 
 __all__ = ["Ranks", "Row", "ranks_of_run"]
@@ -29,16 +29,15 @@ class Ranks:
     """The ranks of a process group. All of them have to call the same methods.
 
     Args:
-        group: a gloo group of the run's own; None for this process alone.
-        limit: how long a rank is waited for that has to come to a call of the run.
+        group: a gloo group of the run's own, with the time limit of the caller's; None for this process alone.
 
     Attributes:
         rank: this rank in the group.
         count: number of ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, limit: timedelta = LONGEST) -> None:
-        self._group, self._limit = group, limit
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
         self._row: Row | None = None
         self._is_sound = True
         self.rank, self.count = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
@@ -90,15 +89,14 @@ class Ranks:
             raise error
         return done  # type: ignore[return-value]
 
-    def begin_row(self, call: Call, values: Sequence[int], *, limit: timedelta | None = None) -> Row:
+    def begin_row(self, call: Call, values: Sequence[int]) -> Row:
         """Begin to tell the others what this rank calls, and a few numbers; nobody waits.
 
         Args:
             call: what it calls.
             values: the numbers, of which each call tells as many.
-            limit: how long the other ranks are waited for; by default as long as those of the run's group wait.
         """
-        self._row = Row(call, values, self._group, self._limit if limit is None else limit)
+        self._row = Row(call, values, self._group)
         return self._row
 
     def expect_same(self, calls: Sequence[Call]) -> None:
@@ -121,15 +119,19 @@ class Ranks:
             to: the rank to send to.
             received: filled with what is received.
             source: the rank that sends it.
+
+        Raises:
+            RankFailedError: the other rank is gone.
         """
         works = []
-        if sent is not None:
-            works.append(dist.isend(sent, group=self._group, group_dst=to))
-        if received is not None:
-            works.append(dist.irecv(received, group=self._group, group_src=source))
-        for work in works:
-            if work is not None:
-                work.wait()
+        with self._after_all_came():
+            if sent is not None:
+                works.append(dist.isend(sent, group=self._group, group_dst=to))
+            if received is not None:
+                works.append(dist.irecv(received, group=self._group, group_src=source))
+            for work in works:
+                if work is not None:
+                    work.wait()
 
     def close(self) -> None:
         """Give the group back; nothing but a row may be under way."""
@@ -141,10 +143,11 @@ class Ranks:
     def _after_all_came(self) -> Iterator[None]:
         """Explain what gloo raises where the other ranks are known to have come."""
         try:
-            yield
-        except RuntimeError as error:
+            with together(self._group):
+                yield
+        except RankFailedError:
             self._is_sound = False
-            raise RankFailedError(f"Another rank of the run is gone, or was waited for too long: {error}") from error
+            raise
 
 
 def ranks_of_run(group: dist.ProcessGroup | None, call: Call) -> tuple[Ranks, Ranks, Ranks]:
@@ -156,12 +159,13 @@ def ranks_of_run(group: dist.ProcessGroup | None, call: Call) -> tuple[Ranks, Ra
 
     Raises:
         RanksDifferError: not all ranks make one, or another one.
+        RankFailedError: another rank is gone.
     """
     if group is None:
         return Ranks(None), Ranks(None), Ranks(None)
     members = global_ranks(group)
-    made = take(members, 3, meet(group, call, offer_of(members)))
-    calls, fast, durable = (Ranks(one, limit_of(group)) for one in made)
+    made = take(members, 3, meet(group, call, offer_of(members)), limit_of(group))
+    calls, fast, durable = map(Ranks, made)
     return calls, fast, durable
 
 
@@ -172,16 +176,15 @@ class Row:
         call: of this rank.
         values: of this rank.
         group: over which to tell; None for this process alone.
-        limit: how long the others are waited for.
     """
 
-    def __init__(self, call: Call, values: Sequence[int], group: dist.ProcessGroup | None, limit: timedelta) -> None:
+    def __init__(self, call: Call, values: Sequence[int], group: dist.ProcessGroup | None) -> None:
         self._rows = [torch.tensor(values)]
         self._work: dist.Work | None = None
         if group is not None:
             mine, self._rows = self._rows[0], [torch.tensor(values) for _ in range(dist.get_world_size(group))]
             self._arrival = Arrival(group, call)
-            with self._arrival.waiting(), limited(group, limit):
+            with self._arrival.waiting():
                 self._work = dist.all_gather(self._rows, mine, group=group, async_op=True)
 
     @property

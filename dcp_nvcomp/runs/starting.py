@@ -69,17 +69,21 @@ class SaveStarter:
         self._may_warn, self._on_difference = is_first, on_difference
 
     def has_room(self, values: Mapping[str, Any]) -> bool:
-        """Return whether the next step, and the copies of other nodes' files, fit this node's fast tier."""
-        if self._fast is None:
+        """Return whether the next step, and the copies of other nodes' files, fit this node's fast tier.
+
+        One rank looks for all of its node, and removes what may go if that is what it takes.
+        """
+        if self._fast is None or not self._nodes.is_leader:
             return True
         expected = self._pipeline.fast_nbytes
         if not expected:
             here = len(self._nodes.ranks_of(self._nodes.own))
             expected = state_nbytes(values) * here * (1 + self._copies)
         try:
-            return self._fast.free_nbytes() > _SPARE * expected
+            self._fast.check_writable()
+            return self._pipeline.make_room(_SPARE * expected)
         except CheckpointError as error:
-            logger.warning("It is not known how much room the fast tier has: %s", error)
+            logger.warning("The fast tier is out of order: %s", error)
             return False
 
     def to_fast(self, save: StepSave, values: dict[str, Any], replica: Replica | None, *, upload: bool) -> None:
@@ -123,11 +127,13 @@ class SaveStarter:
         if self._may_warn:
             self._may_warn = False
             logger.warning(
-                "There is too little room in the fast tier for step %d and for later ones, until there is again: they "
-                "go to the durable tier.",
+                "The fast tier of a node has too little room for step %d and for later ones, or is out of order: until "
+                "that changes they go to the durable tier.",
                 save.step,
             )
-        self._tell(StepSkipped(save.step, "there is too little room in the fast tier: it goes to the durable tier"))
+        self._tell(
+            StepSkipped(save.step, "the fast tier has too little room, or is out of order: it goes to the durable tier")
+        )
 
     def _begin(
         self, save: StepSave, values: dict[str, Any], writer: NvcompWriter, group: dist.ProcessGroup | None

@@ -35,6 +35,7 @@ class StepSave:
         self.staged: Future[None] = Future()
         self.saved: Future[StepSaved | StepSkipped] = Future()
         self.tiers: tuple[TierName, ...] = ()
+        self.fast_ended = threading.Event()  # once it is in the fast tier, or is not
         self._lock = threading.Lock()
         self._parts = 1
         self._error: BaseException | None = None

@@ -12,7 +12,7 @@ import threading
 import torch.distributed as dist
 
 from dcp_nvcomp.calls.groups import offer_of, take
-from dcp_nvcomp.calls.meeting import Call, global_ranks, meet
+from dcp_nvcomp.calls.meeting import Call, global_ranks, limit_of, meet
 from dcp_nvcomp.saving.asynchronous.background.process import BackgroundProcess
 from dcp_nvcomp.saving.asynchronous.segment_stores import SegmentStores
 from dcp_nvcomp.saving.asynchronous.sequence import GROUP_COUNT, SaveSequence
@@ -53,6 +53,7 @@ class Kept:
 
         Raises:
             RanksDifferError: not all ranks make that call.
+            RankFailedError: another rank is gone.
         """
         for sequence in list(self._sequences):
             if not sequence.is_usable:
@@ -63,7 +64,8 @@ class Kept:
             made = SaveSequence(None)
         else:
             members = global_ranks(group)
-            made = SaveSequence(group, take(members, GROUP_COUNT, meet(group, call, offer_of(members))))
+            offers = meet(group, call, offer_of(members))
+            made = SaveSequence(group, take(members, GROUP_COUNT, offers, limit_of(group)))
         self._sequences.append(made)
         return made
 

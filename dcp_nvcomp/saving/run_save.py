@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import StorageReader
 
-from dcp_nvcomp.calls.meeting import Call
+from dcp_nvcomp.calls.meeting import Call, together
 from dcp_nvcomp.calls.ranks import error_of_ranks
 from dcp_nvcomp.calls.unknown_options import refuse_path
 from dcp_nvcomp.calls.values import is_default_planner, wrapped
@@ -130,14 +130,15 @@ def run_save(
     """
     failed: BaseException | None = None
     try:
-        metadata: Metadata = dcp_save(
-            wrapped(values),
-            checkpoint_id=checkpoint_id,
-            storage_writer=writer,
-            planner=planner,
-            process_group=group,
-            no_dist=group is None,
-        )
+        with together(group):
+            metadata: Metadata = dcp_save(
+                wrapped(values),
+                checkpoint_id=checkpoint_id,
+                storage_writer=writer,
+                planner=planner,
+                process_group=group,
+                no_dist=group is None,
+            )
     except CheckpointException as error:  # of any ranks, the same on all of them
         failed = error_of_ranks(error, group)
     if failed is not None:  # only here: that exception's text is the tracebacks of all ranks

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import errno
-import subprocess
-import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
 
 from dcp_nvcomp import errors
 from tests.checkpoints import file_names
+from tests.small_disk import SmallDisk, small_disk
 from tests.states import State, small_state
 
 from .small import failure_of, nothing_leaks, save_in_order, what_loads
@@ -23,31 +20,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 PAGE_KIB = 4
 
 
-@dataclass
-class SmallDisk:
-    """A tmpfs whose size can be changed while it is in use."""
-
-    path: Path
-
-    def resize(self, option: str) -> None:
-        subprocess.run(["mount", "-o", f"remount,{option}", str(self.path)], check=True)
-
-    def used(self, what: str) -> int:
-        """Used 1 KiB units, or used inodes."""
-        column = {"size": "--output=used", "inodes": "--output=iused"}[what]
-        shown = subprocess.run(["df", "-k", column, str(self.path)], check=True, capture_output=True, text=True)
-        return int(shown.stdout.split()[-1])
-
-
 @pytest.fixture
 def disk() -> Iterator[SmallDisk]:
-    with tempfile.TemporaryDirectory() as folder:
-        command = ["mount", "-t", "tmpfs", "-o", "size=8m,nr_inodes=1000", "tmpfs", folder]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            pytest.skip(f"a small disk can't be mounted here: {done.stderr.strip()}")
-        yield SmallDisk(Path(folder))
-        subprocess.run(["umount", folder], check=True)
+    with small_disk() as disk:
+        yield disk
 
 
 def large(seed: int) -> State:

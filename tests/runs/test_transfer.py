@@ -36,7 +36,7 @@ def _ring(place: Path, *, fault: str = "") -> str:
     for name in SIZES:
         (own / name).write_bytes(_data(name))
     transfers = {Transfer(source, (source + 1) % count): SIZES for source in range(count)}
-    moved: list[str] = []
+    moved: dict[str, int] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transfer, "_PIECE_NBYTES", 1024)
         if fault == "flip" and rank == 0:
@@ -54,13 +54,15 @@ def _ring(place: Path, *, fault: str = "") -> str:
         error = ""
         try:
             here, there = open_filesystem(own), open_filesystem(other)
-            move_files(ranks, transfers, here, there, on_moved=lambda name, _: moved.append(name))
+            outcome = move_files(ranks, transfers, here, there)
+            moved = outcome.received
+            ranks.together(outcome.check)
         except CheckpointError as raised:
             error = f"{type(raised).__name__}: {raised}"
         ranks.close()
     for path in other.iterdir():
         assert path.read_bytes() == _data(path.name), "what is there is whole"
-        assert path.name in moved
+        assert moved[path.name] == SIZES[path.name]
     if not error:
         assert {path.name for path in other.iterdir()} == {name for name, size in SIZES.items() if size}
     return error

@@ -161,6 +161,33 @@ def test_the_last_save_is_uploaded_by_the_next_job_if_this_one_was_too_slow(tmp_
     assert _steps(tmp_path) == [7]
 
 
+@pytest.mark.parametrize("when", ["save", "wait"])
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_signal_during_a_save_or_a_wait_leaves_a_durable_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, asks: bool
+) -> None:
+    """The loop of the documentation: it ends once `preempted` is true, with nothing durable unless a save follows."""
+    publish = PosixFilesystem.publish
+
+    def told_meanwhile(filesystem: PosixFilesystem, name: str, data: bytes, **options: Any) -> None:
+        if name == ".metadata" and filesystem.path.endswith("fast/step-10"):
+            os.kill(os.getpid(), signal.SIGTERM)
+        publish(filesystem, name, data, **options)
+
+    monkeypatch.setattr(PosixFilesystem, "publish", told_meanwhile)
+    with CheckpointManager(
+        tmp_path / "run", every=1000, fast=tmp_path / "fast", fast_every=5, asynchronous=when == "wait"
+    ) as manager:
+        for step in range(5, 100):
+            if manager.should_save(step) if asks else step % 5 == 0:
+                manager.save(step, _state(step))
+                if when == "wait":
+                    manager.wait()
+            if manager.preempted:
+                break
+    assert step < 20 and _steps(tmp_path) == [step]
+
+
 def _be_preempted(path: Path, step: int, **options: Any) -> None:
     with CheckpointManager(path / "run", every=100, run_id="job", **options) as manager:
         os.kill(os.getpid(), signal.SIGTERM)

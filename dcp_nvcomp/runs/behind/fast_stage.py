@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Sequence
 
-from dcp_nvcomp.errors import CheckpointError
+from dcp_nvcomp.errors import CheckpointError, StorageError
 from dcp_nvcomp.format.names import METADATA_NAME
 from dcp_nvcomp.runs.behind.on_their_way import OnTheirWay
 from dcp_nvcomp.runs.events import Event, ReplicasDiffer, StepsRemoved
@@ -95,17 +95,24 @@ class FastStage:
             own: this rank's.
         """
         self.step_nbytes = self._nbytes_here(own)
-        if len(parts) > 1:
-            is_copied = self._compare(save, parts, own)
-        else:
-            copied_nbytes = self._copy(save.step, own)
-            is_copied = True
-            if self._transfers:
-                save.reached("copies", copied_nbytes=copied_nbytes)
+        try:
+            is_copied = self._secured(save, parts, own)
+        except StorageError as error:  # the step is there, and older ones stay beside it
+            self._tell(save.failed(error))
+            logger.warning("Step %d has no copies: the fast tier of a node is out of order: %s", save.step, error)
+            return
         if is_copied:
             self._prune(save.step)
         else:
             self._prune_differing(save.step)
+
+    def _secured(self, save: StepSave, parts: Sequence[WrittenPart], own: WrittenPart) -> bool:
+        if len(parts) > 1:
+            return self._compare(save, parts, own)
+        copied_nbytes = self._copy(save.step, own)
+        if self._transfers:
+            save.reached("copies", copied_nbytes=copied_nbytes)
+        return True
 
     def _compare(self, save: StepSave, parts: Sequence[WrittenPart], own: WrittenPart) -> bool:
         """Find out whether the replicas have saved the same; return False if they have not.
@@ -136,16 +143,10 @@ class FastStage:
         if not self._transfers:
             return 0
         transfers = {one: part.files_of(one.source) for one in self._transfers}
-        received: list[int] = []
         here = self._fast.open(step)
-        move_files(
-            self._ranks,
-            transfers,
-            here,
-            here,
-            on_moved=lambda name, nbytes: received.append(part.written.files[name]),
-        )
-        return sum(received)
+        moved = move_files(self._ranks, transfers, here, here)
+        self._ranks.together(moved.check)
+        return sum(moved.received.values())
 
     def _nbytes_here(self, part: WrittenPart) -> int:
         """Return how much of a save is on this node: what its ranks wrote, and the copies that they receive."""

@@ -7,7 +7,9 @@
 
 A save that goes straight to the durable tier has its place on the durable thread, so steps are published in order. Both
 threads do the same jobs in the same order on all ranks, each with process groups of its own, and each stage ends with
-the ranks telling each other whether it worked: an error is the same on all of them.
+the ranks telling each other whether it worked: an error is the same on all of them. One of the fast tier's storage is
+no failure of the run: the step is lost from that tier, and if it was due in the durable one, the next save makes up for
+it.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from dataclasses import dataclass
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from dcp_nvcomp.errors import StorageError
 from dcp_nvcomp.runs.abandoned import Abandoned
 from dcp_nvcomp.runs.background import Background
 from dcp_nvcomp.runs.behind.durable_stage import DurableStage
@@ -33,6 +36,8 @@ from dcp_nvcomp.runs.steps import RunSteps
 from dcp_nvcomp.runs.tiers.durable import DurableTier
 from dcp_nvcomp.runs.tiers.fast import FastTier
 from dcp_nvcomp.runs.tiers.nodes import Nodes
+from dcp_nvcomp.runs.tiers.room import Room
+from dcp_nvcomp.runs.tiers.uploads import SourceError
 from dcp_nvcomp.saving.asynchronous.async_save import AsyncSave
 from dcp_nvcomp.saving.commit import WrittenSave
 from dcp_nvcomp.saving.stats import SaveStats
@@ -40,6 +45,9 @@ from dcp_nvcomp.saving.stats import SaveStats
 __all__ = ["Pipeline", "TierRules"]
 
 logger = logging.getLogger(__name__)
+
+
+_Note = Callable[[int, BaseException], None]
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,10 @@ class Pipeline:
         check_lease: raises if another manager has taken the run over; asked before the durable tier is changed.
         tell: called with each event.
         on_failure: called with the number of a save that failed, and its error.
+        on_lost: called with the number of a save that the fast tier lost on its way to the durable one, and why.
+
+    Attributes:
+        room: the room in the fast tier, if there is one.
     """
 
     def __init__(
@@ -85,15 +97,18 @@ class Pipeline:
         check_lease: Callable[[], None],
         tell: Callable[[Event], None],
         on_failure: Callable[[int, BaseException], None],
+        on_lost: Callable[[int, BaseException], None],
     ) -> None:
-        self._fast_ranks, self._tell, self._on_failure = fast_ranks, tell, on_failure
+        self._fast_ranks, self._tell, self._on_failure, self._on_lost = fast_ranks, tell, on_failure, on_lost
         self._on_their_way = OnTheirWay(durable)
         self._durable_stage = DurableStage(
             durable_ranks, durable, fast, rules.keep, there, check_lease=check_lease, tell=tell
         )
         self._durable_thread = Background("dcp-run-durable", _unexpected)
         self._fast_stage: FastStage | None = None
+        self.room: Room | None = None
         if fast is not None:
+            self.room = Room(fast, lambda: self._on_their_way.steps)
             self._fast_stage = FastStage(
                 fast_ranks,
                 nodes,
@@ -114,6 +129,15 @@ class Pipeline:
     def fast_nbytes(self) -> int:
         """What the last step took in this node's fast tier; 0 before the first one."""
         return 0 if self._fast_stage is None else self._fast_stage.step_nbytes
+
+    def make_room(self, nbytes: float) -> bool:
+        """Return whether so much fits this node's fast tier, once what may go is gone.
+
+        Raises:
+            StorageError: it is not known how much room there is.
+        """
+        assert self.room is not None
+        return self.room.make(nbytes)
 
     def wait_for_uploads(self, most_waiting: int) -> None:
         """Wait until no more than this many steps are on their way to the durable tier."""
@@ -195,11 +219,13 @@ class Pipeline:
             self._durable_stage.upload(save, written, senders)
         except BaseException as raised:
             error = raised
-        self._end_durable(save, error)
+        self._end_durable(save, error, self._note_of(save, error, SourceError, is_due=True))
 
-    def _end_durable(self, save: StepSave, error: BaseException | None) -> None:
+    def _end_durable(self, save: StepSave, error: BaseException | None, note: _Note | None = None) -> None:
         self._on_their_way.arrive(save.step)
-        self._end_part(save, error)
+        if "durable" in save.tiers and self.room is not None:
+            self.room.arrived(save.step)
+        self._end_part(save, error, note)
         self._durable_stage.prune()
 
     def _end_fast(
@@ -223,8 +249,10 @@ class Pipeline:
             if upload:
                 self._on_their_way.arrive(save.step)
                 save.in_parts(1)
-            self._end_part(save, error)
+            self._end_part(save, error, self._note_of(save, error, StorageError, is_due=upload))
             return
+        finally:
+            save.fast_ended.set()
         if upload:
             first = min(parts, key=lambda one: one.seconds)  # the ranks with the least to do besides
             self._durable_thread.do(lambda: self._end_upload(save, first.written, first.senders()))
@@ -235,11 +263,27 @@ class Pipeline:
             failed = error
         self._end_part(save, failed)
 
-    def _end_part(self, save: StepSave, error: BaseException | None) -> None:
-        """Note that a part of a save has ended, and tell of the save if it was the last."""
+    def _note_of(
+        self, save: StepSave, error: BaseException | None, of_fast_tier: type[StorageError], *, is_due: bool
+    ) -> _Note:
+        """Return what notes an error: that the fast tier is out of order is no failure of the run."""
+        if not isinstance(error, of_fast_tier):
+            return self._on_failure
+        then = "The next save goes straight to the durable tier" if is_due else "It is not saved"
+        logger.warning("The fast tier lost step %d. %s: %s", save.step, then, error)
+        return self._on_lost if is_due else _only_told
+
+    def _end_part(self, save: StepSave, error: BaseException | None, note: _Note | None = None) -> None:
+        """Note that a part of a save has ended, and tell of the save if it was the last.
+
+        Args:
+            save: the save.
+            error: why the part failed, if it did.
+            note: is given the error; by default the next call of the manager raises it.
+        """
         if error is not None:
             self._tell(save.failed(error))
-            self._on_failure(save.number, error)
+            (note or self._on_failure)(save.number, error)
         if not save.part_ended(error):
             return
         if save.error is not None:
@@ -248,6 +292,10 @@ class Pipeline:
             event = save.finished()
             self._tell(event)
             save.saved.set_result(event)
+
+
+def _only_told(number: int, error: BaseException) -> None:
+    """Leave it at the event and the log."""
 
 
 def _stats(metadata: Metadata) -> SaveStats | None:

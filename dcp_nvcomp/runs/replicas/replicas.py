@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dcp_nvcomp.calls.groups import give_back, offer_of, take
-from dcp_nvcomp.calls.meeting import global_ranks
+from dcp_nvcomp.calls.meeting import global_ranks, limit_of
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.runs.options import REPLICAS
 from dcp_nvcomp.runs.ranks import Ranks
@@ -74,7 +74,7 @@ class Replicas:
 
     def __init__(self, ranks: Ranks, nodes: Nodes, group: dist.ProcessGroup) -> None:
         self._ranks, self._nodes = ranks, nodes
-        self._global_ranks = global_ranks(group)
+        self._global_ranks, self._limit = global_ranks(group), limit_of(group)
         self._layouts: list[Any] | None = None
         self._all: tuple[tuple[int, ...], ...] = ()
         self._owners: dict[Path, int] = {}
@@ -141,7 +141,7 @@ class Replicas:
             own = next(one for one in replicas if self._ranks.rank in one)
             members = [self._global_ranks[rank] for rank in own]
             offered = self._ranks.gather(offer_of(members))
-            (self._group,) = take(members, 1, [offered[rank] for rank in own])
+            (self._group,) = take(members, 1, [offered[rank] for rank in own], self._limit)
             self._all = replicas
         self._layouts = [offer.layout for offer in offers]
 

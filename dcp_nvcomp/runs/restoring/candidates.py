@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from dcp_nvcomp.format.names import METADATA_NAME
 from dcp_nvcomp.runs.abandoned import Abandoned
 from dcp_nvcomp.runs.keep import SavedStep
 from dcp_nvcomp.runs.tiers.fast import HeldStep
@@ -117,7 +118,18 @@ class Candidate:
         holders = {
             name: tuple(node for node in nodes if (node, name) not in bad) for name, nodes in self.holders.items()
         }
-        return replace(self, holders=holders, others=())
+        with_metadata = tuple(node for node in self.with_metadata if (node, METADATA_NAME) not in bad)
+        return replace(self, holders=holders, with_metadata=with_metadata, others=())
+
+    @property
+    def copies(self) -> set[tuple[str, str]]:
+        """Its copies, `.metadata` included, as pairs of node and file."""
+        return {
+            (node, name)
+            for one in self.versions
+            for name, nodes in ((METADATA_NAME, one.with_metadata), *one.holders.items())
+            for node in nodes
+        }
 
 
 def candidates(

@@ -29,9 +29,11 @@ from dcp_nvcomp.loading.whole import WholeValue
 from dcp_nvcomp.runs.events import StepRestored
 from dcp_nvcomp.runs.ranks import Ranks
 from dcp_nvcomp.runs.restoring.candidates import Candidate
-from dcp_nvcomp.runs.restoring.nearest import Fetch, NearestReader
+from dcp_nvcomp.runs.restoring.fetch import Fetch
+from dcp_nvcomp.runs.restoring.nearest import NearestReader
 from dcp_nvcomp.runs.tiers.fast import FastTier
 from dcp_nvcomp.runs.tiers.nodes import Nodes
+from dcp_nvcomp.runs.tiers.room import Room
 
 __all__ = ["Restoring"]
 
@@ -48,12 +50,12 @@ class _Attempt:
     Attributes:
         is_damage: True if the step is damaged, or not all there.
         error: what was raised; None if nothing was.
-        damaged: files whose copy on this rank's node is damaged.
+        damaged: copies that are damaged or can't be read, as pairs of node and file.
     """
 
     is_damage: bool
     error: str | None
-    damaged: tuple[str, ...]
+    damaged: tuple[tuple[str, str], ...]
 
 
 class Restoring:
@@ -63,6 +65,7 @@ class Restoring:
         ranks: the ranks.
         nodes: where they are.
         fast: this node's fast tier, if there is one.
+        room: the room in it.
         load_options: of `load`: the ranks that load together.
         reader_for: makes a reader for a step.
     """
@@ -72,10 +75,11 @@ class Restoring:
         ranks: Ranks,
         nodes: Nodes,
         fast: FastTier | None,
+        room: Room | None,
         load_options: Mapping[str, Any],
         reader_for: Callable[[int], NearestReader],
     ) -> None:
-        self._ranks, self._nodes, self._fast = ranks, nodes, fast
+        self._ranks, self._nodes, self._fast, self._room = ranks, nodes, fast, room
         self._load_options, self._reader_for = dict(load_options), reader_for
 
     def newest(
@@ -135,17 +139,18 @@ class Restoring:
         while True:
             reader, error = self._attempt(state, candidate)
             words = None if error is None else f"{type(error).__name__}: {error}"
-            attempts = self._ranks.gather(_Attempt(_is_damage(error), words, reader.damaged))
+            damaged = () if isinstance(error, _NOT_DAMAGE) else reader.damaged
+            attempts = self._ranks.gather(_Attempt(_is_damage(error), words, damaged))
             failed = {rank: one for rank, one in enumerate(attempts) if one.error is not None}
             if not failed:
                 return reader, None, candidate
-            if any(not one.is_damage for one in failed.values()):
+            bad = {copy for one in attempts for copy in one.damaged}
+            # a rank that has no error of its own raises that of another one, which may be about a copy there
+            if not bad and any(not one.is_damage for one in failed.values()):
                 if error is not None and not _is_damage(error):
                     raise error
                 raise RankFailedError.of({rank: str(one.error) for rank, one in failed.items() if not one.is_damage})
-            bad = {(self._nodes.node_of(rank), name) for rank, one in enumerate(attempts) for name in one.damaged}
-            known = {(node, name) for name in candidate.files() for node in candidate.nodes_with(name)}
-            if not bad & known or not _has_others(candidate.without(bad)):
+            if not bad & candidate.copies or not _has_others(candidate.without(bad)):
                 return None, error or CorruptDataError(str(next(iter(failed.values())).error)), candidate
             logger.warning("Copies of step %d are damaged, and others are taken: %s", candidate.step, sorted(bad))
             candidate = candidate.without(bad)
@@ -154,28 +159,37 @@ class Restoring:
         reader = self._reader_for(candidate.step)
         try:
             if candidate.is_on_nodes and self._fast is not None:
-                here = self._fast.open(candidate.step)
-                self._spread_metadata(candidate)
-                reader.from_nodes(Fetch(candidate, self._ranks, self._nodes, here), here)
+                assert self._room is not None
+                fetch = Fetch(candidate, self._ranks, self._nodes, self._fast, self._room)
+                self._spread_metadata(candidate, fetch, reader)
+                reader.from_nodes(fetch)
             _load_whole(state, reader, self._load_options)
         except Exception as error:
             return reader, error
         return reader, None
 
-    def _spread_metadata(self, candidate: Candidate) -> None:
-        """Put the step's `.metadata` on the nodes that lack it, or whose own version is not whole any more."""
+    def _spread_metadata(self, candidate: Candidate, fetch: Fetch, reader: NearestReader) -> None:
+        """Give the step's `.metadata` to the nodes that lack it, or whose own version is not whole any more."""
+        node = candidate.with_metadata[0]
+        source = self._nodes.ranks_of(node)[0]
+        try:
+            data = self._ranks.on_one(
+                lambda: fetch.here.read_all(METADATA_NAME, limit_nbytes=MAX_METADATA_NBYTES), source
+            )
+        except CheckpointError:
+            reader.damaged = ((node, METADATA_NAME),)
+            raise
+        if self._nodes.own in candidate.version_for(self._nodes.own).with_metadata:
+            fetch.near.add(METADATA_NAME)
+            return
+        fetch.receive(METADATA_NAME, data, node)
         assert self._fast is not None
-        here = self._fast.open(candidate.step)
-        source = self._nodes.ranks_of(candidate.with_metadata[0])[0]
-        data = self._ranks.on_one(lambda: here.read_all(METADATA_NAME, limit_nbytes=MAX_METADATA_NBYTES), source)
-
-        def publish() -> None:
-            has_own = self._nodes.own in candidate.version_for(self._nodes.own).with_metadata
-            if self._nodes.is_leader and not has_own:
-                here.create_directory()
-                here.publish(METADATA_NAME, data)
-
-        self._ranks.together(publish)
+        if self._nodes.is_leader and self._fast.is_claimed:
+            try:  # for the next restore; this one has it
+                fetch.here.create_directory()
+                fetch.here.publish(METADATA_NAME, data)
+            except CheckpointError as error:
+                logger.warning("The fast tier can't be written, and is passed by: %s", error)
 
 
 def _log_what_is_left(step: int, reader: NearestReader, state: Mapping[str, Any]) -> None:

@@ -104,9 +104,14 @@ class RunRestore:
             self._ranks,
             self._nodes,
             self._fast,
+            self._pipeline.room,
             self._load_options,
             lambda number: NearestReader(self._durable.path_of(number), **self._reader_options),
         )
+        if self._pipeline.room is not None:
+            whole = [one.step for one in found if one.has_durable or one.is_complete_on_nodes]
+            durable = [one.step for one in found if one.is_safe and one.step <= wanted[0].step]
+            self._pipeline.room.restored(whole, max(durable, default=-1))
         event, restored = loading.newest(state, wanted, fallback=fallback and step is None)
         self._run_time.go_on_from(restored.run_seconds)
         self._plan_to_abandon(event, found)

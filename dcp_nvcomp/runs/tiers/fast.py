@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from dcp_nvcomp.errors import CheckpointError, ConfigurationError
+from dcp_nvcomp.errors import CheckpointError, ConcurrentSaveError, ConfigurationError, StorageError
 from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.format.metadata.roots import read_root
 from dcp_nvcomp.format.metadata.summary import REPLICA, SUMMARY_NBYTES, summary_at_end
@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 # In the summary of a step that is on its way to the durable tier.
 TO_UPLOAD: Final = "upload"
 _RUN = "run"
+_PROBE = "probe"
 _MOST_NAME_NBYTES = 1 << 12
 
 
@@ -82,6 +83,7 @@ class FastTier:
         self.root, self.names = place_of(root).rstrip("/") or "/", names
         if "://" in self.root:
             raise ConfigurationError(f"fast={root!r} must be a directory of each node, such as one in /dev/shm.")
+        self._run, self._is_claimed = "", False
 
     def path_of(self, step: int) -> str:
         """Return the path of a step."""
@@ -92,7 +94,7 @@ class FastTier:
         return open_filesystem(self.path_of(step), sync_files=False)  # memory, or one copy of several
 
     def claim(self, run: str) -> None:
-        """Make sure that the directory is this run's, or nobody's yet.
+        """Make sure that the directory is this run's, or nobody's yet; one that is out of order is passed by.
 
         Args:
             run: id of the run.
@@ -100,17 +102,50 @@ class FastTier:
         Raises:
             ConfigurationError: it holds steps of another run.
         """
-        own = open_filesystem(f"{self.root}/{RUN_FOLDER}")
-        own.create_directory()
-        if own.file_nbytes(_RUN) is None:
-            with contextlib.suppress(CheckpointError):  # another rank of this node was quicker
-                own.publish(_RUN, run.encode(), overwrite=False)
-        found = own.read_all(_RUN, limit_nbytes=_MOST_NAME_NBYTES).decode("utf-8", "replace")
+        self._run = run
+        try:
+            found = self._claimed_by(run)
+        except StorageError as error:
+            logger.warning(
+                "The fast tier is out of order, and saves go to the durable tier until it is back: %s", error
+            )
+            return
+        self._is_claimed = found == run
         if found != run:
             raise ConfigurationError(
                 f"fast={self.root!r} holds steps of another run ({found}, and this one is {run}): choose another "
                 "directory, or remove that one if the other run is not needed any more.",
             )
+
+    def _claimed_by(self, run: str) -> str:
+        """Return the run that the directory is of; this one, if it is nobody's yet."""
+        own = self._open_own()
+        own.create_directory()
+        if own.file_nbytes(_RUN) is None:
+            with contextlib.suppress(ConcurrentSaveError):  # another rank of this node was quicker
+                own.publish(_RUN, run.encode(), overwrite=False)
+        return own.read_all(_RUN, limit_nbytes=_MOST_NAME_NBYTES).decode("utf-8", "replace")
+
+    def _open_own(self) -> Filesystem:
+        return open_filesystem(f"{self.root}/{RUN_FOLDER}", sync_files=False)
+
+    @property
+    def is_claimed(self) -> bool:
+        """True if the directory is this run's; else nothing is read or written there."""
+        return self._is_claimed
+
+    def check_writable(self) -> None:
+        """Raise if nothing can be written here now; a directory that was out of order may be back.
+
+        Raises:
+            CheckpointError: the disk is full, read-only or gone.
+        """
+        if not self._is_claimed:
+            found = self._claimed_by(self._run)
+            self._is_claimed = found == self._run
+            if not self._is_claimed:
+                raise ConfigurationError(f"fast={self.root!r} holds steps of another run ({found}).")
+        self._open_own().publish(_PROBE, b"")
 
     def free_nbytes(self) -> int:
         """Return how much can still be written."""
@@ -126,7 +161,15 @@ class FastTier:
 
     def held(self) -> list[HeldStep]:
         """Return what is there of each step; what can't be read counts as not there."""
-        return [self._held_of(step) for step in self.steps()]
+        found = []
+        for step in self.steps() if self._is_claimed else ():
+            try:
+                found.append(self._held_of(step))
+            except CheckpointError as error:
+                logger.warning(
+                    "What the fast tier has of step %d can't be read, and counts as nothing: %s", step, error
+                )
+        return found
 
     def _held_of(self, step: int) -> HeldStep:
         with contextlib.closing(self.open(step)) as filesystem:

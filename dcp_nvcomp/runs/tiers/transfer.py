@@ -3,12 +3,14 @@
     sender: read a piece -> piece + CRC32C -> send         receiver: receive -> check -> write
 
 Both sides know beforehand which files go, and of what sizes, so nothing is negotiated. A side that fails goes on with
-the exchange and says so at the end: the other one would wait in vain for what does not come.
+the exchange, and what failed is in its result: the other one would wait in vain for what does not come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,7 +21,7 @@ from dcp_nvcomp.runs.ranks import Ranks
 from dcp_nvcomp.runs.tiers.nodes import Transfer, rounds
 from dcp_nvcomp.storage.base import Filesystem, OutputStream
 
-__all__ = ["move_files"]
+__all__ = ["Moved", "Target", "move_files"]
 
 _PIECE_NBYTES = 8 << 20
 _CRC_NBYTES = 4
@@ -27,14 +29,39 @@ _CRC_NBYTES = 4
 Piece = tuple[str, int, int]
 
 
+class Target(Protocol):
+    """Where received files go: the part of `Filesystem` that it takes."""
+
+    def location(self, name: str) -> str: ...
+
+    def open_output(self, name: str) -> OutputStream: ...
+
+    def remove(self, names: Iterable[str]) -> None: ...
+
+
+@dataclass
+class Moved:
+    """What became of the files that a rank sent and received.
+
+    Attributes:
+        received: those that arrived whole, and their sizes.
+        unread: why others could not be read here, by name.
+        unwritten: why others could not be written here, or did not arrive as they were, by name.
+    """
+
+    received: dict[str, int] = field(default_factory=dict)
+    unread: dict[str, CheckpointError] = field(default_factory=dict)
+    unwritten: dict[str, CheckpointError] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Raise the first failure, if there is one."""
+        for error in (*self.unread.values(), *self.unwritten.values()):
+            raise error
+
+
 def move_files(
-    ranks: Ranks,
-    transfers: Mapping[Transfer, Mapping[str, int]],
-    source: Filesystem,
-    target: Filesystem,
-    *,
-    on_moved: Callable[[str, int], None],
-) -> None:
+    ranks: Ranks, transfers: Mapping[Transfer, Mapping[str, int]], source: Filesystem, target: Target
+) -> Moved:
     """Send and receive files; all ranks call this with the same transfers.
 
     Args:
@@ -42,12 +69,14 @@ def move_files(
         transfers: the files that go from rank to rank, and their sizes.
         source: where this rank reads what it sends.
         target: where it writes what it receives; a file that is there already is replaced.
-        on_moved: called with name and size of each file that was received.
+
+    Returns:
+        What became of those of this rank.
 
     Raises:
-        CheckpointError: a file could not be read, sent or written; the same on all ranks. What arrived whole stays.
+        RankFailedError: another rank is gone.
     """
-    ends = _Ends(source, target, on_moved)
+    ends = _Ends(source, target)
     for one in rounds(list(transfers)):
         outgoing = next((transfer for transfer in one if transfer.source == ranks.rank), None)
         incoming = next((transfer for transfer in one if transfer.to == ranks.rank), None)
@@ -55,7 +84,7 @@ def move_files(
             sent = [] if outgoing is None else _pieces(transfers[outgoing])
             received = [] if incoming is None else _pieces(transfers[incoming])
             _run_round(ranks, ends, outgoing, sent, incoming, received)
-    ranks.together(ends.finish)
+    return ends.finish()
 
 
 def _pieces(files: Mapping[str, int]) -> list[Piece]:
@@ -89,12 +118,12 @@ def _run_round(
 
 
 class _Ends:
-    """The files of this rank that are being sent and received, and the first error of either."""
+    """The files of this rank that are being sent and received."""
 
-    def __init__(self, source: Filesystem, target: Filesystem, on_moved: Callable[[str, int], None]) -> None:
-        self._source, self._target, self._on_moved = source, target, on_moved
+    def __init__(self, source: Filesystem, target: Target) -> None:
+        self._source, self._target = source, target
         self._output: OutputStream | None = None
-        self._error: CheckpointError | None = None
+        self._moved = Moved()
 
     def read(self, piece: Piece) -> torch.Tensor:
         name, start, stop = piece
@@ -104,7 +133,7 @@ class _Ends:
             self._source.read_into(name, start, data[:-_CRC_NBYTES].data)
             crc = checksum(data[:-_CRC_NBYTES])
         except CheckpointError as error:
-            self._error = self._error or error
+            self._moved.unread.setdefault(name, error)
             crc = checksum(data[:-_CRC_NBYTES]) ^ 1  # the receiver must not take it for the file
         data[-_CRC_NBYTES:] = np.frombuffer(crc.to_bytes(_CRC_NBYTES, "little"), np.uint8)
         return message
@@ -113,9 +142,9 @@ class _Ends:
         name, start, stop = piece
         try:
             if self._write(name, start, message.numpy(), is_last=is_last):
-                self._on_moved(name, stop)
+                self._moved.received[name] = stop
         except CheckpointError as error:
-            self._error = self._error or error
+            self._moved.unwritten.setdefault(name, error)
             self._drop()
 
     def _write(self, name: str, start: int, data: np.ndarray, *, is_last: bool) -> bool:
@@ -144,7 +173,6 @@ class _Ends:
         if output is not None:
             output.abort()
 
-    def finish(self) -> None:
+    def finish(self) -> Moved:
         self._drop()
-        if self._error is not None:
-            raise self._error
+        return self._moved

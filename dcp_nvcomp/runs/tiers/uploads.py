@@ -8,11 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from dcp_nvcomp.errors import CheckpointError, StorageError
 from dcp_nvcomp.storage.base import Filesystem
 
-__all__ = ["upload_files"]
+__all__ = ["SourceError", "upload_files"]
 
 _PIECE_NBYTES = 16 << 20
+
+
+class SourceError(StorageError):
+    """A file that is to be uploaded can't be read."""
 
 
 def upload_files(source: Filesystem, target: Filesystem, names: Collection[str], sizes: Mapping[str, int]) -> int:
@@ -28,7 +33,8 @@ def upload_files(source: Filesystem, target: Filesystem, names: Collection[str],
         How many bytes were sent.
 
     Raises:
-        CheckpointError: a file could not be read or written; what was written of it is gone.
+        SourceError: a file could not be read; what was written of it is gone, as after
+        CheckpointError: it could not be written.
     """
     target.create_directory()
     there = {file.name: file.nbytes for file in target.list_files()}
@@ -45,7 +51,10 @@ def _upload(source: Filesystem, target: Filesystem, name: str, nbytes: int) -> N
         buffer = memoryview(bytearray(min(nbytes, _PIECE_NBYTES)))
         for start in range(0, nbytes, _PIECE_NBYTES):
             piece = buffer[: min(_PIECE_NBYTES, nbytes - start)]
-            source.read_into(name, start, piece)
+            try:
+                source.read_into(name, start, piece)
+            except CheckpointError as error:
+                raise SourceError(error.message, path=source.location(name)) from error
             output.write(piece)
         output.close()
     except BaseException:

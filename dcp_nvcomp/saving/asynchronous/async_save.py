@@ -28,7 +28,6 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from dcp_nvcomp.calls.meeting import limit_of
 from dcp_nvcomp.calls.ranks import group_of
 from dcp_nvcomp.calls.values import try_check, try_values_of
 from dcp_nvcomp.codecs.choose import needs_gpu, parse_codec
@@ -155,8 +154,7 @@ def async_save(
                 logger.warning("%s", warning)
             return metadata
 
-        limit = None if process_group is None else limit_of(process_group)
-        upload = sequence.begin(save, staging, call, limit)
+        upload = sequence.begin(save, staging, call)
     if failure is not None:
         upload.wait()
         upload.was_looked_at = True

@@ -15,7 +15,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
@@ -85,7 +84,6 @@ class SaveSequence:
         save: Callable[[dist.ProcessGroup | None], Metadata],
         staging: Staging,
         call: Call,
-        limit: timedelta | None,
     ) -> UploadFuture:
         """Begin a save, on a thread of its own.
 
@@ -93,7 +91,6 @@ class SaveSequence:
             save: makes it, given the group to use.
             staging: of this save.
             call: what the other ranks have to call too.
-            limit: how long they are waited for; None without torch.distributed.
         """
         upload, now = UploadFuture(), time.monotonic()
         earlier = [upload for upload, _ in self._latest]
@@ -106,7 +103,7 @@ class SaveSequence:
         self._latest = [*self._latest, (upload, staging)][-_AT_ONCE:]
         # not a daemon: the interpreter waits for it before it exits
         threading.Thread(
-            target=self._run, args=(self._count, call, limit, save, staging, upload, earlier), name="dcp-async-save"
+            target=self._run, args=(self._count, call, save, staging, upload, earlier), name="dcp-async-save"
         ).start()
         return upload
 
@@ -114,19 +111,18 @@ class SaveSequence:
         self,
         number: int,
         call: Call,
-        limit: timedelta | None,
         save: Callable[[dist.ProcessGroup | None], Metadata],
         staging: Staging,
         upload: UploadFuture,
         earlier: Sequence[UploadFuture],
     ) -> None:
         try:
-            self._agree(number, call, limit, earlier)
+            self._agree(number, call, earlier)
             metadata = save(self._for_saves[number % _AT_ONCE])
         except BaseException as error:
             if not isinstance(error, EarlierSaveError | RanksDifferError):
                 logger.error("An asynchronous save failed: %s: %s", type(error).__name__, error)
-            if not isinstance(error, CheckpointError) or (isinstance(error, RanksDifferError) and error.in_vain):
+            if not isinstance(error, CheckpointError) or getattr(error, "in_vain", False):
                 self._is_sound = False  # collectives may have failed: what is over them is not known
             staging.failed(error)
             upload.set_exception(error)
@@ -138,7 +134,7 @@ class SaveSequence:
         else:
             upload.set_result(metadata)
 
-    def _agree(self, number: int, call: Call, limit: timedelta | None, earlier: Sequence[UploadFuture]) -> None:
+    def _agree(self, number: int, call: Call, earlier: Sequence[UploadFuture]) -> None:
         """Make sure that all ranks are at the same save, and that none has an earlier error that nobody saw.
 
         Raises:
@@ -146,7 +142,7 @@ class SaveSequence:
             RanksDifferError: they are not at the same save.
         """
         error = next((error for upload in earlier if (error := upload.take_unseen_error()) is not None), None)
-        told = meet(self._for_agreeing, call, (number, error is not None), limit=limit)
+        told = meet(self._for_agreeing, call, (number, error is not None))
         counts, failed = [count for count, _ in told], [has_failed for _, has_failed in told]
         if any(failed):
             for upload in earlier:  # other ranks may have seen it fail, and this one not yet

@@ -91,8 +91,8 @@ MUTATIONS = (
     Mutation(
         row="runs: the fast tier is pruned only once copies are made",
         file=FAST_STAGE,
-        old="            copied_nbytes = self._copy(save.step, own)\n",
-        new="            self._prune(save.step)\n            copied_nbytes = self._copy(save.step, own)\n",
+        old="        copied_nbytes = self._copy(save.step, own)\n",
+        new="        self._prune(save.step)\n        copied_nbytes = self._copy(save.step, own)\n",
         tests="tests/runs/kills/test_found.py",
     ),
     Mutation(
@@ -220,5 +220,40 @@ MUTATIONS = (
         old="                return there.file_nbytes(mark) is None\n",
         new="                return True\n",
         tests="tests/runs/test_run_identity.py -k another_path",
+    ),
+    Mutation(
+        row="runs: a step that is newer than the durable tier is not removed to make room",
+        file="dcp_nvcomp/runs/tiers/room.py",
+        old="if step <= self._durable_step and",
+        new="if",
+        tests="tests/runs/test_out_of_order.py -k trouble_between_jobs",
+    ),
+    Mutation(
+        row="runs: a due save that the fast tier lost is made up for",
+        file="dcp_nvcomp/runs/agreement.py",
+        old="failed, self.lost = agreed",
+        new="failed, _ = agreed",
+        tests="tests/runs/test_out_of_order.py -k made_up_for",
+    ),
+    Mutation(
+        row="runs: a last save waits until the fast tier has it",
+        file="dcp_nvcomp/runs/manager.py",
+        old="if due and (is_last or not self._asynchronous):",
+        new="if due and not self._asynchronous:",
+        tests="tests/runs/test_out_of_order.py -k made_up_for",
+    ),
+    Mutation(
+        row="runs: what a peer can't send is read from elsewhere",
+        file="dcp_nvcomp/runs/restoring/fetch.py",
+        old="        self.unread = tuple(outcomes[self._ranks.rank].unread)\n",
+        new="",
+        tests="tests/runs/test_out_of_order.py -k peers_copy",
+    ),
+    Mutation(
+        row="runs: a signal during a save counts from the next call on",
+        file="dcp_nvcomp/runs/agreement.py",
+        old="self._follow([0, *known])",
+        new="self._follow([_, *known])",
+        tests="tests/runs/test_traps.py -k signal_during",
     ),
 )
