@@ -108,6 +108,11 @@ class Lease:
         raise RunInUseError("Several managers are after the lease of this run at once.", path=own.path)
 
     @property
+    def number(self) -> int:
+        """Its number: that of each later lease of the run is larger."""
+        return self._number
+
+    @property
     def is_lost(self) -> bool:
         """True once another manager has taken the run over."""
         return self._lost is not None

@@ -13,28 +13,24 @@ import dataclasses
 import enum
 import io
 import pickle
-import struct
 from collections.abc import Sequence
 from typing import Any, Final
 
-from crc32c import crc32c
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
-from dcp_nvcomp.errors import CheckpointError, MetadataError
+from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.metadata.allowed_globals import ALLOWED
 from dcp_nvcomp.format.metadata.pickle_machine import run_pickle
 from dcp_nvcomp.format.metadata.stored import plain_storage_data
 from dcp_nvcomp.format.metadata.summary import SUMMARY_ATTRIBUTE, Summary
+from dcp_nvcomp.format.metadata.trailer import end_of_pickle, with_trailer
 from dcp_nvcomp.format.metadata.tree import MetadataReader
 from dcp_nvcomp.format.metadata.trusted_globals import resolve_trusted_globals
 
 __all__ = ["parse_metadata", "serialize_metadata"]
 
-# Unpicklers stop at the STOP opcode, so stock tools never see what follows.
-_TRAILER: Final = struct.Struct("<I8s")
-_TRAILER_MAGIC: Final = b"DCPNVcrc"
 _LEAST_TREE_NBYTES: Final = 1 << 20
 
 
@@ -51,8 +47,7 @@ def serialize_metadata(metadata: Metadata, summary: Summary | None = None) -> by
     if text is not None:
         metadata = dataclasses.replace(metadata)
         setattr(metadata, SUMMARY_ATTRIBUTE, text)
-    data = _pickled(metadata)
-    return b"".join([data, _TRAILER.pack(crc32c(data), _TRAILER_MAGIC)])
+    return with_trailer(_pickled(metadata))
 
 
 def _pickled(metadata: Metadata) -> bytes:
@@ -72,17 +67,6 @@ def _pickled(metadata: Metadata) -> bytes:
 
 def _by_value(member: enum.Enum) -> tuple[type[enum.Enum], tuple[Any, ...]]:
     return type(member), (member.value,)
-
-
-def _end_of_pickle(data: bytes) -> int:
-    """Return where the pickle ends, and the trailer begins, whose CRC must match. Stock DCP writes no trailer."""
-    if not data.endswith(_TRAILER_MAGIC):
-        return len(data)
-    crc, _ = _TRAILER.unpack(data[-_TRAILER.size :].rjust(_TRAILER.size))
-    end = max(len(data) - _TRAILER.size, 0)
-    if crc32c(memoryview(data)[:end]) != crc:
-        raise MetadataError("`.metadata` fails its CRC: it is corrupt. `dcp-nvcomp recover` may restore it.")
-    return end
 
 
 def parse_metadata(
@@ -108,7 +92,7 @@ def parse_metadata(
     """
     trusted = resolve_trusted_globals(trusted_globals)
     try:
-        end = _end_of_pickle(data)
+        end = end_of_pickle(data)
         # what is made of the tree takes about as much memory as the tree
         most_nbytes = max((3 * limit_nbytes - len(data)) // 2, _LEAST_TREE_NBYTES)
         with collector_paused():

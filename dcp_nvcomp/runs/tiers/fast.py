@@ -52,6 +52,8 @@ class HeldStep:
         is_due: True if it is to be uploaded.
         replica_id: what it has in common with the saves of other replicas; empty if there are none.
         is_equal: True if it was found to equal those.
+        run_seconds: how long the run had been under way; None if the step does not say.
+        lease: under which of the run's leases it was saved; 0 if the step does not say.
     """
 
     step: int
@@ -63,6 +65,8 @@ class HeldStep:
     is_due: bool = False
     replica_id: str = ""
     is_equal: bool = False
+    run_seconds: float | None = None
+    lease: int = 0
 
 
 class FastTier:
@@ -189,6 +193,9 @@ class FastTier:
             summary = summary_at_end(root.data[-SUMMARY_NBYTES:])
             if summary is None or any(not isinstance(ref, DataFileRef) for ref in refs.values()):
                 return nothing  # no manager wrote this
+            if summary.step != step or summary.save_id != root.save_id:
+                logger.warning("%s in the fast tier holds step %s: it is passed over.", filesystem.path, summary.step)
+                return nothing
             wanted = {name: ref.nbytes for name, ref in refs.items() if ref is not None}
             return HeldStep(
                 step,
@@ -200,6 +207,8 @@ class FastTier:
                 is_due=summary.more.get(TO_UPLOAD) is True,
                 replica_id=str(summary.more.get(REPLICA, "")),
                 is_equal=self._is_equal(filesystem, root.save_id),
+                run_seconds=summary.run_seconds,
+                lease=summary.lease,
             )
 
     def _is_own(self, step: int) -> bool:
