@@ -37,7 +37,7 @@ import errno
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dcp_nvcomp.redaction import without_secrets
+from dcp_nvcomp.redaction import printable, without_secrets
 
 __all__ = [
     "CheckpointError",
@@ -77,6 +77,10 @@ def _rebuild(cls: type[CheckpointError], message: str, attributes: dict[str, Any
     return error
 
 
+def _shown(message: str) -> str:
+    return printable(without_secrets(message), but="\n\t")
+
+
 class CheckpointError(Exception):
     """Base of all errors of this package.
 
@@ -105,7 +109,7 @@ class CheckpointError(Exception):
         fqn: str | None = None,
         byte_range: tuple[int, int] | None = None,
     ) -> None:
-        super().__init__(without_secrets(message))
+        super().__init__(_shown(message))
         self.message = message
         self.path = path
         self.fqn = fqn
@@ -114,12 +118,12 @@ class CheckpointError(Exception):
     # Kept in __dict__ by the names of the properties, as pickles have always had them.
     @property
     def message(self) -> str:
-        """The words, without the secrets of URLs, however they are assigned."""
+        """The words, without the secrets of URLs and what a terminal would obey, however they are assigned."""
         return str(self.__dict__["message"])
 
     @message.setter
     def message(self, message: str) -> None:
-        self.__dict__["message"] = without_secrets(message)
+        self.__dict__["message"] = _shown(message)
 
     @property
     def path(self) -> str | None:

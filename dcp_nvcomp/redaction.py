@@ -1,17 +1,19 @@
-"""Keep passwords and access tokens out of messages, log lines and reports.
+"""Keep passwords and access tokens out of messages, log lines and reports, and what a terminal would obey.
 
 without_secrets(text)     hides what the form of a URL shows to be a secret
+printable(text)           escapes control characters and the like, which text from files may hold
 Redactor(path, options)   also hides the values of secret options, wherever a client quotes them
 """
 
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 from urllib.parse import quote, unquote
 
-__all__ = ["Redactor", "is_secret", "without_secrets"]
+__all__ = ["Redactor", "is_secret", "printable", "without_secrets"]
 
 # "://user:password@"; the password may hold a slash, unless what precedes it is a host, and it begins with a port
 _PASSWORD: Final = re.compile(
@@ -71,6 +73,26 @@ def without_secrets(text: str) -> str:
     for pattern in (_PASSWORD, _TOKEN):
         text = pattern.sub(rf"\1{HIDDEN}", text)
     return _PARAMETER.sub(_hide_parameter, text)
+
+
+def printable(text: str, *, but: str = "") -> str:
+    r"""Return text without anything that a terminal would obey or an encoding would choke on.
+
+    Args:
+        text: from a file, or anything else that someone could have made.
+        but: characters that stay.
+
+    Examples:
+        >>> printable("\x1b[2J and a line\n")
+        '\\x1b[2J and a line\\n'
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if _is_shown(c) or c in but else c.encode("unicode_escape").decode() for c in text)
+
+
+def _is_shown(character: str) -> bool:
+    return character.isprintable() or unicodedata.category(character) == "Zs"
 
 
 class RedactedError(Exception):

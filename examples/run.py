@@ -1,7 +1,7 @@
 """A training run as one object: it saves, keeps, copies and resumes. Needs torchdata for the data loader.
 
-    torchrun --nproc-per-node 4 examples/run.py s3://bucket/run-7 --fast /dev/shm/run-7 --steps 60
-    torchrun --nproc-per-node 2 examples/run.py s3://bucket/run-7 --fast /dev/shm/run-7 --steps 90
+    torchrun --nproc-per-node 4 examples/run.py s3://bucket/run-7 --fast /dev/shm/$USER/run-7 --steps 60
+    torchrun --nproc-per-node 2 examples/run.py s3://bucket/run-7 --fast /dev/shm/$USER/run-7 --steps 90
 
 The second command goes on where the first one ended, or was killed: model, optimizer, scheduler, generators, and each
 sample of the epoch once.

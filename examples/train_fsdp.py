@@ -5,8 +5,8 @@
 
 The second command goes on where the first one ended, or died. `--checkpoints` takes a directory or a URL such as
 s3://bucket/run.
-With `--fast /dev/shm/demo --fast-every 10 --copies 1` each node also saves to its own memory, and its peer has a copy.
-What is particular to dcp_nvcomp is in `main`; the rest is any FSDP2 training script.
+With `--fast /dev/shm/$USER/demo --fast-every 10 --copies 1` each node also saves to its own memory, and its peer has a
+copy. What is particular to dcp_nvcomp is in `main`; the rest is any FSDP2 training script.
 """
 
 from __future__ import annotations

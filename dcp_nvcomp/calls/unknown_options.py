@@ -18,7 +18,7 @@ ONLY_SAVES: Final = (
     *("codec", "overwrite", "single_file_per_rank", "sync_files", "on_save", "check_encodes", "staging", "background"),
     *("staging_budget_nbytes", "finish_within_seconds"),
 )
-ONLY_LOADS: Final = ("verify", "trusted_globals", "safe_objects", "on_load")
+ONLY_LOADS: Final = ("verify", "trusted_globals", "safe_objects", "metadata_limit_nbytes", "on_load")
 
 _CODEC: Final = "codec= chooses the compression: 'auto', 'planes-zstd', 'zstd', 'none' or a CodecChain"
 _ITSELF: Final = "a load finds it in the checkpoint: leave it out"

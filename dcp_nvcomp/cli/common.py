@@ -14,7 +14,7 @@ from rich.text import Text
 
 from dcp_nvcomp.cli.tables import Table
 from dcp_nvcomp.errors import CheckpointError
-from dcp_nvcomp.redaction import is_secret
+from dcp_nvcomp.redaction import is_secret, printable
 
 __all__ = [
     "AsJson",
@@ -77,14 +77,14 @@ def one_line_errors() -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
-def printable(text: str) -> str:
-    """Return text from a checkpoint without anything that a terminal would obey or an encoding would choke on."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
 def local_time(seconds: float | None) -> str:
-    """Return a time as the reader's clock shows it; `-` if it is not known."""
-    return "-" if seconds is None else datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
+    """Return a time as the reader's clock shows it; `-` if it is not known, and the seconds if no calendar has it."""
+    if seconds is None:
+        return "-"
+    try:
+        return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
+    except (ValueError, OverflowError, OSError):  # no date: files have what times people and accidents give them
+        return f"{seconds:.3g} s"
 
 
 @contextlib.contextmanager

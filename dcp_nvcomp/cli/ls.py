@@ -21,7 +21,7 @@ __all__ = ["ls_command", "print_steps"]
 def ls_command(url: Url, option: Options = None, as_json: AsJson = False) -> None:
     """List the checkpoints of a run: date, size, ratio, ranks, whether each is complete, metrics, and why it is kept.
 
-    Reads a few KB of each. Exit status 1 if there is none.
+    Opens those that were not seen complete before, and reads a few KB of the others. Exit status 1 if there is none.
     """
     from dcp_nvcomp.maintenance.run_listing import list_run
     from dcp_nvcomp.runs.pruning import reasons_of
@@ -75,5 +75,8 @@ def print_steps(output: Output, found: RunListing, kept: Mapping[int, tuple[str,
             *([", ".join(kept.get(step.step, ()) if step.step is not None else ())] if kept else []),
         )
     output.table(table)
+    for step in found.steps:
+        if step.problem:
+            output.print(f"{step.name or '.'} is {step.state}: {step.problem}")
     for path, error in found.failed.items():
         output.print(f"{path} could not be listed: {error}")

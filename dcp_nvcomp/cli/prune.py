@@ -125,7 +125,7 @@ def _print(found: Pruning) -> None:
     output = Output()
     done = "would go" if found.dry_run else "removed"
     table = Table(Column("step"), Column("size", drop=1), Column("", is_left=True), Column("why", is_left=True))
-    rows = [(saved.step, decimal(saved.nbytes), done, "") for saved in found.removed]
+    rows = [(saved.step, decimal(saved.nbytes), done, found.why.get(saved.step, "")) for saved in found.removed]
     rows += [(step, "", "kept", ", ".join(reasons)) for step, reasons in found.kept.items()]
     rows += [(step, "", "could not be removed", error) for step, error in found.failed.items()]
     for step, size, what, why in sorted(rows):

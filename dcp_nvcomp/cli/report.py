@@ -37,5 +37,5 @@ def report_command(stats: Files, output: To = Path("report.html")) -> None:
 def _read(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise typer.BadParameter(f"No JSON: {path}: {error}", param_hint="STATS.json") from None

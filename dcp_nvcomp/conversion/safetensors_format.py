@@ -21,6 +21,7 @@ from typing import Any, Final
 import torch
 
 from dcp_nvcomp.calls.flattening import Key, Path, is_key
+from dcp_nvcomp.calls.json_text import parse_json
 from dcp_nvcomp.errors import ConfigurationError, CorruptDataError
 
 __all__ = [
@@ -151,9 +152,9 @@ def _literal(text: Any) -> tuple[Any, ...]:
 def _stored_paths(described: Mapping[str, Any]) -> dict[str, Path]:
     """Return the places of keys, as far as they are there and say what the keys do."""
     try:
-        stored = json.loads(described[_METADATA_KEY][_PATHS_KEY])
+        stored = parse_json(described[_METADATA_KEY][_PATHS_KEY])
         paths = {key: _stored_path(parts) for key, parts in stored.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # not ours
+    except (ValueError, KeyError, TypeError, AttributeError):  # not ours
         return {}
     return {key: path for key, path in paths.items() if path}
 
@@ -191,7 +192,7 @@ def parse_header(text: bytes, *, path: str, file_nbytes: int) -> list[StoredPart
     """
     found = []
     try:
-        described = json.loads(text)
+        described = parse_json(text)
         begin = _LENGTH_NBYTES + len(text)
         paths = _stored_paths(described)
         for key, one in described.items():
@@ -202,11 +203,27 @@ def parse_header(text: bytes, *, path: str, file_nbytes: int) -> list[StoredPart
             if not 0 <= start <= stop <= file_nbytes - begin or stop - start != math.prod(shape) * dtype.itemsize:
                 raise ValueError(f"{key!r} has bytes {start} to {stop}")
             found.append(StoredPart(key, shape, dtype, begin + start, begin + stop, paths.get(key, (key,))))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        found.sort(key=lambda part: (part.start, part.stop))
+        _check_seamless(found, begin, file_nbytes)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptDataError(
             f"This is no safetensors file, or none of a kind known here: {type(error).__name__}: {error}", path=path
         ) from error
-    return sorted(found, key=lambda part: part.start)
+    return found
+
+
+def _check_seamless(parts: Sequence[StoredPart], begin: int, end: int) -> None:
+    """Raise ValueError unless each tensor begins where the one before ends, and the last one ends the file.
+
+    The library refuses such files too: bytes that two tensors share, or none has, are a way to hide or to copy data.
+    """
+    for part in parts:
+        if part.start != begin:
+            what = "overlaps the tensor before it" if part.start < begin else "leaves a gap before it"
+            raise ValueError(f"{part.key!r} begins at byte {part.start} of the file and {what}, which ends at {begin}")
+        begin = part.stop
+    if begin != end:
+        raise ValueError(f"the file has {end} bytes, and the last tensor ends at {begin}")
 
 
 def _size(value: Any) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from crc32c import crc32c
 
+from dcp_nvcomp.calls.json_text import parse_json
 from dcp_nvcomp.errors import (
     CorruptDataError,
     FormatError,
@@ -45,7 +46,7 @@ TRAILER_MAGIC = HEADER_MAGIC[::-1]
 HEADER_NBYTES = 16
 TRAILER_NBYTES = 40
 DIRECT_IO_NBYTES = 4096  # records of 1 MiB or more begin at multiples of this
-MAX_METADATA_NBYTES = 16 << 30  # refuse to read a longer `.metadata` into memory
+MAX_METADATA_NBYTES = 4 << 30  # by default, refuse to read a longer `.metadata` into memory
 MAX_FOOTER_NBYTES = 1 << 30  # and a longer footer: a sparse file of any size costs its maker nothing
 
 _HEADER = struct.Struct("<8sII")
@@ -212,8 +213,8 @@ def decode_footer(
     if crc32c(bytes(tail[: _TRAILER_HEAD.size]), crc32c(footer)) != trailer.footer_crc:
         raise CorruptDataError("The footer fails its CRC: the file is corrupt.", path=path, byte_range=span)
     try:
-        description = json.loads(bytes(footer[: trailer.json_nbytes]))
-    except (ValueError, RecursionError) as error:
+        description = parse_json(bytes(footer[: trailer.json_nbytes]))
+    except ValueError as error:
         raise FormatError(f"The footer's JSON can't be read: {error}.", path=path, byte_range=span) from error
     if not isinstance(description, dict):
         raise FormatError("The footer's JSON is not an object.", path=path, byte_range=span)

@@ -31,6 +31,7 @@ from dcp_nvcomp.errors import (
     MetadataError,
 )
 from dcp_nvcomp.format.collector import collector_paused
+from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.metadata.ranks import merge_rank_metadata, prefer_rank
 from dcp_nvcomp.format.metadata.roots import is_missing, nothing_there, read_current, read_root
 from dcp_nvcomp.format.metadata.shards import ShardIndex
@@ -83,6 +84,8 @@ class NvcompReader(StorageReader):
             `.metadata`, in tensors stored as `torch.save` payloads, and, with `safe_objects`, in Python objects.
         safe_objects: if True, stored Python objects are checked with `weights_only=True` before DCP's planner unpickles
             them. If False, a checkpoint from someone else can execute code.
+        metadata_limit_nbytes: how large `.metadata` may be, 4 GiB by default. Reading it takes at most three times as
+            much memory; genuine metadata takes eight to ten times its size. One that asks for more is refused.
         host_memory_budget: bytes of host memory for fetched data.
         device_memory_budget: bytes of memory on each GPU for decoding; by default as for `NvcompWriter`.
         engine: `"auto"` decodes what goes to a GPU on that GPU if nvCOMP is installed, `"cuda"` fails the load
@@ -126,6 +129,7 @@ class NvcompReader(StorageReader):
         verify: Verify = "stored",
         trusted_globals: Sequence[str] = (),
         safe_objects: bool = False,
+        metadata_limit_nbytes: int = MAX_METADATA_NBYTES,
         host_memory_budget: int = 1 << 30,
         device_memory_budget: int | None = None,
         engine: Engine = "auto",
@@ -139,6 +143,7 @@ class NvcompReader(StorageReader):
         drop_stock_arguments(storage_options, STOCK_READER, type(self))
         self.path = check_path(path)
         self.trusted_globals = tuple(trusted_globals)
+        self.metadata_limit_nbytes = check_budget("metadata_limit_nbytes", metadata_limit_nbytes)
         self.storage_deadline_seconds = check_seconds("storage_deadline_seconds", storage_deadline_seconds)
         self.storage_options = storage_options
         self.load_options = LoadOptions(
@@ -236,9 +241,10 @@ class NvcompReader(StorageReader):
         return merged
 
     def _parsed(self, filesystem: Filesystem, name: str) -> Metadata:
+        limit_nbytes = self.metadata_limit_nbytes
         if name == METADATA_NAME:
-            return read_current(filesystem, trusted_globals=self.trusted_globals).metadata
-        return read_root(filesystem, name, trusted_globals=self.trusted_globals).metadata
+            return read_current(filesystem, trusted_globals=self.trusted_globals, limit_nbytes=limit_nbytes).metadata
+        return read_root(filesystem, name, trusted_globals=self.trusted_globals, limit_nbytes=limit_nbytes).metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Prepare to load from a checkpoint with this metadata; called by DCP.

@@ -22,6 +22,7 @@ READER_OPTIONS: Final = frozenset(
         "device_memory_budget",
         "engine",
         "host_memory_budget",
+        "metadata_limit_nbytes",
         "on_load",
         "path",
         "progress",

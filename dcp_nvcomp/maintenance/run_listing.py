@@ -2,31 +2,41 @@
 
     list_run(path) -> RunListing        prints nothing: cli/ls.py does
 
-The files are listed once, and of each `.metadata` the last few KB are read, where its summary is; none is parsed. So a
-thousand checkpoints on an object store take a thousand small reads, many at once, and one listing a thousand files.
+The files are listed once. A checkpoint is opened the first time that it is seen (completeness.py), its `.metadata`
+read whole. Of one that was complete then, and is as it was by its listing (seen.py), the last few KB are read, where
+the summary is: so a thousand checkpoints on an object store take a thousand reads, many at once, and one listing a
+thousand files.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.format.metadata.summary import REPLICA, SUMMARY_NBYTES, Summary, summary_at_end
 from dcp_nvcomp.format.names import METADATA_NAME, data_file_rank, own_file, own_upload, rank_of_metadata_name
+from dcp_nvcomp.maintenance.completeness import look_into
 from dcp_nvcomp.maintenance.natural import natural_order
 from dcp_nvcomp.maintenance.opening import nothing_below, opened
+from dcp_nvcomp.maintenance.seen import Seen, identity_of, read_seen
 from dcp_nvcomp.storage.base import Below, FileInfo, Filesystem
 
-__all__ = ["COMPLETE", "DAMAGED", "INCOMPLETE", "RunListing", "Step", "list_run", "steps_below"]
+__all__ = ["COMPLETE", "DAMAGED", "INCOMPLETE", "MISNAMED", "RunListing", "Step", "list_run", "steps_below"]
 
-COMPLETE = "complete"
-INCOMPLETE = "incomplete"
-DAMAGED = "damaged"
+COMPLETE: Final = "complete"
+INCOMPLETE: Final = "incomplete"
+DAMAGED: Final = "damaged"
+MISNAMED: Final = "misnamed"
+
+_DEFAULT_NAME: Final = re.compile(r"step-(0|[1-9][0-9]{0,17})")
+_LARGE_NBYTES: Final = 64 << 20  # of metadata: such are parsed one at a time
 
 
 @dataclass(frozen=True)
@@ -36,9 +46,10 @@ class Step:
     Attributes:
         name: its path below the run; empty for a checkpoint at the run's own path.
         step: the step that a run saved it for; else the number at the end of its name, None if there is none.
-        state: `complete`; `incomplete`: data files without `.metadata`, of a save that died or is under way; `damaged`:
-            the data files together are shorter than they must be, there are none, or `.metadata` is empty. `verify`
-            finds what this can't, such as files whose place an orphan of another save has taken.
+        state: `complete`: its `.metadata` can be read, and the data files that it names are there with their sizes;
+            `incomplete`: data files without `.metadata`, of a save that died or is under way; `damaged`: neither;
+            `misnamed`: its directory has the name of another step than the one that was saved. `verify` finds what this
+            can't: damage within files.
         saved_seconds: when its `.metadata` was written, else its last file, in seconds since 1970 by the storage's
             clock; None if the storage does not tell.
         stored_nbytes: size of its data files.
@@ -48,6 +59,9 @@ class Step:
         save_id: id of the save; None without a summary.
         metrics: of that step, if a run saved it with any.
         replica_id: what it has in common with what other replicas of the state saved; empty if there are none.
+        problem: why it is damaged or misnamed; empty if it is not.
+        run_seconds: how long the run had been under way, without breaks; None if the step does not say.
+        lease: which of the run's managers saved it, counted by their leases; 0 if the step does not say.
     """
 
     name: str
@@ -61,6 +75,9 @@ class Step:
     save_id: str | None
     metrics: Mapping[str, float] = field(default_factory=dict)
     replica_id: str = ""
+    problem: str = ""
+    run_seconds: float | None = None
+    lease: int = 0
 
     @property
     def ratio(self) -> float | None:
@@ -84,6 +101,8 @@ class Step:
             "save_id": self.save_id,
             # JSON has no NaN
             "metrics": {name: value if math.isfinite(value) else str(value) for name, value in self.metrics.items()},
+            "problem": self.problem,
+            "run_seconds": self.run_seconds,
         }
 
 
@@ -125,18 +144,27 @@ def list_run(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any]
     """
     with opened(path, storage_options) as filesystem:
         below = filesystem.list_below()
-        steps = steps_below(filesystem, below)
+        steps = steps_below(filesystem, below, seen=read_seen(filesystem, below))
         if not steps and not below.failed:
             raise nothing_below(filesystem)
         return RunListing(filesystem.path, tuple(steps), {name: str(error) for name, error in below.failed.items()})
 
 
-def steps_below(filesystem: Filesystem, below: Below) -> list[Step]:
+def steps_below(
+    filesystem: Filesystem,
+    below: Below,
+    *,
+    seen: Seen,
+    step_of: Callable[[str], int | None] | None = None,
+) -> list[Step]:
     """Return the checkpoints among what is below a directory, in natural order of their names.
 
     Args:
         filesystem: the directory.
         below: what is below it.
+        seen: the checkpoints that need not be opened; takes note of those that are complete.
+        step_of: returns the step that the name of a directory promises, None if it promises none; by default that of
+            `step-<N>`.
 
     Raises:
         StorageError: the storage fails.
@@ -150,7 +178,13 @@ def steps_below(filesystem: Filesystem, below: Below) -> list[Step]:
             folders.setdefault(folder, [])
     found = {folder: files for folder, files in folders.items() if _is_checkpoint(files, folder, below.uploads)}
     order = sorted(found, key=natural_order)
-    return filesystem.map(lambda folder: _step(filesystem, folder, found[folder]), order)
+    look = _Look(filesystem, {file.name: file.nbytes for file in below.files}, seen, step_of or _step_of_default)
+    return filesystem.map(lambda folder: look.at(folder, found[folder]), order)
+
+
+def _step_of_default(name: str) -> int | None:
+    match = _DEFAULT_NAME.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def _names(files: Iterable[FileInfo]) -> list[str]:
@@ -164,37 +198,74 @@ def _is_checkpoint(files: Iterable[FileInfo], folder: str, uploads: Iterable[str
     return not names and any(upload.rpartition("/")[0] == folder for upload in uploads)
 
 
-def _step(filesystem: Filesystem, folder: str, files: list[FileInfo]) -> Step:
-    by_name = {file.name.rpartition("/")[2]: file for file in files}
-    root = by_name.get(METADATA_NAME)
-    data = {name: file for name, file in by_name.items() if data_file_rank(name) is not None}
-    summary = None if root is None else _summary(filesystem, root)
-    present_nbytes = sum(file.nbytes for file in data.values())
-    state = COMPLETE if root or any(rank_of_metadata_name(name) is not None for name in by_name) else INCOMPLETE
-    # each rank's files have an id of its own, so those of this save can't be told from orphans
-    if root is not None and (present_nbytes < summary.stored_nbytes if summary else not (root.nbytes and data)):
-        state = DAMAGED
-    times = [file.modified_seconds for file in ([root] if root else files) if file.modified_seconds is not None]
-    number = re.search(r"([0-9]+)$", folder)
-    in_name = int(number[1]) if number else None
-    return Step(
-        folder,
-        in_name if summary is None or summary.step is None else summary.step,
-        state,
-        max(times, default=None),
-        present_nbytes if summary is None else summary.stored_nbytes,
-        None if summary is None else summary.uncompressed_nbytes,
-        len({data_file_rank(name) for name in data}) if summary is None else summary.ranks,
-        None if summary is None else summary.keys,
-        None if summary is None else summary.save_id,
-        {} if summary is None else summary.metrics,
-        "" if summary is None else str(summary.more.get(REPLICA, "")),
-    )
+class _Look:
+    """Looks at the checkpoints of one listing."""
 
+    def __init__(
+        self, filesystem: Filesystem, sizes: Mapping[str, int], seen: Seen, step_of: Callable[[str], int | None]
+    ) -> None:
+        self._filesystem, self._sizes, self._seen, self._step_of = filesystem, sizes, seen, step_of
+        self._one_large = threading.Lock()
 
-def _summary(filesystem: Filesystem, root: FileInfo) -> Summary | None:
-    start = max(root.nbytes - SUMMARY_NBYTES, 0)
-    try:
-        return summary_at_end(filesystem.read(root.name, start, root.nbytes))
-    except CheckpointError:  # replaced or removed since it was listed
-        return None
+    def at(self, folder: str, files: list[FileInfo]) -> Step:
+        identity = identity_of(files)
+        known = self._seen.step(folder, identity)
+        if known is not None:
+            return known
+        by_name = {file.name.rpartition("/")[2]: file for file in files}
+        ranks = [name for name in by_name if rank_of_metadata_name(name) is not None]
+        roots = [METADATA_NAME] if METADATA_NAME in by_name else sorted(ranks)
+        if self._seen.has(folder, identity):
+            summary, problem = self._summary(by_name.get(METADATA_NAME)), ""
+        else:
+            summary, problem = self._opened(folder, roots, by_name)
+        step = self._step(folder, by_name, roots, summary, problem)
+        if step.state == COMPLETE:
+            self._seen.note(folder, identity, step)
+        return step
+
+    def _opened(self, folder: str, roots: list[str], by_name: Mapping[str, FileInfo]) -> tuple[Summary | None, str]:
+        if not roots:
+            return None, ""
+        is_large = any(by_name[name].nbytes > _LARGE_NBYTES for name in roots)
+        with self._one_large if is_large else contextlib.nullcontext():
+            return look_into(self._filesystem, folder, roots, self._sizes)
+
+    def _summary(self, root: FileInfo | None) -> Summary | None:
+        if root is None:
+            return None
+        start = max(root.nbytes - SUMMARY_NBYTES, 0)
+        try:
+            return summary_at_end(self._filesystem.read(root.name, start, root.nbytes))
+        except CheckpointError:  # replaced or removed since it was listed
+            return None
+
+    def _step(
+        self, folder: str, by_name: Mapping[str, FileInfo], roots: list[str], summary: Summary | None, problem: str
+    ) -> Step:
+        data = {name: file for name, file in by_name.items() if data_file_rank(name) is not None}
+        saved = None if summary is None else summary.step
+        promised = self._step_of(folder.rpartition("/")[2])
+        state = (DAMAGED if problem else COMPLETE) if roots else INCOMPLETE
+        if saved is not None and promised is not None and saved != promised:
+            state, problem = MISNAMED, f"It holds step {saved}, and has the name of step {promised}."
+        root = by_name.get(METADATA_NAME)
+        written = [file.modified_seconds for file in ([root] if root else by_name.values())]
+        number = re.search(r"([0-9]+)$", folder)
+        in_name = int(number[1]) if number else None
+        return Step(
+            folder,
+            saved if saved is not None and state != MISNAMED else in_name,
+            state,
+            max((seconds for seconds in written if seconds is not None), default=None),
+            sum(file.nbytes for file in data.values()) if summary is None else summary.stored_nbytes,
+            None if summary is None else summary.uncompressed_nbytes,
+            len({data_file_rank(name) for name in data}) if summary is None else summary.ranks,
+            None if summary is None else summary.keys,
+            None if summary is None else summary.save_id,
+            {} if summary is None else summary.metrics,
+            "" if summary is None else str(summary.more.get(REPLICA, "")),
+            problem,
+            None if summary is None else summary.run_seconds,
+            0 if summary is None else summary.lease,
+        )

@@ -13,6 +13,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from dcp_nvcomp.calls.json_text import parse_json
 from dcp_nvcomp.errors import StorageError
 from dcp_nvcomp.storage.base import Filesystem
 
@@ -51,6 +52,7 @@ def write_abandoned(own: Filesystem, abandoned: Abandoned) -> None:
     Raises:
         StorageError: it could not be written.
     """
+    own.refuse_link()
     own.create_directory()
     saves = {str(step): sorted(save_ids) for step, save_ids in sorted(abandoned.saves.items())}
     document = {"schema": 1, "saves": saves, "damaged": sorted(abandoned.damaged)}
@@ -70,7 +72,7 @@ def read_abandoned(own: Filesystem) -> Abandoned:
         return Abandoned()
     data = own.read_all(_NAME, limit_nbytes=_MOST_NBYTES)
     try:
-        document = json.loads(data)
+        document = parse_json(data)
         saves = {int(step): _ids(found) for step, found in document["saves"].items()}
         return Abandoned(saves, frozenset(map(int, document.get("damaged", ()))))
     except (ValueError, TypeError, KeyError, AttributeError) as error:

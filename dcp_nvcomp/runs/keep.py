@@ -17,7 +17,7 @@ from typing import Final, Literal, TypeAlias
 
 from dcp_nvcomp.errors import ConfigurationError
 
-__all__ = ["Best", "Keep", "KeepRule", "SavedStep", "reasons_to_keep"]
+__all__ = ["Best", "Keep", "KeepRule", "SavedStep", "reasons_to_keep", "why_not"]
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,14 @@ class SavedStep:
 
     Attributes:
         step: the step of training.
-        saved_seconds: when it was saved, in seconds since 1970.
+        saved_seconds: when it was saved, in seconds since 1970, by the clock of the storage.
         metrics: of that step, as given to `CheckpointManager.save`.
         save_id: id of the save; empty if the checkpoint does not tell, as those of stock DCP.
         nbytes: size of its data files.
         replica_id: what it has in common with what other replicas saved of this step; empty if there are none.
+        run_seconds: how long the run had been under way when it was saved, without what lay between its jobs, and
+            without what was lost when one ended; None if the step does not say.
+        lease: which of the run's managers saved it, counted by their leases; 0 if the step does not say.
     """
 
     step: int
@@ -39,6 +42,14 @@ class SavedStep:
     save_id: str = ""
     nbytes: int = 0
     replica_id: str = ""
+    run_seconds: float | None = None
+    lease: int = 0
+
+    def seconds_since(self, earlier: SavedStep) -> float:
+        """Return how long after another step of the run it was saved; less than 0 if their times contradict that."""
+        if self.run_seconds is not None and earlier.run_seconds is not None:
+            return self.run_seconds - earlier.run_seconds
+        return self.saved_seconds - earlier.saved_seconds
 
 
 KeepRule: TypeAlias = Callable[[Sequence[SavedStep]], Collection[int]]
@@ -89,8 +100,9 @@ class Keep:
     Args:
         last: the newest steps, this many; at least one, since the newest is never removed.
         every: all steps that are multiples of this number.
-        newer_than: all steps that were saved less than this long ago; a `timedelta`, or seconds. Counted back from the
-            newest step, so that nothing goes while a run stands still.
+        newer_than: all steps that were saved less than this long before the newest one; a `timedelta`, or seconds.
+            It counts the time that the run was under way (`SavedStep.run_seconds`), which no machine's clock changes;
+            for steps that do not say it, when they were saved. A step that seems later than the newest is not old.
         best: the best by a metric, or by each of several.
         milestones: these steps, for good.
 
@@ -146,9 +158,8 @@ class Keep:
                 if number % self.every == 0:
                     found[number].append(f"every {self.every}")
         if self.newer_than is not None and steps:
-            since = max(step.saved_seconds for step in steps) - self._newer_than_seconds
             for step in steps:
-                if step.saved_seconds > since:
+                if steps[-1].seconds_since(step) < self._newer_than_seconds:
                     found[step.step].append("newer")
         for best in self._bests:
             for number in best.of(steps):
@@ -156,6 +167,16 @@ class Keep:
         for number in found.keys() & set(self.milestones):
             found[number].append("milestone")
         return {number: tuple(reasons) for number, reasons in found.items() if reasons}
+
+    def __str__(self) -> str:
+        """Return its rules, as messages name them."""
+        rules = [f"last {self.last}"]
+        if self.every is not None:
+            rules.append(f"every {self.every}")
+        if self.newer_than is not None:
+            rules.append(f"newer than {timedelta(seconds=self._newer_than_seconds)} before the newest")
+        rules += [f"best {best.count} by {best.metric} ({best.mode})" for best in self._bests]
+        return ", ".join([*rules, *(["milestones"] if self.milestones else [])])
 
     def missing_metrics(self, steps: Sequence[SavedStep]) -> list[str]:
         """Return the metrics by which the best are kept and that none of the steps has: the name may be misspelled."""
@@ -167,6 +188,11 @@ class Keep:
 
 
 NEWEST: Final = "newest"
+
+
+def why_not(rule: Keep | KeepRule | None) -> str:
+    """Return why a step goes that a rule does not keep."""
+    return f"no rule keeps it: {rule}" if isinstance(rule, Keep) else "the rule does not keep it"
 
 
 def reasons_to_keep(rule: Keep | KeepRule | None, steps: Sequence[SavedStep]) -> dict[int, tuple[str, ...]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
+from dcp_nvcomp.calls.json_text import parse_json
 from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.storage.base import Filesystem
 
@@ -42,7 +43,7 @@ def read_kept(own: Filesystem) -> dict[int, tuple[str, ...]]:
     try:
         if own.file_nbytes(_NAME) is None:
             return {}
-        found = json.loads(own.read_all(_NAME, limit_nbytes=_MOST_NBYTES))
+        found = parse_json(own.read_all(_NAME, limit_nbytes=_MOST_NBYTES))
         return {int(step): tuple(map(str, reasons)) for step, reasons in found["steps"].items()}
     except (CheckpointError, ValueError, TypeError, KeyError, AttributeError):
         return {}

@@ -1,13 +1,19 @@
 """The lease: one manager writes to a run, and a second one is told who it is.
 
-    .run/lease-<number>     who holds it; created once and never replaced by anyone else, renewed by its holder
+    .run/lease-<number>     who holds it (holder.py); created once and never replaced by anyone else, renewed by its
+                            holder
 
-Of several files the highest number counts. A manager that finds none, or one that it may take over, creates the next
-number: `publish(overwrite=False)` lets one of two succeed. It may take over
+Of several files the highest number counts, and files that say nothing of a holder do not. A manager that finds none, or
+one that it may take over, creates the next number: `publish(overwrite=False)` lets one of two succeed. It may take over
 
-- what has not been renewed for `lease_seconds`, by the storage's clock: its holder is dead, or cut off;
+- what is dead: not renewed for `lease_seconds` by the storage's clock, and then not for half of that while this manager
+  watches it, by its own clock that no one sets;
 - what the same job holds (`run_id`): a restarted job need not wait for its dead self;
 - anything with `take_over=True`.
+
+A living holder renews its lease each third of `lease_seconds`. So a clock that was set forward gives no living run
+away, and one that was set back, which leaves a lease that was renewed in the future, keeps no one out: such a lease is
+watched for all of `lease_seconds`, and so is one on a storage that stamps no times.
 
 A lease that is given back says so, and stays until the next one is there. A holder that finds a higher number, or
 another lease under its own, has lost the run: the next call of its manager raises. Until it looks (a third of
@@ -16,24 +22,32 @@ another lease under its own, has lost the run: the next call of its manager rais
 
 from __future__ import annotations
 
-import json
-import os
+import dataclasses
+import logging
 import re
-import socket
 import threading
-import uuid
-from collections.abc import Callable, Mapping
-from typing import Any
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
 
-from dcp_nvcomp.errors import CheckpointError, ConcurrentSaveError, RunInUseError
+from dcp_nvcomp.errors import CheckpointError, ConcurrentSaveError, FormatError, RunInUseError, UnsafePathError
+from dcp_nvcomp.format.metadata.roots import is_missing
+from dcp_nvcomp.runs.holder import LONGEST_SECONDS, Holder
 from dcp_nvcomp.storage.base import FileInfo, Filesystem
 
 __all__ = ["Lease"]
 
-_NAME = re.compile(r"lease-([0-9]{6,12})")
-_MOST_NBYTES = 1 << 16
-_ATTEMPTS = 5
-_RELEASED = "released"
+logger = logging.getLogger(__name__)
+
+_NAME: Final = re.compile(r"lease-([0-9]{6,12})")
+_LAST_NUMBER: Final = 10**12 - 1  # no manager gets there: a lease a second for 30,000 years
+_MOST_NBYTES: Final = 1 << 16
+_ATTEMPTS: Final = 5
+_FUTURE_SECONDS: Final = 5.0  # by so much a file may seem to be newer than the clock that stamped it
+_LONGEST_PAUSE_SECONDS: Final = 2.0
+# It can't be read, by this user or at all; its holder may live.
+_UNREADABLE: Final = Holder("", host="an unknown host (its file can't be read)")
 
 
 class Lease:
@@ -43,14 +57,10 @@ class Lease:
         open_own: opens the run's own directory, `.run`.
         number: of the lease's file.
         holder: what the file says.
-        lease_seconds: how long it lasts without being renewed.
     """
 
-    def __init__(
-        self, open_own: Callable[[], Filesystem], number: int, holder: Mapping[str, Any], lease_seconds: float
-    ) -> None:
-        self._open_own, self._number, self._holder = open_own, number, dict(holder)
-        self._lease_seconds = lease_seconds
+    def __init__(self, open_own: Callable[[], Filesystem], number: int, holder: Holder) -> None:
+        self._open_own, self._number, self._holder = open_own, number, holder
         self._over = threading.Event()
         self._lost: RunInUseError | None = None
         # a daemon: a process that ends without `release` is a dead holder
@@ -59,7 +69,7 @@ class Lease:
 
     @staticmethod
     def take(open_own: Callable[[], Filesystem], *, run_id: str | None, lease_seconds: float, take_over: bool) -> Lease:
-        """Take the lease of a run.
+        """Take the lease of a run; may watch for a while whether another one's is renewed.
 
         Args:
             open_own: opens the run's own directory, `.run`.
@@ -70,29 +80,37 @@ class Lease:
         Raises:
             RunInUseError: another job holds it.
             StorageError: the storage fails.
+            UnsafePathError: `.run` is a symbolic link.
         """
-        holder = {
-            "run_id": run_id,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "lease_seconds": lease_seconds,
-            "id": uuid.uuid4().hex,
-        }
+        holder = Holder.here(run_id, min(lease_seconds, LONGEST_SECONDS))
         own = open_own()
+        own.refuse_link()
         own.create_directory()
+        passed = 0  # a number whose name something has that is no file
         for _ in range(_ATTEMPTS):
             held = _leases(own)
             newest = max(held, default=0)
             if held and not take_over:
-                _check_free(own, held[newest], run_id)
+                _await_free(own, run_id, holder.lease_seconds)
+            if newest == _LAST_NUMBER:  # nothing can come after it
+                own.remove([held[newest].name])
+                continue
+            number = max(newest, passed) + 1
             try:
-                own.publish(_name_of(newest + 1), json.dumps(holder).encode(), overwrite=False)
+                own.publish(_name_of(number), holder.to_data(), overwrite=False)
             except ConcurrentSaveError:  # someone was quicker: see who
+                if not _is_file(own, _name_of(number)):
+                    passed = number
                 continue
             # the one before stays: a listing of a directory that changes may miss what comes, and must not find nothing
             own.remove(file.name for number, file in held.items() if number < newest)
-            return Lease(open_own, newest + 1, holder, lease_seconds)
+            return Lease(open_own, number, holder)
         raise RunInUseError("Several managers are after the lease of this run at once.", path=own.path)
+
+    @property
+    def number(self) -> int:
+        """Its number: that of each later lease of the run is larger."""
+        return self._number
 
     @property
     def is_lost(self) -> bool:
@@ -113,22 +131,22 @@ class Lease:
         self._over.set()
         self._thread.join()
         own = self._open_own()
-        if self._lost is None and self._is_held(own):
+        if self._lost is None and self._other(own) is None:
             # not removed: numbers only grow, so that nobody takes another one's lease for its own
-            own.publish(_name_of(self._number), json.dumps({**self._holder, _RELEASED: True}).encode())
+            released = dataclasses.replace(self._holder, is_released=True)
+            own.publish(_name_of(self._number), released.to_data())
 
-    def _is_held(self, own: Filesystem) -> bool:
-        """Return whether the newest lease is this one."""
-        if max(_leases(own), default=0) != self._number:
-            return False
-        data = own.read_all(_name_of(self._number), limit_nbytes=_MOST_NBYTES)
-        try:
-            return bool(json.loads(data)["id"] == self._holder["id"])
-        except (ValueError, TypeError, KeyError):
-            return False
+    def _other(self, own: Filesystem) -> str | None:
+        """Return who holds the run if this one does not any more."""
+        held = _leases(own)
+        for number in sorted((number for number in held if number >= self._number), reverse=True):
+            holder = _read(own, held[number].name)
+            if holder is not None and holder.id != self._holder.id:
+                return str(holder)
+        return None if self._number in held else "its lease was removed"
 
     def _renew_until_over(self) -> None:
-        while not self._over.wait(self._lease_seconds / 3):
+        while not self._over.wait(self._holder.lease_seconds / 3):
             try:
                 self._renew()
             except CheckpointError:  # the storage may be back at the next attempt; if not, saves fail too
@@ -138,14 +156,15 @@ class Lease:
 
     def _renew(self) -> None:
         own = self._open_own()
-        if not self._is_held(own):
-            who = _shown(_read(own, _name_of(max(_leases(own), default=0))))
+        other = self._other(own)
+        if other is not None:
             self._lost = RunInUseError(
-                f"Another manager has taken this run over ({who}): this one must not write to it any more.",
+                f"Another manager has taken this run over ({other}): this one must not write to it any more.",
                 path=own.path,
             )
             return
-        own.publish(_name_of(self._number), json.dumps(self._holder).encode())
+        self._holder = self._holder.as_renewed()
+        own.publish(_name_of(self._number), self._holder.to_data())
 
 
 def _name_of(number: int) -> str:
@@ -156,31 +175,90 @@ def _leases(own: Filesystem) -> dict[int, FileInfo]:
     return {int(match[1]): file for file in own.list_files() if (match := _NAME.fullmatch(file.name))}
 
 
-def _read(own: Filesystem, name: str) -> dict[str, Any]:
-    """Return what a lease says; nothing if it is gone or damaged."""
+def _is_file(own: Filesystem, name: str) -> bool:
     try:
-        values = json.loads(own.read_all(name, limit_nbytes=_MOST_NBYTES))
-    except (CheckpointError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}
+        return own.file_nbytes(name) is not None
+    except UnsafePathError:  # a link
+        return False
 
 
-def _check_free(own: Filesystem, file: FileInfo, run_id: str | None) -> None:
-    holder = _read(own, file.name)
-    if holder.get(_RELEASED) is True or (run_id is not None and holder.get("run_id") == run_id):
+def _read(own: Filesystem, name: str) -> Holder | None:
+    """Return what a lease says; None if it is gone, or says nothing of a holder."""
+    try:
+        return Holder.of(own.read_all(name, limit_nbytes=_MOST_NBYTES))
+    except FormatError:  # far too long
+        return None
+    except CheckpointError as error:
+        if is_missing(error):
+            return None
+        raise
+
+
+@dataclass(frozen=True)
+class _Sight:
+    """What is seen of the lease that counts.
+
+    Attributes:
+        holder: who holds it; None if all there is says nothing of a holder.
+        modified: when each of the files was written.
+    """
+
+    holder: Holder | None
+    modified: tuple[tuple[int, float | None], ...]
+    modified_seconds: float | None
+
+    @staticmethod
+    def of(own: Filesystem) -> _Sight | None:
+        """Look; return None if there is no lease at all."""
+        held = sorted(_leases(own).items(), reverse=True)
+        if not held:
+            return None
+        modified = tuple((number, file.modified_seconds) for number, file in held)
+        for _, file in held:
+            try:
+                holder = _read(own, file.name)
+            except CheckpointError:
+                holder = _UNREADABLE
+            if holder is not None:
+                return _Sight(holder, modified, file.modified_seconds)
+        return _Sight(None, modified, held[0][1].modified_seconds)
+
+
+def _await_free(own: Filesystem, run_id: str | None, lease_seconds: float) -> None:
+    """Return once the lease may be taken over.
+
+    Raises:
+        RunInUseError: its holder lives, as far as one can see.
+    """
+    first = _Sight.of(own)
+    if first is None or (first.holder is not None and first.holder.lets_go_for(run_id)):
         return
-    lasts = holder.get("lease_seconds", 0.0)
-    age = None if file.modified_seconds is None else own.now_seconds() - file.modified_seconds
-    if age is not None and isinstance(lasts, int | float) and age > lasts:
-        return
-    when = "" if age is None else f", renewed {max(age, 0.0):.0f} s ago"
-    free = "" if age is None else f" It is free if that is not renewed for {lasts:.0f} s."
-    raise RunInUseError(
-        f"Another manager writes to this run ({_shown(holder)}{when}).{free} If that one is dead, pass take_over=True.",
+    age = None if first.modified_seconds is None else own.now_seconds() - first.modified_seconds
+    lasts = lease_seconds if first.holder is None else first.holder.lease_seconds
+    has_sane_age = age is not None and age >= -_FUTURE_SECONDS
+    if age is not None and has_sane_age and first.holder is not None and age <= lasts:
+        raise _in_use(own, first.holder, f"renewed {max(age, 0.0):.0f} s ago", lasts)
+    seconds = lasts / 2 if has_sane_age else lasts
+    logger.warning(
+        "The lease of %s (%s) looks like that of a dead job: it is watched for %.0f s before this one takes over.",
+        own.path,
+        first.holder or "a file that says nothing of a holder",
+        seconds,
+    )
+    end, pause = time.monotonic() + seconds, min(seconds / 20, _LONGEST_PAUSE_SECONDS)
+    while (left := end - time.monotonic()) > 0:
+        time.sleep(min(pause, left))
+        now = _Sight.of(own)
+        if now is None or (now.holder is not None and now.holder.lets_go_for(run_id)):
+            return
+        if now != first:
+            raise _in_use(own, now.holder, "renewed while this one watched", lasts)
+
+
+def _in_use(own: Filesystem, holder: Holder | None, when: str, lasts: float) -> RunInUseError:
+    who = "a job that left no name" if holder is None else str(holder)
+    return RunInUseError(
+        f"Another manager writes to this run ({who}, {when}). It is free if that is not renewed for {lasts:.0f} s. "
+        "If that one is dead, pass take_over=True.",
         path=own.path,
     )
-
-
-def _shown(holder: Mapping[str, Any]) -> str:
-    job = f"job {holder['run_id']!r}, " if holder.get("run_id") else ""
-    return f"{job}process {holder.get('pid', '?')} on {holder.get('host', '?')}"

@@ -23,6 +23,7 @@ from dcp_nvcomp.calls.meeting import Call
 from dcp_nvcomp.calls.ranks import group_of
 from dcp_nvcomp.calls.values import check_state_dict, try_check, try_values_of
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError, RankFailedError
+from dcp_nvcomp.format.metadata.summary import LEASE, RUN_SECONDS
 from dcp_nvcomp.options import check_choice, check_flag, check_path, check_seconds, option_names
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.runs.agreement import Agreement, RunCall
@@ -37,11 +38,12 @@ from dcp_nvcomp.runs.publishers import check_metrics
 from dcp_nvcomp.runs.ranks import ranks_of_run
 from dcp_nvcomp.runs.replicas.replicas import replicas_for
 from dcp_nvcomp.runs.restoring.run_restore import RunRestore
+from dcp_nvcomp.runs.run_time import RunTime
 from dcp_nvcomp.runs.starting import SaveStarter
 from dcp_nvcomp.runs.step_save import StepSave
 from dcp_nvcomp.runs.steps import RunSteps, StepNames
 from dcp_nvcomp.runs.telling import Telling
-from dcp_nvcomp.runs.tiers.durable import DurableTier
+from dcp_nvcomp.runs.tiers.durable import BEGUN, DurableTier
 from dcp_nvcomp.runs.tiers.fast import FastTier
 from dcp_nvcomp.runs.tiers.nodes import Nodes, Place, this_node
 from dcp_nvcomp.saving.asynchronous.async_save import end_sequence
@@ -65,8 +67,8 @@ class CheckpointManager:
         every: save to the durable tier at each multiple of this step; step 0 is not saved.
         keep: which steps stay in the durable tier: a `Keep`, or a callable that is given the complete steps and returns
             those to keep. By default all. The newest stays in any case.
-        fast: directory of the fast tier, on each node's own memory or disk, such as `"/dev/shm/run-7"`. By default
-            there is none, and saves go straight to the durable tier.
+        fast: directory of the fast tier, on each node's own memory or disk, such as `"/dev/shm/alice/run-7"`; it
+            must be the user's own. By default there is none, and saves go straight to the durable tier.
         fast_every: save to the fast tier at each multiple of this step.
         fast_keep: how many complete steps stay in the fast tier.
         copies: how many other nodes get a copy of what each node has in its fast tier. With `"replicas"` nothing is
@@ -79,7 +81,8 @@ class CheckpointManager:
         run_id: id of this job, the same for all its restarts; by default `TORCHELASTIC_RUN_ID`. A job with the same id
             takes the run over at once, others have to wait until its lease has run out.
         take_over: if True, take the run from whoever holds it.
-        lease_seconds: how long the run stays this job's if it dies.
+        lease_seconds: how long the run stays this job's if it dies, an hour at most; who takes it over then watches for
+            half of that time whether it does live.
         step_template: name of a step's directory.
         preemption_signals: signals after which `should_save` asks for a last save.
         on_event: called with each event (`StepSaved`, `StepFailed`, ...), sometimes on a thread of the manager. An
@@ -190,7 +193,10 @@ class CheckpointManager:
         except BaseException:
             self._release()
             raise
-        self._unseen_step = max((saved.step for saved in there.complete), default=None)  # until a restore
+        newest = max(there.complete, key=lambda saved: saved.step, default=None)
+        self._newest_step = None if newest is None else newest.step  # saves must not be older
+        self._is_unseen = True  # until a restore or a save
+        self._run_time = RunTime(None if newest is None else newest.run_seconds)
         path = without_secrets(self._durable.root)
         self._agreement = Agreement(self._ranks, self._signals, self._failures, lambda: self._lease, path)
         self._pipeline = Pipeline(
@@ -227,25 +233,26 @@ class CheckpointManager:
             self._pipeline,
             load_options={"process_group": self._group, "no_dist": self._group is None},
             reader_options=self._options.for_durable_reader,
+            run_time=self._run_time,
         )
 
     def _begin(self, run_id: str | None, take_over: bool, lease_seconds: float) -> RunSteps:
         """Take the run, and finish what an earlier manager left unfinished; return the steps that are there."""
 
-        def take() -> tuple[str, RunSteps]:
+        def take() -> tuple[str, RunSteps, int]:
             self._durable.refuse_checkpoint()
             lease = Lease.take(self._durable.open_own, run_id=run_id, lease_seconds=lease_seconds, take_over=take_over)
             try:
                 run = self._durable.run()
                 found = self._durable.list()
-                self._durable.remove(found.removing)
+                self._durable.remove(dict.fromkeys(found.removing, BEGUN))
             except BaseException:
                 lease.release()
                 raise
             self._lease = lease
-            return run, found
+            return run, found, lease.number
 
-        run, there = self._ranks.on_one(take)
+        run, there, self._lease_number = self._ranks.on_first_at_length(take)  # it may watch another lease
         if self._fast is not None:
             fast = self._fast
             self._ranks.together(lambda: fast.claim(run))
@@ -306,7 +313,8 @@ class CheckpointManager:
             The save under way.
 
         Raises:
-            ConfigurationError: the arguments can't work; nothing was saved.
+            ConfigurationError: the arguments can't work, or the step is older than one that this manager has restored
+                or saved; nothing was saved.
             CheckpointError: an earlier save failed behind training, and this one was not made; on all ranks. With
                 `asynchronous=False` also: this one failed.
             RunInUseError: another manager has taken the run over.
@@ -338,6 +346,7 @@ class CheckpointManager:
                 self._telling.tell(
                     StepSkipped(step, "earlier steps are still on their way: it goes to the fast tier only")
                 )
+        self._newest_step, self._is_unseen = step, False
         replica = self._replicas.replica_of(values, self._pipeline.wait) if self._replicas and to_fast else None
         self._restoring.go_back()
         if to_fast:
@@ -377,17 +386,29 @@ class CheckpointManager:
             if check_count("step", step, least=0) >= LARGEST_STEP:
                 raise ConfigurationError(f"step={step} is larger than any step that ranks can agree on, 2**63 - 1.")
             check_flag("durable", durable)
-            if self._unseen_step is not None and step <= self._unseen_step:
-                raise ConfigurationError(
-                    f"Step {step} is not newer than step {self._unseen_step}, which this run has: call restore first, "
-                    "or save to another root."
-                )
+            self._refuse_older(step)
             check_state_dict("save", state)
             known_metrics = check_metrics(step, metrics)
         except CheckpointError as error:
             return {}, {}, error
         values, failure = try_values_of(state)
         return values, known_metrics, failure
+
+    def _refuse_older(self, step: int) -> None:
+        """Raise if a step would be pushed out by what the run has; one that was saved or restored may be replaced."""
+        newest = self._newest_step
+        if newest is None or step > newest or (step == newest and not self._is_unseen):
+            return
+        if self._is_unseen:
+            raise ConfigurationError(
+                f"Step {step} is not newer than step {newest}, which this run has: call restore first, or save to "
+                "another root."
+            )
+        raise ConfigurationError(
+            f"Step {step} is older than step {newest}, which this manager has restored or saved: steps only grow. "
+            "restore(state, step=...) goes back to an earlier one; a phase that counts anew needs another root, or "
+            "numbers that go on."
+        )
 
     def _wait_for_uploads(self, save: StepSave) -> None:
         start = time.perf_counter()
@@ -452,7 +473,7 @@ class CheckpointManager:
             is_due=self._belongs_into_durable,
             new_save=self._new_save,
         )
-        self._unseen_step = None
+        self._newest_step, self._is_unseen = (None if event is None else event.step), False
         if event is not None:
             self._telling.tell(event)
         return event
@@ -462,7 +483,8 @@ class CheckpointManager:
 
     def _new_save(self, step: int, metrics: Mapping[str, float]) -> StepSave:
         self._saves += 1
-        return StepSave(step, self._saves, metrics)
+        more = {RUN_SECONDS: round(self._run_time.seconds, 6), LEASE: self._lease_number}
+        return StepSave(step, self._saves, metrics, more)
 
     def report(self) -> RunReport:
         """Return what this manager did so far, on this rank."""

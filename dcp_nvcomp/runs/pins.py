@@ -11,9 +11,9 @@ import getpass
 import json
 import re
 import socket
+from collections.abc import Callable
 
 from dcp_nvcomp.errors import CheckpointNotFoundError
-from dcp_nvcomp.format.names import METADATA_NAME
 from dcp_nvcomp.runs.removal import is_being_removed
 from dcp_nvcomp.storage.base import Filesystem
 
@@ -42,22 +42,25 @@ def is_pinned(own: Filesystem, step: int) -> bool:
     return own.file_nbytes(_name_of(step)) is not None
 
 
-def pin(own: Filesystem, at: Filesystem, step: int) -> None:
+def pin(own: Filesystem, at: Filesystem, step: int, find_problem: Callable[[], str]) -> None:
     """Pin a step.
 
     Args:
         own: the run's own directory, `.run`.
         at: the step's directory.
         step: the step.
+        find_problem: returns why the checkpoint that is there is not complete; empty if it is.
 
     Raises:
         CheckpointNotFoundError: there is no complete checkpoint of this step, or a manager is removing it.
     """
+    own.refuse_link()
     own.create_directory()
     own.publish(_name_of(step), json.dumps({"by": _whoever(), "seconds": own.now_seconds()}).encode())
-    if at.file_nbytes(METADATA_NAME) is None or is_being_removed(at):
+    problem = "It is being removed." if is_being_removed(at) else find_problem()
+    if problem:
         unpin(own, step)
-        raise CheckpointNotFoundError(f"There is no checkpoint of step {step} to pin.", path=at.path)
+        raise CheckpointNotFoundError(f"There is no checkpoint of step {step} to pin. {problem}", path=at.path)
 
 
 def unpin(own: Filesystem, step: int) -> None:
@@ -67,6 +70,7 @@ def unpin(own: Filesystem, step: int) -> None:
         own: the run's own directory, `.run`.
         step: the step.
     """
+    own.refuse_link()
     own.remove([_name_of(step)])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dcp_nvcomp.errors import CheckpointNotFoundError, ConfigurationError
@@ -16,7 +16,7 @@ from dcp_nvcomp.runs.keep import Keep, KeepRule, SavedStep
 from dcp_nvcomp.runs.kept import read_kept
 from dcp_nvcomp.runs.pins import pin, pinned_steps, unpin
 from dcp_nvcomp.runs.steps import StepNames
-from dcp_nvcomp.runs.tiers.durable import DurableTier
+from dcp_nvcomp.runs.tiers.durable import BEGUN, DurableTier
 
 __all__ = ["Pruning", "pin_step", "prune_run", "reasons_of", "unpin_step"]
 
@@ -31,6 +31,7 @@ class Pruning:
         removed: the steps that were removed, or would be.
         kept: why each of the others is kept.
         failed: why steps could not be removed, by step; call again.
+        why: why each of the removed steps went, or would.
     """
 
     path: str
@@ -38,6 +39,7 @@ class Pruning:
     removed: tuple[SavedStep, ...]
     kept: Mapping[int, tuple[str, ...]]
     failed: Mapping[int, str]
+    why: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -51,7 +53,10 @@ class Pruning:
             "run": self.path,
             "dry_run": self.dry_run,
             "nbytes": self.nbytes,
-            "removed": [{"step": saved.step, "nbytes": saved.nbytes} for saved in self.removed],
+            "removed": [
+                {"step": saved.step, "nbytes": saved.nbytes, "reason": self.why.get(saved.step, "")}
+                for saved in self.removed
+            ],
             "kept": [{"step": step, "reasons": list(reasons)} for step, reasons in sorted(self.kept.items())],
             "failed": [{"step": step, "error": error} for step, error in sorted(self.failed.items())],
         }
@@ -67,7 +72,8 @@ def prune_run(
 ) -> Pruning:
     """Remove the steps of a run that a rule does not keep; never the newest complete one, nor what is pinned.
 
-    What is left of removals that were cut short goes too. It may run beside a job that saves to the run, but not beside
+    The newest step is opened before others go, and so is each that was not seen complete before. What is left of
+    removals that were cut short goes too. It may run beside a job that saves to the run, but not beside
     one that restores an older step from it, unless that is pinned.
 
     Args:
@@ -102,7 +108,7 @@ def prune_run(
         raise other or CheckpointNotFoundError(
             "There is no complete step in this run.", path=without_secrets(durable.root)
         )
-    doomed = durable.doomed(keep, found.complete, found.abandoned)
+    doomed = durable.decide(keep, found)
     missing = keep.missing_metrics(found.complete) if doomed.steps and isinstance(keep, Keep) else ()
     if missing:
         there = ", ".join(sorted({name for saved in found.complete for name in saved.metrics})) or "none"
@@ -114,8 +120,10 @@ def prune_run(
     by_step = {saved.step: saved for saved in (*found.complete, *found.abandoned)}
     gone: tuple[int, ...] = doomed.steps
     failed: dict[int, str] = {}
+    why = {**dict.fromkeys(found.removing, BEGUN), **doomed.why}
     if not dry_run:
-        removed = durable.remove({*doomed.steps, *found.removing})
+        durable.write_seen()
+        removed = durable.remove(why)
         gone, failed = removed.steps, {step: str(error) for step, error in removed.failed.items()}
     return Pruning(
         without_secrets(durable.root),
@@ -123,6 +131,7 @@ def prune_run(
         tuple(by_step.get(step, SavedStep(step, 0.0)) for step in gone),
         doomed.kept,
         failed,
+        {step: why[step] for step in gone},
     )
 
 
@@ -147,7 +156,7 @@ def pin_step(
         StorageError: the storage fails.
     """
     durable = _durable(path, step_template, storage_options)
-    pin(durable.open_own(), durable.open(step), step)
+    pin(durable.open_own(), durable.open(step), step, lambda: durable.problem_of(step))
 
 
 def unpin_step(path: str | os.PathLike[str], step: int, *, storage_options: Mapping[str, Any] | None = None) -> None:

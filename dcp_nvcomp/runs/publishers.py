@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from dcp_nvcomp.errors import ConfigurationError
-from dcp_nvcomp.format.metadata.summary import REPLICA, Summary
+from dcp_nvcomp.format.metadata.summary import LEASE, REPLICA, RUN_SECONDS, Summary
 from dcp_nvcomp.format.names import METADATA_NAME
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.runs.removal import REMOVING
@@ -21,7 +22,8 @@ from dcp_nvcomp.storage.base import Filesystem
 __all__ = ["NodePublisher", "StepPublisher", "check_metrics"]
 
 _WORST_SUMMARY = Summary(
-    "0" * 32, 1.0e10 / 3, 10**7, 10**9, 10**18, 10**18, "0" * 32, more={TO_UPLOAD: True, REPLICA: "0" * 32}
+    *("0" * 32, 1.0e10 / 3, 10**7, 10**9, 10**18, 10**18, "0" * 32),
+    more={TO_UPLOAD: True, REPLICA: "0" * 32, RUN_SECONDS: 1.0e10 / 3, LEASE: 10**12},
 )
 
 
@@ -57,11 +59,13 @@ class StepPublisher:
         step: the step.
         metrics: of the step.
         check_lease: raises if another manager has taken the run over.
+        more: what else its summary says.
     """
 
     step: int
     metrics: Mapping[str, float]
     check_lease: Callable[[], None] = lambda: None
+    more: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, filesystem: Filesystem, save: FinishedSave) -> None:
         """Publish a save; raises what `commit_checkpoint` does, and RunInUseError if another manager has the run."""
@@ -70,8 +74,9 @@ class StepPublisher:
         publish_here(filesystem, self.named(save))
 
     def named(self, save: FinishedSave) -> FinishedSave:
-        """Return the save with step and metrics in its summary."""
-        summary = dataclasses.replace(save.summary, step=self.step, metrics=dict(self.metrics))
+        """Return the save with step, metrics and the rest in its summary."""
+        more = {**save.summary.more, **self.more}
+        summary = dataclasses.replace(save.summary, step=self.step, metrics=dict(self.metrics), more=more)
         return dataclasses.replace(save, summary=summary)
 
 

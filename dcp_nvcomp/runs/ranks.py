@@ -7,6 +7,7 @@ training, nor those of another thread. So each thread of a manager has `Ranks` o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -85,6 +86,26 @@ class Ranks:
         """Do something on one rank, and return what it returns, or raise what it raises, on all of them."""
         done, error = _tried(work) if self.rank == rank else (None, None)
         done, error = self.share((done, error), rank)
+        if error is not None:
+            raise error
+        return done  # type: ignore[return-value]
+
+    def on_first_at_length(self, work: Callable[[], T]) -> T:
+        """Do on the first rank what may take longer than the others wait: they learn meanwhile that it goes on."""
+        if self._group is None:
+            return work()
+        ended: tuple[T | None, CheckpointError | None] | None = None
+        if not self.is_first:
+            while ended is None:
+                ended = self.share(None)
+        else:
+            with ThreadPoolExecutor(1, "dcp-run-first") as pool:
+                doing = pool.submit(_tried, work)
+                pause_seconds = limit_of(self._group).total_seconds() / 3
+                while not wait([doing], pause_seconds).done:
+                    self.share(None)
+                ended = self.share(doing.result())
+        done, error = ended
         if error is not None:
             raise error
         return done  # type: ignore[return-value]

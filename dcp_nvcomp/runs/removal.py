@@ -45,7 +45,9 @@ def remove_step(filesystem: Filesystem, is_wanted: Callable[[], bool] = lambda: 
 
     Raises:
         StorageError: the storage fails; call again.
+        UnsafePathError: the directory is a symbolic link.
     """
+    filesystem.refuse_link()
     names = filesystem.list_names()
     uploads = filesystem.list_uploads()
     if not names and not uploads:

@@ -97,7 +97,7 @@ class SaveStarter:
         """
         assert self._fast is not None
         path, durable_path = self._fast.path_of(save.step), self._durable.path_of(save.step)
-        publisher = NodePublisher(save.step, save.metrics, durable_path=durable_path, upload=upload)
+        publisher = NodePublisher(save.step, save.metrics, more=save.more, durable_path=durable_path, upload=upload)
         group = self._group
         replicas: tuple[tuple[int, ...], ...] = ()
         if replica is not None:
@@ -119,7 +119,7 @@ class SaveStarter:
         if self._fast is not None:
             self._tell_of_lack_of_room(save)
         writer = self._options.durable_writer(self._durable.path_of(save.step))
-        writer.published_by(StepPublisher(save.step, save.metrics, self._check_lease))
+        writer.published_by(StepPublisher(save.step, save.metrics, self._check_lease, save.more))
         with self._durable.held(save.step):
             self._pipeline.follow_direct(save, self._begin(save, values, writer, self._group))
 

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
+from typing import Any
 
 from dcp_nvcomp.runs.events import StepFailed, StepSaved, StepSkipped, TierName
 from dcp_nvcomp.saving.stats import SaveStats
@@ -20,14 +21,17 @@ class StepSave:
         step: the step.
         number: which save of its manager this is, from 1 on; the same on all ranks.
         metrics: of the step.
+        more: what else its summary says.
         staged: done when the state may change; that is so when `save` returns.
         saved: done when the step is in all its tiers, or was skipped. It has the error if it could not be saved on any
             rank.
         tiers: those it is in so far.
     """
 
-    def __init__(self, step: int, number: int, metrics: Mapping[str, float]) -> None:
-        self.step, self.number, self.metrics = step, number, metrics
+    def __init__(
+        self, step: int, number: int, metrics: Mapping[str, float], more: Mapping[str, Any] | None = None
+    ) -> None:
+        self.step, self.number, self.metrics, self.more = step, number, metrics, dict(more or {})
         self.staged: Future[None] = Future()
         self.saved: Future[StepSaved | StepSkipped] = Future()
         self.tiers: tuple[TierName, ...] = ()

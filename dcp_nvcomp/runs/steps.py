@@ -1,25 +1,25 @@
 """The directories of a run's steps: what they are called, and which hold a complete checkpoint.
 
 <root>/step-<N>/     an ordinary checkpoint; step and metrics are in the summary in its `.metadata`
-<root>/.run/         what the run keeps for itself: lease.py, pins.py
+<root>/.run/         what the run keeps for itself: lease.py, identity.py, pins.py, kept.py, abandoned.py
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from dcp_nvcomp.errors import ConfigurationError
-from dcp_nvcomp.maintenance.run_listing import COMPLETE, DAMAGED, Step, steps_below
+from dcp_nvcomp.maintenance.run_listing import COMPLETE, DAMAGED, MISNAMED, Step, steps_below
+from dcp_nvcomp.maintenance.seen import RUN_FOLDER, Seen, read_seen
 from dcp_nvcomp.runs.abandoned import Abandoned
 from dcp_nvcomp.runs.keep import SavedStep
 from dcp_nvcomp.runs.removal import REMOVING
-from dcp_nvcomp.storage.base import Filesystem
+from dcp_nvcomp.storage.base import Below, Filesystem
 
-__all__ = ["RUN_FOLDER", "RunSteps", "StepNames", "list_steps"]
+__all__ = ["RUN_FOLDER", "RunSteps", "StepNames", "list_steps", "saved_step"]
 
-RUN_FOLDER = ".run"
 _FIELD = "{step}"
 
 
@@ -66,25 +66,33 @@ class RunSteps:
     """The steps that are at one place.
 
     Attributes:
-        complete: those whose `.metadata` and data files are there, in ascending order.
+        complete: those that are complete (maintenance/run_listing.py), in ascending order.
         abandoned: complete ones that the run has left behind.
-        damaged: those whose data files are not all there, or that a restore found damaged.
+        damaged: those that are not complete although they were published, or that a restore found damaged.
         removing: those whose removal was begun; they count as gone.
+        misnamed: why directories are no steps of the run that have the names of steps: what they hold is another step.
     """
 
     complete: tuple[SavedStep, ...]
     abandoned: tuple[SavedStep, ...]
     damaged: tuple[SavedStep, ...]
     removing: tuple[int, ...]
+    misnamed: Mapping[int, str] = field(default_factory=dict)
 
 
-def list_steps(filesystem: Filesystem, names: StepNames, abandoned: Abandoned | None = None) -> RunSteps:
+def list_steps(
+    filesystem: Filesystem, names: StepNames, abandoned: Abandoned | None = None, *, seen: Seen | None = None
+) -> tuple[RunSteps, Seen]:
     """Return the steps below a run's root.
 
     Args:
         filesystem: the root.
         names: of the steps' directories.
         abandoned: the saves that the run has left behind.
+        seen: the steps that need not be opened; by default what `.run/seen` says.
+
+    Returns:
+        The steps, and those that need not be opened the next time.
 
     Raises:
         StorageError: the storage fails, or a folder of a step can't be listed.
@@ -93,9 +101,12 @@ def list_steps(filesystem: Filesystem, names: StepNames, abandoned: Abandoned | 
     for folder, error in below.failed.items():
         if names.step_of(folder) is not None:
             raise error
+    seen = read_seen(filesystem, below) if seen is None else seen
     marks = (file.name.rpartition("/") for file in below.files)
     removing = {step for folder, _, name in marks if name == REMOVING and (step := names.step_of(folder)) is not None}
-    found = steps_below(filesystem, below)
+    ours = [file for file in below.files if names.step_of(file.name.partition("/")[0]) is not None]
+    found = steps_below(filesystem, Below(ours, below.uploads, {}), seen=seen, step_of=names.step_of)
+    seen.keep([one.name for one in found])
     complete, damaged = (
         tuple(saved for saved in _saved_steps(found, names, state) if saved.step not in removing)
         for state in (COMPLETE, DAMAGED)
@@ -105,13 +116,35 @@ def list_steps(filesystem: Filesystem, names: StepNames, abandoned: Abandoned | 
     complete = tuple(saved for saved in complete if saved not in left)
     damaged = (*damaged, *(saved for saved in left if saved.step in known.damaged))
     left = tuple(saved for saved in left if saved.step not in known.damaged)
-    return RunSteps(complete, left, damaged, tuple(sorted(removing)))
+    misnamed = {
+        step: one.problem
+        for one in found
+        if one.state == MISNAMED and (step := names.step_of(one.name)) is not None and step not in removing
+    }
+    return RunSteps(complete, left, damaged, tuple(sorted(removing)), misnamed), seen
+
+
+def saved_step(step: int, found: Step) -> SavedStep:
+    """Return what a list found as a step of a run.
+
+    Args:
+        step: the step.
+        found: what was found.
+    """
+    return SavedStep(
+        step,
+        found.saved_seconds or 0.0,
+        found.metrics,
+        found.save_id or "",
+        found.stored_nbytes,
+        found.replica_id,
+        found.run_seconds,
+        found.lease,
+    )
 
 
 def _saved_steps(found: Iterable[Step], names: StepNames, state: str) -> tuple[SavedStep, ...]:
     saved = [
-        SavedStep(step, one.saved_seconds or 0.0, one.metrics, one.save_id or "", one.stored_nbytes, one.replica_id)
-        for one in found
-        if one.state == state and (step := names.step_of(one.name)) is not None
+        saved_step(step, one) for one in found if one.state == state and (step := names.step_of(one.name)) is not None
     ]
     return tuple(sorted(saved, key=lambda one: one.step))

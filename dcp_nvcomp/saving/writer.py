@@ -302,6 +302,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
             CheckpointExistsError: there is a checkpoint, and `overwrite=False` or `use_collectives=False`.
             CodecUnavailableError: the codec or `engine="cuda"` needs a GPU or a package that is not available.
             StorageError: the path cannot be written.
+            UnsafePathError: a run saves, and the directory of the step is a symbolic link.
         """
         save = self._saves.current
         self._engine_choice.begin(self.device_memory_budget)
@@ -311,6 +312,8 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
                 refuse_existing(filesystem, rank=save.rank)
             elif save.is_coordinator and not self.overwrite:
                 refuse_existing(filesystem, rank=None)
+            if self.is_of_a_run:
+                filesystem.refuse_link()
             filesystem.create_directory()
         return dataclasses.replace(plan, storage_data=None if self.is_of_a_run else real_place(save.place))
 

@@ -142,6 +142,10 @@ class Filesystem(ABC):
     def create_directory(self) -> None:
         """Make the checkpoint's directory and its parents, durably. Does nothing on object stores."""
 
+    def refuse_link(self) -> None:
+        """Raise UnsafePathError if the directory itself is a symbolic link: what is written into it lands elsewhere."""
+        return
+
     def remove_directory(self) -> None:
         """Remove the directory if it is empty and the storage has directories; else do nothing."""
         return

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from typing import Final, TypeVar
+
+from crc32c import crc32c
 
 from dcp_nvcomp.errors import CorruptDataError, FormatError, MetadataError, UnsafeObjectError, UnsafePathError
 
@@ -53,11 +56,23 @@ def reread(read: Callable[[], bytes], check: Callable[[bytes], T]) -> T:
     data = read()
     try:
         return check(data)
-    except _SIGNS_OF_CORRUPTION:
-        again = read()
-        if again == data:
-            raise
-    return check(again)
+    except _SIGNS_OF_CORRUPTION as error:
+        failure = error
+        _let_go(error)
+    seen = crc32c(data)
+    del data  # there is memory for one of them, not for both
+    data = read()
+    if crc32c(data) == seen:
+        raise failure
+    return check(data)
+
+
+def _let_go(error: BaseException) -> None:
+    """Free what the frames of an error's traceback hold: all that was made of the bytes before it was raised."""
+    link: BaseException | None = error
+    while link is not None:
+        traceback.clear_frames(link.__traceback__)
+        link = link.__cause__ or link.__context__
 
 
 def is_stored(read: Callable[[], bytes], expected: bytes) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from dcp_nvcomp import CheckpointNotFoundError, list_run, save
+from dcp_nvcomp import CheckpointNotFoundError, Keep, list_run, prune_run, save
 from dcp_nvcomp.cli.app import app
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from tests.checkpoints import save_stock
@@ -65,25 +67,40 @@ def test_what_is_not_whole(tmp_path: Path) -> None:
     assert [step.state for step in list_run(tmp_path).steps] == ["damaged", "damaged", "complete"]
 
 
-def test_a_few_kb_are_read_of_each(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_what_was_seen_complete_a_few_kb_are_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prune_run(run, Keep(last=10))  # writes down what it has seen
     reads: list[tuple[str, int]] = []
-    read = PosixFilesystem.read
+    read, read_all = PosixFilesystem.read, PosixFilesystem.read_all
 
     def counted(self: PosixFilesystem, name: str, start: int, stop: int) -> bytes:
         reads.append((name, stop - start))
         return read(self, name, start, stop)
 
+    def counted_whole(self: PosixFilesystem, name: str, *, limit_nbytes: int) -> bytes:
+        reads.append((name, -1))
+        return read_all(self, name, limit_nbytes=limit_nbytes)
+
     monkeypatch.setattr(PosixFilesystem, "read", counted)
-    monkeypatch.setattr(PosixFilesystem, "read_all", None)
+    monkeypatch.setattr(PosixFilesystem, "read_all", counted_whole)
     assert len(list_run(run).steps) == 5
-    assert sorted(name for name, _ in reads) == [f"step-{step}/.metadata" for step in (1, 10, 12, 2)]
-    assert all(nbytes <= 4096 for _, nbytes in reads)
+    whole = {name for name, nbytes in reads if nbytes == -1}
+    assert whole == {".run/seen", "step-12/.metadata"}, "only what is not complete is opened again"
+    small = sorted(name for name, nbytes in reads if 0 < nbytes <= 4096)
+    assert small == [f"step-{step}/.metadata" for step in (1, 10, 2)]
+
+
+def test_if_all_were_seen_no_torch_is_imported(tmp_path: Path) -> None:
+    save(STATE, tmp_path / "step-1", no_dist=True)
+    prune_run(tmp_path, Keep())
+    listing = "import sys, dcp_nvcomp; dcp_nvcomp.list_run(sys.argv[1]); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", listing, str(tmp_path)], check=True)
 
 
 def test_the_table(run: Path) -> None:
     status, output, errors = ls(str(run))
     assert (status, errors) == (0, "")
-    heading, *rows = output.splitlines()
+    heading, *rows, problem = output.splitlines()
+    assert problem.startswith("step-12 is damaged: The data file ")
     assert heading.split() == ["checkpoint", "saved", "before", "size", "ratio", "ranks", "keys", "state"]
     assert [row.split()[0] for row in rows] == ["step-1", "step-2", "step-10", "step-11", "step-12"]
     assert rows[0].split()[-4:] == ["-", "1", "-", "complete"]
@@ -96,7 +113,7 @@ def test_json(run: Path) -> None:
     assert (found["schema"], found["run"], found["failed"]) == (1, str(run), {})
     assert set(found["steps"][0]) == {
         *("name", "step", "state", "saved_seconds", "stored_nbytes", "uncompressed_nbytes", "ratio"),
-        *("ranks", "keys", "save_id", "metrics", "kept"),
+        *("ranks", "keys", "save_id", "metrics", "kept", "problem", "run_seconds"),
     }
 
 

@@ -40,7 +40,8 @@ def test_the_first_snippet(tmp_path: Path) -> None:
 def test_the_snippet_of_a_run(page: Path, tmp_path: Path) -> None:
     snippets = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     (snippet,) = (one for one in snippets if "CheckpointManager(" in one)
-    code = snippet.replace("s3://bucket/run-7", str(tmp_path / "run")).replace("/dev/shm/run-7", str(tmp_path / "fast"))
+    code = snippet.replace("s3://bucket/run-7", str(tmp_path / "run"))
+    code = code.replace("/dev/shm/alice/run-7", str(tmp_path / "fast"))
     code = code.replace("every=1000", "every=4").replace("fast_every=50", "fast_every=2")
 
     def job(steps: int) -> dict[str, Any]:

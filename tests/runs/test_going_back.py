@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dcp_nvcomp import CheckpointManager, Keep, StorageError, load, pin_step
+from dcp_nvcomp import CheckpointManager, ConfigurationError, Keep, StorageError, load, pin_step
 from tests.distributed.launch import RankPool
 from tests.runs import jobs
 
@@ -77,6 +77,50 @@ def test_if_what_says_so_is_damaged_nothing_is_guessed(tmp_path: Path) -> None:
     (tmp_path / ".run" / "abandoned").write_bytes(b"{")
     with pytest.raises(StorageError, match="damaged"):
         _newest(tmp_path)
+
+
+@pytest.mark.parametrize("has_fast", [False, True])
+def test_steps_only_grow_unless_one_goes_back(tmp_path: Path, has_fast: bool) -> None:
+    options: dict[str, Any] = {"fast": tmp_path / "fast", "fast_every": 1, "fast_keep": 1} if has_fast else {}
+    run = tmp_path / "run"
+    _save(run, {90: 9.0, 100: 10.0}, keep=Keep(last=2), **options)
+    with CheckpointManager(run, every=1, run_id="job", keep=Keep(last=2), **options) as manager:
+        manager.restore(_state(-1.0))
+        with pytest.raises(ConfigurationError, match="Step 10 is older than step 100"):
+            manager.save(10, _state(1.0))
+        manager.save(100, _state(10.5))  # what it restored may be replaced
+        manager.save(110, _state(11.0))
+        with pytest.raises(ConfigurationError, match="Step 105 is older than step 110"):
+            manager.save(105, _state(1.0))
+        manager.wait()
+        assert [saved.step for saved in manager.steps()] == [100, 110]
+        manager.restore(_state(-1.0), 100)
+        manager.save(105, _state(10.6))
+        manager.wait()
+        assert [saved.step for saved in manager.steps()] == [100, 105]
+    assert _newest(run, **options) == (105, pytest.approx(10.6))
+
+
+def test_a_manager_that_only_saves_saves_no_older_step(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, every=1) as manager:
+        manager.save(20, _state(1.0))
+        with pytest.raises(ConfigurationError, match="older than step 20"):
+            manager.save(10, _state(1.0))
+
+
+def _save_older(place: Path) -> str:
+    with jobs.manager_of(place) as manager:
+        manager.restore(jobs.state_of(-1))
+        with pytest.raises(ConfigurationError) as refused:
+            manager.save(10, jobs.state_of(10))
+        manager.save(30, jobs.state_of(30))
+    return str(refused.value)
+
+
+def test_all_ranks_are_refused_alike(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(jobs.save_steps, tmp_path, [10, 20], world_size=2)
+    first, second = ranks.run(_save_older, tmp_path, world_size=2)
+    assert first == second and "Step 10 is older than step 20" in first
 
 
 def _go_back(place: Path, back_to: int, steps: list[int], **options: Any) -> None:

@@ -21,6 +21,7 @@ from dcp_nvcomp import CheckpointManager, StorageError
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.local.output import PosixOutput
 from tests.distributed.launch import RankPool
+from tests.runs import jobs
 from tests.small_disk import SmallDisk, small_disk
 
 ELEMENTS = 250_000  # of four bytes, which do not become smaller: a step of 1 MB
@@ -97,7 +98,9 @@ def test_trouble_between_jobs(disk: SmallDisk, tmp_path: Path, trouble: str) -> 
         assert _restored(manager) == (20 if trouble == "gone" else 30)
         manager.save(50, _state(50))
     assert 50 in [*_steps(tmp_path / "run"), *_steps(disk.path)]
-    if trouble != "full":
+    if trouble == "full":
+        assert 30 in _steps(disk.path), "nothing else had it"
+    else:
         assert 50 in _steps(tmp_path / "run")
     with _manager(tmp_path, tmp_path / "other") as manager:
         assert _restored(manager) in (50, 20)
@@ -109,16 +112,21 @@ def test_a_node_that_cannot_be_read_is_restored_from_the_durable_tier(
     with _manager(tmp_path, tmp_path / "fast") as manager:
         for step in (10, 20):
             manager.save(step, _state(step))
+    _break(monkeypatch, "fast/step")
+    with _manager(tmp_path, tmp_path / "fast") as manager:
+        assert _restored(manager) == 20
+
+
+def _break(patch: pytest.MonkeyPatch, where: str) -> None:
+    """Let data files not be read where a path has this in it."""
     read_into = PosixFilesystem.read_into
 
     def broken(filesystem: PosixFilesystem, name: str, *rest: Any) -> None:
-        if "fast/step" in filesystem.path and name.endswith(".distcp"):
+        if where in filesystem.path and name.endswith(".distcp"):
             raise StorageError("the disk is broken", path=filesystem.location(name), errno=errno.EIO)
         read_into(filesystem, name, *rest)
 
-    monkeypatch.setattr(PosixFilesystem, "read_into", broken)
-    with _manager(tmp_path, tmp_path / "fast") as manager:
-        assert _restored(manager) == 20
+    patch.setattr(PosixFilesystem, "read_into", broken)
 
 
 def _failing(patch: pytest.MonkeyPatch, step: int) -> None:
@@ -172,14 +180,7 @@ def test_a_due_save_that_nothing_makes_up_for_is_an_error_of_close(
 def test_a_file_that_the_upload_cannot_read_is_made_up_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asks: bool
 ) -> None:
-    read_into = PosixFilesystem.read_into
-
-    def broken(filesystem: PosixFilesystem, name: str, *rest: Any) -> None:
-        if filesystem.path.endswith("fast/step-20"):
-            raise StorageError("the disk is broken", path=filesystem.location(name), errno=errno.EIO)
-        read_into(filesystem, name, *rest)
-
-    monkeypatch.setattr(PosixFilesystem, "read_into", broken)
+    _break(monkeypatch, "fast/step-20")
     with _manager(tmp_path, tmp_path / "fast") as manager:
         manager.save(20, _state(20)).saved.exception(60)
         for step in range(21, 31):
@@ -256,3 +257,34 @@ def test_a_node_where_nothing_can_be_written_reads_what_its_peer_has(
     (found, logged), (other, _) = ranks.run(_on_two_nodes, tmp_path, places, [40], world_size=2)
     assert found == other == step and "node 1 can't be written" in logged
     assert 40 in _steps(tmp_path / "run")
+
+
+def _on_swapped_nodes(place: Path, *, swapped: bool, trouble: str = "") -> dict[str, int] | None:
+    """Save a sharded state, or restore it where each rank's shard is on the other node."""
+    rank = dist.get_rank()
+    fast = place / f"node-{1 - rank if swapped else rank}"
+    with pytest.MonkeyPatch.context() as patch, _manager(place, fast, node=f"node {rank}") as manager:
+        if not swapped:
+            manager.save(20, jobs.state_of(20))
+            return None
+        if trouble == "unreadable":
+            _break(patch, "node-0/step")
+        state = jobs.state_of(0)
+        event = manager.restore(state)
+        assert event is not None and event.step == 20
+        jobs.assert_state_of(20, state)
+        return dict(event.files)
+
+
+@pytest.mark.parametrize("trouble", ["flipped", "unreadable"])
+def test_a_peers_copy_that_is_damaged_is_replaced_by_the_durable_one(
+    ranks: RankPool, tmp_path: Path, trouble: str
+) -> None:
+    ranks.run(_on_swapped_nodes, tmp_path, swapped=False, world_size=2)
+    (file,) = (tmp_path / "node-0").glob("step-20/*.distcp")
+    if trouble == "flipped":
+        data = bytearray(file.read_bytes())
+        data[100] ^= 1
+        file.write_bytes(data)
+    first, second = ranks.run(_on_swapped_nodes, tmp_path, swapped=True, trouble=trouble, world_size=2)
+    assert {**first, **second}.get("durable")

@@ -71,13 +71,11 @@ def _load(place: Path, group: dist.ProcessGroup) -> None:
 
 
 # What is called, and where rank 1 falls silent: an attribute of a class or module, and at which of its calls.
-HOLDS_THE_LEASE = "while another one takes the lease"
 Does = Callable[[Path, dist.ProcessGroup], None]
 SILENT: dict[str, tuple[Does, Any, str, int]] = {
     "the first group of a manager": (_make, dist, "new_group", 1),
     "the second group of a manager": (_make, dist, "new_group", 2),
     "where the ranks tell their nodes": (_make, Ranks, "gather", 1),
-    HOLDS_THE_LEASE: (_make, Lease, "take", 1),
     "behind a save": (_save, DurableStage, "_send", 1),
     "in a restore": (_restore, Restoring, "_attempt", 1),
     "groups of async_save": (_async_save, dist, "new_group", 1),
@@ -90,10 +88,9 @@ SILENT: dict[str, tuple[Does, Any, str, int]] = {
 def _silent_on_one_rank(place: Path, case: str) -> float | None:
     """Return how long the call took on the rank that waits; None on the one that falls silent."""
     call, owner, name, at = SILENT[case]
-    silent = 0 if case == HOLDS_THE_LEASE else 1  # its holder is the first rank: another one waits for it
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=LIMIT_SECONDS))
     began = time.monotonic()
-    if dist.get_rank() != silent:
+    if dist.get_rank() != 1:
         with pytest.raises(CheckpointError) as caught:
             call(place, group)
         assert isinstance(caught.value, RankFailedError), caught.value
@@ -126,3 +123,20 @@ IN_EACH_RUN = ("the second group of a manager", "behind a save")
 def test_a_silent_rank(ranks: RankPool, tmp_path: Path, case: str) -> None:
     took_seconds = [seconds for seconds in ranks.run(_silent_on_one_rank, tmp_path, case, world_size=2) if seconds]
     assert len(took_seconds) == 1 and took_seconds[0] < LIMIT_SECONDS + PATIENCE_SECONDS
+
+
+def _watches_a_lease(place: Path) -> None:
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=LIMIT_SECONDS))
+    take = Lease.take
+
+    def slow(*args: Any, **kwargs: Any) -> Lease:
+        time.sleep(2.5 * LIMIT_SECONDS)
+        return take(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Lease, "take", slow)
+        _make(place, group)
+
+
+def test_a_lease_that_is_watched_for_longer_than_the_other_ranks_wait(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(_watches_a_lease, tmp_path, world_size=2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from dcp_nvcomp.calls.files import parent_and_name
+from dcp_nvcomp.calls.json_text import parse_json
 from dcp_nvcomp.conversion.entries import ObjectEntry, Source, TensorEntry, TensorReader
 from dcp_nvcomp.conversion.places import is_file, names_in
 from dcp_nvcomp.conversion.safetensors_format import (
@@ -72,9 +72,9 @@ class SafetensorsSource(Source):
             filesystem, name = self._file(linked_to(f"{directory}/{INDEX_NAME}"))
             data = filesystem.read_all(name, limit_nbytes=MAX_HEADER_NBYTES)
             try:
-                found = sorted(set(json.loads(data)["weight_map"].values()))
+                found = sorted(set(parse_json(data)["weight_map"].values()))
                 wanted = [check_relative_path(one, path=self._path) for one in found]
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise CorruptDataError("This is no index of safetensors.", path=filesystem.location(name)) from error
         elif PROGRESS_NAME in names:
             raise IncompleteCheckpointError(

@@ -38,6 +38,9 @@ from dcp_nvcomp.storage.open import open_filesystem, place_of
 __all__ = ["TorchFileSource"]
 
 _FETCH_NBYTES = 16 << 20
+# Beyond both of these a file is refused: expanded tensors are common, but in such proportions an accident or worse.
+_MOST_EXPANDED_NBYTES = 1 << 30
+_MOST_EXPANSION = 16
 
 
 class TorchFileSource(Source):
@@ -67,7 +70,7 @@ class TorchFileSource(Source):
                 local = place_of(path)
             else:
                 local = self._temporary = _fetched(filesystem, name, nbytes)
-            self._state = _loaded(local, self._path)
+            self._state, self._nbytes = _loaded(local, self._path), nbytes
         except BaseException:
             self.close()
             raise
@@ -98,7 +101,21 @@ class TorchFileSource(Source):
                 found.append(TensorEntry(key, path, tuple(value.shape), value.dtype, _Part(value.detach())))
             else:
                 found.append(ObjectEntry(key, path, _Object(value)))
+        self._refuse_bombs([entry for entry in found if isinstance(entry, TensorEntry)])
         return found
+
+    def _refuse_bombs(self, entries: Sequence[TensorEntry]) -> None:
+        """Refuse tensors whose elements share memory so often that a small file would become a huge one."""
+        total_nbytes = sum(entry.nbytes for entry in entries)
+        if total_nbytes <= max(_MOST_EXPANDED_NBYTES, _MOST_EXPANSION * self._nbytes):
+            return
+        largest = max(entries, key=lambda entry: entry.nbytes)
+        raise CheckpointError(
+            f"The file has {self._nbytes} bytes, and its tensors would have {total_nbytes}, this one {largest.nbytes}: "
+            "their elements overlap in memory, as expand makes them. Save what they were expanded from.",
+            path=self._path,
+            fqn=largest.key,
+        )
 
     def close(self) -> None:
         if self._temporary is not None:

@@ -3,7 +3,8 @@
 Python's unpickler executes: with GLOBAL and REDUCE any function that it can import, with BUILD any change to it. This
 machine knows only the opcodes that DCP's metadata needs, and turns them into the inert tree of inert.py. Everything
 else raises `UnsafeMetadataError`. Time and memory are linear in the input: strings and integers are slices of it, the
-memo grows by one at a time, marks nest `MAX_MARKS` deep, and a container takes three bytes of input or more.
+memo grows by one at a time, marks nest `MAX_MARKS` deep, and a container takes three bytes of input or more. That may
+still be thirty times as much as the input, so the memory that the tree takes is looked at as it grows, and has a limit.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from __future__ import annotations
 import pickle
 import pickletools
 import struct
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from itertools import repeat
 from typing import Any, Final
 
 from dcp_nvcomp.errors import MetadataError, UnsafeMetadataError
@@ -21,6 +24,12 @@ from dcp_nvcomp.format.metadata.trusted_globals import TRUST_ADVICE
 __all__ = ["run_pickle"]
 
 MAX_MARKS: Final = 64
+# Opcodes from one look at the memory to the next, each of which may make an object of a hundred bytes or so. A look
+# takes half a millisecond in a process of a gigabyte.
+_MOST_UNSEEN: Final = 1 << 17
+_BLOCK_NBYTES: Final = 64  # of the interpreter's small blocks, on average
+_LONG_NBYTES: Final = 128  # text from here on may be no small block
+_MAX_NAME_NBYTES: Final = 1000
 
 _MEMOIZE: Final = pickle.MEMOIZE[0]
 _BINGET: Final = pickle.BINGET[0]
@@ -105,17 +114,26 @@ _COUNTED: Final[dict[int, tuple[int, _Read]]] = {  # opcode -> (bytes that hold 
 }
 
 
-def run_pickle(data: bytes, allowed: Mapping[tuple[str, str], Global], trusted: Mapping[str, Any] | None = None) -> Any:
+def run_pickle(
+    data: bytes,
+    allowed: Mapping[tuple[str, str], Global],
+    trusted: Mapping[str, Any] | None = None,
+    *,
+    end: int,
+    most_nbytes: int,
+) -> Any:
     """The inert tree that `data` describes (see the module's docstring).
 
     Args:
-        data: a whole pickle of protocol 2 to 5.
+        data: begins with a whole pickle of protocol 2 to 5.
         allowed: (module, name) pairs that the pickle may use.
         trusted: further objects by "module.name", from `resolve_trusted_globals`.
+        end: where the pickle ends.
+        most_nbytes: how much memory the tree may take, roughly.
 
     Raises:
         MetadataError: not a pickle, or one that was cut off.
-        UnsafeMetadataError: a pickle that asks for more than a tree of what is listed.
+        UnsafeMetadataError: a pickle that asks for more than a tree of what is listed, or for more memory.
     """
     widened = {name: Global(name, value=value, is_trusted=True) for name, value in (trusted or {}).items()}
 
@@ -128,7 +146,7 @@ def run_pickle(data: bytes, allowed: Mapping[tuple[str, str], Global], trusted: 
         return found
 
     try:
-        return _run(data, find)
+        return _run(data, find, end, most_nbytes)
     except IndexError:
         raise MetadataError("This is not a pickle of DCP's metadata: an opcode finds no operand.") from None
     except (UnicodeDecodeError, struct.error) as error:
@@ -137,157 +155,198 @@ def run_pickle(data: bytes, allowed: Mapping[tuple[str, str], Global], trusted: 
 
 # One function, because a million shards are sixty million opcodes, and local variables and if-tests in the order of
 # frequency are what makes Python quick at it. It reads beyond the end of `data` only by slices, which are then short;
-# the next opcode's index raises IndexError.
-def _run(data: bytes, find: Callable[[object, object], Global]) -> Any:
+# the next opcode's index raises IndexError. What reads beyond `end` is found at the latest when it stops elsewhere.
+def _run(data: bytes, find: Callable[[object, object], Global], end: int, most_nbytes: int) -> Any:
     memoize_, binget, long_binget, binint1, tuple1, tuple2, empty_tuple, newobj = _FREQUENT
     calls, empty_dict, mark, extensions, setitems, build, short_binunicode, binint2 = _LESS_FREQUENT
     memo: list[Any] = []
     marks: list[list[Any]] = []  # the stacks below the current one
     stack: list[Any] = []
     push, pop, memoize = stack.append, stack.pop, memo.append
-    budget = 1024 + len(data) // 3  # containers that may still be made; DCP needs one for every 5 bytes or more
+    budget = 1024 + end // 3  # containers that may still be made; DCP needs one for every 5 bytes or more
     pos = 0
+    long_nbytes = moved = 0  # size of long texts, slots in containers
+    blocks = sys.getallocatedblocks()
+    batch = min(_MOST_UNSEEN, most_nbytes >> 9)
     while True:
-        opcode = data[pos]
-        pos += 1
-        if opcode == memoize_:
-            memoize(stack[-1])
-        elif opcode == binget:
-            push(memo[data[pos]])
+        _check_memory(most_nbytes, [stack, *marks], len(memo) + moved, long_nbytes, sys.getallocatedblocks() - blocks)
+        for _ in repeat(None, batch):
+            opcode = data[pos]
             pos += 1
-        elif opcode == long_binget:
-            push(memo[data[pos] | data[pos + 1] << 8 | data[pos + 2] << 16 | data[pos + 3] << 24])
-            pos += 4
-        elif opcode == binint1:
-            push(data[pos])
-            pos += 1
-        elif opcode == tuple1:
-            if not budget:
-                break
-            budget -= 1
-            stack[-1] = (stack[-1],)
-        elif opcode == tuple2:
-            if not budget:
-                break
-            budget -= 1
-            last = pop()
-            stack[-1] = (stack[-1], last)
-        elif opcode == empty_tuple:
-            push(())
-        elif opcode in calls:
-            if not budget:
-                break
-            budget -= 1
-            args = pop()
-            kind = stack[-1]
-            if type(kind) is not Global or type(args) is not tuple:
-                raise UnsafeMetadataError("The pickle calls something that is not a global.")
-            if opcode == newobj and kind.is_class and not args:
-                stack[-1] = Instance(kind)
-            elif opcode == _REDUCE and kind.reduce is not None:
-                stack[-1] = kind.reduce(args)
-            elif kind.is_trusted:
-                stack[-1] = TrustedCall(kind, args, is_new=opcode == newobj)
+            if opcode == memoize_:
+                memoize(stack[-1])
+            elif opcode == binget:
+                push(memo[data[pos]])
+                pos += 1
+            elif opcode == long_binget:
+                push(memo[data[pos] | data[pos + 1] << 8 | data[pos + 2] << 16 | data[pos + 3] << 24])
+                pos += 4
+            elif opcode == binint1:
+                push(data[pos])
+                pos += 1
+            elif opcode == tuple1:
+                if not budget:
+                    break
+                budget -= 1
+                stack[-1] = (stack[-1],)
+            elif opcode == tuple2:
+                if not budget:
+                    break
+                budget -= 1
+                last = pop()
+                stack[-1] = (stack[-1], last)
+            elif opcode == empty_tuple:
+                push(())
+            elif opcode in calls:
+                if not budget:
+                    break
+                budget -= 1
+                args = pop()
+                kind = stack[-1]
+                if type(kind) is not Global or type(args) is not tuple:
+                    raise UnsafeMetadataError("The pickle calls something that is not a global.")
+                if opcode == newobj and kind.is_class and not args:
+                    stack[-1] = Instance(kind)
+                elif opcode == _REDUCE and kind.reduce is not None:
+                    stack[-1] = kind.reduce(args)
+                elif kind.is_trusted:
+                    stack[-1] = TrustedCall(kind, args, is_new=opcode == newobj)
+                else:
+                    raise UnsafeMetadataError(f"The pickle calls {kind.name!r}, which is only data here.")
+            elif opcode == empty_dict:
+                if not budget:
+                    break
+                budget -= 1
+                push(PickledDict())
+            elif opcode == mark:
+                if len(marks) >= MAX_MARKS:
+                    raise UnsafeMetadataError(f"The pickle nests more than {MAX_MARKS} containers.")
+                marks.append(stack)
+                stack = []
+                push, pop = stack.append, stack.pop
+            elif opcode in extensions:
+                items = stack
+                moved += len(items)
+                stack = marks.pop()
+                push, pop = stack.append, stack.pop
+                target = stack[-1]
+                if type(target) is PickledDict and opcode == setitems and not len(items) & 1:
+                    target.extend(items)
+                else:
+                    _extend(target, items, are_pairs=opcode == setitems)
+            elif opcode == build:
+                state = pop()
+                target = stack[-1]
+                if not isinstance(target, Instance) or target.state is not None:
+                    raise UnsafeMetadataError("The pickle changes the state of something that it has not just made.")
+                if state is None:
+                    raise MetadataError("The pickle sets a state of None.")
+                target.state = state
+            elif opcode == short_binunicode:
+                stop = pos + 1 + data[pos]
+                push(str(data[pos + 1 : stop], "utf-8", "surrogatepass"))
+                if stop - pos > _LONG_NBYTES:
+                    long_nbytes += sys.getsizeof(stack[-1])
+                    if long_nbytes > most_nbytes:
+                        raise _too_much(most_nbytes)
+                pos = stop
+            elif opcode == binint2:
+                push(data[pos] | data[pos + 1] << 8)
+                pos += 2
+            elif opcode in _CONSTANTS:
+                push(_CONSTANTS[opcode])
+            elif opcode in _FIXED:
+                width, read = _FIXED[opcode]
+                push(read(data[pos : pos + width]))
+                pos += width
+            elif opcode == _TUPLE:
+                if not budget:
+                    break
+                budget -= 1
+                items = stack
+                moved += len(items)
+                stack = marks.pop()
+                push, pop = stack.append, stack.pop
+                push(tuple(items))
+            elif opcode == _EMPTY_LIST:
+                if not budget:
+                    break
+                budget -= 1
+                push(PickledList())
+            elif opcode == _APPEND:
+                last = pop()
+                _extend(stack[-1], [last], are_pairs=False)
+            elif opcode == _SETITEM:
+                pair = [stack[-2], stack[-1]]
+                del stack[-2:]
+                _extend(stack[-1], pair, are_pairs=True)
+            elif opcode == _TUPLE3:
+                if not budget:
+                    break
+                budget -= 1
+                triple = tuple(stack[-3:])
+                del stack[-2:]
+                stack[-1] = triple
+            elif opcode == _STACK_GLOBAL:
+                last = pop()
+                stack[-1] = find(stack[-1], last)
+            elif opcode == _GLOBAL:
+                module, name, pos = _global_lines(data, pos)
+                push(find(module, name))
+            elif opcode in _COUNTED:
+                width, read = _COUNTED[opcode]
+                stop = pos + width + int.from_bytes(data[pos : pos + width], "little")
+                if (
+                    long_nbytes + 5 * (min(stop, end) - pos) > most_nbytes
+                ):  # a slice, and text of four bytes a character
+                    raise _too_much(most_nbytes)
+                push(read(data[pos + width : stop]))
+                long_nbytes += sys.getsizeof(stack[-1])
+                pos = stop
+            elif opcode in _PUTS:
+                width = 1 if opcode == _BINPUT else 4
+                _put(memo, int.from_bytes(data[pos : pos + width], "little"), stack[-1])
+                pos += width
+            elif opcode == _FRAME:
+                if int.from_bytes(data[pos : pos + 8], "little") > end - pos - 8:
+                    raise MetadataError("The pickle ends before its last frame does: it was cut off.")
+                pos += 8
+            elif opcode == _PROTO:
+                if not 2 <= data[pos] <= 5:
+                    raise MetadataError(f"The pickle has protocol {data[pos]}; 2 to 5 are understood.")
+                pos += 1
+            elif opcode == _STOP:
+                if marks or len(stack) != 1 or pos != end:
+                    raise MetadataError("The pickle does not end with its one value.")
+                return stack[0]
             else:
-                raise UnsafeMetadataError(f"The pickle calls {kind.name!r}, which is only data here.")
-        elif opcode == empty_dict:
-            if not budget:
-                break
-            budget -= 1
-            push(PickledDict())
-        elif opcode == mark:
-            if len(marks) >= MAX_MARKS:
-                raise UnsafeMetadataError(f"The pickle nests more than {MAX_MARKS} containers.")
-            marks.append(stack)
-            stack = []
-            push, pop = stack.append, stack.pop
-        elif opcode in extensions:
-            items = stack
-            stack = marks.pop()
-            push, pop = stack.append, stack.pop
-            target = stack[-1]
-            if type(target) is PickledDict and opcode == setitems and not len(items) & 1:
-                target.extend(items)
-            else:
-                _extend(target, items, are_pairs=opcode == setitems)
-        elif opcode == build:
-            state = pop()
-            target = stack[-1]
-            if not isinstance(target, Instance) or target.state is not None:
-                raise UnsafeMetadataError("The pickle changes the state of something that it has not just made.")
-            if state is None:
-                raise MetadataError("The pickle sets a state of None.")
-            target.state = state
-        elif opcode == short_binunicode:
-            stop = pos + 1 + data[pos]
-            push(str(data[pos + 1 : stop], "utf-8", "surrogatepass"))
-            pos = stop
-        elif opcode == binint2:
-            push(data[pos] | data[pos + 1] << 8)
-            pos += 2
-        elif opcode in _CONSTANTS:
-            push(_CONSTANTS[opcode])
-        elif opcode in _FIXED:
-            width, read = _FIXED[opcode]
-            push(read(data[pos : pos + width]))
-            pos += width
-        elif opcode == _TUPLE:
-            if not budget:
-                break
-            budget -= 1
-            items = stack
-            stack = marks.pop()
-            push, pop = stack.append, stack.pop
-            push(tuple(items))
-        elif opcode == _EMPTY_LIST:
-            if not budget:
-                break
-            budget -= 1
-            push(PickledList())
-        elif opcode == _APPEND:
-            last = pop()
-            _extend(stack[-1], [last], are_pairs=False)
-        elif opcode == _SETITEM:
-            pair = [stack[-2], stack[-1]]
-            del stack[-2:]
-            _extend(stack[-1], pair, are_pairs=True)
-        elif opcode == _TUPLE3:
-            if not budget:
-                break
-            budget -= 1
-            triple = tuple(stack[-3:])
-            del stack[-2:]
-            stack[-1] = triple
-        elif opcode == _STACK_GLOBAL:
-            last = pop()
-            stack[-1] = find(stack[-1], last)
-        elif opcode == _GLOBAL:
-            module, name, pos = _global_lines(data, pos)
-            push(find(module, name))
-        elif opcode in _COUNTED:
-            width, read = _COUNTED[opcode]
-            stop = pos + width + int.from_bytes(data[pos : pos + width], "little")
-            push(read(data[pos + width : stop]))
-            pos = stop
-        elif opcode in _PUTS:
-            width = 1 if opcode == _BINPUT else 4
-            _put(memo, int.from_bytes(data[pos : pos + width], "little"), stack[-1])
-            pos += width
-        elif opcode == _FRAME:
-            if int.from_bytes(data[pos : pos + 8], "little") > len(data) - pos - 8:
-                raise MetadataError("The pickle ends before its last frame does: it was cut off.")
-            pos += 8
-        elif opcode == _PROTO:
-            if not 2 <= data[pos] <= 5:
-                raise MetadataError(f"The pickle has protocol {data[pos]}; 2 to 5 are understood.")
-            pos += 1
-        elif opcode == _STOP:
-            if marks or len(stack) != 1 or pos != len(data):
-                raise MetadataError("The pickle does not end with its one value.")
-            return stack[0]
+                raise _refused_opcode(data, opcode, pos)
         else:
-            raise _refused_opcode(data, opcode, pos)
+            continue
+        break
     raise UnsafeMetadataError("The pickle makes more containers than its size allows.")
+
+
+def _check_memory(most_nbytes: int, stacks: Sequence[Sequence[Any]], slots: int, long_nbytes: int, blocks: int) -> None:
+    """Refuse a tree that takes too much memory.
+
+    Args:
+        most_nbytes: how much it may take.
+        stacks: what no container has yet: it is there twice while it goes into one.
+        slots: how many there are in the memo and in containers.
+        long_nbytes: size of long texts.
+        blocks: the interpreter's small blocks that have been taken meanwhile, by this thread for the most part.
+    """
+    pointers = 2 * sum(map(len, stacks)) + slots
+    if 9 * pointers + long_nbytes + _BLOCK_NBYTES * blocks > most_nbytes:  # lists are an eighth longer than they must
+        raise _too_much(most_nbytes)
+
+
+def _too_much(most_nbytes: int) -> UnsafeMetadataError:
+    return UnsafeMetadataError(
+        f"`.metadata` describes more than fits the {most_nbytes} bytes of memory that it may take. If it is genuine, "
+        "pass a larger metadata_limit_nbytes=."
+    )
 
 
 def _extend(target: object, items: list[Any], *, are_pairs: bool) -> None:
@@ -312,9 +371,9 @@ def _put(memo: list[Any], index: int, value: Any) -> None:
 def _global_lines(data: bytes, pos: int) -> tuple[str, str, int]:
     lines = []
     for _ in range(2):
-        stop = data.find(b"\n", pos)
+        stop = data.find(b"\n", pos, pos + _MAX_NAME_NBYTES)
         if stop < 0:
-            raise MetadataError("The pickle ends inside a name: it was cut off.")
+            raise MetadataError("The pickle has a name without an end: it was cut off, or is none.")
         lines.append(data[pos:stop].decode())
         pos = stop + 1
     return lines[0], lines[1], pos

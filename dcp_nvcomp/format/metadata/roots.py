@@ -6,9 +6,12 @@ immutable `__<save_id>.metadata` is not a root: it is a backup used only by `rec
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import pickle
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -38,6 +41,9 @@ from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.reread import reread
 
 __all__ = ["Root", "is_missing", "nothing_there", "read_current", "read_root", "read_roots", "read_whole_temporary"]
+
+_USUAL_NBYTES: Final = 64 << 20
+_PICKLE: Final = pickle.PROTO
 
 
 @dataclass(frozen=True)
@@ -91,33 +97,53 @@ def is_missing(error: CheckpointError) -> bool:
     return isinstance(error, StorageError) and error.errno in (errno.ENOENT, errno.ESTALE)
 
 
-def read_root(filesystem: Filesystem, name: str, *, trusted_globals: Sequence[str] = ()) -> Root:
+def read_root(
+    filesystem: Filesystem,
+    name: str,
+    *,
+    trusted_globals: Sequence[str] = (),
+    limit_nbytes: int = MAX_METADATA_NBYTES,
+) -> Root:
     """Read one metadata file, and once more if it turns out to be corrupt.
 
     Args:
         filesystem: the directory.
         name: the file.
         trusted_globals: dotted names that it may use beyond what is safe by itself.
+        limit_nbytes: of the file; with what is made of it, it takes three times as much memory at most.
 
     Raises:
         ConfigurationError: a trusted global is no dotted name.
-        MetadataError: it can't be read, is larger than any metadata, or asks for something unsafe.
+        MetadataError: it can't be read, is larger than the limit, or asks for something unsafe.
         StorageError: it is missing, or the storage fails.
         UnsafePathError: it names a file outside the directory.
     """
-
-    def read() -> bytes:
-        try:
-            return filesystem.read_all(name, limit_nbytes=MAX_METADATA_NBYTES)
-        except FormatError as error:
-            message = f"It is larger than {MAX_METADATA_NBYTES} bytes, so it is no metadata of a checkpoint."
-            raise MetadataError(message, path=filesystem.location(name)) from error
+    path = filesystem.location(name)
 
     def parsed(data: bytes) -> Root:
-        path = filesystem.location(name)
-        return Root(name, data, parse_metadata(data, path=path, trusted_globals=trusted_globals))
+        metadata = parse_metadata(data, path=path, trusted_globals=trusted_globals, limit_nbytes=limit_nbytes)
+        return Root(name, data, metadata)
 
-    return reread(read, parsed)
+    return reread(lambda: _read_whole(filesystem, name, limit_nbytes), parsed)
+
+
+def _read_whole(filesystem: Filesystem, name: str, limit_nbytes: int) -> bytes:
+    """Return the bytes of a metadata file; one that is larger than most is looked at before memory is taken for it."""
+    path = filesystem.location(name)
+    try:
+        return filesystem.read_all(name, limit_nbytes=min(limit_nbytes, _USUAL_NBYTES))
+    except FormatError:
+        nbytes = filesystem.file_nbytes(name) or 0
+    if nbytes <= limit_nbytes:
+        if filesystem.read(name, 0, len(_PICKLE)) != _PICKLE:
+            raise MetadataError("It does not begin like a pickle, so it is no metadata of a checkpoint.", path=path)
+        with contextlib.suppress(FormatError):  # it grew
+            return filesystem.read_all(name, limit_nbytes=limit_nbytes)
+    raise MetadataError(
+        f"It has {nbytes} bytes, and at most {limit_nbytes} are read, so that it can't fill the memory. If it is "
+        "genuine, pass a larger metadata_limit_nbytes=.",
+        path=path,
+    )
 
 
 def read_whole_temporary(filesystem: Filesystem, name: str) -> Root | None:
@@ -138,18 +164,21 @@ def read_whole_temporary(filesystem: Filesystem, name: str) -> Root | None:
         raise
 
 
-def read_current(filesystem: Filesystem, *, trusted_globals: Sequence[str] = ()) -> Root:
+def read_current(
+    filesystem: Filesystem, *, trusted_globals: Sequence[str] = (), limit_nbytes: int = MAX_METADATA_NBYTES
+) -> Root:
     """Read `.metadata` as `read_root` does; if it can't be read and a save left a copy, the error points to `recover`.
 
     Args:
         filesystem: the directory.
         trusted_globals: dotted names that it may use beyond what is safe by itself.
+        limit_nbytes: as for `read_root`.
 
     Raises:
         CheckpointError: as `read_root`.
     """
     try:
-        return read_root(filesystem, METADATA_NAME, trusted_globals=trusted_globals)
+        return read_root(filesystem, METADATA_NAME, trusted_globals=trusted_globals, limit_nbytes=limit_nbytes)
     except MetadataError as error:
         if _has_copy(filesystem):
             error.message += " A save left a copy of its metadata here: try `dcp-nvcomp recover`."

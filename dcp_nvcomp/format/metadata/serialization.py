@@ -13,27 +13,25 @@ import dataclasses
 import enum
 import io
 import pickle
-import struct
 from collections.abc import Sequence
 from typing import Any, Final
 
-from crc32c import crc32c
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
-from dcp_nvcomp.errors import CheckpointError, MetadataError
+from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.format.collector import collector_paused
+from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.metadata.allowed_globals import ALLOWED
 from dcp_nvcomp.format.metadata.pickle_machine import run_pickle
 from dcp_nvcomp.format.metadata.stored import plain_storage_data
 from dcp_nvcomp.format.metadata.summary import SUMMARY_ATTRIBUTE, Summary
+from dcp_nvcomp.format.metadata.trailer import end_of_pickle, with_trailer
 from dcp_nvcomp.format.metadata.tree import MetadataReader
 from dcp_nvcomp.format.metadata.trusted_globals import resolve_trusted_globals
 
 __all__ = ["parse_metadata", "serialize_metadata"]
 
-# Unpicklers stop at the STOP opcode, so stock tools never see what follows.
-_TRAILER: Final = struct.Struct("<I8s")
-_TRAILER_MAGIC: Final = b"DCPNVcrc"
+_LEAST_TREE_NBYTES: Final = 1 << 20
 
 
 def serialize_metadata(metadata: Metadata, summary: Summary | None = None) -> bytes:
@@ -49,8 +47,7 @@ def serialize_metadata(metadata: Metadata, summary: Summary | None = None) -> by
     if text is not None:
         metadata = dataclasses.replace(metadata)
         setattr(metadata, SUMMARY_ATTRIBUTE, text)
-    data = _pickled(metadata)
-    return b"".join([data, _TRAILER.pack(crc32c(data), _TRAILER_MAGIC)])
+    return with_trailer(_pickled(metadata))
 
 
 def _pickled(metadata: Metadata) -> bytes:
@@ -72,18 +69,9 @@ def _by_value(member: enum.Enum) -> tuple[type[enum.Enum], tuple[Any, ...]]:
     return type(member), (member.value,)
 
 
-def _checked_pickle(data: bytes) -> bytes:
-    """Return the pickle without its trailer, whose CRC must match. Stock DCP writes no trailer."""
-    if not data.endswith(_TRAILER_MAGIC):
-        return data
-    crc, _ = _TRAILER.unpack(data[-_TRAILER.size :].rjust(_TRAILER.size))
-    data = data[: -_TRAILER.size]
-    if crc32c(data) != crc:
-        raise MetadataError("`.metadata` fails its CRC: it is corrupt. `dcp-nvcomp recover` may restore it.")
-    return data
-
-
-def parse_metadata(data: bytes, *, path: str, trusted_globals: Sequence[str] = ()) -> Metadata:
+def parse_metadata(
+    data: bytes, *, path: str, trusted_globals: Sequence[str] = (), limit_nbytes: int = MAX_METADATA_NBYTES
+) -> Metadata:
     """Read `.metadata` without executing anything that it names.
 
     Attributes that this version does not know are ignored, and nothing is built from them: a later torch may add some.
@@ -94,6 +82,7 @@ def parse_metadata(data: bytes, *, path: str, trusted_globals: Sequence[str] = (
         trusted_globals: further globals that the file may use, each an exact "module.name". They are imported, and
             called with whatever arguments the file gives them: name only what you would run on a stranger's input.
             What they make may be the `checkpoint_id`, in `planner_data`, or stand in for stock DCP's storage infos.
+        limit_nbytes: of the file; it and what is made of it take three times as much memory at most.
 
     Raises:
         UnsafeMetadataError: it asks for a global that is not listed, for a call, or for more than its size allows.
@@ -103,9 +92,13 @@ def parse_metadata(data: bytes, *, path: str, trusted_globals: Sequence[str] = (
     """
     trusted = resolve_trusted_globals(trusted_globals)
     try:
-        data = _checked_pickle(data)
+        end = end_of_pickle(data)
+        # what is made of the tree takes about as much memory as the tree
+        most_nbytes = max((3 * limit_nbytes - len(data)) // 2, _LEAST_TREE_NBYTES)
         with collector_paused():
-            return MetadataReader(path, len(data)).metadata(run_pickle(data, ALLOWED, trusted))
+            return MetadataReader(path, end).metadata(
+                run_pickle(data, ALLOWED, trusted, end=end, most_nbytes=most_nbytes)
+            )
     except CheckpointError as error:
         error.path = error.path or path
         raise

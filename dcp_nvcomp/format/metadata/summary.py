@@ -14,15 +14,20 @@ from typing import Any, Final
 
 from crc32c import crc32c
 
-__all__ = ["REPLICA", "SUMMARY_ATTRIBUTE", "SUMMARY_NBYTES", "Summary", "summary_at_end"]
+__all__ = ["LEASE", "REPLICA", "RUN_SECONDS", "SUMMARY_ATTRIBUTE", "SUMMARY_NBYTES", "Summary", "summary_at_end"]
 
 SUMMARY_ATTRIBUTE: Final = "dcp_nvcomp_summary"
 # As much of the end of a file is read to find a summary; one that would not fit is not written.
 SUMMARY_NBYTES: Final = 4096
 # Among `more`: what each replica of a state has saved for itself has this in common.
 REPLICA: Final = "replica"
+# Among `more`: how long the run had been under way, and by which of its leases the step was saved.
+RUN_SECONDS: Final = "run_seconds"
+LEASE: Final = "lease"
+_MOST_SECONDS: Final = 1e12
 _MARK: Final = "DCPNVsum"
 _CRC_DIGITS: Final = 8
+_MOST: Final = (1 << 63) - 1  # of whole numbers and times, which else no float might be
 _MOST_TEXT_NBYTES: Final = SUMMARY_NBYTES - 128
 
 
@@ -59,16 +64,32 @@ class Summary:
         """`uncompressed_nbytes` over `stored_nbytes`; 1.0 if nothing was saved."""
         return self.uncompressed_nbytes / self.stored_nbytes if self.uncompressed_nbytes else 1.0
 
+    @property
+    def run_seconds(self) -> float | None:
+        """How long the run had been under way, without breaks; None if no manager of a run says so."""
+        found = self.more.get(RUN_SECONDS)
+        if not isinstance(found, int | float) or isinstance(found, bool):
+            return None
+        return float(found) if 0 <= found < _MOST_SECONDS else None
+
+    @property
+    def lease(self) -> int:
+        """The number of the lease under which a run's manager saved it; 0 if none says so."""
+        found = self.more.get(LEASE)
+        return found if type(found) is int and found > 0 else 0
+
     def _is_sane(self) -> bool:
         sizes = (self.ranks, self.keys, self.uncompressed_nbytes, self.stored_nbytes)
         texts = (self.save_id, self.version)
+        metrics = self.metrics.values() if type(self.metrics) is dict else ()
         return (
-            all(type(size) is int and size >= 0 for size in sizes)
+            all(type(size) is int and 0 <= size <= _MOST for size in sizes)
             and all(type(text) is str for text in texts)
             and type(self.saved_seconds) in (int, float)
-            and (self.step is None or (type(self.step) is int and self.step >= 0))
+            and -_MOST <= self.saved_seconds <= _MOST  # not of NaN
+            and (self.step is None or (type(self.step) is int and 0 <= self.step <= _MOST))
             and type(self.metrics) is dict
-            and all(type(value) in (int, float) for value in self.metrics.values())
+            and all(type(value) is float or (type(value) is int and abs(value) <= _MOST) for value in metrics)
         )
 
     def to_text(self) -> str | None:

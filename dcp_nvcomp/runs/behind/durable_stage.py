@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.runs.abandoned import Abandoned
@@ -15,7 +15,7 @@ from dcp_nvcomp.runs.ranks import Ranks
 from dcp_nvcomp.runs.removal import REMOVING
 from dcp_nvcomp.runs.step_save import StepSave
 from dcp_nvcomp.runs.steps import RunSteps
-from dcp_nvcomp.runs.tiers.durable import DurableTier
+from dcp_nvcomp.runs.tiers.durable import BEGUN, DurableTier
 from dcp_nvcomp.runs.tiers.fast import FastTier
 from dcp_nvcomp.runs.tiers.uploads import upload_files
 from dcp_nvcomp.saving.commit import WrittenSave, commit_files
@@ -53,9 +53,9 @@ class DurableStage:
         self._ranks, self._durable, self._fast, self._rule = ranks, durable, fast, rule
         self._check_lease, self._tell = check_lease, tell
         self._rule_to_check: Keep | KeepRule | None = rule  # until something goes
-        self._complete = {saved.step: saved for saved in there.complete}
-        self._abandoned = {saved.step: saved for saved in there.abandoned}
-        self._leftover: set[int] = set()  # what could not be removed
+        self._complete = {saved.step for saved in there.complete}
+        self._abandoned = {saved.step for saved in there.abandoned}
+        self._new: set[int] = set()  # not opened since they were saved
 
     def go_back(self, abandoned: Abandoned) -> None:
         """Leave saves behind.
@@ -63,10 +63,9 @@ class DurableStage:
         Args:
             abandoned: the saves; all others that are there are the run's.
         """
-        known = {**self._abandoned, **self._complete}
-        left = abandoned.saves.keys()
-        self._abandoned = {step: known[step] for step in known.keys() & left if step not in abandoned.damaged}
-        self._complete = {step: saved for step, saved in known.items() if step not in left}
+        known, left = self._abandoned | self._complete, abandoned.saves.keys()
+        self._abandoned = (known & left) - abandoned.damaged
+        self._complete = known - left
 
     def upload(self, save: StepSave, written: WrittenSave, senders: Mapping[str, int]) -> None:
         """Upload the files of a step as they are, and commit it; all ranks call this.
@@ -94,9 +93,9 @@ class DurableStage:
 
     def note(self, save: StepSave) -> None:
         """Note that a step is there."""
-        self._complete[save.step] = SavedStep(save.step, time.time(), save.metrics)
-        self._abandoned.pop(save.step, None)
-        self._leftover.discard(save.step)
+        self._complete.add(save.step)
+        self._abandoned.discard(save.step)
+        self._new.add(save.step)
 
     def prune(self) -> None:
         """Remove what nothing keeps, on the first rank."""
@@ -104,27 +103,39 @@ class DurableStage:
             return
         try:
             self._check_lease()
-            doomed = self._durable.doomed(self._rule, self._complete.values(), self._abandoned.values())
-            if doomed.steps:
-                self._warn_of_missing_metrics()
-            write_kept(self._durable.open_own(), doomed.kept)
-            removed = self._durable.remove({*doomed.steps, *self._leftover})
+            if self._rule is None:  # nothing can go, so nothing has to be listed
+                self._write_kept()
+            else:
+                self._list_and_remove(self._rule)
         except CheckpointError as error:
             logger.warning("Old steps could not be removed, and will be at the next save: %s", error)
-            return
         except Exception as error:  # of a rule of the user's own
             logger.error("The rule that says what to keep raised %s: %s", type(error).__name__, error)
-            return
-        self._leftover = set(removed.failed)
-        for step in (*removed.steps, *removed.failed):
-            self._complete.pop(step, None)
-            self._abandoned.pop(step, None)
+
+    def _write_kept(self) -> None:
+        kept = {**dict.fromkeys(self._abandoned, ("abandoned",)), **dict.fromkeys(self._complete, ("all",))}
+        write_kept(self._durable.open_own(), kept)
+        with contextlib.suppress(CheckpointError):  # only lists take longer then
+            for step in self._new:
+                self._durable.problem_of(step)
+        self._new.clear()
+        self._durable.write_seen()
+
+    def _list_and_remove(self, rule: Keep | KeepRule) -> None:
+        """List the steps, as others may have removed or harmed some, and remove those that a rule does not keep."""
+        found = self._durable.list()
+        doomed = self._durable.decide(rule, found)
+        if doomed.why:
+            self._warn_of_missing_metrics(found.complete)
+        self._durable.write_seen()
+        write_kept(self._durable.open_own(), doomed.kept)
+        removed = self._durable.remove({**dict.fromkeys(found.removing, BEGUN), **doomed.why})
         if removed.steps:
             self._tell(StepsRemoved(removed.steps, "durable"))
 
-    def _warn_of_missing_metrics(self) -> None:
+    def _warn_of_missing_metrics(self, complete: Sequence[SavedStep]) -> None:
         rule, self._rule_to_check = self._rule_to_check, None
-        for metric in rule.missing_metrics(list(self._complete.values())) if isinstance(rule, Keep) else ():
+        for metric in rule.missing_metrics(complete) if isinstance(rule, Keep) else ():
             logger.warning(
                 "No step has the metric %r, by which keep= keeps the best ones: none is kept for it so far. Is that "
                 "what metrics= of save calls it?",

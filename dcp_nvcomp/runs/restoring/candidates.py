@@ -41,6 +41,9 @@ class Candidate:
         replica_id: what the saves of all replicas have in common; empty if there are none.
         others: other versions that are complete on nodes.
         is_equal: True if its nodes know that the versions are equal, so that each may read its own.
+        is_damaged: True if what the durable tier has of it is not complete.
+        run_seconds: how long the run had been under way; None if the step does not say.
+        lease: under which of the run's leases it was saved; 0 if the step does not say.
     """
 
     step: int
@@ -56,6 +59,9 @@ class Candidate:
     replica_id: str = ""
     others: tuple[Candidate, ...] = ()
     is_equal: bool = False
+    is_damaged: bool = False
+    run_seconds: float | None = None
+    lease: int = 0
 
     @property
     def versions(self) -> tuple[Candidate, ...]:
@@ -66,6 +72,11 @@ class Candidate:
     def has_durable(self) -> bool:
         """True if a version is in the durable tier."""
         return any(one.is_durable for one in self.versions)
+
+    @property
+    def is_safe(self) -> bool:
+        """True if a version is complete in the durable tier."""
+        return any(one.is_durable and not one.is_damaged for one in self.versions)
 
     def version_for(self, node: str) -> Candidate:
         """Return the version that a node's ranks read: its own, if that is complete, and known to equal the others."""
@@ -125,13 +136,17 @@ def candidates(
     durable: Iterable[SavedStep],
     on_nodes: Sequence[tuple[str, Sequence[HeldStep]]],
     abandoned: Abandoned | None = None,
+    damaged: Iterable[SavedStep] = (),
 ) -> list[Candidate]:
     """Return the saves that could be restored, the newest step first, of one step the latest save.
 
+    Which save of a step is the latest goes by the run's leases and its own time: the clocks of machines differ.
+
     Args:
-        durable: the steps of the durable tier.
+        durable: the steps of the durable tier, those that are not complete too: nodes may have what they lack.
         on_nodes: what each node holds, by its name.
         abandoned: the saves that the run has left behind.
+        damaged: those of the durable tier that are not complete.
     """
     named: dict[tuple[int, str], list[tuple[str, HeldStep]]] = {}
     for node, steps in on_nodes:
@@ -148,7 +163,13 @@ def candidates(
     found += [_durable_only(one) for one in saved.values()]
     if abandoned is not None:
         found = [_marked(one) if abandoned.has(one.step, one.save_id, one.replica_id) else one for one in found]
-    return sorted(_with_versions(found), key=lambda one: (one.step, one.saved_seconds, one.save_id), reverse=True)
+    not_whole = {(one.step, one.save_id) for one in damaged}
+    found = [replace(one, is_damaged=True) if (one.step, one.save_id) in not_whole else one for one in found]
+    return sorted(_with_versions(found), key=_age, reverse=True)
+
+
+def _age(one: Candidate) -> tuple[int, int, float, float, str]:
+    return one.step, one.lease, one.run_seconds or 0.0, one.saved_seconds, one.save_id
 
 
 def _on_nodes(
@@ -176,6 +197,8 @@ def _on_nodes(
         is_due=first.is_due,
         replica_id=first.replica_id,
         is_equal=all(one.is_equal for _, one in by_node),
+        run_seconds=first.run_seconds,
+        lease=first.lease,
     )
 
 
@@ -207,6 +230,8 @@ def _durable_only(saved: SavedStep) -> Candidate:
         (),
         is_durable=True,
         replica_id=saved.replica_id,
+        run_seconds=saved.run_seconds,
+        lease=saved.lease,
     )
 
 

@@ -26,6 +26,7 @@ from dcp_nvcomp.format.metadata.roots import is_missing
 from dcp_nvcomp.format.names import METADATA_NAME
 from dcp_nvcomp.loading.load import load
 from dcp_nvcomp.loading.whole import WholeValue
+from dcp_nvcomp.redaction import printable
 from dcp_nvcomp.runs.events import StepRestored
 from dcp_nvcomp.runs.ranks import Ranks
 from dcp_nvcomp.runs.restoring.candidates import Candidate
@@ -139,15 +140,17 @@ class Restoring:
         while True:
             reader, error = self._attempt(state, candidate)
             words = None if error is None else f"{type(error).__name__}: {error}"
-            attempts = self._ranks.gather(_Attempt(_is_damage(error, reader), words, reader.damaged))
+            damaged = () if isinstance(error, _NOT_DAMAGE) else reader.damaged
+            attempts = self._ranks.gather(_Attempt(_is_damage(error), words, damaged))
             failed = {rank: one for rank, one in enumerate(attempts) if one.error is not None}
             if not failed:
                 return reader, None, candidate
-            if any(not one.is_damage for one in failed.values()):
-                if error is not None and not _is_damage(error, reader):
+            bad = {copy for one in attempts for copy in one.damaged}
+            # a rank that has no error of its own raises that of another one, which may be about a copy there
+            if not bad and any(not one.is_damage for one in failed.values()):
+                if error is not None and not _is_damage(error):
                     raise error
                 raise RankFailedError.of({rank: str(one.error) for rank, one in failed.items() if not one.is_damage})
-            bad = {copy for one in attempts for copy in one.damaged}
             if not bad & candidate.copies or not _has_others(candidate.without(bad)):
                 return None, error or CorruptDataError(str(next(iter(failed.values())).error)), candidate
             logger.warning("Copies of step %d are damaged, and others are taken: %s", candidate.step, sorted(bad))
@@ -184,6 +187,7 @@ class Restoring:
         assert self._fast is not None
         if self._nodes.is_leader and self._fast.is_claimed:
             try:  # for the next restore; this one has it
+                fetch.here.refuse_link()
                 fetch.here.create_directory()
                 fetch.here.publish(METADATA_NAME, data)
             except CheckpointError as error:
@@ -196,7 +200,9 @@ def _log_what_is_left(step: int, reader: NearestReader, state: Mapping[str, Any]
     left = [fqn for fqn in names if not any(fqn == key or fqn.startswith(f"{key}.") for key in state)]
     if left:
         shown = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
-        logger.warning("Step %d also has values that the state has no key for; they are not restored: %s", step, shown)
+        logger.warning(
+            "Step %d also has values that the state has no key for; they are not restored: %s", step, printable(shown)
+        )
 
 
 def _load_whole(state: dict[str, Any], reader: NearestReader, options: Mapping[str, Any]) -> None:
@@ -211,13 +217,10 @@ def _comes_whole(value: Any) -> bool:
     return isinstance(value, Mapping | list) or (is_stateful(value) and not isinstance(value, ExpectsCheckpoint))
 
 
-def _is_damage(error: BaseException | None, reader: NearestReader) -> bool:
-    """Return whether a load failed because of what it read, or because a copy in a fast tier can't be read."""
+def _is_damage(error: BaseException | None) -> bool:
     if error is None or isinstance(error, _NOT_DAMAGE):
         return False
-    return (
-        bool(reader.damaged) or isinstance(error, _DAMAGE) or (isinstance(error, CheckpointError) and is_missing(error))
-    )
+    return isinstance(error, _DAMAGE) or (isinstance(error, CheckpointError) and is_missing(error))
 
 
 def _has_others(candidate: Candidate) -> bool:

@@ -21,6 +21,7 @@ from dcp_nvcomp.runs.ranks import Ranks
 from dcp_nvcomp.runs.restoring.candidates import Candidate, candidates
 from dcp_nvcomp.runs.restoring.nearest import NearestReader
 from dcp_nvcomp.runs.restoring.restore import Restoring
+from dcp_nvcomp.runs.run_time import RunTime
 from dcp_nvcomp.runs.step_save import StepSave
 from dcp_nvcomp.runs.tiers.durable import DurableTier
 from dcp_nvcomp.runs.tiers.fast import FastTier, HeldStep
@@ -44,6 +45,7 @@ class RunRestore:
         pipeline: what is being saved.
         load_options: of `load`: the ranks that load together.
         reader_options: of the readers of the durable tier.
+        run_time: goes on from the step that is restored.
     """
 
     def __init__(
@@ -56,9 +58,11 @@ class RunRestore:
         *,
         load_options: Mapping[str, Any],
         reader_options: Mapping[str, Any],
+        run_time: RunTime,
     ) -> None:
         self._ranks, self._nodes, self._fast, self._durable, self._pipeline = ranks, nodes, fast, durable, pipeline
         self._load_options, self._reader_options = load_options, reader_options
+        self._run_time = run_time
         self._to_abandon: Abandoned | None = None
         self._damaged: frozenset[int] = frozenset()
 
@@ -106,9 +110,10 @@ class RunRestore:
         )
         if self._pipeline.room is not None:
             whole = [one.step for one in found if one.has_durable or one.is_complete_on_nodes]
-            durable = [one.step for one in found if one.has_durable and one.step <= wanted[0].step]
+            durable = [one.step for one in found if one.is_safe and one.step <= wanted[0].step]
             self._pipeline.room.restored(whole, max(durable, default=-1))
         event, restored = loading.newest(state, wanted, fallback=fallback and step is None)
+        self._run_time.go_on_from(restored.run_seconds)
         self._plan_to_abandon(event, found)
         ours = [one for one in found if not one.is_abandoned and one.step < event.step]
         ours = [restored, *ours] if not restored.is_abandoned else ours  # without the copies that are damaged
@@ -127,7 +132,11 @@ class RunRestore:
                 logger.warning("What the fast tier holds can't be read, so it counts as nothing: %s", error)
         self._damaged = abandoned.damaged
         on_nodes = [(self._nodes.node_of(rank), steps) for rank, steps in enumerate(self._ranks.gather(mine)) if steps]
-        return candidates([*listed.complete, *listed.abandoned, *listed.damaged], on_nodes, abandoned)
+        if self._ranks.is_first:
+            for step, problem in listed.misnamed.items():
+                logger.warning("%s is passed over: %s", without_secrets(self._durable.path_of(step)), problem)
+        durable = [*listed.complete, *listed.abandoned, *listed.damaged]
+        return candidates(durable, on_nodes, abandoned, listed.damaged)
 
     def _plan_to_abandon(self, restored: StepRestored, found: Sequence[Candidate]) -> None:
         """Plan what the next save leaves behind: what is newer than the step that was restored, damaged or not."""
@@ -157,9 +166,9 @@ class RunRestore:
             return
         complete = [one for one in found if one.is_complete_on_nodes]
         self._pipeline.remember_fast([one.step for one in complete])
-        newest = max((one.step for one in found if one.has_durable), default=-1)
+        newest = max((one.step for one in found if one.is_safe), default=-1)
         for one in reversed(complete):
-            if one.step > newest and not one.has_durable and (one.is_due or is_due(one.step)):
+            if one.step > newest and not one.is_safe and (one.is_due or is_due(one.step)):
                 self._upload_again(one, new_save)
 
     def _upload_again(self, candidate: Candidate, new_save: Callable[[int, Mapping[str, float]], StepSave]) -> None:

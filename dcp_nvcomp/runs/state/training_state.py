@@ -24,6 +24,7 @@ from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.format.metadata.paths import SavedEntry
 from dcp_nvcomp.loading.matching import is_extra_state, saved_names
 from dcp_nvcomp.loading.whole import completed
+from dcp_nvcomp.redaction import printable
 from dcp_nvcomp.runs.state.generators import capture_generators, restore_generators, seed_generators
 from dcp_nvcomp.runs.state.loader_parts import LOADER, joined, taken_apart
 from dcp_nvcomp.runs.state.optimizers import optimizers_of
@@ -231,7 +232,7 @@ def _warn_of_left(entries: Sequence[SavedEntry], state: Mapping[str, Any]) -> No
     if left:
         shown = ", ".join(list(left)[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
         warnings.warn(
-            f"The checkpoint also has {shown}, which this TrainingState does not have; it is not restored.",
+            f"The checkpoint also has {printable(shown)}, which this TrainingState does not have; it is not restored.",
             UserWarning,
             stacklevel=2,
         )

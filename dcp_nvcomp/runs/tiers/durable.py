@@ -5,28 +5,29 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import uuid
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
-from dcp_nvcomp.errors import CheckpointError, ConcurrentSaveError, ConfigurationError
+from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.format.names import METADATA_NAME
+from dcp_nvcomp.maintenance.run_listing import COMPLETE, steps_below
+from dcp_nvcomp.maintenance.seen import SEEN_NAME, Seen, identity_of
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.runs.abandoned import read_abandoned
-from dcp_nvcomp.runs.keep import Keep, KeepRule, SavedStep, reasons_to_keep
+from dcp_nvcomp.runs.identity import ID_NAME, run_id
+from dcp_nvcomp.runs.keep import Keep, KeepRule, SavedStep, reasons_to_keep, why_not
 from dcp_nvcomp.runs.pins import is_pinned, pinned_steps
 from dcp_nvcomp.runs.removal import remove_step
 from dcp_nvcomp.runs.steps import RUN_FOLDER, RunSteps, StepNames, list_steps
-from dcp_nvcomp.storage.base import Filesystem
+from dcp_nvcomp.storage.base import Below, Filesystem
 from dcp_nvcomp.storage.open import open_filesystem, place_of
 
-__all__ = ["Doomed", "DurableTier", "Removed"]
+__all__ = ["BEGUN", "Doomed", "DurableTier", "Removed"]
 
 logger = logging.getLogger(__name__)
 
-_ID = "id"
-_MOST_ID_NBYTES = 1 << 10
+BEGUN: Final = "its removal had begun"
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,17 @@ class Doomed:
     """What a rule says of steps.
 
     Attributes:
-        steps: those that nothing keeps.
+        why: why those go that nothing keeps, by step, in ascending order.
         kept: why the others are kept.
     """
 
-    steps: tuple[int, ...]
+    why: Mapping[int, str]
     kept: Mapping[int, tuple[str, ...]]
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Those that nothing keeps."""
+        return tuple(self.why)
 
 
 class DurableTier:
@@ -70,6 +76,8 @@ class DurableTier:
         self._storage_options = dict(storage_options or {})
         self._lock = threading.Lock()  # held while one step is removed
         self._busy: dict[int, int] = {}
+        self._seen: Seen | None = None  # until the first list
+        self._written_seen = b""
 
     def path_of(self, step: int) -> str:
         """Return the path or URL of a step."""
@@ -87,12 +95,8 @@ class DurableTier:
         return open_filesystem(path, storage_options=self._storage_options)
 
     def run(self) -> str:
-        """Return the id of the run: drawn by its first manager, and kept beside its steps."""
-        own = self.open_own()
-        if own.file_nbytes(_ID) is None:
-            with contextlib.suppress(ConcurrentSaveError):
-                own.publish(_ID, uuid.uuid4().hex.encode(), overwrite=False)
-        return own.read_all(_ID, limit_nbytes=_MOST_ID_NBYTES).decode("utf-8", "replace")
+        """Return the id of the run: drawn by its first manager, and kept beside its steps; who asks has the lease."""
+        return run_id(self.open_own(), self.root, self._storage_options)
 
     def refuse_checkpoint(self) -> None:
         """Refuse a step's directory for a run's root: a run would begin anew in it, as if nothing had been saved.
@@ -102,7 +106,7 @@ class DurableTier:
             StorageError: the storage fails.
         """
         with contextlib.closing(self._open(self.root)) as filesystem:
-            if filesystem.file_nbytes(METADATA_NAME) is None or self.open_own().file_nbytes(_ID) is not None:
+            if filesystem.file_nbytes(METADATA_NAME) is None or self.open_own().file_nbytes(ID_NAME) is not None:
                 return
         raise ConfigurationError(
             "This is a checkpoint, not the directory of a run: pass the one above it. `restore` takes `step=`.",
@@ -110,13 +114,50 @@ class DurableTier:
         )
 
     def list(self) -> RunSteps:
-        """Return the steps that are there.
+        """Return the steps that are there. Those that were not seen complete as they are now are opened.
 
         Raises:
             StorageError: the storage fails.
         """
         with contextlib.closing(self._open(self.root)) as filesystem:
-            return list_steps(filesystem, self.names, read_abandoned(self.open_own()))
+            abandoned = read_abandoned(self.open_own())
+            found, self._seen = list_steps(filesystem, self.names, abandoned, seen=self._seen)
+            return found
+
+    def problem_of(self, step: int) -> str:
+        """Open a step, and return why it is not complete; empty if it is.
+
+        Args:
+            step: the step.
+
+        Raises:
+            StorageError: the storage fails.
+        """
+        name = self.names.name_of(step)
+        with contextlib.closing(self.open(step)) as filesystem:
+            files = filesystem.list_files()
+            found = steps_below(filesystem, Below(files, [], {}), seen=Seen(), step_of=lambda _: step)
+        is_complete = bool(found) and found[0].state == COMPLETE
+        if self._seen is not None:
+            self._seen.forget(name)
+            if is_complete:
+                self._seen.note(name, identity_of(files), replace(found[0], name=name))
+        if is_complete:
+            return ""
+        return (found[0].problem if found else "") or "It has no metadata."
+
+    def write_seen(self) -> None:
+        """Write down which steps need not be opened by others; if that fails they are opened."""
+        data = b"" if self._seen is None else self._seen.to_bytes()
+        if data == self._written_seen:
+            return
+        try:
+            own = self.open_own()
+            own.create_directory()
+            own.publish(SEEN_NAME, data)
+            self._written_seen = data
+        except CheckpointError as error:
+            logger.debug("Which steps are complete could not be written down: %s", error)
 
     @contextlib.contextmanager
     def held(self, step: int) -> Iterator[None]:
@@ -139,38 +180,60 @@ class DurableTier:
             if not self._busy[step]:
                 del self._busy[step]
 
-    def doomed(
-        self, rule: Keep | KeepRule | None, complete: Collection[SavedStep], abandoned: Collection[SavedStep] = ()
-    ) -> Doomed:
-        """Return what a rule keeps and what it does not.
+    def decide(self, rule: Keep | KeepRule | None, found: RunSteps) -> Doomed:
+        """Return what a rule keeps of the steps that were just listed, and what it does not.
 
-        Never doomed are the newest of the steps, and what is pinned.
+        The newest is opened before others go: if it is not complete it does not count, whatever was seen before.
+        Nothing goes where no step is complete.
 
         Args:
             rule: says which are kept.
-            complete: the complete steps.
-            abandoned: those that the run has left behind, which no rule keeps; without a rule they stay.
+            found: the steps.
 
         Raises:
             StorageError: the pins can't be read; then any step may be pinned.
         """
-        ordered = sorted(complete, key=lambda saved: saved.step)
-        kept = reasons_to_keep(rule, ordered)
-        doomed = [saved.step for saved in ordered if saved.step not in kept]
-        for saved in abandoned:
+        complete = sorted(found.complete, key=lambda saved: saved.step)
+        while complete:
+            doomed = self._doomed(rule, complete, found.abandoned)
+            if not doomed.why or self._is_complete(complete[-1].step):
+                return doomed
+            complete.pop()
+        return Doomed({}, {})
+
+    def _is_complete(self, step: int) -> bool:
+        try:
+            problem = self.problem_of(step)
+        except CheckpointError as error:
+            problem = str(error)
+        if problem:
+            logger.warning("Step %d is not complete, so it does not count: %s", step, problem)
+        return not problem
+
+    def _doomed(
+        self, rule: Keep | KeepRule | None, complete: Sequence[SavedStep], abandoned: Collection[SavedStep]
+    ) -> Doomed:
+        """Return what a rule says, but for the newest of the steps, and what is pinned: these stay."""
+        kept = reasons_to_keep(rule, complete)
+        why = {saved.step: why_not(rule) for saved in complete if saved.step not in kept}
+        for saved in abandoned:  # no rule keeps them; without a rule they stay
             if rule is None:
                 kept[saved.step] = ("abandoned",)
             else:
-                doomed.append(saved.step)
-        pinned = pinned_steps(self.open_own()) if doomed else frozenset()
-        for step in pinned & set(doomed):
+                why[saved.step] = "the run has left it behind: it went back to an earlier step, and saved from there"
+        pinned = pinned_steps(self.open_own()) if why else frozenset()
+        for step in pinned & why.keys():
             kept[step] = ("pinned",)
-        return Doomed(tuple(step for step in sorted(doomed) if step not in pinned), kept)
+        return Doomed({step: why[step] for step in sorted(why) if step not in pinned}, kept)
 
-    def remove(self, steps: Collection[int]) -> Removed:
-        """Remove steps, but for those that are held."""
+    def remove(self, why: Mapping[int, str]) -> Removed:
+        """Remove steps, but for those that are held.
+
+        Args:
+            why: why each of them goes, for the log.
+        """
         gone, failed = [], {}
-        for step in sorted(steps):
+        for step, reason in sorted(why.items()):
             with self._lock:
                 if step in self._busy:
                     continue
@@ -178,6 +241,7 @@ class DurableTier:
                     with contextlib.closing(self.open(step)) as filesystem:
                         if remove_step(filesystem, lambda step=step: is_pinned(self.open_own(), step)):  # type: ignore[misc]
                             gone.append(step)
+                            logger.info("Step %d was removed: %s.", step, reason)
                 except CheckpointError as error:
                     logger.warning("Step %d could not be removed, and will be at the next save: %s", step, error)
                     failed[step] = error

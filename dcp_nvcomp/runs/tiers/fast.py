@@ -23,6 +23,7 @@ from dcp_nvcomp.format.metadata.summary import REPLICA, SUMMARY_NBYTES, summary_
 from dcp_nvcomp.format.names import METADATA_NAME, data_file_rank
 from dcp_nvcomp.runs.removal import EQUAL, is_being_removed, remove_step
 from dcp_nvcomp.runs.steps import RUN_FOLDER, StepNames
+from dcp_nvcomp.runs.tiers.trust import fault_below, own_directory, refuse_fault_below
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.open import open_filesystem, place_of
 
@@ -51,6 +52,8 @@ class HeldStep:
         is_due: True if it is to be uploaded.
         replica_id: what it has in common with the saves of other replicas; empty if there are none.
         is_equal: True if it was found to equal those.
+        run_seconds: how long the run had been under way; None if the step does not say.
+        lease: under which of the run's leases it was saved; 0 if the step does not say.
     """
 
     step: int
@@ -62,6 +65,8 @@ class HeldStep:
     is_due: bool = False
     replica_id: str = ""
     is_equal: bool = False
+    run_seconds: float | None = None
+    lease: int = 0
 
 
 class FastTier:
@@ -80,6 +85,7 @@ class FastTier:
         if "://" in self.root:
             raise ConfigurationError(f"fast={root!r} must be a directory of each node, such as one in /dev/shm.")
         self._run, self._is_claimed = "", False
+        self._distrusted: set[int] = set()  # steps of which was said that they are not the user's own
 
     def path_of(self, step: int) -> str:
         """Return the path of a step."""
@@ -96,7 +102,7 @@ class FastTier:
             run: id of the run.
 
         Raises:
-            ConfigurationError: it holds steps of another run.
+            ConfigurationError: it holds steps of another run, or is not the user's own.
         """
         self._run = run
         try:
@@ -115,8 +121,10 @@ class FastTier:
 
     def _claimed_by(self, run: str) -> str:
         """Return the run that the directory is of; this one, if it is nobody's yet."""
+        own_directory(self.root)
         own = self._open_own()
         own.create_directory()
+        refuse_fault_below(self.root, RUN_FOLDER)
         if own.file_nbytes(_RUN) is None:
             with contextlib.suppress(ConcurrentSaveError):  # another rank of this node was quicker
                 own.publish(_RUN, run.encode(), overwrite=False)
@@ -156,7 +164,7 @@ class FastTier:
         return sorted(step for folder in folders if (step := self.names.step_of(folder)) is not None)
 
     def held(self) -> list[HeldStep]:
-        """Return what is there of each step; what can't be read counts as not there."""
+        """Return what is there of each step; what can't be read, or is not the user's own, counts as not there."""
         found = []
         for step in self.steps() if self._is_claimed else ():
             try:
@@ -168,6 +176,8 @@ class FastTier:
         return found
 
     def _held_of(self, step: int) -> HeldStep:
+        if not self._is_own(step):
+            return HeldStep(step, "", 0.0, {}, {}, {})
         with contextlib.closing(self.open(step)) as filesystem:
             files = filesystem.list_files()
             held = {file.name: file.nbytes for file in files if data_file_rank(file.name) is not None}
@@ -183,6 +193,9 @@ class FastTier:
             summary = summary_at_end(root.data[-SUMMARY_NBYTES:])
             if summary is None or any(not isinstance(ref, DataFileRef) for ref in refs.values()):
                 return nothing  # no manager wrote this
+            if summary.step != step or summary.save_id != root.save_id:
+                logger.warning("%s in the fast tier holds step %s: it is passed over.", filesystem.path, summary.step)
+                return nothing
             wanted = {name: ref.nbytes for name, ref in refs.items() if ref is not None}
             return HeldStep(
                 step,
@@ -194,7 +207,16 @@ class FastTier:
                 is_due=summary.more.get(TO_UPLOAD) is True,
                 replica_id=str(summary.more.get(REPLICA, "")),
                 is_equal=self._is_equal(filesystem, root.save_id),
+                run_seconds=summary.run_seconds,
+                lease=summary.lease,
             )
+
+    def _is_own(self, step: int) -> bool:
+        fault = fault_below(self.root, self.names.name_of(step))
+        if fault is not None and step not in self._distrusted:
+            self._distrusted.add(step)
+            logger.warning("Step %d of the fast tier %s counts as not there: %s", step, self.root, fault)
+        return fault is None
 
     @staticmethod
     def _is_equal(filesystem: Filesystem, save_id: str | None) -> bool:

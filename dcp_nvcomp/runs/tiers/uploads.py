@@ -36,6 +36,7 @@ def upload_files(source: Filesystem, target: Filesystem, names: Collection[str],
         SourceError: a file could not be read; what was written of it is gone, as after
         CheckpointError: it could not be written.
     """
+    target.refuse_link()
     target.create_directory()
     there = {file.name: file.nbytes for file in target.list_files()}
     missing = [name for name in sorted(names) if there.get(name) != sizes[name]]

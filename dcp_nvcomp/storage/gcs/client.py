@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import json
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import quote, urlencode
 
+from dcp_nvcomp.calls.json_text import parse_json
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.redaction import Redactor
 from dcp_nvcomp.storage.attempts import Attempts
@@ -87,7 +87,7 @@ class Answer:
     def json(self) -> dict[str, Any]:
         """Return the body as an object of JSON."""
         try:
-            found = json.loads(self.body)
+            found = parse_json(self.body)
         except ValueError:
             found = None
         if not isinstance(found, dict):
@@ -252,7 +252,7 @@ def _links(error: BaseException) -> Iterator[BaseException]:
 def _words_of(answer: Answer) -> str:
     """Return what the server says about its refusal."""
     try:
-        return str(json.loads(answer.body)["error"]["message"])[:_WORDS]
+        return str(parse_json(answer.body)["error"]["message"])[:_WORDS]
     except (ValueError, KeyError, TypeError):
         return _printable(answer.body)
 

@@ -45,6 +45,7 @@ _MAX_OPEN_FILES = 64
 _UNSYNCED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSYS, errno.EBADF, errno.EINVAL, errno.ENOTSUP)
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _MAX_READ_NBYTES = 1 << 30  # Linux gives at most 2 GiB a call
+_LEAST_READ_NBYTES = 1 << 12
 
 
 class _Descriptor:
@@ -134,6 +135,14 @@ class PosixFilesystem(Filesystem):
     def create_directory(self) -> None:
         with storage_errors("create the directory", self.path):
             os.makedirs(self._root, exist_ok=True)
+
+    def refuse_link(self) -> None:
+        if os.path.islink(self._root):
+            raise UnsafePathError(
+                f"This is a symbolic link to {os.path.realpath(self._root)!r}. A run changes nothing outside of its "
+                "own directories: move that one here, or remove the link.",
+                path=self.path,
+            )
 
     def remove_directory(self) -> None:
         with storage_errors("remove the directory", self.path):
@@ -289,13 +298,18 @@ class PosixFilesystem(Filesystem):
 
     def read_all(self, name: str, *, limit_nbytes: int) -> bytes:
         descriptor = self._open(name)
-        data = bytearray()
+        parts, done = list[bytes](), 0
         with storage_errors("read", self.location(name)):
-            while part := os.pread(descriptor.number, min(limit_nbytes + 1 - len(data), 1 << 24), len(data)):
-                data += part
-                if len(data) > limit_nbytes:
-                    raise too_large(self.location(name), limit_nbytes)
-        return bytes(data)
+            nbytes = os.fstat(descriptor.number).st_size
+            # as much as it has and a byte more, which shows that it grew; in one part, so that nothing is copied
+            while done <= limit_nbytes and nbytes <= limit_nbytes:
+                wanted = min(max(nbytes - done, _LEAST_READ_NBYTES) + 1, limit_nbytes + 1 - done, _MAX_READ_NBYTES)
+                part = os.pread(descriptor.number, wanted, done)
+                if not part:
+                    return parts[0] if len(parts) == 1 else b"".join(parts)
+                parts.append(part)
+                done += len(part)
+        raise too_large(self.location(name), limit_nbytes)
 
     def file_nbytes(self, name: str) -> int | None:
         full = self._full(name)

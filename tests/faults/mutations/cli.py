@@ -222,7 +222,7 @@ MUTATIONS = (
     Mutation(
         row="no secret in a message: URLs",
         file="dcp_nvcomp/errors.py",
-        old='        self.__dict__["message"] = without_secrets(message)\n',
+        old='        self.__dict__["message"] = _shown(message)\n',
         new='        self.__dict__["message"] = message\n',
         tests="tests/errors/test_secrets.py -k hidden",
     ),

@@ -95,8 +95,8 @@ MUTATIONS = (
     ),
     Mutation(
         row="every byte flipped: the CRC of `.metadata`",
-        file="dcp_nvcomp/format/metadata/serialization.py",
-        old="    if crc32c(data) != crc:",
+        file="dcp_nvcomp/format/metadata/trailer.py",
+        old="    if crc32c(memoryview(data)[:end]) != crc:",
         new="    if False:",
         tests="tests/format/metadata/test_serialize.py -k flipped",
     ),

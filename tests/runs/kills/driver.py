@@ -261,7 +261,7 @@ def kill(case: Case, earlier: Path, directory: Path) -> Place:
     place = Place(directory / "left", FOUR_RANKS, case.copies)
     for attempt in range(ATTEMPTS):  # gloo sometimes can't connect the manager's groups either: nothing has happened
         shutil.rmtree(place.path, ignore_errors=True)
-        shutil.copytree(earlier, place.path)
+        _move(earlier, place.path)
         if case.lost_before is not None:
             shutil.rmtree(place.path / case.lost_before)
         where = directory / f"killed-{attempt}"
@@ -274,6 +274,13 @@ def kill(case: Case, earlier: Path, directory: Path) -> Place:
     for node in case.lost_nodes:
         shutil.rmtree(place.path / node, ignore_errors=True)
     return place
+
+
+def _move(source: Path, target: Path) -> None:
+    """Copy a run with its fast tiers so that it is taken for the one that was copied."""
+    shutil.copytree(source, target)
+    file = target / "run" / ".run" / "id"
+    file.write_text(file.read_text().partition("\n")[0])  # a copy that knows of its original is another run
 
 
 def check_left(case: Case, left: Place) -> None:
@@ -303,7 +310,7 @@ def resume(left: Place, node_of: tuple[str, ...], directory: Path) -> Outcome:
         AssertionError: something was not as it must be.
     """
     path = directory / "again"
-    shutil.copytree(left.path, path)
+    _move(left.path, path)
     place = Place(path, node_of, left.copies)
     durable, fast = oracle.complete_in(place.run), oracle.complete_on_nodes(place.nodes)
     newest = max(durable | fast)

@@ -1,0 +1,38 @@
+"""JSON that people, accidents or strangers may have written: whatever is wrong with a text is a ValueError."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+__all__ = ["parse_json"]
+
+
+def parse_json(text: bytes | str) -> Any:
+    """Return what a JSON text says.
+
+    Args:
+        text: the text, as bytes in UTF-8, 16 or 32.
+
+    Raises:
+        ValueError: it is no JSON, or is nested too deeply, or has numbers that no float and no int can be.
+
+    Examples:
+        >>> parse_json('{"steps": [1, 2.5]}')
+        {'steps': [1, 2.5]}
+        >>> parse_json("[1e400]")
+        Traceback (most recent call last):
+        ValueError: 1e400 is no finite number
+    """
+    try:
+        return json.loads(text, parse_float=_finite, parse_constant=_finite)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is no finite number")
+    return number

@@ -1,0 +1,129 @@
+"""Whether a checkpoint is complete: one answer for lists, rules, restores, pins and uploads.
+
+    `.metadata` parses -> its summary is of the same save -> its data files are there, as long as they must be
+
+A checkpoint of stock DCP is one by what its metadata holds, not by a summary that is missing. That the name of a run's
+directory says the step that was saved is checked where names are known (run_listing.py, runs/tiers/fast.py).
+
+Of most of our own checkpoints that is known without parsing, which takes seconds where there are many ranks: a
+`.metadata` whose CRC is right is as it was published, and what is published parses; its data files are those that it
+names if their names are the ones in it, and they are together as long as its summary says.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Final
+
+from dcp_nvcomp.errors import CheckpointError
+from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
+from dcp_nvcomp.format.metadata.summary import SUMMARY_NBYTES, Summary, summary_at_end
+from dcp_nvcomp.format.metadata.trailer import end_of_pickle, has_trailer
+from dcp_nvcomp.format.names import DATA_FILE_SUFFIX, METADATA_NAME
+from dcp_nvcomp.storage.base import Filesystem
+
+if TYPE_CHECKING:
+    from dcp_nvcomp.format.metadata.roots import Root
+
+__all__ = ["look_into"]
+
+_DATA_NAME: Final = re.compile(rb"__[0-9]+_[0-9]+_[0-9a-f]{32}\.distcp")
+
+
+def look_into(
+    filesystem: Filesystem, folder: str, roots: Iterable[str], sizes: Mapping[str, int]
+) -> tuple[Summary | None, str]:
+    """Read the metadata of a checkpoint, and compare it with what is there.
+
+    Args:
+        filesystem: a directory at or above the checkpoint.
+        folder: the checkpoint below it; empty for the directory itself.
+        roots: names of its `.metadata`, or of those of single ranks.
+        sizes: of the files that are there, by path below the filesystem's directory.
+
+    Returns:
+        Its summary, if it has one; and why it is not complete, empty if it is.
+    """
+    below = f"{folder}/" if folder else ""
+    summary = None
+    for name in roots:
+        if name == METADATA_NAME:
+            summary = _plainly_whole(filesystem, below, sizes)
+            if summary is not None:
+                return summary, ""
+        from dcp_nvcomp.format.metadata.roots import is_missing, read_root  # takes torch, and that seconds
+
+        try:
+            root = read_root(filesystem, f"{below}{name}")
+        except CheckpointError as error:
+            if is_missing(error):
+                return None, f"{name} was removed meanwhile."
+            return _summary_alone(filesystem, f"{below}{name}", sizes), f"{name}: {error.message}"
+        summary = summary_at_end(root.data[-SUMMARY_NBYTES:])
+        problem = _disagreement(root, summary) or _lacking(root, below, sizes)
+        if problem:
+            return summary, problem
+    return summary, ""
+
+
+def _plainly_whole(filesystem: Filesystem, below: str, sizes: Mapping[str, int]) -> Summary | None:
+    """Return the summary of a checkpoint of ours that is complete, and has no other data files beside its own.
+
+    None if it has to be parsed to find that out.
+    """
+    try:
+        data = filesystem.read_all(f"{below}{METADATA_NAME}", limit_nbytes=MAX_METADATA_NBYTES)
+        summary = summary_at_end(data[-SUMMARY_NBYTES:])
+        if summary is None or not has_trailer(data):
+            return None
+        end = end_of_pickle(data)
+    except CheckpointError:
+        return None
+    named = {name.decode() for name in _DATA_NAME.findall(data, 0, end)}
+    there = {
+        name.removeprefix(below): nbytes
+        for name, nbytes in sizes.items()
+        if name.startswith(below) and name.endswith(DATA_FILE_SUFFIX)
+    }
+    return summary if named == there.keys() and sum(there.values()) == summary.stored_nbytes else None
+
+
+def _summary_alone(filesystem: Filesystem, name: str, sizes: Mapping[str, int]) -> Summary | None:
+    """Return the summary of metadata that can't be read otherwise."""
+    nbytes = sizes.get(name, 0)
+    try:
+        return summary_at_end(filesystem.read(name, max(nbytes - SUMMARY_NBYTES, 0), nbytes))
+    except CheckpointError:
+        return None
+
+
+def _disagreement(root: Root, summary: Summary | None) -> str:
+    if summary is None or summary.save_id == root.save_id:
+        return ""
+    return f"The summary in its metadata is of save {summary.save_id}, and the rest of save {root.save_id}."
+
+
+def _lacking(root: Root, below: str, sizes: Mapping[str, int]) -> str:
+    """Return what is wrong with the data files; empty if nothing is."""
+    least = _least_sizes(root)
+    for name, file in root.files().items():
+        nbytes = sizes.get(f"{below}{name}")
+        if nbytes is None:
+            return f"The data file {name} is missing."
+        if file is not None and nbytes != file.nbytes:
+            return f"The data file {name} has {nbytes} bytes, and the metadata says {file.nbytes}."
+        if nbytes < least.get(name, 0):
+            return f"The data file {name} has {nbytes} bytes, and what it should hold takes {least[name]}."
+    return ""
+
+
+def _least_sizes(root: Root) -> dict[str, int]:
+    """Return how long the data files of stock DCP are at least."""
+    from dcp_nvcomp.format.metadata.stored import StockItem
+
+    found: dict[str, int] = {}
+    for item in (root.metadata.storage_data or {}).values():
+        if isinstance(item, StockItem):
+            found[item.relative_path] = max(found.get(item.relative_path, 0), item.offset + item.length)
+    return found

@@ -1,0 +1,126 @@
+"""Whose the files of a fast tier are: what is restored from there is unpickled, so all of it must be the user's own.
+
+In /dev/shm, /tmp and most scratch directories any user may make a directory of any name before the job does. So the
+fast tier is made for its user alone; one that is there must belong to the user, with no one else who may write to it or
+put another one in its place; and below it what belongs to someone else counts as not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from typing import Final
+
+from dcp_nvcomp.errors import ConfigurationError
+from dcp_nvcomp.storage.base import storage_errors
+
+__all__ = ["fault_below", "own_directory", "refuse_fault_below"]
+
+_ALONE: Final = 0o700
+_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
+_ENTER: Final = stat.S_IXGRP | stat.S_IXOTH
+_INSTEAD: Final = "choose a directory of your own, such as one below /dev/shm/<your name>"
+
+
+def own_directory(path: str) -> None:
+    """Make a directory for this user alone, or make sure that the one that is there is the user's own.
+
+    Args:
+        path: absolute; directories above it that are missing are made too.
+
+    Raises:
+        ConfigurationError: it belongs to another user, is a link, or others may write to it or replace it.
+        StorageError: it can't be made or looked at.
+    """
+    with storage_errors("make the directory", path):
+        for folder in [*_missing_above(path), path]:
+            with contextlib.suppress(FileExistsError):  # another rank of this node was quicker
+                os.mkdir(folder, _ALONE)
+        found = os.lstat(path)
+        fault = _fault(found)
+        if fault is not None:
+            advice = f"`chmod 700 {path}`" if found.st_uid == os.geteuid() and stat.S_ISDIR(found.st_mode) else _INSTEAD
+            raise ConfigurationError(f"fast={path!r} {fault}, and what is in it would be trusted: {advice}.")
+        loose = _replaceable_by(path)
+        if loose is not None:
+            raise ConfigurationError(
+                f"fast={path!r} could be replaced by other users: {loose} lets them rename what is in it. {_INSTEAD}, "
+                f"or `chmod +t {loose}`."
+            )
+
+
+def _missing_above(path: str) -> list[str]:
+    missing: list[str] = []
+    while not os.path.isdir(path := os.path.dirname(path)):
+        missing.insert(0, path)
+    return missing
+
+
+def _fault(found: os.stat_result, *, others_enter: bool = True) -> str | None:
+    """Return what is wrong with a directory of the fast tier; None if nothing is."""
+    if stat.S_ISLNK(found.st_mode):
+        return "is a symbolic link"
+    if not stat.S_ISDIR(found.st_mode):
+        return "is not a directory"
+    if found.st_uid != os.geteuid():
+        return f"belongs to user {found.st_uid}, and this process is of user {os.geteuid()}"
+    if others_enter and found.st_mode & _WRITE:
+        return f"has mode {stat.S_IMODE(found.st_mode):04o}, so that other users may write to it"
+    return None
+
+
+def _replaceable_by(path: str) -> str | None:
+    """Return the first directory above in which others may rename what is not theirs; None if there is none."""
+    folder = os.path.realpath(os.path.dirname(path))
+    while True:
+        mode = os.stat(folder).st_mode
+        # groups share directories such as projects' on purpose, and many a umask lets a user's own group write
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            return folder
+        if folder == (above := os.path.dirname(folder)):
+            return None
+        folder = above
+
+
+def fault_below(root: str, name: str) -> str | None:
+    """Return why what is in a directory of a fast tier is not to be trusted; None if it is the user's own.
+
+    Args:
+        root: of the fast tier, which was found to be the user's own.
+        name: of the directory in it.
+
+    Raises:
+        StorageError: it can't be looked at.
+    """
+    path = os.path.join(root, name)
+    with storage_errors("look at", path):
+        # else they can't reach what is inside, whatever modes the umask gave it
+        others_enter = bool(os.lstat(root).st_mode & _ENTER)
+        try:
+            if (fault := _fault(os.lstat(path), others_enter=others_enter)) is not None:
+                return f"it {fault}"
+            with os.scandir(path) as items:
+                for item in items:
+                    status = item.stat(follow_symlinks=False)
+                    if status.st_uid != os.geteuid():
+                        return f"{item.name!r} in it belongs to user {status.st_uid}"
+                    if item.is_symlink():
+                        return f"{item.name!r} in it is a symbolic link"
+                    if others_enter and status.st_mode & _WRITE:
+                        return f"others may write to {item.name!r} in it"
+        except FileNotFoundError:  # removed since it was listed
+            return None
+    return None
+
+
+def refuse_fault_below(root: str, name: str) -> None:
+    """Refuse a fast tier for a directory in it that is not to be trusted.
+
+    Raises:
+        ConfigurationError: it is not the user's own.
+        StorageError: it can't be looked at.
+    """
+    fault = fault_below(root, name)
+    if fault is not None:
+        raise ConfigurationError(f"In fast={root!r}, {name} is not to be trusted: {fault}. Remove it, or {_INSTEAD}.")

@@ -1,0 +1,45 @@
+"""The files of `.run` as people and accidents leave them: an error says what to do, or they count as not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dcp_nvcomp import CheckpointManager, StorageError
+from dcp_nvcomp.runs.abandoned import read_abandoned
+from dcp_nvcomp.runs.kept import read_kept
+from dcp_nvcomp.storage.open import open_filesystem
+
+BAD = {
+    "empty": b"",
+    "no JSON": b"\0\1",
+    "not UTF-8": b'{"saves": "\xff"}',
+    "deep": b"[" * 100_000,
+    "deep and closed": b'{"saves": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+    "infinite": b'{"schema": 1, "saves": {}, "steps": 1e400, "damaged": [1e400]}',
+    "infinite by name": b'{"schema": 1, "saves": {}, "steps": {"1": Infinity}, "damaged": [NaN]}',
+    "a long number": b'{"schema": 1, "saves": {}, "steps": ' + b"1" * 5000 + b', "damaged": []}',
+    "a long key": b'{"schema": 1, "saves": {"' + b"1" * 5000 + b'": []}, "steps": {"' + b"1" * 5000 + b'": []}}',
+    "a list": b"[]",
+    "null": b'{"saves": null, "steps": null}',
+}
+
+
+@pytest.mark.parametrize("data", BAD.values(), ids=BAD)
+def test_damaged_files(tmp_path: Path, data: bytes) -> None:
+    own = open_filesystem(tmp_path)
+    (tmp_path / "abandoned").write_bytes(data)
+    with pytest.raises(StorageError, match="which steps the run has left behind, and is damaged: remove it"):
+        read_abandoned(own)
+    (tmp_path / "kept").write_bytes(data)
+    assert read_kept(own) == {}
+
+
+def test_a_manager_says_which_file_is_damaged(tmp_path: Path) -> None:
+    (tmp_path / ".run").mkdir()
+    (tmp_path / ".run" / "abandoned").write_bytes(BAD["deep"])
+    with pytest.raises(StorageError, match=r"abandoned'\)$"):
+        CheckpointManager(tmp_path)
+    (tmp_path / ".run" / "abandoned").unlink()
+    CheckpointManager(tmp_path).close()
