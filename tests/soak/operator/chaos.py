@@ -55,7 +55,7 @@ class Chaos:
         self.family = draw.randrange(1 << 30)
         self.number = 0
         self.has_clock = can_set_clocks() and "clock" not in without
-        self.slowest_seconds = 0.0
+        self.slowest_seconds = self.waited_seconds = 0.0
         self.holder = ""  # whose lease may still last
         self.done: list[str] = []
         self.where = directory
@@ -95,7 +95,11 @@ class Chaos:
         if any(any(other.all_words("made")) for other in scene.others):
             self.holder = "another job"
         shutil.rmtree(self.where)
-        return f"{self.number}: {'; '.join(self.done)} -> {outcome}"
+        slow = (
+            f", {self.waited_seconds:.0f} s after the last disturbance" if self.waited_seconds > GROUP_SECONDS else ""
+        )
+        self.slowest_seconds = max(self.slowest_seconds, self.waited_seconds)
+        return f"{self.number}: {'; '.join(self.done)} -> {outcome}{slow}"
 
     # --- before a job -----------------------------------------------------------------------------------------------
 
@@ -229,7 +233,7 @@ class Chaos:
                 if not alive:
                     break
                 running.send(alive, signal.SIGKILL)  # they are stopped
-            self.slowest_seconds = max(self.slowest_seconds, now - quiet_since)
+            self.waited_seconds = now - quiet_since
             if now - quiet_since > LIMIT_SECONDS + scene.plan.count * scene.plan.step_seconds + self._lease(scene):
                 running.send(going, signal.SIGUSR1)
                 time.sleep(1.0)
