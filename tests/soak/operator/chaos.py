@@ -106,9 +106,9 @@ class Chaos:
     def _between(self) -> list[str]:
         """Do what people do between jobs."""
         done = []
-        while self.draw.random() < 0.3:
+        while self.draw.random() < 0.4:
             kind = self.draw.choice(sorted(HARMS.keys() - self.without))
-            place = self.draw.choice([self.field.run, self.field.run, *self.field.nodes])
+            place = self.draw.choice([self.field.run] * 4 + self.field.nodes)
             what = HARMS[kind](self.draw, self.oracle.look, place)
             if what is not None:
                 self.counts[kind] += 1
