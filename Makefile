@@ -38,7 +38,7 @@ help:
 	@echo "make test-frameworks  torchtitan and torchtune, in an environment of their own, and test-megatron"
 	@echo "make test-megatron  Megatron-core and nvidia-resiliency-ext of today, in an environment of Python 3.12"
 	@echo "make test-lowest  some of the tests, with the lowest versions of what the package needs, in an environment of their own"
-	@echo "make test-faults  the whole fault matrix, 50,000 fuzz executions and two minutes of soak"
+	@echo "make test-faults  the whole fault matrix, 50,000 fuzz executions and three minutes of soak"
 	@echo "make fuzz, make soak  the second and the third of these alone"
 	@echo "make test-gpu   the tests that need a GPU; on a machine without a network see CONTRIBUTING.md"
 	@echo "make bench      a benchmark: SUITE=ratio, cpu, overlap, asynchronous, runs, plans, reshard, scale, tensors, limits, s3, stores, predictions, codecs, gpu or slices"
@@ -125,12 +125,13 @@ fuzz: $(VENV)/dev.stamp
 # with DCP_NVCOMP_TEST_S3 half of it is on that server
 soak: $(VENV)/dev.stamp
 ifdef DCP_NVCOMP_TEST_S3
-	$(BIN)/python -m tests.soak --minutes 1 --faults
+	$(BIN)/python -m tests.soak --minutes 0.5 --faults
 	$(BIN)/python -m tests.soak --minutes 1 --faults --place s3
 else
-	$(BIN)/python -m tests.soak --minutes 2 --faults
+	$(BIN)/python -m tests.soak --minutes 1.5 --faults
 endif
-	$(BIN)/python -m tests.soak --runs --minutes 1
+	$(BIN)/python -m tests.soak --runs --minutes 0.5
+	$(BIN)/python -m tests.soak --operator --minutes 1
 
 # An interpreter that has all they need runs the tests that are for it: no environment is made, nothing is downloaded.
 test-gpu:
