@@ -194,13 +194,13 @@ def _durable(path: Path, **options: Any) -> CheckpointManager:
     return CheckpointManager(path / "run", every=10, run_id="job", preemption_signals=(), **options)
 
 
-def _with_linked_step(path: Path) -> Path:
-    """Save steps 10 and 20, and put a link to a directory elsewhere in the place of 10."""
+def _with_linked_step(path: Path, step: int = 10) -> Path:
+    """Save steps 10 and 20, and put a link to a directory elsewhere in the place of one."""
     with _durable(path) as manager:
-        for step in (10, 20):
-            manager.save(step, _state(step))
-    (path / "run" / "step-10").rename(path / "elsewhere")
-    (path / "run" / "step-10").symlink_to(path / "elsewhere")
+        for number in (10, 20):
+            manager.save(number, _state(number))
+    (path / "run" / f"step-{step}").rename(path / "elsewhere")
+    (path / "run" / f"step-{step}").symlink_to(path / "elsewhere")
     return path / "elsewhere"
 
 
@@ -210,18 +210,18 @@ def test_a_step_that_is_a_link_is_read_through(tmp_path: Path) -> None:
     assert state == _state(10)
 
 
-def _save_after_restore(manager: CheckpointManager) -> None:
+def _save_after_restore(manager: CheckpointManager, step: int = 10) -> None:
     with manager:
         manager.restore(_state(0))
-        manager.save(10, _state(11), durable=True)
+        manager.save(step, _state(11), durable=True)
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_step_that_is_a_link_is_not_written_through(tmp_path: Path, asynchronous: bool) -> None:
-    elsewhere = _with_linked_step(tmp_path)
+    elsewhere = _with_linked_step(tmp_path, 20)
     before = _listing(elsewhere)
     with pytest.raises(UnsafePathError, match="symbolic link"):
-        _save_after_restore(_durable(tmp_path, asynchronous=asynchronous))
+        _save_after_restore(_durable(tmp_path, asynchronous=asynchronous), 20)
     assert _listing(elsewhere) == before
 
 
@@ -237,7 +237,7 @@ def test_an_upload_is_not_written_through_a_link(tmp_path: Path) -> None:
 def test_a_step_that_is_a_link_is_not_removed_through(tmp_path: Path) -> None:
     elsewhere = _with_linked_step(tmp_path)
     before = _listing(elsewhere)
-    removed = DurableTier(str(tmp_path / "run"), StepNames()).remove([10, 20])
+    removed = DurableTier(str(tmp_path / "run"), StepNames()).remove({10: "a test", 20: "a test"})
     assert removed.steps == (20,) and isinstance(removed.failed[10], UnsafePathError)
     assert _listing(elsewhere) == before
 
