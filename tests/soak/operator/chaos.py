@@ -19,7 +19,7 @@ from tests.faults.forked import PRELOADED
 
 from .clocks import can_set_clocks
 from .disturbances import KINDS, Disturbance, Scene, strike_at
-from .ends import check_ends, check_sides, note_words
+from .ends import ALL_DAMAGED, check_ends, check_sides, note_words
 from .field import Field, stand_in_the_way
 from .harms import HARMS
 from .jobs import GROUP_SECONDS, serve
@@ -56,6 +56,7 @@ class Chaos:
         self.number = 0
         self.has_clock = can_set_clocks() and "clock" not in without
         self.slowest_seconds = self.waited_seconds = 0.0
+        self.is_over = False
         self.holder = ""  # whose lease may still last
         self.done: list[str] = []
         self.where = directory
@@ -92,6 +93,7 @@ class Chaos:
         after = self.oracle.before(self.field.run, plan.nodes if plan.has_fast else ())
         outcome = check_ends(scene, before, after)
         self.counts[f"outcome: {outcome}"] += 1
+        self.is_over = outcome == ALL_DAMAGED
         if any(any(other.all_words("made")) for other in scene.others):
             self.holder = "another job"
         shutil.rmtree(self.where)
@@ -300,7 +302,7 @@ def operate(
             if verbose:
                 print(f"{time.monotonic() - began:6.0f} s, {done}", flush=True)
             slowest = max(slowest, chaos.slowest_seconds)
-            if time.monotonic() - began >= 60 * minutes:
+            if time.monotonic() - began >= 60 * minutes or chaos.is_over:
                 break
         else:
             counts["runs"] += 1

@@ -20,7 +20,7 @@ from .clocks import can_set_clocks, set_clock
 from .field import Field
 from .harms import HARMS
 from .jobs import look_at
-from .look import _folders
+from .look import folders_of
 from .oracle import Oracle
 from .plans import CLOCKS, Plan
 from .running import Running, Side
@@ -170,7 +170,7 @@ def _mend_durable(scene: Scene) -> None:
 
 
 def _harm_durable(scene: Scene) -> str | None:
-    before = set(_folders(scene.field.run))
+    before = set(folders_of(scene.field.run))
     kind = scene.draw.choice(sorted(HARMS.keys() - {"step moved", "step half copied"}))
     try:
         what = HARMS[kind](scene.draw, scene.oracle.look, scene.field.run)
@@ -216,7 +216,7 @@ def _pin(scene: Scene) -> str | None:
 
 
 def _verify(scene: Scene) -> str | None:
-    steps = sorted(_folders(scene.field.run))
+    steps = sorted(folders_of(scene.field.run))
     if not steps:
         return None
     return _command(scene, "verify", f"{scene.field.run}/step-{scene.draw.choice(steps)}")

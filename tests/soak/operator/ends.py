@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from .disturbances import Scene
+from .look import folders_of
 from .oracle import Before, Finding
 
-__all__ = ["check_ends", "check_sides", "note_words"]
+__all__ = ["ALL_DAMAGED", "check_ends", "check_sides", "note_words"]
 
 SIDE_SECONDS = 60.0
+ALL_DAMAGED = "all damaged"
 _RAW = re.compile(
     r"^(?:AttributeError|AssertionError|TypeError|KeyError|IndexError|NameError|UnboundLocalError)\b", re.M
 )
@@ -65,6 +67,9 @@ def check_ends(scene: Scene, before: Before, after: Before) -> str:
         _expect(is_gone or word["step"] in scene.destroyed, f"a step that is whole was refused: {word}")
     places = {(word["step"], word["tag"]) for word in running.all_words("restored")}
     _expect(len(places) <= 1, f"ranks restored {places}")
+    is_all_damaged = before.newest is None and not running.has_said("restored") and any(folders_of(plan.run))
+    if is_all_damaged:  # then a restore raises, and a person has to decide
+        scene.excuses.add("all damaged")
     _check_errors(scene)
     _check_others(scene)
     confirmed = {
@@ -81,6 +86,8 @@ def check_ends(scene: Scene, before: Before, after: Before) -> str:
         return "killed"
     if running.has_said("closed"):
         return "preempted" if any(word["preempted"] for word in running.all_words("left")) else "closed"
+    if is_all_damaged and "durable" not in scene.excuses:
+        return ALL_DAMAGED
     return "raised" if any(running.all_words("raised")) else "left"
 
 
@@ -95,7 +102,6 @@ def _check_errors(scene: Scene) -> None:
         shown = f"rank {word['rank']} raised {word['kind']}: {word['text']}\n{word['trace']}"
         _expect(word["is_ours"], f"none of our errors: {shown}")
         _expect(bool(excuses), f"for no reason: {shown}")
-    _expect(not any(running.all_words("unmet")) or bool(excuses) or True, "unmet")
 
 
 def _check_others(scene: Scene) -> None:

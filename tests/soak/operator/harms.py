@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-from .look import Look, _folders
+from .look import Look, folders_of
 
 __all__ = ["HARMS", "Harm"]
 
@@ -19,7 +19,7 @@ Harm = Callable[[random.Random, Look, Path], str | None]
 
 def _step(draw: random.Random, place: Path) -> Path | None:
     """Return the directory of a step, more often than not of the newest."""
-    folders = _folders(place)
+    folders = folders_of(place)
     if not folders:
         return None
     return folders[max(folders)] if draw.random() < 0.6 else draw.choice(list(folders.values()))
@@ -90,7 +90,7 @@ def move_step(draw: random.Random, look: Look, place: Path) -> str | None:
     step = _step(draw, place)
     if step is None:
         return None
-    later = step.with_name(f"step-{max(_folders(place)) + draw.choice([1, 5, 10])}")
+    later = step.with_name(f"step-{max(folders_of(place)) + draw.choice([1, 5, 10])}")
     step.rename(later)
     return f"{step} moved to {later.name}"
 
@@ -112,7 +112,7 @@ def half_copy(draw: random.Random, look: Look, place: Path) -> str | None:
     step = _step(draw, place)
     if step is None:
         return None
-    later = step.with_name(f"step-{max(_folders(place)) + draw.choice([1, 5, 10])}")
+    later = step.with_name(f"step-{max(folders_of(place)) + draw.choice([1, 5, 10])}")
     later.mkdir()
     files = sorted(path for path in step.iterdir() if path.is_file())
     for path in draw.sample(files, draw.randint(0, len(files))):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.runs.kills.oracle import MARK
 
-__all__ = ["Look", "Root", "Seen"]
+__all__ = ["Look", "Root", "Seen", "folders_of"]
 
 _SUMMARY, _CRC_DIGITS = b"DCPNVsum", 8
 
@@ -63,7 +63,7 @@ class Look:
     def durable(self, run: Path) -> dict[int, Seen]:
         """Return what the durable tier has, by step."""
         found = {}
-        for step, folder in _folders(run).items():
+        for step, folder in folders_of(run).items():
             root = None if (folder / MARK).exists() else root_of(folder)
             if root is not None:
                 found[step] = self._seen(root, [folder])
@@ -73,7 +73,7 @@ class Look:
         """Return what nodes have together."""
         by_step: dict[int, list[Path]] = {}
         for node in nodes:
-            for step, folder in _folders(node).items():
+            for step, folder in folders_of(node).items():
                 by_step.setdefault(step, []).append(folder)
         roots = {
             root.save_id: (root, folders)
@@ -96,7 +96,7 @@ class Look:
         return path.name not in self.good or zlib.crc32(path.read_bytes()) == self.good[path.name]
 
 
-def _folders(place: Path) -> dict[int, Path]:
+def folders_of(place: Path) -> dict[int, Path]:
     """Return the directories of steps by their number."""
     if not place.is_dir():
         return {}
