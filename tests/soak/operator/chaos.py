@@ -18,7 +18,7 @@ from typing import Any
 from tests.faults.forked import PRELOADED
 
 from .clocks import can_set_clocks
-from .disturbances import KINDS, Disturbance, Scene, strike_at
+from .disturbances import KINDS, Disturbance, Scene, command, draw_prune, strike_at
 from .ends import ALL_DAMAGED, check_ends, check_sides, note_words
 from .field import Field, stand_in_the_way
 from .harms import HARMS
@@ -72,6 +72,7 @@ class Chaos:
         self.draw = random.Random(f"{self.seed} {self.number}")
         self.where = self.field.directory / f"job-{self.number}"
         self.done = self._between()
+        self._prune_between()
         plan = self._plan()
         before = self.oracle.before(self.field.run, plan.nodes if plan.has_fast else ())
         plan = self._go_back(plan, before)
@@ -119,6 +120,19 @@ class Chaos:
             self.counts["node lost"] += 1
             done.append(f"{node} lost")
         return done
+
+    def _prune_between(self) -> None:
+        """Prune the run while no job runs, now and then."""
+        if self.draw.random() > 0.2 or "prune" in self.without or not self.field.run.is_dir():
+            return
+        rule, arguments = draw_prune(self.draw, self.field.run)
+        before = self.oracle.before(self.field.run, ())
+        code, output = command(self.field.directory / "pruned", 0, *arguments).join(LIMIT_SECONDS)
+        self.counts["prune between jobs"] += 1
+        self.done.append(f"dcp-nvcomp {' '.join(arguments)} ended with {code}")
+        if code is None or "Traceback" in output or (code and before.durable):
+            raise Finding(output)
+        self.oracle.check_kept(before, self.oracle.before(self.field.run, ()), [], [], [rule])
 
     def _plan(self) -> Plan:
         draw, nodes = random.Random(f"{self.seed} {self.number} plan"), list(self.field.nodes)

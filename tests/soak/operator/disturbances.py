@@ -25,7 +25,7 @@ from .oracle import Oracle
 from .plans import CLOCKS, Plan
 from .running import Running, Side
 
-__all__ = ["KINDS", "Disturbance", "Scene"]
+__all__ = ["KINDS", "Disturbance", "Scene", "command"]
 
 # those of the kill matrix that any run reaches; removals are of steps with other numbers there
 SEAMS: dict[str, Seam] = {
@@ -62,7 +62,7 @@ class Scene:
     plan: Plan
     running: Running
     where: Path
-    sides: list[tuple[Side, int]] = made_by(default_factory=list)
+    sides: list[Side] = made_by(default_factory=list)
     rules: list[Keep | None] = made_by(default_factory=list)
     destroyed: set[int] = made_by(default_factory=set)
     excuses: set[str] = made_by(default_factory=set)
@@ -181,31 +181,48 @@ def _harm_durable(scene: Scene) -> str | None:
     return what
 
 
-def _command(scene: Scene, name: str, *arguments: str) -> str:
-    clock = scene.draw.choice(CLOCKS) if can_set_clocks() else 0
-    shown = f"{name} {' '.join(arguments[1:])}".strip()
+def command(where: Path, clock_seconds: int, name: str, *arguments: str) -> Side:
+    """Start a command of `dcp-nvcomp`.
+
+    Args:
+        where: a file for its output.
+        clock_seconds: how much its clock is off.
+        name: of the command.
+        arguments: after it.
+    """
 
     def target() -> None:
         from dcp_nvcomp.cli.app import main
 
-        set_clock(clock)
+        set_clock(clock_seconds)
         sys.argv = ["dcp-nvcomp", name, *arguments]
         main()
 
-    scene.sides.append((Side(shown, scene.where / f"side-{len(scene.sides)}", target), clock))
-    return f"dcp-nvcomp {shown}" + (f" with the clock {clock:+}" if clock else "")
+    return Side(f"{name} {' '.join(arguments[1:])}".strip(), where, target)
+
+
+def _command(scene: Scene, name: str, *arguments: str) -> str:
+    clock = scene.draw.choice(CLOCKS) if can_set_clocks() else 0
+    side = command(scene.where / f"side-{len(scene.sides)}", clock, name, *arguments)
+    scene.sides.append(side)
+    return f"dcp-nvcomp {side.name}" + (f" with the clock {clock:+}" if clock else "")
 
 
 def _ls(scene: Scene) -> str | None:
     return _command(scene, "ls", str(scene.field.run))
 
 
-def _prune(scene: Scene) -> str | None:
-    last = scene.draw.randint(1, 3)
-    every = scene.draw.choice([None, 10, 20])
-    scene.rules.append(Keep(last=last, every=every))
+def draw_prune(draw: random.Random, run: Path) -> tuple[Keep, list[str]]:
+    """Return a rule, and the command that says so."""
+    last, every = draw.randint(1, 3), draw.choice([None, 10, 20])
     more = ["--keep-every", str(every)] if every else []
-    return _command(scene, "prune", str(scene.field.run), "--keep-last", str(last), *more)
+    return Keep(last=last, every=every), ["prune", str(run), "--keep-last", str(last), *more]
+
+
+def _prune(scene: Scene) -> str | None:
+    rule, arguments = draw_prune(scene.draw, scene.field.run)
+    scene.rules.append(rule)
+    return _command(scene, *arguments)
 
 
 def _pin(scene: Scene) -> str | None:

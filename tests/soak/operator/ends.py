@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .disturbances import Scene
-from .look import folders_of
+from .look import Seen, folders_of
 from .oracle import Before, Finding
 
 __all__ = ["ALL_DAMAGED", "check_ends", "check_sides", "note_words"]
@@ -79,6 +79,7 @@ def check_ends(scene: Scene, before: Before, after: Before) -> str:
     }
     scene.oracle.check_kept(before, after, confirmed, scene.destroyed, scene.rules)
     _check_newest(scene, before, after)
+    _check_copies(scene)
     _check_last(scene, after)
     if any(running.all_words("unmet")):
         return "unmet"
@@ -131,6 +132,22 @@ def _check_newest(scene: Scene, before: Before, after: Before) -> None:
     _expect(after.newest is not None and after.newest >= newest, f"{newest} was there, and {after.newest} is")
 
 
+def _check_copies(scene: Scene) -> None:
+    """Check that the newest step that is said to be copied is whole without any one of the nodes."""
+    nodes, look = scene.plan.nodes, scene.oracle.look
+    events = [word for word in scene.running.all_words("event") if word["event"] == "StepSaved"]
+    copied = max((word["tag"] for word in events if "copies" in word["tiers"]), default=0)
+    if scene.has_lost_fast or not _has(look.on_nodes(nodes), copied):
+        return
+    for node in nodes:
+        others = [other for other in nodes if other != node]
+        _expect(_has(look.on_nodes(others), copied), f"save {copied} is not whole without {node}, and was copied")
+
+
+def _has(seen: list[Seen], tag: int) -> bool:
+    return any(one.root.tag == tag and one.is_whole for one in seen)
+
+
 def _check_last(scene: Scene, after: Before) -> None:
     """Check that the last save of a job that was closed is durable, where it had to be."""
     if scene.excuses & {"durable"} or not scene.running.has_said("closed"):
@@ -153,7 +170,7 @@ def check_sides(scene: Scene, before: Before) -> None:
     Raises:
         Finding: one hung, or failed in a way that it must not.
     """
-    for side, _ in scene.sides:
+    for side in scene.sides:
         code, output = side.join(SIDE_SECONDS)
         shown = f"dcp-nvcomp {side.name} ended with {code}:\n{output[-3000:]}"
         _expect(code is not None, f"it hangs: {shown}")
