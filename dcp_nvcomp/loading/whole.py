@@ -19,6 +19,7 @@ from dcp_nvcomp.calls.values import is_stateful
 from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.format.metadata.paths import SavedEntry
 from dcp_nvcomp.loading.matching import is_extra_state, saved_names
+from dcp_nvcomp.loading.parameter_names import ParameterNames, is_place_of_names
 
 __all__ = ["WholeValue", "completed"]
 
@@ -81,13 +82,14 @@ def completed(own: Any, entries: Sequence[SavedEntry]) -> Any:
         )
     saved = {entry.fqn: entry for entry in entries}
     names = {name: fqn for fqn, name in saved_names(flat.values, saved).items()}
+    moved = ParameterNames(flat).moved(entry.path for fqn, entry in saved.items() if fqn not in names)
     values: dict[str, Any] = {}
     paths: dict[str, Path] = {}
     for fqn, entry in saved.items():
         own_fqn = names.get(fqn)
         value = None if own_fqn is None else flat.values[own_fqn]
         is_own = own_fqn is not None and (not entry.has_keys or _has_its_keys(flat.paths[own_fqn], entry.path))
-        paths[fqn] = flat.paths[own_fqn] if is_own and own_fqn is not None else entry.path
+        paths[fqn] = flat.paths[own_fqn] if is_own and own_fqn is not None else moved.get(entry.path, entry.path)
         is_data = _is_in_list(paths[fqn]) or _is_opaque(paths[fqn])
         fits = is_own and not (is_data and _has_another_shape(value, entry))
         values[fqn] = _place_for(entry, value if fits else None)
@@ -123,7 +125,8 @@ def _has_its_keys(own: Path, saved: Path) -> bool:
 def _place_for(entry: SavedEntry, own: Any) -> Any:
     item = entry.item
     if not isinstance(item, TensorStorageMetadata):
-        return Vacant()
+        # names are compared with those that are loaded
+        return own if is_place_of_names(entry.path) and isinstance(own, list) else Vacant()
     if isinstance(own, torch.Tensor):
         return own
     if len(item.chunks) > 1:
