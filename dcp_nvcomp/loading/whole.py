@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dcp_nvcomp.calls.flattening import Flattened, Key, Path, Vacant, flatten, nested
-from dcp_nvcomp.calls.values import is_stateful
+from dcp_nvcomp.calls.values import check_given, give, is_stateful, values_of
 from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.format.metadata.paths import SavedEntry
 from dcp_nvcomp.loading.matching import is_extra_state, saved_names
@@ -45,7 +45,8 @@ class WholeValue:
 
     def state_dict(self) -> Any:
         """Return what to load into."""
-        self._own = self.value.state_dict() if is_stateful(self.value) else self.value
+        objects = [one.fqn for one in self._entries or () if not isinstance(one.item, TensorStorageMetadata)]
+        self._own = self.value.state_dict() if is_stateful(self.value) else values_of(self.value, objects)
         return self._own if self._entries is None else completed(self._own, self._entries)
 
     def load_state_dict(self, loaded: Any) -> None:
@@ -54,7 +55,8 @@ class WholeValue:
             # in new containers: what it gave may be its own
             self.value.load_state_dict(_of_its_kind(self._own, loaded))
         else:
-            self.value = _replaced(self._own, loaded, set())
+            check_given(self.value, loaded)
+            self.value = _replaced(self.value, self._own, loaded, set())
 
 
 def completed(own: Any, entries: Sequence[SavedEntry]) -> Any:
@@ -139,26 +141,30 @@ def _place_for(entry: SavedEntry, own: Any) -> Any:
     return torch.empty(item.size, dtype=item.properties.dtype)
 
 
-def _replaced(own: Any, loaded: Any, filled: set[int]) -> Any:
+def _replaced(own: Any, given: Any, loaded: Any, filled: set[int]) -> Any:
     """Return what was loaded, in the containers that the destination has; one that it has twice is copied.
 
     Args:
         own: the destination.
+        given: the same with state dicts in the places of Stateful values.
         loaded: what was loaded.
         filled: the ids of containers that were filled already.
     """
+    if is_stateful(own):
+        give(own, _of_its_kind(given, loaded))
+        return own
     if id(own) in filled:
-        return _of_its_kind(own, loaded)
+        return _of_its_kind(own, loaded) if given is own else own
     if isinstance(own, MutableMapping) and isinstance(loaded, Mapping):
         filled.add(id(own))
         for key in [key for key in own if key not in loaded]:
             del own[key]
         for key, value in loaded.items():
-            own[key] = _replaced(own[key], value, filled) if key in own else value
+            own[key] = _replaced(own[key], given[key], value, filled) if key in own else value
         return own
     if isinstance(own, list) and isinstance(loaded, list):
         filled.add(id(own))
-        kept = [_replaced(one, value, filled) for one, value in zip(own, loaded, strict=False)]
+        kept = [_replaced(*three, filled) for three in zip(own, given, loaded, strict=False)]
         own[:] = [*kept, *loaded[len(kept) :]]
         return own
     return loaded
