@@ -36,7 +36,7 @@ from dcp_nvcomp.format.metadata.paths import merged_paths, paths_to_store
 from dcp_nvcomp.saving.encode.objects import serialized
 from dcp_nvcomp.saving.kept import kept
 from dcp_nvcomp.saving.plans.agreement import Proposal, agree
-from dcp_nvcomp.saving.plans.differences import Comparison, OnDifference
+from dcp_nvcomp.saving.plans.differences import Comparison, OnDifference, expect_same_kinds
 from dcp_nvcomp.saving.plans.global_plan import GlobalPlan
 from dcp_nvcomp.saving.plans.kept_plans import KeptPlan, PlanKey
 from dcp_nvcomp.saving.plans.structure import Structure, structure_of
@@ -222,6 +222,8 @@ class KeepingPlanner(SavePlanner):
             assert self._kept.everyones is not None, "each rank is the coordinator of all its saves, or of none"
             plans, _ = self.comparison.compared(all_plans, self._kept.everyones.compared_keys)
             return self.comparison.told(plans), self._kept.everyones.metadata()
+        if self._is_default:
+            expect_same_kinds(all_plans, self.comparison.ranks)
         local_plans, keys = self.comparison.compared(all_plans, None)
         paths = [plan.planner_data or {} for plan in local_plans] if self._is_default else []
         if self._is_default:  # DCP would merge them too, and know nothing of keys
