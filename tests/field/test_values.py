@@ -527,3 +527,22 @@ def test_what_a_stateful_value_makes_of_another_kind_is_its_own_affair(tmp_path:
         one, other = Defaults({"s": saved}), Defaults({"s": fresh})
         run_and_back(tmp_path / f"{number}", {"one": one, "in": {"it": one}}, {"one": other, "in": {"it": other}})
         assert other.state == {"s": saved}
+
+
+def test_keys_of_dicts_are_in_the_order_of_the_state(tmp_path: Path) -> None:
+    state = {
+        "z": {"last": 1, "first": torch.ones(3), "e": {}, 7: "mid", "large": torch.ones(500)},
+        "a": [{"y": 1, "x": 2}],
+    }
+    save(state, tmp_path / "a", no_dist=True)
+    convert(tmp_path / "a", tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "b")
+    convert(tmp_path / "b", tmp_path / "b.pt")
+    convert(tmp_path / "b", tmp_path / "stock", to="dcp")
+    convert(tmp_path / "stock", tmp_path / "stock.pt")
+    for name in "a.pt", "b.pt", "stock.pt":
+        found = torch.load(tmp_path / name)
+        assert [str(key) for key in found["z"]] == ["last", "first", "e", "7", "large"], name
+        assert list(found["a"][0]) == ["y", "x"] and list(found) == ["z", "a"], name
+    restored = run_and_back(tmp_path / "run", state, {"z": {}, "a": []})
+    assert list(restored["z"]) == list(state["z"])
