@@ -283,8 +283,13 @@ class StorageError(CheckpointError, OSError):
             errno.EACCES: " Check the permissions of the target.",
             errno.EPERM: " Check the permissions of the target.",
             errno.EROFS: " The target is mounted read-only.",
+            errno.EEXIST: " Something else has that name: give another path.",
+            errno.ENOTDIR: " There is a file where a directory has to be: give another path.",
+            errno.EISDIR: " There is a directory where a file has to be: give another path.",
         }.get(number or 0, "")
-        words = redact(f"{type(error).__name__}: {error}")
+        if isinstance(error, NotImplementedError):
+            advice = " This storage can't do that: it may be for reading only."
+        words = redact(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
         return cls(f"Could not {what}: {words}{tried}.{advice}", path=path, errno=number)
 
 

@@ -10,7 +10,7 @@ from typing import Final
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_nvcomp.errors import CheckpointError, RankFailedError
+from dcp_nvcomp.errors import CheckpointError, ConfigurationError, RankFailedError
 
 __all__ = ["error_of_ranks", "expect_no_group", "group_of"]
 
@@ -22,8 +22,17 @@ def group_of(process_group: dist.ProcessGroup | None, *, no_dist: bool) -> dist.
     """Return the ranks that save or load together; None without torch.distributed.
 
     Warns where a launcher has started several processes that know nothing of each other yet.
+
+    Raises:
+        ConfigurationError: this rank is none of them.
     """
     if not no_dist and dist.is_available() and dist.is_initialized():
+        # what new_group returns on other ranks is a number
+        if isinstance(process_group, int) or (process_group is not None and dist.get_rank(process_group) < 0):
+            raise ConfigurationError(
+                f"Rank {dist.get_rank()} is not in the process group that it was given: only ranks of the group make "
+                "this call."
+            )
         return process_group or dist.group.WORLD
     expect_no_group()
     processes = os.environ.get("WORLD_SIZE", "1")

@@ -1,4 +1,7 @@
-"""The values of a state dict: Stateful ones, and the one key under which DCP is given all of them.
+"""The values of a state dict: Stateful ones, at any depth, and the one key under which DCP is given all of them.
+
+DCP itself knows Stateful values at the top of a state dict only, and pickles others as whole objects: loaded, these
+would take the place of a model, and leave it as it was. In ours they may lie in dicts and lists, too.
 
 DCP asks of each value of the dict whether it is Stateful: saving once, loading twice. This takes 34 us each, as long as
 saving a small tensor. So our own calls ask first, of few, and DCP finds a single value, which `unwrapped` undoes in the
@@ -7,29 +10,37 @@ planner.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
-from dcp_nvcomp.errors import CheckpointError, ConfigurationError
+from dcp_nvcomp.errors import CheckpointError, ConfigurationError, MissingKeyError
 
 __all__ = [
     "PLAIN_TENSORS",
     "ExpectsCheckpoint",
+    "check_given",
     "check_state_dict",
+    "give",
+    "given_back",
+    "has_stateful",
     "is_default_planner",
     "is_stateful",
     "try_check",
     "try_values_of",
     "unwrapped",
+    "values_of",
     "wrapped",
 ]
 
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _KEY = "state"
 _PLAIN = (torch.Tensor, dict, list, tuple, int, float, str, bytes, type(None))
+_LEAVES = (torch.Tensor, torch.nn.Parameter, bool, int, float, str, bytes, type(None))
 
 
 @runtime_checkable
@@ -42,7 +53,9 @@ class ExpectsCheckpoint(Protocol):
 
 def is_stateful(value: Any) -> bool:
     """Return what `isinstance(value, Stateful)` does, quickly."""
-    return type(value) not in _PLAIN and not isinstance(value, torch.Tensor) and isinstance(value, Stateful)
+    if type(value) in _PLAIN or isinstance(value, torch.Tensor):
+        return False
+    return hasattr(value, "state_dict") and isinstance(value, Stateful)
 
 
 def check_state_dict(call: str, state_dict: Any) -> None:
@@ -87,8 +100,14 @@ def try_check(call: str, state_dict: Any, *, alone: bool) -> ConfigurationError 
     return None
 
 
-def try_values_of(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], CheckpointError | None]:
+def try_values_of(
+    state_dict: Mapping[str, Any], objects: Collection[str] = ()
+) -> tuple[dict[str, Any], CheckpointError | None]:
     """Return a state dict with the state dicts of its Stateful values in their places.
+
+    Args:
+        state_dict: the state dict.
+        objects: see `values_of`.
 
     Returns:
         The values; and what was raised by one of them, for which the other ranks must not wait in vain.
@@ -96,15 +115,150 @@ def try_values_of(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], Checkp
     values = {}
     for key, value in state_dict.items():
         try:
-            values[key] = value.state_dict() if is_stateful(value) else value
+            values[key] = _state_dict_of(value) if is_stateful(value) else values_of(value, objects, str(key))
         except CheckpointError as error:
             error.fqn = f"{key}.{error.fqn}" if error.fqn else key
             return {}, error
-        except Exception as error:
-            failure = CheckpointError(f"state_dict() raised {type(error).__name__}: {error}", fqn=key)
-            failure.__cause__ = error
-            return {}, failure
     return values, None
+
+
+def values_of(value: Any, objects: Collection[str] = (), fqn: str = "") -> Any:
+    """Return a value with the state dicts of the Stateful ones below it in their places.
+
+    Args:
+        value: the value; not Stateful itself.
+        objects: names of places where an object was saved as a whole: a Stateful value in one of them, or below it, has
+            None in its place. Earlier releases pickled what lies below the top of a state dict.
+        fqn: name of its place.
+
+    Returns:
+        The same containers where nothing below them is Stateful, else new ones.
+
+    Raises:
+        CheckpointError: a `state_dict()` raised.
+        ConfigurationError: a Stateful value is where it can't be given back what was saved.
+    """
+    if isinstance(value, MutableMapping | list):
+        changed = {}
+        for key, one in _items_of(value):
+            if type(one) in _LEAVES:
+                continue
+            name = f"{fqn}.{key}" if fqn else str(key)
+            try:
+                found = _below(one, objects, name, is_object=fqn in objects)
+            except CheckpointError as error:
+                error.fqn = f"{key}.{error.fqn}" if error.fqn else str(key)
+                raise
+            if found is not one:
+                changed[key] = found
+        if changed:
+            value = copy.copy(value)
+            for key, one in changed.items():
+                value[key] = one
+    elif isinstance(value, tuple | set | frozenset | deque | Mapping):
+        odd = _stateful_in(value.values() if isinstance(value, Mapping) else value)
+        if odd is not None:
+            raise ConfigurationError(
+                f"A {type(odd).__name__}, which has state_dict and load_state_dict, lies in a {type(value).__name__}, "
+                "which is saved as one object, so it could not be given back its state: put it into a dict or a list, "
+                "or its state_dict() in its place."
+            )
+    return value
+
+
+def _below(value: Any, objects: Collection[str], fqn: str, *, is_object: bool) -> Any:
+    if not is_stateful(value):
+        return values_of(value, {*objects, fqn} if is_object else objects, fqn)
+    if isinstance(value, ExpectsCheckpoint):
+        raise ConfigurationError(
+            f"A {type(value).__name__} has to be at the top of the state dict, not in another dict or list: give it a "
+            "key of its own."
+        )
+    return None if is_object or fqn in objects else _state_dict_of(value)
+
+
+def _items_of(container: Any) -> Iterable[tuple[Any, Any]]:
+    return list(container.items()) if isinstance(container, Mapping) else list(enumerate(container))
+
+
+def _stateful_in(values: Iterable[Any]) -> Any:
+    """Return a Stateful value in nested containers; None if there is none."""
+    for value in values:
+        if is_stateful(value):
+            return value
+        if isinstance(value, Mapping | list | tuple | set | frozenset | deque):
+            found = _stateful_in(value.values() if isinstance(value, Mapping) else value)
+            if found is not None:
+                return found
+    return None
+
+
+def _state_dict_of(value: Any) -> Any:
+    try:
+        return value.state_dict()
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"state_dict() raised {type(error).__name__}: {error}") from error
+
+
+def has_stateful(value: Any) -> bool:
+    """Return True if there is a Stateful value below dicts and lists, or this is one."""
+    return _stateful_in([value]) is not None
+
+
+def check_given(own: Any, loaded: Any, fqn: str = "") -> None:
+    """Refuse a Stateful value for which nothing was loaded.
+
+    Args:
+        own: the value before a load.
+        loaded: what was loaded for it.
+        fqn: its name.
+
+    Raises:
+        MissingKeyError: there is one.
+    """
+    if own is loaded or is_stateful(own) or not has_stateful(own):
+        return
+    is_dict = isinstance(own, Mapping) and isinstance(loaded, Mapping)
+    if not is_dict and not (isinstance(own, list) and isinstance(loaded, list)):
+        raise MissingKeyError(f"A {type(loaded).__name__} was saved here, with nothing for the values below.", fqn=fqn)
+    there = dict(_items_of(loaded))
+    for key, one in _items_of(own):
+        name = f"{fqn}.{key}" if fqn else str(key)
+        if key in there:
+            check_given(one, there[key], name)
+        elif has_stateful(one):
+            raise MissingKeyError("Nothing was saved for this value.", fqn=name)
+
+
+def give(own: Any, loaded: Any) -> None:
+    """Give a Stateful value what was loaded, or what a whole object has that was loaded."""
+    own.load_state_dict(loaded.state_dict() if is_stateful(loaded) else loaded)
+
+
+def given_back(own: Any, loaded: Any) -> Any:
+    """Return a value of a state dict after a load, in which Stateful ones have been given theirs.
+
+    Args:
+        own: the value before it.
+        loaded: what `values_of` returned of it, with what was loaded.
+    """
+    if own is loaded:
+        return own
+    if is_stateful(own):
+        give(own, loaded)
+        return own
+    is_dict = isinstance(own, MutableMapping) and isinstance(loaded, Mapping)
+    if is_dict or (isinstance(own, list) and isinstance(loaded, list)):
+        if is_dict:
+            for key, value in loaded.items():
+                own[key] = given_back(own[key], value) if key in own else value
+        else:
+            kept = [given_back(one, value) for one, value in zip(own, loaded, strict=False)]
+            own[:] = [*kept, *loaded[len(kept) :]]
+        return own
+    return loaded
 
 
 def is_default_planner(planner: object, kind: type) -> bool:

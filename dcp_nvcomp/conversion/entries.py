@@ -8,8 +8,9 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from dcp_nvcomp.calls.flattening import Path, fqn_of
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.format.blocks import Box
 
-__all__ = ["ObjectEntry", "Source", "TensorEntry", "TensorReader", "pieces", "selected"]
+__all__ = ["ObjectEntry", "Source", "TensorEntry", "TensorReader", "paths_in_order", "pieces", "selected"]
 
 # A tensor is read and written in pieces of at most this size.
 PIECE_NBYTES = 32 << 20
@@ -47,6 +48,7 @@ class TensorEntry:
         shape: its shape.
         dtype: what it is to become.
         reader: reads it, in its stored dtype.
+        position: of its place in the state, which entries of a checkpoint are not sorted by.
     """
 
     key: str
@@ -54,6 +56,7 @@ class TensorEntry:
     shape: tuple[int, ...]
     dtype: torch.dtype
     reader: TensorReader
+    position: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -88,6 +91,12 @@ class ObjectEntry:
     key: str
     path: Path
     reader: ObjectReader
+    position: int = 0
+
+
+def paths_in_order(entries: Iterable[TensorEntry | ObjectEntry]) -> dict[str, Path]:
+    """Return the places of entries by key, in the order of the state."""
+    return {entry.key: entry.path for entry in sorted(entries, key=attrgetter("position"))}
 
 
 class Source(ABC):

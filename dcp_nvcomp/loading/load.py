@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
@@ -18,7 +18,16 @@ from torch.futures import Future
 from dcp_nvcomp.calls.meeting import Call, meet, together
 from dcp_nvcomp.calls.ranks import error_of_ranks, group_of
 from dcp_nvcomp.calls.unknown_options import refuse_path
-from dcp_nvcomp.calls.values import ExpectsCheckpoint, is_stateful, try_check, try_values_of, wrapped
+from dcp_nvcomp.calls.values import (
+    ExpectsCheckpoint,
+    check_given,
+    given_back,
+    has_stateful,
+    is_stateful,
+    try_check,
+    try_values_of,
+    wrapped,
+)
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.format.metadata.paths import saved_entries
 from dcp_nvcomp.loading.planner import UnwrappingPlanner, planner_for
@@ -89,7 +98,8 @@ def load(
         values: dict[str, Any] = {}
         if failure is None:
             # sorted, so that all ranks load in the same order
-            values, failure = try_values_of({key: state_dict[key] for key in sorted(state_dict)})
+            objects = _saved_objects(reader) if any(_has_some_below(value) for value in state_dict.values()) else ()
+            values, failure = try_values_of({key: state_dict[key] for key in sorted(state_dict)}, objects)
         whole = [key for key, value in state_dict.items() if isinstance(value, ExpectsCheckpoint)] if values else []
         planning = planner_for(planner, failure, may_cast=dtype == "cast", may_leave=whole)
         failed: BaseException | None = None
@@ -110,10 +120,26 @@ def load(
                 failed.path = where
             raise failed
         for key, value in values.items():
-            if is_stateful(state_dict[key]):
-                state_dict[key].load_state_dict(value)
-            else:
-                state_dict[key] = value
+            check_given(state_dict[key], value, key)
+        for key, value in values.items():
+            try:
+                state_dict[key] = given_back(state_dict[key], value)
+            except CheckpointError as error:
+                error.fqn, error.path = f"{key}.{error.fqn}" if error.fqn else key, error.path or where
+                raise
+
+
+def _has_some_below(value: Any) -> bool:
+    return isinstance(value, Mapping | list) and not is_stateful(value) and has_stateful(value)
+
+
+def _saved_objects(reader: NvcompReader) -> set[str]:
+    """Return the names of what was saved as an object."""
+    # an error is found by the load itself, which tells all ranks
+    with suppress(Exception):
+        items = reader.read_metadata().state_dict_metadata.items()
+        return {fqn for fqn, item in items if not isinstance(item, TensorStorageMetadata)}
+    return set()
 
 
 @contextmanager

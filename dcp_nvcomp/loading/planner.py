@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, cre
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from dcp_nvcomp.calls.flattening import Path, replace_at
+from dcp_nvcomp.calls.flattening import Flattened, Path, replace_at
 from dcp_nvcomp.calls.suggestions import missing_key
 from dcp_nvcomp.calls.values import PLAIN_TENSORS, is_default_planner, unwrapped
 from dcp_nvcomp.errors import (
@@ -31,6 +31,7 @@ from dcp_nvcomp.errors import (
 from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.loading.left import warn_of_left
 from dcp_nvcomp.loading.matching import Matched, match
+from dcp_nvcomp.loading.parameter_names import ParameterNames
 
 __all__ = ["UnwrappingPlanner", "planner_for"]
 
@@ -124,6 +125,7 @@ class _WholeTensorPlanner(DefaultLoadPlanner):
         super().__init__(**options)
         self._may_cast, self._may_leave = may_cast, may_leave
         self._matched: Matched | None = None
+        self._names: ParameterNames | None = None
         self._nested: dict[str, Any] = {}
 
     def set_up_planner(
@@ -145,6 +147,7 @@ class _WholeTensorPlanner(DefaultLoadPlanner):
         # what was on the meta device is somewhere else now
         moved = [fqn for fqn, value in matched.values.items() if _is_meta(value)]
         self._matched = replace(matched, made=matched.made.union(moved))
+        self._names = ParameterNames(Flattened(matched.values, matched.paths))
         self._nested = state_dict
 
     def create_local_plan(self) -> LoadPlan:
@@ -188,6 +191,8 @@ class _WholeTensorPlanner(DefaultLoadPlanner):
         super().load_bytes(read_item, value)
         fqn = read_item.dest_index.fqn
         path: Path = (fqn,) if self._matched is None else self._matched.paths[fqn]
+        if self._names is not None:
+            self.state_dict[fqn] = self._names.renamed(self.state_dict[fqn], path)
         replace_at(self._nested, path, self.state_dict[fqn])
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:

@@ -92,7 +92,7 @@ def _open(
     text = os.fspath(path)
     if not isinstance(text, str) or not text:
         raise not_a_path(path)
-    text = without_mark(text)
+    text = _in_lower_case(without_mark(text))
     folded = _FOLDED_URL.match(text)
     if folded is not None and folded[1].lower() in fsspec.available_protocols():
         raise ConfigurationError(
@@ -101,7 +101,7 @@ def _open(
     options = dict(storage_options or {})
     deadline_seconds = check_seconds(DEADLINE_OPTION, options.pop(DEADLINE_OPTION, deadline_seconds))
     url = _URL.match(text)
-    protocol = url[1].lower() if url else "file"
+    protocol = url[1] if url else "file"
     chained = url is not None and url[2] is not None
     for package in _packages(protocol):
         refuse_old(package, f"{protocol}://")
@@ -124,6 +124,12 @@ def _open(
     return _open_fsspec(text, protocol, options)
 
 
+def _in_lower_case(path: str) -> str:
+    """Return a URL with its protocol in lower case, as RFC 3986 has it; fsspec knows no other."""
+    url = _URL.match(path)
+    return path if url is None else url[1].lower() + path[url.end(1) :]
+
+
 def _packages(protocol: str) -> tuple[str, ...]:
     """Return the packages that bring a storage and have a lowest version."""
     if protocol in _S3:
@@ -139,9 +145,9 @@ def _packages(protocol: str) -> tuple[str, ...]:
 
 def place_of(path: str | os.PathLike[str]) -> str:
     """Return where a path leads now: of a local one the absolute path; URLs of other storage as they are."""
-    text = without_mark(os.fspath(path))
+    text = _in_lower_case(without_mark(os.fspath(path)))
     url = _URL.match(text)
-    protocol = url[1].lower() if url else "file"
+    protocol = url[1] if url else "file"
     if protocol not in ("file", "local") or "::" in text:
         return text
     return os.path.abspath(os.path.expanduser(text[url.end() :] if url else text))
@@ -153,7 +159,7 @@ def real_place(path: str | os.PathLike[str]) -> str:
     url = _URL.match(text)
     if url is None:
         return os.path.realpath(text)
-    protocol = url[1].lower()
+    protocol = url[1]
     if url[2] is not None:
         return text.rstrip("/")
     if protocol in AZURE:
@@ -231,7 +237,9 @@ def _filesystem_class(protocol: str, path: str) -> Any:
         package = "'dcp-nvcomp[s3]'" if protocol in _S3 else f"the package fsspec needs for it ({error})"
         raise ConfigurationError(f"{protocol}:// is not available here: pip install {package}.", path=path) from error
     except ValueError as error:
-        raise ConfigurationError(f"Unknown storage protocol {protocol!r}.", path=path) from error
+        close = difflib.get_close_matches(protocol, fsspec.available_protocols(), n=1)
+        meant = f" Did you mean '{close[0]}://'?" if close else ""
+        raise ConfigurationError(f"Unknown storage protocol {protocol!r}.{meant}", path=path) from error
     return found
 
 

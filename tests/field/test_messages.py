@@ -520,3 +520,15 @@ def test_stocks_own_wording(tmp_path: Path) -> None:
     assert "Checkpoint already exists" in message_of(lambda: save(tmp_path, overwrite=False))
     _stock(tmp_path / "stock")
     assert "Checkpoint already exists" in message_of(lambda: save(tmp_path / "stock", overwrite=False))
+
+
+def test_places_that_are_taken_by_something_else_are_explained(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "directory").mkdir()
+    assert "Something else has that name: give another path." in message_of(lambda: save(tmp_path / "file"))
+    said = message_of(lambda: ckpt.CheckpointManager(tmp_path / "file", every=1, preemption_signals=()).save(1, STATE))
+    assert "There is a file where a directory has to be: give another path." in said
+    said = message_of(lambda: ckpt.save_compressed_checkpoint(STATE, tmp_path / "directory"))
+    assert "There is a directory where a file has to be: give another path." in said
+    assert [file.name for file in tmp_path.iterdir() if file.is_file()] == ["file"]
+    assert "NotImplementedError. This storage can't do that" in message_of(lambda: save("http://127.0.0.1:1/x"))

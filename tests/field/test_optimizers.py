@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from dcp_nvcomp import CheckpointManager, TrainingState
+from dcp_nvcomp import CheckpointManager, TrainingState, load, save
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from tests.distributed.launch import RankPool, ranks
 from tests.field.optimizers import PLAIN, SHARDED, combinations, resume, train
@@ -176,3 +179,64 @@ def test_entries_of_an_optimizers_own(tmp_path: Path) -> None:
     saved_run(tmp_path, model, first)
     restored_run(tmp_path, fresh, second)
     assert second.more == 7 and second.state["global"] == {"count": 5}  # type: ignore[index]
+
+
+# --- names of parameters across wrappers ------------------------------------------------------------------------------
+
+
+def _stepped(wrap: Any, lr: float) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = wrap(two_layers())
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return model, optimizer
+
+
+WRAPS: dict[str, Any] = {
+    "plain": lambda model: model,
+    "parallel": torch.nn.DataParallel,
+    "wrapped": lambda model: checkpoint_wrapper(torch.nn.DataParallel(model)),
+    "twice": lambda model: torch.nn.DataParallel(torch.nn.DataParallel(model)),
+}
+
+
+@pytest.mark.parametrize("how", ["load", "restore", "stock"])
+@pytest.mark.parametrize(
+    ("saved", "fresh"),
+    [("plain", "parallel"), ("parallel", "plain"), ("wrapped", "parallel"), ("twice", "wrapped")],
+)
+def test_names_of_parameters_come_back_as_the_destination_has_them(
+    tmp_path: Path, saved: str, fresh: str, how: str
+) -> None:
+    model, optimizer = _stepped(WRAPS[saved], 0.07)
+    other, other_optimizer = _stepped(WRAPS[fresh], 0.01)
+    if how == "restore":
+        other_optimizer.state.clear()
+    weights, options = get_state_dict(model, optimizer)
+    state = dict(zip(("m", "o"), get_state_dict(other, other_optimizer), strict=True))
+    own = list(state["o"]["param_groups"][0]["params"])
+    if how == "restore":
+        with CheckpointManager(tmp_path, every=1, preemption_signals=()) as manager:
+            manager.save(1, {"m": weights, "o": options})
+            for name in list(state["o"]["state"])[:2]:
+                del state["o"]["state"][name]  # as of parameters that have none yet
+            manager.restore(state)
+    elif how == "stock":
+        dcp.save({"m": weights, "o": options}, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+        load(state, tmp_path, no_dist=True)
+    else:
+        save({"m": weights, "o": options}, tmp_path, no_dist=True)
+        load(state, tmp_path, no_dist=True)
+    assert state["o"]["param_groups"][0]["params"] == own
+    assert sorted(state["o"]["state"]) == sorted(own)
+    set_state_dict(other, other_optimizer, model_state_dict=state["m"], optim_state_dict=state["o"])
+    assert_same(other_optimizer.state_dict(), optimizer.state_dict())
+
+
+def test_names_of_named_parameters_follow_too(tmp_path: Path) -> None:
+    model, other = torch.nn.DataParallel(two_layers()), two_layers()
+    save({"m": model.state_dict(), "o": torch.optim.SGD(model.named_parameters()).state_dict()}, tmp_path, no_dist=True)
+    state = {"m": other.state_dict(), "o": torch.optim.SGD(other.named_parameters()).state_dict()}
+    load(state, tmp_path, no_dist=True)
+    assert state["o"]["param_groups"][0]["param_names"] == [name for name, _ in other.named_parameters()]

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from dcp_nvcomp import CheckpointManager, NvcompWriter, async_save, load, save
 from dcp_nvcomp.calls.meeting import Arrival, Call
-from dcp_nvcomp.errors import RanksDifferError
+from dcp_nvcomp.errors import ConfigurationError, RanksDifferError
 from tests.distributed.launch import RankPool
 from tests.states import State
 
@@ -406,3 +406,42 @@ def test_paths_that_stock_save_is_given(ranks: RankPool, tmp_path: Path) -> None
     for told in ranks.run(_stock_save, tmp_path, world_size=2):
         assert f"{tmp_path}/0' (rank 0)" in told and f"{tmp_path}/1' (rank 1)" in told
     assert not list(tmp_path.glob("*/*"))
+
+
+def _from_outside(place: Path) -> list[str]:
+    group: Any = dist.new_group([0])  # a number on other ranks
+    if not dist.get_rank():
+        return []
+    said = []
+    calls: list[Callable[[], object]] = [
+        lambda: save(_state(), place, process_group=group),
+        lambda: async_save(_state(), place, process_group=group),
+        lambda: load(_state(), place, process_group=group),
+        lambda: CheckpointManager(place, every=1, process_group=group, preemption_signals=()),
+    ]
+    for call in calls:
+        with pytest.raises(ConfigurationError) as caught:
+            call()
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_rank_that_is_not_in_the_group(ranks: RankPool, tmp_path: Path) -> None:
+    for said in ranks.run(_from_outside, tmp_path, world_size=2)[1]:
+        assert said.startswith("Rank 1 is not in the process group that it was given"), said
+    assert not list(tmp_path.iterdir())
+
+
+def _loses_its_peer(place: Path) -> str:
+    group = dist.new_group([0, 1])
+    if dist.get_rank():
+        return ""
+    with pytest.raises(RanksDifferError) as caught, Arrival(group, Call("save", "x")).waiting():
+        raise RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4321")
+    return str(caught.value)
+
+
+def test_a_rank_whose_process_ends_is_not_said_to_be_late(ranks: RankPool, tmp_path: Path) -> None:
+    said = ranks.run(_loses_its_peer, tmp_path, world_size=2)[0]
+    assert "Rank 1 did not call save before the connection to a rank was closed, as it is when a process ends" in said
+    assert "0 s" not in said

@@ -28,7 +28,7 @@ from dcp_nvcomp import (
     save,
     save_compressed_checkpoint,
 )
-from dcp_nvcomp.errors import CheckpointError, ConfigurationError
+from dcp_nvcomp.errors import CheckpointError, ConfigurationError, ShapeMismatchError
 from tests.states import assert_same
 
 
@@ -508,3 +508,41 @@ def test_steps_that_no_rank_can_tell(tmp_path: Path) -> None:
         pytest.raises(ConfigurationError, match="larger than any step"),
     ):
         manager.save(10**30, {"w": torch.ones(1)})
+
+
+@pytest.mark.parametrize(
+    "nest", [lambda x: {"a": x}, lambda x: {"p": {"a": x}}, lambda x: {"p": {"q": {"a": x}, "b": []}}]
+)
+@pytest.mark.parametrize("saved", [{}, [], 5, torch.ones(1), {"x": {"z": torch.ones(1)}}, {"x": 5}, {"x": {}}])
+def test_a_tensor_of_a_dict_for_which_there_is_none_is_an_error(tmp_path: Path, nest: Any, saved: Any) -> None:
+    fresh = nest({"x": torch.zeros(1)})
+    with pytest.raises((MissingKeyError, ShapeMismatchError), match=r"destination (has|is) a tensor.*a\.x'") as caught:
+        run_and_back(tmp_path, nest(saved), fresh)
+    assert "no dict or list" not in str(caught.value)
+    assert_same(fresh, nest({"x": torch.zeros(1)}))
+
+
+def test_what_a_stateful_value_makes_of_another_kind_is_its_own_affair(tmp_path: Path) -> None:
+    for number, (saved, fresh) in enumerate([({}, {"x": torch.ones(1)}), ({"x": 5}, {"x": torch.ones(1)})]):
+        one, other = Defaults({"s": saved}), Defaults({"s": fresh})
+        run_and_back(tmp_path / f"{number}", {"one": one, "in": {"it": one}}, {"one": other, "in": {"it": other}})
+        assert other.state == {"s": saved}
+
+
+def test_keys_of_dicts_are_in_the_order_of_the_state(tmp_path: Path) -> None:
+    state = {
+        "z": {"last": 1, "first": torch.ones(3), "e": {}, 7: "mid", "large": torch.ones(500)},
+        "a": [{"y": 1, "x": 2}],
+    }
+    save(state, tmp_path / "a", no_dist=True)
+    convert(tmp_path / "a", tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "b")
+    convert(tmp_path / "b", tmp_path / "b.pt")
+    convert(tmp_path / "b", tmp_path / "stock", to="dcp")
+    convert(tmp_path / "stock", tmp_path / "stock.pt")
+    for name in "a.pt", "b.pt", "stock.pt":
+        found = torch.load(tmp_path / name)
+        assert [str(key) for key in found["z"]] == ["last", "first", "e", "7", "large"], name
+        assert list(found["a"][0]) == ["y", "x"] and list(found) == ["z", "a"], name
+    restored = run_and_back(tmp_path / "run", state, {"z": {}, "a": []})
+    assert list(restored["z"]) == list(state["z"])

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import collections
+import datetime
+import decimal
+import enum
+import fractions
+import uuid
 import warnings
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -81,6 +88,9 @@ def test_fingerprints_of_equal_values_are_equal() -> None:
         (torch.zeros(0), torch.zeros(0)),
         ([1, (2, {3: b"x"})], [1, (2, {3: b"x"})]),
         (list(range(5000)), list(range(5000))),
+        (_Setting(1, [2], object()), _Setting(1, [2], 5)),
+        (collections.defaultdict(object, a=1, b=2), collections.defaultdict(object, b=2, a=1)),
+        (slice(1, object()), slice(1, object())),
     ]
     for one, other in pairs:
         assert fingerprints({"x": one}) == fingerprints({"x": other}), one
@@ -92,9 +102,67 @@ def test_fingerprints_of_different_values_differ() -> None:
         *(torch.zeros(3), torch.zeros(4), torch.zeros(3).int(), torch.ones(3), torch.float32, torch.float64),
         *(np.float32(1), np.zeros(3), np.zeros(4), np.ones(3)),
         *(torch.zeros(1 << 18), torch.ones(1 << 18), torch.zeros(1 << 18).half()),
+        *(_Pair(0, torch.ones(1)), _Pair(1, torch.ones(1)), _Pair(0, torch.zeros(1)), (0, torch.ones(1))),
+        *(_Setting(0, {}), _Setting(1, {}), _Setting(0, [_Setting(0, {})]), _Setting(0, [_Setting(1, {})])),
+        *(collections.deque([1, 2]), collections.deque([2, 1]), collections.deque([1, 2], 5), collections.deque()),
+        *(bytearray(b"a"), bytearray(b"b"), b"a", {1, 2}, frozenset({1, 2}), frozenset({1, 3}), {1, 3}),
+        *(range(3), range(4), range(0, 3, 2), slice(3), slice(4), slice(0, 3), slice(0, 3, [1])),
+        *(collections.Counter("aab"), collections.Counter("abb"), collections.defaultdict(int, a=2, b=1)),
+        *(Path("a"), Path("b"), datetime.date(2024, 1, 2), datetime.date(2024, 1, 3), datetime.timedelta(1)),
+        *(datetime.datetime(2024, 1, 2), datetime.datetime(2024, 1, 2, tzinfo=datetime.timezone.utc)),
+        *(
+            decimal.Decimal("0.1"),
+            decimal.Decimal("0.10"),
+            fractions.Fraction(1, 3),
+            uuid.UUID(int=1),
+            uuid.UUID(int=2),
+        ),
+        *(_Colour.RED, _Colour.BLUE, [_Colour.RED], [_Colour.BLUE]),
     ]
     found = [fingerprints({"x": value})["x"] for value in values]
     assert len(set(found)) == len(values)
+
+
+class _Pair(NamedTuple):
+    number: int
+    tensor: torch.Tensor
+
+
+@dataclass
+class _Setting:
+    number: int
+    more: Any
+    cached: Any = field(default=None, compare=False)
+
+
+class _Colour(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+def _of_other_kinds(place: Path, call: str) -> str:
+    values = [torch.ones(3), {1, 2}] if dist.get_rank() else [5, torch.zeros(2)]
+    state: State = {"it": {"is": values[0], "was": values[1]}, "same": torch.ones(2)}
+    try:
+        for _ in range(2):
+            if call == "save":
+                save(state, place / "a")
+            elif call == "async_save":
+                async_save(state, place / "a").upload_completion.result(60)
+            else:
+                with CheckpointManager(place / "run", every=1, preemption_signals=()) as manager:
+                    manager.save(1, state)
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("call", ["save", "async_save", "manager"])
+def test_a_tensor_on_one_rank_and_an_object_on_another(ranks: RankPool, tmp_path: Path, call: str) -> None:
+    for told in ranks.run(_of_other_kinds, tmp_path, call, world_size=3):
+        assert "a tensor on one rank is a Python object on another" in told
+        assert "'it.is' (rank 1 and 0)" in told and "'it.was' (rank 0 and 1)" in told and "'same" not in told
+    assert not list(tmp_path.glob("**/.metadata"))
 
 
 class _Guarded:

@@ -11,7 +11,7 @@ import pytest
 
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
-from dcp_nvcomp.storage.open import open_filesystem
+from dcp_nvcomp.storage.open import open_filesystem, place_of, real_place
 from tests.faults import forked
 
 WRITER_OPTIONS = ("codec", "thread_count", "overwrite", "sync_files", "host_memory_budget")
@@ -56,6 +56,15 @@ def test_a_colon_is_no_protocol(tmp_path: Path) -> None:
 def test_unknown_protocol() -> None:
     with pytest.raises(ConfigurationError, match="Unknown storage protocol 's4'"):
         open_filesystem("s4://bucket/run")
+    with pytest.raises(ConfigurationError, match=r"Did you mean 'memory://'\?"):
+        open_filesystem("memry://bucket/run")
+
+
+def test_a_protocol_may_be_in_upper_case(tmp_path: Path) -> None:
+    assert open_filesystem(f"FILE://{tmp_path}").location("x") == f"file://{tmp_path}/x"
+    assert open_filesystem("MEMORY://upper/x").path == "memory://upper/x"
+    assert place_of(f"File://{tmp_path}") == str(tmp_path)
+    assert real_place("S3://bucket/x/") == real_place("s3://bucket/x") == "s3://bucket/x"
 
 
 def test_missing_package_is_named() -> None:

@@ -49,13 +49,16 @@ class CheckpointSource(Source):
         found: list[TensorEntry | ObjectEntry] = []
         described = self._checkpoint.metadata.state_dict_metadata
         paths = paths_of(self._checkpoint.metadata)
+        positions = {key: position for position, key in enumerate(paths)}
         for key in self._checkpoint.in_file_order():
             item, stored = described[key], self._checkpoint.stored(key)
             if isinstance(item, TensorStorageMetadata) and stored is not None:
                 reader = _TensorReader(stored)
-                found.append(TensorEntry(key, paths[key], tuple(item.size), item.properties.dtype, reader))
+                found.append(
+                    TensorEntry(key, paths[key], tuple(item.size), item.properties.dtype, reader, positions[key])
+                )
             else:
-                found.append(ObjectEntry(key, paths[key], _ObjectReader(self._checkpoint, key)))
+                found.append(ObjectEntry(key, paths[key], _ObjectReader(self._checkpoint, key), positions[key]))
         return found
 
     def close(self) -> None:

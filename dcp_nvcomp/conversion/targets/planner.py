@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from dcp_nvcomp.conversion.entries import ObjectEntry, TensorEntry, pieces
+from dcp_nvcomp.conversion.entries import ObjectEntry, TensorEntry, paths_in_order, pieces
 from dcp_nvcomp.format.blocks import Box
 from dcp_nvcomp.format.metadata.paths import paths_to_store
 
@@ -64,7 +64,7 @@ class ConvertingPlanner(SavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = create_default_global_save_plan(all_plans)
-        paths = {entry.key: entry.path for entry in self._entries.values()}
+        paths = paths_in_order(self._entries.values())
         stored = paths_to_store(paths)
         if not self._has_keys:
             stored = {key: stored[key] for key in paths}

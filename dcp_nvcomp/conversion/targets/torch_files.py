@@ -9,7 +9,7 @@ import torch
 
 from dcp_nvcomp.calls.files import parent_and_name
 from dcp_nvcomp.calls.flattening import nested
-from dcp_nvcomp.conversion.entries import ObjectEntry, TensorEntry
+from dcp_nvcomp.conversion.entries import ObjectEntry, TensorEntry, paths_in_order
 from dcp_nvcomp.errors import CheckpointExistsError
 from dcp_nvcomp.storage.base import OutputStream
 from dcp_nvcomp.storage.open import open_filesystem
@@ -40,7 +40,7 @@ def write_torch(
                 "There is such a file already; overwrite=True, or --overwrite, replaces it.",
                 path=filesystem.location(name),
             )
-        state = nested({entry.key: entry.path for entry in entries}, _values(entries, moved))
+        state = nested(paths_in_order(entries), _values(entries, moved))
         filesystem.create_directory()
         output = filesystem.open_replacement(name)
         try:

@@ -140,10 +140,14 @@ def has_keys(metadata: Metadata) -> bool:
 
 
 def paths_of(metadata: Metadata) -> dict[str, Path]:
-    """Return for each value of a checkpoint its place in the state; its name, if none was stored."""
+    """Return for each value of a checkpoint its place in the state; its name, if none was stored.
+
+    They are in the order of the state, as far as that is stored: DCP's plans have tensors first.
+    """
     stored, keys = _planner_data(metadata), _keys_of(metadata)
     paths: dict[str, Path] = {}
-    for fqn in metadata.state_dict_metadata:
+    described = metadata.state_dict_metadata
+    for fqn in dict.fromkeys([*(fqn for fqn in stored if fqn in described), *described]):
         given: Any = stored.get(fqn)
         path: _Stored = tuple(given) if isinstance(given, tuple | list) and _is_stored(tuple(given)) else (fqn,)
         paths[fqn] = path

@@ -4,7 +4,7 @@ caller's thread                    the save's thread                       behin
 Stateful.state_dict()
 event on its CUDA streams
 begin (the first: make groups) --> agree: is it the same save everywhere?
-wait ...
+wait, and pickle objects ...
                                    agree: do all keep a plan for it?
 returns <----------- staged --------   then copy, if it is to be copied
                                    dcp.save, over a group of its own:
@@ -94,7 +94,8 @@ def async_save(
             several threads save, let one thread make these first ones, in the same order on all ranks.
         no_dist: if True, save in this process alone.
         wait: `"staged"` returns when the state may change. `"nothing"` returns at once: whoever changes a tensor of the
-            state before `staging_completion` is done gets a checkpoint that mixes old and new values.
+            state before `staging_completion` is done gets a checkpoint that mixes old and new values. Python objects
+            are those of the call in both cases: its thread pickles them.
         on_difference: what to do if ranks have different values under the same key that are not sharded, of which the
             checkpoint keeps one: `"warn"`, once for the same keys, or `"error"`, before anything is written. Large
             tensors are compared by a sample, and with a `planner` of another class nothing is.
@@ -131,6 +132,8 @@ def async_save(
     keeping = planner_for(planner, writer, failure, on_difference)
     call = call_for("async_save", writer, checkpoint_id, planner, on_difference)
     streams = CallersStreams(values)
+    if wait == "nothing":
+        keeping.pickle_now(values)
 
     def release() -> None:
         keeping.release()
@@ -139,7 +142,14 @@ def async_save(
     with kept().lock:  # saves of several threads, one after the other
         sequence = kept().sequence(process_group, call)
         sequence.wait_for_room()
-        staging = Staging(kept().stores, release, sequence.last, _copied_write(writer, checkpoint_id))
+        staging = Staging(
+            kept().stores,
+            release,
+            sequence.last,
+            _copied_write(writer, checkpoint_id),
+            is_waited_for=wait == "staged",
+        )
+        keeping.pickles_by(staging.on_caller)
         staging.within_seconds = writer.finish_within_seconds
 
         def save(group: dist.ProcessGroup | None) -> Metadata:

@@ -1,6 +1,7 @@
 """One asynchronous save, between the thread that waits for it and the thread that makes it.
 
-caller's thread     waits until `completion` is done: then its state may change
+caller's thread     waits until `completion` is done: then its state may change. Meanwhile it pickles the objects of it:
+                    a pickle imports, and the caller may have the lock of the module that it is in
 the save's thread   the writer asks for `memory`, says when all is staged, and waits for its turn to commit
 """
 
@@ -9,8 +10,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
+from queue import SimpleQueue
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -71,6 +73,7 @@ class Staging:
         release: lets go of the state, once it is staged or never will be.
         before: the save before this one, if there is one.
         copied: copies the state and has the copy written; None to encode while the caller waits.
+        is_waited_for: whether the caller is going to `wait`.
 
     Attributes:
         completion: done when the state may change; has the error of this rank if staging failed.
@@ -83,6 +86,8 @@ class Staging:
         release: Callable[[], None],
         before: UploadFuture | None,
         copied: CopiedWrite | None = None,
+        *,
+        is_waited_for: bool = False,
     ) -> None:
         self.within_seconds: float | None = None
         self._copied = copied
@@ -90,6 +95,10 @@ class Staging:
         self._copying_failed: BaseException | None = None
         self.completion: Future[None] = Future()
         self.completion.set_running_or_notify_cancel()  # from now on nobody can cancel it
+        self._asked: SimpleQueue[_Asked | None] = SimpleQueue()
+        self._is_waited_for = is_waited_for
+        asked = self._asked
+        self.completion.add_done_callback(lambda _: asked.put(None))
         self._before = before
         self._stores = stores
         self._release = release
@@ -216,15 +225,43 @@ class Staging:
             self._copied.hurry()
 
     def wait(self) -> BaseException | None:
-        """Wait for `completion` and return its error. If the wait is interrupted, the save fails.
+        """Wait until `completion` is done, and return its error. If the wait is interrupted, the save fails.
 
         The caller may change the state after an interrupt, so what was read by then and after must not be published.
         """
         try:
+            while (asked := self._asked.get()) is not None:
+                asked.run()
             return self.completion.exception()
         except BaseException as error:
             self._interrupt = error
             raise
+        finally:
+            with self._lock:
+                self._is_waited_for = False
+            while not self._asked.empty():
+                if (asked := self._asked.get()) is not None:
+                    asked.done.cancel()
+
+    def on_caller(self, do: Callable[[], Any]) -> Any:
+        """Run a function on the thread that waits for this save; here, if none does (any more).
+
+        Args:
+            do: the function.
+
+        Returns:
+            What it returns.
+        """
+        asked = _Asked(do)
+        with self._lock:
+            if self._is_waited_for:
+                self._asked.put(asked)
+            else:
+                asked.done.cancel()
+        try:
+            return asked.done.result()
+        except CancelledError:
+            return do()
 
     def staged(self) -> None:
         """Note that the state is not needed any more.
@@ -268,3 +305,19 @@ class Staging:
         totals.stall_seconds = (self._stalled_until_seconds or time.perf_counter()) - self._began_seconds
         staged = self._copied if self._copied is not None else self._memory
         totals.staged_nbytes = staged.staged_nbytes if staged is not None else 0
+
+
+class _Asked:
+    """A function that another thread is to run."""
+
+    def __init__(self, do: Callable[[], Any]) -> None:
+        self._do = do
+        self.done: Future[Any] = Future()
+
+    def run(self) -> None:
+        try:
+            self.done.set_result(self._do())
+        except BaseException as error:
+            self.done.set_exception(error)
+            if not isinstance(error, Exception):  # it interrupts the wait
+                raise

@@ -12,22 +12,29 @@ than its value, counts by its class alone. Those of large tensors are of a sampl
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import decimal
+import enum
+import fractions
 import io
+import itertools
+import pathlib
+import uuid
 import warnings
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import numpy as np
 import torch
 from crc32c import crc32c
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from torch.distributed.tensor import DTensor
 
 from dcp_nvcomp.errors import ConfigurationError
 
-__all__ = ["Comparison", "OnDifference", "fingerprints"]
+__all__ = ["Comparison", "OnDifference", "expect_same_kinds", "fingerprints"]
 
 OnDifference = Literal["warn", "error"]
 Keys = tuple[str, ...]
@@ -38,6 +45,13 @@ _MOST_ITEMS: Final = 1000  # of a container; of a longer list a sample, of other
 _MOST_DEPTH: Final = 8
 _SHOWN: Final = 8
 _PLAIN: Final = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device)
+
+# Their text is their value.
+_TEXTS: Final = (
+    *(range, decimal.Decimal, fractions.Fraction, uuid.UUID),
+    *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
+)
+_DICTS: Final = (dict, OrderedDict, defaultdict, Counter)
 
 _already_told: set[str] = set()
 
@@ -74,15 +88,16 @@ class Comparison:
     """Compares what the ranks of one save have under the same keys.
 
     Args:
-        ranks: the global ranks that save together.
+        ranks: the global ranks that save together; empty without torch.distributed.
         on_difference: `"warn"` saves nevertheless, `"error"` raises.
 
     Attributes:
+        ranks: the same.
         words: what differs, once the ranks have planned; empty if nothing does.
     """
 
     def __init__(self, ranks: Sequence[int], on_difference: OnDifference) -> None:
-        self._ranks, self._on_difference = ranks, on_difference
+        self.ranks, self._on_difference = ranks or (0,), on_difference
         self._found: dict[str, int] | None = None
         self.words = ""
 
@@ -92,7 +107,7 @@ class Comparison:
         Args:
             state: values by fqn, as DCP's default planner has flattened them.
         """
-        if len(self._ranks) > 1:
+        if len(self.ranks) > 1:
             self._found = fingerprints(state)
 
     def sent(self, plan: SavePlan, *, with_keys: bool) -> SavePlan:
@@ -124,7 +139,7 @@ class Comparison:
         own = [() if one is None else one.keys or kept[rank] for rank, one in enumerate(sent)]
         if any(one is not None for one in sent):
             values = [array("I") if one is None else one.values for one in sent]
-            self.words = _words(_differing(own, values), self._ranks)
+            self.words = _words(_differing(own, values), self.ranks)
         if self.words and self._on_difference == "error":
             raise ConfigurationError(f"{self.words} Nothing was saved.")
         return plain, own
@@ -147,6 +162,32 @@ class Comparison:
         if self.words and self.words not in _already_told:
             _already_told.add(self.words)
             warnings.warn(f"{self.words} One of them was saved.", RuntimeWarning, stacklevel=stacklevel + 1)
+
+
+def expect_same_kinds(plans: Sequence[SavePlan], ranks: Sequence[int]) -> None:
+    """Refuse a key that is a tensor on some ranks and an object on others: no checkpoint can have both.
+
+    Args:
+        plans: of each rank.
+        ranks: their global ranks.
+
+    Raises:
+        ConfigurationError: there is one.
+    """
+    kinds: tuple[dict[str, int], dict[str, int]] = ({}, {})  # the first rank that has it as a tensor, and as an object
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            kinds[item.type == WriteItemType.BYTE_IO].setdefault(item.index.fqn, rank)
+    tensors, objects = kinds
+    both = [fqn for fqn in objects if fqn in tensors]
+    if both:
+        named = [f"{fqn!r} (rank {ranks[tensors[fqn]]} and {ranks[objects[fqn]]})" for fqn in both[:_SHOWN]]
+        more = f" and {len(both) - _SHOWN} more" if len(both) > _SHOWN else ""
+        raise ConfigurationError(
+            f"What is a tensor on one rank is a Python object on another, under one key: {', '.join(named)}{more}. "
+            "Give all ranks tensors, or what belongs to a rank a key of its own, as in state[f'loader.{rank}']. "
+            "Nothing was saved."
+        )
 
 
 def _differing(keys: Sequence[Keys], values: Sequence[array[int]]) -> dict[str, list[int]]:
@@ -230,13 +271,27 @@ def _encoded(value: Any, depth: int = 0) -> bytes:
     if kind is np.ndarray and not value.dtype.hasobject:
         step = 1 if value.nbytes <= _WHOLE_NBYTES else 1 + value.size // _SAMPLED
         return f"{value.dtype.str}{value.shape}".encode() + bytes(value.flat[::step].tobytes())
-    if kind in (list, tuple):
+    if kind is bytearray:
+        return name + bytes(value)
+    if isinstance(value, enum.Enum):
+        return name + value.name.encode(errors="surrogatepass")
+    if kind in _TEXTS or isinstance(value, pathlib.PurePath):
+        return name + str(value).encode(errors="surrogatepass")
+    if kind is slice:
+        return name + _encoded((value.start, value.stop, value.step), depth + 1)
+    if kind in (list, tuple) or (isinstance(value, tuple) and hasattr(kind, "_fields")):
         return name + _joined(len(value), (_encoded(one, depth + 1) for one in value[:: 1 + len(value) // _MOST_ITEMS]))
-    if kind in (dict, OrderedDict, set, frozenset):
+    if kind is deque:
+        some = itertools.islice(value, 0, None, 1 + len(value) // _MOST_ITEMS)
+        return name + str(value.maxlen).encode() + _joined(len(value), (_encoded(one, depth + 1) for one in some))
+    if kind in (*_DICTS, set, frozenset):
         if len(value) > _MOST_ITEMS:
             return name + str(len(value)).encode()
         items = value.items() if isinstance(value, dict) else value
         return name + _joined(len(value), sorted(_encoded(one, depth + 1) for one in items))
+    if dataclasses.is_dataclass(kind):
+        fields = [getattr(value, field.name, None) for field in dataclasses.fields(value) if field.compare]
+        return name + _joined(len(fields), (_encoded(one, depth + 1) for one in fields))
     return name
 
 

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import io
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -34,7 +36,7 @@ from dcp_nvcomp.format.metadata.paths import merged_paths, paths_to_store
 from dcp_nvcomp.saving.encode.objects import serialized
 from dcp_nvcomp.saving.kept import kept
 from dcp_nvcomp.saving.plans.agreement import Proposal, agree
-from dcp_nvcomp.saving.plans.differences import Comparison, OnDifference
+from dcp_nvcomp.saving.plans.differences import Comparison, OnDifference, expect_same_kinds
 from dcp_nvcomp.saving.plans.global_plan import GlobalPlan
 from dcp_nvcomp.saving.plans.kept_plans import KeptPlan, PlanKey
 from dcp_nvcomp.saving.plans.structure import Structure, structure_of
@@ -78,6 +80,8 @@ class KeepingPlanner(SavePlanner):
         self._plan_id: str | None = None
         self._everyones: GlobalPlan | None = None
         self._on_difference = on_difference
+        self._run: Callable[[Callable[[], Any]], Any] = _here
+        self._pickled: dict[str, io.BytesIO | Exception] = {}
         self.comparison = Comparison((), on_difference)
 
     @property
@@ -97,6 +101,28 @@ class KeepingPlanner(SavePlanner):
     def release(self) -> None:
         """Let go of the state."""
         self._planner = self._flat_state = None
+        self._run, self._pickled = _here, {}
+
+    def pickles_by(self, run: Callable[[Callable[[], Any]], Any]) -> None:
+        """Have objects pickled by what runs a function on another thread, and returns what it does."""
+        self._run = run
+
+    def pickle_now(self, state_dict: Mapping[str, Any]) -> None:
+        """Pickle the objects of a state on this thread, which others may not wait for later.
+
+        Args:
+            state_dict: the state to save, without Stateful values.
+        """
+        if not self._is_default or self._failure is not None:
+            return
+        with suppress(ConfigurationError):  # the save itself raises it
+            for fqn, value in flatten(state_dict).values.items():
+                if isinstance(value, torch.Tensor) or hasattr(value, "__create_write_items__"):
+                    continue
+                try:
+                    self._pickled[fqn] = serialized(value)
+                except Exception as error:
+                    self._pickled[fqn] = error
 
     # --- before DCP's part -------------------------------------------------------------------------------------------
 
@@ -196,6 +222,8 @@ class KeepingPlanner(SavePlanner):
             assert self._kept.everyones is not None, "each rank is the coordinator of all its saves, or of none"
             plans, _ = self.comparison.compared(all_plans, self._kept.everyones.compared_keys)
             return self.comparison.told(plans), self._kept.everyones.metadata()
+        if self._is_default:
+            expect_same_kinds(all_plans, self.comparison.ranks)
         local_plans, keys = self.comparison.compared(all_plans, None)
         paths = [plan.planner_data or {} for plan in local_plans] if self._is_default else []
         if self._is_default:  # DCP would merge them too, and know nothing of keys
@@ -222,12 +250,22 @@ class KeepingPlanner(SavePlanner):
             found = self._flat_state.get(write_item.index.fqn)
             if type(found) in PLAIN_TENSORS:  # as the default planner finds it, in a tenth of the time
                 return found
-        if write_item.type != WriteItemType.BYTE_IO or self._flat_state is None:
+        if write_item.type != WriteItemType.BYTE_IO:
             return self._inner.resolve_data(write_item)
+        if self._flat_state is None:
+            return self._run(lambda: self._inner.resolve_data(write_item))
+        fqn = write_item.index.fqn
+        value = self._flat_state[fqn]
         try:
-            return serialized(self._flat_state[write_item.index.fqn])
+            pickled = self._pickled.pop(fqn, None) or self._run(lambda: serialized(value))
+            if isinstance(pickled, Exception):
+                raise pickled
         except Exception as error:  # pickle lets through whatever an object's own methods raise
             raise CheckpointError(
-                f"This value can't be pickled, so it can't be saved: {type(error).__name__}: {error}",
-                fqn=write_item.index.fqn,
+                f"This value can't be pickled, so it can't be saved: {type(error).__name__}: {error}", fqn=fqn
             ) from error
+        return pickled
+
+
+def _here(do: Callable[[], Any]) -> Any:
+    return do()

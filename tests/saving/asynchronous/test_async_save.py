@@ -468,16 +468,18 @@ def test_an_interrupted_wait_fails_the_save(tmp_path: Path, monkeypatch: pytest.
 
     waiting, interrupted = Staging.wait, threading.Event()
 
-    class Interrupted:
-        def exception(self) -> None:
-            raise KeyboardInterrupt
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    def interrupt_caller(staging: Staging) -> None:
+        with pytest.raises(KeyboardInterrupt):
+            staging.on_caller(interrupt)
 
     def wait(staging: Staging) -> Any:
-        real, staging.completion = staging.completion, Interrupted()  # type: ignore[assignment]
+        threading.Thread(target=interrupt_caller, args=(staging,)).start()
         try:
             return waiting(staging)
         finally:
-            staging.completion = real
             interrupted.set()
 
     monkeypatch.setattr(Staging, "wait", wait)
