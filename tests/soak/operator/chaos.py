@@ -29,8 +29,9 @@ from .running import Running
 
 __all__ = ["Chaos", "operate"]
 
-# without a word of any rank: what ranks wait for ends by the group's limit, and on a busy machine all takes long
-LIMIT_SECONDS = 2 * GROUP_SECONDS + 30.0
+# Without a word of any rank: what ranks wait for ends by the group's limit, and on a busy machine all takes long. Before
+# that is over they say where they are.
+LIMIT_SECONDS, ASKED_SECONDS = 2 * GROUP_SECONDS + 15.0, 1.5 * GROUP_SECONDS
 GRACE_SECONDS = 0.5  # how long the others go on after a death, where torchrun ends them
 MOST_INCARNATIONS = 25  # of one run
 MiB = 1 << 20
@@ -198,11 +199,11 @@ class Chaos:
 
     def _watch(self, scene: Scene) -> None:
         """Let things happen until all ranks have ended."""
-        running = scene.running
+        self.waited_seconds, running = 0.0, scene.running
         coming, undo = self._disturbances(), list[tuple[float, Disturbance]]()
         is_like_torchrun = self.draw.random() < 0.7
         restored_at: float | None = None
-        quiet_since, died_at, words = time.monotonic(), None, 0
+        quiet_since, died_at, words, was_asked = time.monotonic(), None, 0, False
         while True:
             running.poll()
             now = time.monotonic()
@@ -249,7 +250,10 @@ class Chaos:
                 if not alive:
                     break
                 running.send(alive, signal.SIGKILL)  # they are stopped
-            self.waited_seconds = now - quiet_since
+            self.waited_seconds = max(self.waited_seconds, now - quiet_since)
+            if now - quiet_since > ASKED_SECONDS and not was_asked:
+                was_asked = True
+                running.send(going, signal.SIGUSR1)
             if now - quiet_since > LIMIT_SECONDS + self._lease(scene):
                 running.send(going, signal.SIGUSR1)
                 time.sleep(1.0)
