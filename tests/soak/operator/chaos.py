@@ -29,8 +29,8 @@ from .running import Running
 
 __all__ = ["Chaos", "operate"]
 
-# Without a word of any rank: what ranks wait for ends by the group's limit, and on a busy machine all takes long. Before
-# that is over they say where they are.
+# Without a word of any rank: what ranks wait for ends by the group's limit, and a close may wait for one thing more.
+# Before that is over they say where they are.
 LIMIT_SECONDS, ASKED_SECONDS = 2 * GROUP_SECONDS + 15.0, 1.5 * GROUP_SECONDS
 GRACE_SECONDS = 0.5  # how long the others go on after a death, where torchrun ends them
 MOST_INCARNATIONS = 25  # of one run
@@ -108,8 +108,9 @@ class Chaos:
     def _between(self) -> list[str]:
         """Do what people do between jobs."""
         done = []
-        while self.draw.random() < 0.4:
-            kind = self.draw.choice(sorted(HARMS.keys() - self.without))
+        kinds = sorted(HARMS.keys() - self.without)
+        while kinds and self.draw.random() < 0.4:
+            kind = self.draw.choice(kinds)
             place = self.draw.choice([self.field.run] * 4 + self.field.nodes)
             what = HARMS[kind](self.draw, self.oracle.look, place)
             if what is not None:
