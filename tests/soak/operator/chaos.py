@@ -77,14 +77,16 @@ class Chaos:
         plan = self._plan()
         before = self.oracle.before(self.field.run, plan.nodes if plan.has_fast else ())
         plan = self._go_back(plan, before)
-        has_obstacle = self._obstacle(plan)
-        if has_obstacle:
+        obstacle = self._obstacle(plan)
+        if obstacle:
             before = self.oracle.before(self.field.run, plan.nodes if plan.has_fast else ())
         scene = self._start(plan)
         self.done.append(f"{plan}; there: {sorted(before.sure)}")
         scene.done = self.done
-        if has_obstacle == "durable":
+        if obstacle == "durable":
             scene.excuses.add("durable")
+        elif obstacle == "refused" and plan.has_fast:
+            scene.excuses.add("refused")
         try:
             self._watch(scene)
         finally:
@@ -155,7 +157,7 @@ class Chaos:
         return dataclasses.replace(plan, go_to=self.draw.choice(sure), looks_first=self.draw.random() < 0.3)
 
     def _obstacle(self, plan: Plan) -> str:
-        """Let some jobs begin with a disk that is out of order; return which tier's."""
+        """Let some jobs begin with a disk that is out of order; return what follows from it."""
         if self.draw.random() > 0.2:
             return ""
         node = self.draw.choice(plan.nodes)
@@ -172,7 +174,8 @@ class Chaos:
             return ""
         self.counts[kind] += 1
         self.done.append(f"{kind}: {node.parent.name}")
-        return kind.split()[0]
+        # what is no directory may be anybody's, and docs/runs.md says that it is refused
+        return "refused" if kind.startswith("fast obstructed") else kind.split()[0]
 
     def _start(self, plan: Plan) -> Scene:
         what, arm = strike_at(self.draw, plan, self.where)
@@ -192,7 +195,7 @@ class Chaos:
         """Draw what happens, each with the time when, and how long it lasts; counted from the restore or the start."""
         found = []
         kinds = [kind for kind in KINDS if kind.kind not in self.without]
-        for _ in range(self.draw.choice([0, 0, 1, 1, 1, 2, 3])):
+        for _ in range(self.draw.choice([0, 0, 1, 1, 1, 2, 3]) if kinds else 0):
             kind = self.draw.choice(kinds)
             when = self.draw.uniform(0.0, 2.5 if kind.after_restore else 4.0)
             found.append((when, self.draw.uniform(0.2, 3.0), kind))
