@@ -8,6 +8,7 @@ put another one in its place; and below it what belongs to someone else counts a
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from typing import Final
@@ -31,13 +32,15 @@ def own_directory(path: str) -> None:
 
     Raises:
         ConfigurationError: it belongs to another user, is a link, or others may write to it or replace it.
-        StorageError: it can't be made or looked at.
+        StorageError: it can't be made or looked at, or there is a file in its place.
     """
     with storage_errors("make the directory", path):
         for folder in [*_missing_above(path), path]:
             with contextlib.suppress(FileExistsError):  # another rank of this node was quicker
                 os.mkdir(folder, _ALONE)
         found = os.lstat(path)
+        if stat.S_ISREG(found.st_mode):  # out of order, and nothing that would be trusted
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
         fault = _fault(found)
         if fault is not None:
             advice = f"`chmod 700 {path}`" if found.st_uid == os.geteuid() and stat.S_ISDIR(found.st_mode) else _INSTEAD
