@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -26,21 +27,28 @@ T = TypeVar("T")
 _MOMENT = timedelta(seconds=1)
 
 
+@dataclass
+class _Gone:
+    """What all of a manager's `Ranks` know: why no rank is waited for any more, if that is so."""
+
+    error: RankFailedError | None = None
+
+
 class Ranks:
     """The ranks of a process group. All of them have to call the same methods.
 
     Args:
         group: a gloo group of the run's own, with the time limit of the caller's; None for this process alone.
+        gone: shared with the others of the same manager, so that a rank that is gone is waited for once.
 
     Attributes:
         rank: this rank in the group.
         count: number of ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup | None, gone: _Gone | None = None) -> None:
+        self._group, self._gone = group, gone or _Gone()
         self._row: Row | None = None
-        self._is_sound = True
         self.rank, self.count = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
     @property
@@ -157,17 +165,19 @@ class Ranks:
     def close(self) -> None:
         """Give the group back; nothing but a row may be under way."""
         group, self._group = self._group, None
-        if group is not None and self._is_sound and (self._row is None or self._row.is_over):
+        if group is not None and self._gone.error is None and (self._row is None or self._row.is_over):
             give_back([group])
 
     @contextmanager
     def _after_all_came(self) -> Iterator[None]:
         """Explain what gloo raises where the other ranks are known to have come."""
+        if self._gone.error is not None:
+            raise self._gone.error.with_traceback(None)
         try:
             with together(self._group):
                 yield
-        except RankFailedError:
-            self._is_sound = False
+        except RankFailedError as error:
+            self._gone.error = error
             raise
 
 
@@ -186,7 +196,8 @@ def ranks_of_run(group: dist.ProcessGroup | None, call: Call) -> tuple[Ranks, Ra
         return Ranks(None), Ranks(None), Ranks(None)
     members = global_ranks(group)
     made = take(members, 3, meet(group, call, offer_of(members)), limit_of(group))
-    calls, fast, durable = map(Ranks, made)
+    gone = _Gone()
+    calls, fast, durable = (Ranks(one, gone) for one in made)
     return calls, fast, durable
 
 

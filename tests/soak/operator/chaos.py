@@ -85,8 +85,6 @@ class Chaos:
         scene.done = self.done
         if obstacle == "durable":
             scene.excuses.add("durable")
-        elif obstacle == "refused" and plan.has_fast:
-            scene.excuses.add("refused")
         try:
             self._watch(scene)
         finally:
@@ -157,7 +155,7 @@ class Chaos:
         return dataclasses.replace(plan, go_to=self.draw.choice(sure), looks_first=self.draw.random() < 0.3)
 
     def _obstacle(self, plan: Plan) -> str:
-        """Let some jobs begin with a disk that is out of order; return what follows from it."""
+        """Let some jobs begin with a disk that is out of order; return which tier's."""
         if self.draw.random() > 0.2:
             return ""
         node = self.draw.choice(plan.nodes)
@@ -174,8 +172,7 @@ class Chaos:
             return ""
         self.counts[kind] += 1
         self.done.append(f"{kind}: {node.parent.name}")
-        # what is no directory may be anybody's, and docs/runs.md says that it is refused
-        return "refused" if kind.startswith("fast obstructed") else kind.split()[0]
+        return kind.split()[0]
 
     def _start(self, plan: Plan) -> Scene:
         what, arm = strike_at(self.draw, plan, self.where)
