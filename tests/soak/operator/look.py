@@ -24,14 +24,14 @@ class Root:
         step: the step of the directory that it is in.
         tag: of the save, which the ranks report.
         save_id: its id.
-        saved_seconds: when it was saved, by the clock of whoever did.
+        run_seconds: how long the run had been under way, which does not depend on clocks.
         files: the data files that it names, and their sizes.
     """
 
     step: int
     tag: int
     save_id: str
-    saved_seconds: float
+    run_seconds: float
     files: Mapping[str, int]
 
 
@@ -117,4 +117,4 @@ def root_of(folder: Path) -> Root | None:
         return None
     if summary.get("step") != step:
         return None
-    return Root(step, int(summary["metrics"]["tag"]), summary["save_id"], summary["saved_seconds"], files)
+    return Root(step, int(summary["metrics"]["tag"]), summary["save_id"], summary["run_seconds"], files)

@@ -46,13 +46,13 @@ class Before:
         sure: what is whole and part of the run.
         possible: what is there, whole or not.
         durable: the tags of the whole ones in the durable tier, by step.
-        saved_seconds: when they were saved, by the clocks of those who did.
+        run_seconds: how long the run had been under way when they were saved.
     """
 
     sure: frozenset[Place]
     possible: frozenset[Place]
     durable: Mapping[int, int]
-    saved_seconds: Mapping[int, float]
+    run_seconds: Mapping[int, float]
 
     @property
     def newest(self) -> Place | None:
@@ -83,7 +83,7 @@ class Oracle:
         durable = self.look.durable(run)
         seen = [*durable.values(), *self.look.on_nodes(nodes)]
         whole = {step: one.root.tag for step, one in durable.items() if one.is_whole}
-        times = {step: one.root.saved_seconds for step, one in durable.items() if one.is_whole}
+        times = {step: one.root.run_seconds for step, one in durable.items() if one.is_whole}
         return Before(
             frozenset(_place(one) for one in seen if one.is_whole and self._is_sure(one.root.tag)),
             frozenset(map(_place, seen)),
@@ -175,7 +175,7 @@ class Oracle:
             Finding: something is gone.
         """
         there = {**before.durable, **dict(confirmed), **after.durable}
-        times = {**before.saved_seconds, **after.saved_seconds}
+        times = {**before.run_seconds, **after.run_seconds}
         counted = sorted(step for step, tag in there.items() if tag not in self.left)
         sure = [step for step in counted if self._is_sure(there[step])]
         lost = {step for step in sure if step not in set(destroyed) and after.durable.get(step, -1) < there[step]}
