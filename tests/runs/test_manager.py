@@ -272,7 +272,7 @@ def test_too_little_room_in_the_fast_tier(
             manager.save(3, _state(3)).saved.result(60)
     assert _steps(tmp_path / "run") == [2, 3]
     assert not list(fast.glob("step-*")), "step 1 made room once step 2 was in the durable tier"
-    assert "step 1, which is not newer" in caplog.text
+    assert "step 1 went: it is not newer" in caplog.text
     assert caplog.text.count("until that changes") == 1, "said once"
     assert sum(isinstance(event, StepSkipped) for event in events) == 2
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dcp_nvcomp import CheckpointManager, StorageError
+from dcp_nvcomp import CheckpointManager, StepFailed, StepsRemoved, StorageError
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.local.output import PosixOutput
 from tests.distributed.launch import RankPool
@@ -235,7 +235,7 @@ def test_torsos_make_room_for_what_a_restore_fetches(ranks: RankPool, tmp_path: 
     for disk in disks:
         _torso(disk, 30)
     for found, logged in ranks.run(_on_two_nodes, tmp_path, places, [], world_size=2):
-        assert found == 20 and "step 30, which is complete nowhere, went" in logged
+        assert found == 20 and "step 30 went: it is complete nowhere" in logged
     for found, _ in ranks.run(_on_two_nodes, tmp_path, places, [30, 40, 50], world_size=2):
         assert found == 20
     assert all(50 in _steps(place) for place in places), "what was fetched, and is durable, made room for saves"
@@ -288,3 +288,90 @@ def test_a_peers_copy_that_is_damaged_is_replaced_by_the_durable_one(
         file.write_bytes(data)
     first, second = ranks.run(_on_swapped_nodes, tmp_path, swapped=True, trouble=trouble, world_size=2)
     assert {**first, **second}.get("durable")
+
+
+# --- what may go -----------------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_is_saved_again_is_no_torso(disk: SmallDisk, tmp_path: Path) -> None:
+    with _manager(tmp_path, disk.path) as manager:
+        manager.save(20, _state(20))
+    _torso(disk, 30)
+    with _manager(tmp_path, disk.path) as manager:
+        assert _restored(manager) == 20
+        manager.save(30, _state(30))
+        manager.wait()
+        _fill(disk)
+        manager.save(50, _state(50))  # for which there is no room
+        manager.wait()
+        assert 30 in _steps(disk.path)
+    assert 50 in _steps(tmp_path / "run")
+
+
+def test_a_durable_step_that_a_restore_found_damaged_lets_nothing_go(disk: SmallDisk, tmp_path: Path) -> None:
+    with _manager(tmp_path, disk.path, fast_keep=3) as manager:
+        for step in (10, 20):
+            manager.save(step, _state(step))
+    (file,) = (tmp_path / "run" / "step-20").glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    shutil.rmtree(disk.path / "step-20")
+    _fill(disk)
+    with _manager(tmp_path, disk.path, fast_keep=3) as manager:
+        with pytest.warns(RuntimeWarning, match="Step 20 is damaged"):
+            assert _restored(manager) == 10
+        assert not manager._starter.has_room(_state(30))
+        assert _steps(disk.path) == [10]
+
+
+def test_what_goes_to_make_room_is_told(disk: SmallDisk, tmp_path: Path) -> None:
+    events: list[Any] = []
+    with _manager(tmp_path, disk.path, every=10, on_event=events.append) as manager:
+        manager.save(10, _state(10))
+        manager.wait()
+        _fill(disk)
+        manager.save(20, _state(20))
+    assert StepsRemoved((10,), "fast") in events
+
+
+def _no_copies(place: Path, disks: list[Path]) -> dict[str, Any]:
+    """Save where a node can't read what it is to send."""
+    rank = dist.get_rank()
+    events: list[Any] = []
+    options = {"node": f"node {rank}", "copies": 1, "on_event": events.append}
+    with pytest.MonkeyPatch.context() as patch, _manager(place, disks[rank], **options) as manager:
+        if rank == 0:
+            _break(patch, f"{disks[0]}/step-10")
+        save = manager.save(10, _state(10))
+        error = save.saved.exception(60)
+        manager.wait()
+        return {"error": error, "failed": [event.step for event in events if isinstance(event, StepFailed)]}
+
+
+def test_a_copy_that_cannot_be_read_where_it_is_sent_is_told_alike_on_all_ranks(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    found = ranks.run(_no_copies, tmp_path, [tmp_path / "a", tmp_path / "b"], world_size=2)
+    assert found == [{"error": None, "failed": [10]}] * 2
+
+
+def _two_ranks_a_node(place: Path, *, restores: bool) -> None:
+    with jobs.manager_of(place, every=1000, fast_every=10) as manager:
+        if not restores:
+            manager.save(10, jobs.state_of(10))
+            return
+        state = jobs.state_of(0)
+        event = manager.restore(state)
+        assert event is not None and event.step == 10
+        jobs.assert_state_of(10, state)
+        assert dist.get_rank() < 2 or event.files.get("peer")
+
+
+def test_two_ranks_of_a_node_where_nothing_can_be_written(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(_two_ranks_a_node, tmp_path, restores=False)
+    for file in jobs.fast_of(tmp_path, 1).glob("step-10/*.distcp"):
+        file.rename(jobs.fast_of(tmp_path, 0) / "step-10" / file.name)
+    shutil.rmtree(jobs.fast_of(tmp_path, 1))
+    jobs.fast_of(tmp_path, 1).write_bytes(b"")  # a file in the way
+    ranks.run(_two_ranks_a_node, tmp_path, restores=True)

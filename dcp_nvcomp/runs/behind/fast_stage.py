@@ -145,7 +145,9 @@ class FastStage:
         transfers = {one: part.files_of(one.source) for one in self._transfers}
         here = self._fast.open(step)
         moved = move_files(self._ranks, transfers, here, here)
-        self._ranks.together(moved.check)
+        for one in self._ranks.gather(moved):  # of what a peer can't read the receiver only sees that it is wrong
+            for error in (*one.unread.values(), *one.unwritten.values()):
+                raise StorageError(f"A copy could not be made: {error}")
         return sum(moved.received.values())
 
     def _nbytes_here(self, part: WrittenPart) -> int:

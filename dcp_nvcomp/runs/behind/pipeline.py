@@ -108,7 +108,7 @@ class Pipeline:
         self._fast_stage: FastStage | None = None
         self.room: Room | None = None
         if fast is not None:
-            self.room = Room(fast, lambda: self._on_their_way.steps)
+            self.room = Room(fast, lambda: self._on_their_way.steps, tell)
             self._fast_stage = FastStage(
                 fast_ranks,
                 nodes,
@@ -166,11 +166,20 @@ class Pipeline:
             upload: whether it goes on to the durable tier.
             replicas: the ranks of each; empty if all ranks save together.
         """
-        assert self._fast_thread is not None
+        assert self._fast_thread is not None and self.room is not None
+        room = self.room
+        room.begun(save.step)
         if upload:
             save.in_parts(2)
             self._on_their_way.set_out(save.step)
-        self._fast_thread.do(lambda: self._end_fast(save, saving, publisher, replicas, upload=upload))
+
+        def follow() -> None:
+            try:
+                self._end_fast(save, saving, publisher, replicas, upload=upload)
+            finally:
+                room.ended(save.step)
+
+        self._fast_thread.do(follow)
 
     def upload(self, save: StepSave, written: WrittenSave, senders: Mapping[str, int]) -> None:
         """Upload a step that is in the fast tier.

@@ -78,8 +78,10 @@ class Fetch:
                 landed = files.keys() - outcomes[transfer.to].unwritten.keys()
                 self.near |= landed
                 self._note_senders(transfer, landed)
-        self._room.fetched(self._candidate.step, self.near - self.own)
-        lost = {self._nodes.node_of(rank): one.unwritten for rank, one in enumerate(outcomes) if one.unwritten}
+        lost: dict[str, dict[str, CheckpointError]] = {}
+        for rank, one in enumerate(outcomes):
+            if one.unwritten:
+                lost.setdefault(self._nodes.node_of(rank), {}).update(one.unwritten)
         if lost:
             self._pass_by(lost, needs)
 

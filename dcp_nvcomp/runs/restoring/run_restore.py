@@ -108,11 +108,13 @@ class RunRestore:
             self._load_options,
             lambda number: NearestReader(self._durable.path_of(number), **self._reader_options),
         )
-        if self._pipeline.room is not None:
-            whole = [one.step for one in found if one.has_durable or one.is_complete_on_nodes]
-            durable = [one.step for one in found if one.is_safe and one.step <= wanted[0].step]
-            self._pipeline.room.restored(whole, max(durable, default=-1))
+        room = self._pipeline.room
+        if room is not None:
+            room.looked([one.step for one in found if one.has_durable or one.is_complete_on_nodes])
         event, restored = loading.newest(state, wanted, fallback=fallback and step is None)
+        if room is not None:
+            durable = [one.step for one in found if one.is_safe and one.step not in event.damaged]
+            room.restored(max((one for one in durable if one <= event.step), default=-1))
         self._run_time.go_on_from(restored.run_seconds)
         self._plan_to_abandon(event, found)
         ours = [one for one in found if not one.is_abandoned and one.step < event.step]

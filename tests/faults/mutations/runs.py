@@ -259,9 +259,30 @@ MUTATIONS = (
     Mutation(
         row="runs: a step that is newer than the durable tier is not removed to make room",
         file="dcp_nvcomp/runs/tiers/room.py",
-        old="if step <= self._durable_step and",
-        new="if",
+        old="and step <= self._durable_step and",
+        new="and",
         tests="tests/runs/test_out_of_order.py -k trouble_between_jobs",
+    ),
+    Mutation(
+        row="runs: a step that is saved again is no torso",
+        file="dcp_nvcomp/runs/tiers/room.py",
+        old="            self._torsos -= {step}\n",
+        new="",
+        tests="tests/runs/test_out_of_order.py -k saved_again",
+    ),
+    Mutation(
+        row="runs: what a restore found damaged lets nothing go",
+        file="dcp_nvcomp/runs/restoring/run_restore.py",
+        old="if one.is_safe and one.step not in event.damaged]",
+        new="if one.is_safe]",
+        tests="tests/runs/test_out_of_order.py -k lets_nothing_go",
+    ),
+    Mutation(
+        row="runs: what several ranks of a node lack is brought to all of them",
+        file="dcp_nvcomp/runs/restoring/fetch.py",
+        old="lost.setdefault(self._nodes.node_of(rank), {}).update(one.unwritten)",
+        new="lost[self._nodes.node_of(rank)] = one.unwritten",
+        tests="tests/runs/test_out_of_order.py -k two_ranks",
     ),
     Mutation(
         row="runs: a due save that the fast tier lost is made up for",
