@@ -113,8 +113,9 @@ class RunRestore:
             room.looked([one.step for one in found if one.has_durable or one.is_complete_on_nodes])
         event, restored = loading.newest(state, wanted, fallback=fallback and step is None)
         if room is not None:
-            durable = [one.step for one in found if one.is_safe and one.step not in event.damaged]
-            room.restored(max((one for one in durable if one <= event.step), default=-1))
+            # not newer ones, which turned out damaged, or are left behind
+            durable = [one.step for one in found if one.is_safe and one.step <= event.step]
+            room.restored(max(durable, default=-1))
         self._run_time.go_on_from(restored.run_seconds)
         self._plan_to_abandon(event, found)
         ours = [one for one in found if not one.is_abandoned and one.step < event.step]
