@@ -28,7 +28,7 @@ GPU_TESTS := tests/engines tests/distributed/gpu tests/faults/test_gpu_faults.py
 # what has to be installed anew after a change: editable installs see all other changes at once
 PACKAGING := setup.cfg setup.py $(wildcard dcp_nvcomp/codecs/*.[ch] dcp_nvcomp/codecs/*/*.[ch])
 
-.PHONY: demo figures test test-slow test-frameworks test-megatron test-lowest test-faults fuzz soak test-gpu bench docs wheel lint format clean help
+.PHONY: demo figures test test-slow test-frameworks test-megatron test-lowest test-faults fuzz soak soak-operator test-gpu bench docs wheel lint format clean help
 
 help:
 	@echo "make demo       train, crash, resume on fewer ranks, compare with stock DCP; the picture is demo-out/demo.png"
@@ -38,8 +38,9 @@ help:
 	@echo "make test-frameworks  torchtitan and torchtune, in an environment of their own, and test-megatron"
 	@echo "make test-megatron  Megatron-core and nvidia-resiliency-ext of today, in an environment of Python 3.12"
 	@echo "make test-lowest  some of the tests, with the lowest versions of what the package needs, in an environment of their own"
-	@echo "make test-faults  the whole fault matrix, 50,000 fuzz executions and three minutes of soak"
+	@echo "make test-faults  the whole fault matrix, 50,000 fuzz executions and two minutes of soak"
 	@echo "make fuzz, make soak  the second and the third of these alone"
+	@echo "make soak-operator  twenty minutes of what operators, disks and clocks do to training runs"
 	@echo "make test-gpu   the tests that need a GPU; on a machine without a network see CONTRIBUTING.md"
 	@echo "make bench      a benchmark: SUITE=ratio, cpu, overlap, asynchronous, runs, plans, reshard, scale, tensors, limits, s3, stores, predictions, codecs, gpu or slices"
 	@echo "make docs       the documentation as a site in build/site, which a browser opens from the disk"
@@ -131,7 +132,10 @@ else
 	$(BIN)/python -m tests.soak --minutes 1.5 --faults
 endif
 	$(BIN)/python -m tests.soak --runs --minutes 0.5
-	$(BIN)/python -m tests.soak --operator --minutes 1
+
+# what people, disks and clocks do to runs, with jobs of several processes: for a machine that does nothing else
+soak-operator: $(VENV)/dev.stamp
+	$(BIN)/python -m tests.soak --operator --minutes 20 --verbose $(ARGS)
 
 # An interpreter that has all they need runs the tests that are for it: no environment is made, nothing is downloaded.
 test-gpu:
