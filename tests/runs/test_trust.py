@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,23 @@ def test_an_own_directory_that_others_may_read_is_taken_as_it_is(tmp_path: Path)
     with _manager(tmp_path) as manager:
         assert (restored := manager.restore(_state(0))) is not None and restored.step == 10
     assert _mode(tmp_path / "fast") == 0o755
+
+
+@pytest.fixture
+def group_writes() -> Iterator[None]:
+    """The umask of users that have a group of their own."""
+    before = os.umask(0o002)
+    yield
+    os.umask(before)
+
+
+def test_what_is_made_in_it_is_not_distrusted(tmp_path: Path, group_writes: None) -> None:
+    (tmp_path / "fast").mkdir()
+    (tmp_path / "fast").chmod(0o755)
+    _saved(tmp_path, 10)
+    assert [_mode(tmp_path / "fast" / name) for name in (".run", "step-10")] == [0o700, 0o700]
+    with _manager(tmp_path) as manager:  # and takes its `.run` for its own
+        assert (restored := manager.restore(_state(0))) is not None and restored.step == 10
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o1777, 0o702])
@@ -178,9 +195,12 @@ def test_modes_inside_count_only_where_others_can_get(tmp_path: Path) -> None:
     step.chmod(0o777)
     assert fault_below(str(fast), step.name) is None
     fast.chmod(0o755)
+    step.chmod(0o700)
+    (step / ".metadata").chmod(0o666)
+    assert fault_below(str(fast), step.name) is None
+    step.chmod(0o777)
     assert fault_below(str(fast), step.name) == "it has mode 0777, so that other users may write to it"
     step.chmod(0o755)
-    (step / ".metadata").chmod(0o666)
     assert fault_below(str(fast), step.name) == "others may write to '.metadata' in it"
 
 

@@ -23,7 +23,7 @@ from dcp_nvcomp.format.metadata.summary import REPLICA, SUMMARY_NBYTES, summary_
 from dcp_nvcomp.format.names import METADATA_NAME, data_file_rank
 from dcp_nvcomp.runs.removal import EQUAL, is_being_removed, remove_step
 from dcp_nvcomp.runs.steps import RUN_FOLDER, StepNames
-from dcp_nvcomp.runs.tiers.trust import fault_below, own_directory, refuse_fault_below
+from dcp_nvcomp.runs.tiers.trust import ALONE, fault_below, own_directory, refuse_fault_below
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.open import open_filesystem, place_of
 
@@ -92,8 +92,17 @@ class FastTier:
         return f"{self.root}/{self.names.name_of(step)}"
 
     def open(self, step: int) -> Filesystem:
-        """Open the directory of a step."""
-        return open_filesystem(self.path_of(step), sync_files=False)  # memory, or one copy of several
+        """Open the directory of a step; where it is made, it is for this user alone."""
+        return _open(self.path_of(step))
+
+    def make_directory(self, step: int) -> None:
+        """Make the directory of a step for this user alone, before a writer makes it as the umask has it.
+
+        Raises:
+            StorageError: it can't be made.
+        """
+        with contextlib.closing(self.open(step)) as filesystem:
+            filesystem.create_directory()
 
     def claim(self, run: str) -> None:
         """Make sure that the directory is this run's, or nobody's yet; one that is out of order is passed by.
@@ -131,7 +140,7 @@ class FastTier:
         return own.read_all(_RUN, limit_nbytes=_MOST_NAME_NBYTES).decode("utf-8", "replace")
 
     def _open_own(self) -> Filesystem:
-        return open_filesystem(f"{self.root}/{RUN_FOLDER}", sync_files=False)
+        return _open(f"{self.root}/{RUN_FOLDER}")
 
     @property
     def is_claimed(self) -> bool:
@@ -268,3 +277,8 @@ class FastTier:
             except CheckpointError as error:
                 logger.warning("Step %d could not be removed from the fast tier: %s", step, error)
         return tuple(gone)
+
+
+def _open(path: str) -> Filesystem:
+    # what is there is memory, or one copy of several
+    return open_filesystem(path, sync_files=False, directory_mode=ALONE)

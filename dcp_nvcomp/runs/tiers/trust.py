@@ -16,9 +16,9 @@ from typing import Final
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.storage.base import storage_errors
 
-__all__ = ["fault_below", "own_directory", "refuse_fault_below"]
+__all__ = ["ALONE", "fault_below", "own_directory", "refuse_fault_below"]
 
-_ALONE: Final = 0o700
+ALONE: Final = 0o700
 _WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 _ENTER: Final = stat.S_IXGRP | stat.S_IXOTH
 _INSTEAD: Final = "choose a directory of your own, such as one below /dev/shm/<your name>"
@@ -37,7 +37,7 @@ def own_directory(path: str) -> None:
     with storage_errors("make the directory", path):
         for folder in [*_missing_above(path), path]:
             with contextlib.suppress(FileExistsError):  # another rank of this node was quicker
-                os.mkdir(folder, _ALONE)
+                os.mkdir(folder, ALONE)
         found = os.lstat(path)
         if stat.S_ISREG(found.st_mode):  # out of order, and nothing that would be trusted
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
@@ -101,8 +101,10 @@ def fault_below(root: str, name: str) -> str | None:
         # else they can't reach what is inside, whatever modes the umask gave it
         others_enter = bool(os.lstat(root).st_mode & _ENTER)
         try:
-            if (fault := _fault(os.lstat(path), others_enter=others_enter)) is not None:
+            found = os.lstat(path)
+            if (fault := _fault(found, others_enter=others_enter)) is not None:
                 return f"it {fault}"
+            others_enter = others_enter and bool(found.st_mode & _ENTER)
             with os.scandir(path) as items:
                 for item in items:
                     status = item.stat(follow_symlinks=False)
