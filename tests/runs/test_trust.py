@@ -134,6 +134,38 @@ def test_a_directory_that_others_may_replace_is_refused(tmp_path: Path, depth: i
     own_directory(str(fast))
 
 
+@pytest.mark.parametrize("target", ["absolute", "relative"])
+def test_links_on_the_way_that_others_may_replace_are_refused(tmp_path: Path, target: str) -> None:
+    loose, disk = tmp_path / "loose", tmp_path / "disk"
+    loose.mkdir()
+    disk.mkdir(mode=0o700)
+    (loose / "mine").symlink_to(disk if target == "absolute" else Path("..", "disk"))
+    (tmp_path / "start").symlink_to(loose / "mine")
+    loose.chmod(0o777)
+    for fast in (loose / "mine" / "fast", tmp_path / "start" / "fast"):
+        with pytest.raises(ConfigurationError, match=rf"could be replaced by other users: {loose} lets them"):
+            own_directory(str(fast))
+    loose.chmod(0o1777)
+    own_directory(str(tmp_path / "start" / "fast"))
+
+
+@pytest.mark.parametrize("kind", ["directory", "link"])
+def test_what_is_on_the_way_belongs_to_root_or_the_user(tmp_path: Path, kind: str) -> None:
+    if os.geteuid() != 0:  # only root can give a directory away
+        return
+    above = tmp_path / "above"
+    if kind == "link":
+        (tmp_path / "disk").mkdir()
+        above.symlink_to("disk")
+    else:
+        above.mkdir()
+    os.chown(above, 4321, -1, follow_symlinks=False)
+    with pytest.raises(ConfigurationError, match=rf"replaced by other users: {above} belongs to user 4321"):
+        own_directory(str(above / "fast"))
+    os.chown(above, 65534, -1, follow_symlinks=False)
+    own_directory(str(above / "fast"))
+
+
 def test_the_runs_own_directory_is_looked_at_too(tmp_path: Path, foreign: Foreign) -> None:
     _saved(tmp_path, 10)
     (tmp_path / "elsewhere").mkdir()
