@@ -104,6 +104,16 @@ class FastTier:
         with contextlib.closing(self.open(step)) as filesystem:
             filesystem.create_directory()
 
+    def refuse_foreign(self, step: int) -> None:
+        """Raise if what is in a step's directory is not the user's own, so that nothing is written there.
+
+        Raises:
+            StorageError: it is a link, or others own it or may write to it; or it can't be looked at.
+        """
+        fault = fault_below(self.root, self.names.name_of(step))
+        if fault is not None:
+            raise StorageError(f"Nothing is written there: {fault}. Remove it.", path=self.path_of(step))
+
     def claim(self, run: str) -> None:
         """Make sure that the directory is this run's, or nobody's yet; one that is out of order is passed by.
 
