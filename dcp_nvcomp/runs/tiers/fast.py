@@ -18,7 +18,8 @@ from typing import Final
 
 from dcp_nvcomp.errors import CheckpointError, ConcurrentSaveError, ConfigurationError, StorageError
 from dcp_nvcomp.format.data_file import DataFileRef
-from dcp_nvcomp.format.metadata.roots import read_root
+from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
+from dcp_nvcomp.format.metadata.roots import Root, read_root
 from dcp_nvcomp.format.metadata.summary import REPLICA, SUMMARY_NBYTES, summary_at_end
 from dcp_nvcomp.format.names import METADATA_NAME, data_file_rank
 from dcp_nvcomp.runs.removal import EQUAL, is_being_removed, remove_step
@@ -75,12 +76,14 @@ class FastTier:
     Args:
         root: the directory.
         names: of the steps' directories.
+        metadata_limit_nbytes: how large the `.metadata` of a step may be, as for `NvcompReader`.
 
     Raises:
         ConfigurationError: it is no local path.
     """
 
-    def __init__(self, root: str, names: StepNames) -> None:
+    def __init__(self, root: str, names: StepNames, *, metadata_limit_nbytes: int = MAX_METADATA_NBYTES) -> None:
+        self._metadata_limit_nbytes = metadata_limit_nbytes
         self.root, self.names = place_of(root).rstrip("/") or "/", names
         if "://" in self.root:
             raise ConfigurationError(f"fast={root!r} must be a directory of each node, such as one in /dev/shm.")
@@ -94,6 +97,14 @@ class FastTier:
     def open(self, step: int) -> Filesystem:
         """Open the directory of a step; where it is made, it is for this user alone."""
         return _open(self.path_of(step))
+
+    def read_root(self, filesystem: Filesystem) -> Root:
+        """Read the `.metadata` of a step that was opened.
+
+        Raises:
+            CheckpointError: as `read_root` of roots.py.
+        """
+        return read_root(filesystem, METADATA_NAME, limit_nbytes=self._metadata_limit_nbytes)
 
     def make_directory(self, step: int) -> None:
         """Make the directory of a step for this user alone, before a writer makes it as the umask has it.
@@ -204,7 +215,7 @@ class FastTier:
             if not any(file.name == METADATA_NAME for file in files) or is_being_removed(filesystem):
                 return nothing
             try:
-                root = read_root(filesystem, METADATA_NAME)
+                root = self.read_root(filesystem)
             except CheckpointError as error:
                 logger.warning("The fast tier's metadata of step %d can't be read: %s", step, error)
                 return nothing
