@@ -84,8 +84,10 @@ class NvcompReader(StorageReader):
             `.metadata`, in tensors stored as `torch.save` payloads, and, with `safe_objects`, in Python objects.
         safe_objects: if True, stored Python objects are checked with `weights_only=True` before DCP's planner unpickles
             them. If False, a checkpoint from someone else can execute code.
-        metadata_limit_nbytes: how large `.metadata` may be, 4 GiB by default. Reading it takes at most three times as
-            much memory; genuine metadata takes eight to ten times its size. One that asks for more is refused.
+        metadata_limit_nbytes: how large `.metadata` may be, 4 GiB by default. Reading it takes three times the limit
+            of memory at most, and one that asks for more is refused. Genuine metadata takes eight to ten times its own
+            size, so from about 0.3 times the limit on (1.2 GiB by default) it needs a larger one: pass three and a half
+            times the file's size.
         host_memory_budget: bytes of host memory for fetched data.
         device_memory_budget: bytes of memory on each GPU for decoding; by default as for `NvcompWriter`.
         engine: `"auto"` decodes what goes to a GPU on that GPU if nvCOMP is installed, `"cuda"` fails the load

@@ -150,7 +150,8 @@ class CheckpointManager:
         check_choice("on_difference", on_difference, OnDifference)
         names = StepNames(step_template)
         self._durable = DurableTier(check_path(root), names, self._options.storage)
-        self._fast = None if fast is None else FastTier(check_path(fast), names)
+        limit_nbytes = self._options.own_metadata_limit_nbytes
+        self._fast = None if fast is None else FastTier(check_path(fast), names, metadata_limit_nbytes=limit_nbytes)
 
         self._group = group_of(process_group, no_dist=False)
         call = Call.of(

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from dcp_nvcomp.calls.unknown_options import unknown_option
 from dcp_nvcomp.errors import ConfigurationError
+from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.loading.reader import NvcompReader
 from dcp_nvcomp.options import DEADLINE_OPTION, option_names
 from dcp_nvcomp.saving.writer import NvcompWriter
@@ -65,6 +66,15 @@ class SaveOptions:
     def fast_writer(self, path: str) -> NvcompWriter:
         """Return a writer into the fast tier: what a power failure takes from there is on other nodes."""
         return NvcompWriter(path, **{**self.writer, "sync_files": False})
+
+    @property
+    def own_metadata_limit_nbytes(self) -> int:
+        """How large the `.metadata` may be that a manager reads to find out what is there.
+
+        A limit that is lower than usual is of what is restored: it refuses a step, and does not make it pass unseen.
+        """
+        given: int = self.reader.get("metadata_limit_nbytes", 0)
+        return max(MAX_METADATA_NBYTES, given)
 
     @property
     def for_durable_reader(self) -> dict[str, Any]:

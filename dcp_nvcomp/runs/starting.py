@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch.distributed as dist
 
-from dcp_nvcomp.errors import CheckpointError
+from dcp_nvcomp.errors import CheckpointError, StorageError
 from dcp_nvcomp.runs.behind.pipeline import Pipeline
 from dcp_nvcomp.runs.events import Event, StepSkipped
 from dcp_nvcomp.runs.options import SaveOptions
@@ -106,6 +107,8 @@ class SaveStarter:
         writer = self._options.fast_writer(path)
         writer.published_by(publisher)
         with self._durable.held(save.step):  # not while it is removed
+            with contextlib.suppress(StorageError):  # the writer fails for the same, on all ranks
+                self._fast.make_directory(save.step)
             saving = self._begin(save, values, writer, group)
             self._pipeline.follow_fast(save, saving, publisher, upload=upload, replicas=replicas)
 

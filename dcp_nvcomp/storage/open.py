@@ -52,6 +52,7 @@ def open_filesystem(
     path: str | os.PathLike[str],
     *,
     sync_files: bool = True,
+    directory_mode: int = 0o777,
     deadline_seconds: float = DEADLINE_SECONDS,
     storage_options: Mapping[str, Any] | None = None,
     known_options: Sequence[str] = (),
@@ -61,6 +62,7 @@ def open_filesystem(
     Args:
         path: a local path, or any URL that fsspec knows.
         sync_files: fsync local data files when they are closed.
+        directory_mode: of the place, if it is a local directory that `create_directory` makes; less the umask.
         deadline_seconds: on S3, Azure, Google Cloud Storage, SFTP and SMB, how long one operation may take with
             all its retries.
         storage_options: for the fsspec filesystem, as they are; never changed. `storage_deadline_seconds` among them
@@ -72,6 +74,7 @@ def open_filesystem(
     """
     options: dict[str, Any] = {
         "sync_files": sync_files,
+        "directory_mode": directory_mode,
         "deadline_seconds": deadline_seconds,
         "storage_options": storage_options,
         "known_options": known_options,
@@ -85,6 +88,7 @@ def _open(
     path: str | os.PathLike[str],
     *,
     sync_files: bool,
+    directory_mode: int,
     deadline_seconds: float,
     storage_options: Mapping[str, Any] | None,
     known_options: Sequence[str],
@@ -118,7 +122,7 @@ def _open(
     _check_options(_filesystem_class(protocol, text), protocol, options, known_options, may_pass=chained)
     if protocol in ("file", "local") and not chained:
         local = os.path.expanduser(text[url.end() :] if url else text)
-        return PosixFilesystem(text, os.path.abspath(local), sync_files=sync_files)
+        return PosixFilesystem(text, os.path.abspath(local), sync_files=sync_files, directory_mode=directory_mode)
     if protocol in _S3 and not chained:
         return _open_s3(text, options, deadline_seconds)
     return _open_fsspec(text, protocol, options)

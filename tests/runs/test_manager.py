@@ -294,6 +294,19 @@ class _SlowStorage:
         monkeypatch.setattr(PosixFilesystem, "publish", slow)
 
 
+def test_a_larger_limit_of_metadata_counts_for_the_fast_tier_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"every": 1000, "fast": tmp_path / "fast", "fast_every": 10, "run_id": "job"}
+    with CheckpointManager(tmp_path / "run", **options) as manager:
+        manager.save(10, _state(10))
+    monkeypatch.setattr("dcp_nvcomp.runs.options.MAX_METADATA_NBYTES", 10)  # as if that were large
+    for limit, found in (({}, None), ({"metadata_limit_nbytes": 1 << 20}, 10)):
+        with CheckpointManager(tmp_path / "run", **options, **limit) as manager:
+            event = manager.restore(_state(0))
+        assert (None if event is None else event.step) == found
+
+
 def test_skip_leaves_out_what_storage_is_too_slow_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = _SlowStorage(monkeypatch)
     with CheckpointManager(tmp_path / "run", every=1, on_behind="skip") as manager:

@@ -57,6 +57,17 @@ def test_a_lost_node_is_restored_from_its_peer(ranks: RankPool, tmp_path: Path) 
     assert _total(results[2:], "peer") > 0
 
 
+def test_what_a_peer_sends_is_not_written_through_a_link(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(jobs.save_steps, tmp_path, [10], world_size=2, per_node=1, copies=1, **TIERS)
+    step, elsewhere = jobs.fast_of(tmp_path, 1) / "step-10", tmp_path / "elsewhere"
+    shutil.rmtree(step)
+    elsewhere.mkdir()
+    step.symlink_to(elsewhere)
+    results = ranks.run(jobs.restore, tmp_path, 10, world_size=2, per_node=1, copies=1, **TIERS)
+    assert _total(results[1:], "peer") > 0, "they are kept in memory"
+    assert not list(elsewhere.iterdir())
+
+
 def test_one_node_alone_has_no_copies_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     result = jobs.save_steps(tmp_path, STEPS, copies=1, **TIERS)
     assert result["tiers"] == {10: ("fast",), 20: ("fast", "durable"), 30: ("fast",)}

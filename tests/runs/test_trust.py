@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,23 @@ def test_an_own_directory_that_others_may_read_is_taken_as_it_is(tmp_path: Path)
     assert _mode(tmp_path / "fast") == 0o755
 
 
+@pytest.fixture
+def group_writes() -> Iterator[None]:
+    """The umask of users that have a group of their own."""
+    before = os.umask(0o002)
+    yield
+    os.umask(before)
+
+
+def test_what_is_made_in_it_is_not_distrusted(tmp_path: Path, group_writes: None) -> None:
+    (tmp_path / "fast").mkdir()
+    (tmp_path / "fast").chmod(0o755)
+    _saved(tmp_path, 10)
+    assert [_mode(tmp_path / "fast" / name) for name in (".run", "step-10")] == [0o700, 0o700]
+    with _manager(tmp_path) as manager:  # and takes its `.run` for its own
+        assert (restored := manager.restore(_state(0))) is not None and restored.step == 10
+
+
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o1777, 0o702])
 def test_a_directory_that_others_may_write_to_is_refused(tmp_path: Path, mode: int) -> None:
     (tmp_path / "fast").mkdir()
@@ -115,6 +132,38 @@ def test_a_directory_that_others_may_replace_is_refused(tmp_path: Path, depth: i
         own_directory(str(fast))
     loose.chmod(0o1777)  # as /tmp and /dev/shm are
     own_directory(str(fast))
+
+
+@pytest.mark.parametrize("target", ["absolute", "relative"])
+def test_links_on_the_way_that_others_may_replace_are_refused(tmp_path: Path, target: str) -> None:
+    loose, disk = tmp_path / "loose", tmp_path / "disk"
+    loose.mkdir()
+    disk.mkdir(mode=0o700)
+    (loose / "mine").symlink_to(disk if target == "absolute" else Path("..", "disk"))
+    (tmp_path / "start").symlink_to(loose / "mine")
+    loose.chmod(0o777)
+    for fast in (loose / "mine" / "fast", tmp_path / "start" / "fast"):
+        with pytest.raises(ConfigurationError, match=rf"could be replaced by other users: {loose} lets them"):
+            own_directory(str(fast))
+    loose.chmod(0o1777)
+    own_directory(str(tmp_path / "start" / "fast"))
+
+
+@pytest.mark.parametrize("kind", ["directory", "link"])
+def test_what_is_on_the_way_belongs_to_root_or_the_user(tmp_path: Path, kind: str) -> None:
+    if os.geteuid() != 0:  # only root can give a directory away
+        return
+    above = tmp_path / "above"
+    if kind == "link":
+        (tmp_path / "disk").mkdir()
+        above.symlink_to("disk")
+    else:
+        above.mkdir()
+    os.chown(above, 4321, -1, follow_symlinks=False)
+    with pytest.raises(ConfigurationError, match=rf"replaced by other users: {above} belongs to user 4321"):
+        own_directory(str(above / "fast"))
+    os.chown(above, 65534, -1, follow_symlinks=False)
+    own_directory(str(above / "fast"))
 
 
 def test_the_runs_own_directory_is_looked_at_too(tmp_path: Path, foreign: Foreign) -> None:
@@ -178,9 +227,12 @@ def test_modes_inside_count_only_where_others_can_get(tmp_path: Path) -> None:
     step.chmod(0o777)
     assert fault_below(str(fast), step.name) is None
     fast.chmod(0o755)
+    step.chmod(0o700)
+    (step / ".metadata").chmod(0o666)
+    assert fault_below(str(fast), step.name) is None
+    step.chmod(0o777)
     assert fault_below(str(fast), step.name) == "it has mode 0777, so that other users may write to it"
     step.chmod(0o755)
-    (step / ".metadata").chmod(0o666)
     assert fault_below(str(fast), step.name) == "others may write to '.metadata' in it"
 
 

@@ -49,6 +49,8 @@ T = TypeVar("T")
 
 # Metadata of no more shards than this is read back as a whole, in a few milliseconds.
 _FEW_SHARDS: Final = 100
+# How many times its size genuine metadata takes in memory; a load gives it three times its limit.
+_MOST_UNFOLDED: Final = 10
 # An offset is an attribute only if it is given.
 _INDEX_FIELDS: Final = ({"fqn", "index", "offset"}, {"fqn", "index"})
 
@@ -81,7 +83,7 @@ def publication(metadata: Metadata, *, path: str, summary: Summary | None = None
     with _as_refusals(path), collector_paused():
         normal, doubtful = _normalized(metadata)
         data, shared = _shortest(normal, doubtful, summary)
-        _check_length(data)
+        _check_length(data, path)
         _check_readable(normal, doubtful, data, path=path)
         is_settled = not doubtful and shared is not None and fits_earlier_readers(normal, len(data) // 2)
         return Publication(data, shared if is_settled else None)
@@ -96,7 +98,7 @@ def settled_to_publish(metadata: Metadata, *, path: str, summary: Summary | None
     """Serialize metadata that is settled but for where its shards are stored; arguments and errors as above."""
     with _as_refusals(path), collector_paused():
         data = _serialize(metadata, summary)
-        _check_length(data)
+        _check_length(data, path)
         places = sample(metadata, ()).storage_data
         items = {index.fqn: metadata.state_dict_metadata[index.fqn] for index in places}
         few = dataclasses.replace(metadata, state_dict_metadata=items, storage_data=places, planner_data=None)
@@ -119,9 +121,17 @@ def _as_refusals(path: str) -> Iterator[None]:
         ) from error
 
 
-def _check_length(data: bytes) -> None:
+def _check_length(data: bytes, path: str) -> None:
     if len(data) > MAX_METADATA_NBYTES:
         raise MetadataError(f"It has {len(data)} bytes; a load accepts {MAX_METADATA_NBYTES}.")
+    if _MOST_UNFOLDED * len(data) > 3 * MAX_METADATA_NBYTES:
+        logger.warning(
+            "%s has %d bytes, and may take more memory than a load allows it by default: load it with "
+            "metadata_limit_nbytes=%d.",
+            path,
+            len(data),
+            -(-_MOST_UNFOLDED * len(data) // 3),
+        )
 
 
 def _normalized(metadata: Metadata) -> tuple[Metadata, set[str | MetadataIndex]]:

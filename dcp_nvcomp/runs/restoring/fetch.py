@@ -117,6 +117,7 @@ class Fetch:
                 self._fast.check_writable()
                 if self._nodes.is_leader:
                     self._room.make(incoming, but=[self._candidate.step])
+                self._fast.refuse_foreign(self._candidate.step)
                 self.here.create_directory()
             except CheckpointError as error:
                 failure = error

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from dcp_nvcomp.errors import CheckpointError, CheckpointNotFoundError
-from dcp_nvcomp.format.metadata.roots import read_root
-from dcp_nvcomp.format.names import METADATA_NAME
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.runs.abandoned import Abandoned, read_abandoned, write_abandoned
 from dcp_nvcomp.runs.behind.pipeline import Pipeline
@@ -176,9 +174,10 @@ class RunRestore:
 
     def _upload_again(self, candidate: Candidate, new_save: Callable[[int, Mapping[str, float]], StepSave]) -> None:
         assert self._fast is not None
-        here, source = self._fast.open(candidate.step), self._nodes.ranks_of(candidate.with_metadata[0])[0]
+        fast, here = self._fast, self._fast.open(candidate.step)
+        source = self._nodes.ranks_of(candidate.with_metadata[0])[0]
         try:
-            data, save_id = self._ranks.on_one(lambda: _root_of(here), source)
+            data, save_id = self._ranks.on_one(lambda: _root_of(fast, here), source)
         except CheckpointError as error:
             logger.warning("Step %d is not uploaded: %s", candidate.step, error)
             return
@@ -201,7 +200,7 @@ def _save_ids(found: Iterable[Candidate]) -> dict[int, frozenset[str]]:
     return ids
 
 
-def _root_of(filesystem: Filesystem) -> tuple[bytes, str | None]:
+def _root_of(fast: FastTier, filesystem: Filesystem) -> tuple[bytes, str | None]:
     """Return the bytes of a `.metadata`, and the id of its save."""
-    root = read_root(filesystem, METADATA_NAME)
+    root = fast.read_root(filesystem)
     return root.data, root.save_id

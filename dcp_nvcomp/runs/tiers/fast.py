@@ -18,12 +18,13 @@ from typing import Final
 
 from dcp_nvcomp.errors import CheckpointError, ConcurrentSaveError, ConfigurationError, StorageError
 from dcp_nvcomp.format.data_file import DataFileRef
-from dcp_nvcomp.format.metadata.roots import read_root
+from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
+from dcp_nvcomp.format.metadata.roots import Root, read_root
 from dcp_nvcomp.format.metadata.summary import REPLICA, SUMMARY_NBYTES, summary_at_end
 from dcp_nvcomp.format.names import METADATA_NAME, data_file_rank
 from dcp_nvcomp.runs.removal import EQUAL, is_being_removed, remove_step
 from dcp_nvcomp.runs.steps import RUN_FOLDER, StepNames
-from dcp_nvcomp.runs.tiers.trust import fault_below, own_directory, refuse_fault_below
+from dcp_nvcomp.runs.tiers.trust import ALONE, fault_below, own_directory, refuse_fault_below
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.open import open_filesystem, place_of
 
@@ -75,12 +76,14 @@ class FastTier:
     Args:
         root: the directory.
         names: of the steps' directories.
+        metadata_limit_nbytes: how large the `.metadata` of a step may be, as for `NvcompReader`.
 
     Raises:
         ConfigurationError: it is no local path.
     """
 
-    def __init__(self, root: str, names: StepNames) -> None:
+    def __init__(self, root: str, names: StepNames, *, metadata_limit_nbytes: int = MAX_METADATA_NBYTES) -> None:
+        self._metadata_limit_nbytes = metadata_limit_nbytes
         self.root, self.names = place_of(root).rstrip("/") or "/", names
         if "://" in self.root:
             raise ConfigurationError(f"fast={root!r} must be a directory of each node, such as one in /dev/shm.")
@@ -92,8 +95,35 @@ class FastTier:
         return f"{self.root}/{self.names.name_of(step)}"
 
     def open(self, step: int) -> Filesystem:
-        """Open the directory of a step."""
-        return open_filesystem(self.path_of(step), sync_files=False)  # memory, or one copy of several
+        """Open the directory of a step; where it is made, it is for this user alone."""
+        return _open(self.path_of(step))
+
+    def read_root(self, filesystem: Filesystem) -> Root:
+        """Read the `.metadata` of a step that was opened.
+
+        Raises:
+            CheckpointError: as `read_root` of roots.py.
+        """
+        return read_root(filesystem, METADATA_NAME, limit_nbytes=self._metadata_limit_nbytes)
+
+    def make_directory(self, step: int) -> None:
+        """Make the directory of a step for this user alone, before a writer makes it as the umask has it.
+
+        Raises:
+            StorageError: it can't be made.
+        """
+        with contextlib.closing(self.open(step)) as filesystem:
+            filesystem.create_directory()
+
+    def refuse_foreign(self, step: int) -> None:
+        """Raise if what is in a step's directory is not the user's own, so that nothing is written there.
+
+        Raises:
+            StorageError: it is a link, or others own it or may write to it; or it can't be looked at.
+        """
+        fault = fault_below(self.root, self.names.name_of(step))
+        if fault is not None:
+            raise StorageError(f"Nothing is written there: {fault}. Remove it.", path=self.path_of(step))
 
     def claim(self, run: str) -> None:
         """Make sure that the directory is this run's, or nobody's yet; one that is out of order is passed by.
@@ -131,7 +161,7 @@ class FastTier:
         return own.read_all(_RUN, limit_nbytes=_MOST_NAME_NBYTES).decode("utf-8", "replace")
 
     def _open_own(self) -> Filesystem:
-        return open_filesystem(f"{self.root}/{RUN_FOLDER}", sync_files=False)
+        return _open(f"{self.root}/{RUN_FOLDER}")
 
     @property
     def is_claimed(self) -> bool:
@@ -185,7 +215,7 @@ class FastTier:
             if not any(file.name == METADATA_NAME for file in files) or is_being_removed(filesystem):
                 return nothing
             try:
-                root = read_root(filesystem, METADATA_NAME)
+                root = self.read_root(filesystem)
             except CheckpointError as error:
                 logger.warning("The fast tier's metadata of step %d can't be read: %s", step, error)
                 return nothing
@@ -268,3 +298,8 @@ class FastTier:
             except CheckpointError as error:
                 logger.warning("Step %d could not be removed from the fast tier: %s", step, error)
         return tuple(gone)
+
+
+def _open(path: str) -> Filesystem:
+    # what is there is memory, or one copy of several
+    return open_filesystem(path, sync_files=False, directory_mode=ALONE)

@@ -11,16 +11,18 @@ import contextlib
 import errno
 import os
 import stat
+from collections.abc import Iterator
 from typing import Final
 
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.storage.base import storage_errors
 
-__all__ = ["fault_below", "own_directory", "refuse_fault_below"]
+__all__ = ["ALONE", "fault_below", "own_directory", "refuse_fault_below"]
 
-_ALONE: Final = 0o700
+ALONE: Final = 0o700
 _WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 _ENTER: Final = stat.S_IXGRP | stat.S_IXOTH
+_UNMAPPED: Final = 65534  # root, where a container or NFS does not map it: not refused above a directory of one's own
 _INSTEAD: Final = "choose a directory of your own, such as one below /dev/shm/<your name>"
 
 
@@ -37,7 +39,7 @@ def own_directory(path: str) -> None:
     with storage_errors("make the directory", path):
         for folder in [*_missing_above(path), path]:
             with contextlib.suppress(FileExistsError):  # another rank of this node was quicker
-                os.mkdir(folder, _ALONE)
+                os.mkdir(folder, ALONE)
         found = os.lstat(path)
         if stat.S_ISREG(found.st_mode):  # out of order, and nothing that would be trusted
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
@@ -45,12 +47,9 @@ def own_directory(path: str) -> None:
         if fault is not None:
             advice = f"`chmod 700 {path}`" if found.st_uid == os.geteuid() and stat.S_ISDIR(found.st_mode) else _INSTEAD
             raise ConfigurationError(f"fast={path!r} {fault}, and what is in it would be trusted: {advice}.")
-        loose = _replaceable_by(path)
+        loose = _loose_above(path)
         if loose is not None:
-            raise ConfigurationError(
-                f"fast={path!r} could be replaced by other users: {loose} lets them rename what is in it. {_INSTEAD}, "
-                f"or `chmod +t {loose}`."
-            )
+            raise ConfigurationError(f"fast={path!r} could be replaced by other users: {loose}")
 
 
 def _missing_above(path: str) -> list[str]:
@@ -73,17 +72,35 @@ def _fault(found: os.stat_result, *, others_enter: bool = True) -> str | None:
     return None
 
 
-def _replaceable_by(path: str) -> str | None:
-    """Return the first directory above in which others may rename what is not theirs; None if there is none."""
-    folder = os.path.realpath(os.path.dirname(path))
-    while True:
-        mode = os.stat(folder).st_mode
+def _loose_above(path: str) -> str | None:
+    """Return what lets others put another directory in the place of this one; None if nothing does."""
+    for passed in _passed_on_the_way(os.path.dirname(path)):
+        found = os.lstat(passed)
+        if found.st_uid not in (0, os.geteuid(), _UNMAPPED):
+            return f"{passed} belongs to user {found.st_uid}: {_INSTEAD}."
         # groups share directories such as projects' on purpose, and many a umask lets a user's own group write
-        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-            return folder
-        if folder == (above := os.path.dirname(folder)):
-            return None
-        folder = above
+        if stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+            return f"{passed} lets them rename what is in it: {_INSTEAD}, or `chmod +t {passed}`."
+    return None
+
+
+def _passed_on_the_way(path: str) -> Iterator[str]:
+    """Yield each directory and link through which the system comes to an existing directory, and itself."""
+    folder = os.sep
+    yield folder
+    left = path.split(os.sep)[::-1]
+    while left:
+        name = left.pop()
+        if name == os.pardir:
+            folder = os.path.dirname(folder)
+        elif name not in ("", os.curdir):
+            yield (passed := os.path.join(folder, name))
+            if os.path.islink(passed):
+                target = os.readlink(passed)
+                folder = os.sep if os.path.isabs(target) else folder
+                left += target.split(os.sep)[::-1]
+            else:
+                folder = passed
 
 
 def fault_below(root: str, name: str) -> str | None:
@@ -101,8 +118,10 @@ def fault_below(root: str, name: str) -> str | None:
         # else they can't reach what is inside, whatever modes the umask gave it
         others_enter = bool(os.lstat(root).st_mode & _ENTER)
         try:
-            if (fault := _fault(os.lstat(path), others_enter=others_enter)) is not None:
+            found = os.lstat(path)
+            if (fault := _fault(found, others_enter=others_enter)) is not None:
                 return f"it {fault}"
+            others_enter = others_enter and bool(found.st_mode & _ENTER)
             with os.scandir(path) as items:
                 for item in items:
                     status = item.stat(follow_symlinks=False)

@@ -118,10 +118,10 @@ class PosixFilesystem(Filesystem):
     read_copies = 1
     file_nbytes_worthwhile = 64 << 20
 
-    def __init__(self, path: str, root: str, *, sync_files: bool = True) -> None:
+    def __init__(self, path: str, root: str, *, sync_files: bool = True, directory_mode: int = 0o777) -> None:
         self.path = without_secrets(path)
         self._root = root
-        self._sync_files = sync_files
+        self._sync_files, self._directory_mode = sync_files, directory_mode
         self._parents_synced = False
         self._lock = threading.Lock()
         self._descriptors: OrderedDict[str, _Descriptor] = OrderedDict()
@@ -134,7 +134,7 @@ class PosixFilesystem(Filesystem):
 
     def create_directory(self) -> None:
         with storage_errors("create the directory", self.path):
-            os.makedirs(self._root, exist_ok=True)
+            os.makedirs(self._root, self._directory_mode, exist_ok=True)
 
     def refuse_link(self) -> None:
         if os.path.islink(self._root):

@@ -53,6 +53,19 @@ def test_a_file_that_is_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         settled_to_publish(later, path="x")
 
 
+def test_a_file_that_a_load_may_refuse_by_default_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    later = settled(metadata_of(some_items()))
+    nbytes = len(settled_to_publish(later, path="x"))
+    for limit_nbytes, is_warned in ((4 * nbytes, False), (3 * nbytes, True)):
+        caplog.clear()
+        monkeypatch.setattr("dcp_nvcomp.format.metadata.publishing.MAX_METADATA_NBYTES", limit_nbytes)
+        settled_to_publish(later, path="run/.metadata")
+        assert (f"run/.metadata has {nbytes} bytes" in caplog.text) == is_warned
+        assert (f"metadata_limit_nbytes={-(-10 * nbytes // 3)}." in caplog.text) == is_warned
+
+
 def test_what_only_the_reader_can_judge_is_never_settled() -> None:
     assert publication(metadata_of({"a": dataclasses.replace(tensor((8,), 1), size=(8,))}), path="x").settled is None
     far = metadata_of({f"layers.{number}": BytesStorageMetadata() for number in range(3000)})
