@@ -22,7 +22,7 @@ __all__ = ["ALONE", "fault_below", "own_directory", "refuse_fault_below"]
 ALONE: Final = 0o700
 _WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 _ENTER: Final = stat.S_IXGRP | stat.S_IXOTH
-_UNMAPPED: Final = 65534  # root, where a container or NFS does not map it: not refused above a directory of one's own
+_UNMAPPED: Final = 65534  # root, where a container or NFS does not map it
 _INSTEAD: Final = "choose a directory of your own, such as one below /dev/shm/<your name>"
 
 
@@ -76,7 +76,8 @@ def _loose_above(path: str) -> str | None:
     """Return what lets others put another directory in the place of this one; None if nothing does."""
     for passed in _passed_on_the_way(os.path.dirname(path)):
         found = os.lstat(passed)
-        if found.st_uid not in (0, os.geteuid(), _UNMAPPED):
+        # the owner of a directory may be another one on purpose: of a project, or of what a container is given
+        if stat.S_ISLNK(found.st_mode) and found.st_uid not in (0, os.geteuid(), _UNMAPPED):
             return f"{passed} belongs to user {found.st_uid}: {_INSTEAD}."
         # groups share directories such as projects' on purpose, and many a umask lets a user's own group write
         if stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
