@@ -121,8 +121,8 @@ def try_values_of(
             return {}, error
         except RecursionError:
             return {}, ConfigurationError(
-                "The state is nested too deeply, or contains itself, so it can't be saved or loaded: flatten it, or save "
-                "parts of it.",
+                "The state is nested too deeply, or contains itself, so it can't be saved or loaded: flatten it, or "
+                "save parts of it.",
                 fqn=key,
             )
         except Exception as error:  # of a container of the user's own
