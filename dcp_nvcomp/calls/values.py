@@ -52,8 +52,8 @@ class ExpectsCheckpoint(Protocol):
 
 
 def is_stateful(value: Any) -> bool:
-    """Return what `isinstance(value, Stateful)` does, quickly."""
-    if type(value) in _PLAIN or isinstance(value, torch.Tensor):
+    """Return what `isinstance(value, Stateful)` does, quickly; False for a class, whose objects may be Stateful."""
+    if type(value) in _PLAIN or isinstance(value, torch.Tensor | type):
         return False
     return hasattr(value, "state_dict") and isinstance(value, Stateful)
 
@@ -119,6 +119,16 @@ def try_values_of(
         except CheckpointError as error:
             error.fqn = f"{key}.{error.fqn}" if error.fqn else key
             return {}, error
+        except RecursionError:
+            return {}, ConfigurationError(
+                "The state is nested too deeply, or contains itself, so it can't be saved or loaded: flatten it, or "
+                "save parts of it.",
+                fqn=key,
+            )
+        except Exception as error:  # of a container of the user's own
+            failure = CheckpointError(f"Looking through this value raised {type(error).__name__}: {error}", fqn=key)
+            failure.__cause__ = error
+            return {}, failure
     return values, None
 
 

@@ -130,7 +130,10 @@ def load(
 
 
 def _has_some_below(value: Any) -> bool:
-    return isinstance(value, Mapping | list) and not is_stateful(value) and has_stateful(value)
+    try:
+        return isinstance(value, Mapping | list) and not is_stateful(value) and has_stateful(value)
+    except Exception:  # `try_values_of` says so, and tells the other ranks
+        return False
 
 
 def _saved_objects(reader: NvcompReader) -> set[str]:

@@ -29,8 +29,10 @@ def write_kept(own: Filesystem, kept: Mapping[int, tuple[str, ...]]) -> None:
 
     Raises:
         StorageError: it could not be written.
+        UnsafePathError: `.run` is a symbolic link.
     """
     steps = {str(step): list(reasons) for step, reasons in sorted(kept.items())}
+    own.refuse_link()
     own.publish(_NAME, json.dumps({"schema": 1, "steps": steps}).encode())
 
 

@@ -143,7 +143,10 @@ class Lease:
             holder = _read(own, held[number].name)
             if holder is not None and holder.id != self._holder.id:
                 return str(holder)
-        return None if self._number in held else "its lease was removed"
+        # a listing of a directory that changes may miss what is there
+        if self._number in held or _is_file(own, _name_of(self._number)):
+            return None
+        return "its lease was removed"
 
     def _renew_until_over(self) -> None:
         while not self._over.wait(self._holder.lease_seconds / 3):

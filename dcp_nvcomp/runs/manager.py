@@ -373,7 +373,8 @@ class CheckpointManager:
         if not self._asynchronous:
             save.saved.exception()  # the upload, which reads the fast tier, has ended too
         self._agreement.after(call)
-        if not self._owes:
+        if self._agreement.lost < save.number:  # fine: it makes up for those before it
+            self._made_up_for = max(self._made_up_for, save.number - 1)
             return save
         again = self._new_save(save.step, save.metrics)
         self._to_durable(again, values)

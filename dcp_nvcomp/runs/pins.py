@@ -7,13 +7,14 @@ looks, after the pin is there, whether the step still is.
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import json
 import re
 import socket
 from collections.abc import Callable
 
-from dcp_nvcomp.errors import CheckpointNotFoundError
+from dcp_nvcomp.errors import CheckpointError, CheckpointNotFoundError
 from dcp_nvcomp.runs.removal import is_being_removed
 from dcp_nvcomp.storage.base import Filesystem
 
@@ -53,11 +54,19 @@ def pin(own: Filesystem, at: Filesystem, step: int, find_problem: Callable[[], s
 
     Raises:
         CheckpointNotFoundError: there is no complete checkpoint of this step, or a manager is removing it.
+        StorageError: the storage fails; the step is pinned only if it was, or if the pin can't be removed again.
     """
     own.refuse_link()
     own.create_directory()
+    was_pinned = is_pinned(own, step)
     own.publish(_name_of(step), json.dumps({"by": _whoever(), "seconds": own.now_seconds()}).encode())
-    problem = "It is being removed." if is_being_removed(at) else find_problem()
+    try:
+        problem = "It is being removed." if is_being_removed(at) else find_problem()
+    except BaseException:
+        if not was_pinned:
+            with contextlib.suppress(CheckpointError):  # the first error says more
+                unpin(own, step)
+        raise
     if problem:
         unpin(own, step)
         raise CheckpointNotFoundError(f"There is no checkpoint of step {step} to pin. {problem}", path=at.path)

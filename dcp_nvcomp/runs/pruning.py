@@ -118,10 +118,11 @@ def prune_run(
             path=without_secrets(durable.root),
         )
     by_step = {saved.step: saved for saved in (*found.complete, *found.abandoned)}
-    gone: tuple[int, ...] = doomed.steps
     failed: dict[int, str] = {}
     why = {**dict.fromkeys(found.removing, BEGUN), **doomed.why}
-    if not dry_run:
+    if dry_run:
+        gone = tuple(sorted(why.keys() - pinned_steps(durable.open_own())))
+    else:
         durable.write_seen()
         removed = durable.remove(why)
         gone, failed = removed.steps, {step: str(error) for step, error in removed.failed.items()}

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from dcp_nvcomp import CheckpointManager, NvcompWriter, TrainingState, async_save, load, save
+from dcp_nvcomp.calls.values import try_values_of
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError, MissingKeyError
 from tests.distributed.launch import RankPool, ranks
 from tests.states import assert_same
@@ -157,3 +158,50 @@ def _saved_on_ranks(path: Path) -> str:
 def test_all_ranks_refuse(ranks: RankPool, tmp_path: Path) -> None:
     for words in ranks.run(_saved_on_ranks, tmp_path, world_size=2):
         assert words.startswith("ConfigurationError: A Counter") and "key 'a.b'" in words
+
+
+@pytest.mark.parametrize("value", [torch.optim.AdamW, {"o": torch.optim.AdamW}, ({"o": torch.nn.Linear},)])
+def test_a_class_is_no_stateful_value(tmp_path: Path, value: Any) -> None:
+    state = {"cfg": value, "w": torch.zeros(3)}
+    values, failure = try_values_of(state)
+    assert values == state and failure is None
+    save(state, tmp_path, no_dist=True)
+
+
+class _Odd(dict[str, Any]):
+    """A dict that does not do what a dict does."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__(sampler=torch.optim.SGD([torch.zeros(1)], lr=0.1))
+        self._method = method
+
+    def items(self) -> Any:
+        return self._do("items", super().items)
+
+    def __copy__(self) -> Any:
+        return self._do("copy", lambda: _Odd(self._method))
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._do("set", lambda: super(_Odd, self).__setitem__(key, value))
+
+    def _do(self, method: str, do: Callable[[], Any]) -> Any:
+        if method == self._method:
+            raise OSError("not today")
+        return do()
+
+
+@pytest.mark.parametrize("method", ["items", "copy", "set"])
+def test_what_a_container_raises_is_returned_for_the_other_ranks(method: str) -> None:
+    values, failure = try_values_of({"data": {"odd": _Odd(method)}})
+    assert values == {} and type(failure) is CheckpointError
+    assert failure.fqn == "data" and "OSError: not today" in str(failure) and isinstance(failure.__cause__, OSError)
+
+
+def test_a_state_that_contains_itself_is_refused(tmp_path: Path) -> None:
+    loop: dict[str, Any] = {"w": torch.zeros(3)}
+    loop["loop"] = [loop]
+    with pytest.raises(ConfigurationError, match="nested too deeply, or contains itself"):
+        save({"loop": loop}, tmp_path, no_dist=True)
+    save({"loop": {"w": torch.zeros(3)}}, tmp_path, no_dist=True)
+    with pytest.raises(ConfigurationError, match="nested too deeply, or contains itself"):
+        load({"loop": loop}, tmp_path, no_dist=True)

@@ -79,6 +79,18 @@ def test_if_what_says_so_is_damaged_nothing_is_guessed(tmp_path: Path) -> None:
         _newest(tmp_path)
 
 
+def test_what_could_not_be_left_behind_is_by_the_next_save(tmp_path: Path) -> None:
+    _save(tmp_path, {100: 1.0, 500: 5.0})
+    with CheckpointManager(tmp_path, every=1, run_id="job") as manager:
+        manager.restore(_state(-1.0), 100)
+        (tmp_path / ".run" / "abandoned").mkdir()  # no file can be published there
+        with pytest.raises(StorageError):
+            manager.save(101, _state(1.1))
+        (tmp_path / ".run" / "abandoned").rmdir()
+        manager.save(101, _state(1.1))
+    assert _newest(tmp_path) == (101, pytest.approx(1.1))
+
+
 @pytest.mark.parametrize("has_fast", [False, True])
 def test_steps_only_grow_unless_one_goes_back(tmp_path: Path, has_fast: bool) -> None:
     options: dict[str, Any] = {"fast": tmp_path / "fast", "fast_every": 1, "fast_keep": 1} if has_fast else {}

@@ -125,6 +125,15 @@ def test_a_manager_that_lost_the_run_leaves_the_lease_alone(tmp_path: Path) -> N
     second.release()
 
 
+def test_a_listing_that_misses_the_own_lease_takes_no_run_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lease, own = _take(tmp_path), _own(tmp_path)()
+    monkeypatch.setattr(PosixFilesystem, "list_files", lambda self: [])  # as of a directory that changes meanwhile
+    assert lease._other(own) is None
+    (tmp_path / ".run" / "lease-000001").unlink()
+    assert lease._other(own) == "its lease was removed"
+    lease.release()
+
+
 # ---- clocks, and what is in the files
 
 

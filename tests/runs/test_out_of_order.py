@@ -9,6 +9,7 @@ import contextlib
 import errno
 import logging
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+<<<<<<< HEAD
 from dcp_nvcomp import CheckpointManager, StepFailed, StepsRemoved, StorageError
+=======
+from dcp_nvcomp import CheckpointManager, StepSaved, StorageError
+from dcp_nvcomp.runs.restoring.run_restore import RunRestore
+>>>>>>> review-x
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.local.output import PosixOutput
 from tests.distributed.launch import RankPool
@@ -156,6 +162,33 @@ def test_a_due_save_that_the_fast_tier_lost_is_made_up_for(
         assert len(made_up) == 1 and 20 < made_up[0] <= 30
     else:
         assert made_up == [20]
+
+
+def test_the_last_save_makes_up_for_one_that_is_lost_meanwhile_and_is_saved_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, go_back, begun = PosixOutput.write, RunRestore.go_back, threading.Event()
+
+    def full(output: PosixOutput, data: Any) -> None:
+        if "fast/step-20" in output._full:
+            assert begun.wait(60)
+            raise StorageError("no room", path=output._full, errno=errno.ENOSPC)
+        write(output, data)
+
+    def go_back_of_the_last(restoring: RunRestore) -> None:
+        go_back(restoring)
+        if manager._newest_step == 30:  # the ranks have agreed on this save, when nothing was lost
+            begun.set()
+
+    monkeypatch.setattr(PosixOutput, "write", full)
+    monkeypatch.setattr(RunRestore, "go_back", go_back_of_the_last)
+    events: list[Any] = []
+    with _manager(tmp_path, tmp_path / "fast", on_event=events.append) as manager:
+        manager.save(20, _state(20))
+        manager.save(30, _state(30), durable=True)
+        assert not manager.should_save(31), "nothing is owed"
+    assert [(one.step, one.tiers) for one in events if isinstance(one, StepSaved)] == [(30, ("fast", "durable"))]
+    assert _steps(tmp_path / "run") == [30]
 
 
 def test_a_step_that_is_only_due_in_the_fast_tier_is_lost_and_training_goes_on(

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-from dcp_nvcomp import CheckpointManager, StorageError
+from dcp_nvcomp import CheckpointManager, Keep, StorageError, UnsafePathError, prune_run, save
 from dcp_nvcomp.runs.abandoned import read_abandoned
-from dcp_nvcomp.runs.kept import read_kept
+from dcp_nvcomp.runs.kept import read_kept, write_kept
+from dcp_nvcomp.runs.pins import is_pinned, pin
 from dcp_nvcomp.storage.open import open_filesystem
 
 BAD = {
@@ -34,6 +36,34 @@ def test_damaged_files(tmp_path: Path, data: bytes) -> None:
         read_abandoned(own)
     (tmp_path / "kept").write_bytes(data)
     assert read_kept(own) == {}
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for step in (1, 2):
+        save({"w": torch.zeros(3)}, run / f"step-{step}", no_dist=True)
+    (run / ".run").symlink_to(elsewhere)
+    with pytest.raises(UnsafePathError):
+        write_kept(open_filesystem(run / ".run"), {2: ("last 1",)})
+    assert [saved.step for saved in prune_run(run, Keep(last=1)).removed] == [1]
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_a_pin_goes_again_if_the_step_cannot_be_looked_at(tmp_path: Path) -> None:
+    own = open_filesystem(tmp_path / ".run")
+
+    def find_problem() -> str:
+        assert is_pinned(own, 1)
+        raise StorageError("gone")
+
+    with pytest.raises(StorageError, match="gone"):
+        pin(own, open_filesystem(tmp_path / "step-1"), 1, find_problem)
+    assert not is_pinned(own, 1)
+    pin(own, open_filesystem(tmp_path / "step-1"), 1, str)
+    with pytest.raises(StorageError, match="gone"):
+        pin(own, open_filesystem(tmp_path / "step-1"), 1, find_problem)
+    assert is_pinned(own, 1), "someone needs it"
 
 
 def test_a_manager_says_which_file_is_damaged(tmp_path: Path) -> None:

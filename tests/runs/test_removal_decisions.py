@@ -11,8 +11,11 @@ import pytest
 import torch
 
 from dcp_nvcomp import Best, CheckpointManager, Keep, list_run, pin_step, prune_run
+from dcp_nvcomp.runs.pins import pin
+from dcp_nvcomp.runs.removal import REMOVING
 from dcp_nvcomp.runs.steps import StepNames
 from dcp_nvcomp.runs.tiers.durable import DurableTier
+from dcp_nvcomp.storage.open import open_filesystem
 
 
 def _save(manager: CheckpointManager, step: int, loss: float) -> None:
@@ -106,6 +109,19 @@ def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     assert _files(tmp_path) == before
     pin_step(tmp_path, 10)
     assert prune_run(tmp_path, Keep(last=1), dry_run=True).why == {}, "nor does it promise what would not go"
+
+
+def test_a_dry_run_shows_removals_that_would_be_finished(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, every=10) as manager:
+        for step in (10, 20, 30):
+            _save(manager, step, 1.0)
+    for step in (10, 20):
+        (tmp_path / f"step-{step}" / REMOVING).touch()
+    pin(DurableTier(str(tmp_path), StepNames()).open_own(), open_filesystem(tmp_path), 20, str)
+    shown = prune_run(tmp_path, Keep(last=1), dry_run=True)
+    assert shown.why == {10: "its removal had begun"} and [saved.step for saved in shown.removed] == [10]
+    done = prune_run(tmp_path, Keep(last=1))
+    assert (done.removed, done.why) == (shown.removed, shown.why)
 
 
 def _files(run: Path) -> dict[str, Any]:

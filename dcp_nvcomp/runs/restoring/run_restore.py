@@ -150,11 +150,11 @@ class RunRestore:
 
     def go_back(self) -> None:
         """Leave behind what is newer than a step that was asked for and restored; called before each save."""
-        planned, self._to_abandon = self._to_abandon, None
-        if planned is not None:
-            abandoned = planned
+        abandoned = self._to_abandon
+        if abandoned is not None:
             self._ranks.on_one(lambda: write_abandoned(self._durable.open_own(), abandoned))
             self._pipeline.go_back(abandoned)
+            self._to_abandon = None  # only now: if writing it failed, the next save does it
 
     def _go_on_with_uploads(
         self,

@@ -153,6 +153,7 @@ class DurableTier:
             return
         try:
             own = self.open_own()
+            own.refuse_link()
             own.create_directory()
             own.publish(SEEN_NAME, data)
             self._written_seen = data

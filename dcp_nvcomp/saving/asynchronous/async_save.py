@@ -139,41 +139,47 @@ def async_save(
         keeping.release()
         values.clear()
 
-    with kept().lock:  # saves of several threads, one after the other
-        sequence = kept().sequence(process_group, call)
-        sequence.wait_for_room()
-        staging = Staging(
-            kept().stores,
-            release,
-            sequence.last,
-            _copied_write(writer, checkpoint_id),
-            is_waited_for=wait == "staged",
-        )
-        keeping.pickles_by(staging.on_caller)
-        staging.within_seconds = writer.finish_within_seconds
+    begun: Staging | None = None
+    try:
+        with kept().lock:  # saves of several threads, one after the other
+            sequence = kept().sequence(process_group, call)
+            sequence.wait_for_room()
+            staging = begun = Staging(
+                kept().stores,
+                release,
+                sequence.last,
+                _copied_write(writer, checkpoint_id),
+                is_waited_for=wait == "staged",
+            )
+            keeping.pickles_by(staging.on_caller)
+            staging.within_seconds = writer.finish_within_seconds
 
-        def save(group: dist.ProcessGroup | None) -> Metadata:
-            with streams.followed(), writer.staged_by(staging):
-                keeping.agree(values, group, call)
-                if keeping.kept_items is not None:
-                    staging.copy_early(keeping.kept_items, keeping.resolve_data, writer.staging_budget_nbytes)
-                metadata = run_save(values, checkpoint_id, writer, keeping, group)
-            try:
-                keeping.comparison.warn(stacklevel=1)
-            except RuntimeWarning as warning:  # made an error by a filter: but the save is there
-                logger.warning("%s", warning)
-            return metadata
+            def save(group: dist.ProcessGroup | None) -> Metadata:
+                with streams.followed(), writer.staged_by(staging):
+                    keeping.agree(values, group, call)
+                    if keeping.kept_items is not None:
+                        staging.copy_early(keeping.kept_items, keeping.resolve_data, writer.staging_budget_nbytes)
+                    metadata = run_save(values, checkpoint_id, writer, keeping, group)
+                try:
+                    keeping.comparison.warn(stacklevel=1)
+                except RuntimeWarning as warning:  # made an error by a filter: but the save is there
+                    logger.warning("%s", warning)
+                return metadata
 
-        upload = sequence.begin(save, staging, call)
+            upload = sequence.begin(save, staging, call)
+        if failure is not None:
+            upload.wait()
+        error = staging.wait() if wait == "staged" and failure is None else None
+    except BaseException as interrupt:
+        if begun is not None:
+            begun.interrupted(interrupt)
+        raise
     if failure is not None:
-        upload.wait()
         upload.was_looked_at = True
         raise failure
-    if wait == "staged":
-        error = staging.wait()
-        if isinstance(error, EarlierSaveError | RanksDifferError):
-            upload.was_looked_at = True
-            raise error
+    if isinstance(error, EarlierSaveError | RanksDifferError):
+        upload.was_looked_at = True
+        raise error
     staging.returned()
     return AsyncSave(staging.completion, upload)
 

@@ -237,11 +237,24 @@ class Staging:
             self._interrupt = error
             raise
         finally:
-            with self._lock:
-                self._is_waited_for = False
-            while not self._asked.empty():
-                if (asked := self._asked.get()) is not None:
-                    asked.done.cancel()
+            self._end_wait()
+
+    def interrupted(self, error: BaseException) -> None:
+        """Note that the caller was interrupted and does not wait: the save fails, unless the state was staged before.
+
+        Args:
+            error: what interrupted it.
+        """
+        self._interrupt = error
+        self._end_wait()
+
+    def _end_wait(self) -> None:
+        """Let the save's thread do itself what it asked of the caller, or would."""
+        with self._lock:
+            self._is_waited_for = False
+        while not self._asked.empty():
+            if (asked := self._asked.get()) is not None:
+                asked.done.cancel()
 
     def on_caller(self, do: Callable[[], Any]) -> Any:
         """Run a function on the thread that waits for this save; here, if none does (any more).

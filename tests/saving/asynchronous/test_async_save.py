@@ -462,6 +462,24 @@ def test_our_errors_are_raised_as_they_are(tmp_path: Path) -> None:
     assert_loads(tmp_path, constant_state(1))
 
 
+def test_an_interrupt_before_the_wait_leaves_no_save_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dcp_nvcomp.saving.asynchronous.sequence import SaveSequence
+
+    really_begin, uploads = SaveSequence.begin, []
+
+    def begin_and_interrupt(*arguments: Any) -> Any:
+        uploads.append(really_begin(*arguments))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SaveSequence, "begin", begin_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        begin({"w": torch.zeros(100), "name": "pickled by the caller, if it waits"}, tmp_path)
+    monkeypatch.undo()
+    assert isinstance(uploads[0].exception(PATIENCE_SECONDS), KeyboardInterrupt)
+    assert file_names(tmp_path) == set()
+    assert_the_next_one_works(tmp_path)
+
+
 def test_an_interrupted_wait_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The caller may change the state after Ctrl-C, so what is read from then on must not be published."""
     from dcp_nvcomp.saving.asynchronous.staging import Staging
