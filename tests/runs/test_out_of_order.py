@@ -18,12 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-<<<<<<< HEAD
-from dcp_nvcomp import CheckpointManager, StepFailed, StepsRemoved, StorageError
-=======
-from dcp_nvcomp import CheckpointManager, StepSaved, StorageError
+from dcp_nvcomp import CheckpointManager, StepFailed, StepSaved, StepsRemoved, StorageError
 from dcp_nvcomp.runs.restoring.run_restore import RunRestore
->>>>>>> review-x
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.local.output import PosixOutput
 from tests.distributed.launch import RankPool
