@@ -86,7 +86,7 @@ def _assert_copies_whole(path: Path) -> None:
 
 
 def _assert_told(case: Case, killed: Killed) -> None:
-    """The rank that was not killed, and with the process checkpointer both, raised; by what gloo or DCP says."""
+    """The rank that was not killed, and with the process checkpointer both, raised; by what gloo, DCP or we say."""
     for rank, error in killed.errors.items():
         if not error:
             assert rank != case.victim and may_succeed(case), f"rank {rank} heard of nothing"
@@ -94,7 +94,8 @@ def _assert_told(case: Case, killed: Killed) -> None:
             last = [line for line in error.splitlines() if re.match(r"\S+(Error|Exception)\b", line)][-1]
             if rank != case.victim and may_succeed(case) and case.how == "process" and last.endswith("TimeoutError"):
                 continue  # a broadcast of gloo's to the dead rank can hang; this group's limit is half an hour
-            assert re.match(r"(RuntimeError|torch\.distributed\.\S+(Error|Exception))\b", last), error
+            of_rank = r"(RuntimeError|dcp_nvcomp\.errors\.RankFailedError|torch\.distributed\.\S+(Error|Exception))\b"
+            assert re.match(of_rank, last), error
 
 
 def test_every_stage_is_there_for_every_rank() -> None:
