@@ -123,7 +123,8 @@ def test_a_metric_that_is_nan_is_there(tmp_path: Path) -> None:
 def test_prune_finishes_removals_that_were_cut_short(managed: Path) -> None:
     (managed / "step-20" / ".metadata").unlink()
     (managed / "step-20" / REMOVING).touch()
-    assert not prune_run(managed, Keep(last=100), dry_run=True).removed
+    assert [saved.step for saved in prune_run(managed, Keep(last=100), dry_run=True).removed] == [20]
+    assert (managed / "step-20").exists()
     prune_run(managed, Keep(last=100))
     assert not (managed / "step-20").exists() and steps(managed) == [30, 40, 50, 60]
 
