@@ -205,7 +205,7 @@ class RanksDifferError(CheckpointError, RuntimeError):
 
 
 class RankFailedError(CheckpointError, RuntimeError):
-    """A rank failed with an error that is none of this package, before the save or load began, or is gone altogether.
+    """A rank failed with an error of another package, or before the save or load began, or is gone altogether.
 
     Raised on all ranks; of a rank that is gone within the time limit of the process group.
 

@@ -16,7 +16,7 @@ def parse_json(text: bytes | str) -> Any:
         text: the text, as bytes in UTF-8, 16 or 32.
 
     Raises:
-        ValueError: it is no JSON, or is nested too deeply, or has numbers that no float and no int can be.
+        ValueError: it is not JSON, is nested too deeply, or has a number that is not finite.
 
     Examples:
         >>> parse_json('{"steps": [1, 2.5]}')

@@ -24,7 +24,7 @@ def group_of(process_group: dist.ProcessGroup | None, *, no_dist: bool) -> dist.
     Warns where a launcher has started several processes that know nothing of each other yet.
 
     Raises:
-        ConfigurationError: this rank is none of them.
+        ConfigurationError: this rank is not in the group.
     """
     if not no_dist and dist.is_available() and dist.is_initialized():
         # what new_group returns on other ranks is a number

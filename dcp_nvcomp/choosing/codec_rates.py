@@ -18,7 +18,6 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp_nvcomp.choosing.memory_filesystem import MemoryFilesystem
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.format.metadata.shards import ShardIndex
 from dcp_nvcomp.format.metadata.stored import StoredAt
@@ -29,6 +28,7 @@ from dcp_nvcomp.saving.encode.buffers import BufferMemory
 from dcp_nvcomp.saving.encode.choices import RememberedChoices
 from dcp_nvcomp.saving.results import WrittenFile
 from dcp_nvcomp.saving.writer import NvcompWriter
+from dcp_nvcomp.storage.in_memory import MemoryFilesystem
 
 __all__ = ["CodecRates", "measure_codec", "repeated_seconds"]
 

@@ -21,7 +21,7 @@ __all__ = ["ls_command", "print_steps"]
 def ls_command(url: Url, option: Options = None, as_json: AsJson = False) -> None:
     """List the checkpoints of a run: date, size, ratio, ranks, whether each is complete, metrics, and why it is kept.
 
-    Opens those that were not seen complete before, and reads a few KB of the others. Exit status 1 if there is none.
+    Opens those that were not seen complete before, and reads a few KB of the others. Exit status 1 if nothing is found.
     """
     from dcp_nvcomp.maintenance.run_listing import list_run
     from dcp_nvcomp.runs.pruning import reasons_of

@@ -16,11 +16,11 @@ from dcp_nvcomp.runs.events import Source
 from dcp_nvcomp.runs.ranks import Ranks
 from dcp_nvcomp.runs.restoring.candidates import Candidate
 from dcp_nvcomp.runs.tiers.fast import FastTier
-from dcp_nvcomp.runs.tiers.in_memory import InMemory
 from dcp_nvcomp.runs.tiers.nodes import Nodes, Transfer
 from dcp_nvcomp.runs.tiers.room import Room
 from dcp_nvcomp.runs.tiers.transfer import Moved, Target, move_files
 from dcp_nvcomp.storage.base import OutputStream
+from dcp_nvcomp.storage.in_memory import MemoryFilesystem
 
 __all__ = ["Fetch"]
 
@@ -53,7 +53,7 @@ class Fetch:
         self.here = fast.open(candidate.step)
         self.near = {name for name in self._files if nodes.own in candidate.nodes_with(name)}
         self.own = frozenset(self.near)
-        self.received = InMemory(fast.path_of(candidate.step))
+        self.received = MemoryFilesystem(fast.path_of(candidate.step))
         self.save_ids = candidate.save_ids
         self.unread: tuple[str, ...] = ()
         self._senders: dict[str, str] = {}  # by file that was brought here
@@ -87,12 +87,12 @@ class Fetch:
 
     def receive(self, name: str, data: bytes, sender: str) -> None:
         """Keep a file in this process's memory that came from a node."""
-        self.received.files[name] = data
+        self.received.publish(name, data)
         self._senders[name] = sender
 
     def is_copy(self, name: str) -> bool:
         """Return whether a file is read from the copy of a node."""
-        return name in self.near or name in self.received.files
+        return name in self.near or self.received.file_nbytes(name) is not None
 
     def sender_of(self, name: str) -> str:
         """Return the node whose copy of a file this rank reads."""

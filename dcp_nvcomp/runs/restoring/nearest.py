@@ -21,7 +21,6 @@ from dcp_nvcomp.loading.reader import NvcompReader
 from dcp_nvcomp.loading.seen import seen_by
 from dcp_nvcomp.runs.events import Source
 from dcp_nvcomp.runs.restoring.fetch import Fetch
-from dcp_nvcomp.runs.tiers.in_memory import InMemory
 from dcp_nvcomp.storage.base import Below, FileInfo, Filesystem, OutputStream
 
 __all__ = ["NearestFilesystem", "NearestReader"]
@@ -37,7 +36,7 @@ class NearestFilesystem(Filesystem):
         received: files in this process's memory, `.metadata` among them.
     """
 
-    def __init__(self, fast: Filesystem, durable: Filesystem, near: Iterable[str], received: InMemory) -> None:
+    def __init__(self, fast: Filesystem, durable: Filesystem, near: Iterable[str], received: Filesystem) -> None:
         self._fast, self._durable, self._received = fast, durable, received
         self._near = frozenset(near)
         self.path = durable.path
@@ -46,8 +45,8 @@ class NearestFilesystem(Filesystem):
         self.file_nbytes_worthwhile = durable.file_nbytes_worthwhile
         self.read_copies = max(fast.read_copies, durable.read_copies)
 
-    def _of(self, name: str) -> Filesystem | InMemory:
-        if name in self._received.files:
+    def _of(self, name: str) -> Filesystem:
+        if self._received.file_nbytes(name) is not None:
             return self._received
         return self._fast if name in self._near else self._durable
 

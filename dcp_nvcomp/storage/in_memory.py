@@ -1,4 +1,4 @@
-"""A `Filesystem` in this process's memory, to measure what a save or load takes without any storage."""
+"""A `Filesystem` in this process's memory: to measure without any storage, and for files that no disk has room for."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ __all__ = ["MemoryFilesystem"]
 
 
 class MemoryFilesystem(Filesystem):
-    """Files of one trial.
+    """Files of one checkpoint.
 
     Args:
+        path: of the checkpoint, for messages.
         keeps: if False, the contents of data files are thrown away and cost no time at all.
     """
 
-    path = "memory of this process"
     parallel_reads = 1
     read_nbytes = 4 << 20
     read_copies = 1
     file_nbytes_worthwhile = 64 << 20
 
-    def __init__(self, *, keeps: bool) -> None:
-        self._keeps = keeps
+    def __init__(self, path: str = "memory of this process", *, keeps: bool = True) -> None:
+        self.path, self._keeps = path, keeps
         self._files: dict[str, bytes | bytearray] = {}
 
     def output_streams(self, thread_count: int, memory_budget: int) -> int:
@@ -34,8 +34,7 @@ class MemoryFilesystem(Filesystem):
         pass
 
     def open_output(self, name: str) -> OutputStream:
-        self._files[name] = data = bytearray()
-        return _Output(data, keeps=self._keeps)
+        return _Output(self._files, name, keeps=self._keeps)
 
     def publish(self, name: str, data: bytes, *, overwrite: bool = True) -> None:
         if not overwrite and name in self._files:
@@ -81,15 +80,18 @@ class MemoryFilesystem(Filesystem):
 
 
 class _Output(OutputStream):
-    def __init__(self, data: bytearray, *, keeps: bool) -> None:
-        self._data, self._keeps = data, keeps
+    """A file that is there once it is closed."""
+
+    def __init__(self, files: dict[str, bytes | bytearray], name: str, *, keeps: bool) -> None:
+        self._files, self._name, self._keeps = files, name, keeps
+        self._data = bytearray()
 
     def write(self, data: memoryview | bytes) -> None:
         if self._keeps:
             self._data += data
 
     def close(self) -> None:
-        pass
+        self._files[self._name] = self._data
 
     def abort(self) -> None:
-        pass
+        self._data = bytearray()
