@@ -184,7 +184,7 @@ class Arrival:
     def _explanation(self, error: RuntimeError) -> str:
         waited = f"within {time.monotonic() - self._began_seconds:.0f} s"
         if any(words in str(error).lower() for words in ("closed by peer", "connection reset", "broken pipe")):
-            waited = "before the connection to a rank was closed, as it is when a process ends"
+            waited += ", when the connection to a rank was closed, as it is when a process ends or gives up"
         name, own = self._group.group_name, dist.get_rank()
         others = {rank: _words_of(rank) for rank in global_ranks(self._group) if rank != own}
         absent = {

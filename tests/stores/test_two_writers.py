@@ -54,7 +54,7 @@ def test_one_of_many_wins_without_overwriting(place: Place) -> None:
         return True
 
     with ThreadPoolExecutor(len(filesystems)) as pool:
-        for round_ in range(8):
+        for round_ in range(40):
             name = f"metadata-{round_}"
             won = list(pool.map(publish, range(len(filesystems)), [name] * len(filesystems)))
             assert sum(won) == 1, won

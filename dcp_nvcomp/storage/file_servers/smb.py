@@ -18,6 +18,7 @@ from smbprotocol.file_info import (
     FileDispositionInformation,
     FileFsFullSizeInformation,
     FileInformationClass,
+    FileLinkInformation,
     FileRenameInformation,
     FileStandardInformation,
 )
@@ -206,8 +207,11 @@ class SmbSession(Session):
     def _rename(self, source: str, target: str, *, replace: bool) -> None:
         information = FileRenameInformation()
         information["replace_if_exists"] = replace
+        self._name(source, target, information, _ACCESS.DELETE | _ACCESS.FILE_READ_ATTRIBUTES)
+
+    def _name(self, source: str, target: str, information: Any, access: int) -> None:
         information["file_name"] = self._requests.name(target)
-        with self._requests.opened(source, _ACCESS.DELETE | _ACCESS.FILE_READ_ATTRIBUTES, _PLAIN) as file:
+        with self._requests.opened(source, access, _PLAIN) as file:
             self._requests.change(file, information)
 
     def replace(self, source: str, target: str) -> None:
@@ -227,7 +231,16 @@ class SmbSession(Session):
             return ntstatus_of(error) in (NtStatus.STATUS_SHARING_VIOLATION, NtStatus.STATUS_DELETE_PENDING)
 
     def rename_new(self, source: str, target: str) -> None:
-        self._rename(source, target, replace=False)
+        # Samba first looks for the name and then renames: of two clients at once, both may succeed. It makes a second
+        # name for a file in one step.
+        try:
+            self._name(source, target, FileLinkInformation(), _ACCESS.FILE_WRITE_ATTRIBUTES)
+        except (FileExistsError, FileNotFoundError, ConnectionLostError):
+            raise
+        except OSError:  # the server's file system has no second names (FAT)
+            self._rename(source, target, replace=False)
+        else:
+            self.remove(source)
 
     def remove(self, path: str) -> None:
         options = _PLAIN | CreateOptions.FILE_DELETE_ON_CLOSE | _LINKS_AS_THEY_ARE

@@ -51,7 +51,7 @@ class Chaos:
         self.seed, self.without, self.counts = seed, without, counts
         draw = self.draw = random.Random(seed)
         sizes = [draw.choice([8, 12, 24, 64]) * MiB for _ in range(3)]
-        self.field = Field(directory, sizes, 512 * MiB)
+        self.field = Field(directory, sizes, 4096 * MiB)
         self.oracle = Oracle()
         self.family = draw.randrange(1 << 30)
         self.number = 0
@@ -124,8 +124,9 @@ class Chaos:
         return done
 
     def _prune_between(self) -> None:
-        """Prune the run while no job runs, now and then."""
-        if self.draw.random() > 0.2 or "prune" in self.without or not self.field.run.is_dir():
+        """Prune the run while no job runs, now and then, and before it fills its disk by itself."""
+        is_crowded = self.field.durable.is_mounted and self.field.durable.used > 0.5
+        if "prune" in self.without or not self.field.run.is_dir() or (self.draw.random() > 0.2 and not is_crowded):
             return
         rule, arguments = draw_prune(self.draw, self.field.run)
         before = self.oracle.before(self.field.run, ())

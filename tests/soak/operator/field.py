@@ -42,6 +42,12 @@ class Disk:
             subprocess.run(["umount", "-l", str(self.point)], check=True)
             self.is_mounted = False
 
+    @property
+    def used(self) -> float:
+        """How much of it is used: 1 if it is full."""
+        found = os.statvfs(self.point)
+        return 1 - found.f_bavail / found.f_blocks
+
     def lose(self) -> bool:
         """Lose all that is on it; what is there afterwards is new and empty."""
         if self.is_mounted:
