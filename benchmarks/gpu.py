@@ -18,7 +18,7 @@ from benchmarks import gpu_checkpoints, gpu_codecs
 from benchmarks.measuring import NotHere, Settings
 from benchmarks.results import Report
 from dcp_nvcomp.engines.cuda.device import CudaDevice
-from dcp_nvcomp.engines.cuda.engine import cuda_unavailable_reason
+from dcp_nvcomp.engines.cuda.support import cuda_unavailable_reason
 
 
 def run(settings: Settings) -> Report:

@@ -15,7 +15,7 @@ from benchmarks.measuring import Settings
 from benchmarks.peers import Peer, data_nbytes, ours, remove, save, stock
 from benchmarks.results import Plot, Report
 from benchmarks.states import COMPONENTS, State, build_state, component, load_state, nbytes_of
-from dcp_nvcomp.engines.cuda.engine import cuda_unavailable_reason
+from dcp_nvcomp.engines.cuda.support import cuda_unavailable_reason
 
 Sizer = Callable[[State], int]
 

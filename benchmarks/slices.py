@@ -21,7 +21,7 @@ from benchmarks.states import State, build_state
 from dcp_nvcomp.codecs import Planes
 from dcp_nvcomp.codecs.coders.ans import ANS_DATA_TYPES
 from dcp_nvcomp.engines.cuda.device import CudaDevice, Device
-from dcp_nvcomp.engines.cuda.engine import cuda_unavailable_reason
+from dcp_nvcomp.engines.cuda.support import cuda_unavailable_reason
 from tests.codecs import planes_reference
 
 SLICES = tuple(1 << power for power in range(16, 23))

@@ -13,31 +13,6 @@ import numpy as np
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.redaction import without_secrets
 
-__all__ = [
-    "DEADLINE_OPTION",
-    "DEADLINE_SECONDS",
-    "STOCK_READER",
-    "STOCK_WRITER",
-    "BackgroundKind",
-    "CheckEncodes",
-    "CudaZstd",
-    "DtypePolicy",
-    "Engine",
-    "StagingKind",
-    "Verify",
-    "check_budget",
-    "check_choice",
-    "check_device_budget",
-    "check_flag",
-    "check_seconds",
-    "check_staging_budget",
-    "check_thread_count",
-    "drop_stock_arguments",
-    "not_a_path",
-    "option_names",
-    "shown",
-]
-
 Engine = Literal["auto", "cpu", "cuda"]
 CudaZstd = Literal["auto", "nvcomp", "literals"]
 CheckEncodes = Literal["all", "off"]
@@ -146,11 +121,7 @@ STOCK_READER: Final[_Stock] = {
 
 
 def drop_stock_arguments(options: dict[str, Any], stock: _Stock, owner: type) -> None:
-    """Remove the arguments of stock DCP's classes from `options`.
-
-    Raises:
-        ConfigurationError: one of them has a value that would change something.
-    """
+    """Remove the arguments of stock DCP's classes from `options`."""
     for name in stock.keys() & options.keys():
         value = options.pop(name)
         is_harmless, advice = stock[name]
@@ -173,14 +144,7 @@ def option_names(cls: type) -> list[str]:
 
 
 def shown(cls: type, path: str, values: Mapping[str, Any], storage_options: Mapping[str, Any]) -> str:
-    """Return the `repr` of a writer or reader: its path and the options that are not the default, without secrets.
-
-    Args:
-        cls: its class.
-        path: its path or URL; passwords in it are hidden.
-        values: its options by name.
-        storage_options: only their names are shown.
-    """
+    """Return the `repr` of a writer or reader: its path and the options that are not the default, without secrets."""
     parts = [repr(without_secrets(path))]
     for option in _own_options(cls):
         value = values.get(option.name, option.default)

@@ -13,8 +13,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 from urllib.parse import quote, unquote
 
-__all__ = ["Redactor", "is_secret", "printable", "without_secrets"]
-
 # "://user:password@"; the password may hold a slash, unless what precedes it is a host, and it begins with a port
 _PASSWORD: Final = re.compile(
     r"(://(?!(?:[\w\-]*\.[\w.\-]*|localhost):\d+[/?#\s]|[A-Za-z]?:[/?#\s])[^/?#@:\s\[]*:(?!:))([^/?#\s]+(?=@)|\S+?(?=@))"
@@ -78,10 +76,6 @@ def without_secrets(text: str) -> str:
 def printable(text: str, *, but: str = "") -> str:
     r"""Return text without anything that a terminal would obey or an encoding would choke on.
 
-    Args:
-        text: from a file, or anything else that someone could have made.
-        but: characters that stay.
-
     Examples:
         >>> printable("\x1b[2J and a line\n")
         '\\x1b[2J and a line\\n'
@@ -100,12 +94,7 @@ class RedactedError(Exception):
 
 
 class Redactor:
-    """The secrets of one storage, to be hidden wherever its client quotes them.
-
-    Args:
-        path: the checkpoint's path or URL.
-        options: the storage options.
-    """
+    """The secrets of one storage, to be hidden wherever its client quotes them."""
 
     def __init__(self, path: str, options: Mapping[str, Any]) -> None:
         words = {*_in_url(path), *_in_options(options)}

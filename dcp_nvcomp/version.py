@@ -5,8 +5,6 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
-__all__ = ["VERSION"]
-
 
 def _installed_version() -> str:
     try:

@@ -8,8 +8,6 @@ from typing import Final
 
 from dcp_nvcomp.errors import ConfigurationError
 
-__all__ = ["fault_of_name", "parent_and_name"]
-
 _SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*:")
 
 
@@ -26,11 +24,7 @@ def fault_of_name(name: str) -> str | None:
 
 
 def parent_and_name(path: str) -> tuple[str, str]:
-    """Return the directory or URL that a file is in, and its name there.
-
-    Raises:
-        ConfigurationError: the path names no file, or one that no storage here can name.
-    """
+    """Return the directory or URL that a file is in, and its name there."""
     parent, separator, name = path.rpartition("/")
     if not name:
         raise ConfigurationError(f"{path!r} names a directory, not a file.")

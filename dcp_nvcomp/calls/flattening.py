@@ -21,21 +21,6 @@ import torch
 
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 
-__all__ = [
-    "Flattened",
-    "Key",
-    "Path",
-    "Vacant",
-    "canonical_name",
-    "flatten",
-    "flatten_as_2_3",
-    "flatten_as_stock",
-    "fqn_of",
-    "is_key",
-    "nested",
-    "replace_at",
-]
-
 # What torch.compile, DDP, activation checkpointing and FSDP1 put into the names of parameters.
 _WRAPPERS: Final = frozenset({"_orig_mod", "module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _SCALAR_KEYS: Final = (bool, int, float, bytes, type(None))
@@ -80,9 +65,6 @@ class Flattened:
 def flatten(state: Mapping[str, Any]) -> Flattened:
     """Take a state apart.
 
-    Raises:
-        ConfigurationError: two values have the same name, or a tensor lies in a dict with keys that no path can have.
-
     Examples:
         >>> flatten({"seen": {7: 1000, "all": {}}}).values
         {'seen.7': 1000, 'seen.all': {}}
@@ -91,11 +73,7 @@ def flatten(state: Mapping[str, Any]) -> Flattened:
 
 
 def flatten_as_stock(state: Mapping[str, Any]) -> Flattened:
-    """Take a state apart into the names that DCP gives; paths have the keys as they are.
-
-    Raises:
-        ConfigurationError: two values have the same name.
-    """
+    """Take a state apart into the names that DCP gives; paths have the keys as they are."""
     return _flatten(state, _is_value_to_stock)
 
 
@@ -220,13 +198,6 @@ def nested(paths: Mapping[str, Path], values: Mapping[str, Any]) -> Any:
 
     Tuples that hold tensors were flattened by earlier releases as lists are: they come back as lists. What is left of a
     list of which parts are missing is a dict.
-
-    Args:
-        paths: the place of each value, by name.
-        values: by name.
-
-    Raises:
-        CheckpointError: there is a value where another one's container has to be.
     """
     root = _Node()
     for fqn, path in paths.items():

@@ -27,8 +27,6 @@ from torch.distributed import distributed_c10d
 
 from dcp_nvcomp.calls.meeting import global_ranks, together
 
-__all__ = ["Offer", "give_back", "is_registered", "offer_of", "take"]
-
 
 @dataclass(frozen=True)
 class Offer:
@@ -67,28 +65,14 @@ _of_parents: list[_Kept | None] = []
 
 
 def offer_of(ranks: Sequence[int]) -> Offer:
-    """Return what this rank offers.
-
-    Args:
-        ranks: the global ranks that want groups together.
-    """
+    """Return what this rank offers."""
     with _lock:
         idle = tuple(str(group.group_name) for group in _kept().idle.get(tuple(ranks), ()))
         return Offer(idle, _registered())
 
 
 def take(ranks: Sequence[int], count: int, offers: Sequence[Offer], limit: timedelta) -> list[dist.ProcessGroup]:
-    """Return groups of some ranks, which all of them take at the same time.
-
-    Args:
-        ranks: the global ranks.
-        count: how many groups.
-        offers: of each of the ranks.
-        limit: how long their collectives wait, and how long another rank is waited for to make them.
-
-    Raises:
-        RankFailedError: another rank does not make them.
-    """
+    """Return groups of some ranks, which all of them take at the same time."""
     with _lock:
         idle = {str(group.group_name): group for group in _kept().idle.get(tuple(ranks), ())}
         common = [name for name in offers[0].idle if all(name in one.idle for one in offers)][:count]

@@ -6,17 +6,9 @@ import json
 import math
 from typing import Any
 
-__all__ = ["parse_json"]
-
 
 def parse_json(text: bytes | str) -> Any:
     """Return what a JSON text says.
-
-    Args:
-        text: the text, as bytes in UTF-8, 16 or 32.
-
-    Raises:
-        ValueError: it is not JSON, is nested too deeply, or has a number that is not finite.
 
     Examples:
         >>> parse_json('{"steps": [1, 2.5]}')

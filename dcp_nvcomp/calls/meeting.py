@@ -21,8 +21,6 @@ import torch.distributed as dist
 from dcp_nvcomp.errors import CheckpointError, RankFailedError, RanksDifferError
 from dcp_nvcomp.redaction import without_secrets
 
-__all__ = ["Arrival", "Call", "expect_same", "global_ranks", "limit_of", "meet", "together"]
-
 T = TypeVar("T")
 
 _USUAL_LIMIT: Final = timedelta(minutes=30)  # torch's own
@@ -56,19 +54,7 @@ class Call:
 
 
 def meet(group: dist.ProcessGroup | None, call: Call, mine: T) -> list[T]:
-    """Wait until all ranks make the same call.
-
-    Args:
-        group: the ranks; None without torch.distributed.
-        call: what this rank calls.
-        mine: what it tells the others.
-
-    Returns:
-        What each rank tells, by rank in the group.
-
-    Raises:
-        RanksDifferError: some rank did not come, or calls something else.
-    """
+    """Wait until all ranks make the same call."""
     if group is None:
         return [mine]
     everyones: list[Any] = [None] * dist.get_world_size(group)
@@ -81,15 +67,7 @@ def meet(group: dist.ProcessGroup | None, call: Call, mine: T) -> list[T]:
 
 
 def expect_same(calls: Sequence[Call], group: dist.ProcessGroup) -> None:
-    """Raise if the ranks make different calls.
-
-    Args:
-        calls: of each rank of the group.
-        group: the ranks.
-
-    Raises:
-        RanksDifferError: on all ranks alike.
-    """
+    """Raise if the ranks make different calls."""
     if all(call == calls[0] for call in calls):
         return
     if len({call.name for call in calls}) > 1:
@@ -119,11 +97,7 @@ def limit_of(group: dist.ProcessGroup) -> timedelta:
 
 @contextmanager
 def together(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Explain what the backend raises in collectives of ranks that are known to have come.
-
-    Raises:
-        RankFailedError: another rank is gone, or does not answer within the time limit of the group.
-    """
+    """Explain what the backend raises in collectives of ranks that are known to have come."""
     try:
         yield
     except CheckpointError:
@@ -137,12 +111,7 @@ def together(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 class Arrival:
-    """A rank that has come to a call, where others may be missing.
-
-    Args:
-        group: the ranks that have to come.
-        call: what this rank calls.
-    """
+    """A rank that has come to a call, where others may be missing."""
 
     def __init__(self, group: dist.ProcessGroup, call: Call) -> None:
         self._group, self._call = group, call
@@ -151,11 +120,7 @@ class Arrival:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Explain what the backend raises if not all ranks come.
-
-        Raises:
-            RanksDifferError: with the names of those that did not, and what they called last.
-        """
+        """Explain what the backend raises if not all ranks come."""
         try:
             yield
         except RuntimeError as error:  # of gloo, or NCCL

@@ -9,21 +9,13 @@ import time
 from types import TracebackType
 from typing import Any
 
-__all__ = ["ProgressBar"]
-
 logger = logging.getLogger(__name__)
 
 _LOG_SECONDS = 10.0
 
 
 class ProgressBar:
-    """Counts bytes. Several threads may update it.
-
-    Args:
-        what: is done, such as `saving`.
-        total_nbytes: the size that counts as 100 %.
-        enabled: if False, nothing is shown.
-    """
+    """Counts bytes. Several threads may update it."""
 
     def __init__(self, what: str, total_nbytes: int, *, enabled: bool) -> None:
         self._what, self._total_nbytes, self._enabled = what, total_nbytes, enabled

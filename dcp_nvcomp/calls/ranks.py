@@ -12,8 +12,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError, RankFailedError
 
-__all__ = ["error_of_ranks", "expect_no_group", "group_of"]
-
 # DCP says in each process that it "assumes the intent" to be alone, also where that was asked for.
 _ALONE: Final = "torch.distributed is disabled, unavailable or uninitialized"
 
@@ -22,9 +20,6 @@ def group_of(process_group: dist.ProcessGroup | None, *, no_dist: bool) -> dist.
     """Return the ranks that save or load together; None without torch.distributed.
 
     Warns where a launcher has started several processes that know nothing of each other yet.
-
-    Raises:
-        ConfigurationError: this rank is not in the group.
     """
     if not no_dist and dist.is_available() and dist.is_initialized():
         # what new_group returns on other ranks is a number
@@ -61,16 +56,7 @@ def expect_no_group() -> None:
 
 
 def error_of_ranks(error: CheckpointException, group: dist.ProcessGroup | None) -> BaseException:
-    """Return what to raise instead of DCP's exception, which is no `Exception`, and the same on all ranks.
-
-    Args:
-        error: DCP's.
-        group: the ranks that save or load together.
-
-    Returns:
-        What this rank raised; if it raised nothing, what the first of the others raised. If that is an error of neither
-        this package nor an interrupt, one that tells of all.
-    """
+    """Return what to raise instead of DCP's exception, which is no `Exception`, and the same on all ranks."""
     failures = {number: failure for number, (failure, _) in error.failures.items()}
     rank = 0 if group is None else dist.get_rank(group)
     ours = failures.get(rank, next(iter(failures.values()), None))

@@ -8,8 +8,6 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 
-__all__ = ["missing_below_prefix", "missing_key", "missing_prefix"]
-
 # A key is near if as much of it is alike, of 1.
 _LIKENESS = 0.6
 # Of many keys only these are compared letter by letter, which takes 0.1 ms for each.
@@ -18,13 +16,7 @@ _NUMBER = re.compile(r"[0-9]{1,9}")
 
 
 def missing_key(wanted: str, there: Collection[str], *, nests: bool = True) -> str:
-    """Return a sentence that says that a key is missing, and what is there instead.
-
-    Args:
-        wanted: the key.
-        there: the keys of the checkpoint.
-        nests: True if the call takes a nested state dict, and the key is one of its values.
-    """
+    """Return a sentence that says that a key is missing, and what is there instead."""
     longer = sorted(key for key in there if key.endswith(f".{wanted}"))
     if longer and nests:
         prefix = longer[0].removesuffix(wanted)
@@ -45,14 +37,7 @@ def missing_key(wanted: str, there: Collection[str], *, nests: bool = True) -> s
 
 
 def missing_below_prefix(name: str, prefix: str, names: Collection[str], there: Collection[str]) -> str:
-    """Return what to say of a module's key that is missing: which prefix would have been right, if another one is.
-
-    Args:
-        name: the key in the module's state dict.
-        prefix: what was given.
-        names: all keys of the module.
-        there: the keys of the checkpoint.
-    """
+    """Return what to say of a module's key that is missing: which prefix would have been right, if another one is."""
     right = _prefix_of(name, prefix, names, there)
     if right is not None:
         example = f"{right}{name}"
@@ -61,12 +46,7 @@ def missing_below_prefix(name: str, prefix: str, names: Collection[str], there: 
 
 
 def missing_prefix(prefix: str, there: Collection[str]) -> str:
-    """Return what to say if no key begins with a prefix.
-
-    Args:
-        prefix: what was given.
-        there: the keys of the checkpoint.
-    """
+    """Return what to say if no key begins with a prefix."""
     prefixes = {key[: dot.end()] for key in there for dot in re.finditer(r"\.", key)}
     # where the prefix is part of a longer one, that is what was meant
     longer = sorted(one for one in prefixes if one.endswith(f".{prefix}"))

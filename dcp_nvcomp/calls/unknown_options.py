@@ -11,8 +11,6 @@ from typing import Final, Literal
 
 from dcp_nvcomp.errors import ConfigurationError
 
-__all__ = ["ONLY_LOADS", "ONLY_SAVES", "advice_for", "refuse_path", "unknown_option"]
-
 # Options of `NvcompWriter` that `NvcompReader` does not have, and the other way round.
 ONLY_SAVES: Final = (
     *("codec", "overwrite", "single_file_per_rank", "sync_files", "on_save", "check_encodes", "staging", "background"),
@@ -139,27 +137,14 @@ _STORAGE_OF: Final = {name: storage for storage, names in _STORAGES for name in 
 
 
 def refuse_path(options: Collection[str], call: Collection[str]) -> None:
-    """Refuse a path that is given by a name of its own to a call that takes it by its place.
-
-    Args:
-        options: names of the options that were given.
-        call: names of the options of the call.
-
-    Raises:
-        ConfigurationError: one of them is a path.
-    """
+    """Refuse a path that is given by a name of its own to a call that takes it by its place."""
     for option in _PATHS:
         if option in options:
             raise unknown_option(option, call=call)
 
 
 def advice_for(option: str, call: Collection[str]) -> str | None:
-    """Return what to do instead of giving this option; None if nothing is known of it.
-
-    Args:
-        option: its name.
-        call: names of the options of the call, which tell a save from a load; none if it is neither.
-    """
+    """Return what to do instead of giving this option; None if nothing is known of it."""
     kind: Literal["save", "load"] | None = "save" if "codec" in call else "load" if "safe_objects" in call else None
     if kind is None or option in call:
         return None
@@ -175,15 +160,7 @@ def unknown_option(
     storage: str = "",
     takes: Collection[str] = (),
 ) -> ConfigurationError:
-    """Return the error for an unknown option.
-
-    Args:
-        option: its name.
-        close: similar names that may have been meant.
-        call: names of the call's own options.
-        storage: what the storage is called, such as `s3://`.
-        takes: names of the storage's options.
-    """
+    """Return the error for an unknown option."""
     hint = advice_for(option, call)
     if hint is None and close:
         hint = f"did you mean {close[0]!r}?"

@@ -20,23 +20,6 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError, MissingKeyError
 
-__all__ = [
-    "PLAIN_TENSORS",
-    "ExpectsCheckpoint",
-    "check_given",
-    "check_state_dict",
-    "give",
-    "given_back",
-    "has_stateful",
-    "is_default_planner",
-    "is_stateful",
-    "try_check",
-    "try_values_of",
-    "unwrapped",
-    "values_of",
-    "wrapped",
-]
-
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _KEY = "state"
 _PLAIN = (torch.Tensor, dict, list, tuple, int, float, str, bytes, type(None))
@@ -59,15 +42,7 @@ def is_stateful(value: Any) -> bool:
 
 
 def check_state_dict(call: str, state_dict: Any) -> None:
-    """Refuse what is no state dict.
-
-    Args:
-        call: name of the called function.
-        state_dict: what it was given.
-
-    Raises:
-        ConfigurationError: it is none.
-    """
+    """Refuse what is no state dict."""
     if isinstance(state_dict, torch.nn.Module | torch.optim.Optimizer):
         raise ConfigurationError(
             f"{call} needs a dict, not a {type(state_dict).__name__}: pass {{'model': model.state_dict()}}, or "
@@ -81,16 +56,7 @@ def check_state_dict(call: str, state_dict: Any) -> None:
 
 
 def try_check(call: str, state_dict: Any, *, alone: bool) -> ConfigurationError | None:
-    """Check a state dict as `check_state_dict` does, but where other ranks wait only return what is wrong.
-
-    Args:
-        call: name of the called function.
-        state_dict: what it was given.
-        alone: whether no other rank takes part.
-
-    Raises:
-        ConfigurationError: it is none, and this process is alone.
-    """
+    """Check a state dict as `check_state_dict` does, but where other ranks wait only return what is wrong."""
     try:
         check_state_dict(call, state_dict)
     except ConfigurationError as error:
@@ -103,15 +69,7 @@ def try_check(call: str, state_dict: Any, *, alone: bool) -> ConfigurationError 
 def try_values_of(
     state_dict: Mapping[str, Any], objects: Collection[str] = ()
 ) -> tuple[dict[str, Any], CheckpointError | None]:
-    """Return a state dict with the state dicts of its Stateful values in their places.
-
-    Args:
-        state_dict: the state dict.
-        objects: see `values_of`.
-
-    Returns:
-        The values; and what was raised by one of them, for which the other ranks must not wait in vain.
-    """
+    """Return a state dict with the state dicts of its Stateful values in their places."""
     values = {}
     for key, value in state_dict.items():
         try:
@@ -133,21 +91,7 @@ def try_values_of(
 
 
 def values_of(value: Any, objects: Collection[str] = (), fqn: str = "") -> Any:
-    """Return a value with the state dicts of the Stateful ones below it in their places.
-
-    Args:
-        value: the value; not Stateful itself.
-        objects: names of places where an object was saved as a whole: a Stateful value in one of them, or below it, has
-            None in its place. Earlier releases pickled what lies below the top of a state dict.
-        fqn: name of its place.
-
-    Returns:
-        The same containers where nothing below them is Stateful, else new ones.
-
-    Raises:
-        CheckpointError: a `state_dict()` raised.
-        ConfigurationError: a Stateful value is where it can't be given back what was saved.
-    """
+    """Return a value with the state dicts of the Stateful ones below it in their places."""
     if isinstance(value, MutableMapping | list):
         changed = {}
         for key, one in _items_of(value):
@@ -218,16 +162,7 @@ def has_stateful(value: Any) -> bool:
 
 
 def check_given(own: Any, loaded: Any, fqn: str = "") -> None:
-    """Refuse a Stateful value for which nothing was loaded.
-
-    Args:
-        own: the value before a load.
-        loaded: what was loaded for it.
-        fqn: its name.
-
-    Raises:
-        MissingKeyError: there is one.
-    """
+    """Refuse a Stateful value for which nothing was loaded."""
     if own is loaded or is_stateful(own) or not has_stateful(own):
         return
     is_dict = isinstance(own, Mapping) and isinstance(loaded, Mapping)
@@ -248,12 +183,7 @@ def give(own: Any, loaded: Any) -> None:
 
 
 def given_back(own: Any, loaded: Any) -> Any:
-    """Return a value of a state dict after a load, in which Stateful ones have been given theirs.
-
-    Args:
-        own: the value before it.
-        loaded: what `values_of` returned of it, with what was loaded.
-    """
+    """Return a value of a state dict after a load, in which Stateful ones have been given theirs."""
     if own is loaded:
         return own
     if is_stateful(own):

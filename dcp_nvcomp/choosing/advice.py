@@ -11,13 +11,12 @@ from typing import Any
 from dcp_nvcomp.choosing.bench import Bench
 from dcp_nvcomp.choosing.intervals import GPU_HOURS_PER_FAILURE, daly_seconds, lost_part, young_seconds
 from dcp_nvcomp.choosing.model import Prediction
-from dcp_nvcomp.codecs.choose import STORED, TINY_NBYTES
+from dcp_nvcomp.codecs.auto import STORED
+from dcp_nvcomp.codecs.choose import TINY_NBYTES
 from dcp_nvcomp.codecs.dtypes import ELEMENT_TYPES
 from dcp_nvcomp.format.names import data_file_rank
 from dcp_nvcomp.maintenance.inspection import Inspection, Item, inspect_checkpoint
 from dcp_nvcomp.options import check_seconds
-
-__all__ = ["Advice", "Workload", "advise", "mtbf_of", "workload_of_checkpoint"]
 
 # Codecs whose saves take about as long are told apart by what they store.
 _ABOUT_AS_FAST = 1.05
@@ -168,26 +167,14 @@ def _threads(workload: Workload, found: Bench, codec: str, best: Prediction) -> 
 
 
 def mtbf_of(gpus: int) -> float:
-    """Return the mean time between failures of this many GPUs, in seconds, if they fail as often as those of Llama 3.
-
-    Args:
-        gpus: how many.
-    """
+    """Return the mean seconds between failures of this many GPUs, if they fail as often as those of Llama 3."""
     return GPU_HOURS_PER_FAILURE * 3600 / gpus
 
 
 def workload_of_checkpoint(
     url: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
 ) -> Workload:
-    """Return what the job that saved a checkpoint saves. Reads its metadata and footers only.
-
-    Args:
-        url: of the checkpoint, of this package or of stock DCP.
-        storage_options: for the fsspec filesystem.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or it can't be read.
-    """
+    """Return what the job that saved a checkpoint saves. Reads its metadata and footers only."""
     found = inspect_checkpoint(url, storage_options=storage_options)
     ranks = {data_file_rank(file.name) for file in found.files}
     return Workload(found.totals.uncompressed_nbytes, max(1, len(ranks)), found.ratio if _was_tried(found) else None)

@@ -29,8 +29,6 @@ from dcp_nvcomp.saving.writer import NvcompWriter
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.open import open_filesystem
 
-__all__ = ["CODECS", "Bench", "bench"]
-
 CODECS = ("auto", "planes-zstd", "planes-deflate", "zstd", "none")
 _MACHINE_PART, _STORAGE_PART = 0.25, 0.25  # of the time; the rest is for the trials
 _SAMPLE_NBYTES = 128 << 20

@@ -30,8 +30,6 @@ from dcp_nvcomp.saving.results import WrittenFile
 from dcp_nvcomp.saving.writer import NvcompWriter
 from dcp_nvcomp.storage.in_memory import MemoryFilesystem
 
-__all__ = ["CodecRates", "measure_codec", "repeated_seconds"]
-
 State = Mapping[str, torch.Tensor]
 
 _REPEATS = 3
@@ -61,17 +59,7 @@ class CodecRates:
 
 
 def measure_codec(state: State, codec: str, *, threads: int, seconds: float) -> CodecRates:
-    """Measure a codec.
-
-    Args:
-        state: what to encode.
-        codec: its name.
-        threads: how many encode and decode.
-        seconds: about how long to measure; everything runs at least twice, the first time unmeasured.
-
-    Raises:
-        CodecUnavailableError: it can't run here.
-    """
+    """Measure a codec."""
     job = _Job(state, codec, threads)
     nbytes = sum(tensor.nbytes for tensor in state.values())
     encode_seconds = repeated_seconds(lambda: job.encode(MemoryFilesystem(keeps=False)), seconds / 2)
@@ -89,13 +77,7 @@ def _nothing() -> None:
 def repeated_seconds(
     work: Callable[[], object], budget_seconds: float, *, before: Callable[[], object] = _nothing
 ) -> float:
-    """Return the median time of some work, after one run that is not measured.
-
-    Args:
-        work: what is timed.
-        budget_seconds: how long to repeat it, about: once at least, and three times if that takes thrice as long.
-        before: makes each run ready, not timed.
-    """
+    """Return the median time of some work, after one run that is not measured."""
     spent: list[float] = []
     for number in itertools.count():
         before()

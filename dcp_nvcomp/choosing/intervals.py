@@ -17,19 +17,12 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["GPU_HOURS_PER_FAILURE", "daly_seconds", "lost_part", "young_seconds"]
-
 # "The Llama 3 Herd of Models" (2024): 419 unexpected interruptions in 54 days on 16,384 GPUs.
 GPU_HOURS_PER_FAILURE = 54 * 24 * 16_384 / 419
 
 
 def young_seconds(stall_seconds: float, mtbf_seconds: float) -> float:
-    """Return Young's interval.
-
-    Args:
-        stall_seconds: what a save costs training.
-        mtbf_seconds: mean time between failures of the whole job.
-    """
+    """Return Young's interval."""
     return math.sqrt(2 * stall_seconds * mtbf_seconds)
 
 
@@ -42,13 +35,6 @@ def daly_seconds(stall_seconds: float, mtbf_seconds: float) -> float:
 
 
 def lost_part(interval_seconds: float, stall_seconds: float, restart_seconds: float, mtbf_seconds: float) -> float:
-    """Return which part of the time is lost to stalls, repeated work and restarts, to the first order; at most 1.
-
-    Args:
-        interval_seconds: between two saves.
-        stall_seconds: what a save costs training.
-        restart_seconds: time to load after a failure, and how long a save is not durable yet when training goes on.
-        mtbf_seconds: mean time between failures of the whole job.
-    """
+    """Return which part of the time is lost to stalls, repeated work and restarts, to the first order; at most 1."""
     period = interval_seconds + stall_seconds
     return min(1.0, stall_seconds / period + (period / 2 + restart_seconds) / mtbf_seconds)

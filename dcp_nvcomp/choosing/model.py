@@ -23,8 +23,6 @@ from dcp_nvcomp.choosing.codec_rates import CodecRates
 from dcp_nvcomp.choosing.storage_rates import StorageRates
 from dcp_nvcomp.choosing.trials import Trial
 
-__all__ = ["Model", "Overlap", "Prediction", "break_even_rate"]
-
 _LARGE_NBYTES = 1 << 60
 
 
@@ -99,12 +97,7 @@ class Model:
     trial_rates: CodecRates
 
     def predict(self, state_nbytes: int, *, ratio: float | None = None) -> Prediction:
-        """Return what to expect.
-
-        Args:
-            state_nbytes: size of one rank's state in memory.
-            ratio: of that state; by default the sample's.
-        """
+        """Return what to expect."""
         if ratio is None:
             ratio = self.rates.ratio
         encode, write, decode, read = self._seconds(self.rates, state_nbytes, ratio)
@@ -131,11 +124,7 @@ class Model:
         return Overlap.of(self.trial.load_seconds - self.trial.empty_load_seconds, decode, read)
 
     def byte_seconds(self, write_seconds: float) -> float:
-        """Return what a byte of a large state takes in a save.
-
-        Args:
-            write_seconds: what the storage takes for a byte.
-        """
+        """Return what a byte of a large state takes in a save."""
         return self.save_overlap.seconds(1 / self.rates.encode_rate, write_seconds / self.rates.ratio)
 
     def _seconds(self, rates: CodecRates, nbytes: int, ratio: float) -> tuple[float, float, float, float]:
@@ -149,16 +138,7 @@ class Model:
 
 
 def break_even_rate(compressed: Model, plain: Model) -> float | None:
-    """Return the rate of a storage, for each rank, below which a compressed save of a large state takes less time.
-
-    Args:
-        compressed: a codec at this storage.
-        plain: at the same one, the codec that stores bytes as they are.
-
-    Returns:
-        The rate, the nearest one to this storage's if there are several; 0 if a compressed save takes no less time at
-        any, None if it does at every rate.
-    """
+    """Return the rate of a storage, for each rank, below which a compressed save of a large state takes less time."""
 
     def gain(write_seconds: float) -> float:
         return plain.byte_seconds(write_seconds) - compressed.byte_seconds(write_seconds)

@@ -11,8 +11,6 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["sample_state"]
-
 State = dict[str, torch.Tensor]
 
 _ROWS = 1024
@@ -20,13 +18,7 @@ _COLUMNS = 1024
 
 
 def sample_state(nbytes: int, *, unique_nbytes: int = 24 << 20, device: str = "cpu") -> State:
-    """Return a state of about this size.
-
-    Args:
-        nbytes: of all tensors together; whole matrices of 2 or 4 MiB, at least one of each kind.
-        unique_nbytes: how much of it is made; the rest are copies, which cost little time, in memory of their own.
-        device: where the tensors are.
-    """
+    """Return a state of about this size."""
     generator = torch.Generator().manual_seed(0)
     layer_nbytes = 2 * _ROWS * _COLUMNS * 2 + 2 * _ROWS * _COLUMNS * 4
     layers = max(1, round(nbytes / layer_nbytes))

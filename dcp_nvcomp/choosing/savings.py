@@ -21,8 +21,6 @@ from typing import Any
 
 from dcp_nvcomp.errors import ConfigurationError
 
-__all__ = ["MEASURED", "MODELS", "PUBLISHED", "Codec", "Costs", "Job", "Savings", "savings", "table_of"]
-
 _SECONDS_PER_HOUR = 3600.0
 
 
@@ -156,15 +154,7 @@ class Savings:
 
 
 def savings(job: Job, codec: Codec) -> Savings:
-    """Return what a codec saves a job in a month.
-
-    Args:
-        job: sizes, rates and prices.
-        codec: ratio and rate.
-
-    Raises:
-        ConfigurationError: a number that must be positive is not.
-    """
+    """Return what a codec saves a job in a month."""
     ratio, rate = codec.ratio_of(job), codec.rate_of(job)
     for name, value in (
         ("gpus", job.gpus), ("checkpoint_gb", job.checkpoint_gb), ("interval_minutes", job.interval_minutes),

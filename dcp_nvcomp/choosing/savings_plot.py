@@ -8,21 +8,11 @@ from collections.abc import Sequence
 from dcp_nvcomp.choosing.savings import Savings
 from dcp_nvcomp.errors import ConfigurationError
 
-__all__ = ["draw_savings"]
-
 _COLORS = ("#b8bec6", "#6f8fb5", "#d08c3c", "#2e9e5b", "#8d6cab")
 
 
 def draw_savings(rows: Sequence[Savings], path: str | os.PathLike[str]) -> None:
-    """Write a picture.
-
-    Args:
-        rows: what is drawn.
-        path: of the picture; its suffix says which kind, such as `.png` or `.svg`.
-
-    Raises:
-        ConfigurationError: matplotlib is not installed, or the suffix means nothing to it.
-    """
+    """Write a picture."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

@@ -20,8 +20,6 @@ from typing import Any
 from dcp_nvcomp.errors import CheckpointError, StorageError
 from dcp_nvcomp.storage.base import Filesystem
 
-__all__ = ["StorageRates", "forget_cached", "measure_storage", "removing"]
-
 _PIECE_NBYTES = 1 << 20  # as an encoded block is handed over
 _FIRST_NBYTES = 8 << 20
 _MOST_NBYTES = 256 << 20
@@ -50,12 +48,7 @@ class StorageRates:
     streams: tuple[int, ...] = ()
 
     def write_rate(self, state_nbytes: int, *, threads: int | None = None) -> float:
-        """Return the rate for a state of this size, which may be too small for all streams.
-
-        Args:
-            state_nbytes: size of the state.
-            threads: how many encode; by default as many as in the measurement.
-        """
+        """Return the rate for a state of this size, which may be too small for all streams."""
         most = max(self.write_rates)
         if threads is not None and self.streams:
             most = min(most, self.streams[min(threads, len(self.streams)) - 1])
@@ -78,17 +71,7 @@ class StorageRates:
 
 
 def measure_storage(filesystem: Filesystem, *, threads: int, memory_budget: int, seconds: float) -> StorageRates:
-    """Measure a storage. The directory must exist; what is written there is removed again.
-
-    Args:
-        filesystem: a directory of its own.
-        threads: how many encode, on which the number of streams may depend.
-        memory_budget: bytes of host memory that a save has.
-        seconds: about how long to measure, on a storage that takes at least 8 MiB in a quarter of that.
-
-    Raises:
-        StorageError: the storage refuses or fails.
-    """
+    """Measure a storage. The directory must exist; what is written there is removed again."""
     names: list[str] = []
     with removing(lambda: filesystem.remove(names)):
         streams = tuple(filesystem.output_streams(one, memory_budget) for one in range(1, threads + 1))

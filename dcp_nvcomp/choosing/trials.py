@@ -20,8 +20,6 @@ from dcp_nvcomp.saving.save import save
 from dcp_nvcomp.saving.stats import SaveStats
 from dcp_nvcomp.storage.base import Filesystem
 
-__all__ = ["Trial", "run_trial"]
-
 State = Mapping[str, torch.Tensor]
 
 
@@ -62,20 +60,7 @@ def run_trial(
     seconds: float,
     storage_options: Mapping[str, Any],
 ) -> Trial:
-    """Save and load a state several times.
-
-    Args:
-        filesystem: the directory at `path`, a place of its own.
-        path: its path or URL.
-        state: what to save.
-        codec: its name.
-        threads: how many encode and decode.
-        seconds: about how long to measure; each is done at least twice, the first time unmeasured.
-        storage_options: for the fsspec filesystem.
-
-    Raises:
-        CheckpointError: a save or load failed.
-    """
+    """Save and load a state several times."""
     trial = _Trial(filesystem, path, codec, threads, storage_options)
     little = {"w": torch.zeros(1)}
     empty_save, empty_load, _ = trial.run(little, seconds / 8)

@@ -16,8 +16,6 @@ from dcp_nvcomp.cli.quantities import parse_nbytes, parse_seconds, readable_nbyt
 if TYPE_CHECKING:
     from dcp_nvcomp.choosing.advice import Advice
 
-__all__ = ["advise_command"]
-
 What = Annotated[
     str,
     typer.Argument(metavar="URL_OR_SIZE", help="A checkpoint, or the size of a state such as 840GB, of all its ranks."),

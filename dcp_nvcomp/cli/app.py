@@ -28,8 +28,6 @@ from dcp_nvcomp.cli.savings import savings_command
 from dcp_nvcomp.cli.verify import verify_command
 from dcp_nvcomp.version import VERSION
 
-__all__ = ["app", "main"]
-
 app = typer.Typer(
     name="dcp-nvcomp",
     help="Look into, verify, convert and repair compressed PyTorch distributed checkpoints.",

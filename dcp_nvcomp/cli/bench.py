@@ -16,8 +16,6 @@ from dcp_nvcomp.cli.tables import Column, Table
 if TYPE_CHECKING:
     from dcp_nvcomp.choosing.bench import Bench
 
-__all__ = ["bench_command", "say_on_terminal"]
-
 # bfloat16 weights and two float32 moments
 NBYTES_PER_PARAMETER = 10
 _DEFAULT_STATES = ("1GB", "10GB", "100GB")

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from dcp_nvcomp.reading.checkpoint import Checkpoint
 
-__all__ = ["cat_command", "parse_index"]
-
 _MOST_JSON_VALUES = 100_000
 
 Key = Annotated[
@@ -40,11 +38,7 @@ def cat_command(url: Url, key: Key, option: Options = None, as_json: AsJson = Fa
 
 
 def parse_index(text: str) -> Any:
-    """Return what is between the brackets of an index, such as `10:12, ..., -1`.
-
-    Raises:
-        typer.BadParameter: it is not made of integers, slices and an ellipsis.
-    """
+    """Return what is between the brackets of an index, such as `10:12, ..., -1`."""
     parts: list[Any] = []
     for part in filter(None, (one.strip() for one in text.split(","))):
         if part == "...":

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from dcp_nvcomp.maintenance.cleaning import Cleaning
     from dcp_nvcomp.maintenance.run_cleaning import RunCleaning
 
-__all__ = ["clean_command"]
-
 UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 OlderThan = Annotated[

@@ -16,18 +16,6 @@ from dcp_nvcomp.cli.tables import Table
 from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.redaction import is_secret, printable
 
-__all__ = [
-    "AsJson",
-    "Options",
-    "Output",
-    "Url",
-    "local_time",
-    "one_line_errors",
-    "parse_storage_options",
-    "printable",
-    "progress_bar",
-]
-
 Url = Annotated[
     str, typer.Argument(metavar="URL", help="A local path, or any fsspec URL such as s3://bucket/run/step.")
 ]

@@ -12,8 +12,6 @@ from rich.filesize import decimal
 
 from dcp_nvcomp.cli.common import AsJson, Options, Output, one_line_errors, parse_storage_options, progress_bar
 
-__all__ = ["convert_command"]
-
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 

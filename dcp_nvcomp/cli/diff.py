@@ -13,8 +13,6 @@ from dcp_nvcomp.cli.tables import Column, Table
 if TYPE_CHECKING:
     from dcp_nvcomp.reading.comparison import Comparison
 
-__all__ = ["diff_command"]
-
 First = Annotated[str, typer.Argument(metavar="A", help="A checkpoint: a local path, or any fsspec URL.")]
 Second = Annotated[str, typer.Argument(metavar="B", help="Another one.")]
 KeysOnly = Annotated[bool, typer.Option("--keys-only", help="Compare keys, shapes and dtypes; read no tensor.")]

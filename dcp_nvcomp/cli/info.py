@@ -8,8 +8,6 @@ import typer
 
 from dcp_nvcomp.cli.common import AsJson, Output
 
-__all__ = ["info_command"]
-
 
 def info_command(as_json: AsJson = False) -> None:
     """Show versions, which engines run here, whether the compiled kernels are there, and if not, why not."""

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from dcp_nvcomp.maintenance.inspection import Inspection, Item
     from dcp_nvcomp.saving.stats import Totals
 
-__all__ = ["inspect_command"]
-
 
 class SortKey(str, Enum):
     """What the rows are sorted by."""

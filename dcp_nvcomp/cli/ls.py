@@ -15,8 +15,6 @@ from dcp_nvcomp.cli.tables import Column, Table
 if TYPE_CHECKING:
     from dcp_nvcomp.maintenance.run_listing import RunListing
 
-__all__ = ["ls_command", "print_steps"]
-
 
 def ls_command(url: Url, option: Options = None, as_json: AsJson = False) -> None:
     """List the checkpoints of a run: date, size, ratio, ranks, whether each is complete, metrics, and why it is kept.
@@ -40,13 +38,7 @@ def ls_command(url: Url, option: Options = None, as_json: AsJson = False) -> Non
 
 
 def print_steps(output: Output, found: RunListing, kept: Mapping[int, tuple[str, ...]] | None = None) -> None:
-    """Print the steps of a run as a table.
-
-    Args:
-        output: where to.
-        found: the steps.
-        kept: why steps are kept, if a manager says so.
-    """
+    """Print the steps of a run as a table."""
     kept = kept or {}
     with_metrics = any(step.metrics for step in found.steps)
     table = Table(

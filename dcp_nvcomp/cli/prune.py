@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from dcp_nvcomp.runs.keep import Best, Keep
     from dcp_nvcomp.runs.pruning import Pruning
 
-__all__ = ["pin_command", "prune_command"]
-
 Run = Annotated[
     str, typer.Argument(metavar="RUN", help="The run: a local path, or an fsspec URL such as s3://bucket/run.")
 ]

@@ -6,8 +6,6 @@ import re
 
 import typer
 
-__all__ = ["parse_nbytes", "parse_seconds", "readable_nbytes", "readable_rate", "readable_seconds"]
-
 _NBYTES: dict[str, int] = {
     "": 1,
     **{f"{prefix}B": 10 ** (3 * power) for power, prefix in enumerate(("", "k", "M", "G", "T", "P"))},

@@ -14,8 +14,6 @@ from dcp_nvcomp.cli.tables import Column, Table
 if TYPE_CHECKING:
     from dcp_nvcomp.maintenance.recovery import Recovery
 
-__all__ = ["recover_command"]
-
 
 SaveId = Annotated[
     str | None, typer.Option("--save-id", metavar="ID", help="The save to restore, if several are possible, as listed.")

@@ -10,8 +10,6 @@ import typer
 
 from dcp_nvcomp.cli.common import Output, one_line_errors
 
-__all__ = ["report_command"]
-
 Files = Annotated[
     list[Path],
     typer.Argument(

@@ -16,8 +16,6 @@ from dcp_nvcomp.cli.tables import Column, Table
 if TYPE_CHECKING:
     from dcp_nvcomp.choosing.savings import Codec, Job, Savings
 
-__all__ = ["savings_command"]
-
 # of the post: bfloat16 weights and gradients, and two float32 moments
 _NBYTES_PER_PARAMETER = 12
 _GPUS = 8

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from rich.cells import cell_len
 
-__all__ = ["Column", "Table"]
-
 _GAP = "  "
 
 
@@ -31,11 +29,7 @@ class Column:
 
 
 class Table:
-    """Rows under columns.
-
-    Args:
-        columns: the columns.
-    """
+    """Rows under columns."""
 
     def __init__(self, *columns: Column) -> None:
         self._columns = columns
@@ -47,11 +41,7 @@ class Table:
         self._rows.append(cells)
 
     def lines(self, width: int) -> tuple[list[str], list[str]]:
-        """Return the lines, the heading first, and the names of the columns that were left out.
-
-        Args:
-            width: of the terminal. Lines are longer only if the columns that always stay are.
-        """
+        """Return the lines, the heading first, and the names of the columns that were left out."""
         widths = [
             max([cell_len(column.name), *(cell_len(row[at]) for row in self._rows)])
             for at, column in enumerate(self._columns)

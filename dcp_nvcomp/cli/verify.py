@@ -13,8 +13,6 @@ from dcp_nvcomp.cli.common import AsJson, Options, Output, Url, one_line_errors,
 if TYPE_CHECKING:
     from dcp_nvcomp.maintenance.verification.findings import Finding, Verification
 
-__all__ = ["verify_command"]
-
 Full = Annotated[bool, typer.Option("--full", help="Decode every block too, and check the decoded bytes.")]
 
 

@@ -26,8 +26,6 @@ from dcp_nvcomp.codecs.scratch import ScratchArrays
 from dcp_nvcomp.codecs.transforms.planes import PLANE_NAMES, Planes
 from dcp_nvcomp.codecs.transforms.stored import Bytes
 
-__all__ = ["LITERALS", "PLAIN", "STORED", "Judge", "Look", "judged_nbytes", "literal_exponents", "most_encoded_nbytes"]
-
 U8 = npt.NDArray[np.uint8]
 
 LITERALS = Zstd(literals_only=True)
@@ -105,12 +103,7 @@ class Judge:
         return Look(self._coded_nbytes(exponents, LITERALS) / count, commonest)
 
     def judge(self, element: ElementType, slices: Sequence[U8]) -> CodecChain:
-        """Return the chain for a record.
-
-        Args:
-            element: its element type.
-            slices: parts of it, whole elements, each contiguous and at most `judged_nbytes(element)` long.
-        """
+        """Return the chain for a record."""
         if not any(part.size for part in slices):
             return STORED
         if element.float_nbytes:

@@ -24,24 +24,6 @@ from dcp_nvcomp.codecs.dtypes import ElementType
 from dcp_nvcomp.codecs.scratch import ScratchArrays
 from dcp_nvcomp.errors import ConfigurationError
 
-__all__ = [
-    "ALIGNMENT_NBYTES",
-    "BLOCK_NBYTES",
-    "FLAG_NEGATIVE",
-    "FLAG_PACKED_REST",
-    "MAX_SLICE_NBYTES",
-    "ArrayToBytes",
-    "CodecChain",
-    "Coder",
-    "Piece",
-    "Plane",
-    "SliceDecoder",
-    "SliceEncoder",
-    "check_slice_nbytes",
-    "layout_block",
-    "padded",
-]
-
 U8 = npt.NDArray[np.uint8]
 
 ALIGNMENT_NBYTES = 16
@@ -61,11 +43,7 @@ SliceDecoder = Callable[[memoryview, memoryview], None]
 
 
 def check_slice_nbytes(slice_nbytes: int) -> None:
-    """Refuse a slice size that the format does not allow.
-
-    Raises:
-        ConfigurationError: it is not a multiple of 16 from 16 to 16 MiB.
-    """
+    """Refuse a slice size that the format does not allow."""
     if not isinstance(slice_nbytes, int) or not 0 < slice_nbytes <= MAX_SLICE_NBYTES or slice_nbytes % ALIGNMENT_NBYTES:
         raise ConfigurationError(f"slice_nbytes={slice_nbytes!r} must be a multiple of 16 from 16 to 16 MiB.")
 
@@ -278,16 +256,7 @@ class CodecChain:
 
 
 def layout_block(chain: CodecChain, nbytes: int, flags: int) -> tuple[Piece, ...]:
-    """Return the pieces of a block, in the order in which they are stored.
-
-    Args:
-        chain: the record's codec chain.
-        nbytes: the block's decoded length in bytes.
-        flags: the block's flags.
-
-    Returns:
-        One piece per stored plane and one per slice of each coded plane. Each is stored padded to 16 bytes.
-    """
+    """Return the pieces of a block, in the order in which they are stored."""
     pieces: list[Piece] = []
     planes: Sequence[Plane] = chain.array_to_bytes.layout(nbytes, flags, chain.coder is not None)
     for index, plane in enumerate(planes):

@@ -25,8 +25,6 @@ from dcp_nvcomp.codecs.transforms.planes import Planes
 from dcp_nvcomp.codecs.transforms.stored import Bytes
 from dcp_nvcomp.errors import ConfigurationError
 
-__all__ = ["CODEC_NAMES", "STORED", "TINY_NBYTES", "Auto", "CodecChooser", "needs_gpu", "parse_codec", "sample_nbytes"]
-
 U8 = npt.NDArray[np.uint8]
 
 # Sampling runs on one thread for all records of a rank, so it must stay well below the time of encoding them.
@@ -41,16 +39,7 @@ class CodecChooser(Protocol):
     """An object that picks codec chains: `codec=` takes one instead of a name or a `CodecChain`."""
 
     def choose(self, element: ElementType, sample: U8, nbytes: int) -> CodecChain:
-        """Return the chain for one record.
-
-        Args:
-            element: its element type.
-            sample: bytes from several places of it, whole elements, about `sample_nbytes(nbytes)` of them.
-            nbytes: its size in bytes.
-
-        Returns:
-            The chain, which must fit the element type.
-        """
+        """Return the chain for one record."""
 
 
 @dataclass(frozen=True)
@@ -129,17 +118,7 @@ def needs_gpu(chooser: CodecChooser) -> bool:
 
 
 def parse_codec(codec: str | CodecChain | CodecChooser) -> CodecChooser:
-    """Return the chooser for the value of `codec=`.
-
-    Args:
-        codec: one of `CODEC_NAMES`, a chain, or a chooser.
-
-    Returns:
-        A chooser.
-
-    Raises:
-        ConfigurationError: it is none of these.
-    """
+    """Return the chooser for the value of `codec=`."""
     if isinstance(codec, str):
         if codec in _NAMED:
             return _NAMED[codec]

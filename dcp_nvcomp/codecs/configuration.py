@@ -8,15 +8,9 @@ from typing import Any
 from dcp_nvcomp.codecs.base import ALIGNMENT_NBYTES, MAX_SLICE_NBYTES
 from dcp_nvcomp.errors import FormatError
 
-__all__ = ["integer", "shown", "slice_nbytes", "text"]
-
 
 def integer(configuration: dict[str, Any], key: str, codec: str) -> int:
-    """Return an integer of a configuration.
-
-    Raises:
-        FormatError: it is not an integer.
-    """
+    """Return an integer of a configuration."""
     value = configuration.get(key)
     if not isinstance(value, int) or isinstance(value, bool):
         raise FormatError(f"Codec {codec!r} has {key}={shown(value)}, which must be an integer.")
@@ -24,11 +18,7 @@ def integer(configuration: dict[str, Any], key: str, codec: str) -> int:
 
 
 def text(configuration: dict[str, Any], key: str, codec: str) -> str:
-    """Return a text of a configuration.
-
-    Raises:
-        FormatError: it is not text.
-    """
+    """Return a text of a configuration."""
     value = configuration.get(key)
     if not isinstance(value, str):
         raise FormatError(f"Codec {codec!r} has {key}={shown(value)}, which must be text.")
@@ -36,11 +26,7 @@ def text(configuration: dict[str, Any], key: str, codec: str) -> str:
 
 
 def slice_nbytes(configuration: dict[str, Any], codec: str) -> int:
-    """Return the `slice_nbytes` of a coder's configuration.
-
-    Raises:
-        FormatError: it is not a multiple of 16 from 16 to 16 MiB.
-    """
+    """Return the `slice_nbytes` of a coder's configuration."""
     value = integer(configuration, "slice_nbytes", codec)
     if not 0 < value <= MAX_SLICE_NBYTES or value % ALIGNMENT_NBYTES:
         raise FormatError(f"Codec {codec!r} has slice_nbytes={shown(value)}, not a multiple of 16 from 16 to 16 MiB.")

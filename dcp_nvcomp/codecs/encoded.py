@@ -12,8 +12,6 @@ import numpy as np
 import numpy.typing as npt
 from crc32c import crc32c
 
-__all__ = ["BlockRow", "EncodedBlock", "checksum"]
-
 # verify: "stored" checks each block's encoded CRC before a decoder sees it, "full" the decoded block's CRC too.
 
 

@@ -24,8 +24,6 @@ try:
 except ImportError:  # not compiled, or not for this processor
     kernels = None  # type: ignore[assignment]
 
-__all__ = ["Outcome", "PlanesLiterals", "planes_literals"]
-
 
 class Outcome(NamedTuple):
     """The result of decoding some blocks.
@@ -54,17 +52,7 @@ class PlanesLiterals:
     slice_nbytes: int
 
     def encode(self, rows: U8, widths: tuple[int, ...], out: memoryview) -> tuple[list[EncodedBlock], int] | None:
-        """Encode blocks that lie beside each other.
-
-        Args:
-            rows: the bytes of their rows, a matrix; the bytes of a row are next to each other.
-            widths: how many bytes of each row belong to each block.
-            out: receives the blocks; at least the sum of the most that they may take.
-
-        Returns:
-            The encoded blocks, views of `out`, and where the last one ends there; None if the engine has to encode
-            them.
-        """
+        """Encode blocks that lie beside each other."""
         found = kernels.encode_rows(rows, widths, self.float_nbytes, self.slice_nbytes, out)
         if found is None:
             return None
@@ -78,14 +66,7 @@ class PlanesLiterals:
     def decode(
         self, blocks: Sequence[tuple[memoryview, BlockRow]], widths: tuple[int, ...], rows: U8, *, verify: str
     ) -> Outcome:
-        """Check and decode blocks that lie beside each other.
-
-        Args:
-            blocks: the encoded blocks, and their rows of the footer's tables.
-            widths: how many bytes of each row belong to each block.
-            rows: receives the bytes, a matrix as for `encode`. Without meaning if not all blocks were decoded.
-            verify: `"stored"`, `"full"` or `"off"`.
-        """
+        """Check and decode blocks that lie beside each other."""
         given = [(data, row.flags, row.slice_nbytes, row.encoded_crc, row.uncompressed_crc) for data, row in blocks]
         outcome = kernels.decode_rows(
             given, widths, rows, self.float_nbytes, self.slice_nbytes, verify != "off", verify == "full"
@@ -109,12 +90,7 @@ _OUTCOMES = (
 
 
 def planes_literals(chain: CodecChain, *, decoding: bool = False) -> PlanesLiterals | None:
-    """Return the kernel for whole blocks of a chain; None if the engine has to code them in steps.
-
-    Args:
-        chain: the chain.
-        decoding: True for a chain as a footer describes it, which does not say how its frames were made.
-    """
+    """Return the kernel for whole blocks of a chain; None if the engine has to code them in steps."""
     codec, coder = chain.array_to_bytes, chain.coder
     if kernels is None or type(codec) is not Planes or type(coder) is not Zstd or codec.coded != ("exponent",):
         return None

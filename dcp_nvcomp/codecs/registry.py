@@ -14,9 +14,6 @@ from dcp_nvcomp.codecs.transforms.planes import Planes
 from dcp_nvcomp.codecs.transforms.stored import Bytes
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError, FormatError, UnknownCodecError
 
-__all__ = ["CODECS", "chain_from_json", "check_chain"]
-
-
 # All codecs there are, by name.
 CODECS: dict[str, type[ArrayToBytes] | type[Coder]] = {
     codec.name: codec for codec in (Bytes, Planes, Zstd, Deflate, Ans)
@@ -36,18 +33,7 @@ def _codec(description: Any) -> ArrayToBytes | Coder:
 
 
 def chain_from_json(description: Any) -> CodecChain:
-    """Return the chain that a footer describes.
-
-    Args:
-        description: a JSON list of `{"name", "configuration"}`.
-
-    Returns:
-        The chain.
-
-    Raises:
-        UnknownCodecError: it names a codec that is not known here.
-        FormatError: it is not a list of codecs, a configuration is wrong, or their order makes no sense.
-    """
+    """Return the chain that a footer describes."""
     if not isinstance(description, list) or not 1 <= len(description) <= 2:
         raise FormatError("A codec chain must be a list of one or two codecs.")
     codecs = [_codec(codec) for codec in description]
@@ -62,15 +48,7 @@ def chain_from_json(description: Any) -> CodecChain:
 
 
 def check_chain(chain: CodecChain, element: ElementType) -> None:
-    """Refuse a chain that a reader could not decode again.
-
-    Args:
-        chain: from the user's chooser.
-        element: the element type that it was chosen for.
-
-    Raises:
-        ConfigurationError: its codecs are not those of the format, or do not apply to the element type.
-    """
+    """Refuse a chain that a reader could not decode again."""
     try:
         again = chain_from_json(chain.to_json())
         fits = chain.array_to_bytes.fits(element) and again.layout(4096, 0) == chain.layout(4096, 0)

@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["ScratchArrays"]
-
 
 class ScratchArrays:
     """Arrays that are reused from block to block; one of these per thread, grown as needed."""

@@ -36,8 +36,6 @@ from dcp_nvcomp.options import check_choice
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.storage.open import open_filesystem, real_place
 
-__all__ = ["Conversion", "Format", "convert"]
-
 Format = Literal["dcp-nvcomp", "dcp", "safetensors", "torch"]
 
 

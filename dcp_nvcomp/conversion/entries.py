@@ -19,8 +19,6 @@ from dcp_nvcomp.calls.flattening import Path, fqn_of
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.format.blocks import Box
 
-__all__ = ["ObjectEntry", "Source", "TensorEntry", "TensorReader", "paths_in_order", "pieces", "selected"]
-
 # A tensor is read and written in pieces of at most this size.
 PIECE_NBYTES = 32 << 20
 
@@ -143,11 +141,7 @@ def pieces(shape: Sequence[int], element_nbytes: int, limit_nbytes: int = PIECE_
 def selected(
     entries: Sequence[TensorEntry | ObjectEntry], *, prefix: str, dtype: torch.dtype | None
 ) -> list[TensorEntry | ObjectEntry]:
-    """Return the entries whose keys begin with a prefix, without it, floating-point tensors in another dtype.
-
-    Raises:
-        ConfigurationError: the prefix is a whole key, or ends before a dot.
-    """
+    """Return the entries whose keys begin with a prefix, without it, floating-point tensors in another dtype."""
     found: list[TensorEntry | ObjectEntry] = []
     for entry in entries:
         if not entry.key.startswith(prefix):

@@ -15,15 +15,9 @@ from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.format.recognition import file_at, is_local, linked_to
 from dcp_nvcomp.storage.open import open_filesystem, place_of, real_place
 
-__all__ = ["check_apart", "is_file", "names_in", "stamps"]
-
 
 def is_file(path: str, options: Mapping[str, Any]) -> bool:
-    """Return whether there is a file, and not a directory, at a path or URL.
-
-    Raises:
-        CheckpointError: the storage fails, or an option can't work.
-    """
+    """Return whether there is a file, and not a directory, at a path or URL."""
     with contextlib.closing(open_filesystem(path, storage_options=options)) as filesystem:
         found = file_at(filesystem)
     if found is not None:
@@ -32,11 +26,7 @@ def is_file(path: str, options: Mapping[str, Any]) -> bool:
 
 
 def names_in(directory: str, options: Mapping[str, Any]) -> list[str]:
-    """Return the sorted names of the files in a directory, links to files among them; none if there is no directory.
-
-    Raises:
-        CheckpointError: the storage fails, or an option can't work.
-    """
+    """Return the sorted names of the files in a directory, links to files among them; none if there is no directory."""
     filesystem = open_filesystem(directory, storage_options=options)
     try:
         names = filesystem.list_names()
@@ -53,16 +43,7 @@ def names_in(directory: str, options: Mapping[str, Any]) -> list[str]:
 
 
 def check_apart(files: Sequence[str], destination: str, writes: Callable[[str], bool] | None) -> None:
-    """Refuse a destination whose files are read by the same conversion.
-
-    Args:
-        files: what is read.
-        destination: what is written: a directory, or a file.
-        writes: whether a file of this name in the directory may be written or removed; None for a single file.
-
-    Raises:
-        ConfigurationError: it writes what is read.
-    """
+    """Refuse a destination whose files are read by the same conversion."""
     there = real_place(destination)
     for file in files:
         parent, name = parent_and_name(file)
@@ -76,11 +57,7 @@ def check_apart(files: Sequence[str], destination: str, writes: Callable[[str], 
 
 
 def stamps(files: Sequence[str], options: Mapping[str, Any]) -> list[list[Any]]:
-    """Return name, size and time of writing of files, which tell them from others at the same place.
-
-    Raises:
-        CheckpointError: the storage fails.
-    """
+    """Return name, size and time of writing of files, which tell them from others at the same place."""
     if files and is_local(files[0]):
         found = [(file, os.stat(file)) for file in map(linked_to, files) if os.path.exists(file)]
         return [[file, status.st_size, status.st_mtime_ns] for file, status in found]

@@ -24,19 +24,6 @@ from dcp_nvcomp.calls.flattening import Key, Path, is_key
 from dcp_nvcomp.calls.json_text import parse_json
 from dcp_nvcomp.errors import ConfigurationError, CorruptDataError
 
-__all__ = [
-    "DTYPES",
-    "INDEX_NAME",
-    "MAX_HEADER_NBYTES",
-    "PROGRESS_NAME",
-    "SINGLE_NAME",
-    "StoredPart",
-    "header_of",
-    "is_name_of_model",
-    "parse_header",
-    "shard_name",
-]
-
 SINGLE_NAME: Final = "model.safetensors"
 INDEX_NAME: Final = "model.safetensors.index.json"
 # What a conversion that is not complete is of.
@@ -104,15 +91,7 @@ def is_name_of_model(name: str) -> bool:
 
 
 def header_of(tensors: Sequence[tuple[str, tuple[int, ...], torch.dtype]], paths: Mapping[str, Path]) -> bytes:
-    """Return the beginning of a file with these tensors in this order: length and header, padded to 8 bytes.
-
-    Args:
-        tensors: key, shape and dtype of each.
-        paths: the places in the nested state of those that were in one, by key.
-
-    Raises:
-        ConfigurationError: the format can't have one of the keys.
-    """
+    """Return the beginning of a file with these tensors in this order: length and header, padded to 8 bytes."""
     nested = {key: _path_to_store(key, paths[key]) for key, _, _ in tensors if paths.get(key, (key,)) != (key,)}
     places = {_PATHS_KEY: json.dumps(nested, separators=(",", ":"))} if nested else {}
     described: dict[str, Any] = {_METADATA_KEY: {"format": "pt", **places}}
@@ -180,16 +159,7 @@ def _is_unicode(key: str) -> bool:
 
 
 def parse_header(text: bytes, *, path: str, file_nbytes: int) -> list[StoredPart]:
-    """Return the tensors of a file.
-
-    Args:
-        text: its header, without the length.
-        path: the file, for messages.
-        file_nbytes: its size.
-
-    Raises:
-        CorruptDataError: it is not the header of a safetensors file, or names bytes that are not there.
-    """
+    """Return the tensors of a file."""
     found = []
     try:
         described = parse_json(text)

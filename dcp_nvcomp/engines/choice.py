@@ -9,13 +9,12 @@ import torch
 
 from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.choose import CodecChooser, needs_gpu
-from dcp_nvcomp.engines.cuda.engine import EnginePolicy, cuda_unavailable_reason
+from dcp_nvcomp.engines.cuda.interface import EnginePolicy
 from dcp_nvcomp.engines.cuda.pool import ENGINES_PER_DEVICE, shared_pool
 from dcp_nvcomp.engines.cuda.slice_coders import refusal_of
+from dcp_nvcomp.engines.cuda.support import cuda_unavailable_reason
 from dcp_nvcomp.engines.notices import warn
 from dcp_nvcomp.errors import CodecUnavailableError
-
-__all__ = ["EngineChoice"]
 
 
 @dataclass
@@ -42,12 +41,6 @@ class EngineChoice:
         """Begin a save or load: make sure, before it does anything, that `engine="cuda"` is not asked for in vain.
 
         Where CUDA can run, tensors in host memory are no reason to refuse: the option is about those on a GPU.
-
-        Args:
-            device_memory_budget: bytes that its engines may take on a device; None for the default.
-
-        Raises:
-            CodecUnavailableError: `engine="cuda"`, and it can't run here.
         """
         shared_pool().begin(self._budget_nbytes(device_memory_budget))
         reason = self._unavailable_reason() if self.option == "cuda" else None
@@ -55,11 +48,7 @@ class EngineChoice:
             raise _impossible(reason)
 
     def check_codec(self, chooser: CodecChooser) -> None:
-        """Make sure, before anything is written, that the codec can run here.
-
-        Raises:
-            CodecUnavailableError: it needs a GPU or a package that is not here.
-        """
+        """Make sure, before anything is written, that the codec can run here."""
         if not needs_gpu(chooser):
             return
         reason = "engine='cpu' was asked for" if self.option == "cpu" else cuda_unavailable_reason()
@@ -73,12 +62,7 @@ class EngineChoice:
         return shared_pool().default_budget_nbytes() if device_memory_budget is None else device_memory_budget
 
     def policy(self, device_memory_budget: int | None, *, check_encodes: bool = True) -> EnginePolicy:
-        """Return what a save or load asks of each of a device's engines.
-
-        Args:
-            device_memory_budget: bytes that they may take together; None for the default.
-            check_encodes: see `EnginePolicy`.
-        """
+        """Return what a save or load asks of each of a device's engines."""
         share_nbytes = max(1, self._budget_nbytes(device_memory_budget) // ENGINES_PER_DEVICE)
         may_fall_back = self.option != "cuda"
         return EnginePolicy(share_nbytes, check_encodes=check_encodes, may_fall_back=may_fall_back, zstd=self.zstd)
@@ -88,11 +72,7 @@ class EngineChoice:
         return self.option != "cpu" and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
 
     def on_cuda(self, device: torch.device) -> bool:
-        """Return True if the CUDA engine handles the tensors of this device.
-
-        Raises:
-            CodecUnavailableError: `engine="cuda"`, and it can't run here.
-        """
+        """Return True if the CUDA engine handles the tensors of this device."""
         if self.option == "cpu" or not _is_cuda(device):
             return False
         reason = self._unavailable_reason()
@@ -113,16 +93,7 @@ class EngineChoice:
         return False
 
     def serves(self, device: torch.device, chain: CodecChain, direction: str) -> bool:
-        """Return True unless the chain's coder failed the self-test of a device that the CUDA engine handles.
-
-        Args:
-            device: the device.
-            chain: the chain.
-            direction: `ENCODE` or `DECODE`.
-
-        Raises:
-            CodecUnavailableError: `engine="cuda"`, and it did.
-        """
+        """Return True unless the chain's coder failed the self-test of a device that the CUDA engine handles."""
         health = shared_pool().tested(device, self.zstd)
         refusal = refusal_of(health, chain, self.zstd, direction)
         if refusal is None:

@@ -19,8 +19,6 @@ from dcp_nvcomp.codecs.planes_literals import PlanesLiterals, planes_literals
 from dcp_nvcomp.codecs.scratch import ScratchArrays
 from dcp_nvcomp.errors import CorruptDataError
 
-__all__ = ["CpuEngine"]
-
 _SKIPPED_BLOCKS = 15
 
 
@@ -47,38 +45,13 @@ class CpuEngine:
         self._skipped: dict[CodecChain, int] = {}
 
     def encode(self, block: U8, chain: CodecChain, out: memoryview) -> EncodedBlock:
-        """Encode one block.
-
-        Args:
-            block: its bytes, contiguous.
-            chain: the codec chain.
-            out: receives the encoded block; at least `chain.max_encoded_nbytes(block.nbytes)` bytes.
-
-        Returns:
-            The encoded block, a view of `out`.
-
-        Raises:
-            CodecUnavailableError: the chain's coder does not run on the CPU.
-        """
+        """Encode one block."""
         return self.encode_beside(block[np.newaxis], (block.size,), chain, out)[0][0]
 
     def encode_beside(
         self, rows: U8, widths: tuple[int, ...], chain: CodecChain, out: memoryview
     ) -> tuple[list[EncodedBlock], int]:
-        """Encode blocks that lie beside each other in a matrix.
-
-        Args:
-            rows: the bytes of their rows, a matrix; the bytes of a row are next to each other.
-            widths: how many bytes of each row belong to each block, whole elements.
-            chain: the codec chain.
-            out: receives the encoded blocks; at least the sum of their `chain.max_encoded_nbytes`.
-
-        Returns:
-            The encoded blocks, views of `out`, and where the last one ends there.
-
-        Raises:
-            CodecUnavailableError: the chain's coder does not run on the CPU.
-        """
+        """Encode blocks that lie beside each other in a matrix."""
         whole = self._whole_blocks(chain, decoding=False)
         done = None if whole is None else whole.encode(rows, widths, out)
         if done is not None:
@@ -165,19 +138,7 @@ class CpuEngine:
         return position
 
     def decode(self, data: memoryview, row: BlockRow, chain: CodecChain, out: U8, *, verify: str) -> None:
-        """Decode one block.
-
-        Args:
-            data: the encoded block.
-            row: its rows of the footer's tables.
-            chain: the codec chain.
-            out: receives the block's bytes, exactly its decoded size: contiguous, or a matrix as for `encode_beside`.
-            verify: `"stored"`, `"full"` or `"off"`.
-
-        Raises:
-            CorruptDataError: a CRC does not match, or the bytes do not decode to exactly `out`'s size.
-            CodecUnavailableError: the chain's coder does not run on the CPU.
-        """
+        """Decode one block."""
         whole = self._whole_blocks(chain, decoding=True)
         if whole is not None:
             rows = out if out.ndim == 2 else out[np.newaxis]
@@ -207,18 +168,7 @@ class CpuEngine:
         *,
         verify: str,
     ) -> bool:
-        """Decode blocks that lie beside each other in a matrix, if all of them can be in one call.
-
-        Args:
-            blocks: the encoded blocks, and their rows of the footer's tables.
-            widths: how many bytes of each row belong to each block, whole elements.
-            chain: the codec chain.
-            rows: receives the bytes, a matrix as for `encode_beside`.
-            verify: `"stored"`, `"full"` or `"off"`.
-
-        Returns:
-            True if all of them were decoded. Else `decode` of each will do it, or say what is wrong.
-        """
+        """Decode blocks that lie beside each other in a matrix, if all of them can be in one call."""
         whole = self._whole_blocks(chain, decoding=True)
         if whole is None:
             return False

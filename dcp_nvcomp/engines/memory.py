@@ -10,8 +10,6 @@ import numpy as np
 
 from dcp_nvcomp.engines.notices import warn
 
-__all__ = ["PinnedMemory", "fresh_allocate", "pinned_allocate", "plain_allocate"]
-
 _ALIGNMENT_NBYTES = 4096
 
 
@@ -41,12 +39,7 @@ def pinned_allocate(nbytes: int) -> memoryview:
 
 
 class PinnedMemory:
-    """Page-locked memory of one save or load. Once there is none, and for whatever reason, pageable memory has to do.
-
-    Args:
-        allocate: `pinned_allocate`, which raises errors of many types: the system limits what may be locked, and a
-            driver may be broken.
-    """
+    """Page-locked memory of one save or load, or pageable memory once there is none, for whatever reason."""
 
     def __init__(self, allocate: Callable[[int], memoryview]) -> None:
         self._allocate = allocate

@@ -9,18 +9,11 @@ from __future__ import annotations
 import logging
 import warnings
 
-__all__ = ["warn"]
-
 logger = logging.getLogger(__name__)
 
 
 def warn(message: str, *, stacklevel: int = 1) -> None:
-    """Issue a RuntimeWarning, or log it where warnings are errors.
-
-    Args:
-        message: the text.
-        stacklevel: as for `warnings.warn`, counted from the caller.
-    """
+    """Issue a RuntimeWarning, or log it where warnings are errors."""
     try:
         warnings.warn(message, RuntimeWarning, stacklevel=stacklevel + 1)
     except RuntimeWarning:

@@ -12,19 +12,6 @@ import torch
 from dcp_nvcomp.codecs.dtypes import ELEMENT_TYPES, ElementType
 from dcp_nvcomp.errors import CheckpointError
 
-__all__ = [
-    "HostArray",
-    "dtype_name",
-    "element_type",
-    "host_array",
-    "host_values",
-    "is_transparent",
-    "memory_of",
-    "torch_dtype",
-    "without_lazy_bits",
-]
-
-
 HostArray = npt.NDArray[Any]
 
 
@@ -50,11 +37,7 @@ def element_type(dtype: torch.dtype) -> ElementType | None:
 
 
 def torch_dtype(element: ElementType, *, path: str | None = None) -> torch.dtype:
-    """Return the torch dtype of an element type.
-
-    Raises:
-        CheckpointError: this torch release does not have it.
-    """
+    """Return the torch dtype of an element type."""
     dtype = getattr(torch, element.name, None)
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(
@@ -91,11 +74,7 @@ def memory_of(tensor: torch.Tensor) -> Hashable:
 
 
 def host_array(tensor: torch.Tensor) -> HostArray:
-    """Return a numpy view of a CPU tensor as integers of its width (complex128 as itself), with its strides.
-
-    Raises:
-        RuntimeError: the tensor has lazy bits, or autograd records it.
-    """
+    """Return a numpy view of a CPU tensor as integers of its width (complex128 as itself), with its strides."""
     array: HostArray
     if dtype_name(tensor.dtype) not in _KNOWN_TO_NUMPY:
         array = tensor.view(_SAME_WIDTH[tensor.element_size()]).numpy()

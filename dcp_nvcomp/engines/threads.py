@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable
 from queue import SimpleQueue
 from typing import Any
 
-__all__ = ["WorkerGroup"]
-
 
 class _Worker:
     """A thread of a group, and whether it has ended.
@@ -45,12 +43,6 @@ class WorkerGroup:
     A worker keeps taking messages after a failure, without acting on them, so that nothing waits for it. It reports its
     errors to `fail`, and ends at the message None; if workers share a queue, each passes that message on. An error that
     it raises counts too, but what waits for the messages that it no longer takes has to look at `error`.
-
-    Args:
-        queues: all queues that workers take messages from.
-        on_failure: called after each failure, on the thread that failed; wakes whatever waits for a worker. It must not
-            refer to the owner of this group: a reference cycle would keep what is saved or loaded in memory until the
-            next garbage collection.
 
     Attributes:
         error: the first error of any thread; None as long as there is none.
@@ -95,14 +87,7 @@ class WorkerGroup:
             self._on_failure()
 
     def run(self, feed: Callable[[], None]) -> None:
-        """Feed the workers on this thread, then wait until all of them have ended.
-
-        Args:
-            feed: starts workers and sends them their messages. It should return early once `error` is set.
-
-        Raises:
-            BaseException: the first error of any thread.
-        """
+        """Feed the workers on this thread, then wait until all of them have ended."""
         try:
             feed()
         except BaseException as error:  # KeyboardInterrupt too must not leave threads and files behind

@@ -18,8 +18,6 @@ import numpy.typing as npt
 
 from dcp_nvcomp.codecs.base import BLOCK_NBYTES
 
-__all__ = ["BlockGrid", "Box", "box_block_shape", "box_grid", "row_block_shape", "row_grid"]
-
 # Matrices as large as this are cut into boxes, those of the second size and larger into the larger boxes. In smaller
 # ones the cost per block exceeds what a resharded load saves.
 _BOXED_NBYTES, _LARGE_NBYTES = 1 << 20, 4 << 20
@@ -73,14 +71,6 @@ class Box:
 
 def row_block_shape(shape: Sequence[int], element_nbytes: int, block_nbytes: int = BLOCK_NBYTES) -> tuple[int, ...]:
     """Return blocks of whole rows, about `block_nbytes` together; of pieces of a row if a row is larger.
-
-    Args:
-        shape: the shard's shape, in elements.
-        element_nbytes: bytes of one element.
-        block_nbytes: maximum size of a block.
-
-    Returns:
-        The block shape: ones in the leading dimensions, then one dimension that is cut, then whole dimensions.
 
     Examples:
         >>> row_block_shape((8192, 4096), 2)
@@ -180,13 +170,6 @@ def box_block_shape(shape: Sequence[int], element_nbytes: int) -> tuple[int, ...
     A box is a quarter of a row wide, less if that is more than 4 KiB, and more if it would be more than 128 rows high.
     A row has a power of two of them, as ranks that hold columns are often as many. A matrix of few rows, or of short
     ones, has blocks of rows.
-
-    Args:
-        shape: the shard's shape, in elements.
-        element_nbytes: bytes of one element.
-
-    Returns:
-        The block shape: ones in the leading dimensions.
 
     Examples:
         >>> box_block_shape((1024, 4096), 4)

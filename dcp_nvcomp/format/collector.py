@@ -12,8 +12,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["collector_paused"]
-
 # The collector is one for the whole process, and so is how many threads want it to wait.
 _lock = threading.Lock()
 _waiting_for = 0

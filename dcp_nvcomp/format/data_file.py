@@ -21,8 +21,6 @@ from dcp_nvcomp.format.framing import (
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.reread import twice
 
-__all__ = ["DataFileRef", "block_row", "find_data_file", "read_footer", "read_footers"]
-
 
 class DataFileRef(NamedTuple):
     """A data file as `.metadata` names it, there as a plain tuple.
@@ -52,18 +50,7 @@ def block_row(footer: Footer, number: int) -> BlockRow:
 
 
 def find_data_file(filesystem: Filesystem, name: str, file_nbytes: int) -> DataFileRef:
-    """Return a data file as `.metadata` would name it, of one that no `.metadata` names.
-
-    Args:
-        filesystem: where it is.
-        name: its name.
-        file_nbytes: its size.
-
-    Raises:
-        FormatError: it is no data file.
-        CorruptDataError: its end is damaged.
-        StorageError: it can't be read.
-    """
+    """Return a data file as `.metadata` would name it, of one that no `.metadata` names."""
     path = filesystem.location(name)
     tail = filesystem.read(name, max(file_nbytes - TRAILER_NBYTES, 0), file_nbytes)
     trailer = decode_trailer(memoryview(tail), path=path, file_nbytes=file_nbytes)
@@ -71,22 +58,7 @@ def find_data_file(filesystem: Filesystem, name: str, file_nbytes: int) -> DataF
 
 
 def read_footer(filesystem: Filesystem, file: DataFileRef) -> Footer:
-    """Read a data file's footer and check that it is the file that `.metadata` names.
-
-    Args:
-        filesystem: the checkpoint.
-        file: the file, as `.metadata` names it.
-
-    Returns:
-        The checked footer.
-
-    Raises:
-        TruncatedFileError: the file is shorter than `.metadata` says.
-        FileMismatchError: it is another file: of another save, swapped, or grown.
-        FormatError: its footer breaks the format.
-        CorruptDataError: its footer fails its CRC.
-        StorageError: it is missing or can't be read.
-    """
+    """Read a data file's footer and check that it is the file that `.metadata` names."""
     name, file_nbytes, footer_nbytes, footer_crc = file
     path = filesystem.location(name)
     actual = filesystem.file_nbytes(name)

@@ -23,13 +23,6 @@ from dcp_nvcomp.errors import CheckpointError, FormatError, UnsupportedVersionEr
 from dcp_nvcomp.format.framing import HEADER_NBYTES, Tables, Trailer
 from dcp_nvcomp.format.record import Invalid, Record, integer, parse_record, text
 
-__all__ = [
-    "FileIdentity",
-    "Footer",
-    "footer_json",
-    "parse_footer",
-]
-
 MAX_BLOCK_SLICES = 1 << 16
 
 
@@ -53,15 +46,7 @@ class FileIdentity:
 def footer_json(
     identity: FileIdentity, data_offset: int, tables: Tables, codecs: Sequence[Any], records: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return a footer's JSON object.
-
-    Args:
-        identity: origin of the file.
-        data_offset: offset of its first block.
-        tables: its tables.
-        codecs: its codec chains as JSON.
-        records: `Record.to_json` of its records.
-    """
+    """Return a footer's JSON object."""
     return {
         "save_id": identity.save_id,
         "file_id": identity.file_id,
@@ -128,11 +113,7 @@ def _slices_per_block(chain: CodecChain, block_nbytes: npt.NDArray[np.int64]) ->
 
 
 def parse_records(description: dict[str, Any], chains: list[CodecChain], blocks: int) -> list[Record]:
-    """Return the records of a footer whose table has `blocks` blocks, all of which they must use.
-
-    Raises:
-        Invalid: a record breaks a rule, or their blocks are more or fewer.
-    """
+    """Return the records of a footer whose table has `blocks` blocks, all of which they must use."""
     listed = description.get("records")
     if not isinstance(listed, list):
         raise Invalid("records must be a list")
@@ -193,22 +174,7 @@ def _locate(
 
 
 def parse_footer(description: dict[str, Any], tables: Tables, trailer: Trailer, *, path: str) -> Footer:
-    """Check and return a footer.
-
-    Args:
-        description: its JSON object.
-        tables: its tables.
-        trailer: the file's trailer.
-        path: the file, for messages.
-
-    Returns:
-        The footer, which can be relied on.
-
-    Raises:
-        UnsupportedVersionError: it needs a feature that is unknown here.
-        UnknownCodecError: it names a codec that is unknown here.
-        FormatError: it breaks a rule of docs/format.md.
-    """
+    """Check and return a footer."""
     features = description.get("features")
     if features != []:
         raise UnsupportedVersionError(

@@ -24,22 +24,6 @@ from dcp_nvcomp.errors import (
     WrongMagicError,
 )
 
-__all__ = [
-    "DIRECT_IO_NBYTES",
-    "FORMAT_VERSION",
-    "HEADER_NBYTES",
-    "MAX_FOOTER_NBYTES",
-    "MAX_METADATA_NBYTES",
-    "TRAILER_NBYTES",
-    "Tables",
-    "Trailer",
-    "check_header",
-    "decode_footer",
-    "decode_trailer",
-    "encode_footer",
-    "encode_header",
-]
-
 FORMAT_VERSION = 1
 HEADER_MAGIC = b"\x89DCPNV\r\n"
 TRAILER_MAGIC = HEADER_MAGIC[::-1]
@@ -96,14 +80,7 @@ def encode_header(data_offset: int) -> bytes:
 
 
 def check_header(header: bytes | memoryview, *, path: str) -> None:
-    """Check the bytes before the first block.
-
-    Raises:
-        WrongMagicError: they are not those of a data file.
-        UnsupportedVersionError: of another format version.
-        TruncatedFileError: there are fewer than `HEADER_NBYTES` of them.
-        CorruptDataError: the zero bytes are not zero.
-    """
+    """Check the bytes before the first block."""
     if len(header) < HEADER_NBYTES:
         raise TruncatedFileError(f"The file has no header: only {len(header)} bytes come before its blocks.", path=path)
     magic, version, reserved = _HEADER.unpack_from(header)
@@ -127,16 +104,7 @@ def _check_version(version: int, path: str) -> None:
 
 
 def encode_footer(description: dict[str, Any], tables: Tables, footer_offset: int) -> bytes:
-    """Return footer and trailer of a data file.
-
-    Args:
-        description: the footer's JSON.
-        tables: its tables.
-        footer_offset: where in the file the footer will begin.
-
-    Returns:
-        The bytes that end the file. The last `TRAILER_NBYTES` of them are the trailer.
-    """
+    """Return footer and trailer of a data file."""
     text = json.dumps(description, separators=(",", ":")).encode()
     columns = (
         tables.encoded_nbytes,
@@ -152,22 +120,7 @@ def encode_footer(description: dict[str, Any], tables: Tables, footer_offset: in
 
 
 def decode_trailer(tail: bytes | memoryview, *, path: str, file_nbytes: int) -> Trailer:
-    """Read the trailer.
-
-    Args:
-        tail: the last `TRAILER_NBYTES` bytes of the file.
-        path: for messages.
-        file_nbytes: the file's size.
-
-    Returns:
-        The trailer, whose numbers add up to `file_nbytes`.
-
-    Raises:
-        WrongMagicError: the file does not end like a data file.
-        UnsupportedVersionError: its format version is unknown.
-        TruncatedFileError: the sizes do not add up.
-        FormatError: the footer is larger than any that is read.
-    """
+    """Read the trailer."""
     if len(tail) != TRAILER_NBYTES or file_nbytes < HEADER_NBYTES + TRAILER_NBYTES:
         raise TruncatedFileError(f"The file has only {file_nbytes} bytes, too few for a data file.", path=path)
     footer_offset, footer_nbytes, json_nbytes, version = _TRAILER_HEAD.unpack_from(tail)
@@ -194,21 +147,7 @@ def decode_trailer(tail: bytes | memoryview, *, path: str, file_nbytes: int) -> 
 def decode_footer(
     footer: bytes | memoryview, tail: bytes | memoryview, trailer: Trailer, *, path: str
 ) -> tuple[dict[str, Any], Tables]:
-    """Check the footer's CRC and read its JSON and its tables.
-
-    Args:
-        footer: the footer's bytes.
-        tail: the trailer's bytes.
-        trailer: the trailer.
-        path: for messages.
-
-    Returns:
-        The JSON object (its content unchecked but for `blocks` and `slices`) and the tables.
-
-    Raises:
-        CorruptDataError: the CRC does not match.
-        FormatError: the JSON or the table sizes make no sense.
-    """
+    """Check the footer's CRC and read its JSON and its tables."""
     span = (trailer.footer_offset, trailer.file_nbytes)
     if crc32c(bytes(tail[: _TRAILER_HEAD.size]), crc32c(footer)) != trailer.footer_crc:
         raise CorruptDataError("The footer fails its CRC: the file is corrupt.", path=path, byte_range=span)

@@ -14,24 +14,6 @@ from typing import Final
 
 from dcp_nvcomp.storage.temporary import is_clock, published_name
 
-__all__ = [
-    "DATA_FILE_SUFFIX",
-    "METADATA_NAME",
-    "ONE_FILE_KEY",
-    "OwnFile",
-    "copy_name_of",
-    "data_file_name",
-    "data_file_rank",
-    "is_metadata_temporary",
-    "is_stock_data_file",
-    "own_file",
-    "own_upload",
-    "rank_metadata_name",
-    "rank_of_metadata_name",
-    "save_id_of_copy",
-    "save_metadata_name",
-]
-
 DATA_FILE_SUFFIX: Final = ".distcp"
 METADATA_NAME: Final = ".metadata"
 # of the record with the skeleton of the state, in a file of save_compressed_checkpoint

@@ -29,8 +29,6 @@ from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.open import place_of
 
-__all__ = ["TORCH_SUFFIXES", "Found", "Kind", "file_at", "is_local", "linked_to", "recognize", "refused"]
-
 Kind = Literal[
     "checkpoint",
     "incomplete",
@@ -95,14 +93,7 @@ def linked_to(path: str) -> str:
 
 
 def file_at(filesystem: Filesystem) -> tuple[Filesystem, str, int] | None:
-    """Return the file, if the path of a directory leads to one: what it is in, its name and its size.
-
-    Args:
-        filesystem: opened at the path. What is returned has to be closed.
-
-    Raises:
-        CheckpointError: the storage fails.
-    """
+    """Return the file, if the path of a directory leads to one: what it is in, its name and its size."""
     path = linked_to(filesystem.path)
     if filesystem.reopen is None or path.endswith("/") or (is_local(path) and not os.path.isfile(path)):
         return None
@@ -122,14 +113,7 @@ def file_at(filesystem: Filesystem) -> tuple[Filesystem, str, int] | None:
 
 
 def recognize(filesystem: Filesystem) -> Found:
-    """Return what is at a path.
-
-    Args:
-        filesystem: opened at the path.
-
-    Raises:
-        CheckpointError: the storage fails.
-    """
+    """Return what is at a path."""
     if filesystem.file_nbytes(METADATA_NAME) is not None:
         return _CHECKPOINT
     file = file_at(filesystem)
@@ -142,13 +126,7 @@ def recognize(filesystem: Filesystem) -> Found:
 def refused(
     filesystem: Filesystem, wanted: str = "a checkpoint", *, but: Collection[Kind] = ()
 ) -> CheckpointNotFoundError | None:
-    """Return the error for a path at which there is something else than what was wanted; None if there is nothing.
-
-    Args:
-        filesystem: opened at the path.
-        wanted: what the call takes.
-        but: kinds for which there is no error.
-    """
+    """Return the error for a path at which there is something else than what was wanted; None if there is nothing."""
     try:
         found = recognize(filesystem)
     except CheckpointError:  # there is a first error to raise

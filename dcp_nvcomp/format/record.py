@@ -17,19 +17,6 @@ from dcp_nvcomp.codecs.dtypes import ELEMENT_TYPES, ElementType
 from dcp_nvcomp.errors import UnsupportedVersionError
 from dcp_nvcomp.format.blocks import BlockGrid
 
-__all__ = [
-    "KIND_BYTES",
-    "KIND_PACK",
-    "KIND_TENSOR",
-    "KIND_TORCH_SAVE",
-    "MAX_BLOCK_NBYTES",
-    "Invalid",
-    "Record",
-    "integer",
-    "parse_record",
-    "text",
-]
-
 KIND_TENSOR = "tensor"
 KIND_BYTES = "bytes"
 KIND_TORCH_SAVE = "torch_save"
@@ -84,11 +71,7 @@ class Record:
         return self.elements * self.element.nbytes
 
     def to_json(self, place: int | tuple[int, int]) -> dict[str, Any]:
-        """Return the record as a footer describes it; `parse_record` is the inverse.
-
-        Args:
-            place: index of its codec chain in the footer; or, in a pack, the pack's index and its first element there.
-        """
+        """Return the record as a footer describes it; `parse_record` is the inverse."""
         row: dict[str, Any] = {}
         if self.kind in (KIND_BYTES, KIND_PACK):
             row["kind"] = self.kind
@@ -164,18 +147,7 @@ def _region(description: dict[str, Any], shape: tuple[int, ...], kind: str) -> t
 
 
 def parse_record(description: Any, earlier: Sequence[Record], chains: Sequence[CodecChain], first_block: int) -> Record:
-    """Check and return a record; the inverse of `Record.to_json`.
-
-    Args:
-        description: its JSON, which can be anything.
-        earlier: the records before it.
-        chains: the footer's codec chains.
-        first_block: row of its first block in the block table.
-
-    Raises:
-        Invalid: it breaks a rule of docs/format.md.
-        UnsupportedVersionError: it depends on another save.
-    """
+    """Check and return a record; the inverse of `Record.to_json`."""
     if not isinstance(description, dict):
         raise Invalid("it is not an object")
     kind = description.get("kind", KIND_TENSOR)

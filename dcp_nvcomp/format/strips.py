@@ -17,8 +17,6 @@ import numpy.typing as npt
 from dcp_nvcomp.codecs.base import BLOCK_NBYTES
 from dcp_nvcomp.format.blocks import Box
 
-__all__ = ["RowStrip", "Strip", "alone", "row_strip", "strips"]
-
 U8 = npt.NDArray[np.uint8]
 
 
@@ -49,15 +47,7 @@ class RowStrip(NamedTuple):
 
 
 def strips(boxes: Sequence[Box], element_nbytes: int) -> Iterator[Strip]:
-    """Yield strips of at most 1 MiB, unless a single box has more.
-
-    Args:
-        boxes: the boxes, all in one array.
-        element_nbytes: bytes of one element.
-
-    Yields:
-        The strips, in order; together, all boxes.
-    """
+    """Yield strips of at most 1 MiB, unless a single box has more."""
     start, most_elements = 0, BLOCK_NBYTES // element_nbytes
     while start < len(boxes):
         first, dim, stop = boxes[start], len(boxes[start].sizes) - 1, start + 1
@@ -99,15 +89,7 @@ def _strip(boxes: Sequence[Box], dim: int) -> Strip:
 
 
 def row_strip(array: npt.NDArray[Any], strip: Strip) -> RowStrip | None:
-    """Return the bytes of a strip.
-
-    Args:
-        array: the array that it lies in, of integers as wide as its elements.
-        strip: the strip, not empty.
-
-    Returns:
-        A view; None if no such rows are one.
-    """
+    """Return the bytes of a strip."""
     part = array[strip.box.index]
     count, last = len(strip.sizes), part.ndim - 1
     if part.flags.c_contiguous and (count == 1 or strip.dim < last):

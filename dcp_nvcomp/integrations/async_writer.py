@@ -31,8 +31,6 @@ from dcp_nvcomp.saving.prepared import PreparedWrite
 from dcp_nvcomp.saving.results import RankResults
 from dcp_nvcomp.saving.writer import NvcompWriter
 
-__all__ = ["NvcompAsyncWriter"]
-
 _Data: TypeAlias = list[Any]
 _Failure: TypeAlias = tuple[BaseException, traceback.StackSummary]
 

@@ -25,8 +25,6 @@ from dcp_nvcomp.options import STOCK_READER, STOCK_WRITER, option_names
 from dcp_nvcomp.saving.publishers import Publisher
 from dcp_nvcomp.saving.writer import NvcompWriter
 
-__all__ = ["Installation", "check_methods", "check_options", "install", "install_here", "ours"]
-
 # What stock DCP's classes call the arguments that tune how they write and read. They mean nothing here.
 _TUNING = frozenset(
     {

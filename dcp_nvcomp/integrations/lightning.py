@@ -25,14 +25,6 @@ from dcp_nvcomp.integrations.installing import check_methods, install_here
 from dcp_nvcomp.saving.publishers import FinishedSave, publish_here
 from dcp_nvcomp.storage.base import Filesystem
 
-__all__ = [
-    "NvcompFSDPStrategy",
-    "NvcompFabricFSDPStrategy",
-    "NvcompFabricModelParallelStrategy",
-    "NvcompModelParallelStrategy",
-]
-
-
 _META = "meta.pt"
 
 

@@ -32,8 +32,6 @@ from dcp_nvcomp.integrations.stock_classes import Kind
 from dcp_nvcomp.loading.reader import NvcompReader
 from dcp_nvcomp.saving.writer import NvcompWriter
 
-__all__ = ["NvcompLoadStrategy", "NvcompSaveStrategy", "register"]
-
 _KNOWN = ("0.16", "0.17", "0.18", "0.19")  # in the tests; Megatron changes what is used here from one to the next
 _PRIVATE = (
     "MCoreSavePlanner",

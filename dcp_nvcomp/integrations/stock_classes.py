@@ -19,8 +19,6 @@ import torch
 
 from dcp_nvcomp.errors import ConfigurationError
 
-__all__ = ["Kind", "Maker", "add_maker", "remove_maker"]
-
 Kind: TypeAlias = Literal["writer", "reader"]
 Maker: TypeAlias = Callable[[Kind, Any, Mapping[str, Any]], Any]
 

@@ -16,8 +16,6 @@ from torchtitan.config.override import derive, override
 
 from dcp_nvcomp.integrations.installing import check_methods, install_here
 
-__all__ = ["NvcompCheckpointManager", "nvcomp"]
-
 
 class NvcompCheckpointManager(CheckpointManager):  # type: ignore[misc]
     """torchtitan's `CheckpointManager`, whose DCP checkpoints are ours.

@@ -16,7 +16,8 @@ from dcp_nvcomp.codecs.scratch import ScratchArrays
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda.batches import fitting
-from dcp_nvcomp.engines.cuda.engine import BlockEngine, DecodeJob, EnginePolicy, JobChecks
+from dcp_nvcomp.engines.cuda.decode import DecodeJob, JobChecks
+from dcp_nvcomp.engines.cuda.interface import BlockEngine, EnginePolicy
 from dcp_nvcomp.engines.cuda.pool import shared_pool
 from dcp_nvcomp.engines.cuda.slice_coders import DECODE
 from dcp_nvcomp.engines.memory import PinnedMemory, pinned_allocate, plain_allocate
@@ -28,8 +29,6 @@ from dcp_nvcomp.loading.read_plan import BlockRead, Read
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.reread import twice
 
-__all__ = ["Decoder", "Fetched", "GpuShare"]
-
 U8 = npt.NDArray[np.uint8]
 
 _Pair = tuple[BlockRead, DecodeJob]
@@ -37,11 +36,6 @@ _Pair = tuple[BlockRead, DecodeJob]
 
 class GpuShare:
     """A load's part of the GPUs, for all of its threads.
-
-    Args:
-        policy: for the engines that a thread borrows.
-        read_nbytes: maximum length of a read, so that each buffer of page-locked memory is allocated only once.
-        device: the caller's current device; None if it has not used any.
 
     Attributes:
         scratch_nbytes: the part of an engine's memory for blocks that cannot be decoded in their destination.
@@ -80,14 +74,7 @@ class Fetched:
 
 
 class Decoder:
-    """The buffers and engines of one thread, reused from read to read.
-
-    Args:
-        filesystem: the checkpoint.
-        verify: `"stored"`, `"full"` or `"off"`.
-        engine: the `engine` option, shared by all threads so that it warns once.
-        gpu: see `GpuShare`.
-    """
+    """The buffers and engines of one thread, reused from read to read."""
 
     def __init__(self, filesystem: Filesystem, verify: str, engine: EngineChoice, gpu: GpuShare) -> None:
         self._filesystem = filesystem
@@ -117,11 +104,7 @@ class Decoder:
         return self._buffer[:nbytes]
 
     def decode(self, fetched: Fetched) -> None:
-        """Check, decode and place the blocks of a range.
-
-        Raises:
-            CorruptDataError: a block is corrupt, also when read a second time.
-        """
+        """Check, decode and place the blocks of a range."""
         read = fetched.read
         if read.start == 0:
             self._check_header(fetched)

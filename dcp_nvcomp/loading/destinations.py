@@ -19,8 +19,6 @@ from dcp_nvcomp.engines.tensors import (
 from dcp_nvcomp.format.blocks import Box
 from dcp_nvcomp.format.strips import RowStrip, Strip, row_strip
 
-__all__ = ["Conversions", "Destination", "PackMember", "Region", "Run", "dense_part_of", "part_of"]
-
 U8 = npt.NDArray[np.uint8]
 
 
@@ -102,13 +100,7 @@ class Destination(ABC):
 
 
 class Region(Destination):
-    """The destination of a region of a tensor record.
-
-    Args:
-        box: the region, in the record's coordinates.
-        tensor: its destination, of the region's shape, with any device, strides and dtype.
-        dtype: dtype of the record.
-    """
+    """The destination of a region of a tensor record."""
 
     def __init__(self, box: Box, tensor: torch.Tensor, dtype: torch.dtype) -> None:
         self._box = box
@@ -163,14 +155,7 @@ class Region(Destination):
 
 
 class PackMember(Destination):
-    """A shard packed with others into one block, copied from it on the device that decoded the block.
-
-    Args:
-        start: its first byte in the block.
-        shape: its shape.
-        nbytes: its size.
-        region: its destination.
-    """
+    """A shard packed with others into one block, copied from it on the device that decoded the block."""
 
     def __init__(self, start: int, shape: Sequence[int], nbytes: int, region: Region) -> None:
         self._start = start
@@ -187,15 +172,7 @@ class PackMember(Destination):
 
 
 class Run(Destination):
-    """A run of elements of a one-dimensional record: a bytes item, or a member of a pack.
-
-    Args:
-        start: its first element in the record.
-        nbytes: its size.
-        element_nbytes: bytes of one element.
-        complete: called once with all its bytes, on the thread that placed the last of them. If they came in one
-            block, they are valid only during the call.
-    """
+    """A run of elements of a one-dimensional record: a bytes item, or a member of a pack."""
 
     def __init__(self, start: int, nbytes: int, element_nbytes: int, complete: Callable[[U8], None]) -> None:
         self._start = start * element_nbytes

@@ -13,8 +13,6 @@ from dcp_nvcomp.loading.read_plan import Wanted
 from dcp_nvcomp.loading.stock.load import load_stock_items
 from dcp_nvcomp.storage.base import Filesystem
 
-__all__ = ["load_items"]
-
 Footers = Callable[[Filesystem, Sequence[DataFileRef]], Sequence[Footer]]
 
 
@@ -27,22 +25,7 @@ def load_items(
     footers: Footers = read_footers,
     progress: Callable[[int], None] | None = None,
 ) -> Loaded:
-    """Load items into the destinations that a planner gives.
-
-    Args:
-        filesystem: the checkpoint.
-        items: what to load, of either kind of checkpoint.
-        planner: gives the destinations.
-        options: of the load.
-        footers: returns the checked footers of data files.
-        progress: called with the size of what was decoded, by any thread.
-
-    Returns:
-        How much it was.
-
-    Raises:
-        BaseException: the first error of any thread. The contents of the destinations are undefined then.
-    """
+    """Load items into the destinations that a planner gives."""
     conversions = Conversions()  # of this load: each load warns
     ours = [item for item in items if isinstance(item.stored, StoredAt)]
     stock = [item for item in items if not isinstance(item.stored, StoredAt)]

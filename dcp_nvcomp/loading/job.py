@@ -50,8 +50,6 @@ from dcp_nvcomp.loading.read_plan import Read, Target, Wanted, locate, plan_read
 from dcp_nvcomp.loading.safe_objects import SafeLoader
 from dcp_nvcomp.storage.base import Filesystem
 
-__all__ = ["ItemPlanner", "LoadJob", "LoadOptions", "Loaded"]
-
 MIN_CUDA_READ_NBYTES, CUDA_READ_NBYTES = 8 << 20, 256 << 20
 READS_AHEAD = 2
 # Threads beyond those that decode, so that a GPU need not wait for the next read.
@@ -103,16 +101,7 @@ class Loaded(NamedTuple):
 
 
 class LoadJob:
-    """One rank's part of one load.
-
-    Args:
-        filesystem: the checkpoint.
-        planner: gives the destinations.
-        options: see `LoadOptions`.
-        conversions: warns, once, if dtypes differ.
-        footers: returns the checked footers of data files.
-        progress: called with the size of what was decoded, by any thread.
-    """
+    """One rank's part of one load."""
 
     def __init__(
         self,
@@ -143,17 +132,7 @@ class LoadJob:
         self._busy: dict[str, list[float]] = {"fetch": [], "decode": []}
 
     def run(self, items: Sequence[Wanted]) -> Loaded:
-        """Load some items.
-
-        Args:
-            items: the items, all of them stored by `NvcompWriter`.
-
-        Returns:
-            How much it was.
-
-        Raises:
-            BaseException: the first error of any thread. The contents of the destinations are undefined then.
-        """
+        """Load some items."""
         by_file: dict[DataFileRef, list[Wanted]] = {}
         for item in items:
             by_file.setdefault(item.stored.file, []).append(item)

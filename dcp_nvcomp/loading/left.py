@@ -11,17 +11,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from dcp_nvcomp.calls.flattening import Path
 from dcp_nvcomp.format.metadata.paths import paths_of
 
-__all__ = ["warn_of_left"]
-
 
 def warn_of_left(state: Mapping[str, Any], metadata: Metadata, loaded: Collection[str]) -> None:
-    """Warn of saved values that have no place in the dicts and lists of a destination.
-
-    Args:
-        state: the destination.
-        metadata: of the checkpoint.
-        loaded: the names of what is loaded.
-    """
+    """Warn of saved values that have no place in the dicts and lists of a destination."""
     if metadata.state_dict_metadata.keys() <= set(loaded):
         return
     containers = {key for key, value in state.items() if isinstance(value, Mapping | list)}

@@ -35,8 +35,6 @@ from dcp_nvcomp.loading.reader import NvcompReader
 from dcp_nvcomp.options import DtypePolicy, check_choice, option_names
 from dcp_nvcomp.redaction import without_secrets
 
-__all__ = ["load"]
-
 
 def load(
     state_dict: dict[str, Any],

@@ -30,8 +30,6 @@ from dcp_nvcomp.calls.values import PLAIN_TENSORS
 from dcp_nvcomp.errors import MissingKeyError
 from dcp_nvcomp.format.metadata.paths import has_keys, paths_of
 
-__all__ = ["Matched", "is_extra_state", "match", "saved_names"]
-
 _EXTRA_STATE: Final = "_extra_state"
 
 
@@ -51,12 +49,7 @@ class Matched:
 
 
 def match(state: Mapping[str, Any], metadata: Metadata) -> Matched:
-    """Match the values of a destination with those of a checkpoint.
-
-    Raises:
-        ConfigurationError: two values of the destination have the same name.
-        MissingKeyError: a key of the destination is another one than that which was saved, and only looks like it.
-    """
+    """Match the values of a destination with those of a checkpoint."""
     saved = metadata.state_dict_metadata
     flat = flatten(state) if has_keys(metadata) else _flatten_as_saved(state, metadata)
     values = {fqn: value for fqn, value in flat.values.items() if fqn in saved or not _is_empty(value)}

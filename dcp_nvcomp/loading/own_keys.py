@@ -16,8 +16,6 @@ from dcp_nvcomp.calls.values import is_default_planner
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.loading.planner import UnwrappingPlanner
 
-__all__ = ["with_own_keys"]
-
 
 def with_own_keys(planner: LoadPlanner) -> LoadPlanner:
     """Return a planner that knows the destination's keys; the given one, unless it is DCP's and some are no text."""
@@ -35,12 +33,7 @@ def with_own_keys(planner: LoadPlanner) -> LoadPlanner:
 
 
 class _OwnKeys(UnwrappingPlanner):
-    """DCP's planner for all but objects under such keys.
-
-    Args:
-        planner: DCP's.
-        paths: the places of these objects.
-    """
+    """DCP's planner for all but objects under such keys."""
 
     def __init__(self, planner: DefaultLoadPlanner, paths: dict[str, Path]) -> None:
         super().__init__(planner, None)

@@ -14,19 +14,13 @@ from typing import Any, Final
 from dcp_nvcomp.calls.flattening import Flattened, Path
 from dcp_nvcomp.loading.matching import saved_names
 
-__all__ = ["ParameterNames", "is_place_of_names"]
-
 _GROUPS: Final = "param_groups"
 _STATE: Final = "state"
 _NAMES: Final = ("params", "param_names")
 
 
 class ParameterNames:
-    """The names that optimizers of a destination have.
-
-    Args:
-        flat: the destination, taken apart.
-    """
+    """The names that optimizers of a destination have."""
 
     def __init__(self, flat: Flattened) -> None:
         self._own: dict[Path, dict[str, None]] = {}
@@ -43,12 +37,7 @@ class ParameterNames:
             self._own.setdefault(place, {}).update(dict.fromkeys(names))
 
     def renamed(self, value: Any, path: Path) -> Any:
-        """Return a value that was loaded, with the destination's names of parameters if it consists of such.
-
-        Args:
-            value: what was loaded.
-            path: its place in the destination.
-        """
+        """Return a value that was loaded, with the destination's names of parameters if it consists of such."""
         if path[-1] == _GROUPS and isinstance(value, list) and self._own:
             return [
                 {key: self.renamed(one, (*path, number, key)) for key, one in group.items()}
@@ -62,11 +51,7 @@ class ParameterNames:
         return [own.get(name, name) for name in value]
 
     def moved(self, paths: Iterable[Path]) -> dict[Path, Path]:
-        """Return for places of state of parameters where it belongs in the destination, if that is elsewhere.
-
-        Args:
-            paths: the places that were saved.
-        """
+        """Return for places of state of parameters where it belongs in the destination, if that is elsewhere."""
         found: dict[Path, list[Path]] = {}
         for path in paths:
             place = self._optimizer_of(path)

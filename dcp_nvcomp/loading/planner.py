@@ -33,8 +33,6 @@ from dcp_nvcomp.loading.left import warn_of_left
 from dcp_nvcomp.loading.matching import Matched, match
 from dcp_nvcomp.loading.parameter_names import ParameterNames
 
-__all__ = ["UnwrappingPlanner", "planner_for"]
-
 # What certainly takes no tensor. Other values may: a ShardedTensor is none of torch's tensors.
 _NO_TENSORS: Final = (bool, int, float, complex, str, bytes, type(None), np.ndarray, np.generic)
 
@@ -46,14 +44,7 @@ def planner_for(
     may_cast: bool = True,
     may_leave: Collection[str] = (),
 ) -> UnwrappingPlanner:
-    """Return the planner of one load.
-
-    Args:
-        planner: the caller's; None for DCP's default.
-        may_cast: False if a destination of another dtype is an error. Planners of other classes decide themselves.
-        may_leave: the keys of values that need not take all that was saved for them.
-        failure: why there is nothing to load into on this rank; raised where DCP tells the other ranks of it.
-    """
+    """Return the planner of one load."""
     if planner is None:
         planner = _WholeTensorPlanner(may_cast=may_cast, may_leave=may_leave)
     elif is_default_planner(planner, DefaultLoadPlanner):
@@ -70,10 +61,6 @@ def planner_for(
 
 class UnwrappingPlanner(LoadPlanner):
     """Plans a load into what lies under one key.
-
-    Args:
-        planner: plans it.
-        failure: why there is nothing to load into.
 
     Attributes:
         failure: why nothing can be loaded; raised where DCP tells the other ranks of it.
@@ -113,13 +100,7 @@ class UnwrappingPlanner(LoadPlanner):
 
 
 class _WholeTensorPlanner(DefaultLoadPlanner):
-    """DCP's default planner, quick for plain tensors saved as one shard, and clear about what can't be loaded.
-
-    Args:
-        may_cast: False if a destination of another dtype is an error.
-        may_leave: the keys of values that need not take all that was saved for them.
-        **options: of DCP's planner.
-    """
+    """DCP's default planner, quick for plain tensors saved as one shard, and clear about what can't be loaded."""
 
     def __init__(self, *, may_cast: bool, may_leave: Collection[str], **options: Any) -> None:
         super().__init__(**options)

@@ -25,8 +25,6 @@ from dcp_nvcomp.format.record import KIND_BYTES, KIND_TENSOR, Record
 from dcp_nvcomp.loading.destinations import Destination
 from dcp_nvcomp.storage.ranges import coalesce
 
-__all__ = ["BlockRead", "Read", "Target", "Wanted", "locate", "plan_reads"]
-
 U8 = npt.NDArray[np.uint8]
 
 # Up to about this size, reading a gap costs less than another request.
@@ -43,16 +41,7 @@ class Wanted:
 
     @staticmethod
     def of(item: ReadItem, stored: Any, shards: ShardIndex) -> Wanted:
-        """Return a read item with its shard.
-
-        Args:
-            item: the read item.
-            stored: where it is stored according to `.metadata`.
-            shards: the shards of `.metadata`.
-
-        Raises:
-            MetadataError: `.metadata` does not list the shard.
-        """
+        """Return a read item with its shard."""
         index = item.storage_index
         shard = shards.find(index)
         if shard is None and shards.is_tensor(index.fqn):
@@ -148,16 +137,7 @@ class Read:
 
 
 def locate(wanted_item: Wanted, footer: Footer) -> Target:
-    """Find the record of a read item, and which blocks it needs.
-
-    Args:
-        wanted_item: the read item, stored in the file of the footer.
-        footer: the footer.
-
-    Raises:
-        FileMismatchError: the footer disagrees with `.metadata`.
-        ShapeMismatchError: the requested region is not inside the record.
-    """
+    """Find the record of a read item, and which blocks it needs."""
     item, number = wanted_item.item, wanted_item.stored.record
     index = item.storage_index
     if not 0 <= number < len(footer.records):
@@ -207,17 +187,7 @@ def _check_inside(region: Box, record: Record, footer: Footer) -> None:
 
 
 def plan_reads(file: DataFileRef, footer: Footer, targets: Iterable[Target], limit_nbytes: int) -> list[Read]:
-    """Plan the reads that fetch every block that some targets of a file need, each block once.
-
-    Args:
-        file: the file.
-        footer: its footer.
-        targets: the targets.
-        limit_nbytes: maximum length of a read of more than one block.
-
-    Returns:
-        Reads in the order of the file.
-    """
+    """Plan the reads that fetch every block that some targets of a file need, each block once."""
     wanted: dict[int, BlockRead] = {}
     offsets: list[int] = footer.block_offsets.tolist()
     for target in targets:

@@ -65,8 +65,6 @@ from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.open import open_filesystem
 
-__all__ = ["NvcompReader"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -17,8 +17,6 @@ import torch
 from dcp_nvcomp.errors import CheckpointError, CorruptDataError, StorageError, UnsafeObjectError
 from dcp_nvcomp.format.metadata.trusted_globals import resolve_trusted_globals
 
-__all__ = ["SafeLoader", "allowed_globals", "check_crcs", "check_file", "load_tensor_safely", "what_it_needs"]
-
 _ZIP = b"PK\x03\x04"
 _NEEDS_BYTEARRAY = (
     "A stored object needs bytearray, which weights_only loading allows, but which can be made to fill the memory."
@@ -27,27 +25,14 @@ _BYTEARRAY = (b"c__builtin__\nbytearray\n", b"cbuiltins\nbytearray\n")
 
 
 class SafeLoader:
-    """Loads stored objects with `weights_only=True`, widened by globals that the user trusts.
-
-    Args:
-        trusted_globals: dotted names, such as `"torchao.dtypes.AffineQuantizedTensor"`.
-        check_objects: if True, DCP's bytes items are checked too, before the planner unpickles them without limits.
-
-    Raises:
-        ConfigurationError: a name cannot be imported.
-    """
+    """Loads stored objects with `weights_only=True`, widened by globals that the user trusts."""
 
     def __init__(self, trusted_globals: Sequence[str], *, check_objects: bool) -> None:
         self.trusted = list(resolve_trusted_globals(trusted_globals).values())
         self.checks_objects = check_objects
 
     def checked(self, data: io.BytesIO, fqn: str) -> io.BytesIO:
-        """Return a bytes item unchanged, after loading it safely once if `check_objects` asked for that.
-
-        Raises:
-            UnsafeObjectError: it needs a global that is not allowed.
-            CorruptDataError: it is not an archive of `torch.save`.
-        """
+        """Return a bytes item unchanged, after loading it safely once if `check_objects` asked for that."""
         if self.checks_objects:
             try:
                 _load(data, self.trusted)
@@ -58,12 +43,7 @@ class SafeLoader:
         return data
 
     def load_object(self, data: io.BytesIO, fqn: str) -> Any:
-        """Load a bytes item.
-
-        Raises:
-            UnsafeObjectError: it needs a global that is not allowed.
-            CorruptDataError: it is not an archive of `torch.save`.
-        """
+        """Load a bytes item."""
         try:
             return _load(data, self.trusted)
         except CheckpointError as error:
@@ -71,12 +51,7 @@ class SafeLoader:
             raise
 
     def load_tensor(self, data: io.BytesIO, fqn: str) -> torch.Tensor:
-        """Load a tensor that is stored as `torch.save` writes it.
-
-        Raises:
-            UnsafeObjectError: it needs a global that is not allowed.
-            CorruptDataError: it is not a tensor.
-        """
+        """Load a tensor that is stored as `torch.save` writes it."""
         try:
             return load_tensor_safely(data, self.trusted)
         except CheckpointError as error:
@@ -85,17 +60,7 @@ class SafeLoader:
 
 
 def load_tensor_safely(data: io.BytesIO, trusted: Sequence[Any] = (), *, crcs: bool = False) -> torch.Tensor:
-    """Load a tensor that `torch.save` wrote, without executing anything in it.
-
-    Args:
-        data: the archive.
-        trusted: further classes and functions that it may use.
-        crcs: if True, check the archive's CRCs, which `torch.load` does not do.
-
-    Raises:
-        UnsafeObjectError: it needs a global that is not allowed.
-        CorruptDataError: it is corrupt, or not a tensor.
-    """
+    """Load a tensor that `torch.save` wrote, without executing anything in it."""
     loaded = _load(data, trusted, crcs=crcs)
     if not isinstance(loaded, torch.Tensor):
         raise CorruptDataError(f"A {type(loaded).__name__} is stored in place of a tensor.")
@@ -103,11 +68,7 @@ def load_tensor_safely(data: io.BytesIO, trusted: Sequence[Any] = (), *, crcs: b
 
 
 def check_crcs(data: io.BytesIO) -> None:
-    """Check the CRCs of what `torch.save` wrote, which `torch.load` does not do; ignore what is not an archive.
-
-    Raises:
-        CorruptDataError: a CRC does not match, or the archive is corrupt.
-    """
+    """Check the CRCs of what `torch.save` wrote, which `torch.load` does not do; ignore what is not an archive."""
     if not _is_archive(data):
         return
     try:
@@ -122,16 +83,7 @@ def check_crcs(data: io.BytesIO) -> None:
 
 
 def check_file(path: str) -> None:
-    """Refuse a file of `torch.save` of a few bytes that would make torch.load allocate any amount of memory.
-
-    Args:
-        path: of the file, on this machine.
-
-    Raises:
-        UnsafeObjectError: it needs bytearray.
-        CorruptDataError: it is no archive of `torch.save`.
-        StorageError: it can't be read.
-    """
+    """Refuse a file of `torch.save` of a few bytes that would make torch.load allocate any amount of memory."""
     try:
         with open(path, "rb") as file:
             if file.read(4) != _ZIP:

@@ -12,8 +12,6 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from dcp_nvcomp.errors import CheckpointReplacedError, ConfigurationError
 
-__all__ = ["Seen", "refuse_mixture", "seen_by"]
-
 
 class Seen(NamedTuple):
     """What a rank saw.
@@ -33,16 +31,7 @@ def seen_by(plans: Sequence[LoadPlan]) -> list[Seen]:
 
 
 def refuse_mixture(plans: Sequence[LoadPlan], path: str) -> None:
-    """Raise if the ranks saw different saves.
-
-    Args:
-        plans: of all ranks.
-        path: of the checkpoint, for messages.
-
-    Raises:
-        CheckpointReplacedError: another save replaced the checkpoint between two ranks' reads.
-        ConfigurationError: the ranks load different checkpoints.
-    """
+    """Raise if the ranks saw different saves."""
     seen = seen_by(plans)
     saves, places = sorted({str(one.save_id) for one in seen}), sorted({one.place for one in seen})
     if len(saves) < 2:

@@ -21,14 +21,9 @@ from dcp_nvcomp.format.metadata.paths import SavedEntry
 from dcp_nvcomp.loading.matching import is_extra_state, saved_names
 from dcp_nvcomp.loading.parameter_names import ParameterNames, is_place_of_names
 
-__all__ = ["WholeValue", "completed"]
-
 
 class WholeValue:
     """A value of a state dict that is loaded as a whole; Stateful, for `load`.
-
-    Args:
-        value: a Stateful value, or a dict or list, whose contents are replaced.
 
     Attributes:
         value: what to have in its place after the load.
@@ -60,19 +55,7 @@ class WholeValue:
 
 
 def completed(own: Any, entries: Sequence[SavedEntry], given: Collection[Path] = ()) -> Any:
-    """Return nested containers with a place for each saved value.
-
-    Args:
-        own: the destination: nested containers. Of its tensors, those that were saved are in the result, and those that
-            were not, for a load to miss. But a list is as long as the saved one, and has tensors of the saved shapes.
-            Nothing is changed.
-        entries: what was saved.
-        given: the places of values in the destination that are given what was saved as a whole, whatever it is.
-
-    Raises:
-        MissingKeyError: a tensor of the destination is where a dict or list was saved, or the other way round.
-        CheckpointError: a sharded tensor has no place in the destination, which alone says how to shard it.
-    """
+    """Return nested containers with a place for each saved value."""
     if not entries:
         return own
     if not entries[0].path and not isinstance(own, Mapping):  # a value that is no container
@@ -178,14 +161,7 @@ def _place_for(entry: SavedEntry, own: Any) -> Any:
 
 
 def _replaced(own: Any, given: Any, loaded: Any, filled: set[int]) -> Any:
-    """Return what was loaded, in the containers that the destination has; one that it has twice is copied.
-
-    Args:
-        own: the destination.
-        given: the same with state dicts in the places of Stateful values.
-        loaded: what was loaded.
-        filled: the ids of containers that were filled already.
-    """
+    """Return what was loaded, in the containers that the destination has; one that it has twice is copied."""
     if is_stateful(own):
         give(own, _of_its_kind(given, loaded))
         return own

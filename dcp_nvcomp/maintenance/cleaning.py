@@ -54,8 +54,6 @@ from dcp_nvcomp.maintenance.opening import opened
 from dcp_nvcomp.maintenance.orphan_search import Found, Orphan, look
 from dcp_nvcomp.storage.base import Filesystem
 
-__all__ = ["MIN_AGE_SECONDS", "Cleaning", "Orphan", "check_age", "clean_checkpoint"]
-
 MIN_AGE_SECONDS: Final = 3600.0
 # Files that are removed after one look at the roots.
 BATCH: Final = 1000

@@ -26,25 +26,13 @@ from dcp_nvcomp.storage.base import Filesystem
 if TYPE_CHECKING:
     from dcp_nvcomp.format.metadata.roots import Root
 
-__all__ = ["look_into"]
-
 _DATA_NAME: Final = re.compile(rb"__[0-9]+_[0-9]+_[0-9a-f]{32}\.distcp")
 
 
 def look_into(
     filesystem: Filesystem, folder: str, roots: Iterable[str], sizes: Mapping[str, int]
 ) -> tuple[Summary | None, str]:
-    """Read the metadata of a checkpoint, and compare it with what is there.
-
-    Args:
-        filesystem: a directory at or above the checkpoint.
-        folder: the checkpoint below it; empty for the directory itself.
-        roots: names of its `.metadata`, or of those of single ranks.
-        sizes: of the files that are there, by path below the filesystem's directory.
-
-    Returns:
-        Its summary, if it has one; and why it is not complete, empty if it is.
-    """
+    """Read the metadata of a checkpoint, and compare it with what is there."""
     below = f"{folder}/" if folder else ""
     summary = None
     for name in roots:

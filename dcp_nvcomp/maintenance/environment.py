@@ -14,8 +14,6 @@ from dcp_nvcomp.engines.cuda.support import cuda_unavailable_reason
 from dcp_nvcomp.options import check_thread_count
 from dcp_nvcomp.version import VERSION
 
-__all__ = ["Environment", "info"]
-
 _PACKAGES: Final = (
     *("torch", "numpy", "zstandard", "crc32c", "fsspec", "s3fs", "safetensors"),
     *("nvidia-nvcomp-cu13", "nvidia-nvcomp-cu12", "cupy-cuda13x", "cupy-cuda12x"),

@@ -31,8 +31,6 @@ from dcp_nvcomp.maintenance.opening import checked_storage_options, opened
 from dcp_nvcomp.saving.stats import Totals
 from dcp_nvcomp.storage.base import Filesystem
 
-__all__ = ["DataFile", "Inspection", "Item", "inspect_checkpoint"]
-
 LAYOUT_OURS = "dcp_nvcomp"
 LAYOUT_STOCK = "stock"
 

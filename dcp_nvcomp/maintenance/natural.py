@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["natural_order"]
-
 
 def natural_order(text: str) -> list[tuple[int, str]]:
     """A sort key under which `layers.2` comes before `layers.10`."""

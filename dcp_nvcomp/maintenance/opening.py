@@ -12,8 +12,6 @@ from dcp_nvcomp.format.recognition import refused
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.open import open_filesystem
 
-__all__ = ["READER_OPTIONS", "checked_storage_options", "nothing_below", "opened"]
-
 # What `NvcompReader` takes and a storage does not; written out, because importing it takes torch, and that seconds,
 # which is longer than listing a run.
 READER_OPTIONS: Final = frozenset(
@@ -37,11 +35,7 @@ READER_OPTIONS: Final = frozenset(
 
 @contextlib.contextmanager
 def opened(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> Iterator[Filesystem]:
-    """Open the storage at `path` for the duration of a `with` statement.
-
-    Raises:
-        ConfigurationError: an option is unknown, or not of the storage.
-    """
+    """Open the storage at `path` for the duration of a `with` statement."""
     with contextlib.closing(open_filesystem(path, storage_options=checked_storage_options(storage_options))) as opening:
         yield opening
 
@@ -54,11 +48,7 @@ def nothing_below(filesystem: Filesystem) -> CheckpointNotFoundError:
 
 
 def checked_storage_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return options for the storage alone.
-
-    Raises:
-        ConfigurationError: one of them is `NvcompReader`'s own, and not of its storage.
-    """
+    """Return options for the storage alone."""
     options = dict(given or {})
     for name in sorted(READER_OPTIONS & options.keys()):
         raise ConfigurationError(f"{name!r} is not an option of the storage.")

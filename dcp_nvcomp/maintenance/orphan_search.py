@@ -29,8 +29,6 @@ from dcp_nvcomp.format.names import (
 )
 from dcp_nvcomp.storage.base import FileInfo, Filesystem, UnfinishedUpload
 
-__all__ = ["Found", "Orphan", "look"]
-
 logger = logging.getLogger(__name__)
 
 # How often the roots are read again if a save replaces them in between.
@@ -137,12 +135,7 @@ def look(filesystem: Filesystem, older_than_seconds: float) -> Found:
 
 
 def _whole_roots(filesystem: Filesystem, sizes: Mapping[str, int]) -> list[Root]:
-    """Return the roots, all of whose files are there.
-
-    Args:
-        filesystem: the directory.
-        sizes: what was listed before.
-    """
+    """Return the roots, all of whose files are there."""
     before: list[bytes] = []
     for _ in range(ATTEMPTS):
         roots = read_roots(filesystem, sizes)
@@ -195,13 +188,7 @@ def _whole_copies(filesystem: Filesystem, files: Sequence[FileInfo], limit_secon
 def _whole_temporaries(
     filesystem: Filesystem, sizes: Mapping[str, int], known: Collection[str | None]
 ) -> tuple[list[Root], set[str]]:
-    """Return each `.metadata.<id>.tmp` that `recover` could make `.metadata` of, and the names of doubtful ones.
-
-    Args:
-        filesystem: the directory.
-        sizes: what was listed before.
-        known: saves that need none, as their `__<save_id>.metadata` is there.
-    """
+    """Return each `.metadata.<id>.tmp` that `recover` could make `.metadata` of, and the names of doubtful ones."""
     found, doubtful = [], set()
     for name in filter(is_metadata_temporary, sizes):
         try:
@@ -236,13 +223,7 @@ def _problem(filesystem: Filesystem, roots: Iterable[Root], sizes: Mapping[str, 
 
 
 def _youngest(filesystem: Filesystem, items: Sequence[_Item], limit_seconds: float) -> dict[_Item, float]:
-    """Return, for each item, when the youngest of what belongs to it was written.
-
-    Args:
-        filesystem: the directory.
-        items: the items.
-        limit_seconds: what was written after this is young.
-    """
+    """Return, for each item, when the youngest of what belongs to it was written."""
     by_id: dict[str, float] = {}
     for item in items:
         by_id[item.own.file_id] = max(item.seconds, by_id.get(item.own.file_id, -math.inf))

@@ -53,17 +53,6 @@ from dcp_nvcomp.format.recognition import refused
 from dcp_nvcomp.maintenance.opening import opened
 from dcp_nvcomp.storage.base import FileInfo, Filesystem
 
-__all__ = [
-    "AMBIGUOUS",
-    "IMPOSSIBLE",
-    "INTACT",
-    "RECOVERED",
-    "Candidate",
-    "Recovery",
-    "is_save_id",
-    "recover_checkpoint",
-]
-
 RECOVERED = "recovered"
 INTACT = "intact"
 AMBIGUOUS = "ambiguous"

@@ -18,8 +18,6 @@ from dcp_nvcomp.format.names import own_file, own_upload
 from dcp_nvcomp.maintenance.cleaning import Cleaning, check_age, clean_checkpoint
 from dcp_nvcomp.maintenance.opening import nothing_below, opened
 
-__all__ = ["Refusal", "RunCleaning", "clean_run"]
-
 
 @dataclass(frozen=True)
 class Refusal:

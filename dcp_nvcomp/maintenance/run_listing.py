@@ -28,8 +28,6 @@ from dcp_nvcomp.maintenance.opening import nothing_below, opened
 from dcp_nvcomp.maintenance.seen import Seen, identity_of, read_seen
 from dcp_nvcomp.storage.base import Below, FileInfo, Filesystem
 
-__all__ = ["COMPLETE", "DAMAGED", "INCOMPLETE", "MISNAMED", "RunListing", "Step", "list_run", "steps_below"]
-
 COMPLETE: Final = "complete"
 INCOMPLETE: Final = "incomplete"
 DAMAGED: Final = "damaged"
@@ -157,18 +155,7 @@ def steps_below(
     seen: Seen,
     step_of: Callable[[str], int | None] | None = None,
 ) -> list[Step]:
-    """Return the checkpoints among what is below a directory, in natural order of their names.
-
-    Args:
-        filesystem: the directory.
-        below: what is below it.
-        seen: the checkpoints that need not be opened; takes note of those that are complete.
-        step_of: returns the step that the name of a directory promises, None if it promises none; by default that of
-            `step-<N>`.
-
-    Raises:
-        StorageError: the storage fails.
-    """
+    """Return the checkpoints among what is below a directory, in natural order of their names."""
     folders: dict[str, list[FileInfo]] = {}
     for file in below.files:
         folders.setdefault(file.name.rpartition("/")[0], []).append(file)

@@ -21,19 +21,13 @@ from dcp_nvcomp.storage.base import Below, FileInfo, Filesystem
 if TYPE_CHECKING:
     from dcp_nvcomp.maintenance.run_listing import Step
 
-__all__ = ["RUN_FOLDER", "SEEN_NAME", "Seen", "identity_of", "read_seen"]
-
 RUN_FOLDER: Final = ".run"
 SEEN_NAME: Final = "seen"
 _MOST_NBYTES: Final = 64 << 20
 
 
 class Seen:
-    """Checkpoints that were complete when they were opened.
-
-    Args:
-        identities: the identities of their listings, by directory.
-    """
+    """Checkpoints that were complete when they were opened."""
 
     def __init__(self, identities: Mapping[str, str] | None = None) -> None:
         self._identities = dict(identities or {})
@@ -79,12 +73,7 @@ def identity_of(files: Iterable[FileInfo]) -> str | None:
 
 
 def read_seen(filesystem: Filesystem, below: Below) -> Seen:
-    """Return what is known of the checkpoints below a directory; nothing where it can't be read.
-
-    Args:
-        filesystem: the directory of a run, or one above runs.
-        below: what is below it.
-    """
+    """Return what is known of the checkpoints below a directory; nothing where it can't be read."""
     found: dict[str, str] = {}
     for file in below.files:
         folder, _, name = file.name.rpartition("/")

@@ -29,8 +29,6 @@ from dcp_nvcomp.one_file.structure import together
 from dcp_nvcomp.reading.items import Destinations
 from dcp_nvcomp.storage.base import Filesystem
 
-__all__ = ["load_compressed_checkpoint"]
-
 
 def load_compressed_checkpoint(
     path: str | os.PathLike[str], *, device: torch.device | str = "cpu", **reader_options: Any

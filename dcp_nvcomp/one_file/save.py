@@ -26,8 +26,6 @@ from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.local.output import sync_directory
 from dcp_nvcomp.storage.open import place_of
 
-__all__ = ["save_compressed_checkpoint"]
-
 
 def save_compressed_checkpoint(
     state: Any, path: str | os.PathLike[str], *, overwrite: bool = True, **writer_options: Any

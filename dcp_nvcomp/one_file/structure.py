@@ -17,8 +17,6 @@ import torch
 from dcp_nvcomp.engines.tensors import is_transparent, memory_of
 from dcp_nvcomp.errors import CheckpointError
 
-__all__ = ["Parts", "take_apart", "together"]
-
 
 @dataclass(frozen=True)
 class Parts:
@@ -34,11 +32,7 @@ class Parts:
 
 
 def take_apart(state: Any) -> Parts:
-    """Return a state in parts; nothing is copied.
-
-    Raises:
-        CheckpointError: it is nested too deeply, or in itself.
-    """
+    """Return a state in parts; nothing is copied."""
     taker = _Taker()
     try:
         return Parts(taker.part(state, ""), taker.tensors)
@@ -91,15 +85,7 @@ def _unused(key: str, used: Mapping[str, Any]) -> str:
 
 
 def together(skeleton: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Return the state.
-
-    Args:
-        skeleton: of `take_apart`.
-        tensors: in the order of its tensors.
-
-    Raises:
-        KeyError, IndexError, TypeError, ValueError: it is not such a skeleton.
-    """
+    """Return the state."""
     made: dict[tuple[int, bool, bool], torch.Tensor] = {}
 
     def build(part: Any) -> Any:

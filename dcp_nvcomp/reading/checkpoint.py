@@ -37,8 +37,6 @@ from dcp_nvcomp.reading.opened import OpenedStorage
 from dcp_nvcomp.reading.selection import Selection
 from dcp_nvcomp.reading.stored_tensor import StoredTensor
 
-__all__ = ["Checkpoint", "Framework", "open_checkpoint"]
-
 Framework = Literal["torch", "numpy"]
 
 _AT_ONCE_NBYTES = 64 << 20

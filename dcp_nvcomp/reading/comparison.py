@@ -23,8 +23,6 @@ from dcp_nvcomp.format.metadata.paths import has_keys, paths_of
 from dcp_nvcomp.reading.checkpoint import Checkpoint, open_checkpoint
 from dcp_nvcomp.reading.sameness import differing_elements, is_same
 
-__all__ = ["Comparison", "Difference", "compare_checkpoints"]
-
 # Torch computes nothing with their elements.
 _BITS_ONLY: Final = ("float4_e2m1fn_x2",)
 

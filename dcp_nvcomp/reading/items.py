@@ -13,21 +13,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from dcp_nvcomp.errors import MetadataError
 from dcp_nvcomp.format.blocks import Box
 
-__all__ = ["Destinations", "items_of_box", "items_of_object"]
-
 
 def items_of_box(fqn: str, described: TensorStorageMetadata, box: Box, *, path: str) -> list[ReadItem]:
-    """Return the items that together are a box of a tensor.
-
-    Args:
-        fqn: the key.
-        described: the tensor, by `.metadata`.
-        box: the region to read.
-        path: the checkpoint, for messages.
-
-    Raises:
-        MetadataError: shards of the tensor are missing there, or overlap.
-    """
+    """Return the items that together are a box of a tensor."""
     if not box.elements:
         return []
     items = []
@@ -59,12 +47,7 @@ def items_of_object(fqn: str) -> list[ReadItem]:
 
 
 class Destinations:
-    """Where items go: a tensor for each key.
-
-    Args:
-        tensors: of the size of what is read of each key.
-        take_object: is given the key and the bytes of each object.
-    """
+    """Where items go: a tensor for each key."""
 
     def __init__(
         self, tensors: Mapping[str, torch.Tensor], take_object: Callable[[str, io.BytesIO], None] | None = None

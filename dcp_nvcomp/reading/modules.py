@@ -19,8 +19,6 @@ from dcp_nvcomp.format.metadata.paths import paths_below, paths_of
 from dcp_nvcomp.loading.matching import is_extra_state, saved_names
 from dcp_nvcomp.options import DtypePolicy, check_choice
 
-__all__ = ["load_into_module"]
-
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 

@@ -11,8 +11,6 @@ from dcp_nvcomp.format.footer import Footer
 from dcp_nvcomp.loading.reader import NvcompReader
 from dcp_nvcomp.storage.base import Filesystem
 
-__all__ = ["OpenedStorage"]
-
 
 class OpenedStorage:
     """The storage as one process has opened it, and the footers that were read."""

@@ -11,8 +11,6 @@ import torch
 
 from dcp_nvcomp.engines.tensors import without_lazy_bits
 
-__all__ = ["differing_elements", "is_same"]
-
 
 def is_same(one: Any, other: Any) -> bool:
     """Return whether two objects are the same. What only prints alike is not."""

@@ -14,8 +14,6 @@ from typing import Any
 
 from dcp_nvcomp.format.blocks import Box
 
-__all__ = ["Selection", "select"]
-
 
 @dataclass(frozen=True)
 class Selection:
@@ -36,16 +34,7 @@ class Selection:
 
 
 def select(index: Any, shape: Sequence[int]) -> Selection:
-    """Return what an index of a tensor of this shape asks for.
-
-    Args:
-        index: an integer, a slice with a positive step, an ellipsis, or a tuple of these.
-        shape: of the tensor.
-
-    Raises:
-        IndexError: it is out of range, or has too many dimensions.
-        TypeError: it is something else, such as a list or a mask.
-    """
+    """Return what an index of a tensor of this shape asks for."""
     offsets, sizes, taken = list[int](), list[int](), list[int | slice]()
     for one, length in zip(_per_dimension(index, len(shape)), shape, strict=True):
         if isinstance(one, slice):

@@ -10,8 +10,6 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dcp_nvcomp.reading.selection import Selection, select
 
-__all__ = ["StoredTensor"]
-
 _Read = Callable[[str, TensorStorageMetadata, Selection], Any]
 
 

@@ -6,8 +6,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["RankTimes", "Slowness", "slowest_of"]
-
 # What a rank takes longer than the others matters from here on.
 _WORTH_SAYING_PART = 0.1
 _WORTH_SAYING_SECONDS = 0.01
@@ -61,11 +59,7 @@ class Slowness:
 
 
 def slowest_of(ranks: Sequence[RankTimes]) -> Slowness | None:
-    """Return the slowest rank; None if there is only one, or if it was about as fast as the others.
-
-    Args:
-        ranks: the times of all ranks.
-    """
+    """Return the slowest rank; None if there is only one, or if it was about as fast as the others."""
     if len(ranks) < 2:
         return None
     slowest = max(ranks, key=lambda rank: rank.total_seconds)

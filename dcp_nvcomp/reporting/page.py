@@ -13,8 +13,6 @@ from dcp_nvcomp.reporting.findings import RankTimes, slowest_of
 from dcp_nvcomp.reporting.style import STYLE
 from dcp_nvcomp.version import VERSION
 
-__all__ = ["Page", "page_html"]
-
 Sizes = tuple[int, int]
 
 # Beyond these, a table of ranks shows the slowest only; the map above it shows all.

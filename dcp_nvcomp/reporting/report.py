@@ -14,8 +14,6 @@ from dcp_nvcomp.reporting.findings import RankTimes
 from dcp_nvcomp.reporting.page import Page, page_html
 from dcp_nvcomp.saving.stats import SaveStats
 
-__all__ = ["write_report"]
-
 Stats = SaveStats | LoadStats | Mapping[str, Any]
 
 _SAVE_STAGES = ("plan", "encode", "write")

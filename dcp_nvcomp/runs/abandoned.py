@@ -17,8 +17,6 @@ from dcp_nvcomp.calls.json_text import parse_json
 from dcp_nvcomp.errors import StorageError
 from dcp_nvcomp.storage.base import Filesystem
 
-__all__ = ["Abandoned", "read_abandoned", "write_abandoned"]
-
 _NAME = "abandoned"
 _MOST_NBYTES = 64 << 20
 
@@ -43,15 +41,7 @@ class Abandoned:
 
 
 def write_abandoned(own: Filesystem, abandoned: Abandoned) -> None:
-    """Write down which saves are abandoned.
-
-    Args:
-        own: the run's own directory, `.run`.
-        abandoned: the saves.
-
-    Raises:
-        StorageError: it could not be written.
-    """
+    """Write down which saves are abandoned."""
     own.refuse_link()
     own.create_directory()
     saves = {str(step): sorted(save_ids) for step, save_ids in sorted(abandoned.saves.items())}
@@ -60,14 +50,7 @@ def write_abandoned(own: Filesystem, abandoned: Abandoned) -> None:
 
 
 def read_abandoned(own: Filesystem) -> Abandoned:
-    """Return the abandoned saves.
-
-    Args:
-        own: the run's own directory, `.run`.
-
-    Raises:
-        StorageError: it can't be read, or is damaged: a step that was abandoned must not be taken for the newest.
-    """
+    """Return the abandoned saves."""
     if own.file_nbytes(_NAME) is None:
         return Abandoned()
     data = own.read_all(_NAME, limit_nbytes=_MOST_NBYTES)

@@ -17,8 +17,6 @@ from dcp_nvcomp.runs.lease import Lease
 from dcp_nvcomp.runs.preemption import SignalWatch
 from dcp_nvcomp.runs.ranks import Ranks, Row
 
-__all__ = ["Agreement", "RunCall"]
-
 _NAMES: Final = ("should_save", "save", "restore", "wait")
 _KNOWN: Final = 4  # numbers that each rank knows on its own
 _OWN: Final = 4  # numbers of a call, at most
@@ -56,13 +54,6 @@ class RunCall(NamedTuple):
 class Agreement:
     """What the ranks agree on.
 
-    Args:
-        ranks: the ranks.
-        signals: those that this rank was sent.
-        failures: of saves behind training.
-        lease: returns this rank's lease; None if another rank holds it.
-        path: of the run, for messages.
-
     Attributes:
         is_preempted: True on all ranks once the job was told to end on any.
         lost: the latest save that the fast tier of any rank lost on its way to the durable one; 0 if there is none.
@@ -79,51 +70,19 @@ class Agreement:
         """Learn what the ranks told each other since the last call, and begin to tell what is known now.
 
         Nobody waits for a slower rank, but for the one that is a whole step behind.
-
-        Args:
-            call: what is called.
-
-        Raises:
-            CheckpointError: a save failed; on all ranks at the same call.
-            RunInUseError: another manager has taken the run over.
-            RanksDifferError: not all ranks made the call before this one.
         """
         pending, self._pending = self._pending, self._begin(call)
         if pending is not None:
             self._follow(self._end(pending))
 
     def now(self, call: RunCall, *own: int) -> list[int]:
-        """Agree at once.
-
-        Args:
-            call: what is called.
-            *own: further values.
-
-        Returns:
-            The largest of all ranks of these.
-
-        Raises:
-            CheckpointError: a save failed; on all ranks at the same call.
-            RunInUseError: another manager has taken the run over.
-            RanksDifferError: not all ranks make this call.
-        """
+        """Agree at once."""
         largest = self._end(self._begin(call, *own))
         self._follow(largest)
         return largest[_KNOWN : _KNOWN + len(own)]
 
     def come(self, call: RunCall, *own: int) -> list[int]:
-        """Wait until all ranks make this call; what else they know stays for the next one.
-
-        Args:
-            call: what is called.
-            *own: further values.
-
-        Returns:
-            The largest of all ranks of these.
-
-        Raises:
-            RanksDifferError: not all ranks make this call.
-        """
+        """Wait until all ranks make this call; what else they know stays for the next one."""
         return self._end(self._begin(call, *own))[_KNOWN : _KNOWN + len(own)]
 
     def after(self, call: RunCall) -> None:
@@ -131,14 +90,6 @@ class Agreement:
 
         The step of this one may be saved already, in the fast tier only: a loop that ended now would leave nothing
         durable. At the start of the next call there is still a save to make.
-
-        Args:
-            call: what was called.
-
-        Raises:
-            CheckpointError: a save failed; on all ranks at the same call.
-            RunInUseError: another manager has taken the run over.
-            RankFailedError: another rank does not come to the end of the call.
         """
         try:
             _, *known = self._end(self._begin(call))

@@ -10,18 +10,11 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-__all__ = ["Background"]
-
 Job = Callable[[], None]
 
 
 class Background:
-    """Does jobs one after the other, on a thread that is there as long as there are any.
-
-    Args:
-        name: of the thread.
-        on_error: called, on that thread, with what a job raised.
-    """
+    """Does jobs one after the other, on a thread that is there as long as there are any."""
 
     def __init__(self, name: str, on_error: Callable[[BaseException], None]) -> None:
         self._name, self._on_error = name, on_error

@@ -6,20 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-__all__ = [
-    "Event",
-    "ReplicasDiffer",
-    "RunReport",
-    "Source",
-    "StepDelayed",
-    "StepFailed",
-    "StepRestored",
-    "StepSaved",
-    "StepSkipped",
-    "StepsRemoved",
-    "TierName",
-]
-
 TierName: TypeAlias = Literal["fast", "copies", "durable"]
 Source: TypeAlias = Literal["own", "peer", "durable"]
 

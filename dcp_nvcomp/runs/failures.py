@@ -6,8 +6,6 @@ import threading
 
 from dcp_nvcomp.errors import RankFailedError
 
-__all__ = ["Failures"]
-
 
 class Failures:
     """What failed and was not raised yet.
@@ -23,23 +21,13 @@ class Failures:
         self._lost: tuple[int, BaseException | None] = 0, None
 
     def note(self, number: int, error: BaseException) -> None:
-        """Remember a failure.
-
-        Args:
-            number: which save of this manager it was; the same on all ranks.
-            error: why.
-        """
+        """Remember a failure."""
         with self._lock:
             if number > self._raised:
                 self._errors[number] = error
 
     def note_lost(self, number: int, error: BaseException) -> None:
-        """Remember a save that the fast tier lost on its way to the durable one: the next save makes up for it.
-
-        Args:
-            number: which save of this manager it was.
-            error: why.
-        """
+        """Remember a save that the fast tier lost on its way to the durable one: the next save makes up for it."""
         with self._lock:
             self._lost = max(self._lost[0], number), error
 
@@ -49,11 +37,7 @@ class Failures:
         return self._lost[0]
 
     def raise_lost(self, made_up_for: int) -> None:
-        """Raise why a save was lost, if no later one made up for it.
-
-        Args:
-            made_up_for: the latest save that went straight to the durable tier.
-        """
+        """Raise why a save was lost, if no later one made up for it."""
         number, error = self._lost
         if number > made_up_for and error is not None:
             raise error
@@ -65,14 +49,7 @@ class Failures:
             return max(self._errors, default=0)
 
     def raise_up_to(self, number: int) -> None:
-        """Raise what failed, on each rank, once the ranks agreed that a save did.
-
-        Args:
-            number: the latest save that failed on any rank; 0 if none did.
-
-        Raises:
-            CheckpointError: why it did.
-        """
+        """Raise what failed, on each rank, once the ranks agreed that a save did."""
         with self._lock:
             if number <= self._raised:
                 return

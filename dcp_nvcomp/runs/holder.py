@@ -19,8 +19,6 @@ from typing import Any, Final
 from dcp_nvcomp.calls.json_text import parse_json
 from dcp_nvcomp.redaction import printable
 
-__all__ = ["LONGEST_SECONDS", "Holder"]
-
 # A dead holder of a longer lease would keep its successor waiting for longer than anyone watches.
 LONGEST_SECONDS: Final = 3600.0
 _USUAL_SECONDS: Final = 60.0

@@ -25,8 +25,6 @@ from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.open import open_filesystem, real_place
 
-__all__ = ["ID_NAME", "run_id"]
-
 logger = logging.getLogger(__name__)
 
 ID_NAME: Final = "id"
@@ -37,16 +35,7 @@ _ANY_BUCKET: Final = ("s3", "gs")  # the owner of another bucket is sent no secr
 
 
 def run_id(own: Filesystem, root: str, storage_options: Mapping[str, Any]) -> str:
-    """Return the id of a run, and draw one if it has none, or has that of the run it is a copy of.
-
-    Args:
-        own: the run's own directory, `.run`.
-        root: the run.
-        storage_options: for the filesystem of its root.
-
-    Raises:
-        StorageError: the storage fails.
-    """
+    """Return the id of a run, and draw one if it has none, or has that of the run it is a copy of."""
     place = without_secrets(real_place(root))
     if own.file_nbytes(ID_NAME) is None:
         with contextlib.suppress(ConcurrentSaveError):

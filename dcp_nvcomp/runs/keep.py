@@ -17,8 +17,6 @@ from typing import Final, Literal, TypeAlias
 
 from dcp_nvcomp.errors import ConfigurationError
 
-__all__ = ["Best", "Keep", "KeepRule", "SavedStep", "reasons_to_keep", "why_not"]
-
 
 @dataclass(frozen=True)
 class SavedStep:
@@ -196,12 +194,7 @@ def why_not(rule: Keep | KeepRule | None) -> str:
 
 
 def reasons_to_keep(rule: Keep | KeepRule | None, steps: Sequence[SavedStep]) -> dict[int, tuple[str, ...]]:
-    """Return why a rule keeps steps; the newest of all is always among them.
-
-    Args:
-        rule: a `Keep`, a callable, or None to keep all.
-        steps: the complete steps of a run, in ascending order.
-    """
+    """Return why a rule keeps steps; the newest of all is always among them."""
     if rule is None:
         found: dict[int, tuple[str, ...]] = {step.step: ("all",) for step in steps}
     elif isinstance(rule, Keep):

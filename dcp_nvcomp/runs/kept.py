@@ -14,34 +14,19 @@ from dcp_nvcomp.calls.json_text import parse_json
 from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.storage.base import Filesystem
 
-__all__ = ["read_kept", "write_kept"]
-
 _NAME = "kept"
 _MOST_NBYTES = 64 << 20
 
 
 def write_kept(own: Filesystem, kept: Mapping[int, tuple[str, ...]]) -> None:
-    """Write down why steps are kept.
-
-    Args:
-        own: the run's own directory, `.run`.
-        kept: the reasons by step.
-
-    Raises:
-        StorageError: it could not be written.
-        UnsafePathError: `.run` is a symbolic link.
-    """
+    """Write down why steps are kept."""
     steps = {str(step): list(reasons) for step, reasons in sorted(kept.items())}
     own.refuse_link()
     own.publish(_NAME, json.dumps({"schema": 1, "steps": steps}).encode())
 
 
 def read_kept(own: Filesystem) -> dict[int, tuple[str, ...]]:
-    """Return why steps are kept; nothing if no manager wrote it down, or if it can't be read.
-
-    Args:
-        own: the run's own directory, `.run`.
-    """
+    """Return why steps are kept; nothing if no manager wrote it down, or if it can't be read."""
     try:
         if own.file_nbytes(_NAME) is None:
             return {}

@@ -36,8 +36,6 @@ from dcp_nvcomp.format.metadata.roots import is_missing
 from dcp_nvcomp.runs.holder import LONGEST_SECONDS, Holder
 from dcp_nvcomp.storage.base import FileInfo, Filesystem
 
-__all__ = ["Lease"]
-
 logger = logging.getLogger(__name__)
 
 _NAME: Final = re.compile(r"lease-([0-9]{6,12})")
@@ -51,13 +49,7 @@ _UNREADABLE: Final = Holder("", host="an unknown host (its file can't be read)")
 
 
 class Lease:
-    """A held lease; made by `Lease.take`.
-
-    Args:
-        open_own: opens the run's own directory, `.run`.
-        number: of the lease's file.
-        holder: what the file says.
-    """
+    """A held lease; made by `Lease.take`."""
 
     def __init__(self, open_own: Callable[[], Filesystem], number: int, holder: Holder) -> None:
         self._open_own, self._number, self._holder = open_own, number, holder
@@ -69,19 +61,7 @@ class Lease:
 
     @staticmethod
     def take(open_own: Callable[[], Filesystem], *, run_id: str | None, lease_seconds: float, take_over: bool) -> Lease:
-        """Take the lease of a run; may watch for a while whether another one's is renewed.
-
-        Args:
-            open_own: opens the run's own directory, `.run`.
-            run_id: of this job, if it has one.
-            lease_seconds: how long a lease lasts without being renewed.
-            take_over: True to take it from whoever holds it.
-
-        Raises:
-            RunInUseError: another job holds it.
-            StorageError: the storage fails.
-            UnsafePathError: `.run` is a symbolic link.
-        """
+        """Take the lease of a run; may watch for a while whether another one's is renewed."""
         holder = Holder.here(run_id, min(lease_seconds, LONGEST_SECONDS))
         own = open_own()
         own.refuse_link()
@@ -118,11 +98,7 @@ class Lease:
         return self._lost is not None
 
     def check(self) -> None:
-        """Raise if another manager has taken the run over.
-
-        Raises:
-            RunInUseError: it has.
-        """
+        """Raise if another manager has taken the run over."""
         if self._lost is not None:
             raise self._lost
 
@@ -228,11 +204,7 @@ class _Sight:
 
 
 def _await_free(own: Filesystem, run_id: str | None, lease_seconds: float) -> None:
-    """Return once the lease may be taken over.
-
-    Raises:
-        RunInUseError: its holder lives, as far as one can see.
-    """
+    """Return once the lease may be taken over."""
     first = _Sight.of(own)
     if first is None or (first.holder is not None and first.holder.lets_go_for(run_id)):
         return

@@ -50,8 +50,6 @@ from dcp_nvcomp.saving.asynchronous.async_save import end_sequence
 from dcp_nvcomp.saving.plans.differences import OnDifference
 from dcp_nvcomp.storage.open import real_place
 
-__all__ = ["CheckpointManager"]
-
 logger = logging.getLogger(__name__)
 
 LARGEST_STEP = 1 << 63  # ranks tell each other numbers of 64 bits

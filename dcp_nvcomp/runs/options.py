@@ -15,8 +15,6 @@ from dcp_nvcomp.loading.reader import NvcompReader
 from dcp_nvcomp.options import DEADLINE_OPTION, option_names
 from dcp_nvcomp.saving.writer import NvcompWriter
 
-__all__ = ["REPLICAS", "SaveOptions", "check_count", "check_tiers", "job_id"]
-
 REPLICAS: Final = "replicas"
 
 
@@ -36,16 +34,7 @@ class SaveOptions:
 
     @staticmethod
     def of(root: str, options: Mapping[str, Any], own_names: Sequence[str] = ()) -> SaveOptions:
-        """Tell options apart.
-
-        Args:
-            root: path or URL of the run.
-            options: as the user gave them.
-            own_names: of the manager's own options, for hints at typing errors.
-
-        Raises:
-            ConfigurationError: one is unknown, or has a value that can't work.
-        """
+        """Tell options apart."""
         writer_names, reader_names = set(option_names(NvcompWriter)), set(option_names(NvcompReader))
         writer = {name: value for name, value in options.items() if name in writer_names}
         reader = {name: value for name, value in options.items() if name in reader_names}

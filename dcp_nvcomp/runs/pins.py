@@ -18,44 +18,22 @@ from dcp_nvcomp.errors import CheckpointError, CheckpointNotFoundError
 from dcp_nvcomp.runs.removal import is_being_removed
 from dcp_nvcomp.storage.base import Filesystem
 
-__all__ = ["is_pinned", "pin", "pinned_steps", "unpin"]
-
 _NAME = re.compile(r"pin-(0|[1-9][0-9]{0,17})")
 
 
 def pinned_steps(own: Filesystem) -> frozenset[int]:
-    """Return the pinned steps.
-
-    Args:
-        own: the run's own directory, `.run`.
-    """
+    """Return the pinned steps."""
     matches = (_NAME.fullmatch(name) for name in own.list_names())
     return frozenset(int(match[1]) for match in matches if match)
 
 
 def is_pinned(own: Filesystem, step: int) -> bool:
-    """Return True if a step is pinned.
-
-    Args:
-        own: the run's own directory, `.run`.
-        step: the step.
-    """
+    """Return True if a step is pinned."""
     return own.file_nbytes(_name_of(step)) is not None
 
 
 def pin(own: Filesystem, at: Filesystem, step: int, find_problem: Callable[[], str]) -> None:
-    """Pin a step.
-
-    Args:
-        own: the run's own directory, `.run`.
-        at: the step's directory.
-        step: the step.
-        find_problem: returns why the checkpoint that is there is not complete; empty if it is.
-
-    Raises:
-        CheckpointNotFoundError: there is no complete checkpoint of this step, or a manager is removing it.
-        StorageError: the storage fails; the step is pinned only if it was, or if the pin can't be removed again.
-    """
+    """Pin a step."""
     own.refuse_link()
     own.create_directory()
     was_pinned = is_pinned(own, step)
@@ -73,12 +51,7 @@ def pin(own: Filesystem, at: Filesystem, step: int, find_problem: Callable[[], s
 
 
 def unpin(own: Filesystem, step: int) -> None:
-    """Let a step go again; one that is not pinned is fine.
-
-    Args:
-        own: the run's own directory, `.run`.
-        step: the step.
-    """
+    """Let a step go again; one that is not pinned is fine."""
     own.refuse_link()
     own.remove([_name_of(step)])
 

@@ -14,14 +14,9 @@ from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
-__all__ = ["SignalWatch"]
-
 
 class SignalWatch:
     """Watches for signals; the handlers that were there before come back at the end.
-
-    Args:
-        signals: the signals. Handlers can be set on the main thread only: elsewhere a warning says that they are not.
 
     Attributes:
         was_told: True once one of the signals came.

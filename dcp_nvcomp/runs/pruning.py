@@ -18,8 +18,6 @@ from dcp_nvcomp.runs.pins import pin, pinned_steps, unpin
 from dcp_nvcomp.runs.steps import StepNames
 from dcp_nvcomp.runs.tiers.durable import BEGUN, DurableTier
 
-__all__ = ["Pruning", "pin_step", "prune_run", "reasons_of", "unpin_step"]
-
 
 @dataclass(frozen=True)
 class Pruning:
@@ -178,16 +176,7 @@ def unpin_step(path: str | os.PathLike[str], step: int, *, storage_options: Mapp
 def reasons_of(
     path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
 ) -> dict[int, tuple[str, ...]]:
-    """Return why steps of a run are kept: as its manager last decided, and what is pinned.
-
-    Args:
-        path: path or URL of the run.
-        storage_options: for the fsspec filesystem, such as `endpoint_url` and `key` for S3.
-
-    Raises:
-        ConfigurationError: an option is unknown.
-        StorageError: the storage fails.
-    """
+    """Return why steps of a run are kept: as its manager last decided, and what is pinned."""
     own = _durable(path, StepNames().template, storage_options).open_own()
     found = read_kept(own)
     for step in pinned_steps(own):

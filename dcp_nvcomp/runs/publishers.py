@@ -19,8 +19,6 @@ from dcp_nvcomp.saving.commit import WrittenSave, data_files, to_publish
 from dcp_nvcomp.saving.publishers import FinishedSave, publish_here
 from dcp_nvcomp.storage.base import Filesystem
 
-__all__ = ["NodePublisher", "StepPublisher", "check_metrics"]
-
 _WORST_SUMMARY = Summary(
     *("0" * 32, 1.0e10 / 3, 10**7, 10**9, 10**18, 10**18, "0" * 32),
     more={TO_UPLOAD: True, REPLICA: "0" * 32, RUN_SECONDS: 1.0e10 / 3, LEASE: 10**12},
@@ -28,15 +26,7 @@ _WORST_SUMMARY = Summary(
 
 
 def check_metrics(step: int, metrics: Mapping[str, float] | None) -> dict[str, float]:
-    """Return the metrics of a step as plain numbers.
-
-    Args:
-        step: the step.
-        metrics: numbers by name; tensors of one element are numbers too.
-
-    Raises:
-        ConfigurationError: there are other values among them, or too many for a checkpoint's summary.
-    """
+    """Return the metrics of a step as plain numbers."""
     found = {}
     for name, value in (metrics or {}).items():
         try:
@@ -53,14 +43,7 @@ def check_metrics(step: int, metrics: Mapping[str, float] | None) -> dict[str, f
 
 @dataclass
 class StepPublisher:
-    """Publishes a save as a step, by the plain commit.
-
-    Args:
-        step: the step.
-        metrics: of the step.
-        check_lease: raises if another manager has taken the run over.
-        more: what else its summary says.
-    """
+    """Publishes a save as a step, by the plain commit."""
 
     step: int
     metrics: Mapping[str, float]
@@ -87,13 +70,6 @@ class NodePublisher(StepPublisher):
     The coordinator sees its own node's files only. That all ranks have written theirs is what it was told before it
     publishes, as in every save.
 
-    Args:
-        step: the step.
-        metrics: of the step.
-        durable_path: where the step will be at last; what `.metadata` says of itself.
-        upload: True if it will be there; a job that finds it in the fast tier alone goes on with that.
-        replica_id: what this save has in common with those of other replicas; empty if there are none.
-
     Attributes:
         written: what to publish on each node; None until it was published here.
     """
@@ -104,11 +80,7 @@ class NodePublisher(StepPublisher):
     written: WrittenSave | None = field(default=None)
 
     def __call__(self, filesystem: Filesystem, save: FinishedSave) -> None:
-        """Publish a save on this node.
-
-        Raises:
-            CheckpointError: it could not be.
-        """
+        """Publish a save on this node."""
         named = self.named(save)
         more = {**named.summary.more}
         if self.upload:

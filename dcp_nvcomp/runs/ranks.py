@@ -20,8 +20,6 @@ from dcp_nvcomp.calls.groups import give_back, offer_of, take
 from dcp_nvcomp.calls.meeting import Arrival, Call, expect_same, global_ranks, limit_of, meet, together
 from dcp_nvcomp.errors import CheckpointError, RankFailedError
 
-__all__ = ["Ranks", "Row", "ranks_of_run"]
-
 T = TypeVar("T")
 
 _MOMENT = timedelta(seconds=1)
@@ -36,10 +34,6 @@ class _Gone:
 
 class Ranks:
     """The ranks of a process group. All of them have to call the same methods.
-
-    Args:
-        group: a gloo group of the run's own, with the time limit of the caller's; None for this process alone.
-        gone: shared with the others of the same manager, so that a rank that is gone is waited for once.
 
     Attributes:
         rank: this rank in the group.
@@ -75,12 +69,7 @@ class Ranks:
         return value  # type: ignore[return-value]
 
     def together(self, work: Callable[[], T]) -> T:
-        """Do something on each rank, and raise on all of them if it fails on any.
-
-        Raises:
-            CheckpointError: what was raised here, or what the first of the others raised.
-            RankFailedError: it was none of this package.
-        """
+        """Do something on each rank, and raise on all of them if it fails on any."""
         done, error = _tried(work)
         failures = self.gather(error)
         if error is not None:
@@ -119,39 +108,17 @@ class Ranks:
         return done  # type: ignore[return-value]
 
     def begin_row(self, call: Call, values: Sequence[int]) -> Row:
-        """Begin to tell the others what this rank calls, and a few numbers; nobody waits.
-
-        Args:
-            call: what it calls.
-            values: the numbers, of which each call tells as many.
-        """
+        """Begin to tell the others what this rank calls, and a few numbers; nobody waits."""
         self._row = Row(call, values, self._group)
         return self._row
 
     def expect_same(self, calls: Sequence[Call]) -> None:
-        """Raise if the ranks make different calls.
-
-        Args:
-            calls: of each rank.
-
-        Raises:
-            RanksDifferError: on all ranks alike.
-        """
+        """Raise if the ranks make different calls."""
         if self._group is not None:
             expect_same(calls, self._group)
 
     def exchange(self, sent: torch.Tensor | None, to: int, received: torch.Tensor | None, source: int) -> None:
-        """Send a tensor to one rank while another is received; either may be None.
-
-        Args:
-            sent: what to send, in host memory.
-            to: the rank to send to.
-            received: filled with what is received.
-            source: the rank that sends it.
-
-        Raises:
-            RankFailedError: the other rank is gone.
-        """
+        """Send a tensor to one rank while another is received; either may be None."""
         works = []
         with self._after_all_came():
             if sent is not None:
@@ -182,16 +149,7 @@ class Ranks:
 
 
 def ranks_of_run(group: dist.ProcessGroup | None, call: Call) -> tuple[Ranks, Ranks, Ranks]:
-    """Return the ranks of a run, for each of a manager's threads.
-
-    Args:
-        group: the process group of the run; None for this process alone.
-        call: what makes the manager.
-
-    Raises:
-        RanksDifferError: not all ranks make one, or another one.
-        RankFailedError: another rank is gone.
-    """
+    """Return the ranks of a run, for each of a manager's threads."""
     if group is None:
         return Ranks(None), Ranks(None), Ranks(None)
     members = global_ranks(group)
@@ -202,13 +160,7 @@ def ranks_of_run(group: dist.ProcessGroup | None, call: Call) -> tuple[Ranks, Ra
 
 
 class Row:
-    """What each rank calls, and its numbers, once all of them have told theirs.
-
-    Args:
-        call: of this rank.
-        values: of this rank.
-        group: over which to tell; None for this process alone.
-    """
+    """What each rank calls, and its numbers, once all of them have told theirs."""
 
     def __init__(self, call: Call, values: Sequence[int], group: dist.ProcessGroup | None) -> None:
         self._rows = [torch.tensor(values)]
@@ -230,11 +182,7 @@ class Row:
             return False
 
     def wait(self) -> list[list[int]]:
-        """Return the numbers of all ranks, by rank.
-
-        Raises:
-            RanksDifferError: a rank did not come.
-        """
+        """Return the numbers of all ranks, by rank."""
         if self._work is not None:
             with self._arrival.waiting():
                 self._work.wait()

@@ -18,35 +18,17 @@ from dcp_nvcomp.format.names import METADATA_NAME, is_stock_data_file, own_file,
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.temporary import published_name
 
-__all__ = ["EQUAL", "REMOVING", "is_being_removed", "remove_step"]
-
 REMOVING = ".removing"
 EQUAL = ".equal"  # beside what a replica has saved: other replicas have saved the same
 
 
 def is_being_removed(filesystem: Filesystem) -> bool:
-    """Return True if the removal of a step was begun and not finished.
-
-    Args:
-        filesystem: the step's directory.
-    """
+    """Return True if the removal of a step was begun and not finished."""
     return filesystem.file_nbytes(REMOVING) is not None
 
 
 def remove_step(filesystem: Filesystem, is_wanted: Callable[[], bool] = lambda: False) -> bool:
-    """Remove a checkpoint and all that saves of ours left beside it; files of other people stay, and so the directory.
-
-    Args:
-        filesystem: the step's directory.
-        is_wanted: asked once the mark is there: True if someone has pinned the step in the meantime.
-
-    Returns:
-        False if it was, and the step stays.
-
-    Raises:
-        StorageError: the storage fails; call again.
-        UnsafePathError: the directory is a symbolic link.
-    """
+    """Remove a checkpoint and what saves left beside it; other files stay, and then the directory does too."""
     filesystem.refuse_link()
     names = filesystem.list_names()
     uploads = filesystem.list_uploads()

@@ -9,15 +9,9 @@ from __future__ import annotations
 
 import time
 
-__all__ = ["RunTime"]
-
 
 class RunTime:
-    """The time of a run, as one manager counts it.
-
-    Args:
-        seconds: how long the run had been under way before; None if its steps do not say.
-    """
+    """The time of a run, as one manager counts it."""
 
     def __init__(self, seconds: float | None) -> None:
         self.go_on_from(seconds)

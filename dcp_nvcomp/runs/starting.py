@@ -25,29 +25,13 @@ from dcp_nvcomp.saving.asynchronous.staging import UploadFuture
 from dcp_nvcomp.saving.plans.differences import OnDifference
 from dcp_nvcomp.saving.writer import NvcompWriter
 
-__all__ = ["SaveStarter"]
-
 logger = logging.getLogger(__name__)
 
 _SPARE = 1.1  # the next step may be a little larger than the last
 
 
 class SaveStarter:
-    """Begins the saves of a manager.
-
-    Args:
-        group: the ranks that save together; None if there are no others.
-        nodes: where they are.
-        fast: this node's fast tier, if there is one.
-        durable: the durable tier.
-        pipeline: follows each save to its end.
-        options: of the writers.
-        copies: how many other nodes' files come to this one.
-        is_first: whether this rank speaks for all.
-        on_difference: what to do if ranks have different values under one key.
-        check_lease: raises if another manager has taken the run over.
-        tell: called with each event.
-    """
+    """Begins the saves of a manager."""
 
     def __init__(
         self,
@@ -88,14 +72,7 @@ class SaveStarter:
             return False
 
     def to_fast(self, save: StepSave, values: dict[str, Any], replica: Replica | None, *, upload: bool) -> None:
-        """Begin a save into the fast tier; return when the state may change again.
-
-        Args:
-            save: the save.
-            values: the state, without Stateful values.
-            replica: this rank's, if replicas save for themselves.
-            upload: whether the step goes on to the durable tier.
-        """
+        """Begin a save into the fast tier; return when the state may change again."""
         assert self._fast is not None
         path, durable_path = self._fast.path_of(save.step), self._durable.path_of(save.step)
         publisher = NodePublisher(save.step, save.metrics, more=save.more, durable_path=durable_path, upload=upload)
@@ -113,12 +90,7 @@ class SaveStarter:
             self._pipeline.follow_fast(save, saving, publisher, upload=upload, replicas=replicas)
 
     def to_durable(self, save: StepSave, values: dict[str, Any]) -> None:
-        """Begin a save straight into the durable tier; return when the state may change again.
-
-        Args:
-            save: the save.
-            values: the state, without Stateful values.
-        """
+        """Begin a save straight into the durable tier; return when the state may change again."""
         if self._fast is not None:
             self._tell_of_lack_of_room(save)
         writer = self._options.durable_writer(self._durable.path_of(save.step))

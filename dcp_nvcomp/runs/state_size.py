@@ -8,15 +8,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-__all__ = ["state_nbytes"]
-
 
 def state_nbytes(values: Mapping[str, Any]) -> int:
-    """Return the size of the tensors, in bytes.
-
-    Args:
-        values: a state dict without Stateful values.
-    """
+    """Return the size of the tensors, in bytes."""
     found, waiting = 0, list(values.values())
     while waiting:
         value = waiting.pop()

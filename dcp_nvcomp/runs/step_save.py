@@ -11,8 +11,6 @@ from typing import Any
 from dcp_nvcomp.runs.events import StepFailed, StepSaved, StepSkipped, TierName
 from dcp_nvcomp.saving.stats import SaveStats
 
-__all__ = ["StepSave"]
-
 
 class StepSave:
     """A save of a run that is under way; made by `CheckpointManager.save`.

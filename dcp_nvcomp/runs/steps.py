@@ -12,13 +12,11 @@ from dataclasses import dataclass, field
 
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.maintenance.run_listing import COMPLETE, DAMAGED, MISNAMED, Step, steps_below
-from dcp_nvcomp.maintenance.seen import RUN_FOLDER, Seen, read_seen
+from dcp_nvcomp.maintenance.seen import Seen, read_seen
 from dcp_nvcomp.runs.abandoned import Abandoned
 from dcp_nvcomp.runs.keep import SavedStep
 from dcp_nvcomp.runs.removal import REMOVING
 from dcp_nvcomp.storage.base import Below, Filesystem
-
-__all__ = ["RUN_FOLDER", "RunSteps", "StepNames", "list_steps", "saved_step"]
 
 _FIELD = "{step}"
 
@@ -26,12 +24,6 @@ _FIELD = "{step}"
 @dataclass(frozen=True)
 class StepNames:
     """The names of the steps' directories.
-
-    Args:
-        template: a name with `{step}` in it once.
-
-    Raises:
-        ConfigurationError: it is no such name.
 
     Examples:
         >>> names = StepNames()
@@ -83,20 +75,7 @@ class RunSteps:
 def list_steps(
     filesystem: Filesystem, names: StepNames, abandoned: Abandoned | None = None, *, seen: Seen | None = None
 ) -> tuple[RunSteps, Seen]:
-    """Return the steps below a run's root.
-
-    Args:
-        filesystem: the root.
-        names: of the steps' directories.
-        abandoned: the saves that the run has left behind.
-        seen: the steps that need not be opened; by default what `.run/seen` says.
-
-    Returns:
-        The steps, and those that need not be opened the next time.
-
-    Raises:
-        StorageError: the storage fails, or a folder of a step can't be listed.
-    """
+    """Return the steps below a run's root."""
     below = filesystem.list_below()
     for folder, error in below.failed.items():
         if names.step_of(folder) is not None:
@@ -125,12 +104,7 @@ def list_steps(
 
 
 def saved_step(step: int, found: Step) -> SavedStep:
-    """Return what a list found as a step of a run.
-
-    Args:
-        step: the step.
-        found: what was found.
-    """
+    """Return what a list found as a step of a run."""
     return SavedStep(
         step,
         found.saved_seconds or 0.0,

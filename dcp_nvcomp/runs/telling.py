@@ -8,18 +8,11 @@ from collections.abc import Callable
 
 from dcp_nvcomp.runs.events import Event, RunReport
 
-__all__ = ["Telling"]
-
 logger = logging.getLogger(__name__)
 
 
 class Telling:
-    """Tells of events, from any thread.
-
-    Args:
-        on_event: called with each event; an exception that it raises is logged.
-        logs: whether this rank logs them.
-    """
+    """Tells of events, from any thread."""
 
     def __init__(self, on_event: Callable[[Event], None] | None, *, logs: bool) -> None:
         self._on_event, self._logs = on_event, logs

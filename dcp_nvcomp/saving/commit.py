@@ -45,31 +45,13 @@ from dcp_nvcomp.saving.published import LastPublished
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.reread import is_stored
 
-__all__ = [
-    "WrittenSave",
-    "commit_checkpoint",
-    "commit_files",
-    "commit_rank",
-    "data_files",
-    "refuse_existing",
-    "to_publish",
-]
-
 logger = logging.getLogger(__name__)
 
 _DENIED = (errno.EACCES, errno.EPERM)
 
 
 def refuse_existing(filesystem: Filesystem, *, rank: int | None) -> None:
-    """Raise if there is a checkpoint.
-
-    Args:
-        filesystem: the checkpoint's directory.
-        rank: with `use_collectives=False` the rank: other ranks' metadata may be of this very save, and does not count.
-
-    Raises:
-        CheckpointExistsError: there is one.
-    """
+    """Raise if there is a checkpoint."""
     names = [METADATA_NAME]
     if rank is not None:
         names.append(rank_metadata_name(rank))
@@ -105,11 +87,7 @@ def data_files(metadata: Metadata) -> dict[str, int]:
 
 
 def _check_present(filesystem: Filesystem, files: Mapping[str, int]) -> None:
-    """Make sure that all data files are where readers will look for them, with the sizes that were written.
-
-    Raises:
-        StorageError: one is missing or has another size.
-    """
+    """Make sure that all data files are where readers will look for them, with the sizes that were written."""
     try:
         listed = {file.name: file.nbytes for file in filesystem.list_files()}
     except StorageError as error:
@@ -155,22 +133,7 @@ def commit_checkpoint(
     overwrite: bool,
     summary: Summary | None = None,
 ) -> None:
-    """Publish a checkpoint.
-
-    Args:
-        filesystem: the checkpoint's directory.
-        metadata: complete, its data files all durable.
-        save_id: its id.
-        own_files: the data files that this rank wrote; removed if the checkpoint is certainly not published.
-        last: what this writer published last; takes note of this checkpoint.
-        overwrite: True if it may replace another.
-        summary: what a list of checkpoints shows of it.
-
-    Raises:
-        ConcurrentSaveError: it may not, and another save was published in the meantime.
-        MetadataError: no load could read the metadata.
-        StorageError: a data file is missing; or it could not be published, or it is unknown whether it was.
-    """
+    """Publish a checkpoint."""
     try:
         data = to_publish(metadata, filesystem.location(METADATA_NAME), summary)
     except CheckpointError:
@@ -199,18 +162,7 @@ class WrittenSave:
 
 
 def commit_files(filesystem: Filesystem, save: WrittenSave, last: LastPublished, *, overwrite: bool) -> None:
-    """Publish a checkpoint whose `.metadata` is made.
-
-    Args:
-        filesystem: the checkpoint's directory.
-        save: what to publish.
-        last: what was published here last; takes note of this checkpoint.
-        overwrite: True if it may replace another.
-
-    Raises:
-        ConcurrentSaveError: it may not, and another save was published in the meantime.
-        StorageError: a data file is missing; or it could not be published, or it is unknown whether it was.
-    """
+    """Publish a checkpoint whose `.metadata` is made."""
     copy = save_metadata_name(save.save_id)
     try:
         current = files_of_current(filesystem, last, seen=lambda root: _warn_of_stock(filesystem, root))
@@ -255,16 +207,7 @@ def _warn_of_stock(filesystem: Filesystem, root: Root) -> None:
 
 
 def to_publish(metadata: Metadata, path: str, summary: Summary | None) -> bytes:
-    """Return the bytes of `.metadata`.
-
-    Args:
-        metadata: complete.
-        path: of the file, for messages.
-        summary: what a list of checkpoints shows of the save.
-
-    Raises:
-        MetadataError: no load could read it.
-    """
+    """Return the bytes of `.metadata`."""
     if not isinstance(metadata, PlannedMetadata):
         return metadata_to_publish(metadata, path=path, summary=summary)
     if metadata.plan.is_settled:
@@ -289,18 +232,7 @@ def _is_published(filesystem: Filesystem, save: WrittenSave) -> bool | None:
 
 
 def commit_rank(filesystem: Filesystem, metadata: Metadata, rank: int, own_files: Iterable[str]) -> None:
-    """Publish one rank's metadata of a save with `use_collectives=False`.
-
-    Args:
-        filesystem: the checkpoint's directory.
-        metadata: this rank's, its data files all durable.
-        rank: the rank.
-        own_files: the data files that it wrote; removed if no load could read the metadata.
-
-    Raises:
-        MetadataError: no load could read the metadata.
-        StorageError: it could not be published.
-    """
+    """Publish one rank's metadata of a save with `use_collectives=False`."""
     name = rank_metadata_name(rank)
     try:
         data = metadata_to_publish(metadata, path=filesystem.location(name))

@@ -28,8 +28,6 @@ from dcp_nvcomp.saving.encode.pending import Member, PendingRecord
 from dcp_nvcomp.saving.stats import Totals, component_of
 from dcp_nvcomp.storage.base import OutputStream
 
-__all__ = ["LARGE_NBYTES", "DataFileWriter"]
-
 # Records from here on begin at multiples of 4096 in the file.
 LARGE_NBYTES = 1 << 20
 
@@ -38,12 +36,6 @@ _ZEROS = bytes(DIRECT_IO_NBYTES)
 
 class DataFileWriter:
     """Writes one data file. Blocks must come in the order of their records.
-
-    Args:
-        stream: where the bytes go; the caller aborts it if `finish` was not reached.
-        name: the file's name in the checkpoint.
-        identity: for the footer.
-        progress: called with the uncompressed size of what was written.
 
     Attributes:
         stream: where the bytes go.
@@ -118,11 +110,7 @@ class DataFileWriter:
             self._progress(block.uncompressed_nbytes)
 
     def finish(self) -> DataFileRef:
-        """Write the footer and the trailer, and make the file durable.
-
-        Returns:
-            The file, as `.metadata` names it.
-        """
+        """Write the footer and the trailer, and make the file durable."""
         self._write_header(False)
         self._end_record(False)
         tables = Tables(*(np.array(column, np.uint32) for column in (*self._columns, self._slices)))

@@ -11,8 +11,6 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_nvcomp.format.names import data_file_name
 
-__all__ = ["PlannedFile", "distribute", "file_count", "plan_files", "planned_nbytes", "small_together"]
-
 _TOGETHER_NBYTES = 1 << 20
 
 
@@ -54,19 +52,7 @@ def plan_files(
     streams: int,
     file_nbytes: int,
 ) -> list[list[PlannedFile]]:
-    """Plan the data files of one rank.
-
-    Args:
-        items: the items that it saves.
-        rank: the rank, for the names.
-        file_id: the id in the names.
-        single_file_per_rank: if True, items share files; if False, each gets its own.
-        streams: how many output streams the rank may write at once.
-        file_nbytes: minimum size that justifies another file's open and fsync.
-
-    Returns:
-        Lanes, which are written at the same time: the files of a lane are written one after the other.
-    """
+    """Plan the data files of one rank."""
     if not items:
         return []
     sizes = [planned_nbytes(item) for item in items]
@@ -82,26 +68,12 @@ def plan_files(
 
 
 def file_count(total_nbytes: int, streams: int, file_nbytes: int) -> int:
-    """Return the number of data files of a rank: one for each stream unless they would be tiny, and at least one.
-
-    Args:
-        total_nbytes: bytes that the rank saves.
-        streams: how many output streams the rank may write at once.
-        file_nbytes: minimum size that justifies another file's open and fsync.
-    """
+    """Return the number of data files of a rank: one for each stream unless they would be tiny, and at least one."""
     return max(1, min(streams, total_nbytes // file_nbytes))
 
 
 def distribute(sizes: Sequence[int], bins: int) -> list[list[int]]:
-    """Distribute items over bins of about equal size.
-
-    Args:
-        sizes: size of each item, in any unit.
-        bins: the number of bins.
-
-    Returns:
-        For each bin the indexes of its items, the largest first; equal sizes keep their order.
-    """
+    """Distribute items over bins of about equal size."""
     order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
     if bins == 1:
         return [order]

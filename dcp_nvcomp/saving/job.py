@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.planner import WriteItem
 
-from dcp_nvcomp.engines.cuda.engine import EnginePolicy
+from dcp_nvcomp.engines.cuda.interface import EnginePolicy
 from dcp_nvcomp.engines.cuda.pool import ENGINES_PER_DEVICE
 from dcp_nvcomp.engines.threads import WorkerGroup
 from dcp_nvcomp.errors import StorageError
@@ -45,8 +45,6 @@ from dcp_nvcomp.saving.patience import Patience
 from dcp_nvcomp.saving.results import WrittenFile
 from dcp_nvcomp.saving.stats import RankTotals
 from dcp_nvcomp.storage.base import Filesystem
-
-__all__ = ["SaveJob", "SaveOptions"]
 
 logger = logging.getLogger(__name__)
 
@@ -85,20 +83,7 @@ class _Lane:
 
 
 class SaveJob:
-    """One rank's part of one save.
-
-    Args:
-        filesystem: the checkpoint.
-        lanes: the files of each lane.
-        new_record_maker: returns a record maker for one file.
-        resolve: returns the data of an item; called on the calling thread.
-        options: see `SaveOptions`.
-        identity: for the footers.
-        progress: called with the uncompressed size of what was written, from any thread.
-        memory: what blocks are encoded into.
-        on_staged: called once, on any thread, when all is encoded, so that no data of `resolve` is needed any more;
-            not if the save fails before. An error that it raises fails the save.
-    """
+    """One rank's part of one save."""
 
     def __init__(
         self,
@@ -135,14 +120,7 @@ class SaveJob:
         self.totals = RankTotals()
 
     def run(self) -> list[WrittenFile]:
-        """Write all files.
-
-        Returns:
-            The files, and the items in each.
-
-        Raises:
-            BaseException: the first error of any thread. The files have been removed.
-        """
+        """Write all files."""
         try:
             self._workers.run(self._start_and_feed)
         except BaseException:

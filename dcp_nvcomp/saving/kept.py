@@ -20,8 +20,6 @@ from dcp_nvcomp.saving.asynchronous.shared_memory import SharedSegments
 from dcp_nvcomp.saving.encode.choices import RememberedChoices
 from dcp_nvcomp.saving.plans.kept_plans import KeptPlans
 
-__all__ = ["Kept", "forget_all", "kept"]
-
 
 class Kept:
     """What is kept.
@@ -45,16 +43,7 @@ class Kept:
         self._starting = threading.Lock()
 
     def sequence(self, group: dist.ProcessGroup | None, call: Call) -> SaveSequence:
-        """Return the asynchronous saves over a group; all ranks of a group call this in the same order.
-
-        Args:
-            group: the process group; None without torch.distributed.
-            call: what calls it.
-
-        Raises:
-            RanksDifferError: not all ranks make that call.
-            RankFailedError: another rank is gone.
-        """
+        """Return the asynchronous saves over a group; all ranks of a group call this in the same order."""
         for sequence in list(self._sequences):
             if not sequence.is_usable:
                 self._end(sequence)
@@ -70,11 +59,7 @@ class Kept:
         return made
 
     def end_sequence(self, group: dist.ProcessGroup) -> None:
-        """Wait for the asynchronous saves over a group, and give up what they used; all ranks of the group call this.
-
-        Args:
-            group: the process group. The next save over it begins a new sequence.
-        """
+        """Wait for the asynchronous saves over a group and release what they used; all its ranks call this."""
         for sequence in list(self._sequences):
             if sequence.group is group:
                 self._end(sequence)
@@ -84,11 +69,7 @@ class Kept:
         sequence.end()
 
     def background(self) -> BackgroundProcess:
-        """Return the process that encodes copies, started if there is none.
-
-        Raises:
-            OSError: it can't be started.
-        """
+        """Return the process that encodes copies, started if there is none."""
         with self._starting:
             if self._background is not None and self._background.start_failure is not None:
                 raise OSError(self._background.start_failure)  # it would fail at each save, after seconds

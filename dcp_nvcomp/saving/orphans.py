@@ -19,8 +19,6 @@ from dcp_nvcomp.format.names import (
 from dcp_nvcomp.saving.published import LastPublished
 from dcp_nvcomp.storage.base import Filesystem
 
-__all__ = ["Orphans", "files_of_current", "remove_files"]
-
 logger = logging.getLogger(__name__)
 
 
@@ -43,11 +41,7 @@ class Orphans:
         self._path, self._names, self._thread = path, tuple(names), threading.current_thread()
 
     def remove(self, open_at: Callable[[str], Filesystem]) -> None:
-        """Remove this rank's files of the last save, which failed, unless a checkpoint names them.
-
-        Args:
-            open_at: opens the filesystem of a checkpoint.
-        """
+        """Remove this rank's files of the last save, which failed, unless a checkpoint names them."""
         if self._thread is not threading.current_thread() and self._thread.is_alive():
             return  # that save may still be under way: asynchronous saves can overlap
         names, self._names = self._names, ()
@@ -61,16 +55,7 @@ class Orphans:
 def files_of_current(
     filesystem: Filesystem, last: LastPublished | None = None, *, seen: Callable[[Root], None] = lambda root: None
 ) -> set[str] | None:
-    """Return the files of the current checkpoint: an empty set if there is none, None if it can't be read.
-
-    Args:
-        filesystem: the checkpoint's directory.
-        last: what this writer published last, if that may be the current checkpoint.
-        seen: called with the current checkpoint's metadata, unless it is what this writer published last.
-
-    Raises:
-        StorageError: the storage did not respond within the time limit; asking again would take as long.
-    """
+    """Return the files of the current checkpoint: an empty set if there is none, None if it can't be read."""
     try:
         nbytes = filesystem.file_nbytes(METADATA_NAME)
         if nbytes is None:

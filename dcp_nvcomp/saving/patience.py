@@ -13,19 +13,13 @@ import os
 import threading
 import time
 
-__all__ = ["Patience"]
-
 _LOWEST = 19
 _OF_THE_TIME = 0.8  # by then it should be done
 _BEHIND = 0.2  # so much of it may be late: pace is uneven, and the process may still be starting
 
 
 class Patience:
-    """Whether one save may still give way.
-
-    Args:
-        within_seconds: time from now until it should be done; None if there is no hurry.
-    """
+    """Whether one save may still give way."""
 
     def __init__(self, within_seconds: float | None = None) -> None:
         self._nbytes = 0

@@ -25,8 +25,6 @@ from dcp_nvcomp.saving.rank_write import RankWrite
 from dcp_nvcomp.saving.results import RankResults, write_results
 from dcp_nvcomp.saving.saves import Save
 
-__all__ = ["PreparedWrite"]
-
 
 @dataclass(frozen=True)
 class PreparedWrite:
@@ -52,15 +50,6 @@ class PreparedWrite:
         """Encode and write the items.
 
         In another process than that which prepared it, the CPU engine encodes: a forked one cannot use CUDA.
-
-        Args:
-            resolve: returns the data of an item; called on this thread.
-
-        Returns:
-            The write results, for `finish_prepared` on the coordinator.
-
-        Raises:
-            BaseException: the first error of any thread. The files have been removed.
         """
         write = self.rank_write
         engine = self.engine if os.getpid() == self.process_id else EngineChoice("cpu")

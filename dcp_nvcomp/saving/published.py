@@ -9,8 +9,6 @@ from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.names import METADATA_NAME
 from dcp_nvcomp.storage.base import Filesystem
 
-__all__ = ["LastPublished"]
-
 
 class LastPublished:
     """Size and digest of the `.metadata` that one writer published last, and the files that belong to it.
@@ -27,15 +25,7 @@ class LastPublished:
         self._known = len(data), _digest(data), frozenset(names)
 
     def names_if_current(self, filesystem: Filesystem, nbytes: int) -> set[str] | None:
-        """Return the files of the current checkpoint if it is the one that was published last; else None.
-
-        Args:
-            filesystem: the checkpoint's directory.
-            nbytes: size of its `.metadata`.
-
-        Raises:
-            CheckpointError: `.metadata` can't be read.
-        """
+        """Return the files of the current checkpoint if it is the one that was published last; else None."""
         known = self._known
         if known is None or nbytes != known[0]:
             return None

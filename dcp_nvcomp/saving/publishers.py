@@ -16,8 +16,6 @@ from dcp_nvcomp.saving.commit import commit_checkpoint
 from dcp_nvcomp.saving.published import LastPublished
 from dcp_nvcomp.storage.base import Filesystem
 
-__all__ = ["FinishedSave", "Publisher", "publish_here"]
-
 
 @dataclass(frozen=True)
 class FinishedSave:

@@ -25,8 +25,6 @@ from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.open import open_filesystem
 from dcp_nvcomp.version import VERSION
 
-__all__ = ["RankWrite"]
-
 
 @dataclass(frozen=True)
 class RankWrite:

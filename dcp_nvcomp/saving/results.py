@@ -19,8 +19,6 @@ from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.saving.plans.global_plan import PlacedItems, PlannedMetadata
 from dcp_nvcomp.saving.stats import RankTotals
 
-__all__ = ["RankResults", "WrittenFile", "placed_items", "storage_data", "write_results"]
-
 
 @dataclass(frozen=True)
 class WrittenFile:
@@ -36,13 +34,7 @@ class WrittenFile:
 
 
 class RankResults(list[WriteResult]):
-    """The write results of one rank with its measurements. DCP sends the list to the coordinator as it is.
-
-    Args:
-        results: one per item; none if they are `placed`.
-        totals: the measurements.
-        placed: the items as positions in the plan that is kept, if one is.
-    """
+    """The write results of one rank with its measurements. DCP sends the list to the coordinator as it is."""
 
     def __init__(self, results: Iterable[WriteResult], totals: RankTotals, placed: PlacedItems | None = None) -> None:
         super().__init__(results)
@@ -61,12 +53,7 @@ def write_results(files: Iterable[WrittenFile]) -> list[WriteResult]:
 
 
 def placed_items(files: Sequence[WrittenFile], plan: SavePlan) -> PlacedItems:
-    """Return the same in terms of the plan.
-
-    Args:
-        files: their indices are the very objects of the plan.
-        plan: of this rank.
-    """
+    """Return the same in terms of the plan."""
     position_of = {id(item.index): position for position, item in enumerate(plan.items)}
     return PlacedItems(
         tuple(tuple(written.file) for written in files),
@@ -77,12 +64,7 @@ def placed_items(files: Sequence[WrittenFile], plan: SavePlan) -> PlacedItems:
 
 
 def storage_data(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> dict[MetadataIndex, Any]:
-    """Return where each item is stored.
-
-    Args:
-        metadata: of the save.
-        results: of all ranks.
-    """
+    """Return where each item is stored."""
     if isinstance(metadata, PlannedMetadata):
         placed = [rank.placed for rank in results if isinstance(rank, RankResults) and rank.placed is not None]
         return metadata.plan.storage_data(placed)

@@ -27,8 +27,6 @@ from dcp_nvcomp.saving.plans.planner import KeepingPlanner
 from dcp_nvcomp.saving.writer import NvcompWriter
 from dcp_nvcomp.storage.open import real_place
 
-__all__ = ["call_for", "planner_for", "run_save", "writer_for"]
-
 _PLANNING = ("flatten_state_dict", "flatten_sharded_tensors", "dedup_save_to_lowest_rank")
 
 
@@ -38,17 +36,7 @@ def writer_for(
     checkpoint_id: str | os.PathLike[str] | None,
     options: Mapping[str, Any],
 ) -> NvcompWriter:
-    """Return the writer that was given, or one made from the options.
-
-    Args:
-        call: name of the called function.
-        writer: the writer, if one was given.
-        checkpoint_id: the checkpoint, if given.
-        options: of a writer to make.
-
-    Raises:
-        ConfigurationError: the arguments contradict each other.
-    """
+    """Return the writer that was given, or one made from the options."""
     if writer is None:
         refuse_path(options, option_names(NvcompWriter))
         if checkpoint_id is None:
@@ -68,14 +56,7 @@ def planner_for(
     failure: CheckpointError | None = None,
     on_difference: OnDifference = "warn",
 ) -> KeepingPlanner:
-    """Return the planner of one save.
-
-    Args:
-        planner: the caller's; None for DCP's default.
-        writer: the writer. Subclasses of ours may want to see plans and results as DCP has them.
-        failure: why there is no state on this rank.
-        on_difference: what to do if ranks have different values under one key.
-    """
+    """Return the planner of one save."""
     is_ours = type(writer) is NvcompWriter
     return KeepingPlanner(planner, may_keep=is_ours, failure=failure, on_difference=on_difference)
 
@@ -87,15 +68,7 @@ def call_for(
     planner: SavePlanner | None,
     on_difference: OnDifference,
 ) -> Call:
-    """Return a save as the ranks compare it before it begins.
-
-    Args:
-        name: of the called function.
-        writer: the writer.
-        checkpoint_id: the checkpoint; None for the writer's.
-        planner: the caller's; None for DCP's default.
-        on_difference: what to do if ranks have different values under one key.
-    """
+    """Return a save as the ranks compare it before it begins."""
     place = real_place(checkpoint_id or writer.path)
     if writer.is_of_a_run:
         place = posixpath.basename(place)
@@ -113,21 +86,7 @@ def run_save(
     planner: KeepingPlanner,
     group: dist.ProcessGroup | None,
 ) -> Metadata:
-    """Save.
-
-    Args:
-        values: the state dict, without Stateful values.
-        checkpoint_id: the checkpoint; None for the writer's.
-        writer: the writer.
-        planner: for this save; the ranks have agreed on its plan.
-        group: the ranks that save together; None without torch.distributed.
-
-    Returns:
-        The metadata; that of all ranks on the coordinator, and its `storage_meta` on the others, if the plan is kept.
-
-    Raises:
-        CheckpointError: what failed on this rank, or else on another; a RankFailedError if that is a foreign error.
-    """
+    """Save."""
     failed: BaseException | None = None
     try:
         with together(group):

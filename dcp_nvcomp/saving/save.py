@@ -16,8 +16,6 @@ from dcp_nvcomp.saving.plans.differences import OnDifference
 from dcp_nvcomp.saving.run_save import call_for, planner_for, run_save, writer_for
 from dcp_nvcomp.saving.writer import NvcompWriter
 
-__all__ = ["save"]
-
 
 def save(
     state_dict: dict[str, Any],

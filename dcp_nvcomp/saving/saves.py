@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from dcp_nvcomp.saving.asynchronous.staging import Staging
 from dcp_nvcomp.storage.open import place_of
 
-__all__ = ["Save", "Saves"]
-
 
 @dataclass
 class Save:
@@ -52,10 +50,6 @@ class Saves:
     """The latest save of each thread, and the path of saves that are given none.
 
     A copy and a pickle of it hold the path, and whether that was set explicitly, but no saves.
-
-    Args:
-        path: the checkpoint of saves that are given none.
-        is_explicit: True if the path was set by `path = ...`.
     """
 
     def __init__(self, path: str, is_explicit: bool = False) -> None:
@@ -117,13 +111,7 @@ class Saves:
             self._local.staging = None
 
     def reset(self, place: str) -> None:
-        """Announce another save.
-
-        Args:
-            place: where it goes; empty for the path. It becomes the path, as with stock DCP. But if the path was set
-                explicitly, only the thread that made this object moves it: on other threads, such as those of
-                `dcp.async_save`, it is the place of the announced save only.
-        """
+        """Announce another save."""
         if place and (threading.current_thread() is self._owner or not self._is_explicit):
             self._path = place
         self._announce(Save(place))

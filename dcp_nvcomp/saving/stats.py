@@ -12,8 +12,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 from dcp_nvcomp.format.metadata.summary import Summary
 from dcp_nvcomp.version import VERSION
 
-__all__ = ["RankStats", "RankTotals", "SaveStats", "Totals", "component_of", "summarize"]
-
 _ATTRIBUTE = "dcp_nvcomp_save_stats"
 STAGES = ("plan", "encode", "write", "commit")
 TOP_LEVEL = "top level"

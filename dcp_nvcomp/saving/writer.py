@@ -74,8 +74,6 @@ from dcp_nvcomp.saving.stats import RankTotals, SaveStats, summarize
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.open import open_filesystem, real_place
 
-__all__ = ["NvcompWriter"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -21,8 +21,6 @@ from dcp_nvcomp.errors import CheckpointError, StorageError
 from dcp_nvcomp.redaction import Redactor
 from dcp_nvcomp.storage.base import completed
 
-__all__ = ["Attempts", "Done"]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -41,15 +39,7 @@ class Done(Generic[T]):
 
 
 class Attempts(ABC):
-    """Sends requests on an event loop, and retries what is transient until the deadline.
-
-    Args:
-        loop: fsspec's event loop.
-        deadline_seconds: how long one operation may take with all its retries.
-        first_pause_seconds: the pause after the first failed attempt; each further one is twice as long.
-        longest_pause_seconds: no pause is longer than this.
-        redact: hides secrets in what the client says.
-    """
+    """Sends requests on an event loop, and retries what is transient until the deadline."""
 
     def __init__(
         self,
@@ -92,18 +82,7 @@ class Attempts(ABC):
         deadline_seconds: float | None = None,
         may_repeat: Callable[[Exception], bool] | None = None,
     ) -> Done[T]:
-        """Run attempts until one succeeds, is refused for good, or time is up; a CheckpointError ends it too.
-
-        Args:
-            what: what it does, for messages: "write".
-            where: the object, for messages.
-            attempt: sends what is to be sent once.
-            deadline_seconds: instead of the client's.
-            may_repeat: after which errors it may be sent again; by default the transient ones.
-
-        Raises:
-            StorageError: refused, or no response in time.
-        """
+        """Run attempts until one succeeds, is refused for good, or time is up; a CheckpointError ends it too."""
         seconds = self.deadline_seconds if deadline_seconds is None else deadline_seconds
         running = self._perform(what, where, attempt, seconds, may_repeat or self._is_transient)
         future = asyncio.run_coroutine_threadsafe(running, self._loop)

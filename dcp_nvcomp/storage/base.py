@@ -30,22 +30,6 @@ from dcp_nvcomp.errors import (
 )
 from dcp_nvcomp.redaction import Redactor
 
-__all__ = [
-    "Below",
-    "FileInfo",
-    "Filesystem",
-    "OutputStream",
-    "UnfinishedUpload",
-    "already_published",
-    "check_relative_path",
-    "completed",
-    "is_not_found",
-    "storage_errors",
-    "too_large",
-    "too_short",
-]
-
-
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -266,15 +250,7 @@ _REFUSALS = (
 def storage_errors(
     what: str, path: str, redact: Redactor | None = None, *, may_be_done: bool = False
 ) -> Iterator[None]:
-    """Turn whatever a storage client raises while it tries to do `what` into StorageError.
-
-    Args:
-        what: as in "Could not {what}".
-        path: of what file.
-        redact: hides the storage's secrets in what the client says.
-        may_be_done: whether it matters that it may be done although it failed: sets `outcome_unknown` then, unless the
-            error says for certain that it is not.
-    """
+    """Turn whatever a storage client raises while it tries to do `what` into StorageError."""
     try:
         yield
     except (CheckpointError, MemoryError, AssertionError):

@@ -29,8 +29,6 @@ from dcp_nvcomp.storage.moving import Moves, may_mean_existing, says_existing
 from dcp_nvcomp.storage.remote import RemoteFilesystem
 from dcp_nvcomp.storage.temporary import clock_name, temporary_name
 
-__all__ = ["FsspecFilesystem"]
-
 logger = logging.getLogger(__name__)
 
 
@@ -44,15 +42,6 @@ class FsspecFilesystem(RemoteFilesystem):
     under a temporary name and moved to its own (moving.py). If the filesystem certainly refuses to move it over an
     existing file, that one is moved aside first; if it can't move files at all, the file is written in place. Both
     warn: a save that is interrupted there leaves no `.metadata`, or a torn one, and `recover` is needed.
-
-    Args:
-        path: the checkpoint, as the user gave it.
-        fs: the fsspec filesystem.
-        root: its keys' beginning.
-        options: the storage options, which hold secrets.
-        part_nbytes: how long the parts of large files are.
-        is_object_store: whether a PUT is atomic, and directories do not exist.
-        one_at_a_time: whether the client is one connection that several threads must not use at once.
     """
 
     def __init__(

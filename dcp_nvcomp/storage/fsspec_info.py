@@ -8,19 +8,13 @@ from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import Any, Final
 
-__all__ = ["modified_seconds"]
-
 # What they call the time of the last write, in `info` and `ls`.
 _MODIFIED: Final = ("LastModified", "mtime", "modified", "updated", "last_modified", "created", "modify")
 _FTP_TIME: Final = re.compile(r"(\d{14})(\.\d+)?")  # as RFC 3659 has it
 
 
 def modified_seconds(info: Mapping[str, Any]) -> float | None:
-    """Return when a file was last written, in seconds since 1970; None if the client does not tell.
-
-    Args:
-        info: what the client's `info` or `ls` has of the file.
-    """
+    """Return when a file was last written, in seconds since 1970; None if the client does not tell."""
     for name in _MODIFIED:
         value = info.get(name)
         if isinstance(value, datetime):

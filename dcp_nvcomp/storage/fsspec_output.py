@@ -12,23 +12,11 @@ from fsspec.spec import AbstractBufferedFile
 from dcp_nvcomp.redaction import Redactor
 from dcp_nvcomp.storage.base import OutputStream, is_not_found, storage_errors
 
-__all__ = ["FsspecOutput", "Replacement"]
-
 logger = logging.getLogger(__name__)
 
 
 class FsspecOutput(OutputStream):
-    """An output stream whose file appears when it is closed, if the client can do that.
-
-    Args:
-        fs: the fsspec filesystem.
-        key: the file's name there.
-        location: its name in errors.
-        part_nbytes: how long the parts of large files are.
-        redact: hides the storage's secrets in what the client says.
-        replaces: whether there may be an older file, which stays if this one does not get there.
-        turn: is entered for each use of the client.
-    """
+    """An output stream whose file appears when it is closed, if the client can do that."""
 
     def __init__(
         self,
@@ -109,12 +97,7 @@ class FsspecOutput(OutputStream):
 
 
 class Replacement(OutputStream):
-    """A file that is written under a temporary name and takes the place of another one when it is complete.
-
-    Args:
-        written: the file under its temporary name.
-        take_place: moves it; removes it if that fails.
-    """
+    """A file that is written under a temporary name and takes the place of another one when it is complete."""
 
     def __init__(self, written: OutputStream, take_place: Callable[[], None]) -> None:
         self._written, self._take_place = written, take_place

@@ -7,16 +7,9 @@ from collections.abc import Iterable
 
 from dcp_nvcomp.storage.base import Below, FileInfo, Filesystem, OutputStream, already_published, too_large, too_short
 
-__all__ = ["MemoryFilesystem"]
-
 
 class MemoryFilesystem(Filesystem):
-    """Files of one checkpoint.
-
-    Args:
-        path: of the checkpoint, for messages.
-        keeps: if False, the contents of data files are thrown away and cost no time at all.
-    """
+    """Files of one checkpoint."""
 
     parallel_reads = 1
     read_nbytes = 4 << 20

@@ -10,8 +10,6 @@ from typing import Final
 
 from dcp_nvcomp.errors import ConfigurationError
 
-__all__ = ["MARK", "MARKED_PROTOCOLS", "is_marked", "without_mark"]
-
 MARK: Final = "dcpz"
 # The protocols behind the mark; each has an entry point of fsspec in setup.cfg.
 MARKED_PROTOCOLS: Final = ("s3", "gs", "gcs", "az", "abfs", "memory")
@@ -25,12 +23,7 @@ def is_marked(path: str) -> bool:
 
 
 def without_mark(path: str) -> str:
-    """Return the path or URL without the mark; others as they are.
-
-    Raises:
-        ConfigurationError: pathlib has been at it. Then nobody would see that it is a URL, and stock DCP would save to
-            a directory of that name.
-    """
+    """Return the path or URL without the mark; others as they are."""
     found = _MARKED.fullmatch(path)
     if found is None:
         return path

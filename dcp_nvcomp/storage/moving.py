@@ -7,8 +7,6 @@ from typing import Any, Final
 
 from fsspec.spec import AbstractFileSystem
 
-__all__ = ["Moves", "may_mean_existing", "says_existing"]
-
 # Replace an existing target by their name; `rename` and `mv` may replace it or refuse to.
 _REPLACING: Final = ("posix_rename", "replace")
 _MOVING: Final = ("mv", "rename", "move")
@@ -21,9 +19,6 @@ class Moves:
 
     fsspec's own `mv` copies the file and removes the original, so it counts for nothing. In a chain (`dir::`,
     `simplecache::`) a method counts if the outermost filesystem hands it on, and the innermost one has it.
-
-    Args:
-        fs: the filesystem.
     """
 
     def __init__(self, fs: Any) -> None:

@@ -38,9 +38,6 @@ from dcp_nvcomp.storage.s3 import client as s3_client
 from dcp_nvcomp.storage.s3 import filesystem as s3
 from dcp_nvcomp.storage.versions import refuse_old
 
-__all__ = ["open_filesystem", "place_of", "real_place"]
-
-
 _S3 = ("s3", "s3a")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)(::.*)?://", re.DOTALL)
 # What pathlib makes of a URL.
@@ -57,21 +54,7 @@ def open_filesystem(
     storage_options: Mapping[str, Any] | None = None,
     known_options: Sequence[str] = (),
 ) -> Filesystem:
-    """Open the place of one checkpoint; nothing is read or written yet.
-
-    Args:
-        path: a local path, or any URL that fsspec knows.
-        sync_files: fsync local data files when they are closed.
-        directory_mode: of the place, if it is a local directory that `create_directory` makes; less the umask.
-        deadline_seconds: on S3, Azure, Google Cloud Storage, SFTP and SMB, how long one operation may take with
-            all its retries.
-        storage_options: for the fsspec filesystem, as they are; never changed. `storage_deadline_seconds` among them
-            counts instead of `deadline_seconds`: so the commands take it.
-        known_options: names of the caller's own options, for hints at typing errors.
-
-    Raises:
-        ConfigurationError: an option or the protocol is unknown, or its package is not installed.
-    """
+    """Open the place of one checkpoint; nothing is read or written yet."""
     options: dict[str, Any] = {
         "sync_files": sync_files,
         "directory_mode": directory_mode,

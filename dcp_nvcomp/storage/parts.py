@@ -15,19 +15,11 @@ from collections.abc import Callable
 from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.storage.base import OutputStream
 
-__all__ = ["PartedOutput"]
-
 logger = logging.getLogger(__name__)
 
 
 class PartedOutput(OutputStream):
-    """A new object that is sent in parts.
-
-    Args:
-        where: its URL, for messages.
-        part_nbytes: how long its parts are.
-        replaces: whether there may be an older object, which stays if this one does not get there.
-    """
+    """A new object that is sent in parts."""
 
     def __init__(self, where: str, part_nbytes: int, *, replaces: bool = False) -> None:
         self._where, self._part_nbytes, self._replaces = where, part_nbytes, replaces

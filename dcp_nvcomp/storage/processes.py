@@ -17,8 +17,6 @@ from dcp_nvcomp.storage.file_servers.urls import FILE_SERVERS
 from dcp_nvcomp.storage.gcs.options import GCS
 from dcp_nvcomp.storage.marked_urls import without_mark
 
-__all__ = ["StorageSettings", "filesystem_classes", "is_known_elsewhere", "storage_of"]
-
 _PROTOCOLS = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)(?=::|://)")
 _IN_PROCESS = ("memory",)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["ByteRange", "coalesce"]
-
 
 @dataclass(frozen=True)
 class ByteRange:
@@ -19,14 +17,6 @@ class ByteRange:
 
 def coalesce(pieces: Sequence[tuple[int, int]], gap_nbytes: int, limit_nbytes: int) -> list[ByteRange]:
     """Join pieces of a file into larger reads.
-
-    Args:
-        pieces: half-open byte ranges, none inside another.
-        gap_nbytes: how many unwanted bytes between two pieces are read along rather than skipped.
-        limit_nbytes: how long a read may get; a single longer piece is a read of its own.
-
-    Returns:
-        Reads in the order of the file.
 
     Examples:
         >>> coalesce([(0, 10), (12, 20), (100, 110)], gap_nbytes=4, limit_nbytes=1000)

@@ -11,8 +11,6 @@ from dcp_nvcomp.errors import ConfigurationError, StorageError, TruncatedFileErr
 from dcp_nvcomp.redaction import Redactor, without_secrets
 from dcp_nvcomp.storage.base import Filesystem, check_relative_path, storage_errors, too_large, too_short
 
-__all__ = ["PARALLEL_READS", "RemoteFilesystem", "option_nbytes", "part_nbytes"]
-
 PARALLEL_READS = 16
 _PARALLEL_WRITES = 4
 _MIN_PART_NBYTES = 5 << 20  # S3's own limit
@@ -39,14 +37,7 @@ def option_nbytes(options: Mapping[str, Any], *names: str) -> int | None:
 
 
 class RemoteFilesystem(Filesystem):
-    """Files behind a network: each read is one request, and several at once pay off.
-
-    Args:
-        path: the checkpoint, as the user gave it.
-        root: its keys' beginning.
-        part_nbytes: part size of uploads.
-        options: the storage options, whose secrets no message shows.
-    """
+    """Files behind a network: each read is one request, and several at once pay off."""
 
     parallel_reads = PARALLEL_READS
     read_nbytes = 8 << 20  # a request takes a round trip

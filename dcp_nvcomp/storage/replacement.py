@@ -15,8 +15,6 @@ from typing import Final, Protocol
 from dcp_nvcomp.errors import ConcurrentSaveError, StorageError
 from dcp_nvcomp.storage.base import already_published
 
-__all__ = ["FIRST_PAUSE_SECONDS", "LONGEST_PAUSE_SECONDS", "Target", "replace"]
-
 FIRST_PAUSE_SECONDS: Final = 0.1
 LONGEST_PAUSE_SECONDS: Final = 5.0
 
@@ -39,27 +37,11 @@ class Target(Protocol):
         """Return the object's bytes; None if there is no object."""
 
     def send(self, data: bytes, before: str | None) -> None:
-        """Write it once, if `before` is its present version.
-
-        Raises:
-            StorageError: with errno EEXIST if it is not, or something else is in the way; with `outcome_unknown` if it
-                may be done all the same.
-        """
+        """Write it once, if `before` is its present version."""
 
 
 def replace(target: Target, data: bytes, *, overwrite: bool) -> None:
-    """Put `data` there.
-
-    Args:
-        target: the object.
-        data: what is to be there.
-        overwrite: whether an object may be replaced.
-
-    Raises:
-        ConcurrentSaveError: another save has published since an attempt of ours that had no answer; or with
-            `overwrite=False` there is an object.
-        StorageError: it was refused, or could not be done before the deadline.
-    """
+    """Put `data` there."""
     end = time.monotonic() + target.deadline_seconds
     before = target.version() if overwrite else None
     unsure, pause = False, FIRST_PAUSE_SECONDS  # unsure: whether an attempt had no answer

@@ -10,8 +10,6 @@ from crc32c import crc32c
 
 from dcp_nvcomp.errors import CorruptDataError, FormatError, MetadataError, UnsafeObjectError, UnsafePathError
 
-__all__ = ["is_stored", "reread", "twice"]
-
 T = TypeVar("T")
 
 # Not all that stock DCP writes has a CRC, so a flipped bit can also turn up as a path that leads out of the checkpoint,
@@ -20,18 +18,7 @@ _SIGNS_OF_CORRUPTION: Final = (CorruptDataError, FormatError, MetadataError, Uns
 
 
 def twice(work: Callable[[], T], again: Callable[[], T] | None = None) -> T:
-    """Read and check something, and once more if it turns out to be corrupt.
-
-    Args:
-        work: reads and checks; or only checks what was read already.
-        again: reads and checks for the second time; `work` by default.
-
-    Returns:
-        The result of the first of them that succeeded.
-
-    Raises:
-        CheckpointError: the error of the second; or of the first if it is no sign of corruption (`StorageError`).
-    """
+    """Read and check something, and once more if it turns out to be corrupt."""
     try:
         return work()
     except _SIGNS_OF_CORRUPTION:
@@ -40,19 +27,7 @@ def twice(work: Callable[[], T], again: Callable[[], T] | None = None) -> T:
 
 
 def reread(read: Callable[[], bytes], check: Callable[[bytes], T]) -> T:
-    """Read some bytes and check them, and once more if they turn out to be corrupt and the second read differs.
-
-    Args:
-        read: reads the bytes.
-        check: makes something of them. It is not asked twice about the same bytes: what it refuses may be hostile, and
-            take its time.
-
-    Returns:
-        The result of `check`.
-
-    Raises:
-        CheckpointError: that of the last `check`, or of `read`.
-    """
+    """Read some bytes and check them, and once more if they turn out to be corrupt and the second read differs."""
     data = read()
     try:
         return check(data)

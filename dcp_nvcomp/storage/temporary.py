@@ -6,8 +6,6 @@ import re
 import uuid
 from typing import Final
 
-__all__ = ["clock_name", "is_clock", "published_name", "temporary_name"]
-
 _TEMPORARY: Final = re.compile(r"(.+)\.[0-9a-f]{32}\.tmp", re.DOTALL)
 _CLOCK: Final = re.compile(r"\.clock-[0-9a-f]{32}")
 

@@ -13,8 +13,6 @@ from typing import Final
 
 from dcp_nvcomp.errors import ConfigurationError
 
-__all__ = ["LOWEST", "refuse_old"]
-
 LOWEST: Final = {
     "fsspec": "2024.3.1",
     "s3fs": "2024.3.1",
@@ -26,15 +24,7 @@ LOWEST: Final = {
 
 
 def refuse_old(package: str, needed_for: str) -> None:
-    """Raise if a package is installed in a version that is too old; do nothing if it is not installed.
-
-    Args:
-        package: its name.
-        needed_for: what needs it, such as `s3://`.
-
-    Raises:
-        ConfigurationError: it is too old.
-    """
+    """Raise if a package is installed in a version that is too old; do nothing if it is not installed."""
     installed = _installed(package)
     if installed is not None and _parts(installed) < _parts(LOWEST[package]):
         raise ConfigurationError(

@@ -30,7 +30,7 @@ from benchmarks.plots import draw
 from benchmarks.results import Report
 from benchmarks.sinks import LimitedFileSystem, link
 from benchmarks.states import State, build_state, component, load_state, nbytes_of, small_tensors
-from dcp_nvcomp.engines.cuda.engine import cuda_unavailable_reason
+from dcp_nvcomp.engines.cuda.support import cuda_unavailable_reason
 
 from ..engines.kernels_on_cpu import ReferenceKernels
 from ..engines.nvcomp_stand_in import StandInDevice

@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_nvcomp import NvcompReader, NvcompWriter
-from dcp_nvcomp.engines.cuda.engine import cuda_unavailable_reason
+from dcp_nvcomp.engines.cuda.support import cuda_unavailable_reason
 from dcp_nvcomp.saving.encode import packing, policy
 
 REASON = cuda_unavailable_reason()

@@ -17,8 +17,8 @@ from dcp_nvcomp.codecs.transforms.planes import PLANE_NAMES
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda.batches import block_table, copy_table
 from dcp_nvcomp.engines.cuda.device import CudaDevice
-from dcp_nvcomp.engines.cuda.engine import CudaEngine, DecodeJob, EncodeJob, EnginePolicy, cuda_unavailable_reason
-from dcp_nvcomp.engines.cuda.support import nvcomp_version
+from dcp_nvcomp.engines.cuda.engine import CudaEngine, DecodeJob, EncodeJob, EnginePolicy
+from dcp_nvcomp.engines.cuda.support import cuda_unavailable_reason, nvcomp_version
 from dcp_nvcomp.errors import CorruptDataError
 from tests.codecs import planes_reference
 

@@ -9,8 +9,6 @@ from dcp_nvcomp.codecs.base import Coder, check_slice_nbytes
 from dcp_nvcomp.codecs.configuration import slice_nbytes, text
 from dcp_nvcomp.errors import CodecUnavailableError
 
-__all__ = ["ANS_DATA_TYPES", "Ans"]
-
 # nvCOMP's data_type for each element type: the coder models symbols of that width. It has no name for bfloat16.
 ANS_DATA_TYPES = {
     "float16": "<f2",

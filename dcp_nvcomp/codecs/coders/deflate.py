@@ -11,8 +11,6 @@ from dcp_nvcomp.codecs.coders.zstd import DEFAULT_SLICE_NBYTES
 from dcp_nvcomp.codecs.configuration import slice_nbytes
 from dcp_nvcomp.errors import CorruptDataError
 
-__all__ = ["Deflate"]
-
 
 @dataclass(frozen=True)
 class Deflate(Coder):

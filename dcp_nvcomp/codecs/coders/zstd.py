@@ -15,8 +15,6 @@ from dcp_nvcomp.codecs.base import Coder, SliceDecoder, SliceEncoder, check_slic
 from dcp_nvcomp.codecs.configuration import slice_nbytes
 from dcp_nvcomp.errors import CorruptDataError
 
-__all__ = ["DEFAULT_SLICE_NBYTES", "Zstd"]
-
 # One zstd block is at most 128 KiB, so longer slices gain nothing on the CPU; on the GPU slices run in parallel.
 DEFAULT_SLICE_NBYTES = 128 << 10
 

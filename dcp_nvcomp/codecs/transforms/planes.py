@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from reprlib import repr as shown
 from typing import Any, ClassVar
 
 import numpy as np
 
 from dcp_nvcomp.codecs.base import FLAG_NEGATIVE, FLAG_PACKED_REST, U8, ArrayToBytes, Plane
-from dcp_nvcomp.codecs.configuration import integer, shown
+from dcp_nvcomp.codecs.configuration import integer
 from dcp_nvcomp.codecs.dtypes import ElementType
 from dcp_nvcomp.codecs.scratch import ScratchArrays
 from dcp_nvcomp.errors import ConfigurationError, FormatError
@@ -24,8 +25,6 @@ try:
     from dcp_nvcomp.codecs.transforms import _planes as kernels
 except ImportError:
     from dcp_nvcomp.codecs.transforms import planes_numpy as kernels  # type: ignore[no-redef]
-
-__all__ = ["PLANE_NAMES", "Planes"]
 
 PLANE_NAMES = ("low", "rest", "exponent")
 

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["merge_floats", "pack_rest", "split_floats", "unpack_rest"]
-
 U8 = npt.NDArray[np.uint8]
 U16 = npt.NDArray[np.uint16]
 
@@ -34,21 +32,7 @@ def _high_halves(block: U8, width: int, tile: slice) -> U16:
 
 
 def split_floats(block: U8, width: int, low: U8 | None, rest: U8, exponent: U8) -> int:
-    """Split floats into planes.
-
-    Args:
-        block: n floats of `width` bytes: their bytes, contiguous.
-        width: 2, 4 or 8.
-        low: receives all but the top two bytes of each float; None if there are no others.
-        rest: receives n bytes: the sign and the seven lowest of the top 16 bits.
-        exponent: receives n bytes: the eight bits below the sign.
-
-    Returns:
-        The signs that were seen: 1 for a positive one, plus 2 for a negative one.
-
-    Raises:
-        ValueError: the sizes do not fit together.
-    """
+    """Split floats into planes."""
     _check(block, width, low, rest, exponent)
     seen = 0
     for tile in _tiles(exponent.size):
@@ -71,11 +55,7 @@ def split_floats(block: U8, width: int, low: U8 | None, rest: U8, exponent: U8) 
 
 
 def merge_floats(block: U8, width: int, low: U8 | None, rest: U8, exponent: U8) -> None:
-    """Put floats together again: `block` receives what `split_floats` took apart.
-
-    Raises:
-        ValueError: the sizes do not fit together.
-    """
+    """Put floats together again: `block` receives what `split_floats` took apart."""
     _check(block, width, low, rest, exponent)
     for tile in _tiles(exponent.size):
         high = exponent[tile].astype(np.uint16)
@@ -123,16 +103,7 @@ def pack_rest(rest: U8) -> None:
 
 
 def unpack_rest(packed: U8, rest: U8, is_negative: bool) -> None:
-    """Unpack what `pack_rest` packed.
-
-    Args:
-        packed: n - n // 8 bytes.
-        rest: receives n bytes: seven bits, and the sign.
-        is_negative: the sign of all of them.
-
-    Raises:
-        ValueError: the sizes do not fit together.
-    """
+    """Unpack what `pack_rest` packed."""
     eighth = rest.size // 8
     if packed.size != rest.size - eighth:
         raise ValueError("The packed plane is not that of this block.")

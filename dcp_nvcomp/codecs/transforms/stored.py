@@ -11,8 +11,6 @@ import numpy as np
 from dcp_nvcomp.codecs.base import U8, ArrayToBytes, Plane
 from dcp_nvcomp.codecs.scratch import ScratchArrays
 
-__all__ = ["Bytes"]
-
 
 @dataclass(frozen=True)
 class Bytes(ArrayToBytes):

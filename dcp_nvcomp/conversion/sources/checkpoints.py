@@ -15,19 +15,12 @@ from dcp_nvcomp.reading.checkpoint import Checkpoint, open_checkpoint
 from dcp_nvcomp.reading.stored_tensor import StoredTensor
 from dcp_nvcomp.storage.open import place_of
 
-__all__ = ["CheckpointSource"]
-
 # What is read is written soon, and less memory than a load may take is enough for that.
 _HOST_MEMORY_NBYTES = 64 << 20
 
 
 class CheckpointSource(Source):
-    """A checkpoint, whatever its number of ranks.
-
-    Args:
-        path: a local path or any fsspec URL.
-        storage_options: for the fsspec filesystem.
-    """
+    """A checkpoint, whatever its number of ranks."""
 
     def __init__(self, path: str, **storage_options: Any) -> None:
         self._place = place_of(path)

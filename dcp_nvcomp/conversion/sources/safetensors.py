@@ -26,23 +26,9 @@ from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.storage.base import Filesystem, check_relative_path
 from dcp_nvcomp.storage.open import open_filesystem, place_of
 
-__all__ = ["SafetensorsSource"]
-
 
 class SafetensorsSource(Source):
-    """A safetensors file, or a directory of such files.
-
-    Args:
-        path: a local path or any fsspec URL; of a directory, all files that its index names, or that end in
-            `.safetensors` if there is no index.
-        storage_options: for the fsspec filesystem.
-
-    Raises:
-        CheckpointNotFoundError: there is no such file.
-        IncompleteCheckpointError: a conversion to the directory was cut off.
-        CorruptDataError: a file is no safetensors file.
-        CheckpointError: two files have the same key.
-    """
+    """A safetensors file, or a directory of such files."""
 
     def __init__(self, path: str, **storage_options: Any) -> None:
         self._path = without_secrets(path)

@@ -35,8 +35,6 @@ from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.open import open_filesystem, place_of
 
-__all__ = ["TorchFileSource"]
-
 _FETCH_NBYTES = 16 << 20
 # Beyond both of these a file is refused: expanded tensors are common, but in such proportions an accident or worse.
 _MOST_EXPANDED_NBYTES = 1 << 30
@@ -44,17 +42,7 @@ _MOST_EXPANSION = 16
 
 
 class TorchFileSource(Source):
-    """A file of `torch.save`.
-
-    Args:
-        path: a local path or any fsspec URL.
-        storage_options: for the fsspec filesystem.
-
-    Raises:
-        CheckpointNotFoundError: there is no such file.
-        UnsafeObjectError: it needs more than `weights_only=True` loads.
-        CorruptDataError: it is no file of `torch.save`.
-    """
+    """A file of `torch.save`."""
 
     def __init__(self, path: str, **storage_options: Any) -> None:
         self._path = without_secrets(path)

@@ -34,8 +34,6 @@ from dcp_nvcomp.storage.base import Filesystem, storage_errors
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.open import open_filesystem, place_of
 
-__all__ = ["is_name_of_checkpoint", "write_dcp", "write_ours"]
-
 _HOST_MEMORY_NBYTES = 48 << 20
 _UPLOAD_NBYTES = 16 << 20
 _STOCK_FILE_NBYTES = 64 << 20
@@ -123,16 +121,7 @@ class _StockSave:
         self.names: list[str] = []
 
     def run(self, directory: str, temporary: str, path: str) -> bytes:
-        """Write the data files.
-
-        Args:
-            directory: where they go.
-            temporary: a directory for files that are not needed afterwards.
-            path: what the checkpoint says of its place.
-
-        Returns:
-            What `.metadata` is to be.
-        """
+        """Write the data files."""
         writer, planner = FileSystemWriter(directory, thread_count=1), self._planner
         planner.set_up_planner({}, is_coordinator=True)
         plans, metadata = planner.create_global_plan(_parts(planner.create_local_plan()))

@@ -32,17 +32,9 @@ from dcp_nvcomp.conversion.entries import ObjectEntry, TensorEntry, paths_in_ord
 from dcp_nvcomp.format.blocks import Box
 from dcp_nvcomp.format.metadata.paths import paths_to_store
 
-__all__ = ["ConvertingPlanner"]
-
 
 class ConvertingPlanner(SavePlanner):
-    """Plans and provides entries of a source.
-
-    Args:
-        entries: what to save.
-        has_keys: whether their paths have the keys of dicts as they were.
-        moved: called with the size of each piece that was read.
-    """
+    """Plans and provides entries of a source."""
 
     def __init__(
         self, entries: Sequence[TensorEntry | ObjectEntry], moved: Callable[[int], None], *, has_keys: bool

@@ -32,8 +32,6 @@ from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.open import open_filesystem
 from dcp_nvcomp.storage.temporary import published_name
 
-__all__ = ["write_safetensors"]
-
 
 @dataclass(frozen=True)
 class _File:
@@ -62,23 +60,7 @@ def write_safetensors(
     overwrite: bool,
     storage_options: Mapping[str, Any],
 ) -> None:
-    """Write tensors as safetensors.
-
-    Args:
-        path: of a file, if it ends in `.safetensors`, else of a directory.
-        entries: the tensors.
-        moved: called with the size of each piece.
-        source: what tells the source from others, and from a later one at the same place.
-        max_shard_nbytes: how large a file of a directory may be, unless it holds a single tensor.
-        overwrite: True if files may be replaced.
-        storage_options: for the fsspec filesystem.
-
-    Raises:
-        ConfigurationError: the format has no Python objects, and not every dtype.
-        CheckpointExistsError: there is such a file, and it may not be replaced.
-        ConcurrentSaveError: another conversion writes to the directory.
-        StorageError: it can't be written.
-    """
+    """Write tensors as safetensors."""
     tensors = _tensors(entries)
     if path.endswith(".safetensors"):
         directory, name = parent_and_name(path)

@@ -14,8 +14,6 @@ from dcp_nvcomp.errors import CheckpointExistsError
 from dcp_nvcomp.storage.base import OutputStream
 from dcp_nvcomp.storage.open import open_filesystem
 
-__all__ = ["write_torch"]
-
 
 def write_torch(
     path: str,
@@ -25,13 +23,7 @@ def write_torch(
     overwrite: bool,
     storage_options: Mapping[str, Any],
 ) -> None:
-    """Write a file of `torch.save` with nested dicts and lists; it appears, or is replaced, once it is complete.
-
-    Raises:
-        CheckpointExistsError: there is such a file, and it may not be replaced.
-        UnsafeObjectError: an object would run code when it is loaded.
-        StorageError: it can't be written.
-    """
+    """Write a file of `torch.save` with nested dicts and lists; it appears, or is replaced, once it is complete."""
     directory, name = parent_and_name(path)
     filesystem = open_filesystem(directory, storage_options=storage_options)
     try:

@@ -19,8 +19,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-__all__ = ["ALIGNMENT_NBYTES", "Arena", "Piece"]
-
 # As cudaMalloc aligns at least; nvCOMP wants its scratch memory aligned to 256 at most.
 ALIGNMENT_NBYTES: Final = 512
 _LEAST_NBYTES: Final = 4096
@@ -80,10 +78,6 @@ class Arena:
 
     What the device did not have is asked for again only after `retry`: a request that fails makes torch's allocator
     give back all that it keeps for others, and would be made for every batch.
-
-    Args:
-        allocate: reserves so many bytes of device memory as a uint8 tensor; raises torch.OutOfMemoryError.
-        return_memory: called after memory was given back: has the allocator below return it to the device.
     """
 
     def __init__(self, allocate: Callable[[int], Tensor], return_memory: Callable[[], None] = lambda: None) -> None:
@@ -150,11 +144,7 @@ class Arena:
                 self._refused_nbytes = nbytes
 
     def take(self, nbytes: int) -> Piece:
-        """Return memory, its address a multiple of `ALIGNMENT_NBYTES`.
-
-        Raises:
-            torch.OutOfMemoryError: there is not so much left.
-        """
+        """Return memory, its address a multiple of `ALIGNMENT_NBYTES`."""
         room = _rounded(max(nbytes, 1))
         capacity_nbytes = self.capacity_nbytes
         start = None if self._region is None else self._region.take(room)

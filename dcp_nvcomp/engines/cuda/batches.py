@@ -15,25 +15,6 @@ import numpy.typing as npt
 from dcp_nvcomp.codecs.base import ALIGNMENT_NBYTES, ArrayToBytes, CodecChain, Coder, padded
 from dcp_nvcomp.codecs.transforms.planes import PLANE_NAMES, Planes
 
-__all__ = [
-    "I64",
-    "THREADS",
-    "TILE_NBYTES",
-    "BlockLayout",
-    "Layouts",
-    "Pieces",
-    "RowTable",
-    "block_table",
-    "copy_table",
-    "fitting",
-    "join_pieces",
-    "number_coders",
-    "padded_nbytes",
-    "size_classes",
-    "split_width",
-    "starts_of",
-]
-
 I64 = npt.NDArray[np.int64]
 
 # The kernels are compiled with these: threads of a thread block, and how much of a row one thread block works on.
@@ -60,15 +41,7 @@ def _row_table(columns: Sequence[I64], more: Sequence[I64], lengths: I64) -> Row
 
 
 def block_table(data: I64, nbytes: I64, width: I64, flags: I64, planes: I64) -> RowTable:
-    """Return the table of inspect_blocks, split_blocks and merge_blocks.
-
-    Args:
-        data: addresses of the blocks.
-        nbytes: their lengths.
-        width: bytes of one float, 1 where elements are not split.
-        flags: the blocks' flags; for split, whether the rest plane may be packed.
-        planes: addresses of the planes `low`, `rest` and `exponent`, shape (blocks, 3).
-    """
+    """Return the table of inspect_blocks, split_blocks and merge_blocks."""
     return _row_table([data, nbytes, width, flags], list(planes.T), nbytes)
 
 
@@ -151,11 +124,7 @@ def _layout(chain: CodecChain, nbytes: int, flags: int, every_plane: bool) -> Bl
 
 
 class Layouts:
-    """Layouts, remembered: almost all blocks of a record have one of two.
-
-    Args:
-        every_plane: whether stored planes get a place in scratch memory too, as encoding needs.
-    """
+    """Layouts, remembered: almost all blocks of a record have one of two."""
 
     def __init__(self, *, every_plane: bool) -> None:
         self._every_plane = every_plane
@@ -215,16 +184,7 @@ def number_coders(chains: Sequence[CodecChain]) -> tuple[dict[Coder, int], I64]:
 
 
 def size_classes(lengths: I64, slice_nbytes: int) -> list[tuple[int, I64]]:
-    """Slices grouped by length, as nvCOMP wants output room for the longest input of a batch behind each of them.
-
-    Args:
-        lengths: of the slices, each from 1 to `slice_nbytes`.
-        slice_nbytes: of the coder.
-
-    Returns:
-        For each group the length that none of it exceeds, and the numbers of its slices. Within a group no length is
-        under a quarter of that bound, or the bound is small.
-    """
+    """Slices grouped by length, as nvCOMP wants output room for the longest input of a batch behind each of them."""
     remaining = np.arange(lengths.size)
     groups: list[tuple[int, I64]] = []
     ceiling = slice_nbytes

@@ -30,8 +30,6 @@ from dcp_nvcomp.engines.cuda.device import Device
 from dcp_nvcomp.engines.cuda.support import nvcomp_version
 from dcp_nvcomp.errors import UnsupportedVersionError
 
-__all__ = ["Decoding", "Frames", "NvcompCoders", "is_served", "stamped_chain"]
-
 
 @dataclass(frozen=True)
 class _EncodedGroup:
@@ -52,9 +50,6 @@ class _EncodedGroup:
 
 class Frames:
     """Frames of slices, encoded or under way, each in a slot of its own.
-
-    Args:
-        lengths: of the slices.
 
     Attributes:
         addresses: address of each slice's frame; 0 for a slice that nvCOMP was not given.
@@ -91,13 +86,7 @@ class Frames:
 
 
 class Decoding:
-    """Slices while they are decoded.
-
-    Args:
-        batch: nvCOMP's, of the slices.
-        used: what must live until the work is done: nvCOMP's tables of the frames, and its configuration.
-        lengths: how long the slices must become.
-    """
+    """Slices while they are decoded."""
 
     def __init__(self, batch: Any, used: tuple[Any, ...], lengths: I64) -> None:
         self._batch = batch
@@ -201,11 +190,7 @@ def stamped_chain(chain: CodecChain) -> CodecChain:
 
 
 class NvcompCoders:
-    """nvCOMP codecs on a device's stream, made when first needed.
-
-    Args:
-        device: the device that runs them.
-    """
+    """nvCOMP codecs on a device's stream, made when first needed."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -221,11 +206,7 @@ class NvcompCoders:
         return str(self._device.nvcomp.__version__)
 
     def check_decodable(self, coder: Coder | None) -> None:
-        """Refuse what this nvCOMP can't decode: ANS changes from one major version to the next.
-
-        Raises:
-            UnsupportedVersionError: another major version wrote it.
-        """
+        """Refuse what this nvCOMP can't decode: ANS changes from one major version to the next."""
         version = None if coder is None else _algorithm(coder).version
         if version is not None and version.split(".")[0] != self.version.split(".")[0]:
             wrote = version or "(version not recorded)"
@@ -258,17 +239,7 @@ class NvcompCoders:
         return self._decode_workspace[_algorithm(coder).kind].nbytes(int(lengths.sum()), lengths.size)
 
     def encode(self, coder: Coder, scratch: Tensor, places: I64, lengths: I64) -> Frames:
-        """Start to encode slices.
-
-        Args:
-            coder: the coder.
-            scratch: the memory in which the slices lie.
-            places: where each begins in it, multiples of 16.
-            lengths: how long each is, at least 1.
-
-        Returns:
-            Their frames.
-        """
+        """Start to encode slices."""
         frames = Frames(lengths)
         algorithm = _algorithm(coder)
         assert algorithm.version in (None, self.version)
@@ -288,20 +259,7 @@ class NvcompCoders:
     def decode(
         self, coder: Coder, encoded: Tensor, at: I64, nbytes: I64, scratch: Tensor, places: I64, lengths: I64
     ) -> Decoding:
-        """Start to decode slices.
-
-        Args:
-            coder: the coder.
-            encoded: the memory in which the frames lie.
-            at: where each begins in it, multiples of 16.
-            nbytes: how long each is.
-            scratch: memory that receives the slices.
-            places: where each begins in it, multiples of 16.
-            lengths: how long each must become.
-
-        Returns:
-            The work under way.
-        """
+        """Start to decode slices."""
         codec, config = self._codec(coder), self._decompress_config(coder, lengths)
         source, target = self._batch(encoded, at, nbytes), self._batch(scratch, places, lengths)
         with self._learning(self._decode_workspace, _algorithm(coder).kind, lengths):

@@ -21,15 +21,9 @@ from dcp_nvcomp.engines.cuda.decode import DecodeJob
 from dcp_nvcomp.engines.cuda.encode import EncodeJob
 from dcp_nvcomp.errors import CheckpointError, CodecUnavailableError, CorruptDataError
 
-__all__ = ["CopyingEngine"]
-
 
 class CopyingEngine:
-    """Encodes and decodes blocks of any device on the CPU. Not for several threads at once.
-
-    Args:
-        reason: why the GPU's own engine does not do it, for the error of a codec that only a GPU runs.
-    """
+    """Encodes and decodes blocks of any device on the CPU. Not for several threads at once."""
 
     def __init__(self, reason: str = "") -> None:
         self.reason = reason
@@ -45,11 +39,7 @@ class CopyingEngine:
         return encoded
 
     def encode_block(self, job: EncodeJob, out: memoryview) -> EncodedBlock:
-        """Encode a block to the start of `out`.
-
-        Raises:
-            CodecUnavailableError: only a GPU runs its codec, or the GPU does not even copy.
-        """
+        """Encode a block to the start of `out`."""
         self._check(job.chain)
         with self._copies(job.tensors[0].device):
             if job.ready is not None:
@@ -63,12 +53,7 @@ class CopyingEngine:
             self.place(self.decoded(job, verify=verify), job)
 
     def decoded(self, job: DecodeJob, *, verify: str) -> U8:
-        """Return a decoded block in host memory.
-
-        Raises:
-            CorruptDataError: it does not decode, or a CRC does not match.
-            CodecUnavailableError: only a GPU runs its codec.
-        """
+        """Return a decoded block in host memory."""
         self._check(job.chain)
         host = np.empty(job.out.numel(), np.uint8)
         try:

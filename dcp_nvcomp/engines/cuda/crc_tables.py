@@ -9,8 +9,6 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["power_table", "stride_table"]
-
 U32 = npt.NDArray[np.uint32]
 
 POLYNOMIAL = 0x82F63B78
@@ -28,11 +26,7 @@ def _multiply(a: int, b: U32) -> U32:
 
 
 def power_table() -> U32:
-    """x^(8 d 256^k) for k from 0 to 3 and d from 0 to 255, so that any 32-bit count of zero bytes is four products.
-
-    Returns:
-        An array of shape (4, 256).
-    """
+    """x^(8 d 256^k) for k from 0 to 3 and d from 0 to 255, so that any 32-bit count of zero bytes is four products."""
     table = np.empty((4, 256), np.uint32)
     base = _X8
     for row in table:
@@ -48,11 +42,7 @@ def power_table() -> U32:
 
 
 def stride_table(nbytes: int) -> U32:
-    """For each of a register's four bytes, what its 256 values become once `nbytes` zero bytes are appended.
-
-    Returns:
-        An array of shape (4, 256); a register's image is the exclusive or of one value from each row.
-    """
+    """For each of a register's four bytes, what its 256 values become once `nbytes` zero bytes are appended."""
     powers = power_table()
     factor = np.array([1 << 31], np.uint32)
     for k in range(4):

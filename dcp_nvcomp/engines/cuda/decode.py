@@ -42,8 +42,6 @@ from dcp_nvcomp.engines.cuda.frame_checks import frame_faults
 from dcp_nvcomp.engines.cuda.slice_coders import DeviceCoders, SliceDecoding
 from dcp_nvcomp.errors import CorruptDataError
 
-__all__ = ["BatchDecoder", "DecodeJob", "Doubt", "JobChecks", "read_crcs", "start_crcs"]
-
 Bools = npt.NDArray[np.bool_]
 
 _OVERHEAD_NBYTES = 2048
@@ -108,9 +106,6 @@ class JobChecks:
 
         With `verify="off"` too: what a decoder on a GPU does with other bytes than an encoder wrote is not defined, and
         a fault there ends all work of the process on that GPU.
-
-        Raises:
-            CorruptDataError: its CRC fails, or its lengths or flags make no sense.
         """
         if checksum(job.data) != job.row.encoded_crc:
             _refuse(job, "The stored bytes fail their CRC: the file is corrupt.")
@@ -171,12 +166,7 @@ class Doubt:
 
 
 class BatchDecoder:
-    """Decodes batches on a device.
-
-    Args:
-        device: the device.
-        coders: the coders on it.
-    """
+    """Decodes batches on a device."""
 
     def __init__(self, device: Device, coders: DeviceCoders) -> None:
         self._device = device
@@ -206,11 +196,7 @@ class BatchDecoder:
         return cost
 
     def decode(self, jobs: Sequence[DecodeJob]) -> dict[int, Doubt]:
-        """Decode a batch of checked blocks.
-
-        Returns:
-            The numbers of the blocks that did not come out right, and what was seen of each.
-        """
+        """Decode a batch of checked blocks."""
         with self._device.session([job.out for job in jobs]):
             encoded, encoded_starts = self._fetch(jobs)
             scratch = self._device.arena.empty(self.scratch_nbytes(jobs))
@@ -223,17 +209,7 @@ class BatchDecoder:
     def decode_on_device(
         self, jobs: Sequence[DecodeJob], encoded: Tensor, starts: I64, scratch: Tensor
     ) -> dict[int, Doubt]:
-        """Decode blocks that are in device memory already; only inside a session.
-
-        Args:
-            jobs: the blocks, whose `data` is not looked at.
-            encoded: the encoded blocks.
-            starts: where each begins in it, multiples of 16.
-            scratch: memory that may be written to, at least `scratch_nbytes(jobs)`.
-
-        Returns:
-            As `decode`.
-        """
+        """Decode blocks that are in device memory already; only inside a session."""
         layouts = [self._layout(job) for job in jobs]
         pieces = join_pieces(layouts)
         scratch_starts = starts_of(np.array([layout.scratch_nbytes for layout in layouts], np.int64))

@@ -25,17 +25,6 @@ from dcp_nvcomp.engines.cuda.nvcomp_memory import NvcompMemory, installed_memory
 from dcp_nvcomp.engines.cuda.support import cuda_unavailable_reason, load_cupy, load_nvcomp
 from dcp_nvcomp.errors import CodecUnavailableError
 
-__all__ = [
-    "KERNEL_OPTIONS",
-    "CudaDevice",
-    "Device",
-    "Kernels",
-    "LaunchedKernels",
-    "free_memory_nbytes",
-    "host_tensor",
-    "kernel_source",
-]
-
 KERNEL_OPTIONS = ("-std=c++17", f"-DTHREADS={THREADS}", f"-DTILE_NBYTES={TILE_NBYTES}")
 
 # Starts a kernel on the device's stream: its name, how many thread blocks, the addresses and numbers that it is given.
@@ -101,10 +90,6 @@ class Device(Protocol):
 
         At its end, also by an exception, all work is complete: results are in host memory, and no kernel reads the
         caller's memory any more.
-
-        Args:
-            tensors: the caller's device memory that the work uses.
-            after: the events that it waits for; without any it waits for what the current stream has under way.
         """
 
     def current(self) -> AbstractContextManager[object]:
@@ -121,12 +106,7 @@ class Device(Protocol):
 
 
 class LaunchedKernels:
-    """The kernels, given their tables in device memory.
-
-    Args:
-        torch_device: device that receives the tables.
-        launch: starts a kernel.
-    """
+    """The kernels, given their tables in device memory."""
 
     def __init__(self, torch_device: torch.device, launch: Launch) -> None:
         self._device = torch_device
@@ -169,14 +149,7 @@ def free_memory_nbytes() -> int | None:
 
 
 class CudaDevice:
-    """An NVIDIA GPU through torch, CuPy and nvCOMP.
-
-    Args:
-        device: a CUDA device.
-
-    Raises:
-        CodecUnavailableError: something of it is not here.
-    """
+    """An NVIDIA GPU through torch, CuPy and nvCOMP."""
 
     def __init__(self, device: torch.device) -> None:
         reason = cuda_unavailable_reason()

@@ -40,8 +40,6 @@ from dcp_nvcomp.engines.cuda.decode import BatchDecoder, DecodeJob, JobChecks, r
 from dcp_nvcomp.engines.cuda.device import Device
 from dcp_nvcomp.engines.cuda.slice_coders import DeviceCoders, SliceFrames
 
-__all__ = ["BatchEncoder", "EncodeJob", "EncodedBatch"]
-
 # Tables, results and the allocator's rounding, for each block.
 _OVERHEAD_NBYTES = 2048
 # The check begins each block at a multiple of this, and spoils one byte in so many of what was there.
@@ -73,11 +71,7 @@ class EncodeJob:
         return len(self.tensors) == 1 and self.tensors[0].is_contiguous()
 
     def bytes(self, empty: Callable[[int], Tensor]) -> Tensor:
-        """Return the block as a contiguous uint8 tensor: a view if possible, else a copy.
-
-        Args:
-            empty: returns memory for the copy, aligned to its elements.
-        """
+        """Return the block as a contiguous uint8 tensor: a view if possible, else a copy."""
         if self.is_run:
             return self.tensors[0].reshape(-1).view(torch.uint8)
         copy, start = empty(self.nbytes), 0
@@ -112,13 +106,7 @@ class EncodedBatch:
 
 
 class BatchEncoder:
-    """Encodes batches on a device.
-
-    Args:
-        device: the device.
-        coders: the coders on it.
-        decoder: decodes each batch again, to check it; None to trust it.
-    """
+    """Encodes batches on a device."""
 
     def __init__(self, device: Device, coders: DeviceCoders, decoder: BatchDecoder | None) -> None:
         self._device = device
@@ -152,15 +140,7 @@ class BatchEncoder:
         return cost if self._decoder is None else cost + nbytes
 
     def encode(self, jobs: Sequence[EncodeJob], out: memoryview) -> EncodedBatch:
-        """Encode a batch.
-
-        Args:
-            jobs: the blocks.
-            out: host memory that the encoded blocks are put into, without gaps, in any order.
-
-        Returns:
-            The encoded blocks, views of `out`.
-        """
+        """Encode a batch."""
         order = sorted(range(len(jobs)), key=lambda index: jobs[index].chain.array_to_bytes.is_plain)
         encoded, wrong = self._encode([jobs[index] for index in order], out)
         in_order = dict(zip(order, encoded, strict=True))

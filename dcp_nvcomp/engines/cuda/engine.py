@@ -26,7 +26,6 @@ from torch import Tensor
 from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.encoded import EncodedBlock, checksum
 from dcp_nvcomp.engines.cuda.batches import padded_nbytes, starts_of
-from dcp_nvcomp.engines.cuda.coders import stamped_chain
 from dcp_nvcomp.engines.cuda.copying import CopyingEngine
 from dcp_nvcomp.engines.cuda.decode import BatchDecoder, DecodeJob, Doubt, JobChecks
 from dcp_nvcomp.engines.cuda.device import CudaDevice, Device
@@ -34,22 +33,9 @@ from dcp_nvcomp.engines.cuda.encode import BatchEncoder, EncodeJob
 from dcp_nvcomp.engines.cuda.engine_memory import EngineMemory
 from dcp_nvcomp.engines.cuda.fallback import FallBack
 from dcp_nvcomp.engines.cuda.health import DeviceHealth
-from dcp_nvcomp.engines.cuda.interface import BlockEngine, EnginePolicy
+from dcp_nvcomp.engines.cuda.interface import EnginePolicy
 from dcp_nvcomp.engines.cuda.slice_coders import DECODE, ENCODE, DeviceCoders
-from dcp_nvcomp.engines.cuda.support import cuda_unavailable_reason
 from dcp_nvcomp.errors import CheckpointError, CorruptDataError
-
-__all__ = [
-    "BlockEngine",
-    "CudaEngine",
-    "DecodeJob",
-    "EncodeJob",
-    "EnginePolicy",
-    "JobChecks",
-    "cuda_unavailable_reason",
-    "stamped_chain",
-]
-
 
 T = TypeVar("T")
 
@@ -61,19 +47,10 @@ class CudaEngine:
     CPU engine, with one warning. So is a block that came out wrong. Blocks of codecs that it does not know are always
     left to the CPU engine.
 
-    Args:
-        device: the CUDA device of the blocks.
-        policy: see `EnginePolicy`.
-        health: what is known of the device.
-        backend: what the engine runs on; by default CuPy and nvCOMP on `device`.
-
     Attributes:
         health: what is known of the device.
         coders: the device's coders.
         memory: its device memory.
-
-    Raises:
-        CodecUnavailableError: there is no such device, or a package is missing.
     """
 
     def __init__(
@@ -102,19 +79,7 @@ class CudaEngine:
         self._encoder = BatchEncoder(self._device, self.coders, self._decoder if policy.check_encodes else None)
 
     def encode(self, jobs: Sequence[EncodeJob], out: memoryview) -> list[EncodedBlock]:
-        """Encode blocks.
-
-        Args:
-            jobs: the blocks, of any chains.
-            out: host memory, pinned if it is to be fast; at least the sum of `chain.max_encoded_nbytes` of the blocks.
-
-        Returns:
-            The encoded blocks, all there; they fill `out` from its start without gaps, in any order.
-
-        Raises:
-            CodecUnavailableError: the GPU can't encode a block with ANS, which only it can; or it fails, and the CPU
-                may not take over.
-        """
+        """Encode blocks."""
         served = _served([job.chain for job in jobs], self.coders.encodes)
         encoded = dict(zip(served, self._encode_served([jobs[at] for at in served], out), strict=True))
         position = sum(block.data.nbytes for block in encoded.values())
@@ -171,18 +136,7 @@ class CudaEngine:
         return done.blocks
 
     def decode(self, jobs: Sequence[DecodeJob], *, verify: str) -> None:
-        """Decode blocks; returns once all of them are complete.
-
-        Args:
-            jobs: the blocks.
-            verify: `"stored"`, `"full"` or `"off"`, which is as `"stored"` here.
-
-        Raises:
-            CorruptDataError: a CRC does not match, or bytes do not decode to exactly the block's size.
-            UnsupportedVersionError: a block's ANS is of another version of nvCOMP.
-            CodecUnavailableError: the GPU can't decode a block of ANS, which only it can; or it fails, and the CPU may
-                not take over.
-        """
+        """Decode blocks; returns once all of them are complete."""
         for job in jobs:
             self._checks.check(job)
         self.decode_checked(jobs, verify=verify)
@@ -239,11 +193,7 @@ class CudaEngine:
         return True
 
     def _was_wrong(self, job: DecodeJob, doubt: Doubt, verify: str) -> bool:
-        """Have the CPU decode a doubtful block; True if it comes to something else than the GPU did.
-
-        Raises:
-            CorruptDataError: it is the block that is corrupt.
-        """
+        """Have the CPU decode a doubtful block; True if it comes to something else than the GPU did."""
         if job.chain.needs_gpu:
             raise CorruptDataError(doubt.what, path=job.path, fqn=job.fqn, byte_range=job.byte_range)
         host = self._copying.decoded(job, verify=verify)
@@ -270,17 +220,7 @@ class CudaEngine:
 
     @contextmanager
     def scratch(self, jobs: Sequence[DecodeJob]) -> Iterator[Sequence[DecodeJob] | None]:
-        """Lend memory for decoded blocks, beside which they can be decoded within the budget.
-
-        Args:
-            jobs: checked blocks; of `out` only the length matters.
-
-        Yields:
-            The same blocks with destinations, valid until the end; None if there is no memory for all of them.
-
-        Raises:
-            CodecUnavailableError: there is none for a block alone, and the CPU may not take over.
-        """
+        """Lend memory for decoded blocks, beside which they can be decoded within the budget."""
         starts = starts_of(padded_nbytes(np.array([job.out.numel() for job in jobs], np.int64))).tolist()
         memory, unusable = None, self.health.unusable
         if unusable is None:

@@ -15,15 +15,9 @@ from torch import Tensor
 from dcp_nvcomp.engines.cuda.batches import fitting
 from dcp_nvcomp.engines.cuda.device import Device
 
-__all__ = ["EngineMemory"]
-
 
 class EngineMemory:
-    """Memory of an engine. Only `retry` may be called by several threads at once.
-
-    Args:
-        device: what the engine runs on.
-    """
+    """Memory of an engine. Only `retry` may be called by several threads at once."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -39,11 +33,7 @@ class EngineMemory:
             self._arena.set_limit(nbytes)
 
     def reserve(self) -> None:
-        """Reserve what the budget allows, or what there is of it.
-
-        Raises:
-            torch.OutOfMemoryError: there is nothing, whatever the driver calls it.
-        """
+        """Reserve what the budget allows, or what there is of it."""
         try:
             with self._device.current():
                 nbytes = self._arena.capacity_nbytes
@@ -67,15 +57,7 @@ class EngineMemory:
         return count
 
     def take_scratch(self, nbytes: int, costs: Sequence[int]) -> Tensor:
-        """Return memory for decoded blocks, beside which each can be decoded.
-
-        Args:
-            nbytes: its size.
-            costs: what decoding takes, for each block.
-
-        Raises:
-            torch.OutOfMemoryError: there is not so much; for several blocks, within the budget.
-        """
+        """Return memory for decoded blocks, beside which each can be decoded."""
         need_nbytes = nbytes + max(costs)
         with self._device.current():
             if len(costs) == 1:

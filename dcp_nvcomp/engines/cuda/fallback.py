@@ -8,16 +8,9 @@ from dcp_nvcomp.engines.cuda.interface import EnginePolicy
 from dcp_nvcomp.engines.cuda.slice_coders import refusal_of
 from dcp_nvcomp.errors import CodecUnavailableError
 
-__all__ = ["FallBack"]
-
 
 class FallBack:
-    """What one save or load allows. Each method raises CodecUnavailableError if that rules the CPU engine out.
-
-    Args:
-        health: what is known of the device.
-        policy: see `EnginePolicy`.
-    """
+    """What one save or load allows. Each method raises CodecUnavailableError if that rules the CPU engine out."""
 
     def __init__(self, health: DeviceHealth, policy: EnginePolicy) -> None:
         self._health = health

@@ -25,8 +25,6 @@ from dcp_nvcomp.codecs.coders.deflate import Deflate
 from dcp_nvcomp.codecs.coders.zstd import Zstd
 from dcp_nvcomp.engines.cuda.batches import I64
 
-__all__ = ["frame_faults"]
-
 U8 = npt.NDArray[np.uint8]
 Bools = npt.NDArray[np.bool_]
 
@@ -70,15 +68,7 @@ _BIT_LENGTHS = _table(*(byte.bit_length() for byte in range(256)))
 
 
 def frame_faults(coder: Coder, memory: U8, starts: I64, nbytes: I64, lengths: I64) -> dict[int, str]:
-    """Return the numbers of the frames that a GPU must not see, and what is wrong with each.
-
-    Args:
-        coder: the coder of the frames. Nothing is known of the frames of others than Zstd and Deflate.
-        memory: host memory in which the frames lie, 1-D.
-        starts: where each frame begins in it.
-        nbytes: how long each is.
-        lengths: how long each must become.
-    """
+    """Return the numbers of the frames that a GPU must not see, and what is wrong with each."""
     frames = _Frames(memory, starts, nbytes, lengths)
     if starts.size and isinstance(coder, Zstd):
         _check_zstd(frames)
@@ -213,28 +203,14 @@ def _zstd_frame_headers(frames: _Frames) -> tuple[I64, I64, I64]:
 
 
 class _Blocks:
-    """Compressed zstd blocks, at most one of each frame.
-
-    Args:
-        frames: the frames.
-        numbers: the number of each block's frame.
-        begin: where each block's content begins.
-        stop: where it ends.
-        limit: how much may come out of it.
-    """
+    """Compressed zstd blocks, at most one of each frame."""
 
     def __init__(self, frames: _Frames, numbers: I64, begin: I64, stop: I64, limit: I64) -> None:
         self._frames, self._numbers = frames, numbers
         self._begin, self._stop, self._limit = begin, stop, limit
 
     def check(self, header: I64, has_table: Bools, has_sequences: Bools) -> tuple[I64, I64]:
-        """Check the blocks, and return the least and the most that can come out of each.
-
-        Args:
-            header: the first five bytes of each.
-            has_table: of each frame, True if an earlier block had a Huffman table; updated.
-            has_sequences: of each frame, True if an earlier block had sequences; updated.
-        """
+        """Check the blocks, and return the least and the most that can come out of each."""
         kind, form = header & 3, header & 15
         is_huffman = kind >= 2
         nbits = _LITERALS_NBITS[form]

@@ -13,8 +13,6 @@ from typing import Final
 from dcp_nvcomp.codecs.base import CodecChain, Coder
 from dcp_nvcomp.engines.notices import warn
 
-__all__ = ["FAILURES_IN_A_ROW", "LITERALS", "NVCOMP", "DeviceHealth"]
-
 # Who codes on a GPU: nvCOMP, and the kernels of literals.py.
 NVCOMP: Final = "nvcomp"
 LITERALS: Final = "literals"
@@ -24,9 +22,6 @@ FAILURES_IN_A_ROW: Final = 3
 
 class DeviceHealth:
     """The state of one device, shared by all its engines.
-
-    Args:
-        name: the device, for messages.
 
     Attributes:
         broken: why the device can't be used in this process; None if it can.
@@ -56,13 +51,7 @@ class DeviceHealth:
         return None
 
     def refuse(self, who: str, coder: type[Coder], error: Exception) -> None:
-        """Leave a coder alone from now on.
-
-        Args:
-            who: `NVCOMP` or `LITERALS`.
-            coder: its type.
-            error: why.
-        """
+        """Leave a coder alone from now on."""
         self.refused[who, coder] = f"{type(error).__name__}: {error}"
 
     def refusal(self, coder: Coder, who: Sequence[str]) -> str | None:
@@ -107,12 +96,7 @@ class DeviceHealth:
         )
 
     def was_wrong(self, count: int, what: str) -> None:
-        """Some blocks came out wrong, and the CPU engine made them right.
-
-        Args:
-            count: how many.
-            what: `"encoded"` or `"decoded"`.
-        """
+        """Some blocks came out wrong, and the CPU engine made them right."""
         with self._lock:
             self.wrong_blocks += count
             self._failures += 1

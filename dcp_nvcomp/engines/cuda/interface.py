@@ -13,8 +13,6 @@ from dcp_nvcomp.codecs.encoded import EncodedBlock
 from dcp_nvcomp.engines.cuda.decode import DecodeJob
 from dcp_nvcomp.engines.cuda.encode import EncodeJob
 
-__all__ = ["BlockEngine", "EnginePolicy"]
-
 
 @dataclass(frozen=True)
 class EnginePolicy:

@@ -18,18 +18,6 @@ from dcp_nvcomp.codecs.coders.zstd import Zstd
 from dcp_nvcomp.engines.cuda.batches import I64, padded_nbytes
 from dcp_nvcomp.engines.cuda.device import KERNEL_OPTIONS, Device, Launch
 
-__all__ = [
-    "LITERALS_KERNELS",
-    "LITERALS_OPTIONS",
-    "LITERALS_SOURCES",
-    "MAX_SLICE_NBYTES",
-    "PLAN_NBYTES",
-    "LiteralCoders",
-    "LiteralDecoding",
-    "LiteralFrames",
-    "LiteralKernels",
-]
-
 # What is compiled, and the kernels that are in it.
 LITERALS_SOURCES: Final = (
     "literals.cu",
@@ -50,11 +38,7 @@ _SLICES_PER_BLOCK = 8  # of decode_slices
 
 
 class LiteralKernels:
-    """The kernels, given their tables in device memory. Only inside a device's session.
-
-    Args:
-        launch: starts one of `LITERALS_KERNELS`.
-    """
+    """The kernels, given their tables in device memory. Only inside a device's session."""
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
@@ -78,14 +62,6 @@ class LiteralKernels:
 
 class LiteralFrames:
     """Frames of slices, which are measured, but not written yet.
-
-    Args:
-        device: the device.
-        kernels: the kernels on it.
-        lengths: of the slices.
-        slices: their table on the device.
-        plans: what was measured, for the kernel that writes.
-        frame_nbytes: will hold the length of each frame, or that of its slice if there is no frame.
 
     Attributes:
         addresses: 0 for each, as none is written yet.
@@ -116,11 +92,7 @@ class LiteralFrames:
 
 
 class LiteralDecoding:
-    """Slices while they are decoded.
-
-    Args:
-        corrupt: will be 0 for each slice that was decoded.
-    """
+    """Slices while they are decoded."""
 
     def __init__(self, corrupt: Tensor) -> None:
         self._corrupt = corrupt
@@ -138,14 +110,7 @@ class LiteralDecoding:
 
 
 class LiteralCoders:
-    """Encodes and decodes literals-only frames on a device's stream.
-
-    Args:
-        device: the device.
-
-    Raises:
-        CodecUnavailableError: the kernels do not compile for it.
-    """
+    """Encodes and decodes literals-only frames on a device's stream."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -170,17 +135,7 @@ class LiteralCoders:
         return lengths.size * (4 * 8 + 4)
 
     def encode(self, coder: Coder, scratch: Tensor, places: I64, lengths: I64) -> LiteralFrames:
-        """Start to encode slices.
-
-        Args:
-            coder: the coder.
-            scratch: the memory in which the slices lie; it reaches to a multiple of 16 after the end of each.
-            places: where each begins in it, multiples of 16.
-            lengths: how long each is, at least 1.
-
-        Returns:
-            Their frames.
-        """
+        """Start to encode slices."""
         assert self.encodes(coder) and (places % 16 == 0).all() and (lengths >= 1).all()
         assert int(lengths.max()) <= MAX_SLICE_NBYTES
         assert int((places + padded_nbytes(lengths)).max()) <= scratch.numel()
@@ -194,20 +149,7 @@ class LiteralCoders:
     def decode(
         self, coder: Coder, encoded: Tensor, at: I64, nbytes: I64, scratch: Tensor, places: I64, lengths: I64
     ) -> LiteralDecoding:
-        """Start to decode slices.
-
-        Args:
-            coder: the coder.
-            encoded: the memory in which the frames lie; it begins and ends at multiples of 4.
-            at: where each begins in it.
-            nbytes: how long each is.
-            scratch: memory that receives the slices.
-            places: where each begins in it, multiples of 16.
-            lengths: how long each must become.
-
-        Returns:
-            The work under way.
-        """
+        """Start to decode slices."""
         assert self.decodes(coder) and (places % 16 == 0).all() and encoded.numel() % 4 == 0
         assert int((places + lengths).max()) <= scratch.numel() and int((at + nbytes).max()) <= encoded.numel()
         rows = self._upload(at + encoded.data_ptr(), nbytes, places + scratch.data_ptr(), lengths)

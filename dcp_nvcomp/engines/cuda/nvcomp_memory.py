@@ -15,8 +15,6 @@ import torch
 from dcp_nvcomp.engines.cuda.arena import Arena
 from dcp_nvcomp.engines.cuda.support import load_nvcomp
 
-__all__ = ["NvcompMemory", "installed_memory"]
-
 
 class Held(Protocol):
     """Device memory that is held.
@@ -39,9 +37,6 @@ class NvcompMemory:
     Counts what nvCOMP holds for each stream: nothing else reports how much scratch memory a coder takes. Any thread
     may allocate. Memory is given back wherever the garbage collector happens to run, perhaps on a thread that is inside
     one of these methods: so `release` takes no lock, it leaves a note that the next of them reads.
-
-    Args:
-        take: (bytes, nvCOMP's stream object) to memory, for streams that no engine has.
     """
 
     def __init__(self, take: Callable[[int, Any], Held]) -> None:

@@ -21,12 +21,11 @@ import torch
 
 from dcp_nvcomp.engines.cuda.copying import CopyingEngine
 from dcp_nvcomp.engines.cuda.device import CudaDevice, Device, free_memory_nbytes
-from dcp_nvcomp.engines.cuda.engine import BlockEngine, CudaEngine, EnginePolicy
+from dcp_nvcomp.engines.cuda.engine import CudaEngine
 from dcp_nvcomp.engines.cuda.health import DeviceHealth
+from dcp_nvcomp.engines.cuda.interface import BlockEngine, EnginePolicy
 from dcp_nvcomp.engines.cuda.self_test import run_self_test
 from dcp_nvcomp.errors import CodecUnavailableError
-
-__all__ = ["ENGINES_PER_DEVICE", "EnginePool", "release_device_memory", "shared_pool"]
 
 logger = logging.getLogger(__name__)
 
@@ -90,12 +89,7 @@ class _DeviceEngines:
 
 
 class EnginePool:
-    """Engines by device.
-
-    Args:
-        make_device: makes what an engine runs on; raises an error of any type if it can't.
-        self_test: see `run_self_test`; called whenever an engine is lent.
-    """
+    """Engines by device."""
 
     def __init__(
         self,
@@ -124,10 +118,6 @@ class EnginePool:
         """Return what is known of a device once it has been through the self-test.
 
         So what is left to the CPU can go to all of its threads from the first block on.
-
-        Args:
-            device: the device.
-            zstd: see `EnginePolicy`.
         """
         engines = self._engines(device)
         while zstd not in engines.tested and engines.health.unusable is None:
@@ -146,11 +136,7 @@ class EnginePool:
             return self._default_budget_nbytes or _MOST_BUDGET_NBYTES
 
     def begin(self, device_memory_budget: int) -> None:
-        """Another save or load begins: what failed for lack of memory may work now.
-
-        Args:
-            device_memory_budget: bytes that it may take on each device; engines that hold more give it back.
-        """
+        """Another save or load begins: what failed for lack of memory may work now."""
         for engines in self._all():
             engines.health.begin()
             engines.take_back()
@@ -160,15 +146,7 @@ class EnginePool:
 
     @contextmanager
     def lend(self, device: torch.device, policy: EnginePolicy) -> Iterator[BlockEngine]:
-        """Lend an engine, after waiting for a free one; one that uses the CPU, with a warning, if the GPU can't.
-
-        Args:
-            device: the device of the blocks.
-            policy: what the borrower asks of the engine.
-
-        Raises:
-            CodecUnavailableError: the GPU can't, and the CPU may not.
-        """
+        """Lend an engine, after waiting for a free one; one that uses the CPU, with a warning, if the GPU can't."""
         engines = self._engines(device)
         engine, ready = self._take(engines, device, policy)
         try:
@@ -188,11 +166,7 @@ class EnginePool:
     def _take(
         self, engines: _DeviceEngines, device: torch.device, policy: EnginePolicy
     ) -> tuple[CudaEngine | None, CudaEngine | None]:
-        """Wait for a free engine.
-
-        Returns:
-            What is to be put back, and the engine, ready for use; None if the device can't be used.
-        """
+        """Wait for a free engine."""
         while True:
             engine = engines.free.get()
             try:
@@ -207,12 +181,7 @@ class EnginePool:
     def _ready(
         self, engine: CudaEngine | None, engines: _DeviceEngines, device: torch.device, policy: EnginePolicy
     ) -> tuple[CudaEngine | None, bool]:
-        """Make an engine ready.
-
-        Returns:
-            The engine, made and tested if it was not yet; None if the device can't be used, or, and then True, if this
-            engine was set aside because another one works.
-        """
+        """Make an engine ready."""
         health, made = engines.health, engine
         if health.broken is not None or (engine is None and health.unusable is not None):
             return None, False

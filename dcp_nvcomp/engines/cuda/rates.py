@@ -11,8 +11,6 @@ import importlib.resources
 import json
 from typing import Any
 
-__all__ = ["RATES_NAME", "faster_literals"]
-
 RATES_NAME = "zstd_rates.json"
 
 
@@ -24,10 +22,6 @@ def _rates() -> dict[str, Any]:
 
 
 def faster_literals(gpu: str) -> frozenset[str]:
-    """Return the directions, `"encode"` and `"decode"`, in which our kernels were measured to be faster on a GPU.
-
-    Args:
-        gpu: its name, as `torch.cuda.get_device_name` returns it; for one that was not measured, none is.
-    """
+    """Return the directions, `"encode"` and `"decode"`, in which our kernels were measured to be faster on a GPU."""
     measured = _rates().get(gpu, {})
     return frozenset(direction for direction, rates in measured.items() if rates["literals"] > rates["nvcomp"])

@@ -11,10 +11,10 @@ from dcp_nvcomp.codecs.coders.zstd import Zstd
 from dcp_nvcomp.codecs.encoded import U8
 from dcp_nvcomp.codecs.transforms.planes import Planes
 from dcp_nvcomp.engines.cpu import CpuEngine
-from dcp_nvcomp.engines.cuda.engine import CudaEngine, DecodeJob, EncodeJob
+from dcp_nvcomp.engines.cuda.decode import DecodeJob
+from dcp_nvcomp.engines.cuda.encode import EncodeJob
+from dcp_nvcomp.engines.cuda.engine import CudaEngine
 from dcp_nvcomp.engines.cuda.health import LITERALS, NVCOMP
-
-__all__ = ["SELF_TEST_CHAINS", "run_self_test"]
 
 # One of each kind of coder that several engines have; ANS is left out, as nothing else could tell if it is right.
 _ZSTD = CodecChain(Planes(2), Zstd(literals_only=True))
@@ -26,9 +26,6 @@ def run_self_test(engine: CudaEngine, device: torch.device) -> None:
     """Test what was not tested before: nvCOMP's coders, and our own kernels once an engine is to use them.
 
     Records in the engine's health which of them do not work, and if none does, that the device is broken.
-
-    Raises:
-        torch.OutOfMemoryError, MemoryError: there is no memory for it.
     """
     health, before = engine.health, len(engine.health.tested)
     for chain in SELF_TEST_CHAINS:

@@ -28,8 +28,6 @@ from dcp_nvcomp.engines.cuda.rates import faster_literals
 from dcp_nvcomp.errors import CodecUnavailableError
 from dcp_nvcomp.options import CudaZstd
 
-__all__ = ["DECODE", "ENCODE", "DeviceCoders", "SliceCoders", "SliceDecoding", "SliceFrames", "refusal_of"]
-
 Bools = npt.NDArray[np.bool_]
 
 ENCODE: Final = "encode"
@@ -101,12 +99,7 @@ class _TwoDecodings:
 
 
 class DeviceCoders:
-    """The coders of one device behind one interface.
-
-    Args:
-        device: the device.
-        health: what is known of it.
-    """
+    """The coders of one device behind one interface."""
 
     def __init__(self, device: Device, health: DeviceHealth) -> None:
         self._device = device
@@ -208,14 +201,7 @@ class DeviceCoders:
 
 
 def refusal_of(health: DeviceHealth, chain: CodecChain, zstd: str, direction: str) -> str | None:
-    """Return why a device must not code blocks of a chain; None if it may, or never does.
-
-    Args:
-        health: what is known of the device, after its self-test.
-        chain: the chain.
-        zstd: who is to code Zstd, one of `options.CudaZstd`.
-        direction: `ENCODE` or `DECODE`.
-    """
+    """Return why a device must not code blocks of a chain; None if it may, or never does."""
     if chain.coder is None or not is_served(chain):
         return None
     who, serves = [NVCOMP], LiteralCoders.encodes if direction == ENCODE else LiteralCoders.decodes

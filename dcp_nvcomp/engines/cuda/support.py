@@ -16,8 +16,6 @@ import torch
 
 from dcp_nvcomp.errors import CodecUnavailableError
 
-__all__ = ["cuda_unavailable_reason", "find_reason", "load_cupy", "load_nvcomp", "nvcomp_version"]
-
 # nvCOMP 6 brought batches made of one buffer, and another ANS bitstream; the next major version may change either.
 NVCOMP_MAJOR = "6"
 
@@ -54,11 +52,7 @@ def _load(name: str) -> Any:
 
 
 def cuda_unavailable_reason() -> str | None:
-    """Return the reason why the CUDA engine can't run here.
-
-    Returns:
-        None if it can; else what is missing and how to get it, a clause that fits after "because" or a colon.
-    """
+    """Return the reason why the CUDA engine can't run here."""
     built_for = getattr(torch.version, "cuda", None)
     return find_reason(built_for, _device_count() if built_for else 0, load_nvcomp, load_cupy)
 
@@ -71,14 +65,7 @@ def _device_count() -> int:
 
 
 def find_reason(built_for: str | None, device_count: int, nvcomp_loader: Loader, cupy_loader: Loader) -> str | None:
-    """`cuda_unavailable_reason` for a given machine.
-
-    Args:
-        built_for: the CUDA version that torch was built for, None for none.
-        device_count: how many CUDA devices torch can use.
-        nvcomp_loader: imports nvCOMP.
-        cupy_loader: imports CuPy.
-    """
+    """`cuda_unavailable_reason` for a given machine."""
     if built_for is None:
         return "this PyTorch is built without CUDA: install a CUDA build of torch on a machine with an NVIDIA GPU"
     if device_count == 0:
@@ -104,11 +91,7 @@ def _try_import(package: str, loader: Loader, advice: str) -> tuple[str | None, 
 
 
 def nvcomp_version() -> str:
-    """Return the version of nvCOMP that is installed, such as `6.0.0`.
-
-    Raises:
-        CodecUnavailableError: it is not installed.
-    """
+    """Return the version of nvCOMP that is installed, such as `6.0.0`."""
     try:
         return str(load_nvcomp().__version__)
     except ImportError as error:

@@ -18,24 +18,6 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from dcp_nvcomp.errors import MetadataError, UnsafeMetadataError
 from dcp_nvcomp.format.metadata.inert import Global, Instance
 
-__all__ = [
-    "ALLOWED",
-    "BYTES",
-    "INDEX",
-    "LIMIT",
-    "MAX_DIMS",
-    "METADATA",
-    "OLD_PROPERTIES",
-    "PROPERTIES",
-    "SHARD",
-    "STORAGE_INFO",
-    "STORAGE_META",
-    "TENSOR",
-    "PickledPath",
-    "shown",
-    "size_of",
-]
-
 LIMIT: Final = 1 << 63  # sizes and offsets are int64 in torch
 MAX_DIMS: Final = 64  # torch's own kernels stop there
 _MODULE: Final = "torch.distributed.checkpoint.metadata"
@@ -44,11 +26,7 @@ _OLD_MODULE: Final = "torch.distributed._shard.sharded_tensor.metadata"  # Tenso
 
 
 def size_of(dims: object) -> torch.Size:
-    """Return a torch.Size of a tuple of lengths.
-
-    Raises:
-        MetadataError: it is something else.
-    """
+    """Return a torch.Size of a tuple of lengths."""
     if type(dims) is not tuple or len(dims) > MAX_DIMS:
         raise MetadataError("A torch.Size is not made of one tuple.")
     for dim in dims:

@@ -18,8 +18,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Global", "Instance", "PickledDict", "PickledList", "TrustedCall"]
-
 
 class PickledList(list[Any]):
     """A pickled list."""

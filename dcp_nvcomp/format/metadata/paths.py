@@ -20,16 +20,6 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from dcp_nvcomp.calls.flattening import Key, Path, fqn_of, is_key
 from dcp_nvcomp.errors import ConfigurationError
 
-__all__ = [
-    "SavedEntry",
-    "has_keys",
-    "merged_paths",
-    "paths_below",
-    "paths_of",
-    "paths_to_store",
-    "saved_entries",
-]
-
 _KEYS: Final = ".keys"
 # Written by conversions of earlier versions: the paths that end with an integer.
 _INT_KEYS: Final = ".int_keys"
@@ -58,14 +48,7 @@ class SavedEntry:
 
 
 def paths_to_store(paths: Mapping[str, Path]) -> dict[str, Any]:
-    """Return paths as DCP stores them, and which of their parts were no text.
-
-    Args:
-        paths: by name.
-
-    Raises:
-        ConfigurationError: two keys of a dict look alike, such as 0 and "0".
-    """
+    """Return paths as DCP stores them, and which of their parts were no text."""
     stored: dict[str, Any] = {fqn: _as_stored(path) for fqn, path in paths.items()}
     keys: dict[_Stored, Any] = {}
     for path in paths.values():
@@ -86,15 +69,7 @@ def paths_to_store(paths: Mapping[str, Path]) -> dict[str, Any]:
 
 
 def merged_paths(parts: Iterable[Mapping[str, Any]], fqns: Collection[str]) -> dict[str, Any]:
-    """Return the stored paths of several ranks as one; where they differ, the first has the say.
-
-    Args:
-        parts: what `paths_to_store` returned on each rank.
-        fqns: the names of all values.
-
-    Raises:
-        ConfigurationError: ranks have different keys that look alike, such as 0 and "0".
-    """
+    """Return the stored paths of several ranks as one; where they differ, the first has the say."""
     merged: dict[str, Any] = {}
     keys: dict[_Stored, Any] = {}
     of_ranks: list[tuple[Iterable[_Stored], dict[_Stored, Any]]] = []
@@ -182,12 +157,7 @@ def _is_integer(text: Any) -> bool:
 
 
 def saved_entries(metadata: Metadata, keys: Collection[str]) -> dict[str, list[SavedEntry]]:
-    """Return the values of a checkpoint at and below some keys of the state, with names and places from there on.
-
-    Args:
-        metadata: of the checkpoint.
-        keys: the keys. What is no container is at its key: its name and place are empty.
-    """
+    """Return the values of a checkpoint at and below some keys of the state, with names and places from there on."""
     found: dict[str, list[SavedEntry]] = {key: [] for key in keys}
     is_known = has_keys(metadata)
     for fqn, path in paths_of(metadata).items():
@@ -199,12 +169,7 @@ def saved_entries(metadata: Metadata, keys: Collection[str]) -> dict[str, list[S
 
 
 def paths_below(paths: Mapping[str, Path], key: str) -> dict[str, Path]:
-    """Return the values below a place, each with its place from there on.
-
-    Args:
-        paths: as from `paths_of`.
-        key: the name of the place.
-    """
+    """Return the values below a place, each with its place from there on."""
     found = {}
     for fqn, path in paths.items():
         length = _length_of(path, key) if fqn.startswith(f"{key}.") else 0

@@ -21,8 +21,6 @@ from dcp_nvcomp.errors import MetadataError, UnsafeMetadataError
 from dcp_nvcomp.format.metadata.inert import Global, Instance, PickledDict, PickledList, TrustedCall
 from dcp_nvcomp.format.metadata.trusted_globals import TRUST_ADVICE
 
-__all__ = ["run_pickle"]
-
 MAX_MARKS: Final = 64
 # Opcodes from one look at the memory to the next, each of which may make an object of a hundred bytes or so. A look
 # takes half a millisecond in a process of a gigabyte.
@@ -122,19 +120,7 @@ def run_pickle(
     end: int,
     most_nbytes: int,
 ) -> Any:
-    """The inert tree that `data` describes (see the module's docstring).
-
-    Args:
-        data: begins with a whole pickle of protocol 2 to 5.
-        allowed: (module, name) pairs that the pickle may use.
-        trusted: further objects by "module.name", from `resolve_trusted_globals`.
-        end: where the pickle ends.
-        most_nbytes: how much memory the tree may take, roughly.
-
-    Raises:
-        MetadataError: not a pickle, or one that was cut off.
-        UnsafeMetadataError: a pickle that asks for more than a tree of what is listed, or for more memory.
-    """
+    """The inert tree that `data` describes (see the module's docstring)."""
     widened = {name: Global(name, value=value, is_trusted=True) for name, value in (trusted or {}).items()}
 
     def find(module: object, name: object) -> Global:
@@ -328,15 +314,7 @@ def _run(data: bytes, find: Callable[[object, object], Global], end: int, most_n
 
 
 def _check_memory(most_nbytes: int, stacks: Sequence[Sequence[Any]], slots: int, long_nbytes: int, blocks: int) -> None:
-    """Refuse a tree that takes too much memory.
-
-    Args:
-        most_nbytes: how much it may take.
-        stacks: what no container has yet: it is there twice while it goes into one.
-        slots: how many there are in the memo and in containers.
-        long_nbytes: size of long texts.
-        blocks: the interpreter's small blocks that have been taken meanwhile, by this thread for the most part.
-    """
+    """Refuse a tree that takes too much memory."""
     pointers = 2 * sum(map(len, stacks)) + slots
     if 9 * pointers + long_nbytes + _BLOCK_NBYTES * blocks > most_nbytes:  # lists are an eighth longer than they must
         raise _too_much(most_nbytes)

@@ -41,8 +41,6 @@ from dcp_nvcomp.format.metadata.sharing import fits_earlier_readers, share_equal
 from dcp_nvcomp.format.metadata.summary import Summary
 from dcp_nvcomp.format.metadata.trusted_globals import TRUST_ADVICE
 
-__all__ = ["Publication", "metadata_to_publish", "normalize", "publication", "sample", "settled_to_publish"]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -70,16 +68,7 @@ class Publication(NamedTuple):
 
 
 def publication(metadata: Metadata, *, path: str, summary: Summary | None = None) -> Publication:
-    """Serialize the metadata of a save, and make sure that a load can read it.
-
-    Args:
-        metadata: the save's; normalized in place.
-        path: the file, for messages.
-        summary: of the save.
-
-    Raises:
-        MetadataError: it holds something that this package's reader would refuse.
-    """
+    """Serialize the metadata of a save, and make sure that a load can read it."""
     with _as_refusals(path), collector_paused():
         normal, doubtful = _normalized(metadata)
         data, shared = _shortest(normal, doubtful, summary)
@@ -175,12 +164,7 @@ def _serialize(metadata: Metadata, summary: Summary | None = None) -> bytes:
 
 
 def normalize(metadata: Metadata) -> tuple[Metadata, set[str | MetadataIndex]]:
-    """Replace, in place, what stock DCP accepts by what the reader takes.
-
-    Returns:
-        The same object, or if its class is a subclass of DCP's, a copy in DCP's; and the keys of what was not plainly
-        readable, which the reader has to judge.
-    """
+    """Replace, in place, what stock DCP accepts by what the reader takes."""
     items: dict[str, Any] = metadata.state_dict_metadata
     if type(items) is not dict:
         items = metadata.state_dict_metadata = dict(items)
@@ -253,12 +237,7 @@ def _size(value: Any) -> Any:
 
 
 def sample(metadata: Metadata, doubtful: Container[str | MetadataIndex]) -> Metadata:
-    """Return metadata with few of the shards, which the reader refuses if it refuses the whole.
-
-    Args:
-        metadata: normalized.
-        doubtful: the keys that the sample must have.
-    """
+    """Return metadata with few of the shards, which the reader refuses if it refuses the whole."""
     items: dict[str, Any] = {}
     kinds = set()
     for fqn, item in metadata.state_dict_metadata.items():

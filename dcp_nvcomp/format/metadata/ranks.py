@@ -17,8 +17,6 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_nvcomp.errors import CheckpointError, IncompleteCheckpointError, MetadataError
 
-__all__ = ["check_cover", "merge_rank_metadata", "prefer_rank"]
-
 _Shards = dict[torch.Size, tuple[torch.Size, int]]  # offsets -> (sizes, the rank that has it)
 
 
@@ -26,14 +24,6 @@ def merge_rank_metadata(parts: Mapping[int, Metadata], *, path: str) -> Metadata
     """Merge the metadata of every rank into that of the whole checkpoint.
 
     A shard or bytes item that several ranks saved is taken from the lowest of them (see `prefer_rank`).
-
-    Args:
-        parts: each rank's metadata, as `parse_metadata` gave it.
-        path: the checkpoint, for messages.
-
-    Raises:
-        IncompleteCheckpointError: a rank is missing, or the shards leave a part of a tensor out.
-        MetadataError: ranks disagree about a tensor, or their shards overlap.
     """
     assert parts
     ranks = sorted(parts)

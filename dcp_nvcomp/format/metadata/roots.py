@@ -40,8 +40,6 @@ from dcp_nvcomp.format.recognition import refused
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.reread import reread
 
-__all__ = ["Root", "is_missing", "nothing_there", "read_current", "read_root", "read_roots", "read_whole_temporary"]
-
 _USUAL_NBYTES: Final = 64 << 20
 _PICKLE: Final = pickle.PROTO
 
@@ -104,20 +102,7 @@ def read_root(
     trusted_globals: Sequence[str] = (),
     limit_nbytes: int = MAX_METADATA_NBYTES,
 ) -> Root:
-    """Read one metadata file, and once more if it turns out to be corrupt.
-
-    Args:
-        filesystem: the directory.
-        name: the file.
-        trusted_globals: dotted names that it may use beyond what is safe by itself.
-        limit_nbytes: of the file; with what is made of it, it takes three times as much memory at most.
-
-    Raises:
-        ConfigurationError: a trusted global is no dotted name.
-        MetadataError: it can't be read, is larger than the limit, or asks for something unsafe.
-        StorageError: it is missing, or the storage fails.
-        UnsafePathError: it names a file outside the directory.
-    """
+    """Read one metadata file, and once more if it turns out to be corrupt."""
     path = filesystem.location(name)
 
     def parsed(data: bytes) -> Root:
@@ -147,11 +132,7 @@ def _read_whole(filesystem: Filesystem, name: str, limit_nbytes: int) -> bytes:
 
 
 def read_whole_temporary(filesystem: Filesystem, name: str) -> Root | None:
-    """Read what was to become `.metadata`, or was moved aside for it; None if it is missing or only partly written.
-
-    Raises:
-        CheckpointError: as `read_root`, if it may be good nevertheless.
-    """
+    """Read what was to become `.metadata`, or was moved aside for it; None if it is missing or only partly written."""
     try:
         return read_root(filesystem, name)
     except (UnsafeMetadataError, UnsafePathError):
@@ -167,16 +148,7 @@ def read_whole_temporary(filesystem: Filesystem, name: str) -> Root | None:
 def read_current(
     filesystem: Filesystem, *, trusted_globals: Sequence[str] = (), limit_nbytes: int = MAX_METADATA_NBYTES
 ) -> Root:
-    """Read `.metadata` as `read_root` does; if it can't be read and a save left a copy, the error points to `recover`.
-
-    Args:
-        filesystem: the directory.
-        trusted_globals: dotted names that it may use beyond what is safe by itself.
-        limit_nbytes: as for `read_root`.
-
-    Raises:
-        CheckpointError: as `read_root`.
-    """
+    """Read `.metadata` as `read_root` does; if that fails and a save left a copy, the error points to `recover`."""
     try:
         return read_root(filesystem, METADATA_NAME, trusted_globals=trusted_globals, limit_nbytes=limit_nbytes)
     except MetadataError as error:
@@ -193,17 +165,7 @@ def _has_copy(filesystem: Filesystem) -> bool:
 
 
 def read_roots(filesystem: Filesystem, names: Iterable[str]) -> list[Root]:
-    """Read every root of a directory.
-
-    Args:
-        filesystem: the directory.
-        names: the files that are in it, for the ranks' metadata.
-
-    Raises:
-        CheckpointNotFoundError: there is none.
-        FormatError, MetadataError, UnsafePathError: one can't be read.
-        StorageError: the storage fails.
-    """
+    """Read every root of a directory."""
     names = sorted(names)
     ranks = [name for name in names if rank_of_metadata_name(name) is not None]
     has_metadata = filesystem.file_nbytes(METADATA_NAME) is not None
@@ -215,12 +177,7 @@ def read_roots(filesystem: Filesystem, names: Iterable[str]) -> list[Root]:
 
 
 def nothing_there(filesystem: Filesystem, names: Iterable[str]) -> CheckpointNotFoundError:
-    """Return the error to raise if no file in a directory is a root: it says what is there instead, if anything is.
-
-    Args:
-        filesystem: the directory.
-        names: the files that are in it.
-    """
+    """Return the error to raise if no file in a directory is a root: it says what is there instead, if anything is."""
     if any(name.endswith(DATA_FILE_SUFFIX) for name in names):
         return IncompleteCheckpointError(
             "There are data files but no `.metadata`: the save never finished, so there is no checkpoint here. If "

@@ -29,18 +29,11 @@ from dcp_nvcomp.format.metadata.trailer import end_of_pickle, with_trailer
 from dcp_nvcomp.format.metadata.tree import MetadataReader
 from dcp_nvcomp.format.metadata.trusted_globals import resolve_trusted_globals
 
-__all__ = ["parse_metadata", "serialize_metadata"]
-
 _LEAST_TREE_NBYTES: Final = 1 << 20
 
 
 def serialize_metadata(metadata: Metadata, summary: Summary | None = None) -> bytes:
-    """Return the bytes of `.metadata`: a pickle that stock DCP reads with torch alone, followed by its CRC.
-
-    Args:
-        metadata: what it describes.
-        summary: of the save; the last attribute in the pickle.
-    """
+    """Return the bytes of `.metadata`: a pickle that stock DCP reads with torch alone, followed by its CRC."""
     if not all(type(value) is tuple and type(value[0]) is tuple for value in metadata.storage_data.values()):
         metadata = dataclasses.replace(metadata, storage_data=plain_storage_data(metadata.storage_data))
     text = None if summary is None else summary.to_text()
@@ -75,20 +68,6 @@ def parse_metadata(
     """Read `.metadata` without executing anything that it names.
 
     Attributes that this version does not know are ignored, and nothing is built from them: a later torch may add some.
-
-    Args:
-        data: the file's bytes.
-        path: the file, for messages.
-        trusted_globals: further globals that the file may use, each an exact "module.name". They are imported, and
-            called with whatever arguments the file gives them: name only what you would run on a stranger's input.
-            What they make may be the `checkpoint_id`, in `planner_data`, or stand in for stock DCP's storage infos.
-        limit_nbytes: of the file; it and what is made of it take three times as much memory at most.
-
-    Raises:
-        UnsafeMetadataError: it asks for a global that is not listed, for a call, or for more than its size allows.
-        UnsafePathError: it names a file outside of the checkpoint.
-        MetadataError: it can't be read, fails its CRC, or contradicts itself.
-        ConfigurationError: one of `trusted_globals` can't be imported.
     """
     trusted = resolve_trusted_globals(trusted_globals)
     try:

@@ -12,8 +12,6 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from dcp_nvcomp.format.record import KIND_BYTES, KIND_TENSOR, KIND_TORCH_SAVE, Record
 
-__all__ = ["Shard", "ShardIndex", "described", "matches"]
-
 
 @dataclass(frozen=True)
 class Shard:
@@ -31,11 +29,7 @@ class Shard:
 
 
 class ShardIndex:
-    """Finds the shard that an index means.
-
-    Args:
-        state_dict_metadata: that of `.metadata`, or a part of it.
-    """
+    """Finds the shard that an index means."""
 
     def __init__(self, state_dict_metadata: Mapping[str, Any]) -> None:
         self._described = state_dict_metadata
@@ -46,11 +40,7 @@ class ShardIndex:
         return isinstance(self._described.get(fqn), TensorStorageMetadata)
 
     def find(self, index: MetadataIndex) -> Shard | None:
-        """Return the shard; None if the key is not a tensor's, or the tensor has no shard at these offsets.
-
-        Args:
-            index: without offsets it means a shard that begins where its tensor does.
-        """
+        """Return the shard; None if the key is not a tensor's, or the tensor has no shard at these offsets."""
         tensor = self._described.get(index.fqn)
         if not isinstance(tensor, TensorStorageMetadata):
             return None
@@ -66,13 +56,7 @@ class ShardIndex:
 
 
 def matches(record: Record, fqn: str, shard: Shard | None) -> bool:
-    """True if a record is this shard; its dtype may differ, because planners may convert what they save.
-
-    Args:
-        record: what the footer says.
-        fqn: the key.
-        shard: what `.metadata` says; None for a Python object.
-    """
+    """True if a record is this shard; its dtype may differ, because planners may convert what they save."""
     if record.fqn != fqn:
         return False
     if shard is None:

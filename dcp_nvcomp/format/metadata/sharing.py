@@ -23,16 +23,9 @@ from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.format.metadata.inert import PickledDict
 from dcp_nvcomp.format.metadata.values import ValueReader
 
-__all__ = ["fits_earlier_readers", "share_equal"]
-
 
 def share_equal(metadata: Metadata, leave: set[str | MetadataIndex]) -> Metadata:
-    """Return metadata of the same values.
-
-    Args:
-        metadata: normalized; stays as it is.
-        leave: keys of what is not plainly readable, and not looked into.
-    """
+    """Return metadata of the same values."""
     shared = _Shared()
     items = {
         shared.text(fqn): shared.tensor(item) if type(item) is TensorStorageMetadata and fqn not in leave else item

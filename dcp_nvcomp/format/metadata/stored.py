@@ -17,8 +17,6 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_nvcomp.format.data_file import DataFileRef
 
-__all__ = ["PlainStoredAt", "StockItem", "StoredAt", "plain_storage_data"]
-
 PlainStoredAt = tuple[tuple[str, int, int, int], int]
 
 

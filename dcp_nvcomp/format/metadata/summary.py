@@ -14,8 +14,6 @@ from typing import Any, Final
 
 from crc32c import crc32c
 
-__all__ = ["LEASE", "REPLICA", "RUN_SECONDS", "SUMMARY_ATTRIBUTE", "SUMMARY_NBYTES", "Summary", "summary_at_end"]
-
 SUMMARY_ATTRIBUTE: Final = "dcp_nvcomp_summary"
 # As much of the end of a file is read to find a summary; one that would not fit is not written.
 SUMMARY_NBYTES: Final = 4096
@@ -104,14 +102,7 @@ class Summary:
 
 
 def summary_at_end(data: bytes) -> Summary | None:
-    """Return the summary in the last bytes of a `.metadata`.
-
-    Args:
-        data: its last `SUMMARY_NBYTES`, or all of it.
-
-    Returns:
-        The summary; None if there is none, as in a checkpoint of stock DCP, or if it is damaged.
-    """
+    """Return the summary in the last bytes of a `.metadata`."""
     at = data.rfind(_MARK.encode())
     if at < 0:
         return None

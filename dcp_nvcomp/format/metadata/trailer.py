@@ -9,8 +9,6 @@ from crc32c import crc32c
 
 from dcp_nvcomp.errors import MetadataError
 
-__all__ = ["end_of_pickle", "has_trailer", "with_trailer"]
-
 _TRAILER: Final = struct.Struct("<I8s")
 _MAGIC: Final = b"DCPNVcrc"
 
@@ -26,11 +24,7 @@ def has_trailer(data: bytes) -> bool:
 
 
 def end_of_pickle(data: bytes) -> int:
-    """Return where the pickle ends, and its CRC begins, which must match if there is one.
-
-    Raises:
-        MetadataError: it does not match.
-    """
+    """Return where the pickle ends, and its CRC begins, which must match if there is one."""
     if not has_trailer(data):
         return len(data)
     crc, _ = _TRAILER.unpack(data[-_TRAILER.size :].rjust(_TRAILER.size))

@@ -38,8 +38,6 @@ from dcp_nvcomp.format.metadata.stored import StockItem, StoredAt
 from dcp_nvcomp.format.metadata.values import ValueReader, check_hashes, pairs_of
 from dcp_nvcomp.storage.base import check_relative_path
 
-__all__ = ["MetadataReader"]
-
 _new_tuple: Final = tuple.__new__
 _HAS_STRIDES: Final = "strides" in TensorProperties.__dataclass_fields__  # torch >= 2.15
 
@@ -48,10 +46,6 @@ class MetadataReader:
     """Turns one tree into torch's Metadata.
 
     What the file shares by identity (DCP's objects) is shared in the result and built once.
-
-    Args:
-        path: the file, for messages.
-        data_nbytes: its size, which bounds the work.
     """
 
     def __init__(self, path: str, data_nbytes: int) -> None:

@@ -8,8 +8,6 @@ from typing import Any, Final
 
 from dcp_nvcomp.errors import ConfigurationError
 
-__all__ = ["TRUST_ADVICE", "resolve_trusted_globals"]
-
 # Ends the error for a global; only readers have the option.
 TRUST_ADVICE: Final = " If you know what it is and who wrote this checkpoint, allow it with trusted_globals=."
 
@@ -18,9 +16,6 @@ def resolve_trusted_globals(names: Sequence[str]) -> dict[str, Any]:
     """Import the globals of `trusted_globals=`, each named "module.name".
 
     The file never decides what is imported: it can only name one of these, letter by letter.
-
-    Raises:
-        ConfigurationError: not a sequence of names, or one of them can't be imported.
     """
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise ConfigurationError(f"trusted_globals= takes a sequence of 'module.name' strings, not {names!r}.")

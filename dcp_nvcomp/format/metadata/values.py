@@ -10,8 +10,6 @@ from dcp_nvcomp.errors import MetadataError, UnsafeMetadataError
 from dcp_nvcomp.format.metadata.allowed_globals import PickledPath, shown
 from dcp_nvcomp.format.metadata.inert import Global, PickledDict, PickledList, TrustedCall
 
-__all__ = ["ValueReader", "check_hashes", "pairs_of"]
-
 _MAX_DEPTH: Final = 32
 _SCALARS: Final = (bool, int, float, str, bytes, torch.Size, torch.layout, torch.memory_format)
 _PATH_KINDS: Final = {str, int}
@@ -22,9 +20,6 @@ class ValueReader:
 
     A part that the file references several times is visited as often. All visits are paid for from one budget, so time
     and memory are linear in the size of the file.
-
-    Args:
-        data_nbytes: the size of the file.
     """
 
     def __init__(self, data_nbytes: int) -> None:

@@ -11,8 +11,6 @@ from dcp_nvcomp.saving.stats import SaveStats
 if TYPE_CHECKING:
     from opentelemetry.metrics import Meter
 
-__all__ = ["OpenTelemetry"]
-
 
 class OpenTelemetry:
     """Record saves and loads, as `dcp_nvcomp.save...` and `dcp_nvcomp.load...`, times in seconds and sizes in bytes.

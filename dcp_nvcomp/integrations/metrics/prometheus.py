@@ -12,8 +12,6 @@ from dcp_nvcomp.saving.stats import SaveStats
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-__all__ = ["Prometheus"]
-
 _SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)
 
 

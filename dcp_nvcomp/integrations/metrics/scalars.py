@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dcp_nvcomp.loading.stats import LoadStats
 from dcp_nvcomp.saving.stats import SaveStats
 
-__all__ = ["StepCounter", "load_scalars", "save_scalars"]
-
 
 def save_scalars(stats: SaveStats) -> dict[str, float]:
     """Return the numbers of a save."""

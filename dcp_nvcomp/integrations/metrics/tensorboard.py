@@ -9,8 +9,6 @@ from dcp_nvcomp.integrations.metrics.scalars import StepCounter, load_scalars, s
 from dcp_nvcomp.loading.stats import LoadStats
 from dcp_nvcomp.saving.stats import SaveStats
 
-__all__ = ["TensorBoard"]
-
 
 class _Writer(Protocol):
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object: ...

@@ -11,8 +11,6 @@ from dcp_nvcomp.integrations.metrics.scalars import load_scalars, save_scalars
 from dcp_nvcomp.loading.stats import LoadStats
 from dcp_nvcomp.saving.stats import SaveStats
 
-__all__ = ["WeightsAndBiases"]
-
 
 class _Run(Protocol):
     @property

@@ -24,8 +24,6 @@ from dcp_nvcomp.format.blocks import Box
 from dcp_nvcomp.format.metadata.stored import StockItem
 from dcp_nvcomp.storage.base import Filesystem
 
-__all__ = ["read_part"]
-
 _ENDS_NBYTES: Final = 4 << 10  # at the end the directory, at the beginning the description: 1 KB each
 _MAX_PICKLE_NBYTES: Final = 64 << 10
 _LOCAL_HEADER_NBYTES: Final = 30
@@ -50,18 +48,7 @@ _DTYPES: Final = {
 def read_part(
     filesystem: Filesystem, item: StockItem, *, sizes: tuple[int, ...], dtype: torch.dtype, region: Box
 ) -> torch.Tensor | None:
-    """Read a region of a stored tensor.
-
-    Args:
-        filesystem: the checkpoint's.
-        item: where it is.
-        sizes: its shape.
-        dtype: its element type.
-        region: which elements.
-
-    Returns:
-        The region; None if the item has to be read as a whole, or may as well be.
-    """
+    """Read a region of a stored tensor."""
     first, last = _span(sizes, region)
     if item.transform_descriptors or math.prod(sizes) * dtype.itemsize < _WORTHWHILE_NBYTES:
         return None

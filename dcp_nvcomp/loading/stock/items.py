@@ -19,8 +19,6 @@ from dcp_nvcomp.format.metadata.stored import StockItem
 from dcp_nvcomp.loading.safe_objects import check_crcs, load_tensor_safely
 from dcp_nvcomp.storage.base import Filesystem
 
-__all__ = ["MAX_STOCK_NBYTES", "most_nbytes", "read_stock_bytes", "read_stock_tensor"]
-
 # The most an item may decode to if its true size is not recorded: pickles grow a few times, zstd 32768 times.
 MAX_STOCK_NBYTES: Final = 64 << 30
 _SMALL_NBYTES: Final = 16 << 20
@@ -36,18 +34,7 @@ _WINDOW_NBYTES: Final = 8 << 20
 
 
 def read_stock_bytes(filesystem: Filesystem, item: StockItem, *, limit_nbytes: int | None = None) -> io.BytesIO:
-    """Read a bytes item as DCP's planner gave it to the stock writer.
-
-    Args:
-        filesystem: the checkpoint's.
-        item: where it is.
-        limit_nbytes: the most that it may decode to; by default 16 MiB, or 1024 times what is stored if that is more.
-
-    Raises:
-        TruncatedFileError: the file ends before the item, or the item inside a zstd frame.
-        UnknownCodecError: it went through a transform that is not known here.
-        CorruptDataError: it does not decode, or to more than the limit, or is an archive whose CRCs do not match.
-    """
+    """Read a bytes item as DCP's planner gave it to the stock writer."""
     if limit_nbytes is None:
         limit_nbytes = _likely_nbytes(item)
     try:
@@ -66,20 +53,7 @@ def read_stock_tensor(
     dtype: torch.dtype | None = None,
     trusted: Sequence[Any] = (),
 ) -> torch.Tensor:
-    """Read a shard that `torch.save` wrote, on the CPU, with `weights_only=True`, so nothing in it is executed.
-
-    Args:
-        filesystem: the checkpoint's.
-        item: where it is.
-        sizes: the shard's shape by `.metadata`, if it is known; checked, and bounds what is decoded.
-        dtype: the same of its element type.
-        trusted: classes and functions that it may use beside torch's own.
-
-    Raises:
-        TruncatedFileError, UnknownCodecError: see `read_stock_bytes`.
-        CorruptDataError: it does not decode, or to another tensor than expected.
-        UnsafeObjectError: it holds what `weights_only=True` does not load.
-    """
+    """Read a shard that `torch.save` wrote, on the CPU, with `weights_only=True`, so nothing in it is executed."""
     limit_nbytes = _likely_nbytes(item)
     if sizes is not None:
         limit_nbytes = most_nbytes(sizes, dtype)

@@ -17,8 +17,6 @@ from dcp_nvcomp.loading.stock.archive import read_part
 from dcp_nvcomp.loading.stock.items import MAX_STOCK_NBYTES, read_stock_bytes, read_stock_tensor
 from dcp_nvcomp.storage.base import Filesystem
 
-__all__ = ["load_stock_items"]
-
 
 def load_stock_items(
     filesystem: Filesystem,
@@ -27,18 +25,7 @@ def load_stock_items(
     safe: SafeLoader,
     conversions: Conversions,
 ) -> None:
-    """Load some items that FileSystemWriter or FsspecWriter wrote, plain or with the zstd extension.
-
-    Args:
-        filesystem: the checkpoint.
-        items: the items to load, all stored by stock DCP.
-        planner: gives the destinations.
-        safe: how stored Python objects are loaded.
-        conversions: warns once if dtypes differ.
-
-    Raises:
-        CheckpointError: an item can't be read, or does not have the shape that `.metadata` says.
-    """
+    """Load some items that FileSystemWriter or FsspecWriter wrote, plain or with the zstd extension."""
     for wanted in sorted(items, key=lambda wanted: _position(wanted.stored)):
         item, fqn = wanted.item, wanted.item.storage_index.fqn
         try:

@@ -23,8 +23,6 @@ from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.ranges import coalesce
 from dcp_nvcomp.storage.reread import twice
 
-__all__ = ["READ_NBYTES", "BlockChecker", "Checked", "CheckedFile", "Span", "open_file", "spans_of"]
-
 READ_NBYTES = 8 << 20
 # Slices and planes are padded to 16 bytes each, which may double a block, and its end to a multiple of 4096.
 _MAX_ENCODED_NBYTES = 2 * MAX_BLOCK_NBYTES + 8192
@@ -67,11 +65,7 @@ class CheckedFile:
 
 
 def open_file(filesystem: Filesystem, file: DataFileRef) -> CheckedFile:
-    """Check a data file's size, footer and header.
-
-    Raises:
-        CheckpointError: as `read_footer` and `check_header`, also when read a second time.
-    """
+    """Check a data file's size, footer and header."""
     footer = read_footer(filesystem, file)
     twice(lambda: _check_header(filesystem, file.name, footer))
     members: dict[int, list[Record]] = {}
@@ -124,12 +118,7 @@ class Checked:
 
 
 class BlockChecker:
-    """Checks spans, several threads at once.
-
-    Args:
-        filesystem: the checkpoint.
-        full: whether blocks are decoded too, on the CPU, and their decoded bytes checked.
-    """
+    """Checks spans, several threads at once."""
 
     def __init__(self, filesystem: Filesystem, *, full: bool) -> None:
         self._filesystem = filesystem
@@ -166,11 +155,7 @@ class BlockChecker:
         return self._is_good(memoryview(self._filesystem.read(file.name, start, stop)), file, number)
 
     def _is_good(self, data: memoryview, file: CheckedFile, number: int) -> bool:
-        """Whether all that was to be checked could be; False where decoding takes a GPU.
-
-        Raises:
-            CorruptDataError: the block is corrupt.
-        """
+        """Whether all that was to be checked could be; False where decoding takes a GPU."""
         row = block_row(file.footer, number)
         if not self._full:
             if checksum(data) != row.encoded_crc:

@@ -7,8 +7,6 @@ from typing import Any
 
 from dcp_nvcomp.errors import CheckpointError
 
-__all__ = ["ERROR", "WARNING", "Finding", "Verification", "finding_of"]
-
 ERROR = "error"
 WARNING = "warning"
 

@@ -18,8 +18,6 @@ from dcp_nvcomp.format.record import KIND_TENSOR
 from dcp_nvcomp.maintenance.verification.block_checks import CheckedFile
 from dcp_nvcomp.maintenance.verification.findings import ERROR, WARNING, Finding
 
-__all__ = ["Expected", "check_items", "check_records", "expectations"]
-
 
 @dataclass(frozen=True)
 class Expected:
@@ -51,12 +49,7 @@ def _offsets(index: MetadataIndex, tensor: TensorStorageMetadata) -> torch.Size:
 
 
 def check_items(metadata: Metadata, name: str) -> list[Finding]:
-    """Check that every listed shard is stored, every stored one listed, and no part of a tensor left out.
-
-    Args:
-        metadata: the metadata; of ranks, merged.
-        name: its file.
-    """
+    """Check that every listed shard is stored, every stored one listed, and no part of a tensor left out."""
     findings = []
     stored: dict[str, set[torch.Size]] = {}
     for index in metadata.storage_data:

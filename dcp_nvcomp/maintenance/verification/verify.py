@@ -49,8 +49,6 @@ from dcp_nvcomp.options import check_thread_count
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.reread import is_stored, twice
 
-__all__ = ["Finding", "Progress", "Verification", "verify_checkpoint"]
-
 T = TypeVar("T")
 R = TypeVar("R")
 

@@ -21,23 +21,11 @@ from dcp_nvcomp.runs.tiers.uploads import upload_files
 from dcp_nvcomp.saving.commit import WrittenSave, commit_files
 from dcp_nvcomp.saving.published import LastPublished
 
-__all__ = ["DurableStage"]
-
 logger = logging.getLogger(__name__)
 
 
 class DurableStage:
-    """The durable tier's part of a manager's work behind training.
-
-    Args:
-        ranks: the ranks.
-        durable: the durable tier.
-        fast: this node's fast tier, from which files are uploaded, if there is one.
-        rule: what is kept.
-        there: the steps of the durable tier; only the first rank's count.
-        check_lease: raises if another manager has taken the run over; asked before the durable tier is changed.
-        tell: called with each event.
-    """
+    """The durable tier's part of a manager's work behind training."""
 
     def __init__(
         self,
@@ -58,23 +46,13 @@ class DurableStage:
         self._new: set[int] = set()  # not opened since they were saved
 
     def go_back(self, abandoned: Abandoned) -> None:
-        """Leave saves behind.
-
-        Args:
-            abandoned: the saves; all others that are there are the run's.
-        """
+        """Leave saves behind."""
         known, left = self._abandoned | self._complete, abandoned.saves.keys()
         self._abandoned = (known & left) - abandoned.damaged
         self._complete = known - left
 
     def upload(self, save: StepSave, written: WrittenSave, senders: Mapping[str, int]) -> None:
-        """Upload the files of a step as they are, and commit it; all ranks call this.
-
-        Args:
-            save: the save.
-            written: what to publish.
-            senders: the rank that sends each file.
-        """
+        """Upload the files of a step as they are, and commit it; all ranks call this."""
         sent_nbytes = self._ranks.together(lambda: self._send(save.step, written, senders))
         self._ranks.on_one(lambda: self._commit(save.step, written))
         save.reached("durable", uploaded_nbytes=sent_nbytes)

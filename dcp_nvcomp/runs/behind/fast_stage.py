@@ -24,23 +24,11 @@ from dcp_nvcomp.runs.tiers.fast import FastTier
 from dcp_nvcomp.runs.tiers.nodes import Nodes
 from dcp_nvcomp.runs.tiers.transfer import move_files
 
-__all__ = ["FastStage"]
-
 logger = logging.getLogger(__name__)
 
 
 class FastStage:
-    """The fast tier's part of a manager's work behind training.
-
-    Args:
-        ranks: the ranks.
-        nodes: where they are.
-        fast: this node's fast tier.
-        keep_count: how many complete steps stay in it.
-        copies: how many nodes get copies of each node's files.
-        on_their_way: the steps that the durable tier still needs from here.
-        tell: called with each event.
-    """
+    """The fast tier's part of a manager's work behind training."""
 
     def __init__(
         self,
@@ -87,13 +75,7 @@ class FastStage:
         self._ranks.together(publish_here)
 
     def secure(self, save: StepSave, parts: Sequence[WrittenPart], own: WrittenPart) -> None:
-        """See to it that a step outlives a node; then let older ones go.
-
-        Args:
-            save: the save.
-            parts: what each replica has written; one part if all ranks save together.
-            own: this rank's.
-        """
+        """See to it that a step outlives a node; then let older ones go."""
         self.step_nbytes = self._nbytes_here(own)
         try:
             is_copied = self._secured(save, parts, own)

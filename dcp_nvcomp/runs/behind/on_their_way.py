@@ -6,15 +6,9 @@ import threading
 
 from dcp_nvcomp.runs.tiers.durable import DurableTier
 
-__all__ = ["OnTheirWay"]
-
 
 class OnTheirWay:
-    """The steps that a manager is bringing to the durable tier; they are not removed meanwhile, from either tier.
-
-    Args:
-        durable: the durable tier.
-    """
+    """The steps that a manager is bringing to the durable tier; they are not removed meanwhile, from either tier."""
 
     def __init__(self, durable: DurableTier) -> None:
         self._durable = durable

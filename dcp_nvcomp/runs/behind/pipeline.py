@@ -42,8 +42,6 @@ from dcp_nvcomp.saving.asynchronous.async_save import AsyncSave
 from dcp_nvcomp.saving.commit import WrittenSave
 from dcp_nvcomp.saving.stats import SaveStats
 
-__all__ = ["Pipeline", "TierRules"]
-
 logger = logging.getLogger(__name__)
 
 
@@ -67,18 +65,6 @@ class TierRules:
 
 class Pipeline:
     """The threads of a manager.
-
-    Args:
-        fast_ranks, durable_ranks: the ranks, for either thread.
-        nodes: where they are.
-        fast: this node's fast tier, if there is one.
-        durable: the durable tier.
-        rules: what is kept where.
-        there: the steps of the durable tier; only the first rank's count.
-        check_lease: raises if another manager has taken the run over; asked before the durable tier is changed.
-        tell: called with each event.
-        on_failure: called with the number of a save that failed, and its error.
-        on_lost: called with the number of a save that the fast tier lost on its way to the durable one, and why.
 
     Attributes:
         room: the room in the fast tier, if there is one.
@@ -131,11 +117,7 @@ class Pipeline:
         return 0 if self._fast_stage is None else self._fast_stage.step_nbytes
 
     def make_room(self, nbytes: float) -> bool:
-        """Return whether so much fits this node's fast tier, once what may go is gone.
-
-        Raises:
-            StorageError: it is not known how much room there is.
-        """
+        """Return whether so much fits this node's fast tier, once what may go is gone."""
         assert self.room is not None
         return self.room.make(nbytes)
 
@@ -157,15 +139,7 @@ class Pipeline:
         upload: bool,
         replicas: Sequence[Sequence[int]] = (),
     ) -> None:
-        """See a save to its end that goes to the fast tier.
-
-        Args:
-            save: the save.
-            saving: its asynchronous save, of this rank's replica if there are some.
-            publisher: that of its writer.
-            upload: whether it goes on to the durable tier.
-            replicas: the ranks of each; empty if all ranks save together.
-        """
+        """See a save to its end that goes to the fast tier."""
         assert self._fast_thread is not None and self.room is not None
         room = self.room
         room.begun(save.step)
@@ -182,22 +156,12 @@ class Pipeline:
         self._fast_thread.do(follow)
 
     def upload(self, save: StepSave, written: WrittenSave, senders: Mapping[str, int]) -> None:
-        """Upload a step that is in the fast tier.
-
-        Args:
-            save: the save.
-            written: what to publish.
-            senders: the rank that sends each file.
-        """
+        """Upload a step that is in the fast tier."""
         self._on_their_way.set_out(save.step)
         self._durable_thread.do(lambda: self._end_upload(save, written, senders))
 
     def go_back(self, abandoned: Abandoned) -> None:
-        """Leave saves behind; nothing is on its way.
-
-        Args:
-            abandoned: the saves; all others that are there are the run's.
-        """
+        """Leave saves behind; nothing is on its way."""
         self._durable_stage.go_back(abandoned)
         if self._fast_stage is not None:
             self._fast_stage.leave_behind(abandoned.saves.keys())
@@ -283,13 +247,7 @@ class Pipeline:
         return self._on_lost if is_due else _only_told
 
     def _end_part(self, save: StepSave, error: BaseException | None, note: _Note | None = None) -> None:
-        """Note that a part of a save has ended, and tell of the save if it was the last.
-
-        Args:
-            save: the save.
-            error: why the part failed, if it did.
-            note: is given the error; by default the next call of the manager raises it.
-        """
+        """Note that a part of a save has ended, and tell of the save if it was the last."""
         if error is not None:
             self._tell(save.failed(error))
             (note or self._on_failure)(save.number, error)

@@ -22,8 +22,6 @@ from dcp_nvcomp.format.record import KIND_PACK, KIND_TENSOR, Record
 from dcp_nvcomp.runs.ranks import Ranks
 from dcp_nvcomp.storage.base import Filesystem
 
-__all__ = ["Compared", "compared"]
-
 _ROW = np.dtype([("record", "<u8"), ("crc", "<u4")])
 Rows = npt.NDArray[np.void]
 
@@ -48,15 +46,6 @@ def compared(
 
     Tensors are compared shard by shard, and the small ones that share blocks together. Other values are not: pickles of
     equal objects may differ.
-
-    Args:
-        ranks: the ranks.
-        replicas: the ranks of each.
-        filesystem: where this rank's files are.
-        files: this rank's data files, and their sizes.
-
-    Raises:
-        CheckpointError: a file can't be read; on all ranks.
     """
     names: dict[int, list[str]] = {}
     crcs: dict[int, int] = {}

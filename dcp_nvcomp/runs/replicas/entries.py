@@ -14,8 +14,6 @@ import torch
 
 from dcp_nvcomp.errors import ConfigurationError
 
-__all__ = ["Path", "digest_of", "entries", "missing_on", "own_of", "with_entries"]
-
 Path: TypeAlias = tuple[Any, ...]
 
 
@@ -39,16 +37,7 @@ def digest_of(paths: Mapping[Path, bool]) -> bytes:
 
 
 def missing_on(replicas: Sequence[Sequence[int]], paths: Sequence[Mapping[Path, bool]]) -> dict[Path, int]:
-    """Return the entries that some replica lacks, with the first rank that has them.
-
-    Args:
-        replicas: the ranks of each.
-        paths: of each rank: those of its entries, and whether they are sharded.
-
-    Raises:
-        ConfigurationError: one of them is sharded: then replicas hold different tensors. Or it is an entry on one rank
-            and a dict with entries on another.
-    """
+    """Return the entries that some replica lacks, with the first rank that has them."""
     found: dict[Path, int] = {}
     everywhere = set.intersection(*(set().union(*(paths[rank] for rank in one)) for one in replicas))
     for rank, own in enumerate(paths):

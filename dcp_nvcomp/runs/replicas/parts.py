@@ -14,24 +14,11 @@ from torch.distributed.tensor import DTensor
 
 from dcp_nvcomp.errors import ConfigurationError
 
-__all__ = ["is_sharded", "joined", "whole_sets"]
-
 RankSet = frozenset[int]
 
 
 def whole_sets(values: Iterable[Any], ranks: Sequence[int]) -> frozenset[RankSet]:
-    """Return the sets of ranks that hold a DTensor whole, of all DTensors that this rank has a part of.
-
-    Args:
-        values: of a state dict.
-        ranks: the global rank of each rank of the run.
-
-    Returns:
-        Sets of ranks of the run.
-
-    Raises:
-        ConfigurationError: a tensor lies on ranks that are not in the run, or its placement is not known.
-    """
+    """Return the sets of ranks that hold a DTensor whole, of all DTensors that this rank has a part of."""
     found: dict[Any, frozenset[RankSet]] = {}
     for tensor in _tensors(values):
         sharded = tuple(not placement.is_replicate() for placement in tensor.placements)
@@ -78,13 +65,6 @@ def _sets_of(tensor: DTensor, sharded: Sequence[bool], ranks: Sequence[int]) -> 
 
 def joined(count: int, sets: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
     """Join what overlaps.
-
-    Args:
-        count: of ranks.
-        sets: of ranks that belong together.
-
-    Returns:
-        Disjoint sets of all ranks, each in ascending order, in the order of their first ranks.
 
     Examples:
         >>> joined(4, [{0, 1}, {2, 3}])

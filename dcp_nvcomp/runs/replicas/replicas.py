@@ -26,8 +26,6 @@ from dcp_nvcomp.runs.replicas.parts import is_sharded, joined, whole_sets
 from dcp_nvcomp.runs.tiers.nodes import Nodes
 from dcp_nvcomp.saving.asynchronous.async_save import end_sequence
 
-__all__ = ["Replica", "Replicas", "replicas_for"]
-
 
 @dataclass(frozen=True)
 class Replica:
@@ -64,13 +62,7 @@ class _Offer:
 
 
 class Replicas:
-    """Arranges the ranks of a run in replicas, by what they save. All ranks call the same methods.
-
-    Args:
-        ranks: the ranks.
-        nodes: where they are.
-        group: their process group.
-    """
+    """Arranges the ranks of a run in replicas, by what they save. All ranks call the same methods."""
 
     def __init__(self, ranks: Ranks, nodes: Nodes, group: dist.ProcessGroup) -> None:
         self._ranks, self._nodes = ranks, nodes
@@ -81,16 +73,7 @@ class Replicas:
         self._group: dist.ProcessGroup | None = None
 
     def replica_of(self, values: dict[str, Any], until_idle: Callable[[], None]) -> Replica:
-        """Return what this rank's replica saves of a state.
-
-        Args:
-            values: the state, without Stateful values.
-            until_idle: waits until no save is under way; called if the ranks are arranged anew.
-
-        Raises:
-            ConfigurationError: there is no other replica in another failure domain, replicas hold different tensors, or
-                a value can't be given to other replicas; on all ranks.
-        """
+        """Return what this rank's replica saves of a state."""
         offers = self._offers(values)
         if self._layouts != [offer.layout for offer in offers]:
             self._arrange(values, offers, until_idle)
@@ -159,17 +142,7 @@ class Replicas:
 
 
 def replicas_for(copies: int | str, ranks: Ranks, nodes: Nodes, group: dist.ProcessGroup | None) -> Replicas | None:
-    """Return what arranges replicas; None if copies are sent.
-
-    Args:
-        copies: how many, or that replicas are the copies.
-        ranks: the ranks.
-        nodes: where they are.
-        group: their process group.
-
-    Raises:
-        ConfigurationError: there is no process group, so no replica.
-    """
+    """Return what arranges replicas; None if copies are sent."""
     if copies != REPLICAS:
         return None
     if group is None:

@@ -9,8 +9,6 @@ from dcp_nvcomp.format.names import data_file_rank
 from dcp_nvcomp.runs.ranks import Ranks
 from dcp_nvcomp.saving.commit import WrittenSave
 
-__all__ = ["WrittenPart", "written_by"]
-
 
 @dataclass(frozen=True)
 class WrittenPart:
@@ -39,14 +37,7 @@ class WrittenPart:
 def written_by(
     ranks: Ranks, replicas: Sequence[Sequence[int]], written: WrittenSave | None, seconds: float
 ) -> list[WrittenPart]:
-    """Tell all ranks what was written; all ranks call this.
-
-    Args:
-        ranks: the ranks.
-        replicas: the ranks of each; empty if all saved together.
-        written: what this rank published; None on those that publish nothing.
-        seconds: how long the save took this rank.
-    """
+    """Tell all ranks what was written; all ranks call this."""
     if not replicas:
         return [WrittenPart(ranks.share(written), tuple(range(ranks.count)), seconds)]
     found, parts = ranks.gather((written, seconds)), []

@@ -19,8 +19,6 @@ from dcp_nvcomp.runs.abandoned import Abandoned
 from dcp_nvcomp.runs.keep import SavedStep
 from dcp_nvcomp.runs.tiers.fast import HeldStep
 
-__all__ = ["Candidate", "candidates"]
-
 
 @dataclass(frozen=True)
 class Candidate:
@@ -141,12 +139,6 @@ def candidates(
     """Return the saves that could be restored, the newest step first, of one step the latest save.
 
     Which save of a step is the latest goes by the run's leases and its own time: the clocks of machines differ.
-
-    Args:
-        durable: the steps of the durable tier, those that are not complete too: nodes may have what they lack.
-        on_nodes: what each node holds, by its name.
-        abandoned: the saves that the run has left behind.
-        damaged: those of the durable tier that are not complete.
     """
     named: dict[tuple[int, str], list[tuple[str, HeldStep]]] = {}
     for node, steps in on_nodes:

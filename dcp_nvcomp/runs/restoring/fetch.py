@@ -22,8 +22,6 @@ from dcp_nvcomp.runs.tiers.transfer import Moved, Target, move_files
 from dcp_nvcomp.storage.base import OutputStream
 from dcp_nvcomp.storage.in_memory import MemoryFilesystem
 
-__all__ = ["Fetch"]
-
 logger = logging.getLogger(__name__)
 
 _Transfers = Mapping[Transfer, Mapping[str, int]]
@@ -31,13 +29,6 @@ _Transfers = Mapping[Transfer, Mapping[str, int]]
 
 class Fetch:
     """Files of a step on their way to the ranks that need them.
-
-    Args:
-        candidate: the step.
-        ranks: the ranks.
-        nodes: where they are.
-        fast: this node's fast tier.
-        room: the room in it.
 
     Attributes:
         near: the files that are whole on this node.
@@ -59,15 +50,7 @@ class Fetch:
         self._senders: dict[str, str] = {}  # by file that was brought here
 
     def bring(self, needed: Iterable[str]) -> None:
-        """Move what this rank needs, and a peer has, to where this rank can read it; all ranks call it.
-
-        Args:
-            needed: the files that this rank reads.
-
-        Raises:
-            CorruptDataError: a copy that a node was to send can't be read.
-            CheckpointError: a file could not be moved.
-        """
+        """Move what this rank needs, and a peer has, to where this rank can read it; all ranks call it."""
         needs = self._ranks.gather(sorted(needed))
         transfers = self._to_nodes(needs)
         if not transfers:

@@ -23,18 +23,9 @@ from dcp_nvcomp.runs.events import Source
 from dcp_nvcomp.runs.restoring.fetch import Fetch
 from dcp_nvcomp.storage.base import Below, FileInfo, Filesystem, OutputStream
 
-__all__ = ["NearestFilesystem", "NearestReader"]
-
 
 class NearestFilesystem(Filesystem):
-    """A step's directory for reading: some files are in the fast tier, the others in the durable one.
-
-    Args:
-        fast: the step's directory on this node.
-        durable: the step's directory in the durable tier.
-        near: the files that are whole on this node.
-        received: files in this process's memory, `.metadata` among them.
-    """
+    """A step's directory for reading: some files are in the fast tier, the others in the durable one."""
 
     def __init__(self, fast: Filesystem, durable: Filesystem, near: Iterable[str], received: Filesystem) -> None:
         self._fast, self._durable, self._received = fast, durable, received
@@ -111,11 +102,7 @@ class NearestReader(NvcompReader):
     nbytes: Mapping[Source, int] = MappingProxyType({})
 
     def from_nodes(self, fetch: Fetch) -> None:
-        """Take what nodes have from them.
-
-        Args:
-            fetch: brings it here.
-        """
+        """Take what nodes have from them."""
         self._fetch = fetch
 
     def open_storage(self) -> Filesystem:
@@ -126,21 +113,13 @@ class NearestReader(NvcompReader):
         return NearestFilesystem(self._fetch.here, durable, self._fetch.near, self._fetch.received)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Check that all ranks saw the same save, or versions of it by different replicas; called by DCP.
-
-        Raises:
-            CheckpointReplacedError: another save replaced the checkpoint between two ranks' reads.
-        """
+        """Check that all ranks saw the same save, or versions of it by different replicas; called by DCP."""
         if self._fetch is not None and {one.save_id for one in seen_by(plans)} <= self._fetch.save_ids:
             return plans
         return super().prepare_global_plan(plans)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Bring the files here that this rank needs, and load its items; called by DCP.
-
-        Raises:
-            BaseException: the first error of any thread. The contents of the destinations are undefined then.
-        """
+        """Bring the files here that this rank needs, and load its items; called by DCP."""
         stored = (self.storage_data.get(item.storage_index) for item in plan.items)
         needed = {one.file.name: one.file.nbytes for one in stored if isinstance(one, StoredAt)}
         if self._fetch is None:

@@ -36,8 +36,6 @@ from dcp_nvcomp.runs.tiers.fast import FastTier
 from dcp_nvcomp.runs.tiers.nodes import Nodes
 from dcp_nvcomp.runs.tiers.room import Room
 
-__all__ = ["Restoring"]
-
 logger = logging.getLogger(__name__)
 
 _NOT_DAMAGE = (UnsafeMetadataError, UnsupportedVersionError, UnknownCodecError)
@@ -60,16 +58,7 @@ class _Attempt:
 
 
 class Restoring:
-    """How the ranks of a run load one of its steps.
-
-    Args:
-        ranks: the ranks.
-        nodes: where they are.
-        fast: this node's fast tier, if there is one.
-        room: the room in it.
-        load_options: of `load`: the ranks that load together.
-        reader_for: makes a reader for a step.
-    """
+    """How the ranks of a run load one of its steps."""
 
     def __init__(
         self,
@@ -86,20 +75,7 @@ class Restoring:
     def newest(
         self, state: dict[str, Any], tried: Sequence[Candidate], *, fallback: bool
     ) -> tuple[StepRestored, Candidate]:
-        """Load the first of the candidates that can be loaded.
-
-        Args:
-            state: what to load into.
-            tried: the candidates, at least one, in the order in which to try them; the same on all ranks.
-            fallback: False to raise if the first one is damaged.
-
-        Returns:
-            What was loaded, and the candidate without the copies that turned out damaged.
-
-        Raises:
-            CheckpointError: none could be loaded; or the load failed for another reason than damage.
-            RankFailedError: it failed on another rank.
-        """
+        """Load the first of the candidates that can be loaded."""
         damaged: list[int] = []
         last: BaseException | None = None
         for candidate, after in zip(tried, (*tried[1:], None), strict=True):
@@ -132,11 +108,7 @@ class Restoring:
     def _load(
         self, state: dict[str, Any], candidate: Candidate
     ) -> tuple[NearestReader | None, BaseException | None, Candidate]:
-        """Load one candidate, without the copies that turn out damaged.
-
-        Returns:
-            Its reader; or why the step is damaged; and the candidate without those copies.
-        """
+        """Load one candidate, without the copies that turn out damaged."""
         while True:
             reader, error = self._attempt(state, candidate)
             words = None if error is None else f"{type(error).__name__}: {error}"

@@ -27,24 +27,11 @@ from dcp_nvcomp.runs.tiers.nodes import Nodes
 from dcp_nvcomp.saving.commit import WrittenSave
 from dcp_nvcomp.storage.base import Filesystem
 
-__all__ = ["RunRestore"]
-
 logger = logging.getLogger(__name__)
 
 
 class RunRestore:
-    """How a manager restores.
-
-    Args:
-        ranks: the ranks.
-        nodes: where they are.
-        fast: this node's fast tier, if there is one.
-        durable: the durable tier.
-        pipeline: what is being saved.
-        load_options: of `load`: the ranks that load together.
-        reader_options: of the readers of the durable tier.
-        run_time: goes on from the step that is restored.
-    """
+    """How a manager restores."""
 
     def __init__(
         self,
@@ -73,22 +60,7 @@ class RunRestore:
         is_due: Callable[[int], bool],
         new_save: Callable[[int, Mapping[str, float]], StepSave],
     ) -> StepRestored | None:
-        """Restore a step; all ranks call this.
-
-        Args:
-            state: what to load into.
-            step: the step; None for the newest.
-            fallback: whether the one before a damaged newest step is taken.
-            is_due: tells which steps belong into the durable tier.
-            new_save: numbers an upload that goes on.
-
-        Returns:
-            What was loaded; None if there is nothing.
-
-        Raises:
-            CheckpointNotFoundError: there is no such step.
-            CheckpointError: the load failed.
-        """
+        """Restore a step; all ranks call this."""
         self._pipeline.wait()  # what is being saved may be what is to be loaded, and nothing is removed meanwhile
         found = self._candidates()
         wanted = [one for one in found if (not one.is_abandoned if step is None else one.step == step)]

@@ -10,17 +10,11 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-__all__ = ["capture_generators", "restore_generators", "seed_generators"]
-
 _SEED_NBYTES: Final = 8
 
 
 def capture_generators(own: Mapping[str, torch.Generator]) -> dict[str, Any]:
-    """Return the states of this process's generators: of Python, NumPy and torch, and of the current CUDA device.
-
-    Args:
-        own: generators that the user made, by name.
-    """
+    """Return the states of this process's generators: of Python, NumPy and torch, and of the current CUDA device."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     found: dict[str, Any] = {
@@ -35,12 +29,7 @@ def capture_generators(own: Mapping[str, torch.Generator]) -> dict[str, Any]:
 
 
 def restore_generators(state: Mapping[str, Any], own: Mapping[str, torch.Generator]) -> None:
-    """Set this process's generators.
-
-    Args:
-        state: as captured; a GPU's is left out on a machine without one.
-        own: generators that the user made, by name; those that were not saved stay as they are.
-    """
+    """Set this process's generators."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]
@@ -54,13 +43,7 @@ def restore_generators(state: Mapping[str, Any], own: Mapping[str, torch.Generat
 
 
 def seed_generators(state: Mapping[str, Any], rank: int, own: Mapping[str, torch.Generator]) -> None:
-    """Seed the generators of a rank that was not there when the state was saved: differently from all other ranks'.
-
-    Args:
-        state: as captured on some rank.
-        rank: this rank.
-        own: generators that the user made, by name.
-    """
+    """Seed the generators of a rank that was not there when the state was saved: differently from all other ranks'."""
 
     def seed(name: str) -> int:
         digest = hashlib.sha256(f"{name} {rank} ".encode() + state["torch"].numpy().tobytes()).digest()

@@ -10,8 +10,6 @@ from typing import Any, Final
 
 from dcp_nvcomp.runs.state.resharding import SNAPSHOT, WORKERS, LoaderPart
 
-__all__ = ["LOADER", "joined", "taken_apart"]
-
 LOADER: Final = "loader"
 
 

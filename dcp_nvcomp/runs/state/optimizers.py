@@ -34,8 +34,6 @@ from dcp_nvcomp.format.metadata.paths import SavedEntry
 from dcp_nvcomp.loading.matching import saved_names
 from dcp_nvcomp.reading.sameness import is_same
 
-__all__ = ["Fsdp1Optimizers", "Optimizers", "optimizers_of"]
-
 _STATE: Final = "state"
 _GROUPS: Final = "param_groups"
 _PARAMS: Final = "params"
@@ -66,22 +64,13 @@ class _Group:
 
 
 class Optimizers:
-    """The optimizers of a model, as one value.
-
-    Args:
-        model: the model.
-        optimizers: its optimizers, each of other parameters.
-    """
+    """The optimizers of a model, as one value."""
 
     def __init__(self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._model, self._optimizers = model, optimizers
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the optimizers hold.
-
-        Raises:
-            ConfigurationError: a parameter is not the model's, or in two optimizers.
-        """
+        """Return what the optimizers hold."""
         state: dict[str, Any] = {}
         groups: list[dict[str, Any]] = []
         extra: dict[str, Any] = {}
@@ -132,11 +121,7 @@ class Optimizers:
     # --- what to load into --------------------------------------------------------------------------------------------
 
     def destination(self, entries: Sequence[SavedEntry]) -> Any:
-        """Return nested containers with a place for each saved entry.
-
-        Args:
-            entries: with paths below this value.
-        """
+        """Return nested containers with a place for each saved entry."""
         if not entries:
             raise MissingKeyError("The checkpoint has nothing of optimizers.", fqn="optimizer")
         there = self.state_dict()
@@ -189,14 +174,7 @@ class Optimizers:
     # --- taking over what was loaded ----------------------------------------------------------------------------------
 
     def load_state_dict(self, loaded: Mapping[str, Any]) -> None:
-        """Put what was loaded into the optimizers.
-
-        Args:
-            loaded: as `destination` returned it, filled.
-
-        Raises:
-            CheckpointError: entries have no place in the optimizers, or did not get there.
-        """
+        """Put what was loaded into the optimizers."""
         parameters = dict(self._parameters())
         loaded = _by_names_of(parameters, loaded)
         state, saved_groups = loaded[_STATE], loaded[_GROUPS]
@@ -381,12 +359,7 @@ def _nested_local(value: Any) -> Any:
 
 
 class Fsdp1Optimizers:
-    """The optimizers of a model with flat parameters of FSDP1, whose state only torch can take apart.
-
-    Args:
-        model: the model.
-        optimizers: its optimizers.
-    """
+    """The optimizers of a model with flat parameters of FSDP1, whose state only torch can take apart."""
 
     def __init__(self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._model, self._optimizers = model, list(optimizers)

@@ -15,8 +15,6 @@ from typing import Any, Final, TypeAlias
 from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.runs.state.sampler import BEGIN, YIELDED
 
-__all__ = ["SNAPSHOT", "WORKERS", "LoaderPart", "Reshard", "reshard_for", "state_for"]
-
 # torchdata's own names in the states of its loaders, as of 0.11: without workers all is at the top
 SNAPSHOT: Final = "_snapshot"
 _MAIN: Final = "_main_snapshot"
@@ -52,9 +50,6 @@ def reshard_for(loader: Any) -> Reshard:
     It serves loaders of torchdata over map-style datasets: with an `ElasticSampler` for any number of ranks, with
     torchdata's `StatefulDistributedSampler` where the new ranks can have consumed evenly what the old ones did. It
     raises CheckpointError for others.
-
-    Args:
-        loader: the new job's, which has not begun.
     """
 
     def reshard(parts: Sequence[LoaderPart], world_size: int) -> list[dict[str, Any]]:
@@ -67,12 +62,7 @@ def reshard_for(loader: Any) -> Reshard:
 
 
 def state_for(loader: Any, part: LoaderPart) -> Mapping[str, Any]:
-    """Return the state for the loader of the same rank of as many: as it was, or at its place with other workers.
-
-    Args:
-        loader: the new job's, which has not begun.
-        part: the old one's.
-    """
+    """Return the state for the loader of the same rank of as many: as it was, or at its place with other workers."""
     workers = getattr(loader, "num_workers", None)
     before, sampler, consumed = _main_of(part.state).get(_WORKER_COUNT, 0), _sampler_state(part.state), _consumed(part)
     if workers is None or workers == before or sampler is None or consumed is None:

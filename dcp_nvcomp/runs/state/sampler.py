@@ -18,8 +18,6 @@ from torch.utils.data import Sampler
 
 from dcp_nvcomp.errors import ConfigurationError
 
-__all__ = ["BEGIN", "YIELDED", "ElasticSampler"]
-
 BEGIN: Final = "begin"
 YIELDED: Final = "yielded"
 

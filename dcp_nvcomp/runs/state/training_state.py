@@ -30,8 +30,6 @@ from dcp_nvcomp.runs.state.loader_parts import LOADER, joined, taken_apart
 from dcp_nvcomp.runs.state.optimizers import optimizers_of
 from dcp_nvcomp.runs.state.resharding import LoaderPart, Reshard, reshard_for, state_for
 
-__all__ = ["TrainingState"]
-
 _GENERATORS: Final = "generators"
 _DATA: Final = "data"
 

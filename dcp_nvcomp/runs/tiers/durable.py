@@ -12,18 +12,16 @@ from typing import Any, Final
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.format.names import METADATA_NAME
 from dcp_nvcomp.maintenance.run_listing import COMPLETE, steps_below
-from dcp_nvcomp.maintenance.seen import SEEN_NAME, Seen, identity_of
+from dcp_nvcomp.maintenance.seen import RUN_FOLDER, SEEN_NAME, Seen, identity_of
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.runs.abandoned import read_abandoned
 from dcp_nvcomp.runs.identity import ID_NAME, run_id
 from dcp_nvcomp.runs.keep import Keep, KeepRule, SavedStep, reasons_to_keep, why_not
 from dcp_nvcomp.runs.pins import is_pinned, pinned_steps
 from dcp_nvcomp.runs.removal import remove_step
-from dcp_nvcomp.runs.steps import RUN_FOLDER, RunSteps, StepNames, list_steps
+from dcp_nvcomp.runs.steps import RunSteps, StepNames, list_steps
 from dcp_nvcomp.storage.base import Below, Filesystem
 from dcp_nvcomp.storage.open import open_filesystem, place_of
-
-__all__ = ["BEGUN", "Doomed", "DurableTier", "Removed"]
 
 logger = logging.getLogger(__name__)
 
@@ -62,13 +60,7 @@ class Doomed:
 
 
 class DurableTier:
-    """The steps at a run's root.
-
-    Args:
-        root: path or URL of the run.
-        names: of the steps' directories.
-        storage_options: for the fsspec filesystem.
-    """
+    """The steps at a run's root."""
 
     def __init__(self, root: str, names: StepNames, storage_options: Mapping[str, Any] | None = None) -> None:
         self.root = place_of(root).rstrip("/") or "/"
@@ -99,12 +91,7 @@ class DurableTier:
         return run_id(self.open_own(), self.root, self._storage_options)
 
     def refuse_checkpoint(self) -> None:
-        """Refuse a step's directory for a run's root: a run would begin anew in it, as if nothing had been saved.
-
-        Raises:
-            ConfigurationError: there is a checkpoint, and no run yet.
-            StorageError: the storage fails.
-        """
+        """Refuse a step's directory for a run's root: a run would begin anew in it, as if nothing had been saved."""
         with contextlib.closing(self._open(self.root)) as filesystem:
             if filesystem.file_nbytes(METADATA_NAME) is None or self.open_own().file_nbytes(ID_NAME) is not None:
                 return
@@ -114,25 +101,14 @@ class DurableTier:
         )
 
     def list(self) -> RunSteps:
-        """Return the steps that are there. Those that were not seen complete as they are now are opened.
-
-        Raises:
-            StorageError: the storage fails.
-        """
+        """Return the steps that are there. Those that were not seen complete as they are now are opened."""
         with contextlib.closing(self._open(self.root)) as filesystem:
             abandoned = read_abandoned(self.open_own())
             found, self._seen = list_steps(filesystem, self.names, abandoned, seen=self._seen)
             return found
 
     def problem_of(self, step: int) -> str:
-        """Open a step, and return why it is not complete; empty if it is.
-
-        Args:
-            step: the step.
-
-        Raises:
-            StorageError: the storage fails.
-        """
+        """Open a step, and return why it is not complete; empty if it is."""
         name = self.names.name_of(step)
         with contextlib.closing(self.open(step)) as filesystem:
             files = filesystem.list_files()
@@ -186,13 +162,6 @@ class DurableTier:
 
         The newest is opened before others go: if it is not complete it does not count, whatever was seen before.
         Nothing goes where no step is complete.
-
-        Args:
-            rule: says which are kept.
-            found: the steps.
-
-        Raises:
-            StorageError: the pins can't be read; then any step may be pinned.
         """
         complete = sorted(found.complete, key=lambda saved: saved.step)
         while complete:
@@ -228,11 +197,7 @@ class DurableTier:
         return Doomed({step: why[step] for step in sorted(why) if step not in pinned}, kept)
 
     def remove(self, why: Mapping[int, str]) -> Removed:
-        """Remove steps, but for those that are held.
-
-        Args:
-            why: why each of them goes, for the log.
-        """
+        """Remove steps, but for those that are held."""
         gone, failed = [], {}
         for step, reason in sorted(why.items()):
             with self._lock:

@@ -22,13 +22,12 @@ from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.metadata.roots import Root, read_root
 from dcp_nvcomp.format.metadata.summary import REPLICA, SUMMARY_NBYTES, summary_at_end
 from dcp_nvcomp.format.names import METADATA_NAME, data_file_rank
+from dcp_nvcomp.maintenance.seen import RUN_FOLDER
 from dcp_nvcomp.runs.removal import EQUAL, is_being_removed, remove_step
-from dcp_nvcomp.runs.steps import RUN_FOLDER, StepNames
+from dcp_nvcomp.runs.steps import StepNames
 from dcp_nvcomp.runs.tiers.trust import ALONE, fault_below, own_directory, refuse_fault_below
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.open import open_filesystem, place_of
-
-__all__ = ["TO_UPLOAD", "FastTier", "HeldStep"]
 
 logger = logging.getLogger(__name__)
 
@@ -71,16 +70,7 @@ class HeldStep:
 
 
 class FastTier:
-    """This node's part of the fast tier.
-
-    Args:
-        root: the directory.
-        names: of the steps' directories.
-        metadata_limit_nbytes: how large the `.metadata` of a step may be, as for `NvcompReader`.
-
-    Raises:
-        ConfigurationError: it is no local path.
-    """
+    """This node's part of the fast tier."""
 
     def __init__(self, root: str, names: StepNames, *, metadata_limit_nbytes: int = MAX_METADATA_NBYTES) -> None:
         self._metadata_limit_nbytes = metadata_limit_nbytes
@@ -99,41 +89,22 @@ class FastTier:
         return _open(self.path_of(step))
 
     def read_root(self, filesystem: Filesystem) -> Root:
-        """Read the `.metadata` of a step that was opened.
-
-        Raises:
-            CheckpointError: as `read_root` of roots.py.
-        """
+        """Read the `.metadata` of a step that was opened."""
         return read_root(filesystem, METADATA_NAME, limit_nbytes=self._metadata_limit_nbytes)
 
     def make_directory(self, step: int) -> None:
-        """Make the directory of a step for this user alone, before a writer makes it as the umask has it.
-
-        Raises:
-            StorageError: it can't be made.
-        """
+        """Make the directory of a step for this user alone, before a writer makes it as the umask has it."""
         with contextlib.closing(self.open(step)) as filesystem:
             filesystem.create_directory()
 
     def refuse_foreign(self, step: int) -> None:
-        """Raise if what is in a step's directory is not the user's own, so that nothing is written there.
-
-        Raises:
-            StorageError: it is a link, or others own it or may write to it; or it can't be looked at.
-        """
+        """Raise if what is in a step's directory is not the user's own, so that nothing is written there."""
         fault = fault_below(self.root, self.names.name_of(step))
         if fault is not None:
             raise StorageError(f"Nothing is written there: {fault}. Remove it.", path=self.path_of(step))
 
     def claim(self, run: str) -> None:
-        """Make sure that the directory is this run's, or nobody's yet; one that is out of order is passed by.
-
-        Args:
-            run: id of the run.
-
-        Raises:
-            ConfigurationError: it holds steps of another run, or is not the user's own.
-        """
+        """Make sure that the directory is this run's, or nobody's yet; one that is out of order is passed by."""
         self._run = run
         try:
             found = self._claimed_by(run)
@@ -169,11 +140,7 @@ class FastTier:
         return self._is_claimed
 
     def check_writable(self) -> None:
-        """Raise if nothing can be written here now; a directory that was out of order may be back.
-
-        Raises:
-            CheckpointError: the disk is full, read-only or gone.
-        """
+        """Raise if nothing can be written here now; a directory that was out of order may be back."""
         if not self._is_claimed:
             found = self._claimed_by(self._run)
             self._is_claimed = found == self._run
@@ -258,24 +225,11 @@ class FastTier:
             return False
 
     def mark_equal(self, step: int, save_id: str) -> None:
-        """Note on this node that other replicas have saved the same.
-
-        Args:
-            step: the step.
-            save_id: of this node's save.
-        """
+        """Note on this node that other replicas have saved the same."""
         self.open(step).publish(EQUAL, save_id.encode())
 
     def remove_before(self, step: int, *, but: Collection[int]) -> tuple[int, ...]:
-        """Remove what is here of older steps, whole or not; a failure is logged, and costs no more than space.
-
-        Args:
-            step: the oldest one that stays.
-            but: others that stay.
-
-        Returns:
-            Those that are gone.
-        """
+        """Remove what is here of older steps, whole or not; a failure is logged, and costs no more than space."""
         try:
             found = self.steps()
         except CheckpointError as error:
@@ -284,11 +238,7 @@ class FastTier:
         return self.remove([one for one in found if one < step and one not in but])
 
     def remove(self, steps: Collection[int]) -> tuple[int, ...]:
-        """Remove what is here of steps; a failure is logged, and costs no more than space.
-
-        Returns:
-            Those that are gone.
-        """
+        """Remove what is here of steps; a failure is logged, and costs no more than space."""
         gone = []
         for step in steps:
             try:

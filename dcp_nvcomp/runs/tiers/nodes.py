@@ -11,8 +11,6 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Nodes", "Place", "Transfer", "rounds", "this_node"]
-
 
 @dataclass(frozen=True)
 class Place:
@@ -49,10 +47,6 @@ class Transfer:
 class Nodes:
     """The nodes of a run.
 
-    Args:
-        places: of all ranks, by rank.
-        rank: this rank.
-
     Attributes:
         names: of the nodes, in the order of their first ranks.
     """
@@ -80,12 +74,7 @@ class Nodes:
         return self.ranks_of(self.own)[0] == self._rank
 
     def peers_of(self, node: str, count: int) -> list[str]:
-        """Return the nodes that get copies of a node's files: fewer than `count` if there are not as many domains.
-
-        Args:
-            node: the node.
-            count: how many copies.
-        """
+        """Return the nodes that get copies of a node's files: fewer than `count` if there are not as many domains."""
         at = self.names.index(node)
         domains = {self._domain_of(node)}
         peers: list[str] = []
@@ -106,11 +95,7 @@ class Nodes:
         return list(found.values())
 
     def copies(self, count: int) -> list[Transfer]:
-        """Return which rank sends its files to which.
-
-        Args:
-            count: how many copies of each file.
-        """
+        """Return which rank sends its files to which."""
         found = []
         for node in self.names:
             for peer in self.peers_of(node, count):

@@ -19,19 +19,11 @@ from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.runs.events import Event, StepsRemoved
 from dcp_nvcomp.runs.tiers.fast import FastTier
 
-__all__ = ["Room"]
-
 logger = logging.getLogger(__name__)
 
 
 class Room:
-    """The room in a node's fast tier.
-
-    Args:
-        fast: the fast tier.
-        awaited: returns the steps that are on their way to the durable tier.
-        tell: called with each event.
-    """
+    """The room in a node's fast tier."""
 
     def __init__(self, fast: FastTier, awaited: Callable[[], Collection[int]], tell: Callable[[Event], None]) -> None:
         self._fast, self._awaited, self._tell = fast, awaited, tell
@@ -41,11 +33,7 @@ class Room:
         self._durable_step = -1
 
     def looked(self, complete: Collection[int]) -> None:
-        """Note what a restore has seen, before it loads any of it: nothing is known to be whole yet.
-
-        Args:
-            complete: the steps that are complete in the fast tiers of all nodes together, or are in the durable tier.
-        """
+        """Note what a restore has seen, before it loads any of it: nothing is known to be whole yet."""
         try:
             here = self._fast.steps()
         except CheckpointError:  # nothing is removed then
@@ -75,15 +63,7 @@ class Room:
             self._durable_step = max(self._durable_step, step)
 
     def make(self, nbytes: float, *, but: Collection[int] = ()) -> bool:
-        """Return whether so much fits, once what may go is gone, as far as it has to.
-
-        Args:
-            nbytes: how much.
-            but: steps that stay.
-
-        Raises:
-            StorageError: it is not known how much room there is.
-        """
+        """Return whether so much fits, once what may go is gone, as far as it has to."""
         for step, why in self._removable(but):
             if self._fast.free_nbytes() > nbytes:
                 return True

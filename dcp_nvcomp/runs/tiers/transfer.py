@@ -21,8 +21,6 @@ from dcp_nvcomp.runs.ranks import Ranks
 from dcp_nvcomp.runs.tiers.nodes import Transfer, rounds
 from dcp_nvcomp.storage.base import Filesystem, OutputStream
 
-__all__ = ["Moved", "Target", "move_files"]
-
 _PIECE_NBYTES = 8 << 20
 _CRC_NBYTES = 4
 
@@ -62,20 +60,7 @@ class Moved:
 def move_files(
     ranks: Ranks, transfers: Mapping[Transfer, Mapping[str, int]], source: Filesystem, target: Target
 ) -> Moved:
-    """Send and receive files; all ranks call this with the same transfers.
-
-    Args:
-        ranks: the ranks.
-        transfers: the files that go from rank to rank, and their sizes.
-        source: where this rank reads what it sends.
-        target: where it writes what it receives; a file that is there already is replaced.
-
-    Returns:
-        What became of those of this rank.
-
-    Raises:
-        RankFailedError: another rank is gone.
-    """
+    """Send and receive files; all ranks call this with the same transfers."""
     ends = _Ends(source, target)
     for one in rounds(list(transfers)):
         outgoing = next((transfer for transfer in one if transfer.source == ranks.rank), None)

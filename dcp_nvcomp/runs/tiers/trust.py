@@ -17,8 +17,6 @@ from typing import Final
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.storage.base import storage_errors
 
-__all__ = ["ALONE", "fault_below", "own_directory", "refuse_fault_below"]
-
 ALONE: Final = 0o700
 _WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 _ENTER: Final = stat.S_IXGRP | stat.S_IXOTH
@@ -27,15 +25,7 @@ _INSTEAD: Final = "choose a directory of your own, such as one below /dev/shm/<y
 
 
 def own_directory(path: str) -> None:
-    """Make a directory for this user alone, or make sure that the one that is there is the user's own.
-
-    Args:
-        path: absolute; directories above it that are missing are made too.
-
-    Raises:
-        ConfigurationError: it belongs to another user, is a link, or others may write to it or replace it.
-        StorageError: it can't be made or looked at, or there is a file in its place.
-    """
+    """Make a directory for this user alone, or make sure that the one that is there is the user's own."""
     with storage_errors("make the directory", path):
         for folder in [*_missing_above(path), path]:
             with contextlib.suppress(FileExistsError):  # another rank of this node was quicker
@@ -105,15 +95,7 @@ def _passed_on_the_way(path: str) -> Iterator[str]:
 
 
 def fault_below(root: str, name: str) -> str | None:
-    """Return why what is in a directory of a fast tier is not to be trusted; None if it is the user's own.
-
-    Args:
-        root: of the fast tier, which was found to be the user's own.
-        name: of the directory in it.
-
-    Raises:
-        StorageError: it can't be looked at.
-    """
+    """Return why what is in a directory of a fast tier is not to be trusted; None if it is the user's own."""
     path = os.path.join(root, name)
     with storage_errors("look at", path):
         # else they can't reach what is inside, whatever modes the umask gave it
@@ -138,12 +120,7 @@ def fault_below(root: str, name: str) -> str | None:
 
 
 def refuse_fault_below(root: str, name: str) -> None:
-    """Refuse a fast tier for a directory in it that is not to be trusted.
-
-    Raises:
-        ConfigurationError: it is not the user's own.
-        StorageError: it can't be looked at.
-    """
+    """Refuse a fast tier for a directory in it that is not to be trusted."""
     fault = fault_below(root, name)
     if fault is not None:
         raise ConfigurationError(f"In fast={root!r}, {name} is not to be trusted: {fault}. Remove it, or {_INSTEAD}.")

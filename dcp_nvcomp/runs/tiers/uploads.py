@@ -11,8 +11,6 @@ from collections.abc import Collection, Mapping
 from dcp_nvcomp.errors import CheckpointError, StorageError
 from dcp_nvcomp.storage.base import Filesystem
 
-__all__ = ["SourceError", "upload_files"]
-
 _PIECE_NBYTES = 16 << 20
 
 
@@ -21,21 +19,7 @@ class SourceError(StorageError):
 
 
 def upload_files(source: Filesystem, target: Filesystem, names: Collection[str], sizes: Mapping[str, int]) -> int:
-    """Copy files to a directory.
-
-    Args:
-        source: the directory they are in.
-        target: the directory they go to.
-        names: of the files.
-        sizes: by name.
-
-    Returns:
-        How many bytes were sent.
-
-    Raises:
-        SourceError: a file could not be read; what was written of it is gone, as after
-        CheckpointError: it could not be written.
-    """
+    """Copy files to a directory."""
     target.refuse_link()
     target.create_directory()
     there = {file.name: file.nbytes for file in target.list_files()}

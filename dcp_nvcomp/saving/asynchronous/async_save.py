@@ -44,8 +44,6 @@ from dcp_nvcomp.saving.run_save import call_for, planner_for, run_save, writer_f
 from dcp_nvcomp.saving.writer import NvcompWriter
 from dcp_nvcomp.storage.processes import is_known_elsewhere
 
-__all__ = ["AsyncSave", "async_save", "end_sequence"]
-
 logger = logging.getLogger(__name__)
 
 _Wait = Literal["staged", "nothing"]
@@ -185,11 +183,7 @@ def async_save(
 
 
 def end_sequence(process_group: dist.ProcessGroup) -> None:
-    """Wait for the asynchronous saves over a process group, and give up the groups that they used.
-
-    Args:
-        process_group: the ranks that saved, all of which call this.
-    """
+    """Wait for the asynchronous saves over a process group, and give up the groups that they used."""
     with kept().lock:
         kept().end_sequence(process_group)
 

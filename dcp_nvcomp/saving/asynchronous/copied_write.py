@@ -27,8 +27,6 @@ from dcp_nvcomp.saving.results import WrittenFile
 from dcp_nvcomp.saving.stats import RankTotals
 from dcp_nvcomp.storage.base import Filesystem
 
-__all__ = ["CopiedWrite"]
-
 logger = logging.getLogger(__name__)
 
 Copying: TypeAlias = Literal["copied", "refused", "later"]
@@ -36,11 +34,6 @@ Copying: TypeAlias = Literal["copied", "refused", "later"]
 
 class CopiedWrite:
     """Copies what one rank saves, and has the copy written.
-
-    Args:
-        segments: where copies go.
-        budget: what asynchronous saves of this process have in use.
-        process: returns the background process; None to encode on threads of this one.
 
     Attributes:
         staged_nbytes: size of the copy.
@@ -67,18 +60,7 @@ class CopiedWrite:
         *,
         may_wait: bool = True,
     ) -> Copying:
-        """Copy the data of all items, once the budget allows it.
-
-        Args:
-            items: of the plan.
-            resolve: returns the data of an item.
-            budget_nbytes: the most that the saves of this process may have in use.
-            may_wait: False to copy only what the budget allows now.
-
-        Returns:
-            `refused`: a value can't be copied, or the budget or the memory of the machine is too small. `later`: other
-            saves have the memory now.
-        """
+        """Copy the data of all items, once the budget allows it."""
         first = next((item for item in items if item.tensor_data is not None), None)
         if first is not None and not can_copy(resolve(first)):
             return "refused"
@@ -116,19 +98,7 @@ class CopiedWrite:
         remembered: RememberedChoices,
         progress: Callable[[int], None],
     ) -> tuple[list[WrittenFile], RankTotals]:
-        """Have what was copied written.
-
-        Args:
-            write: the rank's part of the save.
-            filesystem: the checkpoint.
-            lanes: the files of each lane.
-            within_seconds: when it should be done; None if there is no hurry.
-            remembered: earlier choices.
-            progress: called with the uncompressed size of what was written.
-
-        Raises:
-            BaseException: the first error. The files have been removed.
-        """
+        """Have what was copied written."""
         assert self._copied is not None
         process = self._started()
         if process is not None:

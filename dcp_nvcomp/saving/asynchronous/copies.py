@@ -14,8 +14,6 @@ from torch.distributed.checkpoint.planner import WriteItem
 from dcp_nvcomp.engines.tensors import is_transparent, without_lazy_bits
 from dcp_nvcomp.saving.asynchronous.shared_memory import SharedSegment
 
-__all__ = ["Place", "can_copy", "copied", "resolver", "room_nbytes", "value_at"]
-
 _ALIGNMENT_NBYTES = 64
 
 
@@ -46,19 +44,7 @@ def room_nbytes(sizes: Iterable[int]) -> int:
 
 
 def copied(values: Iterable[Any], segment: SharedSegment, limit_nbytes: int) -> list[Place] | None:
-    """Copy values one behind the other, each before the next is asked for.
-
-    Args:
-        values: what to copy.
-        segment: where to.
-        limit_nbytes: how much of it may be used.
-
-    Returns:
-        Where each is; None if one can't be copied, or is larger than it was planned.
-
-    Raises:
-        OSError: there is not so much memory.
-    """
+    """Copy values one behind the other, each before the next is asked for."""
     places, end = list[Place](), 0
     memory = segment.view
     with torch.no_grad():

@@ -11,8 +11,6 @@ import os
 import torch
 import torch.distributed as dist
 
-__all__ = ["has_spare_core", "spare_core_count"]
-
 
 def has_spare_core() -> bool:
     """True if each rank of this host has a core beside those on which it trains."""
@@ -21,13 +19,7 @@ def has_spare_core() -> bool:
 
 
 def spare_core_count(cores: int, ranks: int, *, threads: int) -> int:
-    """Return how many cores each rank of a host has to spare.
-
-    Args:
-        cores: of the host.
-        ranks: on the host.
-        threads: with which each rank computes; one if it computes on a GPU.
-    """
+    """Return how many cores each rank of a host has to spare."""
     return cores // ranks - threads
 
 

@@ -6,8 +6,6 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["default_budget_nbytes", "free_nbytes"]
-
 _PROC = Path("/proc")
 _MIN_NBYTES = 64 << 20  # so that all threads encode a small state at once
 _CGROUP = Path("/sys/fs/cgroup")
@@ -17,9 +15,6 @@ def default_budget_nbytes(state_nbytes: int) -> int:
     """Return the smaller of twice the state's size and a quarter of what the host has free for each of its ranks.
 
     One save takes what it is encoded to. But the next one is staged while it is still written, and should not wait.
-
-    Args:
-        state_nbytes: size of what this rank saves.
     """
     wanted = max(2 * state_nbytes, _MIN_NBYTES)
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")  # torchrun's
@@ -30,12 +25,7 @@ def default_budget_nbytes(state_nbytes: int) -> int:
 
 
 def free_nbytes(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int | None:
-    """Return how much memory processes may still take: of the machine, or of the container; None if unknown.
-
-    Args:
-        proc: where procfs is.
-        cgroup: where the cgroup of the container is (version 2), as far as it is seen from inside.
-    """
+    """Return how much memory processes may still take: of the machine, or of the container; None if unknown."""
     found = []
     for line in _lines(proc / "meminfo"):
         name, _, value = line.partition(":")

@@ -9,8 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-__all__ = ["Segment", "SegmentStore", "SegmentStores", "StagingBudget"]
-
 
 class Segment:
     """A piece of memory that tasks of one lane fill.
@@ -77,16 +75,7 @@ class StagingBudget:
         self._changed = threading.Condition()
 
     def reserve(self, nbytes: int, limit_nbytes: int, give_up: Callable[[], bool]) -> bool:
-        """Reserve `nbytes` once no more than `limit_nbytes` are in use with them.
-
-        Args:
-            nbytes: how much.
-            limit_nbytes: the most that may be in use.
-            give_up: tells whether to wait no longer; asked again at each change.
-
-        Returns:
-            False if it gave up: then nothing is reserved.
-        """
+        """Reserve `nbytes` once no more than `limit_nbytes` are in use with them."""
         with self._changed:
             self._changed.wait_for(lambda: self._in_use_nbytes + nbytes <= limit_nbytes or give_up())
             if self._in_use_nbytes + nbytes > limit_nbytes:

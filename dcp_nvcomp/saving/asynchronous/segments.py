@@ -25,8 +25,6 @@ from dcp_nvcomp.saving.asynchronous.segment_stores import Segment, SegmentStore,
 from dcp_nvcomp.saving.encode.buffers import HOST_ROOM_NBYTES
 from dcp_nvcomp.saving.encode.memory import Cancelled, JobMemory, Room, TaskMemory
 
-__all__ = ["StagingMemory"]
-
 logger = logging.getLogger(__name__)
 
 # Of a segment, at most the room of one task stays unused: a fifteenth, or an eighth with CUDA engines.
@@ -61,10 +59,6 @@ def _without_gaps(blocks: Sequence[EncodedBlock], out: memoryview) -> tuple[list
 
     Blocks that lie beside each other in a tensor are encoded at the same time, each with room for the most that it may
     come to: a third of the room is gaps. What is moved is still in the cache.
-
-    Args:
-        blocks: blocks in `out`, in their order there.
-        out: memory.
     """
     start, position = _address(out), 0
     moved: list[EncodedBlock] = []
@@ -148,13 +142,6 @@ class _LaneMemory(TaskMemory):
 class StagingMemory(JobMemory):
     """The memory of one asynchronous save.
 
-    Args:
-        stores: where segments are kept.
-        budget_nbytes: the most that may be reserved and staged at once, by all saves of the process. Two rooms are
-            allowed whatever the budget, and on top come segments that are only partly full: two a lane and thread.
-        state_nbytes: about how much is saved.
-        may_use_cuda: True if a GPU may take part.
-
     Attributes:
         staged_nbytes: encoded bytes that were staged so far.
     """
@@ -196,11 +183,7 @@ class StagingMemory(JobMemory):
         return self._lanes[key]
 
     def reserve(self, nbytes: int) -> None:
-        """Reserve memory for a task; if there is none, wait until others are encoded, and then for writing.
-
-        Raises:
-            Cancelled: the save failed.
-        """
+        """Reserve memory for a task; if there is none, wait until others are encoded, and then for writing."""
         reserve, limit = self._stores.budget.reserve, self._budget_nbytes
         # a task comes to less than is reserved for it, so while some are not encoded, room may yet be found
         if not reserve(nbytes, limit, lambda: self._closed or not self._unencoded):

@@ -24,8 +24,6 @@ from dcp_nvcomp.calls.meeting import Call, meet
 from dcp_nvcomp.errors import CheckpointError, EarlierSaveError, RanksDifferError
 from dcp_nvcomp.saving.asynchronous.staging import Staging, UploadFuture
 
-__all__ = ["GROUP_COUNT", "SaveSequence"]
-
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 2
@@ -33,12 +31,7 @@ GROUP_COUNT = 1 + _AT_ONCE
 
 
 class SaveSequence:
-    """The asynchronous saves of one group. All ranks have to make one for a group at the same time.
-
-    Args:
-        group: the process group of the state; None without torch.distributed.
-        own_groups: gloo groups of the same ranks that nobody else uses, `GROUP_COUNT` of them.
-    """
+    """The asynchronous saves of one group. All ranks have to make one for a group at the same time."""
 
     def __init__(self, group: dist.ProcessGroup | None, own_groups: Sequence[dist.ProcessGroup] = ()) -> None:
         self.group = group
@@ -85,13 +78,7 @@ class SaveSequence:
         staging: Staging,
         call: Call,
     ) -> UploadFuture:
-        """Begin a save, on a thread of its own.
-
-        Args:
-            save: makes it, given the group to use.
-            staging: of this save.
-            call: what the other ranks have to call too.
-        """
+        """Begin a save, on a thread of its own."""
         upload, now = UploadFuture(), time.monotonic()
         earlier = [upload for upload, _ in self._latest]
         for _, before in self._latest:  # the next save is there, so the earlier ones are late
@@ -135,12 +122,7 @@ class SaveSequence:
             upload.set_result(metadata)
 
     def _agree(self, number: int, call: Call, earlier: Sequence[UploadFuture]) -> None:
-        """Make sure that all ranks are at the same save, and that none has an earlier error that nobody saw.
-
-        Raises:
-            EarlierSaveError: on all ranks, if one of them has.
-            RanksDifferError: they are not at the same save.
-        """
+        """Make sure that all ranks are at the same save, and that none has an earlier error that nobody saw."""
         error = next((error for upload in earlier if (error := upload.take_unseen_error()) is not None), None)
         told = meet(self._for_agreeing, call, (number, error is not None))
         counts, failed = [count for count, _ in told], [has_failed for _, has_failed in told]

@@ -17,8 +17,6 @@ import weakref
 from collections.abc import Iterator
 from itertools import count
 
-__all__ = ["SharedSegment", "SharedSegments", "is_available"]
-
 _ROUND_NBYTES = 2 << 20
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14
 
@@ -26,17 +24,9 @@ _MADV_POPULATE_WRITE = 23  # since Linux 5.14
 class SharedSegment:
     """A piece of shared memory.
 
-    Args:
-        nbytes: its size.
-        number: what both processes call it.
-        descriptor: of the file; None to make one.
-
     Attributes:
         view: the memory.
         there_nbytes: how much of it, from the start, is there: a store to what is not may end the process.
-
-    Raises:
-        OSError: there can't be so much memory.
     """
 
     def __init__(self, nbytes: int, number: int, descriptor: int | None = None) -> None:
@@ -56,11 +46,7 @@ class SharedSegment:
             raise
 
     def write(self, start: int, data: memoryview) -> None:
-        """Write bytes to memory that need not be there yet.
-
-        Raises:
-            OSError: there is not so much memory.
-        """
+        """Write bytes to memory that need not be there yet."""
         written = 0
         while written < len(data):
             written += os.pwrite(self.descriptor, data[written:], start + written)
@@ -130,9 +116,6 @@ class SharedSegments:
         """Return a segment of at least `nbytes`: a free one that is not much larger, else a new one.
 
         Those that are too small, made for a smaller state, are let go.
-
-        Raises:
-            OSError: there can't be so much memory.
         """
         wanted = max(-(-nbytes // _ROUND_NBYTES), 1) * _ROUND_NBYTES
         with self._lock:

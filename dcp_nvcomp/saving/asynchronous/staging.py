@@ -29,8 +29,6 @@ from dcp_nvcomp.saving.results import WrittenFile
 from dcp_nvcomp.saving.stats import RankTotals
 from dcp_nvcomp.storage.base import Filesystem
 
-__all__ = ["Staging", "UploadFuture"]
-
 # Else this thread keeps the interpreter for another millisecond, until DCP first waits for something, and the caller,
 # who may go on, waits for it.
 _HANDOVER_SECONDS = 1e-4
@@ -68,13 +66,6 @@ class UploadFuture(Future[Metadata]):
 class Staging:
     """How one save is staged.
 
-    Args:
-        stores: the segments of the process.
-        release: lets go of the state, once it is staged or never will be.
-        before: the save before this one, if there is one.
-        copied: copies the state and has the copy written; None to encode while the caller waits.
-        is_waited_for: whether the caller is going to `wait`.
-
     Attributes:
         completion: done when the state may change; has the error of this rank if staging failed.
         within_seconds: when a copied save should be done; None if there is no hurry.
@@ -110,13 +101,7 @@ class Staging:
 
     @contextmanager
     def memory(self, budget_nbytes: int | None, *, state_nbytes: int, may_use_cuda: bool) -> Iterator[StagingMemory]:
-        """Provide the memory of the save, and note it if the save fails meanwhile.
-
-        Args:
-            budget_nbytes: its limit; None for the default.
-            state_nbytes: about how much is saved.
-            may_use_cuda: True if a GPU may take part.
-        """
+        """Provide the memory of the save, and note it if the save fails meanwhile."""
         if budget_nbytes is None:
             budget_nbytes = default_budget_nbytes(state_nbytes)
         self._memory = StagingMemory(self._stores, budget_nbytes, state_nbytes=state_nbytes, may_use_cuda=may_use_cuda)
@@ -140,21 +125,7 @@ class Staging:
         remembered: RememberedChoices,
         progress: Callable[[int], None],
     ) -> tuple[list[WrittenFile], RankTotals] | None:
-        """Copy the state and have the copy written, if that is how this save is staged.
-
-        Args:
-            write: the rank's part of the save.
-            filesystem: the checkpoint.
-            lanes: the files of each lane.
-            items: of the plan.
-            resolve: returns the data of an item.
-            budget_nbytes: limit of memory; None for the default.
-            remembered: earlier choices.
-            progress: called with the uncompressed size of what was written.
-
-        Returns:
-            The files and the measurements; None if nothing was copied: then the state is to be encoded.
-        """
+        """Copy the state and have the copy written, if that is how this save is staged."""
         try:
             if self._copying_failed is not None:
                 raise self._copying_failed
@@ -184,11 +155,6 @@ class Staging:
         """Copy the state before DCP's part of the save, which then has nothing to plan.
 
         Raises nothing: the other ranks are about to meet this one in collectives. `write_copied` raises it.
-
-        Args:
-            items: of the plan; `write_copied` must be given the same ones.
-            resolve: returns the data of an item.
-            budget_nbytes: limit of memory; None for the default.
         """
         try:
             # memory that is held while others are waited for must not be waited for: two saves could have half each
@@ -240,11 +206,7 @@ class Staging:
             self._end_wait()
 
     def interrupted(self, error: BaseException) -> None:
-        """Note that the caller was interrupted and does not wait: the save fails, unless the state was staged before.
-
-        Args:
-            error: what interrupted it.
-        """
+        """Note that the caller was interrupted and no longer waits: the save fails unless the state is staged."""
         self._interrupt = error
         self._end_wait()
 
@@ -257,14 +219,7 @@ class Staging:
                 asked.done.cancel()
 
     def on_caller(self, do: Callable[[], Any]) -> Any:
-        """Run a function on the thread that waits for this save; here, if none does (any more).
-
-        Args:
-            do: the function.
-
-        Returns:
-            What it returns.
-        """
+        """Run a function on the thread that waits for this save; here, if none does (any more)."""
         asked = _Asked(do)
         with self._lock:
             if self._is_waited_for:
@@ -277,11 +232,7 @@ class Staging:
             return do()
 
     def staged(self) -> None:
-        """Note that the state is not needed any more.
-
-        Raises:
-            BaseException: what interrupted the caller's wait.
-        """
+        """Note that the state is not needed any more."""
         if self._interrupt is not None and not self.completion.done():
             raise self._interrupt
         self._complete(None)

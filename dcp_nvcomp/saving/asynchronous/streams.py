@@ -8,15 +8,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["CallersStreams"]
-
 
 class CallersStreams:
-    """What the caller has queued on the devices of a state by now. To be made on the caller's thread.
-
-    Args:
-        state_dict: the state.
-    """
+    """What the caller has queued on the devices of a state by now. To be made on the caller's thread."""
 
     def __init__(self, state_dict: Mapping[str, Any]) -> None:
         self._current: int | None = None

@@ -13,8 +13,6 @@ from dcp_nvcomp.codecs.encoded import EncodedBlock
 from dcp_nvcomp.engines.memory import PinnedMemory, pinned_allocate, plain_allocate
 from dcp_nvcomp.saving.encode.memory import Cancelled, JobMemory, Room, TaskMemory
 
-__all__ = ["HOST_ROOM_NBYTES", "BufferMemory", "BufferPool", "cuda_room_nbytes"]
-
 HOST_ROOM_NBYTES = (1 << 20) + (64 << 10)  # a block of 1 MiB and the padding of its slices
 _BUFFERS_PER_THREAD = 8
 _CUDA_BUFFERS = 8
@@ -25,15 +23,7 @@ _MAX_CUDA_ROOM_NBYTES = 256 << 20
 
 
 def cuda_room_nbytes(budget_nbytes: int, state_nbytes: int) -> int:
-    """Return the size of the room for one batch of the CUDA engine.
-
-    Args:
-        budget_nbytes: limit of all buffers together.
-        state_nbytes: size of the state: even a small one should be encoded, copied and written at the same time.
-
-    Returns:
-        A power of two, as torch rounds page-locked memory up to one.
-    """
+    """Return the size of the room for one batch of the CUDA engine."""
     # three of them: two engines each fill one while the third is written
     wanted = min(budget_nbytes // 3, state_nbytes // 4, _MAX_CUDA_ROOM_NBYTES)
     return 1 << (max(wanted, _MIN_CUDA_ROOM_NBYTES).bit_length() - 1)
@@ -58,13 +48,6 @@ class BufferPool(TaskMemory):
     Who hands out work reserves a buffer for each piece of it, which may wait, and the thread that does the work takes
     one of those that are free, which never waits. So work may be handed out far ahead, but only as many buffers are
     ever touched as are full at once; and the one that was given back last, which caches still hold, is the next taken.
-
-    Args:
-        room_nbytes: size of each, in bytes.
-        budget_nbytes: limit of all buffers together. Two are allowed whatever the budget: with one, encoding and
-            writing would take turns.
-        most: maximum number of buffers: beyond what keeps all threads busy, they only cause page faults.
-        allocate: allocates one.
 
     Attributes:
         room_nbytes: size of each buffer.
@@ -112,14 +95,7 @@ class BufferPool(TaskMemory):
 
 
 class BufferMemory(JobMemory):
-    """Buffers of one save, a pool for each kind of engine.
-
-    Args:
-        budget_nbytes: limit of all buffers together.
-        threads: number of threads that encode or write on the host.
-        state_nbytes: about how much is saved.
-        may_use_cuda: True if a GPU may take part.
-    """
+    """Buffers of one save, a pool for each kind of engine."""
 
     def __init__(self, budget_nbytes: int, *, threads: int, state_nbytes: int, may_use_cuda: bool) -> None:
         # enough to keep every thread busy, plus read-ahead within the budget to absorb tensors that encode slower than

@@ -31,8 +31,6 @@ from dcp_nvcomp.format.blocks import BlockGrid
 from dcp_nvcomp.format.record import Record
 from dcp_nvcomp.saving.encode.sources import ChainChoice, Workbench, block_bytes
 
-__all__ = ["AutoChoice", "RememberedChoices"]
-
 U8 = npt.NDArray[np.uint8]
 
 _LOOKED_AT = 2048  # elements: what is worth a microsecond for each 20 KB
@@ -125,14 +123,7 @@ class _Place(NamedTuple):
 
 
 class AutoChoice(ChainChoice):
-    """The choice for one record in host memory.
-
-    Args:
-        record: the record.
-        array: its elements.
-        grid: its blocks.
-        remembered: earlier choices; None if there is no use in remembering this one.
-    """
+    """The choice for one record in host memory."""
 
     def __init__(
         self, record: Record, array: HostArray, grid: BlockGrid, remembered: RememberedChoices | None = None

@@ -13,8 +13,6 @@ from abc import ABC, abstractmethod
 
 from dcp_nvcomp.codecs.encoded import EncodedBlock
 
-__all__ = ["Cancelled", "JobMemory", "Room", "TaskMemory"]
-
 
 class Cancelled(Exception):
     """The save failed while a thread waited for memory."""

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["serialized"]
-
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 # What is smaller, or has no memory of a tensor in it, is not worth a second look.
 _SMALL_NBYTES = 4096
@@ -23,12 +21,6 @@ _FIRST_STORAGE = b"/data/0"
 
 def serialized(value: Any) -> io.BytesIO:
     """Return an object as `torch.save` writes it; read from its beginning.
-
-    Args:
-        value: the object.
-
-    Raises:
-        Exception: whatever pickling it raises.
 
     Examples:
         >>> base = torch.zeros(100_000)

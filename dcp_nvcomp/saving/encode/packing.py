@@ -22,8 +22,6 @@ from dcp_nvcomp.saving.encode.pending import Member, PendingRecord, Ready
 from dcp_nvcomp.saving.encode.policy import CodecPolicy, spread_sample
 from dcp_nvcomp.saving.encode.sources import AcceleratorSource, CudaPackSource, HostSource, Source
 
-__all__ = ["SMALL_NBYTES", "Packer"]
-
 U8 = npt.NDArray[np.uint8]
 
 # Records below this size share blocks.
@@ -44,13 +42,7 @@ class _Pack:
 
 
 class Packer:
-    """Gathers small shards of a kind until they fill a block.
-
-    Args:
-        policy: picks the packs' codecs.
-        engine: picks the engine.
-        remembered: earlier choices.
-    """
+    """Gathers small shards of a kind until they fill a block."""
 
     def __init__(self, policy: CodecPolicy, engine: EngineChoice, remembered: RememberedChoices) -> None:
         self._policy = policy
@@ -59,11 +51,7 @@ class Packer:
         self._packs: dict[tuple[str, str, torch.device | None, bool], _Pack] = {}
 
     def add_tensor(self, member: Member, tensor: torch.Tensor, *, on_cuda: bool) -> list[Ready]:
-        """Take a small tensor, without lazy bits if it is on a device.
-
-        Returns:
-            The pack that was full, if there is one.
-        """
+        """Take a small tensor, without lazy bits if it is on a device."""
         if tensor.device.type == "cpu" and not on_cuda:
             # numpy's views take a fraction of the time of torch's, and there may be thousands of tensors
             data = np.ascontiguousarray(host_values(tensor)).reshape(-1).view(np.uint8)
@@ -73,16 +61,7 @@ class Packer:
         return ready
 
     def add_bytes(self, member: Member, data: U8, dtype: str) -> list[Ready]:
-        """Take a small shard's bytes in host memory.
-
-        Args:
-            member: the shard.
-            data: its bytes.
-            dtype: dtype name for stats.
-
-        Returns:
-            The pack that was full, if there is one.
-        """
+        """Take a small shard's bytes in host memory."""
         pack, ready = self._pack_for(member, dtype, None, on_cuda=False)
         pack.arrays.append(data)
         return ready

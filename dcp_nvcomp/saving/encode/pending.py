@@ -12,8 +12,6 @@ from dcp_nvcomp.format.blocks import BlockGrid
 from dcp_nvcomp.format.record import KIND_PACK, Record
 from dcp_nvcomp.saving.encode.sources import ChainChoice, GivenChain, Source
 
-__all__ = ["Member", "PendingRecord", "Ready"]
-
 
 class Member(NamedTuple):
     """One write item of a record: `.metadata` will name its place.

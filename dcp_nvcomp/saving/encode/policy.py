@@ -12,20 +12,14 @@ from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.choose import Auto, CodecChooser, sample_nbytes
 from dcp_nvcomp.codecs.dtypes import ElementType
 from dcp_nvcomp.codecs.registry import check_chain
-from dcp_nvcomp.engines.cuda.engine import stamped_chain
+from dcp_nvcomp.engines.cuda.coders import stamped_chain
 from dcp_nvcomp.engines.tensors import host_array
-
-__all__ = ["CodecPolicy", "spread_sample"]
 
 U8 = npt.NDArray[np.uint8]
 
 
 class CodecPolicy:
-    """Picks codec chains.
-
-    Args:
-        chooser: the user's choice.
-    """
+    """Picks codec chains."""
 
     def __init__(self, chooser: CodecChooser) -> None:
         self._chooser = chooser
@@ -33,17 +27,7 @@ class CodecPolicy:
         self._checked: set[tuple[str, str]] = set()
 
     def chain(self, element: ElementType, sample: U8, nbytes: int, *, on_cuda: bool) -> CodecChain:
-        """Return the chain for a record.
-
-        Args:
-            element: its element type.
-            sample: bytes from several places of it, whole elements.
-            nbytes: its size.
-            on_cuda: whether the CUDA engine encodes it. Chains that need a GPU are replaced by `auto`'s elsewhere.
-
-        Raises:
-            ConfigurationError: no reader could decode the chosen chain.
-        """
+        """Return the chain for a record."""
         chain = self._chooser.choose(element, sample, nbytes)
         described = repr(chain), element.name
         if described not in self._checked:  # before anything depends on it
@@ -66,16 +50,7 @@ class CodecPolicy:
 
 
 def spread_sample(tensor: torch.Tensor, nbytes: int, pieces: int = 4) -> U8:
-    """Return bytes from several places of a tensor, to measure codecs on.
-
-    Args:
-        tensor: without lazy bits, on any device.
-        nbytes: how much to take in all.
-        pieces: from how many places.
-
-    Returns:
-        At most about `nbytes` bytes, whole elements, on the host.
-    """
+    """Return bytes from several places of a tensor, to measure codecs on."""
     width = tensor.element_size()
     if tensor.numel() * width <= nbytes:
         parts = [tensor.reshape(-1)]

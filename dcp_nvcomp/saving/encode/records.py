@@ -39,22 +39,13 @@ from dcp_nvcomp.saving.encode.pending import Member, PendingRecord, Ready
 from dcp_nvcomp.saving.encode.policy import CodecPolicy
 from dcp_nvcomp.saving.encode.sources import AcceleratorSource, CudaSource, HostSource, Source
 
-__all__ = ["RecordMaker", "saved_payload"]
-
 U8 = npt.NDArray[np.uint8]
 
 _UINT8 = ELEMENT_TYPES["uint8"]
 
 
 class RecordMaker:
-    """Makes records of one data file's items.
-
-    Args:
-        chooser: picks the codec chain.
-        engine: picks the engine.
-        remembered: earlier choices.
-        pack: whether small items may share a block.
-    """
+    """Makes records of one data file's items."""
 
     def __init__(
         self, chooser: CodecChooser, engine: EngineChoice, remembered: RememberedChoices, *, pack: bool
@@ -66,19 +57,7 @@ class RecordMaker:
         self._packed_nbytes = SMALL_NBYTES if pack else 0
 
     def add(self, item: WriteItem, data: torch.Tensor | io.BytesIO) -> list[Ready]:
-        """Take an item.
-
-        Args:
-            item: the write item.
-            data: what the planner resolved it to.
-
-        Returns:
-            The records that are ready now: none while the item waits in a pack.
-
-        Raises:
-            ShapeMismatchError: the tensor is not of the shape that was planned.
-            CheckpointError: the tensor has no data.
-        """
+        """Take an item."""
         fqn = item.index.fqn
         if isinstance(data, io.BytesIO):
             payload = np.frombuffer(data.getbuffer(), np.uint8)
@@ -161,11 +140,7 @@ def _ready_later(
 
 
 def _planned_region(item: WriteItem, tensor: torch.Tensor) -> _Region:
-    """Return where a shard lies; check that its shape is the planned one.
-
-    Raises:
-        ShapeMismatchError: it is not.
-    """
+    """Return where a shard lies; check that its shape is the planned one."""
     planned = item.tensor_data
     assert planned is not None
     shape, sizes = tuple(tensor.shape), tuple(planned.chunk.sizes)

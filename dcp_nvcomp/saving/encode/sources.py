@@ -20,36 +20,18 @@ from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.encoded import EncodedBlock
 from dcp_nvcomp.codecs.scratch import ScratchArrays
 from dcp_nvcomp.engines.cpu import CpuEngine
-from dcp_nvcomp.engines.cuda.engine import EncodeJob, EnginePolicy
+from dcp_nvcomp.engines.cuda.encode import EncodeJob
+from dcp_nvcomp.engines.cuda.interface import EnginePolicy
 from dcp_nvcomp.engines.cuda.pool import shared_pool
 from dcp_nvcomp.engines.tensors import HostArray
 from dcp_nvcomp.format.blocks import Box
 from dcp_nvcomp.format.strips import RowStrip, row_strip, strips
 
-__all__ = [
-    "AcceleratorSource",
-    "ChainChoice",
-    "CudaPackSource",
-    "CudaSource",
-    "GivenChain",
-    "HostSource",
-    "Part",
-    "Source",
-    "Workbench",
-    "block_bytes",
-    "device_block",
-    "encode_parts",
-]
-
 U8 = npt.NDArray[np.uint8]
 
 
 class Workbench:
-    """Engines and scratch memory that an encoding thread keeps from task to task.
-
-    Args:
-        policy: for the CUDA engines that it borrows.
-    """
+    """Engines and scratch memory that an encoding thread keeps from task to task."""
 
     def __init__(self, policy: EnginePolicy) -> None:
         self.cpu = CpuEngine()
@@ -71,12 +53,7 @@ class ChainChoice(ABC):
         """Return the chain; find it now if necessary, on the thread that encodes."""
 
     def confirm(self, ratio: float, bench: Workbench) -> CodecChain:
-        """Return the chain to use, now that a block came to `ratio`: another one if a record of one block surprises.
-
-        Args:
-            ratio: stored over uncompressed size.
-            bench: of this thread.
-        """
+        """Return the chain to use, now that a block came to `ratio`: another one if a record of one block surprises."""
         return self.chain
 
     @abstractmethod
@@ -120,16 +97,7 @@ class Part:
 
 
 def encode_parts(parts: Sequence[Part], out: memoryview, bench: Workbench) -> tuple[list[EncodedBlock], int]:
-    """Encode parts that all belong to one engine.
-
-    Args:
-        parts: the parts.
-        out: where the blocks go, from its start; at least the sum of the most that each may take.
-        bench: of this thread.
-
-    Returns:
-        Their blocks, in order, and how much of `out` they take: there may be gaps between them.
-    """
+    """Encode parts that all belong to one engine."""
     device = parts[0].source.cuda_device
     if device is not None:
         jobs: list[EncodeJob] = []

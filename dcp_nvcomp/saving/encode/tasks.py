@@ -18,8 +18,6 @@ from dcp_nvcomp.saving.encode.memory import Room, TaskMemory
 from dcp_nvcomp.saving.encode.pending import PendingRecord
 from dcp_nvcomp.saving.encode.sources import ChainChoice, Part, Source
 
-__all__ = ["Task", "Tasks"]
-
 
 class Task:
     """Blocks of consecutive records of one file, and the records that begin among them.
@@ -63,9 +61,6 @@ class Tasks:
     """Gathers the records of one file after the other. Room is reserved only for a task that is complete.
 
     So a thread that feeds several files never waits for memory while a writer waits for an unfinished task.
-
-    Args:
-        memory_for: the memory for the blocks of a source.
     """
 
     def __init__(self, memory_for: Callable[[Source], TaskMemory]) -> None:
@@ -75,11 +70,7 @@ class Tasks:
         self._room_nbytes = 0
 
     def add(self, record: PendingRecord, source: Source) -> Iterator[Task]:
-        """Take a record.
-
-        Yields:
-            The tasks that are complete now.
-        """
+        """Take a record."""
         grid, choice, element_nbytes = record.grid, record.choice, record.record.element.nbytes
         # a record without elements has nothing to encode, but begins all the same, and in its turn
         if grid.block_count:

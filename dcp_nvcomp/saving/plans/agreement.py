@@ -13,8 +13,6 @@ import torch.distributed as dist
 
 from dcp_nvcomp.calls.meeting import Call, meet
 
-__all__ = ["Proposal", "agree"]
-
 
 @dataclass(frozen=True)
 class Proposal:
@@ -45,16 +43,7 @@ class Agreement:
 
 
 def agree(mine: Proposal, group: dist.ProcessGroup | None, call: Call) -> Agreement:
-    """Agree with the other ranks.
-
-    Args:
-        mine: the proposal of this rank.
-        group: the ranks that save together; None without torch.distributed.
-        call: which save it is.
-
-    Raises:
-        RanksDifferError: not all ranks make this save.
-    """
+    """Agree with the other ranks."""
     proposals = meet(group, call, mine)
     if not all(proposal.may_keep for proposal in proposals):
         return Agreement(False, None)

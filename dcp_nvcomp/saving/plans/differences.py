@@ -34,8 +34,6 @@ from torch.distributed.tensor import DTensor
 
 from dcp_nvcomp.errors import ConfigurationError
 
-__all__ = ["Comparison", "OnDifference", "expect_same_kinds", "fingerprints"]
-
 OnDifference = Literal["warn", "error"]
 Keys = tuple[str, ...]
 
@@ -87,10 +85,6 @@ class _Told:
 class Comparison:
     """Compares what the ranks of one save have under the same keys.
 
-    Args:
-        ranks: the global ranks that save together; empty without torch.distributed.
-        on_difference: `"warn"` saves nevertheless, `"error"` raises.
-
     Attributes:
         ranks: the same.
         words: what differs, once the ranks have planned; empty if nothing does.
@@ -102,11 +96,7 @@ class Comparison:
         self.words = ""
 
     def look(self, state: Mapping[str, Any]) -> None:
-        """Take the fingerprints of this rank's values.
-
-        Args:
-            state: values by fqn, as DCP's default planner has flattened them.
-        """
+        """Take the fingerprints of this rank's values."""
         if len(self.ranks) > 1:
             self._found = fingerprints(state)
 
@@ -118,18 +108,7 @@ class Comparison:
         return dataclasses.replace(plan, planner_data=_Sent(plan.planner_data, array("I", self._found.values()), keys))
 
     def compared(self, plans: Sequence[SavePlan], keys: Sequence[Keys] | None) -> tuple[list[SavePlan], list[Keys]]:
-        """Compare the fingerprints of all ranks; on the coordinator.
-
-        Args:
-            plans: of each rank.
-            keys: those of each rank, if they were kept with the plan.
-
-        Returns:
-            The plans as they were; the keys of each rank, to be kept.
-
-        Raises:
-            ConfigurationError: some differ, and that is an error.
-        """
+        """Compare the fingerprints of all ranks; on the coordinator."""
         sent = [plan.planner_data if isinstance(plan.planner_data, _Sent) else None for plan in plans]
         plain = [
             plan if one is None else dataclasses.replace(plan, planner_data=one.planner_data)
@@ -165,15 +144,7 @@ class Comparison:
 
 
 def expect_same_kinds(plans: Sequence[SavePlan], ranks: Sequence[int]) -> None:
-    """Refuse a key that is a tensor on some ranks and an object on others: no checkpoint can have both.
-
-    Args:
-        plans: of each rank.
-        ranks: their global ranks.
-
-    Raises:
-        ConfigurationError: there is one.
-    """
+    """Refuse a key that is a tensor on some ranks and an object on others: no checkpoint can have both."""
     kinds: tuple[dict[str, int], dict[str, int]] = ({}, {})  # the first rank that has it as a tensor, and as an object
     for rank, plan in enumerate(plans):
         for item in plan.items:
@@ -224,9 +195,6 @@ def _words(differing: Mapping[str, Sequence[int]], ranks: Sequence[int]) -> str:
 
 def fingerprints(state: Mapping[str, Any]) -> dict[str, int]:
     """Return a checksum for each value that is not sharded.
-
-    Args:
-        state: values by fqn.
 
     Examples:
         >>> one, other = fingerprints({"w": torch.zeros(2), "n": 1}), fingerprints({"w": torch.zeros(2), "n": 2})

@@ -27,8 +27,6 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from dcp_nvcomp.format.collector import collector_paused
 
-__all__ = ["GlobalPlan", "PlacedItems", "PlannedMetadata"]
-
 
 @dataclass(frozen=True)
 class PlacedItems:
@@ -49,11 +47,6 @@ class PlacedItems:
 
 class GlobalPlan:
     """What was planned for all ranks.
-
-    Args:
-        plans: the final plans of all ranks.
-        metadata: as the planner made it.
-        compared_keys: those of each rank whose values are compared with other ranks'.
 
     Attributes:
         compared_keys: the same.
@@ -87,11 +80,7 @@ class GlobalPlan:
         return self._is_settled
 
     def settle(self, settled: Metadata) -> None:
-        """Use the very parts of metadata that was published, for later saves.
-
-        Args:
-            settled: of a save by this plan; see `Publication`.
-        """
+        """Use the very parts of metadata that was published, for later saves."""
         with collector_paused():
             own = {index: index for index in settled.storage_data}
             self._indices = [tuple([own[index] for index in indices]) for indices in self._indices]
@@ -99,11 +88,7 @@ class GlobalPlan:
         self._is_settled = True
 
     def storage_data(self, ranks: Sequence[PlacedItems]) -> dict[MetadataIndex, Any]:
-        """Return where each item is stored.
-
-        Args:
-            ranks: what each rank reported, in the order of the plans.
-        """
+        """Return where each item is stored."""
         found: dict[MetadataIndex, Any] = {}
         with collector_paused():
             for indices, placed in zip(self._indices, ranks, strict=True):

@@ -16,8 +16,6 @@ from torch.distributed.checkpoint.planner import SavePlan
 from dcp_nvcomp.saving.plans.global_plan import GlobalPlan
 from dcp_nvcomp.saving.plans.structure import Structure
 
-__all__ = ["KeptPlan", "KeptPlans", "PlanKey"]
-
 _MAX_PLANS = 8
 # An item takes about 500 bytes, and its name and place in a coordinator's global plan another 300.
 _MAX_ITEMS = 1 << 20
@@ -65,12 +63,7 @@ class KeptPlan:
 
 
 class KeptPlans:
-    """A few plans, the latest ones.
-
-    Args:
-        max_plans: how many.
-        max_items: how many items all of them together may hold.
-    """
+    """A few plans, the latest ones."""
 
     def __init__(self, max_plans: int = _MAX_PLANS, max_items: int = _MAX_ITEMS) -> None:
         self._plans: deque[KeptPlan] = deque(maxlen=max_plans)

@@ -41,20 +41,11 @@ from dcp_nvcomp.saving.plans.global_plan import GlobalPlan
 from dcp_nvcomp.saving.plans.kept_plans import KeptPlan, PlanKey
 from dcp_nvcomp.saving.plans.structure import Structure, structure_of
 
-__all__ = ["KeepingPlanner"]
-
 logger = logging.getLogger(__name__)
 
 
 class KeepingPlanner(SavePlanner):
     """Plans one save.
-
-    Args:
-        planner: the planner to plan with; None for DCP's default. A plan is kept only if it is DCP's
-            `DefaultSavePlanner`, not a subclass of it.
-        may_keep: False if the writer is not one that takes kept plans.
-        failure: why there is no state on this rank; raised where DCP tells the other ranks of it.
-        on_difference: what to do if ranks have different values under one key.
 
     Attributes:
         comparison: of what the ranks have under the same keys.
@@ -108,11 +99,7 @@ class KeepingPlanner(SavePlanner):
         self._run = run
 
     def pickle_now(self, state_dict: Mapping[str, Any]) -> None:
-        """Pickle the objects of a state on this thread, which others may not wait for later.
-
-        Args:
-            state_dict: the state to save, without Stateful values.
-        """
+        """Pickle the objects of a state on this thread, which others may not wait for later."""
         if not self._is_default or self._failure is not None:
             return
         with suppress(ConfigurationError):  # the save itself raises it
@@ -127,16 +114,7 @@ class KeepingPlanner(SavePlanner):
     # --- before DCP's part -------------------------------------------------------------------------------------------
 
     def agree(self, state_dict: dict[str, Any], group: dist.ProcessGroup | None, call: Call) -> None:
-        """Agree with the other ranks on the plan to use. All ranks have to call this.
-
-        Args:
-            state_dict: the state to save, without Stateful values.
-            group: the ranks that save together; None without torch.distributed.
-            call: which save it is.
-
-        Raises:
-            RanksDifferError: not all ranks make this save.
-        """
+        """Agree with the other ranks on the plan to use. All ranks have to call this."""
         ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
         self.comparison = Comparison(ranks, self._on_difference)
         if self._is_default and self._failure is None:

@@ -16,8 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from dcp_nvcomp.calls.values import PLAIN_TENSORS
 
-__all__ = ["Structure", "structure_of"]
-
 
 @dataclass(frozen=True)
 class Structure:
@@ -36,14 +34,6 @@ class Structure:
 
 def structure_of(state: Mapping[str, Any], paths: Mapping[str, Any] | None) -> Structure | None:
     """Describe a flattened state.
-
-    Args:
-        state: values by fqn.
-        paths: the path of each fqn in the state before it was flattened.
-
-    Returns:
-        Its structure. None if a value plans for itself: a tensor subclass, a ShardedTensor, and whatever has DCP's
-        checkpointable protocol, but for DTensor.
 
     Examples:
         >>> structure_of({"w": torch.zeros(2)}, None) == structure_of({"w": torch.ones(2)}, None)

@@ -22,8 +22,6 @@ from dcp_nvcomp.storage.azure.library import library
 from dcp_nvcomp.storage.azure.options import AzurePlace
 from dcp_nvcomp.storage.replacement import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS
 
-__all__ = ["AzureClient", "may_be_beyond_end"]
-
 T = TypeVar("T")
 
 _CONNECT_SECONDS: Final = 5.0
@@ -63,11 +61,6 @@ _TRANSIENT: Final = (408, 429)
 
 class AzureClient:
     """One container of an account.
-
-    Args:
-        place: where it is.
-        deadline_seconds: how long one operation may take with all its retries.
-        redact: hides secrets in what the client says.
 
     Attributes:
         deadline_seconds: how long one operation may take.
@@ -120,13 +113,7 @@ class AzureClient:
 
     @contextlib.contextmanager
     def errors(self, what: str, where: str, *, may_be_done: bool = False) -> Iterator[None]:
-        """Turn what obstore raises while it tries to do `what` into StorageError.
-
-        Args:
-            what: as in "Could not {what}".
-            where: of what file.
-            may_be_done: whether it matters that it may be done although it failed.
-        """
+        """Turn what obstore raises while it tries to do `what` into StorageError."""
         try:
             yield
         except (CheckpointError, MemoryError, AssertionError):
@@ -142,14 +129,6 @@ class AzureClient:
         """Return what a request returns, one that may be sent twice.
 
         obstore repeats what got no answer, but not all answers whose bodies are cut off.
-
-        Args:
-            what: as in "Could not {what}".
-            where: of what file.
-            request: is given the store to ask.
-
-        Raises:
-            StorageError: it failed for good, or too much time is over.
         """
         began, pause, store = time.monotonic(), FIRST_PAUSE_SECONDS, self.store
         while True:

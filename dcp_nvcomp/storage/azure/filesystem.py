@@ -23,19 +23,9 @@ from dcp_nvcomp.storage.remote import RemoteFilesystem
 from dcp_nvcomp.storage.replacement import replace
 from dcp_nvcomp.storage.temporary import clock_name
 
-__all__ = ["AzureFilesystem"]
-
 
 class AzureFilesystem(RemoteFilesystem):
-    """Azure Blob Storage.
-
-    Args:
-        path: the checkpoint's URL.
-        options: the storage options, which hold secrets.
-        part_nbytes: how long the blocks of large files are.
-        deadline_seconds: how long one operation may take with all its retries.
-        known_options: names of the caller's own options, for hints at typing errors.
-    """
+    """Azure Blob Storage."""
 
     def __init__(
         self,

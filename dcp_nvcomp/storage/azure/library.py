@@ -19,8 +19,6 @@ from typing import Final
 
 from dcp_nvcomp.errors import ConfigurationError
 
-__all__ = ["library"]
-
 _NAME: Final = "obstore"
 
 _lock = threading.Lock()
@@ -28,11 +26,7 @@ _is_parents = False  # whether the modules that are loaded are of the process th
 
 
 def library() -> ModuleType:
-    """Return obstore, able to send requests from this process.
-
-    Raises:
-        ConfigurationError: it is not installed; or this process was forked, and can't load a library of its own.
-    """
+    """Return obstore, able to send requests from this process."""
     global _is_parents
     if _is_parents:
         with _lock:

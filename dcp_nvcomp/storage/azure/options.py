@@ -16,8 +16,6 @@ from urllib.parse import urlsplit
 from dcp_nvcomp.calls.unknown_options import unknown_option
 from dcp_nvcomp.errors import ConfigurationError
 
-__all__ = ["AZURE", "AzurePlace", "azure_place", "azure_url"]
-
 AZURE: Final = ("az", "abfs", "abfss")
 
 # Our option, the store's, and the environment variable that both adlfs and obstore know.
@@ -54,16 +52,7 @@ class AzurePlace:
 
 
 def azure_place(path: str, options: Mapping[str, Any], known_options: Sequence[str] = ()) -> AzurePlace:
-    """Return where a URL leads.
-
-    Args:
-        path: `az://container/prefix`, or `abfs://container@account.dfs.core.windows.net/prefix`.
-        options: as adlfs takes them.
-        known_options: names of the caller's own options, for hints at typing errors.
-
-    Raises:
-        ConfigurationError: an option is unknown, the URL's host is not Azure's, or there is no account.
-    """
+    """Return where a URL leads."""
     known = (*_SETTINGS, *_OTHERS)
     for option in sorted(options.keys() - set(known)):
         close = difflib.get_close_matches(option, [*known_options, *known], n=1, cutoff=0.75)
@@ -118,12 +107,7 @@ def _of_host(host: str, path: str) -> dict[str, Any]:
 
 
 def _settings(options: Mapping[str, Any], named: Mapping[str, Any]) -> dict[str, Any]:
-    """Bring together what the options, the URL and the environment say; the credentials are all of one source.
-
-    Args:
-        options: the storage options.
-        named: what the URL says.
-    """
+    """Bring together what the options, the URL and the environment say; the credentials are all of one source."""
     given = {name: options[option] for option, (name, _) in _SETTINGS.items() if options.get(option)}
     text = options.get("connection_string")
     told = _of_connection_string(text) if text else {}

@@ -13,21 +13,11 @@ from dcp_nvcomp.storage.azure.client import AzureClient
 from dcp_nvcomp.storage.azure.library import library
 from dcp_nvcomp.storage.parts import PartedOutput
 
-__all__ = ["AzureOutput"]
-
 _AT_ONCE: Final = 2  # so that one is sent while the next one is collected
 
 
 class AzureOutput(PartedOutput):
-    """A new blob.
-
-    Args:
-        client: the container.
-        key: name of the blob, which no other save uses.
-        where: its URL, for messages.
-        part_nbytes: how long blocks are.
-        replaces: whether there may be an older blob, which stays if this one does not get there.
-    """
+    """A new blob."""
 
     def __init__(self, client: AzureClient, key: str, where: str, part_nbytes: int, *, replaces: bool = False) -> None:
         super().__init__(where, part_nbytes, replaces=replaces)

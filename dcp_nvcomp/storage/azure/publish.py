@@ -8,8 +8,6 @@ from typing import Any
 from dcp_nvcomp.storage.azure.client import AzureClient
 from dcp_nvcomp.storage.azure.library import library
 
-__all__ = ["AzureTarget"]
-
 
 @dataclass(frozen=True)
 class AzureTarget:

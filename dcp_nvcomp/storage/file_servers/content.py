@@ -9,8 +9,6 @@ import crc32c
 
 from dcp_nvcomp.storage.file_servers.session import RemoteFile, Session
 
-__all__ = ["Content"]
-
 _READ_NBYTES: Final = 8 << 20
 
 

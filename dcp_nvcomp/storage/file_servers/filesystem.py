@@ -24,22 +24,12 @@ from dcp_nvcomp.storage.fsspec_output import Replacement
 from dcp_nvcomp.storage.remote import RemoteFilesystem
 from dcp_nvcomp.storage.temporary import clock_name, temporary_name
 
-__all__ = ["ServerFilesystem"]
-
 _PARALLEL_READS: Final = 4
 _PARALLEL_WRITES: Final = 4
 
 
 class ServerFilesystem(RemoteFilesystem):
-    """Files on an SFTP or SMB server.
-
-    Args:
-        path: the checkpoint's URL.
-        root: its directory on the server.
-        pool: connections to the server.
-        part_nbytes: how long the parts of a file are.
-        options: the storage options, whose secrets no message shows.
-    """
+    """Files on an SFTP or SMB server."""
 
     parallel_reads = _PARALLEL_READS
     read_copies = 2

@@ -13,8 +13,6 @@ from dcp_nvcomp.storage.file_servers.pool import Pool
 from dcp_nvcomp.storage.file_servers.session import Connection
 from dcp_nvcomp.storage.file_servers.urls import SMB, SftpPlace, SmbPlace, sftp_place, smb_place
 
-__all__ = ["open_file_server"]
-
 _SFTP_CONNECTIONS: Final = 4
 _SMB_CONNECTIONS: Final = 32
 
@@ -27,18 +25,7 @@ def open_file_server(
     deadline_seconds: float,
     known_options: Sequence[str] = (),
 ) -> ServerFilesystem:
-    """Open the place of one checkpoint.
-
-    Args:
-        path: its URL.
-        protocol: one of FILE_SERVERS.
-        options: the storage options.
-        deadline_seconds: how long one operation may go without success, with all its retries.
-        known_options: names of the caller's own options, for hints at typing errors.
-
-    Raises:
-        ConfigurationError: an option is unknown or has no meaning, or the client's package is not installed.
-    """
+    """Open the place of one checkpoint."""
     place: SftpPlace | SmbPlace
     if protocol in SMB:
         place = smb_place(path, options, known_options)

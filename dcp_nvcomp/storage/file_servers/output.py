@@ -18,8 +18,6 @@ from dcp_nvcomp.storage.file_servers.publish import close_quietly, remove_quietl
 from dcp_nvcomp.storage.file_servers.session import ConnectionLostError, RemoteFile, Session
 from dcp_nvcomp.storage.parts import PartedOutput
 
-__all__ = ["PART_COPIES", "ServerOutput"]
-
 _PARTS_ON_THEIR_WAY: Final = 2
 PART_COPIES: Final = 2 * _PARTS_ON_THEIR_WAY + 1  # the one that is collected; of the others, the client has a copy
 
@@ -40,14 +38,7 @@ class _Part:
 
 
 class ServerOutput(PartedOutput):
-    """A new file.
-
-    Args:
-        pool: the server.
-        path: the file there, whose name no other save uses.
-        where: its URL, for messages.
-        part_nbytes: how long its parts are.
-    """
+    """A new file."""
 
     def __init__(self, pool: Pool, path: str, where: str, part_nbytes: int) -> None:
         super().__init__(where, part_nbytes)

@@ -24,8 +24,6 @@ from dcp_nvcomp.errors import CheckpointError, StorageError
 from dcp_nvcomp.redaction import Redactor
 from dcp_nvcomp.storage.file_servers.session import Connection, ConnectionLostError, HeldOpenError, LoginError, Session
 
-__all__ = ["Lease", "Pool"]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -45,15 +43,7 @@ _REFUSALS: Final = (
 
 
 class Pool:
-    """The connections of one filesystem. Used by several threads; a forked process begins with none.
-
-    Args:
-        connect: makes a connection, given for how many seconds the server may be silent.
-        deadline_seconds: how long one operation may go without success, with all its retries.
-        most: how many connections there are at most.
-        redact: hides secrets in what the client says.
-        server: its name, for messages.
-    """
+    """The connections of one filesystem. Used by several threads; a forked process begins with none."""
 
     def __init__(
         self,
@@ -114,12 +104,7 @@ class Pool:
             connection.cut()
 
     def take(self, seconds: float, silent_seconds: float) -> Connection:
-        """Return a connection with room for one more user.
-
-        Args:
-            seconds: how long to wait for one.
-            silent_seconds: how long the server may be silent while a new one is made.
-        """
+        """Return a connection with room for one more user."""
         self._check_process()
         end = time.monotonic() + seconds
         with self._changed:
@@ -171,11 +156,7 @@ def _cut_all(used: dict[Connection, int], process: int) -> None:
 
 
 class Lease:
-    """One user's hold on a connection; another connection takes its place when it breaks.
-
-    Args:
-        pool: where they come from.
-    """
+    """One user's hold on a connection; another connection takes its place when it breaks."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -191,18 +172,7 @@ class Lease:
         may_be_done: bool = False,
         deadline_seconds: float | None = None,
     ) -> T:
-        """Call `operation` until it succeeds, is refused, or time is up; also while somebody has the file open.
-
-        Args:
-            what: as in "Could not {what}".
-            where: of what file, for messages.
-            operation: does it once; it is called again on a new connection if this one breaks.
-            may_be_done: whether it matters that it may be done although it failed.
-            deadline_seconds: instead of the pool's.
-
-        Raises:
-            StorageError: refused, or no success in time; with `outcome_unknown` if it may be done all the same.
-        """
+        """Call `operation` until it succeeds, is refused, or time is up; also while somebody has the file open."""
         seconds = self._pool.deadline_seconds if deadline_seconds is None else deadline_seconds
         began = time.monotonic()
         attempts, unsure, warned = 0, False, False
@@ -256,11 +226,7 @@ class Lease:
             self._pool.give_back(connection, broken=not connection.is_alive or connection.users == 1)
 
     def release(self, *, broken: bool = False) -> None:
-        """Let go of the connection; nothing happens the second time.
-
-        Args:
-            broken: whether there may be answers that nobody waited for.
-        """
+        """Let go of the connection; nothing happens the second time."""
         connection, self._connection = self._connection, None
         if connection is not None and self._process == os.getpid():
             self._pool.give_back(connection, broken=broken and connection.users == 1)

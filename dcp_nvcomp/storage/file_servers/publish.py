@@ -17,24 +17,11 @@ from dcp_nvcomp.storage.file_servers.pool import Lease, Pool
 from dcp_nvcomp.storage.file_servers.session import ConnectionLostError, RemoteFile, Session
 from dcp_nvcomp.storage.temporary import temporary_name
 
-__all__ = ["close_quietly", "publish", "remove_quietly", "take_place"]
-
 logger = logging.getLogger(__name__)
 
 
 def publish(pool: Pool, path: str, data: bytes, where: str, *, overwrite: bool) -> None:
-    """Write a small file atomically and durably.
-
-    Args:
-        pool: the server.
-        path: the file there.
-        data: all its bytes.
-        where: its URL, for messages.
-        overwrite: whether there may be one.
-
-    Raises:
-        ConcurrentSaveError: there is one, and there may not be.
-    """
+    """Write a small file atomically and durably."""
     temporary = temporary_name(path)
     try:
         pool.run("write", where, lambda session: _write(session, temporary, data))
@@ -48,15 +35,7 @@ def publish(pool: Pool, path: str, data: bytes, where: str, *, overwrite: bool) 
 
 
 def take_place(pool: Pool, temporary: str, path: str, where: str, content: Content) -> None:
-    """Let a file that was written under a temporary name take the place of another one, if there is one.
-
-    Args:
-        pool: the server.
-        temporary: the name it has.
-        path: the name it gets.
-        where: its URL, for messages.
-        content: what was written.
-    """
+    """Let a file that was written under a temporary name take the place of another one, if there is one."""
     _Replacement(temporary, path, content, where).run(pool)
 
 
@@ -106,14 +85,7 @@ def _new_or_ours(session: Session, path: str) -> RemoteFile:
 
 
 class _Move(ABC):
-    """Gives a file its own name.
-
-    Args:
-        source: its temporary name.
-        target: its own.
-        content: what is in it.
-        where: its URL, for messages.
-    """
+    """Gives a file its own name."""
 
     def __init__(self, source: str, target: str, content: Content, where: str) -> None:
         self._source, self._target, self._content, self._where = source, target, content, where

@@ -11,39 +11,23 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["Connection", "ConnectionLostError", "Entry", "HeldOpenError", "LoginError", "RemoteFile", "Session"]
-
 
 class ConnectionLostError(ConnectionError):
-    """The connection broke, could not be made, or was silent for too long: nobody knows what the server has done.
-
-    Args:
-        words: what happened.
-        number: the errno.
-    """
+    """The connection broke, could not be made, or was silent for too long: nobody knows what the server has done."""
 
     def __init__(self, words: str, number: int = errno.ECONNRESET) -> None:
         super().__init__(number, words)
 
 
 class LoginError(PermissionError):
-    """The server, or what it says of itself, is not to be trusted, or it does not let this user in.
-
-    Args:
-        words: what happened.
-        number: the errno.
-    """
+    """The server, or what it says of itself, is not to be trusted, or it does not let this user in."""
 
     def __init__(self, words: str, number: int = errno.EACCES) -> None:
         super().__init__(number, words)
 
 
 class HeldOpenError(OSError):
-    """A file can't be replaced, or read, while somebody has it open: nothing was done.
-
-    Args:
-        words: what the server says.
-    """
+    """A file can't be replaced, or read, while somebody has it open: nothing was done."""
 
     def __init__(self, words: str) -> None:
         super().__init__(errno.EBUSY, words)

@@ -21,8 +21,6 @@ from dcp_nvcomp.storage.file_servers.session import ConnectionLostError, Entry, 
 if TYPE_CHECKING:
     from dcp_nvcomp.storage.file_servers.sftp_login import SftpConnection
 
-__all__ = ["SftpSession"]
-
 T = TypeVar("T")
 
 _REQUESTS_ON_THEIR_WAY: Final = 64  # of one operation: 16 MiB with OpenSSH
@@ -50,12 +48,7 @@ _ERRNO: Final = {
 
 
 class SftpSession(Session):
-    """What one attempt does on a connection.
-
-    Args:
-        connection: the connection.
-        silent_seconds: how long the server may be silent.
-    """
+    """What one attempt does on a connection."""
 
     def __init__(self, connection: SftpConnection, silent_seconds: float) -> None:
         self._connection, self._silent_seconds = connection, silent_seconds

@@ -18,8 +18,6 @@ from dcp_nvcomp.storage.file_servers.session import Connection, ConnectionLostEr
 from dcp_nvcomp.storage.file_servers.sftp import SftpSession
 from dcp_nvcomp.storage.file_servers.urls import SftpPlace
 
-__all__ = ["SftpConnection", "connect"]
-
 _USERS: Final = 8
 
 if not hasattr(fsspec.asyn, "reset_after_fork"):  # before 2025.5: a forked process would wait for its parent's loop
@@ -27,16 +25,7 @@ if not hasattr(fsspec.asyn, "reset_after_fork"):  # before 2025.5: a forked proc
 
 
 def connect(place: SftpPlace, silent_seconds: float) -> SftpConnection:
-    """Log in.
-
-    Args:
-        place: where.
-        silent_seconds: how long the server may take.
-
-    Raises:
-        LoginError: the server is not known, or does not let us in.
-        ConnectionLostError: it does not answer.
-    """
+    """Log in."""
     loop = fsspec.asyn.get_loop()
     future = asyncio.run_coroutine_threadsafe(_connect(place, silent_seconds), loop)
     try:
@@ -116,12 +105,6 @@ def _login_failure(error: Exception, place: SftpPlace) -> OSError:
 
 class SftpConnection(Connection):
     """A connection with one SFTP channel, which several threads share.
-
-    Args:
-        loop: the event loop that it belongs to.
-        ssh: the connection.
-        sftp: the channel.
-        server: its name, for messages.
 
     Attributes:
         heard_seconds: when it last answered, by the monotonic clock.

@@ -36,8 +36,6 @@ from dcp_nvcomp.storage.file_servers.smb_requests import SmbRequests, ntstatus_o
 if TYPE_CHECKING:
     from dcp_nvcomp.storage.file_servers.smb_login import SmbConnection
 
-__all__ = ["SmbSession"]
-
 _REQUEST_NBYTES: Final = 1 << 20
 _REQUESTS_ON_THEIR_WAY: Final = 16
 _LISTED_NBYTES: Final = 1 << 16
@@ -61,11 +59,7 @@ class _Write:
 
 
 class SmbSession(Session):
-    """What one attempt does on a connection.
-
-    Args:
-        connection: the connection.
-    """
+    """What one attempt does on a connection."""
 
     def __init__(self, connection: SmbConnection) -> None:
         self._connection, self._wire, self._transfers = connection, connection.wire, connection.transfers

@@ -24,8 +24,6 @@ from dcp_nvcomp.storage.file_servers.smb_status import LOST
 from dcp_nvcomp.storage.file_servers.smb_transfers import DirectTransfers, WrappedTransfers
 from dcp_nvcomp.storage.file_servers.urls import SmbPlace
 
-__all__ = ["SmbConnection", "connect"]
-
 _SHARING: Final = {
     "r": ShareAccess.FILE_SHARE_READ,
     "w": ShareAccess.FILE_SHARE_WRITE,
@@ -68,16 +66,7 @@ class _Wire(smb_connection.Connection):  # type: ignore[misc]
 
 
 def connect(place: SmbPlace, silent_seconds: float) -> SmbConnection:
-    """Log in, and connect to the share.
-
-    Args:
-        place: where.
-        silent_seconds: how long the server may take.
-
-    Raises:
-        LoginError: the server does not let us in, or has no such share.
-        ConnectionLostError: it does not answer.
-    """
+    """Log in, and connect to the share."""
     wire = _Wire(uuid.uuid4(), place.host, place.port, require_signing=place.require_signing)
     wire.silent_seconds = silent_seconds
     try:
@@ -128,11 +117,6 @@ def _login_failure(error: Exception, place: SmbPlace) -> OSError:
 
 class SmbConnection(Connection):
     """A connection for one user at a time.
-
-    Args:
-        wire: the connection.
-        tree: the share.
-        place: where it leads.
 
     Attributes:
         transfers: how data are read and written.

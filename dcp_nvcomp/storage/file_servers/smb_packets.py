@@ -20,8 +20,6 @@ from cryptography.hazmat.primitives.cmac import CMAC
 from smbprotocol.connection import Dialects, SigningAlgorithms
 from smbprotocol.header import Commands, Smb2Flags
 
-__all__ = ["ANSWER_NBYTES", "Answer", "Buffer", "Route", "Signer", "read_request", "write_request"]
-
 Buffer = bytes | bytearray | memoryview
 Signer = Callable[[int, bool, Sequence[Buffer]], bytes]
 
@@ -99,17 +97,7 @@ class Answer:
 def read_request(
     route: Route, message_id: int, charge: int, wanted: int, *, file_id: bytes, start: int, nbytes: int
 ) -> bytearray:
-    """Return the message that asks for bytes of a file.
-
-    Args:
-        route: where it goes.
-        message_id: of the request.
-        charge: how many credits it takes.
-        wanted: how many we would like.
-        file_id: of the open file.
-        start: where the bytes begin.
-        nbytes: how many.
-    """
+    """Return the message that asks for bytes of a file."""
     body = _READ.pack(49, ANSWER_NBYTES, 0, nbytes, start, file_id, 0, 0, 0, 0, 0, 0)
     return _request(route, Commands.SMB2_READ, message_id, charge, wanted, body, ())
 
@@ -134,26 +122,14 @@ def _request(
 
 
 def is_signed_well(sign: Signer, answer: Answer, parts: Sequence[Buffer]) -> bool:
-    """Return whether an answer has the signature that it should have.
-
-    Args:
-        sign: of the connection.
-        answer: its beginning.
-        parts: all of it; the first has the signature in it.
-    """
+    """Return whether an answer has the signature that it should have."""
     first = bytearray(parts[0])
     first[_SIGNATURE] = _UNSIGNED
     return hmac.compare_digest(sign(answer.message_id, True, (first, *parts[1:])), answer.signature)
 
 
 def signer(dialect: int, algorithm: int | None, key: bytes) -> Signer:
-    """Return what signs messages as a connection has agreed to.
-
-    Args:
-        dialect: the version of the protocol.
-        algorithm: what SMB 3.1.1 agreed on; None if on nothing.
-        key: of the login.
-    """
+    """Return what signs messages as a connection has agreed to."""
     if dialect < Dialects.SMB_3_0_0:
         return lambda message_id, is_answer, parts: _hmac(key, parts)
     if dialect < Dialects.SMB_3_1_1 or algorithm in (None, SigningAlgorithms.AES_CMAC):

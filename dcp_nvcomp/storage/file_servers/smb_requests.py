@@ -29,17 +29,11 @@ from dcp_nvcomp.storage.file_servers.smb_transfers import Refused
 if TYPE_CHECKING:
     from dcp_nvcomp.storage.file_servers.smb_login import SmbConnection
 
-__all__ = ["SmbRequests", "ntstatus_of"]
-
 _ANSWER_NBYTES: Final = 1 << 16
 
 
 class SmbRequests:
-    """What one attempt asks for on a connection.
-
-    Args:
-        connection: the connection.
-    """
+    """What one attempt asks for on a connection."""
 
     def __init__(self, connection: SmbConnection) -> None:
         self._connection, self._wire, self._tree = connection, connection.wire, connection.tree

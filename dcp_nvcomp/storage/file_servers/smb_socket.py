@@ -21,8 +21,6 @@ from typing import Any, Protocol
 from dcp_nvcomp.storage.file_servers.session import ConnectionLostError
 from dcp_nvcomp.storage.file_servers.smb_packets import ANSWER_NBYTES, Answer, Buffer
 
-__all__ = ["Receiver", "SmbSocket"]
-
 
 class Receiver(Protocol):
     """Who takes answers that smbprotocol does not see."""
@@ -39,11 +37,6 @@ class Receiver(Protocol):
 
 class SmbSocket:
     """A connection over TCP, each message of which begins with its length.
-
-    Args:
-        host: of the server.
-        port: of it.
-        timeout: seconds for the connection to be made.
 
     Attributes:
         connected: whether it is, as far as we know.
@@ -98,11 +91,7 @@ class SmbSocket:
         self.send_parts((message if isinstance(message, bytes) else message.pack(),))
 
     def send_parts(self, parts: Sequence[Buffer]) -> None:
-        """Send one message that is in parts.
-
-        Raises:
-            BlockingIOError: the server took nothing for as long as `limit` says.
-        """
+        """Send one message that is in parts."""
         length = sum(map(len, parts)).to_bytes(4, "big")
         waiting = [memoryview(part) for part in (length, *parts)]
         with self._sending:
@@ -114,11 +103,7 @@ class SmbSocket:
                     waiting[0] = waiting[0][sent:]
 
     def recv(self, timeout: float) -> bytes:
-        """Return the next message for smbprotocol, b"" at the end.
-
-        Raises:
-            TimeoutError: nothing came for so many seconds.
-        """
+        """Return the next message for smbprotocol, b"" at the end."""
         end = time.monotonic() + timeout
         while True:
             if not self._poll.poll(max(0.0, end - time.monotonic()) * 1000):

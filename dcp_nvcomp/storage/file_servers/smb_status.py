@@ -7,8 +7,6 @@ from typing import Final
 
 from smbprotocol.header import NtStatus
 
-__all__ = ["ERRNO", "LOST"]
-
 ERRNO: Final = {
     NtStatus.STATUS_ACCESS_DENIED: errno.EACCES,
     NtStatus.STATUS_CANNOT_DELETE: errno.EACCES,

@@ -27,19 +27,13 @@ from dcp_nvcomp.storage.file_servers.smb_packets import (
     write_request,
 )
 
-__all__ = ["DirectTransfers", "Refused", "Transfers", "WrappedTransfers"]
-
 _CREDITS: Final = 512  # how many we want to have
 _MORE_CREDITS: Final = 64
 _CREDIT_NBYTES: Final = 1 << 16
 
 
 class Refused(SMBException):  # type: ignore[misc]
-    """The server's answer to a read or a write is an error.
-
-    Args:
-        status: the NTSTATUS.
-    """
+    """The server's answer to a read or a write is an error."""
 
     def __init__(self, status: int) -> None:
         name = next((name for name, value in vars(NtStatus).items() if value == status), "unknown")
@@ -48,12 +42,7 @@ class Refused(SMBException):  # type: ignore[misc]
 
 
 class Transfers(ABC):
-    """What can be on its way on one connection.
-
-    Args:
-        wire: smbprotocol's connection.
-        tree: the share.
-    """
+    """What can be on its way on one connection."""
 
     def __init__(self, wire: Any, tree: Any) -> None:
         self._wire, self._tree, self._login = wire, tree, tree.session
@@ -67,11 +56,7 @@ class Transfers(ABC):
         return self._credits() > _charge(nbytes)
 
     def room(self, nbytes: int) -> int:
-        """Wait until the server takes a request for so many bytes, or for fewer if nothing else is on its way.
-
-        Returns:
-            For how many.
-        """
+        """Wait until the server takes a request for so many bytes, or for fewer if nothing else is on its way."""
         while self._credits() < _charge(nbytes):
             if not self._wait_for_an_answer():
                 nbytes = min(nbytes, self._credits() * _CREDIT_NBYTES)
@@ -116,12 +101,7 @@ def _charge(nbytes: int) -> int:
 
 
 class WrappedTransfers(Transfers):
-    """Through smbprotocol.
-
-    Args:
-        wire: smbprotocol's connection.
-        tree: the share.
-    """
+    """Through smbprotocol."""
 
     def __init__(self, wire: Any, tree: Any) -> None:
         super().__init__(wire, tree)
@@ -176,12 +156,7 @@ def _check_written(found: int, nbytes: int) -> None:
 
 
 class _Transfer:
-    """A request that is on its way.
-
-    Args:
-        buffer: what it fills; None if it writes.
-        written_nbytes: how much it writes.
-    """
+    """A request that is on its way."""
 
     def __init__(self, buffer: memoryview | None, written_nbytes: int = 0) -> None:
         self.buffer, self.written_nbytes = buffer, written_nbytes
@@ -191,12 +166,7 @@ class _Transfer:
 
 
 class DirectTransfers(Transfers):
-    """Past smbprotocol, which shares with it the socket and the numbers of messages.
-
-    Args:
-        wire: smbprotocol's connection.
-        tree: the share.
-    """
+    """Past smbprotocol, which shares with it the socket and the numbers of messages."""
 
     def __init__(self, wire: Any, tree: Any) -> None:
         super().__init__(wire, tree)

@@ -22,8 +22,6 @@ from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.storage.remote import option_nbytes
 
-__all__ = ["FILE_SERVERS", "SFTP", "SMB", "SftpPlace", "SmbPlace", "file_server_url", "sftp_place", "smb_place"]
-
 SFTP: Final = ("sftp", "ssh")
 SMB: Final = ("smb",)
 FILE_SERVERS: Final = (*SFTP, *SMB)
@@ -132,16 +130,7 @@ class _Parsed:
 
 
 def sftp_place(path: str, options: Mapping[str, Any], known_options: Sequence[str] = ()) -> SftpPlace:
-    """Return where a URL leads.
-
-    Args:
-        path: `sftp://user@host:port/directory`.
-        options: as fsspec's or sshfs's filesystems take them; fsspec's configuration may have more.
-        known_options: names of the caller's own options, for hints at typing errors.
-
-    Raises:
-        ConfigurationError: an option is unknown or has no meaning.
-    """
+    """Return where a URL leads."""
     url = _parse(path, "sftp://user@host/directory")
     options = _with_configuration(options, SFTP, url)
     _check_names(options, (*_SFTP_OPTIONS, *_PART), known_options, "sftp")
@@ -165,16 +154,7 @@ def sftp_place(path: str, options: Mapping[str, Any], known_options: Sequence[st
 
 
 def smb_place(path: str, options: Mapping[str, Any], known_options: Sequence[str] = ()) -> SmbPlace:
-    """Return where a URL leads.
-
-    Args:
-        path: `smb://user@host:port/share/directory`, or with `domain;user`.
-        options: as fsspec's filesystem takes them; fsspec's configuration may have more.
-        known_options: names of the caller's own options, for hints at typing errors.
-
-    Raises:
-        ConfigurationError: an option is unknown or has no meaning.
-    """
+    """Return where a URL leads."""
     url = _parse(path, "smb://user@host/share/directory")
     options = _with_configuration(options, SMB, url)
     _check_names(options, (*_SMB_OPTIONS, *_PART), known_options, "smb", _SMB_IGNORED)

@@ -19,8 +19,6 @@ from dcp_nvcomp.redaction import Redactor
 from dcp_nvcomp.storage.attempts import Attempts
 from dcp_nvcomp.storage.gcs.options import GcsPlace
 
-__all__ = ["Answer", "GcsClient", "NoAnswerError", "connect", "secrets_of", "status_of"]
-
 _CONNECT_SECONDS: Final = 5.0
 _READ_SECONDS: Final = 30.0
 _BASE: Final = "/storage/v1/"
@@ -34,10 +32,6 @@ _PIECE_NBYTES: Final = 256 << 10
 
 class AnswerError(Exception):
     """The server refused a request.
-
-    Args:
-        status: of the answer.
-        words: what the server says.
 
     Attributes:
         errno: what the status means.
@@ -58,12 +52,7 @@ class AnswerError(Exception):
 
 
 class NoAnswerError(Exception):
-    """There was no answer, or only a part of one.
-
-    Args:
-        words: what happened.
-        transient: whether it may work a moment later.
-    """
+    """There was no answer, or only a part of one."""
 
     def __init__(self, words: str, *, transient: bool = True) -> None:
         super().__init__(words)
@@ -123,13 +112,7 @@ def secrets_of(fs: Any) -> dict[str, str]:
 
 
 class GcsClient(Attempts):
-    """Sends requests through a gcsfs filesystem's session.
-
-    Args:
-        fs: the filesystem.
-        deadline_seconds: how long one operation may take with all its retries.
-        redact: hides secrets in what the client says.
-    """
+    """Sends requests through a gcsfs filesystem's session."""
 
     def __init__(self, fs: Any, deadline_seconds: float, redact: Redactor) -> None:
         super().__init__(fs.loop, deadline_seconds, redact=redact)
@@ -149,12 +132,7 @@ class GcsClient(Attempts):
     async def send(
         self, method: str, url: str, headers: Mapping[str, str] | None = None, body: bytes | None = None
     ) -> Answer:
-        """Send a request once; one attempt, for `perform`.
-
-        Raises:
-            AnswerError: it was refused.
-            NoAnswerError: nobody knows.
-        """
+        """Send a request once; one attempt, for `perform`."""
         sent = dict(headers or {})
         if url.startswith(f"{self._endpoint}/"):
             await self._authorize(sent)

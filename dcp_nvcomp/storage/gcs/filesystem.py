@@ -22,18 +22,9 @@ from dcp_nvcomp.storage.remote import RemoteFilesystem
 from dcp_nvcomp.storage.replacement import replace
 from dcp_nvcomp.storage.temporary import clock_name
 
-__all__ = ["GcsFilesystem"]
-
 
 class GcsFilesystem(RemoteFilesystem):
-    """Google Cloud Storage.
-
-    Args:
-        path: the checkpoint's URL.
-        options: the storage options, which hold secrets.
-        deadline_seconds: how long one operation may take with all its retries.
-        known_options: names of the caller's own options, for hints at typing errors.
-    """
+    """Google Cloud Storage."""
 
     def __init__(
         self, path: str, *, options: Mapping[str, Any], deadline_seconds: float, known_options: Sequence[str] = ()

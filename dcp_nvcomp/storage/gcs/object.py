@@ -15,8 +15,6 @@ import crc32c
 from dcp_nvcomp.errors import StorageError
 from dcp_nvcomp.storage.gcs.client import Answer, GcsClient, NoAnswerError, status_of
 
-__all__ = ["GcsObject", "checksum_text"]
-
 T = TypeVar("T")
 
 _CONTENT_RANGE: Final = re.compile(r"bytes (\d+)-(\d+)/(?:\d+|\*)")

@@ -18,8 +18,6 @@ from dcp_nvcomp.calls.unknown_options import unknown_option
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.storage.remote import option_nbytes
 
-__all__ = ["GCS", "PART_MULTIPLE", "GcsPlace", "gcs_place", "gcs_url"]
-
 GCS: Final = ("gs", "gcs")
 PART_MULTIPLE: Final = 256 << 10  # all parts of an upload but the last are multiples of it
 
@@ -51,16 +49,7 @@ class GcsPlace:
 
 
 def gcs_place(path: str, options: Mapping[str, Any], known_options: Sequence[str] = ()) -> GcsPlace:
-    """Return where a URL leads.
-
-    Args:
-        path: `gs://bucket/prefix`.
-        options: as gcsfs takes them; fsspec's config files may have more.
-        known_options: names of the caller's own options, for hints at typing errors.
-
-    Raises:
-        ConfigurationError: an option is unknown or has no meaning.
-    """
+    """Return where a URL leads."""
     options = {**fsspec.config.conf.get("gcs", {}), **fsspec.config.conf.get("gs", {}), **options}
     known = (*_CLIENT, *_PART)
     for option in sorted(options.keys() - set(known)):

@@ -8,17 +8,9 @@ from dcp_nvcomp.storage.gcs.object import GcsObject, checksum_text
 from dcp_nvcomp.storage.gcs.session import UploadSession
 from dcp_nvcomp.storage.parts import PartedOutput
 
-__all__ = ["GcsOutput"]
-
 
 class GcsOutput(PartedOutput):
-    """A new object.
-
-    Args:
-        target: the object, whose name no other save uses.
-        part_nbytes: how long its parts are, a multiple of 256 KiB.
-        replaces: whether there may be an older object, which stays if this one does not get there.
-    """
+    """A new object."""
 
     def __init__(self, target: GcsObject, part_nbytes: int, *, replaces: bool = False) -> None:
         super().__init__(target.where, part_nbytes, replaces=replaces)

@@ -8,8 +8,6 @@ from typing import Final
 from dcp_nvcomp.storage.gcs.client import status_of
 from dcp_nvcomp.storage.gcs.object import GcsObject
 
-__all__ = ["GcsTarget"]
-
 _NONE: Final = "0"  # the generation of an object that is not there
 
 

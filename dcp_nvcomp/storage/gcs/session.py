@@ -13,18 +13,12 @@ from dcp_nvcomp.errors import StorageError
 from dcp_nvcomp.storage.gcs.client import Answer, NoAnswerError, status_of
 from dcp_nvcomp.storage.gcs.object import GcsObject
 
-__all__ = ["UploadSession"]
-
 _RANGE: Final = re.compile(r"bytes=0-(\d+)")
 _GONE: Final = (404, 410)
 
 
 class UploadSession:
-    """An upload that has been begun.
-
-    Args:
-        target: the object.
-    """
+    """An upload that has been begun."""
 
     def __init__(self, target: GcsObject) -> None:
         self._target = target
@@ -47,16 +41,7 @@ class UploadSession:
             raise StorageError("The storage completed an upload that was not at its end.", path=self._target.where)
 
     def complete(self, start: int, part: bytes, checksum: str) -> None:
-        """Send the rest, and wait until the object is there.
-
-        Args:
-            start: where it begins.
-            part: the rest; it may be empty.
-            checksum: of the whole object.
-
-        Raises:
-            StorageError: it may be there all the same.
-        """
+        """Send the rest, and wait until the object is there."""
         total = start + len(part)
         headers = {"X-Goog-Hash": f"crc32c={checksum}"}
         try:

@@ -36,8 +36,6 @@ from dcp_nvcomp.storage.base import (
 from dcp_nvcomp.storage.local.output import PosixOutput, PosixReplacement, create_file, sync_directory, write_all
 from dcp_nvcomp.storage.temporary import temporary_name
 
-__all__ = ["PosixFilesystem"]
-
 logger = logging.getLogger(__name__)
 
 _MAX_OPEN_FILES = 64

@@ -8,8 +8,6 @@ import os
 
 from dcp_nvcomp.storage.base import OutputStream, storage_errors
 
-__all__ = ["PosixOutput", "PosixReplacement", "create_file", "sync_directory", "write_all"]
-
 
 def create_file(path: str) -> int:
     """A descriptor of a new file: no save ever writes into another one's, nor through a symbolic link."""
@@ -39,13 +37,7 @@ def sync_directory(path: str) -> None:
 
 
 class PosixOutput(OutputStream):
-    """One new data file.
-
-    Args:
-        full: its path.
-        location: the path to name in messages.
-        sync_files: whether `close` makes it durable.
-    """
+    """One new data file."""
 
     def __init__(self, full: str, location: str, *, sync_files: bool) -> None:
         self._full, self._location, self._sync_files = full, location, sync_files
@@ -88,14 +80,7 @@ class PosixOutput(OutputStream):
 
 
 class PosixReplacement(PosixOutput):
-    """A file that is renamed over another one once it is durable.
-
-    Args:
-        final: the path of the other one, which need not exist.
-        temporary: a path in the same directory.
-        location: the path to name in messages.
-        sync_files: whether `close` makes it durable.
-    """
+    """A file that is renamed over another one once it is durable."""
 
     def __init__(self, final: str, temporary: str, location: str, *, sync_files: bool) -> None:
         super().__init__(temporary, location, sync_files=sync_files)

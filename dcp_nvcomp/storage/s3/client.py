@@ -15,8 +15,6 @@ from typing import Any
 from dcp_nvcomp.redaction import Redactor
 from dcp_nvcomp.storage.attempts import Attempts, Done
 
-__all__ = ["S3Client", "ShortReplyError", "answer_of", "body_of", "client_options"]
-
 _CONNECT_SECONDS = 5.0
 _READ_SECONDS = 30.0
 
@@ -83,16 +81,7 @@ def _is_transient(error: Exception) -> bool:
 
 
 class S3Client(Attempts):
-    """Sends requests through an s3fs filesystem, and retries what is transient until the deadline.
-
-    Args:
-        fs: the s3fs filesystem.
-        deadline_seconds: how long one operation may take with all its retries.
-        creating: further parameters of each request that makes an object.
-        first_pause_seconds: the pause after the first failed attempt; each further one is twice as long.
-        longest_pause_seconds: no pause is longer than this.
-        redact: hides secrets in what the client says.
-    """
+    """Sends requests through an s3fs filesystem, and retries what is transient until the deadline."""
 
     def __init__(
         self,
@@ -113,18 +102,7 @@ class S3Client(Attempts):
     def call(
         self, what: str, where: str, operation: str, *, deadline_seconds: float | None = None, **parameters: Any
     ) -> Done[dict[str, Any]]:
-        """Send one request of S3's API.
-
-        Args:
-            what: what it does, for messages: "write".
-            where: the object, for messages.
-            operation: as botocore calls it: "put_object".
-            deadline_seconds: instead of the client's.
-            **parameters: the operation's.
-
-        Raises:
-            StorageError: refused, or no response in time; `answer_of` returns the server's code.
-        """
+        """Send one request of S3's API."""
         return self.perform(what, where, lambda: self.send(operation, **parameters), deadline_seconds=deadline_seconds)
 
     async def send(self, operation: str, **parameters: Any) -> dict[str, Any]:

@@ -23,8 +23,6 @@ from dcp_nvcomp.storage.s3.object import S3Object
 from dcp_nvcomp.storage.s3.publish import Replacement, refuses_conditions
 from dcp_nvcomp.storage.s3.upload import S3Output
 
-__all__ = ["S3Filesystem", "check_additional_kwargs", "drop_expect_header"]
-
 
 def check_additional_kwargs(fs: Any) -> None:
     """s3fs drops silently what no S3 operation takes: a mistyped ServerSideEncryption would store plain data."""
@@ -46,17 +44,7 @@ def drop_expect_header(fs: Any) -> None:
 
 
 class S3Filesystem(RemoteFilesystem):
-    """S3 and compatible stores.
-
-    Args:
-        path: the checkpoint's URL.
-        fs: the s3fs filesystem.
-        root: `bucket/prefix`.
-        options: the storage options, which hold secrets.
-        part_nbytes: how long the first parts of large files are.
-        parts_grow: whether later ones are longer.
-        deadline_seconds: how long one operation may take with all its retries.
-    """
+    """S3 and compatible stores."""
 
     def __init__(
         self,

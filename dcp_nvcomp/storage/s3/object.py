@@ -10,8 +10,6 @@ from dcp_nvcomp.errors import StorageError
 from dcp_nvcomp.storage.attempts import Done
 from dcp_nvcomp.storage.s3.client import S3Client, answer_of, body_of
 
-__all__ = ["S3Object"]
-
 T = TypeVar("T")
 
 

@@ -16,8 +16,6 @@ from dcp_nvcomp.errors import ConcurrentSaveError
 from dcp_nvcomp.storage.s3.client import answer_of
 from dcp_nvcomp.storage.s3.object import S3Object
 
-__all__ = ["REFUSED_CONDITIONS", "Replacement", "refuses_conditions"]
-
 REFUSED_CONDITIONS: Final = ("NotImplemented", "InvalidArgument", "InvalidRequest")
 _ROUNDS: Final = 20  # of other saves that are faster
 _UNREADABLE: Final = "?"  # what may not be looked at is taken to be unchanged
@@ -32,12 +30,7 @@ def refuses_conditions(error: BaseException) -> bool:
 
 
 class Replacement:
-    """One object and what is to be there.
-
-    Args:
-        target: the object.
-        data: what is to be there.
-    """
+    """One object and what is to be there."""
 
     def __init__(self, target: S3Object, data: bytes) -> None:
         self._target, self._data = target, data
@@ -47,12 +40,7 @@ class Replacement:
         self._unsure = False  # whether an attempt had no answer
 
     async def attempt(self) -> None:
-        """Try once, for `S3Client.perform`.
-
-        Raises:
-            ConcurrentSaveError: another save has published since an attempt of ours that had no answer. Whether that
-                one was done before it is not known, so neither is whether our files may still be there.
-        """
+        """Try once, for `S3Client.perform`."""
         if not self._begun:
             self._before, self._begun = await self._etag(), True
         for _ in range(_ROUNDS):

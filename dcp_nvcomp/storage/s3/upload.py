@@ -12,20 +12,11 @@ from dcp_nvcomp.storage.parts import PartedOutput
 from dcp_nvcomp.storage.s3.client import answer_of
 from dcp_nvcomp.storage.s3.object import S3Object
 
-__all__ = ["S3Output"]
-
 _PARTS_BEFORE_GROWTH = 2000  # S3 takes 10,000 parts: with this growth nearly 1 TiB
 
 
 class S3Output(PartedOutput):
-    """A new object.
-
-    Args:
-        target: the object, whose key no other save uses.
-        part_nbytes: how long its first parts are.
-        parts_grow: whether later parts are longer, so that ten thousand suffice.
-        replaces: whether there may be an older object, which stays if this one does not get there.
-    """
+    """A new object."""
 
     def __init__(self, target: S3Object, part_nbytes: int, parts_grow: bool, *, replaces: bool = False) -> None:
         super().__init__(target.location, part_nbytes, replaces=replaces)

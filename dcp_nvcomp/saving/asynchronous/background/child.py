@@ -52,12 +52,7 @@ _LOOKS_SECONDS = 1.0
 
 
 class Child:
-    """What the process does.
-
-    Args:
-        messages: to and from the process that started it.
-        segments: the socket over which descriptors come.
-    """
+    """What the process does."""
 
     def __init__(self, messages: Connection, segments: socket.socket) -> None:
         self._messages = messages

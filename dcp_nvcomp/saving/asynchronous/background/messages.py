@@ -18,23 +18,6 @@ from dcp_nvcomp.saving.asynchronous.copies import Place
 from dcp_nvcomp.saving.stats import RankTotals
 from dcp_nvcomp.version import VERSION
 
-__all__ = [
-    "OWN_ENVIRONMENT",
-    "CannotRun",
-    "Encoded",
-    "Failed",
-    "Forget",
-    "Hurry",
-    "Memory",
-    "Message",
-    "Progress",
-    "Ready",
-    "WriteTask",
-    "Written",
-    "WrittenItems",
-    "own_package",
-]
-
 # Variables that the process has values of its own for.
 OWN_ENVIRONMENT: Final = {
     "CUDA_VISIBLE_DEVICES": "",  # it must not take memory there

@@ -50,8 +50,6 @@ from dcp_nvcomp.saving.results import WrittenFile
 from dcp_nvcomp.saving.stats import RankTotals
 from dcp_nvcomp.storage.processes import storage_of
 
-__all__ = ["BackgroundCannotRun", "BackgroundProcess", "CopiedItems"]
-
 logger = logging.getLogger(__name__)
 
 # Signals by which a scheduler warns training, or a terminal ends it: what becomes of the save is training's to decide.
@@ -90,9 +88,6 @@ class BackgroundProcess:
 
     Attributes:
         start_failure: why it did not come to work at all; None if it did, or may yet.
-
-    Raises:
-        OSError: it can't be started.
     """
 
     def __init__(self) -> None:
@@ -142,22 +137,7 @@ class BackgroundProcess:
         encoded: Callable[[], None],
         progress: Callable[[int], None],
     ) -> tuple[list[WrittenFile], RankTotals]:
-        """Let it write the files of a rank, and wait until they are written.
-
-        Args:
-            write: the rank's part of the save.
-            lanes: the files of each lane.
-            copied: the data.
-            within_seconds: when it should be done; None if there is no hurry.
-            begun: called with a function that makes it hurry.
-            encoded: called when the copy is not needed any more.
-            progress: called with the uncompressed size of what was written.
-
-        Raises:
-            BackgroundCannotRun: it can't do this task, and has done nothing.
-            CheckpointError: it has died.
-            BaseException: what it raised. The files have been removed.
-        """
+        """Let it write the files of a rank, and wait until they are written."""
         number, answers = next(self._numbers), SimpleQueue[Message | None]()
         with self._lock:
             if not self.is_usable:
