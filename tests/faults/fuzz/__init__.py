@@ -2,7 +2,7 @@
 
     python -m tests.faults.fuzz --executions 200000               each target so often
     python -m tests.faults.fuzz --executions 200000 --target footer --seed 7
-    python -m tests.faults.fuzz --executions 200000 --keep        and keep what reached new lines, in corpus/
+    python -m tests.faults.fuzz --executions 200000 --keep        and keep what reached new lines, in corpus.zip
 
     target     what runs
     ---------  --------------------------------------------------------------------------------------------------------

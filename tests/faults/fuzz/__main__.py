@@ -15,7 +15,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from .corpus import corpus_files, keep_finding, keep_new_lines
+from .corpus import corpus_inputs, keep_finding, keep_new_lines
 from .seeds import SEEDS
 from .targets import TARGETS
 
@@ -42,7 +42,7 @@ def fuzz(target: str, executions: int, seed: int, *, keep: bool) -> Run:
         found, findings = Path(directory) / "inputs", Path(directory) / "findings"
         found.mkdir()
         findings.mkdir()
-        inputs = [*SEEDS[target], *(path.read_bytes() for path in corpus_files(target))]
+        inputs = [*SEEDS[target], *corpus_inputs(target).values()]
         for number, data in enumerate(inputs):
             (found / f"seed-{number}").write_bytes(data)
         command = [sys.executable, "-m", "tests.faults.fuzz.child", target, f"-runs={executions}", f"-seed={seed}"]

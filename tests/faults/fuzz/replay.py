@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from .corpus import corpus_files
+from .corpus import corpus_inputs
 from .limits import Limits
 from .seeds import SEEDS
 from .targets import TARGETS
@@ -20,8 +20,7 @@ def inputs(target: str) -> Iterator[tuple[str, bytes]]:
     """Names and bytes of what is replayed: the seeds and the corpus."""
     for number, data in enumerate(SEEDS[target]):
         yield f"seed {number}", data
-    for path in corpus_files(target):
-        yield path.name, path.read_bytes()
+    yield from corpus_inputs(target).items()
 
 
 def main() -> None:
