@@ -288,6 +288,23 @@ def test_a_node_where_nothing_can_be_written_reads_what_its_peer_has(
     assert 40 in _steps(tmp_path / "run")
 
 
+@pytest.mark.parametrize("harm", ["cut", "flipped", "removed"])
+def test_a_durable_copy_that_is_damaged_is_replaced_by_a_peers(
+    ranks: RankPool, tmp_path: Path, disks: list[SmallDisk], harm: str
+) -> None:
+    places = [disk.path for disk in disks]
+    ranks.run(_on_two_nodes, tmp_path, places, [20], world_size=2)
+    disks[1].resize("ro")  # so that its rank would read the durable tier's copies
+    for file in (tmp_path / "run" / "step-20").glob("*.distcp"):
+        data = bytearray(file.read_bytes())
+        data[100] ^= 1
+        file.write_bytes(data[: len(data) // 2] if harm == "cut" else data)
+        if harm == "removed":
+            file.unlink()
+    for found, _ in ranks.run(_on_two_nodes, tmp_path, places, [], world_size=2):
+        assert found == 20
+
+
 def _on_swapped_nodes(place: Path, *, swapped: bool, trouble: str = "") -> dict[str, int] | None:
     """Save a sharded state, or restore it where each rank's shard is on the other node."""
     rank = dist.get_rank()

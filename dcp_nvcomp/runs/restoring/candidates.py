@@ -19,6 +19,8 @@ from dcp_nvcomp.runs.abandoned import Abandoned
 from dcp_nvcomp.runs.keep import SavedStep
 from dcp_nvcomp.runs.tiers.fast import HeldStep
 
+DURABLE = ""  # stands for the durable tier where copies are pairs of node and file
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -117,17 +119,22 @@ class Candidate:
             name: tuple(node for node in nodes if (node, name) not in bad) for name, nodes in self.holders.items()
         }
         with_metadata = tuple(node for node in self.with_metadata if (node, METADATA_NAME) not in bad)
-        return replace(self, holders=holders, with_metadata=with_metadata, others=())
+        is_damaged = self.is_damaged or any((DURABLE, name) in bad for name in self.wanted)
+        return replace(self, holders=holders, with_metadata=with_metadata, is_damaged=is_damaged, others=())
 
     @property
     def copies(self) -> set[tuple[str, str]]:
-        """Its copies, `.metadata` included, as pairs of node and file."""
+        """Its copies, `.metadata` included, as pairs of node and file; of the durable tier what nodes have too."""
         return {
             (node, name)
             for one in self.versions
             for name, nodes in ((METADATA_NAME, one.with_metadata), *one.holders.items())
-            for node in nodes
+            for node in (*nodes, *([DURABLE] if nodes and one.is_durable and not one.is_damaged else []))
         }
+
+    def durable_has(self, name: str) -> bool:
+        """Return whether a data file is in the durable tier, in a version that is not known to be damaged there."""
+        return any(one.is_durable and not one.is_damaged for one in self.versions if name in one.wanted)
 
 
 def candidates(

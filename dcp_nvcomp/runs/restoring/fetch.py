@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dcp_nvcomp.errors import CheckpointError, CorruptDataError
 from dcp_nvcomp.runs.events import Source
 from dcp_nvcomp.runs.ranks import Ranks
-from dcp_nvcomp.runs.restoring.candidates import Candidate
+from dcp_nvcomp.runs.restoring.candidates import DURABLE, Candidate
 from dcp_nvcomp.runs.tiers.fast import FastTier
 from dcp_nvcomp.runs.tiers.nodes import Nodes, Transfer
 from dcp_nvcomp.runs.tiers.room import Room
@@ -77,9 +77,9 @@ class Fetch:
         """Return whether a file is read from the copy of a node."""
         return name in self.near or self.received.file_nbytes(name) is not None
 
-    def sender_of(self, name: str) -> str:
-        """Return the node whose copy of a file this rank reads."""
-        return self._senders.get(name, self._nodes.own)
+    def copy_of(self, name: str) -> tuple[str, str]:
+        """Return which copy of a file this rank reads, as a pair of node and file."""
+        return (self._senders.get(name, self._nodes.own) if self.is_copy(name) else DURABLE), name
 
     def source_of(self, name: str) -> Source:
         """Return where a file came from."""
@@ -129,7 +129,7 @@ class Fetch:
         transfers: dict[Transfer, dict[str, int]] = {}
         for rank, names in enumerate(needs):
             for name in names:
-                if name in lost.get(self._nodes.node_of(rank), ()) and not self._is_durable(name):
+                if name in lost.get(self._nodes.node_of(rank), ()) and not self._candidate.durable_has(name):
                     source = self._nodes.ranks_of(self._candidate.nodes_with(name)[0])[0]
                     transfers.setdefault(Transfer(source, rank), {})[name] = self._files[name]
         if not transfers:
@@ -143,9 +143,6 @@ class Fetch:
 
     def _note_senders(self, transfer: Transfer, names: Iterable[str]) -> None:
         self._senders.update(dict.fromkeys(names, self._nodes.node_of(transfer.source)))
-
-    def _is_durable(self, name: str) -> bool:
-        return any(one.is_durable for one in self._candidate.versions if name in one.wanted)
 
     def _to_nodes(self, needs: Sequence[Collection[str]]) -> _Transfers:
         """Return what goes from whom to whom, so that each node has what its ranks need; the same on all ranks."""

@@ -131,8 +131,7 @@ class NearestReader(NvcompReader):
             return super().read_data(plan, planner)
         except CheckpointError as error:
             name = posixpath.basename(error.path or "")
-            unread = self._fetch.unread or ((name,) if self._fetch.is_copy(name) else ())
-            self.damaged = tuple((self._fetch.sender_of(one), one) for one in unread)
+            self.damaged = tuple(map(self._fetch.copy_of, self._fetch.unread or (name,)))
             raise
 
     def _count(self, needed: Mapping[str, int]) -> None:
