@@ -5,12 +5,15 @@
 #   TORCH    what pip installs as torch                               (2.13.0 without an NVIDIA GPU, else 2.9 or newer)
 #   WORKERS  how many tests run at a time                             (2)
 #   SUITE    which benchmark `make bench` runs                        (ratio)
+#   PARTS    what `make test-all` runs                                (all parts)
+#   MINUTES  how long each part of `make soak` takes                  (1)
 #   ARGS     further arguments for the program that a target runs
 
 PYTHON ?= python3
 VENV ?= .venv
 SUITE ?= ratio
 WORKERS ?= 2
+MINUTES ?= 1
 BIN := $(VENV)/bin
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 ifeq ($(HAS_GPU),0)
@@ -28,19 +31,19 @@ GPU_TESTS := tests/engines tests/distributed/gpu tests/faults/test_gpu_faults.py
 # what has to be installed anew after a change: editable installs see all other changes at once
 PACKAGING := setup.cfg setup.py $(wildcard dcp_nvcomp/codecs/*.[ch] dcp_nvcomp/codecs/*/*.[ch])
 
-.PHONY: demo figures test test-slow test-frameworks test-megatron test-lowest test-faults fuzz soak soak-operator test-gpu bench docs wheel lint format clean help
+.PHONY: demo figures test test-all test-frameworks test-megatron test-lowest fuzz soak test-gpu bench docs wheel lint format clean help
 
 help:
 	@echo "make demo       train, crash, resume on fewer ranks, compare with stock DCP; the picture is demo-out/demo.png"
 	@echo "make figures    the demo, and its table and picture into README.md and docs/images"
-	@echo "make test       the test suite, without what is slow, and with few examples of each property"
-	@echo "make test-slow  what make test leaves out: long tests, benchmarks and the demo, stock DCP against itself"
+	@echo "make test       the tests of every room, in minutes"
+	@echo "make test-all   everything, in parts of at most an hour: PARTS=\"kills soak\" runs these; before a release"
 	@echo "make test-frameworks  torchtitan and torchtune, in an environment of their own, and test-megatron"
 	@echo "make test-megatron  Megatron-core and nvidia-resiliency-ext of today, in an environment of Python 3.12"
 	@echo "make test-lowest  some of the tests, with the lowest versions of what the package needs, in an environment of their own"
-	@echo "make test-faults  the whole fault matrix, 50,000 fuzz executions and two minutes of soak"
-	@echo "make fuzz, make soak  the second and the third of these alone"
-	@echo "make soak-operator  twenty minutes of what operators, disks and clocks do to training runs"
+	@echo "make fuzz       50,000 executions of the fuzzer"
+	@echo "make soak       saves, loads and jobs that are killed, and what operators do, MINUTES=1 each"
+	@echo "make  twenty minutes of what operators, disks and clocks do to training runs"
 	@echo "make test-gpu   the tests that need a GPU; on a machine without a network see CONTRIBUTING.md"
 	@echo "make bench      a benchmark: SUITE=ratio, cpu, overlap, asynchronous, runs, plans, reshard, scale, tensors, limits, s3, stores, predictions, codecs, gpu or slices"
 	@echo "make docs       the documentation as a site in build/site, which a browser opens from the disk"
@@ -58,9 +61,9 @@ figures: demo
 test: $(VENV)/dev.stamp
 	$(PARALLEL) $(ARGS)
 
-test-slow: export DCP_NVCOMP_TEST_PROFILE := ci
-test-slow: $(VENV)/dev.stamp
-	$(PARALLEL) -m "slow or tools or oracle" $(ARGS)
+# its rows are in tests/complete_run.md
+test-all: $(VENV)/dev.stamp
+	$(BIN)/python -m tests.complete_run $(PARTS)
 
 # They want other versions of fsspec and huggingface_hub than the rest.
 FRAMEWORKS := torchtitan==0.3.0 torchtune==0.6.1 torchao==0.15.0
@@ -114,28 +117,16 @@ $(VENV)-megatron/stamp: Makefile setup.cfg
 	$(VENV)-megatron/bin/python -m pip install --quiet --use-pep517 --editable .
 	touch $@
 
-test-faults: export DCP_NVCOMP_TEST_PROFILE := ci
-test-faults: $(VENV)/dev.stamp
-	$(PARALLEL) tests/faults -m "" $(ARGS)
-	$(MAKE) fuzz soak
-
 # of each of the five targets
 fuzz: $(VENV)/dev.stamp
 	$(BIN)/python -m tests.faults.fuzz --executions 10000
 
-# with DCP_NVCOMP_TEST_S3 half of it is on that server
+# a second part is on the S3 server that DCP_NVCOMP_TEST_S3 names
 soak: $(VENV)/dev.stamp
-ifdef DCP_NVCOMP_TEST_S3
-	$(BIN)/python -m tests.soak --minutes 0.5 --faults
-	$(BIN)/python -m tests.soak --minutes 1 --faults --place s3
-else
-	$(BIN)/python -m tests.soak --minutes 1.5 --faults
-endif
-	$(BIN)/python -m tests.soak --runs --minutes 0.5
-
-# what people, disks and clocks do to runs, with jobs of several processes: for a machine that does nothing else
-soak-operator: $(VENV)/dev.stamp
-	$(BIN)/python -m tests.soak --operator --minutes 20 --verbose $(ARGS)
+	$(BIN)/python -m tests.soak --minutes $(MINUTES) --faults
+	test -z "$$DCP_NVCOMP_TEST_S3" || $(BIN)/python -m tests.soak --minutes $(MINUTES) --faults --place s3
+	$(BIN)/python -m tests.soak --minutes $(MINUTES) --runs
+	$(BIN)/python -m tests.soak --minutes $(MINUTES) --operator
 
 # An interpreter that has all they need runs the tests that are for it: no environment is made, nothing is downloaded.
 test-gpu:

@@ -13,6 +13,8 @@ from dcp_nvcomp import ConfigurationError, StorageError, open_checkpoint
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from tests.integrations.launch import check_cleaned, check_ours, check_resumed, needs, start
 
+pytestmark = pytest.mark.ci
+
 
 @pytest.mark.parametrize("which", ["trainer-fsdp", "trainer-mp", "fabric-fsdp", "fabric-mp"])
 def test_saved_killed_and_resumed(tmp_path: Path, which: str) -> None:

@@ -14,6 +14,8 @@ import pytest
 
 from tests.integrations.launch import ROOT, check_cleaned, check_ours, check_resumed, needs, notes, start
 
+pytestmark = pytest.mark.ci
+
 
 def _version() -> tuple[int, ...]:
     try:

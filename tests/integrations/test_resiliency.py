@@ -8,6 +8,8 @@ import pytest
 
 from tests.integrations.launch import check_cleaned, check_ours, check_resumed, needs, start
 
+pytestmark = pytest.mark.ci
+
 
 @pytest.mark.parametrize("queue", ["fork", "persistent"])
 def test_saved_killed_and_resumed(tmp_path: Path, queue: str) -> None:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.integrations.launch import check_cleaned, check_ours, check_resumed, needs, start
+
+pytestmark = pytest.mark.ci
 
 
 def test_saved_killed_and_resumed(tmp_path: Path) -> None:

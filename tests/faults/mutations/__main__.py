@@ -53,7 +53,7 @@ def failures(mutation: Mutation, directory: Path) -> list[str]:
     path.write_text(path.read_text().replace(mutation.old, mutation.new))
     options = "-q -x --show-capture=no --tb=no"
     command = [sys.executable, "-m", "pytest", *options.split(), "-m", "", *mutation.tests.split()]
-    every = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "DCP_NVCOMP_TEST_PROFILE": "ci"}
+    every = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "DCP_NVCOMP_TEST_PROFILE": "all"}
     environment = {**os.environ, **every}
     run = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
     if run.returncode not in (0, 1):
