@@ -7,6 +7,7 @@ file of results in the repository, and how to make it anew:
     damage        python -m tests.faults.damage --json tests/faults/damage.json
     fuzz          python -m tests.faults.fuzz ... --output tests/faults/fuzz/results.json
     soak          python -m tests.soak ... --json tests/soak/results/....json
+    operator soak the last lines of three runs of python -m tests.soak --operator, in tests/soak/results/operator.json
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def _soak() -> str:
         "| place | seed | minutes | steps | saves | ranks killed | files damaged | loads beside saves | lies |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    for path in sorted((TESTS / "soak" / "results").glob("*.json")):
-        found = json.loads(path.read_text())
+    for name in ("disk", "s3"):
+        found = _read(f"soak/results/{name}.json")
         done = found["counts"]
         saves = sum(done.get(name, 0) for name in SAVING) + done.get("two_writers", 0)  # which are two
         cells = [found["place"], found["seed"], round(found["seconds"] / 60)]
@@ -71,6 +72,26 @@ def _soak() -> str:
     return "\n".join(lines)
 
 
+def _operator_soak() -> str:
+    lines = [
+        "| seed | minutes | jobs | ranks killed, stopped or told to end | disks full, read-only, lost or obstructed | "
+        "files and steps harmed | commands and other jobs beside | findings |",
+        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for found in _read("soak/results/operator.json"):
+        cells = [found["seed"], round(found["seconds"] / 60), found["incarnations"]]
+        for words in _OPERATOR_KINDS:
+            cells.append(sum(count for kind, count in found["counts"].items() if kind.startswith(words)))
+        lines.append(f"| {' | '.join(map(str, [*cells, found['findings']]))} |")
+    return "\n".join(lines)
+
+
+_OPERATOR_KINDS = (
+    ("killed", "stopped", "struck", "told"),
+    ("durable full", "durable read-only", "fast ", "node lost"),
+    ("byte", "durable harmed", "file ", "foreign", "garbage", "metadata", "step "),
+    ("another", "ls", "pin", "prune", "verify"),
+)
 SAVING = ("save", "killed_save", "failing_save", "two_writers", "reader_during_save", "clean_during_save")
 PLACES: dict[str, Callable[[], str]] = {
     "promises": promises.table,
@@ -79,6 +100,7 @@ PLACES: dict[str, Callable[[], str]] = {
     "damage": _damage,
     "fuzz": _fuzz,
     "soak": _soak,
+    "operator soak": _operator_soak,
 }
 
 
