@@ -9,7 +9,8 @@ from benchmarks.measuring import Settings, Spread, core_count
 from benchmarks.results import Plot, Report
 from benchmarks.states import build_state, nbytes_of
 from dcp_nvcomp.choosing.bench import CODECS
-from dcp_nvcomp.choosing.codec_rates import CodecRates, measure_codec
+from dcp_nvcomp.choosing.measuring import measure_codec
+from dcp_nvcomp.choosing.model import CodecRates
 
 
 def run(settings: Settings) -> Report:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from dcp_nvcomp.reading.checkpoint import Checkpoint, open_checkpoint
     from dcp_nvcomp.reading.comparison import Comparison, compare_checkpoints
     from dcp_nvcomp.reading.stored_tensor import StoredTensor
-    from dcp_nvcomp.reporting.report import write_report
+    from dcp_nvcomp.reporting import write_report
     from dcp_nvcomp.runs.events import (
         ReplicasDiffer,
         RunReport,
@@ -186,7 +186,7 @@ _HOMES: Final = {
     "save_compressed_checkpoint": "one_file.save",
     "unpin_step": "runs.pruning",
     "verify_checkpoint": "maintenance.verification.verify",
-    "write_report": "reporting.report",
+    "write_report": "reporting",
 }
 
 

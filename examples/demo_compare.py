@@ -69,7 +69,7 @@ def component(fqn: str) -> str:
 
 def inspect(checkpoint: str) -> list[dict[str, Any]]:
     """Return what `dcp-nvcomp inspect` reports for each key; it reads stock checkpoints too."""
-    command = [sys.executable, "-m", "dcp_nvcomp.cli", "inspect", checkpoint, "--json"]
+    command = [sys.executable, "-m", "dcp_nvcomp", "inspect", checkpoint, "--json"]
     items: list[dict[str, Any]] = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)["items"]
     return items
 

@@ -1,4 +1,18 @@
-"""advise: codec, threads and interval for a state, from a bench of the storage and, if there is one, a checkpoint."""
+"""advise: codec, threads and interval for a state, from a bench of the storage and, if there is one, a checkpoint.
+
+The interval between saves is the one at which the least time is lost. Saving often costs a stall each time, saving
+rarely costs the work since the last save at each failure. With a stall of `s` seconds and a mean time `M` between
+failures:
+
+    Young 1974 ("A first order approximation to the optimum checkpoint interval", Communications of the ACM 17):
+        interval = sqrt(2 s M)
+    Daly 2006 ("A higher order estimate of the optimum checkpoint interval for restart dumps", Future Generation
+    Computer Systems 22): for s < 2 M
+        interval = sqrt(2 s M) (1 + sqrt(s / 2M) / 3 + (s / 2M) / 9) - s
+        else interval = M
+
+It is from the end of one save to the beginning of the next.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +23,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from dcp_nvcomp.choosing.bench import Bench
-from dcp_nvcomp.choosing.intervals import GPU_HOURS_PER_FAILURE, daly_seconds, lost_part, young_seconds
 from dcp_nvcomp.choosing.model import Prediction
 from dcp_nvcomp.codecs.auto import STORED
 from dcp_nvcomp.codecs.choose import TINY_NBYTES
@@ -21,6 +34,8 @@ from dcp_nvcomp.options import check_seconds
 # Codecs whose saves take about as long are told apart by what they store.
 _ABOUT_AS_FAST = 1.05
 _EQUAL = 1 + 1e-9
+# "The Llama 3 Herd of Models" (2024): 419 unexpected interruptions in 54 days on 16,384 GPUs.
+_GPU_HOURS_PER_FAILURE = 54 * 24 * 16_384 / 419
 _LIKE_AUTO = ("auto", "planes-zstd", "planes-deflate")
 
 
@@ -76,20 +91,14 @@ class Advice:
 
     def to_json(self) -> dict[str, Any]:
         """Return all of it as JSON values. Keys are only ever added; `schema` changes if one must go."""
+        fields = {name: value for name, value in vars(self).items() if name != "workload"}
+        predictions = {"prediction": self.prediction.to_json(), "plain": self.plain.to_json()}
         return {
             "schema": 1,
             "state_nbytes": self.workload.state_nbytes,
             "ranks": self.workload.ranks,
-            "codec": self.codec,
-            "thread_count": self.thread_count,
-            "interval_seconds": self.interval_seconds,
-            "young_interval_seconds": self.young_interval_seconds,
-            "mtbf_seconds": self.mtbf_seconds,
-            "stall_seconds": self.stall_seconds,
-            "lost_part": self.lost_part,
-            "prediction": self.prediction.to_json(),
-            "plain": self.plain.to_json(),
-            "sentence": self.sentence,
+            **fields,
+            **predictions,
         }
 
 
@@ -109,7 +118,10 @@ def advise(
         ConfigurationError: a time is not positive.
     """
     mtbf = mtbf_of(workload.ranks) if mtbf_seconds is None else check_seconds("mtbf_seconds", mtbf_seconds)
-    predictions = {codec: _predicted(workload, found, codec) for codec in found.codecs}
+    predictions = {
+        codec: found.predict(workload.rank_nbytes, codec, ratio=_ratio(workload.ratio, found, codec))
+        for codec in found.codecs
+    }
     codec = _best(predictions)
     best = predictions[codec]
     stall = best.save_seconds if stall_seconds is None else check_seconds("stall_seconds", stall_seconds)
@@ -129,10 +141,6 @@ def advise(
         predictions["none"],
         found.sentence,
     )
-
-
-def _predicted(workload: Workload, found: Bench, codec: str) -> Prediction:
-    return found.predict(workload.rank_nbytes, codec, ratio=_ratio(workload.ratio, found, codec))
 
 
 def _ratio(ratio: float | None, found: Bench, codec: str) -> float | None:
@@ -166,9 +174,28 @@ def _threads(workload: Workload, found: Bench, codec: str, best: Prediction) -> 
     return next(threads for threads in range(1, found.threads + 1) if seconds(threads) <= least)
 
 
+def young_seconds(stall_seconds: float, mtbf_seconds: float) -> float:
+    """Return Young's interval."""
+    return math.sqrt(2 * stall_seconds * mtbf_seconds)
+
+
+def daly_seconds(stall_seconds: float, mtbf_seconds: float) -> float:
+    """Return Daly's interval."""
+    if stall_seconds >= 2 * mtbf_seconds:
+        return mtbf_seconds
+    part = stall_seconds / (2 * mtbf_seconds)
+    return young_seconds(stall_seconds, mtbf_seconds) * (1 + math.sqrt(part) / 3 + part / 9) - stall_seconds
+
+
+def lost_part(interval_seconds: float, stall_seconds: float, restart_seconds: float, mtbf_seconds: float) -> float:
+    """Return which part of the time is lost to stalls, repeated work and restarts, to the first order; at most 1."""
+    period = interval_seconds + stall_seconds
+    return min(1.0, stall_seconds / period + (period / 2 + restart_seconds) / mtbf_seconds)
+
+
 def mtbf_of(gpus: int) -> float:
     """Return the mean seconds between failures of this many GPUs, if they fail as often as those of Llama 3."""
-    return GPU_HOURS_PER_FAILURE * 3600 / gpus
+    return _GPU_HOURS_PER_FAILURE * 3600 / gpus
 
 
 def workload_of_checkpoint(

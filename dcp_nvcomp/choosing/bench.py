@@ -1,10 +1,4 @@
-"""bench: measure a storage and this machine, and say what pays.
-
-codec_rates.py     what each codec does here, without a storage
-storage_rates.py   what the storage does, without a codec
-trials.py          both together, compressed and plain
-model.py           what follows for a state of any size
-"""
+"""bench: measure a storage and this machine, and say what pays."""
 
 from __future__ import annotations
 
@@ -12,21 +6,17 @@ import contextlib
 import os
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from dcp_nvcomp.choosing.codec_rates import CodecRates, measure_codec
-from dcp_nvcomp.choosing.model import Model, Prediction, break_even_rate
-from dcp_nvcomp.choosing.sample_state import sample_state
-from dcp_nvcomp.choosing.storage_rates import StorageRates, measure_storage, removing
-from dcp_nvcomp.choosing.trials import Trial, run_trial
+from dcp_nvcomp.choosing.measuring import measure_codec, measure_storage, removing, run_trial, sample_state
+from dcp_nvcomp.choosing.model import CodecRates, Model, Prediction, StorageRates, Trial, break_even_rate
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.options import check_seconds, check_thread_count
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.saving.writer import NvcompWriter
-from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.open import open_filesystem
 
 CODECS = ("auto", "planes-zstd", "planes-deflate", "zstd", "none")
@@ -104,9 +94,19 @@ class Bench:
             "url": self.url,
             "threads": self.threads,
             "device": self.device,
-            "storage": self.storage.to_json(),
-            "codecs": [rates.to_json() for rates in self.codecs.values()],
-            "trials": [trial.to_json() for trial in self.trials.values()],
+            "storage": {
+                **{
+                    name: [{"streams": streams, "rate": rate} for streams, rate in rates.items()]
+                    for name, rates in (
+                        ("write_rates", self.storage.write_rates),
+                        ("read_rates", self.storage.read_rates),
+                    )
+                },
+                "file_seconds": self.storage.file_seconds,
+                "publish_seconds": self.storage.publish_seconds,
+            },
+            "codecs": [dict(vars(rates)) for rates in self.codecs.values()],
+            "trials": [dict(vars(trial)) for trial in self.trials.values()],
             "break_even_rate": self.break_even_rate,
             "sentence": self.sentence,
             "predictions": [self.predict(nbytes, codec).to_json() for nbytes in state_nbytes for codec in self.codecs],
@@ -145,16 +145,40 @@ def bench(
     options = dict(storage_options or {})
     base = os.fspath(url)
     path = f"{base if base.endswith(('://', '/')) else base + '/'}dcp-nvcomp-bench-{uuid.uuid4().hex[:12]}"
+    budget = NvcompWriter(".", thread_count=threads).host_memory_budget
+
     with contextlib.closing(open_filesystem(path, storage_options=options)) as filesystem:
+
+        def remove() -> None:
+            filesystem.remove(filesystem.list_names())
+            filesystem.remove_directory()
+
         filesystem.create_directory()
-        with removing(lambda: _remove(filesystem)):
-            found = _measured(filesystem, path, options, seconds, threads, device, say)
-    return replace(found, url=without_secrets(base))
-
-
-def _remove(filesystem: Filesystem) -> None:
-    filesystem.remove(filesystem.list_names())
-    filesystem.remove_directory()
+        with removing(remove):
+            say("storage")
+            storage = measure_storage(
+                filesystem, threads=threads, memory_budget=budget, seconds=seconds * _STORAGE_PART
+            )
+            sample = sample_state(min(_SAMPLE_NBYTES, max(_LEAST_NBYTES, int(seconds * 20e6))), device=device)
+            codecs = {}
+            for codec in CODECS:
+                say(f"codec {codec}")
+                each = seconds * _MACHINE_PART / len(CODECS)
+                codecs[codec] = measure_codec(sample, codec, threads=threads, seconds=each)
+            del sample
+            each = seconds * (1 - _MACHINE_PART - _STORAGE_PART) / 2
+            # worth as many streams as a large state has, if there is time for that
+            wanted = filesystem.output_streams(threads, budget) * storage.file_nbytes
+            rate = 1 / (1 / min(storage.write_rates.values()) + 1 / codecs["none"].encode_rate)
+            state = sample_state(max(_LEAST_NBYTES, min(wanted, int(rate * each / _TRIAL_SAVES))), device=device)
+            nbytes = sum(tensor.nbytes for tensor in state.values())
+            trials = {}
+            for codec in ("auto", "none"):
+                say(f"saves and loads of {nbytes / 1e6:.0f} MB with {codec}")
+                trials[codec] = run_trial(
+                    filesystem, path, state, codec, threads=threads, seconds=each, storage_options=options
+                )
+    return Bench(without_secrets(base), threads, device, codecs, storage, trials)
 
 
 def _check_device(device: str) -> None:
@@ -163,42 +187,3 @@ def _check_device(device: str) -> None:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         words = str(error).partition("\n")[0]
         raise ConfigurationError(f"device={device!r} can't be used here: {words}") from error
-
-
-def _measured(
-    filesystem: Filesystem,
-    path: str,
-    options: dict[str, Any],
-    seconds: float,
-    threads: int,
-    device: str,
-    say: Callable[[str], None],
-) -> Bench:
-    say("storage")
-    budget = NvcompWriter(".", thread_count=threads).host_memory_budget
-    storage = measure_storage(filesystem, threads=threads, memory_budget=budget, seconds=seconds * _STORAGE_PART)
-    sample = sample_state(min(_SAMPLE_NBYTES, max(_LEAST_NBYTES, int(seconds * 20e6))), device=device)
-    codecs: dict[str, CodecRates] = {}
-    for codec in CODECS:
-        say(f"codec {codec}")
-        codecs[codec] = measure_codec(sample, codec, threads=threads, seconds=seconds * _MACHINE_PART / len(CODECS))
-    del sample
-    each = seconds * (1 - _MACHINE_PART - _STORAGE_PART) / 2
-    nbytes = _trial_nbytes(filesystem, storage, codecs["none"], threads, budget, each)
-    state = sample_state(nbytes, device=device)
-    trials = {}
-    for codec in ("auto", "none"):
-        say(f"saves and loads of {nbytes / 1e6:.0f} MB with {codec}")
-        trials[codec] = run_trial(
-            filesystem, path, state, codec, threads=threads, seconds=each, storage_options=options
-        )
-    return Bench(path, threads, device, codecs, storage, trials)
-
-
-def _trial_nbytes(
-    filesystem: Filesystem, storage: StorageRates, plain: CodecRates, threads: int, budget: int, seconds: float
-) -> int:
-    """Return the size of the trials: worth as many streams as a large state has, if there is time for that."""
-    wanted = filesystem.output_streams(threads, budget) * storage.file_nbytes
-    rate = 1 / (1 / min(storage.write_rates.values()) + 1 / plain.encode_rate)
-    return max(_LEAST_NBYTES, min(wanted, int(rate * seconds / _TRIAL_SAVES)))

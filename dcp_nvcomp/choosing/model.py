@@ -19,11 +19,61 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dcp_nvcomp.choosing.codec_rates import CodecRates
-from dcp_nvcomp.choosing.storage_rates import StorageRates
-from dcp_nvcomp.choosing.trials import Trial
-
 _LARGE_NBYTES = 1 << 60
+
+
+@dataclass(frozen=True)
+class StorageRates:
+    """What a storage does for one rank; rates are bytes a second with so many streams or reads at once."""
+
+    write_rates: dict[int, float]  # with one, and with as many as a save uses
+    read_rates: dict[int, float]  # with one, and with as many as a load uses
+    file_seconds: float  # to make a file of one byte, durably
+    publish_seconds: float  # to publish a small file, as a commit does
+    file_nbytes: int  # state of so many bytes is worth another stream
+    streams: tuple[
+        int, ...
+    ] = ()  # how many a save uses at most with one thread, with two, ...; empty if it is the same
+
+    def write_rate(self, state_nbytes: int, *, threads: int | None = None) -> float:
+        """Return the rate for a state of this size, which may be too small for all streams."""
+        most = max(self.write_rates)
+        if threads is not None and self.streams:
+            most = min(most, self.streams[min(threads, len(self.streams)) - 1])
+        streams = max(1, min(most, state_nbytes // self.file_nbytes))
+        low = max(known for known in self.write_rates if known <= streams)
+        high = min(known for known in self.write_rates if known >= streams)
+        slow, fast = self.write_rates[low], self.write_rates[high]
+        return slow if low == high else slow + (fast - slow) * (streams - low) / (high - low)
+
+    @property
+    def read_rate(self) -> float:
+        """The rate with as many reads at once as a load uses."""
+        return self.read_rates[max(self.read_rates)]
+
+
+@dataclass(frozen=True)
+class CodecRates:
+    """What a codec does with the sample state on this machine, without a storage; rates are bytes of state a second."""
+
+    codec: str
+    threads: int
+    ratio: float
+    encode_rate: float
+    decode_rate: float
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Median times of whole saves and loads with one codec; the empty ones show what does not grow with the state."""
+
+    codec: str
+    nbytes: int
+    ratio: float
+    save_seconds: float
+    load_seconds: float
+    empty_save_seconds: float
+    empty_load_seconds: float
 
 
 @dataclass(frozen=True)
@@ -55,15 +105,10 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Overlap:
-    """How two things that go on at the same time get on with each other.
+    """How two things that go on at the same time slow each other down."""
 
-    Attributes:
-        factor: how much longer both together take than the rest of this says.
-        shared: which part of the shorter one comes on top of the longer one.
-    """
-
-    factor: float
-    shared: float
+    factor: float  # how much longer both together take than the rest of this says
+    shared: float  # which part of the shorter one comes on top of the longer one
 
     @classmethod
     def of(cls, measured: float, one: float, other: float) -> Overlap:
@@ -82,50 +127,41 @@ class Overlap:
 
 @dataclass(frozen=True)
 class Model:
-    """One codec at one storage.
-
-    Attributes:
-        rates: of the codec on this machine.
-        storage: of the storage.
-        trial: whole saves and loads with this codec, or with the one that is nearest to it.
-        trial_rates: of the trial's codec.
-    """
+    """One codec at one storage."""
 
     rates: CodecRates
     storage: StorageRates
-    trial: Trial
-    trial_rates: CodecRates
+    trial: Trial  # with this codec, or with the one that is nearest to it
+    trial_rates: CodecRates  # of the trial's codec
 
     def predict(self, state_nbytes: int, *, ratio: float | None = None) -> Prediction:
         """Return what to expect."""
         if ratio is None:
             ratio = self.rates.ratio
         encode, write, decode, read = self._seconds(self.rates, state_nbytes, ratio)
+        saving, loading = self._overlaps()
         return Prediction(
             self.rates.codec,
             state_nbytes,
             round(state_nbytes / ratio),
-            self.trial.empty_save_seconds + self.save_overlap.seconds(encode, write),
-            self.trial.empty_load_seconds + self.load_overlap.seconds(decode, read),
+            self.trial.empty_save_seconds + saving.seconds(encode, write),
+            self.trial.empty_load_seconds + loading.seconds(decode, read),
             "encode" if encode > write else "write",
             "decode" if decode > read else "read",
         )
 
-    @property
-    def save_overlap(self) -> Overlap:
-        """How encoding and writing got on with each other in the trial."""
-        encode, write, _, _ = self._seconds(self.trial_rates, self.trial.nbytes, self.trial.ratio)
-        return Overlap.of(self.trial.save_seconds - self.trial.empty_save_seconds, encode, write)
-
-    @property
-    def load_overlap(self) -> Overlap:
-        """How decoding and reading got on with each other in the trial."""
-        _, _, decode, read = self._seconds(self.trial_rates, self.trial.nbytes, self.trial.ratio)
-        return Overlap.of(self.trial.load_seconds - self.trial.empty_load_seconds, decode, read)
-
     def byte_seconds(self, write_seconds: float) -> float:
         """Return what a byte of a large state takes in a save."""
-        return self.save_overlap.seconds(1 / self.rates.encode_rate, write_seconds / self.rates.ratio)
+        saving, _ = self._overlaps()
+        return saving.seconds(1 / self.rates.encode_rate, write_seconds / self.rates.ratio)
+
+    def _overlaps(self) -> tuple[Overlap, Overlap]:
+        trial = self.trial
+        encode, write, decode, read = self._seconds(self.trial_rates, trial.nbytes, trial.ratio)
+        return (
+            Overlap.of(trial.save_seconds - trial.empty_save_seconds, encode, write),
+            Overlap.of(trial.load_seconds - trial.empty_load_seconds, decode, read),
+        )
 
     def _seconds(self, rates: CodecRates, nbytes: int, ratio: float) -> tuple[float, float, float, float]:
         stored = nbytes / ratio

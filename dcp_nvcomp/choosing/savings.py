@@ -15,42 +15,28 @@ which each GPU's rank is taken to have. Of this package nothing was measured on 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dcp_nvcomp.errors import ConfigurationError
 
-_SECONDS_PER_HOUR = 3600.0
-
 
 @dataclass(frozen=True)
 class Job:
-    """A training job and what it pays.
+    """A training job and what it pays."""
 
-    Attributes:
-        name: of the model, for tables.
-        gpus: how many wait during a save.
-        checkpoint_gb: size of a checkpoint in GB.
-        is_moe: True for a mixture of experts, which Zstd compresses a little better.
-        interval_minutes: time between two checkpoints.
-        days: of a month.
-        gpu_hour_price: price of a GPU hour.
-        storage_gb_per_second: what the storage takes of the whole job.
-        storage_price: price of a GB and month.
-        kept: how many checkpoints are kept.
-    """
-
-    name: str
-    gpus: int
+    name: str  # of the model
+    gpus: int  # all of them wait during a save
     checkpoint_gb: float
-    is_moe: bool = False
+    is_moe: bool = False  # a mixture of experts, which Zstd compresses a little better
     interval_minutes: float = 30.0
-    days: float = 30.0
+    days: float = 30.0  # of a month
     gpu_hour_price: float = 4.40
-    storage_gb_per_second: float = 5.0
-    storage_price: float = 0.14
-    kept: int = 96
+    storage_gb_per_second: float = 5.0  # what the storage takes of the whole job
+    storage_price: float = 0.14  # of a GB and month
+    kept: int = 96  # checkpoints
 
     @property
     def saves(self) -> float:
@@ -60,60 +46,33 @@ class Job:
 
 @dataclass(frozen=True)
 class Codec:
-    """What a codec does with a checkpoint.
-
-    Attributes:
-        name: for tables.
-        ratio: uncompressed over stored size, of a dense model.
-        gb_per_second: what it encodes; for each GPU if `per_gpu`, else for the whole job, as the post has it.
-        per_gpu: whether each GPU adds to the rate.
-        moe_ratio: of a mixture of experts; None if it is the same.
-    """
+    """What a codec does with a checkpoint."""
 
     name: str
-    ratio: float
+    ratio: float  # of a dense model
     gb_per_second: float
-    per_gpu: bool = False
-    moe_ratio: float | None = None
+    per_gpu: bool = False  # whether each GPU adds to the rate; if not, it is of the whole job, as the post has it
+    moe_ratio: float | None = None  # of a mixture of experts, if it differs
 
     def ratio_of(self, job: Job) -> float:
         """Return the ratio of a job's checkpoints."""
         return self.moe_ratio if job.is_moe and self.moe_ratio is not None else self.ratio
 
-    def rate_of(self, job: Job) -> float:
-        """Return the rate of a job in GB a second."""
-        return self.gb_per_second * (job.gpus if self.per_gpu else 1)
-
 
 @dataclass(frozen=True)
 class Costs:
-    """What a month of checkpoints costs.
+    """What a month of checkpoints costs."""
 
-    Attributes:
-        wait_seconds: time of a save.
-        wait_hours: time of all saves of a month.
-        idle_cost: price of the GPUs that wait.
-        stored_gb: size of a checkpoint in the storage.
-        storage_cost: price of those that are kept.
-    """
-
-    wait_seconds: float
-    wait_hours: float
-    idle_cost: float
-    stored_gb: float
-    storage_cost: float
+    wait_seconds: float  # of a save
+    wait_hours: float  # of all saves of a month
+    idle_cost: float  # of the GPUs that wait
+    stored_gb: float  # of a checkpoint
+    storage_cost: float  # of those that are kept
 
 
 @dataclass(frozen=True)
 class Savings:
-    """A job with a codec beside the same job without one.
-
-    Attributes:
-        job: the job.
-        codec: the codec.
-        plain: costs without compression.
-        compressed: costs with it.
-    """
+    """A job with a codec beside the same job without one."""
 
     job: Job
     codec: Codec
@@ -122,12 +81,12 @@ class Savings:
 
     @property
     def idle_savings(self) -> float:
-        """What waits less, a month."""
+        """What waiting costs less, a month."""
         return self.plain.idle_cost - self.compressed.idle_cost
 
     @property
     def storage_savings(self) -> float:
-        """What is stored less, a month."""
+        """What storing costs less, a month."""
         return self.plain.storage_cost - self.compressed.storage_cost
 
     @property
@@ -155,7 +114,7 @@ class Savings:
 
 def savings(job: Job, codec: Codec) -> Savings:
     """Return what a codec saves a job in a month."""
-    ratio, rate = codec.ratio_of(job), codec.rate_of(job)
+    ratio, rate = codec.ratio_of(job), codec.gb_per_second * (job.gpus if codec.per_gpu else 1)
     for name, value in (
         ("gpus", job.gpus), ("checkpoint_gb", job.checkpoint_gb), ("interval_minutes", job.interval_minutes),
         ("storage_gb_per_second", job.storage_gb_per_second), ("ratio", ratio), ("gb_per_second", rate),
@@ -168,8 +127,47 @@ def savings(job: Job, codec: Codec) -> Savings:
 def _costs(job: Job, ratio: float, encode_seconds: float) -> Costs:
     stored = job.checkpoint_gb / ratio
     wait = max(encode_seconds, stored / job.storage_gb_per_second)
-    hours = wait * job.saves / _SECONDS_PER_HOUR
+    hours = wait * job.saves / 3600
     return Costs(wait, hours, hours * job.gpus * job.gpu_hour_price, stored, stored * job.kept * job.storage_price)
+
+
+def draw_savings(rows: Sequence[Savings], path: str | os.PathLike[str]) -> None:
+    """Write a picture: bars by job, dollars a month."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigurationError("A picture needs matplotlib: pip install 'dcp-nvcomp[plot]'.") from error
+    jobs = list(dict.fromkeys(f"{row.job.name}\n{row.job.gpus} GPUs" for row in rows))
+    codecs = list(dict.fromkeys(row.codec.name for row in rows))
+    figure = Figure(figsize=(1.5 * len(jobs) + 4, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    width = 0.8 / len(codecs)
+    for number, codec in enumerate(codecs):
+        totals = [row.total for row in rows if row.codec.name == codec]  # in the order of the jobs
+        places = [at - 0.4 + (number + 0.5) * width for at in range(len(jobs))]
+        bars = axes.bar(places, totals, width * 0.95, label=codec)
+        axes.bar_label(bars, list(map(_dollars, totals)), fontsize=7, rotation=90, padding=3)
+    axes.axhline(0, color="#555555", linewidth=0.8)
+    axes.set_yscale("symlog", linthresh=100)  # jobs differ by a factor of a thousand, and a codec may cost
+    axes.margins(y=0.25)
+    axes.set_xticks(range(len(jobs)), jobs, fontsize=8)
+    axes.yaxis.set_major_formatter(lambda value, _: _dollars(value))
+    axes.set_ylabel("savings a month (logarithmic)")
+    axes.set_title("What compressed checkpoints save", fontsize=10)
+    axes.legend(fontsize=7, loc="upper left")
+    try:
+        figure.savefig(path, dpi=130)
+    except (ValueError, OSError) as error:
+        raise ConfigurationError(f"The picture {os.fspath(path)!r} can't be written: {error}") from error
+
+
+def _dollars(value: float) -> str:
+    sign, size = "-" if value < 0 else "", abs(value)
+    if size >= 1e6:
+        return f"{sign}${size / 1e6:.3g}M"
+    return f"{sign}${size / 1e3:.3g}k" if size >= 1e3 else f"{sign}${size:.0f}"
 
 
 PUBLISHED = (
@@ -188,8 +186,3 @@ MODELS = (
     Job("Mixtral 8x22B", 64, 1575, is_moe=True),
     Job("DeepSeek-V3 671B", 256, 7490, is_moe=True),
 )
-
-
-def table_of(jobs: Sequence[Job], codecs: Sequence[Codec]) -> list[Savings]:
-    """Return what each codec saves each job."""
-    return [savings(job, codec) for job in jobs for codec in codecs]

@@ -8,48 +8,61 @@ Commands import what they need when they run: torch takes seconds, and `--help` 
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from dcp_nvcomp.cli.advise import advise_command
-from dcp_nvcomp.cli.bench import bench_command
 from dcp_nvcomp.cli.cat import cat_command
-from dcp_nvcomp.cli.clean import clean_command
+from dcp_nvcomp.cli.checking import diff_command, recover_command, verify_command
+from dcp_nvcomp.cli.choosing import advise_command, bench_command, savings_command
 from dcp_nvcomp.cli.convert import convert_command
-from dcp_nvcomp.cli.diff import diff_command
-from dcp_nvcomp.cli.info import info_command
-from dcp_nvcomp.cli.inspect import inspect_command
-from dcp_nvcomp.cli.ls import ls_command
-from dcp_nvcomp.cli.prune import pin_command, prune_command
-from dcp_nvcomp.cli.recover import recover_command
-from dcp_nvcomp.cli.report import report_command
-from dcp_nvcomp.cli.savings import savings_command
-from dcp_nvcomp.cli.verify import verify_command
+from dcp_nvcomp.cli.info import info_command, report_command
+from dcp_nvcomp.cli.listing import inspect_command, ls_command
+from dcp_nvcomp.cli.removing import clean_command, pin_command, prune_command
+from dcp_nvcomp.errors import CheckpointError
+from dcp_nvcomp.redaction import printable
 from dcp_nvcomp.version import VERSION
 
+
+class _Commands(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command; exit with status 1 and one line instead of a traceback if a checkpoint is at fault."""
+        try:
+            return super().invoke(ctx)
+        except CheckpointError as error:
+            typer.echo(f"Error: {printable(' '.join(str(error).split()))}", err=True)
+            raise typer.Exit(1) from None
+
+
 app = typer.Typer(
+    cls=_Commands,
     name="dcp-nvcomp",
     help="Look into, verify, convert and repair compressed PyTorch distributed checkpoints.",
     no_args_is_help=True,
     # a traceback is for our own mistakes; it must not show the values of options, which may be secrets
     pretty_exceptions_enable=False,
 )
-app.command("ls")(ls_command)
-app.command("inspect")(inspect_command)
-app.command("cat")(cat_command)
-app.command("diff")(diff_command)
-app.command("convert")(convert_command)
-app.command("verify")(verify_command)
-app.command("recover")(recover_command)
-app.command("clean")(clean_command)
-app.command("prune")(prune_command)
-app.command("pin")(pin_command)
-app.command("bench")(bench_command)
-app.command("advise")(advise_command)
-app.command("savings")(savings_command)
-app.command("report")(report_command)
-app.command("info")(info_command)
+_COMMANDS: tuple[Callable[..., None], ...] = (
+    ls_command,
+    inspect_command,
+    cat_command,
+    diff_command,
+    convert_command,
+    verify_command,
+    recover_command,
+    clean_command,
+    prune_command,
+    pin_command,
+    bench_command,
+    advise_command,
+    savings_command,
+    report_command,
+    info_command,
+)
+for _command in _COMMANDS:
+    app.command(_command.__name__.removesuffix("_command"))(_command)
 
 
 def _print_version(wanted: bool) -> None:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dcp_nvcomp.cli.common import AsJson, Options, Output, Url, one_line_errors, parse_storage_options
+from dcp_nvcomp.cli.common import AsJson, Options, Url, parse_storage_options
+from dcp_nvcomp.cli.output import Output
 
 if TYPE_CHECKING:
     import torch
@@ -26,8 +27,7 @@ def cat_command(url: Url, key: Key, option: Options = None, as_json: AsJson = Fa
     """Print a tensor, some rows of it, or a Python object. Fetches only what it prints; runs no code."""
     from dcp_nvcomp.reading.checkpoint import open_checkpoint
 
-    storage_options = parse_storage_options(option)
-    with one_line_errors(), open_checkpoint(url, **storage_options) as checkpoint:
+    with open_checkpoint(url, **parse_storage_options(option)) as checkpoint:
         name, index = _split(key, checkpoint)
         stored = checkpoint.stored(name)
         value = checkpoint[name] if stored is None else _part(stored, index)

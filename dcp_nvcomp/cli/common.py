@@ -1,20 +1,17 @@
-"""Shared by the commands of `dcp-nvcomp`: arguments, storage options, one-line errors, a safe console."""
+"""Shared by the commands: arguments, what is parsed of them, and progress on standard error."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Callable, Iterator
-from datetime import datetime
 from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
-from dcp_nvcomp.cli.tables import Table
-from dcp_nvcomp.errors import CheckpointError
-from dcp_nvcomp.redaction import is_secret, printable
+from dcp_nvcomp.redaction import is_secret
 
 Url = Annotated[
     str, typer.Argument(metavar="URL", help="A local path, or any fsspec URL such as s3://bucket/run/step.")
@@ -29,8 +26,15 @@ Options = Annotated[
         """e.g. client_kwargs='{"endpoint_url": "http://127.0.0.1:9000"}', else text; so is a secret of digits.""",
     ),
 ]
-_NAMES: Final = ("username", "user", "key", "account_name", "domain", "project")
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document instead of tables.")]
+
+_NAMES: Final = ("username", "user", "key", "account_name", "domain", "project")
+_SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_NBYTES: Final = {"": 1, "b": 1} | {
+    f"{prefix}{unit}": base**power
+    for unit, base in (("b", 1000), ("ib", 1024))
+    for power, prefix in enumerate("kmgtp", 1)
+}
 
 
 def parse_storage_options(given: list[str] | None) -> dict[str, Any]:
@@ -55,24 +59,21 @@ def _value_of(key: str, text: str) -> Any:
     return text if is_number and (key in _NAMES or is_secret(key)) else value
 
 
-@contextlib.contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Exit with status 1 and one line instead of a traceback if a checkpoint or its storage is at fault."""
-    try:
-        yield
-    except CheckpointError as error:
-        typer.echo(f"Error: {printable(' '.join(str(error).split()))}", err=True)
-        raise typer.Exit(1) from None
+def parse_nbytes(text: str, option: str) -> int:
+    """Return a size such as 70GB, 1.5TB or 512MiB in bytes."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([a-z]*)", text.lower())
+    nbytes = 0 if match is None else round(float(match[1]) * _NBYTES.get(match[2], 0))
+    if not nbytes:
+        raise typer.BadParameter(f"{text!r} is not a size such as 70GB, 1.5TB or 512MiB.", param_hint=option)
+    return nbytes
 
 
-def local_time(seconds: float | None) -> str:
-    """Return a time as the reader's clock shows it; `-` if it is not known, and the seconds if no calendar has it."""
-    if seconds is None:
-        return "-"
-    try:
-        return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
-    except (ValueError, OverflowError, OSError):  # no date: files have what times people and accidents give them
-        return f"{seconds:.3g} s"
+def parse_seconds(text: str, option: str) -> float:
+    """Return a time such as 90s, 30m, 12h or 7d in seconds."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd])", text)
+    if match is None or not float(match[1]):
+        raise typer.BadParameter(f"{text!r} is not a time such as 90s, 30m, 12h or 7d.", param_hint=option)
+    return float(match[1]) * _SECONDS[match[2]]
 
 
 @contextlib.contextmanager
@@ -88,28 +89,3 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-class Output:
-    """Standard output, for lines and tables with text that comes from a checkpoint."""
-
-    def __init__(self) -> None:
-        self._console = Console(highlight=False)
-        if not self._console.is_terminal:
-            self._console.width = 1 << 16  # a file or a pipe has no edge to cut lines at
-
-    def print(self, line: str = "", *, style: str = "") -> None:
-        """Print a line. One that is longer than the terminal is wide goes on in the next."""
-        encoding = self._console.encoding
-        text = printable(line).encode(encoding, "backslashreplace").decode(encoding)
-        # Text, not str: rich would take "[...]" for markup
-        self._console.print(Text(text, style=style), soft_wrap=True)
-
-    def table(self, table: Table) -> None:
-        """Print a table, without the columns that there is no room for."""
-        lines, left_out = table.lines(self._console.width)
-        self.print(lines[0], style="bold")
-        for line in lines[1:]:
-            self.print(line)
-        if left_out:
-            self.print(f"(no room for {', '.join(left_out)}: widen the terminal, or use --json)", style="dim")

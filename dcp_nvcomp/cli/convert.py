@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import re
 from enum import Enum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.filesize import decimal
 
-from dcp_nvcomp.cli.common import AsJson, Options, Output, one_line_errors, parse_storage_options, progress_bar
+from dcp_nvcomp.cli.common import AsJson, Options, parse_nbytes, parse_storage_options, progress_bar
+from dcp_nvcomp.cli.output import Output, show
 
-_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+if TYPE_CHECKING:
+    from dcp_nvcomp.conversion.convert import Conversion
 
 
 class Format(str, Enum):
@@ -69,9 +69,9 @@ def convert_command(
     wanted = None if dtype is None else getattr(torch, dtype, None)
     if dtype is not None and not (isinstance(wanted, torch.dtype) and wanted.is_floating_point):
         raise typer.BadParameter(f"{dtype!r} is no floating-point dtype of torch.", param_hint="--dtype")
-    max_shard_nbytes = _nbytes(max_shard)
+    max_shard_nbytes = parse_nbytes(max_shard, "--max-shard")
     options = parse_storage_options(option)
-    with one_line_errors(), progress_bar("converting") as progress:
+    with progress_bar("converting") as progress:
         found = convert(
             source,
             destination,
@@ -85,19 +85,12 @@ def convert_command(
             storage_options=options if "://" in destination else {},
             progress=progress,
         )
-    if as_json:
-        typer.echo(json.dumps(found.to_json(), indent=1))
-        return
+    show(found, as_json, _print)
+
+
+def _print(output: Output, found: Conversion) -> None:
     objects = f" and {found.objects} objects" if found.objects else ""
-    Output().print(
+    output.print(
         f"{found.source} -> {found.destination} ({found.format}): {found.tensors} tensors{objects}, "
         f"{decimal(found.nbytes)}"
     )
-
-
-def _nbytes(text: str) -> int:
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([kmg]i?b)?", text.lower())
-    size = 0 if match is None else int(float(match[1]) * _UNITS[match[2] or ""])
-    if size <= 0:
-        raise typer.BadParameter(f"{text!r} is not a size such as 5GB or 500MiB.", param_hint="--max-shard")
-    return size

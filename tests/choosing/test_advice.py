@@ -11,9 +11,16 @@ import pytest
 import torch
 
 from dcp_nvcomp import CheckpointNotFoundError, ConfigurationError, save
-from dcp_nvcomp.choosing.advice import Workload, advise, mtbf_of, workload_of_checkpoint
-from dcp_nvcomp.choosing.intervals import daly_seconds, lost_part, young_seconds
-from dcp_nvcomp.cli.advise import _beside
+from dcp_nvcomp.choosing.advice import (
+    Workload,
+    advise,
+    daly_seconds,
+    lost_part,
+    mtbf_of,
+    workload_of_checkpoint,
+    young_seconds,
+)
+from dcp_nvcomp.cli.choosing import _beside
 from dcp_nvcomp.maintenance.inspection import inspect_checkpoint
 
 from ..checkpoints import save_stock

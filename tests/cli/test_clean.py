@@ -865,7 +865,7 @@ def test_an_hour_is_the_least(path: Path, seconds: Any) -> None:
 
 def test_as_a_command(path: Path) -> None:
     _, left = leave_save(path, seed=2)
-    done = forked.execute_module("dcp_nvcomp.cli", "clean", str(path))
+    done = forked.execute_module("dcp_nvcomp", "clean", str(path))
     assert (done.returncode, done.stderr) == (0, "")
     assert not left & file_names(path)
     assert loaded_seed(path) == 1

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from dcp_nvcomp import save
 from dcp_nvcomp.cli.app import app
-from dcp_nvcomp.cli.convert import _nbytes
+from dcp_nvcomp.cli.common import parse_nbytes
 
 STATE = {"model": {"w": torch.arange(10.0)}, "step": 3}
 
@@ -63,4 +63,4 @@ def test_mistakes(saved: Path) -> None:
 
 @pytest.mark.parametrize(("text", "nbytes"), [("5GB", 5 * 10**9), ("1.5 MiB", 3 << 19), ("100", 100)])
 def test_sizes(text: str, nbytes: int) -> None:
-    assert _nbytes(text) == nbytes
+    assert parse_nbytes(text, "--max-shard") == nbytes

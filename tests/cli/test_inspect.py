@@ -327,11 +327,11 @@ def test_storage_options_reach_the_storage(s3_store: S3Store) -> None:
 
 
 def test_as_a_command(saved: tuple[Path, SaveStats], tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "dcp_nvcomp.cli", "inspect", str(saved[0]), "--json"]
+    command = [sys.executable, "-m", "dcp_nvcomp", "inspect", str(saved[0]), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["totals"]["items"] == 10
-    done = forked.execute_module("dcp_nvcomp.cli", "inspect", str(tmp_path / "nothing"))
+    done = forked.execute_module("dcp_nvcomp", "inspect", str(tmp_path / "nothing"))
     assert (done.returncode, done.stdout) == (1, "")
     assert re.fullmatch(r"Error: There is no checkpoint here.*\n", done.stderr)
 

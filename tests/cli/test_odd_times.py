@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from dcp_nvcomp import save
 from dcp_nvcomp.cli.app import app
-from dcp_nvcomp.cli.common import local_time
+from dcp_nvcomp.cli.output import local_time
 from dcp_nvcomp.format.metadata.summary import summary_at_end
 
 

@@ -132,7 +132,7 @@ def test_on_s3(any_s3_store: S3Store) -> None:
 def test_as_a_command(path: Path) -> None:
     save_model(path, seed=1)
     (path / ".metadata").unlink()
-    done = forked.execute_module("dcp_nvcomp.cli", "recover", str(path))
+    done = forked.execute_module("dcp_nvcomp", "recover", str(path))
     assert (done.returncode, done.stderr) == (0, "")
     assert loaded_seed(path) == 1
 

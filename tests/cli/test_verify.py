@@ -86,7 +86,7 @@ def test_json(copy: Path) -> None:
 
 def test_as_a_command(copy: Path) -> None:
     flip(data_file(copy), 20)
-    done = forked.execute_module("dcp_nvcomp.cli", "verify", str(copy))
+    done = forked.execute_module("dcp_nvcomp", "verify", str(copy))
     assert (done.returncode, done.stderr) == (1, "")
     assert data_file(copy).name in done.stdout
     assert "DAMAGED" in done.stdout

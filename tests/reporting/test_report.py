@@ -12,7 +12,7 @@ import torch
 
 from dcp_nvcomp import ConfigurationError, SaveStats, StorageError, load, save, write_report
 from dcp_nvcomp.loading.stats import LoadStats
-from dcp_nvcomp.reporting.findings import RankTimes, slowest_of
+from dcp_nvcomp.reporting import RankTimes, slowest_rank
 from dcp_nvcomp.saving.stats import RankStats, Totals
 
 from ..cli.checkpoints import run
@@ -128,15 +128,13 @@ def test_a_rank_that_had_more_to_do() -> None:
     ranks = [
         RankTimes(rank, {"write": 1.0 + rank // 3}, 100 + 100 * (rank // 3), 50, 1.0 + rank // 3) for rank in range(4)
     ]
-    found = slowest_of(ranks)
-    assert found is not None and found.rank == 3 and found.nbytes_factor == 2.0
-    assert "with 2.0 times as many bytes" in str(found)
+    found = slowest_rank(ranks)
+    assert found is not None and found.startswith("Rank 3 was the slowest") and "with 2.0 times as many bytes" in found
 
 
-def test_many_ranks_are_a_map_and_the_slowest_a_table(tmp_path: Path) -> None:
+def test_of_many_ranks_the_slowest_are_shown(tmp_path: Path) -> None:
     write_report(saved_stats(1000, slow=77), tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text()
-    assert text.count("<i ") == 3 * 1000 and 'title="rank 77: write 9.00 s"' in text
     cells = read(tmp_path / "report.html").cells
     assert "The 32 slowest of 1000 ranks:" in cells
     rows = re.findall(r"<tr><td>(\d+)</td>", text)
