@@ -261,7 +261,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
         "bench", "/scratch", "--seconds", "9", "--parameters", "70e9", "--state", "1GB", "-o", "a=1"
     )
     assert (status, output) == (0, PRINTED)
-    ((url, options),) = asked
+    url, options = asked[0]
     assert url == "/scratch" and options["seconds"] == 9.0 and options["storage_options"] == {"a": 1}
     status, output, _ = run("bench", "memory://bench", "--state", "500MB", "--json")
     document = json.loads(output)
