@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from dcp_nvcomp.maintenance.run_listing import RunListing, list_run
     from dcp_nvcomp.maintenance.verification.findings import Verification
     from dcp_nvcomp.maintenance.verification.verify import verify_checkpoint
-    from dcp_nvcomp.one_file.load import load_compressed_checkpoint
-    from dcp_nvcomp.one_file.save import save_compressed_checkpoint
+    from dcp_nvcomp.one_file import load_compressed_checkpoint, save_compressed_checkpoint
     from dcp_nvcomp.reading.checkpoint import Checkpoint, open_checkpoint
     from dcp_nvcomp.reading.comparison import Comparison, compare_checkpoints
     from dcp_nvcomp.reading.stored_tensor import StoredTensor
@@ -176,14 +175,14 @@ _HOMES: Final = {
     "inspect_checkpoint": "maintenance.inspection",
     "list_run": "maintenance.run_listing",
     "load": "loading.load",
-    "load_compressed_checkpoint": "one_file.load",
+    "load_compressed_checkpoint": "one_file",
     "open_checkpoint": "reading.checkpoint",
     "pin_step": "runs.pruning",
     "prune_run": "runs.pruning",
     "recover_checkpoint": "maintenance.recovery",
     "release_device_memory": "engines.cuda.pool",
     "save": "saving.save",
-    "save_compressed_checkpoint": "one_file.save",
+    "save_compressed_checkpoint": "one_file",
     "unpin_step": "runs.pruning",
     "verify_checkpoint": "maintenance.verification.verify",
     "write_report": "reporting",

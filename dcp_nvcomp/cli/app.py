@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 from typer.core import TyperGroup
 
 from dcp_nvcomp.cli.cat import cat_command
@@ -72,7 +73,7 @@ def _print_version(wanted: bool) -> None:
 
 
 Version = Annotated[
-    bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    bool, Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
 ]
 
 

@@ -7,6 +7,7 @@ import re
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument
 
 from dcp_nvcomp.cli.common import AsJson, Options, Url, parse_storage_options
 from dcp_nvcomp.cli.output import Output
@@ -18,9 +19,7 @@ if TYPE_CHECKING:
 
 _MOST_JSON_VALUES = 100_000
 
-Key = Annotated[
-    str, typer.Argument(metavar="KEY", help="A key, or part of a tensor, such as 'model.weight[10:12, 0]'.")
-]
+Key = Annotated[str, Argument(metavar="KEY", help="A key, or part of a tensor, such as 'model.weight[10:12, 0]'.")]
 
 
 def cat_command(url: Url, key: Key, option: Options = None, as_json: AsJson = False) -> None:

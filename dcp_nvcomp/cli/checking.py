@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.filesize import decimal
+from typer import Argument, Option
 
 from dcp_nvcomp.cli.common import AsJson, Options, Url, parse_storage_options, progress_bar
 from dcp_nvcomp.cli.output import Column, Output, counted, left, local_time, show
@@ -15,13 +16,13 @@ if TYPE_CHECKING:
     from dcp_nvcomp.maintenance.verification.findings import Finding, Verification
     from dcp_nvcomp.reading.comparison import Comparison
 
-Full = Annotated[bool, typer.Option("--full", help="Decode every block too, and check the decoded bytes.")]
+Full = Annotated[bool, Option("--full", help="Decode every block too, and check the decoded bytes.")]
 SaveId = Annotated[
-    str | None, typer.Option("--save-id", metavar="ID", help="The save to restore, if several are possible, as listed.")
+    str | None, Option("--save-id", metavar="ID", help="The save to restore, if several are possible, as listed.")
 ]
-First = Annotated[str, typer.Argument(metavar="A", help="A checkpoint: a local path, or any fsspec URL.")]
-Second = Annotated[str, typer.Argument(metavar="B", help="Another one.")]
-KeysOnly = Annotated[bool, typer.Option("--keys-only", help="Compare keys, shapes and dtypes; read no tensor.")]
+First = Annotated[str, Argument(metavar="A", help="A checkpoint: a local path, or any fsspec URL.")]
+Second = Annotated[str, Argument(metavar="B", help="Another one.")]
+KeysOnly = Annotated[bool, Option("--keys-only", help="Compare keys, shapes and dtypes; read no tensor.")]
 
 
 def verify_command(url: Url, full: Full = False, option: Options = None, as_json: AsJson = False) -> None:

@@ -11,18 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from dcp_nvcomp.cli.common import AsJson, Options, Url, parse_nbytes, parse_seconds, parse_storage_options
-from dcp_nvcomp.cli.output import (
-    Column,
-    Output,
-    counted,
-    left,
-    readable_nbytes,
-    readable_rate,
-    readable_seconds,
-    show,
-)
+from dcp_nvcomp.cli.output import Column, Output, counted, left, readable_nbytes, readable_rate, readable_seconds, show
 
 if TYPE_CHECKING:
     from dcp_nvcomp.choosing.advice import Advice
@@ -35,65 +27,56 @@ _DEFAULT_STATES = ("1GB", "10GB", "100GB")
 _GPUS = 8
 
 State = Annotated[
-    list[str] | None,
-    typer.Option("--state", metavar="SIZE", help="What one rank saves, such as 70GB; may be repeated."),
+    list[str] | None, Option("--state", metavar="SIZE", help="What one rank saves, such as 70GB; may be repeated.")
 ]
 Parameters = Annotated[
     float | None,
-    typer.Option("--parameters", min=1, max=1e18, help="Or its number of parameters, such as 70e9: 10 bytes each."),
+    Option("--parameters", min=1, max=1e18, help="Or its number of parameters, such as 70e9: 10 bytes each."),
 ]
-Seconds = Annotated[float, typer.Option("--seconds", min=0.01, help="About how long to measure.")]
-Threads = Annotated[int | None, typer.Option("--threads", min=1, help="Threads that encode and decode.")]
-Device = Annotated[str, typer.Option("--device", help="Where the state is: cpu or cuda.")]
+Seconds = Annotated[float, Option("--seconds", min=0.01, help="About how long to measure.")]
+Threads = Annotated[int | None, Option("--threads", min=1, help="Threads that encode and decode.")]
+Device = Annotated[str, Option("--device", help="Where the state is: cpu or cuda.")]
 
 
 What = Annotated[
-    str,
-    typer.Argument(metavar="URL_OR_SIZE", help="A checkpoint, or the size of a state such as 840GB, of all its ranks."),
+    str, Argument(metavar="URL_OR_SIZE", help="A checkpoint, or the size of a state such as 840GB, of all its ranks.")
 ]
 Storage = Annotated[
-    str | None,
-    typer.Option("--storage", metavar="URL", help="Where to measure; by default beside the checkpoint."),
+    str | None, Option("--storage", metavar="URL", help="Where to measure; by default beside the checkpoint.")
 ]
 Ranks = Annotated[
-    int | None,
-    typer.Option("--ranks", min=1, help="How many ranks save the state; by default those of the checkpoint."),
+    int | None, Option("--ranks", min=1, help="How many ranks save the state; by default those of the checkpoint.")
 ]
-Gpus = Annotated[
-    int | None, typer.Option("--gpus", min=1, help="GPUs of the job, one of which fails; by default ranks.")
-]
+Gpus = Annotated[int | None, Option("--gpus", min=1, help="GPUs of the job, one of which fails; by default ranks.")]
 Mtbf = Annotated[
-    str | None, typer.Option("--mtbf", metavar="TIME", help="Or the job's mean time between failures, such as 8h.")
+    str | None, Option("--mtbf", metavar="TIME", help="Or the job's mean time between failures, such as 8h.")
 ]
 Stall = Annotated[
     str | None,
-    typer.Option("--stall", metavar="TIME", help="What a save costs training; by default all of it. See async_save."),
+    Option("--stall", metavar="TIME", help="What a save costs training; by default all of it. See async_save."),
 ]
 
 
 PostParameters = Annotated[
-    float | None,
-    typer.Option("--parameters", min=1, max=1e18, help="Parameters of the model, such as 70e9: 12 bytes each."),
+    float | None, Option("--parameters", min=1, max=1e18, help="Parameters of the model, such as 70e9: 12 bytes each.")
 ]
 Checkpoint = Annotated[
-    str | None, typer.Option("--checkpoint", metavar="SIZE", help="Or the size of a checkpoint, such as 840GB.")
+    str | None, Option("--checkpoint", metavar="SIZE", help="Or the size of a checkpoint, such as 840GB.")
 ]
 PostGpus = Annotated[
     int | None,
-    typer.Option("--gpus", min=1, help="GPUs that wait during a save of --parameters or --checkpoint; by default 8."),
+    Option("--gpus", min=1, help="GPUs that wait during a save of --parameters or --checkpoint; by default 8."),
 ]
-Interval = Annotated[str, typer.Option("--interval", metavar="TIME", help="Time between saves, such as 30m.")]
-GpuHour = Annotated[float, typer.Option("--gpu-hour", min=0, max=1e9, help="Price of a GPU hour in dollars.")]
-StorageRate = Annotated[str, typer.Option("--storage-rate", metavar="SIZE", help="What the storage takes a second.")]
-StoragePrice = Annotated[float, typer.Option("--storage-price", min=0, max=1e9, help="Price of a GB (2^30) and month.")]
-Kept = Annotated[int, typer.Option("--kept", min=0, help="How many checkpoints are kept.")]
-Ratio = Annotated[
-    float | None, typer.Option("--ratio", min=0.01, max=1e9, help="Of your own codec, with --encode-rate.")
-]
+Interval = Annotated[str, Option("--interval", metavar="TIME", help="Time between saves, such as 30m.")]
+GpuHour = Annotated[float, Option("--gpu-hour", min=0, max=1e9, help="Price of a GPU hour in dollars.")]
+StorageRate = Annotated[str, Option("--storage-rate", metavar="SIZE", help="What the storage takes a second.")]
+StoragePrice = Annotated[float, Option("--storage-price", min=0, max=1e9, help="Price of a GB (2^30) and month.")]
+Kept = Annotated[int, Option("--kept", min=0, help="How many checkpoints are kept.")]
+Ratio = Annotated[float | None, Option("--ratio", min=0.01, max=1e9, help="Of your own codec, with --encode-rate.")]
 EncodeRate = Annotated[
-    str | None, typer.Option("--encode-rate", metavar="SIZE", help="What your codec encodes a second, for each GPU.")
+    str | None, Option("--encode-rate", metavar="SIZE", help="What your codec encodes a second, for each GPU.")
 ]
-Plot = Annotated[Path | None, typer.Option("--plot", help="Draw it into this PNG or SVG.")]
+Plot = Annotated[Path | None, Option("--plot", help="Draw it into this PNG or SVG.")]
 
 
 def bench_command(

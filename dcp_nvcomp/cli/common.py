@@ -10,15 +10,14 @@ from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
+from typer import Argument, Option
 
 from dcp_nvcomp.redaction import is_secret
 
-Url = Annotated[
-    str, typer.Argument(metavar="URL", help="A local path, or any fsspec URL such as s3://bucket/run/step.")
-]
+Url = Annotated[str, Argument(metavar="URL", help="A local path, or any fsspec URL such as s3://bucket/run/step.")]
 Options = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--option",
         "-o",
         metavar="KEY=VALUE",
@@ -26,7 +25,7 @@ Options = Annotated[
         """e.g. client_kwargs='{"endpoint_url": "http://127.0.0.1:9000"}', else text; so is a secret of digits.""",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON document instead of tables.")]
+AsJson = Annotated[bool, Option("--json", help="One JSON document instead of tables.")]
 
 _NAMES: Final = ("username", "user", "key", "account_name", "domain", "project")
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}

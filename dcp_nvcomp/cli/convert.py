@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.filesize import decimal
+from typer import Argument, Option
 
 from dcp_nvcomp.cli.common import AsJson, Options, parse_nbytes, parse_storage_options, progress_bar
 from dcp_nvcomp.cli.output import Output, show
@@ -26,23 +27,21 @@ class Format(str, Enum):
 
 Source = Annotated[
     str,
-    typer.Argument(
-        metavar="SRC", help="A checkpoint of this package or of stock DCP, a file of torch.save, or safetensors."
-    ),
+    Argument(metavar="SRC", help="A checkpoint of this package or of stock DCP, a file of torch.save, or safetensors."),
 ]
-Destination = Annotated[str, typer.Argument(metavar="DST", help="A directory, or a file for torch and safetensors.")]
-To = Annotated[Format | None, typer.Option("--to", help="By default what the suffix of DST says, else dcp-nvcomp.")]
+Destination = Annotated[str, Argument(metavar="DST", help="A directory, or a file for torch and safetensors.")]
+To = Annotated[Format | None, Option("--to", help="By default what the suffix of DST says, else dcp-nvcomp.")]
 Prefix = Annotated[
-    str, typer.Option("--prefix", metavar="PREFIX", help="Only keys that begin with it, such as model.; it is cut off.")
+    str, Option("--prefix", metavar="PREFIX", help="Only keys that begin with it, such as model.; it is cut off.")
 ]
 Dtype = Annotated[
-    str | None, typer.Option("--dtype", metavar="DTYPE", help="Convert floating-point tensors, such as to bfloat16.")
+    str | None, Option("--dtype", metavar="DTYPE", help="Convert floating-point tensors, such as to bfloat16.")
 ]
 MaxShard = Annotated[
-    str, typer.Option("--max-shard", metavar="SIZE", help="How large a file of safetensors may be, such as 5GB.")
+    str, Option("--max-shard", metavar="SIZE", help="How large a file of safetensors may be, such as 5GB.")
 ]
-Codec = Annotated[str, typer.Option("--codec", metavar="CODEC", help="For dcp-nvcomp: auto, planes-zstd, zstd, none.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is at DST.")]
+Codec = Annotated[str, Option("--codec", metavar="CODEC", help="For dcp-nvcomp: auto, planes-zstd, zstd, none.")]
+Overwrite = Annotated[bool, Option("--overwrite", help="Replace what is at DST.")]
 
 
 def convert_command(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from dcp_nvcomp.cli.common import AsJson
 from dcp_nvcomp.cli.output import Output, show
@@ -16,11 +17,9 @@ if TYPE_CHECKING:
 
 Files = Annotated[
     list[Path],
-    typer.Argument(
-        metavar="STATS.json...", help="What to_dict() of a SaveStats returned, or of each rank's LoadStats."
-    ),
+    Argument(metavar="STATS.json...", help="What to_dict() of a SaveStats returned, or of each rank's LoadStats."),
 ]
-To = Annotated[Path, typer.Option("--output", help="The page.")]
+To = Annotated[Path, Option("--output", help="The page.")]
 
 
 def info_command(as_json: AsJson = False) -> None:

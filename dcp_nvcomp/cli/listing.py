@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 from rich.filesize import decimal
+from typer import Option
 
 from dcp_nvcomp.cli.common import AsJson, Options, Url, parse_storage_options
 from dcp_nvcomp.cli.output import Column, Output, counted, left, local_time, show
@@ -30,14 +31,12 @@ class SortKey(str, Enum):
     ratio = "ratio"
 
 
-Summary = Annotated[bool, typer.Option("--summary", help="Only sums: by dtype and by codec.")]
+Summary = Annotated[bool, Option("--summary", help="Only sums: by dtype and by codec.")]
 Depth = Annotated[
-    int | None, typer.Option("--depth", min=1, help="Sum up keys by their first N parts, such as model.layers for 2.")
+    int | None, Option("--depth", min=1, help="Sum up keys by their first N parts, such as model.layers for 2.")
 ]
-Sort = Annotated[SortKey, typer.Option("--sort", help="Rows by key, largest first, or least compressed first.")]
-Filter = Annotated[
-    str | None, typer.Option("--filter", metavar="PATTERN", help="Only keys that match, such as '*.weight'.")
-]
+Sort = Annotated[SortKey, Option("--sort", help="Rows by key, largest first, or least compressed first.")]
+Filter = Annotated[str | None, Option("--filter", metavar="PATTERN", help="Only keys that match, such as '*.weight'.")]
 
 
 def ls_command(url: Url, option: Options = None, as_json: AsJson = False) -> None:

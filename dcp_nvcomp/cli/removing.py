@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.filesize import decimal
+from typer import Argument, Option
 
 from dcp_nvcomp.cli.common import AsJson, Options, Url, parse_seconds, parse_storage_options
 from dcp_nvcomp.cli.output import Column, Output, counted, left, show
@@ -19,36 +20,32 @@ if TYPE_CHECKING:
 
 OlderThan = Annotated[
     str,
-    typer.Option(
+    Option(
         "--older-than",
         metavar="AGE",
         help="Keep what is younger, such as 90m, 12h or 1d; at least 1h. It must be longer than the longest save "
         "takes: nothing else distinguishes a running save from a dead one.",
     ),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only report what would be removed.")]
-Recursive = Annotated[bool, typer.Option("--recursive", help="Clean every checkpoint at or below URL, such as a run.")]
-Run = Annotated[
-    str, typer.Argument(metavar="RUN", help="The run: a local path, or an fsspec URL such as s3://bucket/run.")
-]
-KeepLast = Annotated[int, typer.Option("--keep-last", min=1, help="Keep the newest steps, this many.")]
-KeepEvery = Annotated[int | None, typer.Option("--keep-every", min=1, help="Keep multiples of this step.")]
+DryRun = Annotated[bool, Option("--dry-run", help="Only report what would be removed.")]
+Recursive = Annotated[bool, Option("--recursive", help="Clean every checkpoint at or below URL, such as a run.")]
+Run = Annotated[str, Argument(metavar="RUN", help="The run: a local path, or an fsspec URL such as s3://bucket/run.")]
+KeepLast = Annotated[int, Option("--keep-last", min=1, help="Keep the newest steps, this many.")]
+KeepEvery = Annotated[int | None, Option("--keep-every", min=1, help="Keep multiples of this step.")]
 NewerThan = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--newer-than", metavar="AGE", help="Keep what was saved less than this long before the newest, such as 12h."
     ),
 ]
 KeepBest = Annotated[
     list[str] | None,
-    typer.Option(
-        "--keep-best", metavar="METRIC[:MODE[:COUNT]]", help="Keep the best, such as loss:min:2; may be repeated."
-    ),
+    Option("--keep-best", metavar="METRIC[:MODE[:COUNT]]", help="Keep the best, such as loss:min:2; may be repeated."),
 ]
-Milestone = Annotated[list[int] | None, typer.Option("--milestone", help="Keep this step; may be repeated.")]
-Template = Annotated[str, typer.Option("--step-template", help="Name of a step's directory.")]
-Steps = Annotated[int, typer.Argument(metavar="STEP", min=0, help="The step.")]
-Remove = Annotated[bool, typer.Option("--remove", help="Unpin the step.")]
+Milestone = Annotated[list[int] | None, Option("--milestone", help="Keep this step; may be repeated.")]
+Template = Annotated[str, Option("--step-template", help="Name of a step's directory.")]
+Steps = Annotated[int, Argument(metavar="STEP", min=0, help="The step.")]
+Remove = Annotated[bool, Option("--remove", help="Unpin the step.")]
 
 
 def clean_command(

@@ -20,16 +20,18 @@ import torch
 
 from dcp_nvcomp.calls.flattening import Path, fqn_of
 from dcp_nvcomp.calls.suggestions import missing_prefix
+from dcp_nvcomp.conversion.checkpoints import (
+    CheckpointSource,
+    ConvertingPlanner,
+    is_name_of_checkpoint,
+    write_dcp,
+    write_ours,
+)
 from dcp_nvcomp.conversion.entries import Source, TensorEntry, selected
 from dcp_nvcomp.conversion.places import check_apart, stamps
+from dcp_nvcomp.conversion.safetensors import SafetensorsSource, write_safetensors
 from dcp_nvcomp.conversion.safetensors_format import is_name_of_model
-from dcp_nvcomp.conversion.sources.checkpoints import CheckpointSource
-from dcp_nvcomp.conversion.sources.safetensors import SafetensorsSource
-from dcp_nvcomp.conversion.sources.torch_files import TorchFileSource
-from dcp_nvcomp.conversion.targets.checkpoints import is_name_of_checkpoint, write_dcp, write_ours
-from dcp_nvcomp.conversion.targets.planner import ConvertingPlanner
-from dcp_nvcomp.conversion.targets.safetensors import write_safetensors
-from dcp_nvcomp.conversion.targets.torch_files import write_torch
+from dcp_nvcomp.conversion.torch_files import TorchFileSource, write_torch
 from dcp_nvcomp.errors import CheckpointNotFoundError, ConfigurationError
 from dcp_nvcomp.format.recognition import TORCH_SUFFIXES, recognize
 from dcp_nvcomp.options import check_choice

@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dcp_nvcomp.calls.files import parent_and_name
-from dcp_nvcomp.errors import ConfigurationError
+from dcp_nvcomp.errors import CheckpointExistsError, ConfigurationError
 from dcp_nvcomp.format.recognition import file_at, is_local, linked_to
+from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.open import open_filesystem, place_of, real_place
 
 
@@ -25,13 +26,17 @@ def is_file(path: str, options: Mapping[str, Any]) -> bool:
     return found is not None
 
 
+def exists_already(filesystem: Filesystem, name: str) -> CheckpointExistsError:
+    """Return the error of a file that may not be replaced."""
+    return CheckpointExistsError(
+        "There is such a file already; overwrite=True, or --overwrite, replaces it.", path=filesystem.location(name)
+    )
+
+
 def names_in(directory: str, options: Mapping[str, Any]) -> list[str]:
     """Return the sorted names of the files in a directory, links to files among them; none if there is no directory."""
-    filesystem = open_filesystem(directory, storage_options=options)
-    try:
+    with contextlib.closing(open_filesystem(directory, storage_options=options)) as filesystem:
         names = filesystem.list_names()
-    finally:
-        filesystem.close()
     if not is_local(directory):
         return names
     place = place_of(directory)
@@ -65,10 +70,7 @@ def stamps(files: Sequence[str], options: Mapping[str, Any]) -> list[list[Any]]:
     for file in files:
         parent, _ = parent_and_name(file)
         if parent not in listed:
-            filesystem = open_filesystem(parent, storage_options=options)
-            try:
+            with contextlib.closing(open_filesystem(parent, storage_options=options)) as filesystem:
                 listed[parent] = {one.name: [one.nbytes, one.modified_seconds] for one in filesystem.list_files()}
-            finally:
-                filesystem.close()
     places = [parent_and_name(file) for file in files]
     return [[real_place(f"{parent}/{name}"), *listed[parent].get(name, [])] for parent, name in places]

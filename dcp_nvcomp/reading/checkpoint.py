@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import io
 import os
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -22,6 +23,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from dcp_nvcomp.calls.suggestions import missing_key
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError, MetadataError, MissingKeyError
 from dcp_nvcomp.format.blocks import Box
+from dcp_nvcomp.format.data_file import DataFileRef, read_footers
+from dcp_nvcomp.format.footer import Footer
 from dcp_nvcomp.format.metadata.shards import ShardIndex
 from dcp_nvcomp.format.metadata.stored import StoredAt
 from dcp_nvcomp.format.names import METADATA_NAME
@@ -33,9 +36,8 @@ from dcp_nvcomp.loading.safe_objects import SafeLoader
 from dcp_nvcomp.options import DtypePolicy, check_choice
 from dcp_nvcomp.reading.items import Destinations, items_of_box, items_of_object
 from dcp_nvcomp.reading.modules import load_into_module
-from dcp_nvcomp.reading.opened import OpenedStorage
-from dcp_nvcomp.reading.selection import Selection
-from dcp_nvcomp.reading.stored_tensor import StoredTensor
+from dcp_nvcomp.reading.stored_tensor import Selection, StoredTensor
+from dcp_nvcomp.storage.base import Filesystem
 
 Framework = Literal["torch", "numpy"]
 
@@ -98,7 +100,7 @@ class Checkpoint(Mapping[str, Any]):
         if self._metadata.storage_data is None:
             raise MetadataError("`.metadata` does not say where anything is stored.", path=self._reader.path)
         self._shards = ShardIndex(self._metadata.state_dict_metadata)
-        self._opened: OpenedStorage | None = OpenedStorage(self._reader)
+        self._opened: _OpenedStorage | None = _OpenedStorage(self._reader)
 
     # --- what is there ----------------------------------------------------------------------------------------------
 
@@ -334,19 +336,19 @@ class Checkpoint(Mapping[str, Any]):
 
     # --- its storage ------------------------------------------------------------------------------------------------
 
-    def _open(self) -> OpenedStorage:
+    def _open(self) -> _OpenedStorage:
         opened = self._opened
         if opened is None:
             raise CheckpointError("It is closed.", path=self.path)
         if opened.pid != os.getpid():  # after a fork, connections and locks are the parent's
-            opened = self._opened = OpenedStorage(self._reader)
+            opened = self._opened = _OpenedStorage(self._reader)
         return opened
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_opened": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _opened=OpenedStorage(state["_reader"]))
+        self.__dict__.update(state, _opened=_OpenedStorage(state["_reader"]))
 
     def close(self) -> None:
         """Close the storage. What was read stays."""
@@ -375,3 +377,24 @@ class _KeysAndValues(torch.utils.data.Dataset[tuple[str, Any]]):
 
 def _stock_place(stored: Any) -> tuple[str, int]:
     return stored.relative_path, stored.offset
+
+
+class _OpenedStorage:
+    """The storage as one process has opened it, and the footers that were read."""
+
+    def __init__(self, reader: NvcompReader) -> None:
+        self.pid = os.getpid()
+        self.filesystem = reader.open_storage()
+        self._footers: dict[DataFileRef, Footer] = {}
+        self._lock = threading.Lock()
+
+    def footers(self, filesystem: Filesystem, files: Sequence[DataFileRef]) -> list[Footer]:
+        """Return the footers of data files, each of which is read once."""
+        with self._lock:
+            known = {file: self._footers[file] for file in files if file in self._footers}
+        missing = [file for file in files if file not in known]
+        if missing:
+            known.update(zip(missing, read_footers(filesystem, missing), strict=True))
+            with self._lock:
+                self._footers.update(known)
+        return [known[file] for file in files]

@@ -1,14 +1,90 @@
-"""A tensor in an opened checkpoint: what it is, and its parts when they are asked for."""
+"""A tensor in an opened checkpoint: what it is, and its parts when they are asked for: `stored[10:12, ..., -1]`.
+
+    integers, slices, an ellipsis  ->  Selection: a box, and an index into what was read of it
+
+A step leaves elements out only after the box was read: blocks hold all of them anyway.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from dcp_nvcomp.reading.selection import Selection, select
+from dcp_nvcomp.format.blocks import Box
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What an index asks for.
+
+    Attributes:
+        box: the elements to read.
+        taken: of each dimension of the box which of them, as an index: 0 drops the dimension.
+    """
+
+    box: Box
+    taken: tuple[int | slice, ...]
+
+    @property
+    def is_whole_box(self) -> bool:
+        """True if all of the box is taken, as it is."""
+        return all(one == slice(None) for one in self.taken)
+
+
+def select(index: Any, shape: Sequence[int]) -> Selection:
+    """Return what an index of a tensor of this shape asks for."""
+    offsets, sizes, taken = list[int](), list[int](), list[int | slice]()
+    for one, length in zip(_per_dimension(index, len(shape)), shape, strict=True):
+        if isinstance(one, slice):
+            if one.step == 0:
+                raise IndexError("The step of a slice can't be 0.")
+            start, stop, step = one.indices(length)
+            if step < 0:
+                raise TypeError("A stored tensor is read forwards: read it, and flip what you got.")
+            count = len(range(start, stop, step))
+            offsets.append(start if count else 0)
+            sizes.append((count - 1) * step + 1 if count else 0)
+            taken.append(slice(None) if step == 1 else slice(None, None, step))
+        else:
+            at = one + length if one < 0 else one
+            if not 0 <= at < length:
+                raise IndexError(f"Index {one} is out of range for a dimension of {length}.")
+            offsets.append(at)
+            sizes.append(1)
+            taken.append(0)
+    return Selection(Box(tuple(offsets), tuple(sizes)), tuple(taken))
+
+
+def _per_dimension(index: Any, dims: int) -> list[int | slice]:
+    """Return one integer or slice for each dimension."""
+    parts: list[Any] = list(index) if isinstance(index, tuple) else [index]
+    ellipses = [at for at, part in enumerate(parts) if part is Ellipsis]
+    if len(ellipses) > 1:
+        raise IndexError("An index can only have one ellipsis.")
+    given = len(parts) - len(ellipses)
+    if given > dims:
+        raise IndexError(f"The tensor has {dims} dimensions; the index has {given}.")
+    at = ellipses[0] if ellipses else len(parts)
+    parts[at : at + len(ellipses)] = [slice(None)] * (dims - given)
+    return [part if isinstance(part, slice) else _integer(part) for part in parts]
+
+
+def _integer(part: Any) -> int:
+    try:
+        if not isinstance(part, bool):
+            return operator.index(part)
+    except TypeError:
+        pass
+    raise TypeError(
+        f"A stored tensor takes integers, slices and an ellipsis, not {type(part).__name__}: read it with [...], and "
+        "index what you got."
+    )
+
 
 _Read = Callable[[str, TensorStorageMetadata, Selection], Any]
 

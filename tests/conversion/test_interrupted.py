@@ -181,7 +181,7 @@ def stock_values(path: Path) -> dict[str, list[float]]:
 def test_a_checkpoint_of_stock_dcp_is_replaced_when_the_new_one_is_complete(
     steps: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dcp_nvcomp.conversion.targets.checkpoints._STOCK_FILE_NBYTES", 4000)
+    monkeypatch.setattr("dcp_nvcomp.conversion.checkpoints._STOCK_FILE_NBYTES", 4000)
     to = tmp_path / "stock"
     save_stock(to, {key: torch.full((1000,), 1.0) for key in KEYS})
     before = file_names(to)
@@ -198,12 +198,10 @@ def test_a_checkpoint_of_stock_dcp_is_replaced_when_the_new_one_is_complete(
 def test_what_a_killed_conversion_to_stock_dcp_left_can_be_cleaned(
     steps: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dcp_nvcomp.conversion.targets.checkpoints._STOCK_FILE_NBYTES", 4000)
+    monkeypatch.setattr("dcp_nvcomp.conversion.checkpoints._STOCK_FILE_NBYTES", 4000)
     convert(steps[0], tmp_path / "stock", to="dcp")
     before = file_names(tmp_path / "stock")
-    monkeypatch.setattr(
-        "dcp_nvcomp.conversion.targets.checkpoints.remove_files", lambda *_: None
-    )  # as if it were killed
+    monkeypatch.setattr("dcp_nvcomp.conversion.checkpoints.remove_files", lambda *_: None)  # as if it were killed
     with pytest.raises(Stop):
         convert(steps[1], tmp_path / "stock", to="dcp", overwrite=True, progress=stop_after(4000))
     assert file_names(tmp_path / "stock") > before

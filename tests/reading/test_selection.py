@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_nvcomp.reading.selection import select
+from dcp_nvcomp.reading.stored_tensor import select
 
 
 @st.composite

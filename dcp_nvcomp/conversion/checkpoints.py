@@ -1,24 +1,55 @@
-"""Checkpoints of this package, and of stock DCP, which torch's own readers read."""
+"""Checkpoints of this package, and of stock DCP, whose own readers read what is written for them.
+
+A save planner reads what it is asked for from a source, piece by piece. Tensors larger than a piece become several
+shards of whole rows, as if as many ranks had saved them, so that no more than a few pieces are in memory at a time.
+Loads see the whole tensor.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 import tempfile
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from dcp_nvcomp.calls.ranks import error_of_ranks, expect_no_group
-from dcp_nvcomp.conversion.targets.planner import ConvertingPlanner
+from dcp_nvcomp.conversion.entries import (
+    ObjectEntry,
+    ObjectReader,
+    Source,
+    TensorEntry,
+    TensorReader,
+    paths_in_order,
+    pieces,
+)
 from dcp_nvcomp.errors import CheckpointExistsError
+from dcp_nvcomp.format.blocks import Box
+from dcp_nvcomp.format.metadata.paths import has_keys, paths_of, paths_to_store
 from dcp_nvcomp.format.names import (
     DATA_FILE_SUFFIX,
     METADATA_NAME,
@@ -26,6 +57,8 @@ from dcp_nvcomp.format.names import (
     rank_of_metadata_name,
     save_id_of_copy,
 )
+from dcp_nvcomp.reading.checkpoint import Checkpoint, open_checkpoint
+from dcp_nvcomp.reading.stored_tensor import StoredTensor
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.saving.file_plan import planned_nbytes
 from dcp_nvcomp.saving.orphans import files_of_current, remove_files
@@ -34,7 +67,142 @@ from dcp_nvcomp.storage.base import Filesystem, storage_errors
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.open import open_filesystem, place_of
 
-_HOST_MEMORY_NBYTES = 48 << 20
+# ---- reading ----
+
+
+# What is read is written soon, and less memory than a load may take is enough for that.
+_READING_NBYTES = 64 << 20
+
+
+class CheckpointSource(Source):
+    """A checkpoint, whatever its number of ranks."""
+
+    def __init__(self, path: str, **storage_options: Any) -> None:
+        self._place = place_of(path)
+        self._checkpoint = open_checkpoint(path, host_memory_budget=_READING_NBYTES, **storage_options)
+
+    @property
+    def path(self) -> str:
+        return self._checkpoint.path
+
+    @property
+    def files(self) -> Sequence[str]:
+        return [f"{self._place.rstrip('/')}/{name}" for name in sorted(self._checkpoint.file_names())]
+
+    @property
+    def has_keys(self) -> bool:
+        return has_keys(self._checkpoint.metadata)
+
+    def entries(self) -> Sequence[TensorEntry | ObjectEntry]:
+        found: list[TensorEntry | ObjectEntry] = []
+        described = self._checkpoint.metadata.state_dict_metadata
+        paths = paths_of(self._checkpoint.metadata)
+        positions = {key: position for position, key in enumerate(paths)}
+        for key in self._checkpoint.in_file_order():
+            item, stored = described[key], self._checkpoint.stored(key)
+            if isinstance(item, TensorStorageMetadata) and stored is not None:
+                reader = _TensorReader(stored)
+                found.append(
+                    TensorEntry(key, paths[key], tuple(item.size), item.properties.dtype, reader, positions[key])
+                )
+            else:
+                found.append(ObjectEntry(key, paths[key], _ObjectReader(self._checkpoint, key), positions[key]))
+        return found
+
+    def close(self) -> None:
+        self._checkpoint.close()
+
+
+class _TensorReader(TensorReader):
+    def __init__(self, stored: StoredTensor) -> None:
+        self._stored = stored
+
+    def read(self, box: Box) -> torch.Tensor:
+        tensor: torch.Tensor = self._stored[box.index]
+        return tensor
+
+
+class _ObjectReader(ObjectReader):
+    def __init__(self, checkpoint: Checkpoint, key: str) -> None:
+        self._checkpoint, self._key = checkpoint, key
+
+    def stored(self) -> bytes:
+        return self._checkpoint.read_stored_object(self._key)
+
+    def value(self) -> Any:
+        return self._checkpoint[self._key]
+
+
+# ---- planning ----
+
+
+class ConvertingPlanner(SavePlanner):
+    """Plans and provides entries of a source."""
+
+    def __init__(
+        self, entries: Sequence[TensorEntry | ObjectEntry], moved: Callable[[int], None], *, has_keys: bool
+    ) -> None:
+        self._has_keys = has_keys
+        self._entries = {entry.key: entry for entry in entries}
+        self._moved = moved
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        pass
+
+    def create_local_plan(self) -> SavePlan:
+        items: list[WriteItem] = []
+        for entry in self._entries.values():
+            items += _tensor_items(entry) if isinstance(entry, TensorEntry) else [_object_item(entry)]
+        return SavePlan(items)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = create_default_global_save_plan(all_plans)
+        paths = paths_in_order(self._entries.values())
+        stored = paths_to_store(paths)
+        if not self._has_keys:
+            stored = {key: stored[key] for key in paths}
+        return plans, dataclasses.replace(metadata, planner_data=stored)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        entry = self._entries[write_item.index.fqn]
+        if isinstance(entry, ObjectEntry):
+            return io.BytesIO(entry.reader.stored())
+        assert write_item.tensor_data is not None
+        shard = write_item.tensor_data.chunk
+        tensor = entry.read(Box(tuple(shard.offsets), tuple(shard.sizes)))
+        self._moved(tensor.nbytes)
+        return tensor
+
+
+def _tensor_items(entry: TensorEntry) -> list[WriteItem]:
+    boxes = list(pieces(entry.shape, entry.dtype.itemsize))
+    kind = WriteItemType.TENSOR if len(boxes) == 1 else WriteItemType.SHARD
+    size, properties = torch.Size(entry.shape), TensorProperties(dtype=entry.dtype)
+    return [
+        WriteItem(
+            MetadataIndex(entry.key, torch.Size(box.offsets), number),
+            kind,
+            tensor_data=TensorWriteData(
+                ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)), properties, size
+            ),
+        )
+        for number, box in enumerate(boxes)
+    ]
+
+
+def _object_item(entry: ObjectEntry) -> WriteItem:
+    return WriteItem(MetadataIndex(entry.key), WriteItemType.BYTE_IO)
+
+
+# ---- writing ----
+
+
+_WRITING_NBYTES = 48 << 20
 _UPLOAD_NBYTES = 16 << 20
 _STOCK_FILE_NBYTES = 64 << 20
 
@@ -55,7 +223,7 @@ def write_ours(
         overwrite=overwrite,
         engine="cpu",
         thread_count=min(2, os.cpu_count() or 1),
-        host_memory_budget=_HOST_MEMORY_NBYTES,
+        host_memory_budget=_WRITING_NBYTES,
         **storage_options,
     )
     _save(writer, planner)

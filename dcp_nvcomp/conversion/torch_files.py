@@ -1,24 +1,27 @@
 """Files of `torch.save`: nested dicts and lists of tensors and objects.
 
 Loaded with `weights_only=True`, so nothing in them is run, and mapped into memory, so that tensors are read when they
-are converted. A remote file is fetched to a temporary one first.
+are converted. A remote file is fetched to a temporary one first. `torch.save` takes the whole state at once, so to be
+written all of it has to be in memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pickle
 import shutil
 import tempfile
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from dcp_nvcomp.calls.files import parent_and_name
-from dcp_nvcomp.calls.flattening import flatten
-from dcp_nvcomp.conversion.entries import ObjectEntry, ObjectReader, Source, TensorEntry, TensorReader
+from dcp_nvcomp.calls.flattening import flatten, nested
+from dcp_nvcomp.conversion.entries import ObjectEntry, ObjectReader, Source, TensorEntry, TensorReader, paths_in_order
+from dcp_nvcomp.conversion.places import exists_already
 from dcp_nvcomp.engines.tensors import memory_of
 from dcp_nvcomp.errors import (
     CheckpointError,
@@ -31,9 +34,12 @@ from dcp_nvcomp.format.blocks import Box
 from dcp_nvcomp.format.recognition import linked_to
 from dcp_nvcomp.loading.safe_objects import allowed_globals, check_file, what_it_needs
 from dcp_nvcomp.redaction import without_secrets
-from dcp_nvcomp.storage.base import Filesystem
+from dcp_nvcomp.storage.base import Filesystem, OutputStream
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.open import open_filesystem, place_of
+
+# ---- reading ----
+
 
 _FETCH_NBYTES = 16 << 20
 # Beyond both of these a file is refused: expanded tensors are common, but in such proportions an accident or worse.
@@ -168,3 +174,79 @@ class _Object(ObjectReader):
 
     def value(self) -> Any:
         return self._value
+
+
+# ---- writing ----
+
+
+def write_torch(
+    path: str,
+    entries: Sequence[TensorEntry | ObjectEntry],
+    moved: Callable[[int], None],
+    *,
+    overwrite: bool,
+    storage_options: Mapping[str, Any],
+) -> None:
+    """Write a file of `torch.save` with nested dicts and lists; it appears, or is replaced, once it is complete."""
+    directory, name = parent_and_name(path)
+    with contextlib.closing(open_filesystem(directory, storage_options=storage_options)) as filesystem:
+        if not overwrite and filesystem.file_nbytes(name) is not None:
+            raise exists_already(filesystem, name)
+        state = nested(paths_in_order(entries), _values(entries, moved))
+        filesystem.create_directory()
+        output = filesystem.open_replacement(name)
+        try:
+            _save(state, output)
+            output.close()
+        except BaseException:
+            output.abort()
+            raise
+
+
+def _values(entries: Sequence[TensorEntry | ObjectEntry], moved: Callable[[int], None]) -> dict[str, Any]:
+    """Read everything; what is tied in the source is one tensor."""
+    values: dict[str, Any] = {}
+    tied: dict[Hashable, torch.Tensor] = {}
+    for entry in entries:
+        if isinstance(entry, ObjectEntry):
+            values[entry.key] = entry.reader.value()
+            continue
+        memory = entry.reader.memory
+        tensor = None if memory is None else tied.get((memory, entry.dtype))
+        if tensor is None:
+            tensor = entry.read_all()
+        if memory is not None:
+            tied[memory, entry.dtype] = tensor
+        values[entry.key] = tensor
+        moved(tensor.nbytes)
+    return values
+
+
+def _save(state: Any, output: OutputStream) -> None:
+    file = _File(output)
+    try:
+        torch.save(state, file)  # type: ignore[arg-type]  # it needs no more of a file than these methods
+    except Exception:  # torch may raise another error than the one that stopped it
+        if file.error is not None:
+            raise file.error from None
+        raise
+
+
+class _File:
+    """An output stream as `torch.save` writes to files: front to back."""
+
+    def __init__(self, output: OutputStream) -> None:
+        self._output = output
+        self.error: BaseException | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            view = memoryview(data).cast("B")
+            self._output.write(view)
+        except BaseException as error:
+            self.error = error
+            raise
+        return len(view)
+
+    def flush(self) -> None:
+        pass

@@ -1,1 +1,0 @@
-"""Formats that a conversion reads."""
