@@ -260,15 +260,10 @@ def _item_to_read(number: int, record: Record) -> ReadItem:
 
 @dataclass(frozen=True)
 class Parts:
-    """A state in parts.
+    """A state in parts."""
 
-    Attributes:
-        skeleton: nested plain containers.
-        tensors: by key; the skeleton has their positions.
-    """
-
-    skeleton: Any
-    tensors: Mapping[str, torch.Tensor]
+    skeleton: Any  # nested plain containers
+    tensors: Mapping[str, torch.Tensor]  # by key; the skeleton has their positions
 
 
 def take_apart(state: Any) -> Parts:

@@ -13,6 +13,7 @@ import os
 import tempfile
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     StorageMeta,
     TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
     SavePlan,
@@ -40,10 +40,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from dcp_nvcomp.calls.ranks import error_of_ranks, expect_no_group
 from dcp_nvcomp.conversion.entries import (
     ObjectEntry,
-    ObjectReader,
     Source,
     TensorEntry,
-    TensorReader,
     paths_in_order,
     pieces,
 )
@@ -57,7 +55,7 @@ from dcp_nvcomp.format.names import (
     rank_of_metadata_name,
     save_id_of_copy,
 )
-from dcp_nvcomp.reading.checkpoint import Checkpoint, open_checkpoint
+from dcp_nvcomp.reading.checkpoint import open_checkpoint
 from dcp_nvcomp.reading.stored_tensor import StoredTensor
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.saving.file_plan import planned_nbytes
@@ -78,59 +76,33 @@ class CheckpointSource(Source):
     """A checkpoint, whatever its number of ranks."""
 
     def __init__(self, path: str, **storage_options: Any) -> None:
-        self._place = place_of(path)
         self._checkpoint = open_checkpoint(path, host_memory_budget=_READING_NBYTES, **storage_options)
-
-    @property
-    def path(self) -> str:
-        return self._checkpoint.path
-
-    @property
-    def files(self) -> Sequence[str]:
-        return [f"{self._place.rstrip('/')}/{name}" for name in sorted(self._checkpoint.file_names())]
-
-    @property
-    def has_keys(self) -> bool:
-        return has_keys(self._checkpoint.metadata)
+        self.path = self._checkpoint.path
+        self.files = [f"{place_of(path).rstrip('/')}/{name}" for name in sorted(self._checkpoint.file_names())]
+        self.has_keys = has_keys(self._checkpoint.metadata)
 
     def entries(self) -> Sequence[TensorEntry | ObjectEntry]:
-        found: list[TensorEntry | ObjectEntry] = []
-        described = self._checkpoint.metadata.state_dict_metadata
-        paths = paths_of(self._checkpoint.metadata)
+        checkpoint = self._checkpoint
+        paths = paths_of(checkpoint.metadata)
         positions = {key: position for position, key in enumerate(paths)}
-        for key in self._checkpoint.in_file_order():
-            item, stored = described[key], self._checkpoint.stored(key)
-            if isinstance(item, TensorStorageMetadata) and stored is not None:
-                reader = _TensorReader(stored)
-                found.append(
-                    TensorEntry(key, paths[key], tuple(item.size), item.properties.dtype, reader, positions[key])
-                )
+        found: list[TensorEntry | ObjectEntry] = []
+        for key in checkpoint.in_file_order():
+            path, position, stored = paths[key], positions[key], checkpoint.stored(key)
+            if stored is None:
+                read, load = partial(checkpoint.read_stored_object, key), partial(checkpoint.__getitem__, key)
+                found.append(ObjectEntry(key, path, read, load, position))
             else:
-                found.append(ObjectEntry(key, paths[key], _ObjectReader(self._checkpoint, key), positions[key]))
+                read_box = partial(_read_box, stored)
+                found.append(TensorEntry(key, path, tuple(stored.shape), stored.dtype, read_box, position))
         return found
 
     def close(self) -> None:
         self._checkpoint.close()
 
 
-class _TensorReader(TensorReader):
-    def __init__(self, stored: StoredTensor) -> None:
-        self._stored = stored
-
-    def read(self, box: Box) -> torch.Tensor:
-        tensor: torch.Tensor = self._stored[box.index]
-        return tensor
-
-
-class _ObjectReader(ObjectReader):
-    def __init__(self, checkpoint: Checkpoint, key: str) -> None:
-        self._checkpoint, self._key = checkpoint, key
-
-    def stored(self) -> bytes:
-        return self._checkpoint.read_stored_object(self._key)
-
-    def value(self) -> Any:
-        return self._checkpoint[self._key]
+def _read_box(stored: StoredTensor, box: Box) -> torch.Tensor:
+    tensor: torch.Tensor = stored[box.index]
+    return tensor
 
 
 # ---- planning ----
@@ -171,7 +143,7 @@ class ConvertingPlanner(SavePlanner):
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         entry = self._entries[write_item.index.fqn]
         if isinstance(entry, ObjectEntry):
-            return io.BytesIO(entry.reader.stored())
+            return io.BytesIO(entry.stored())
         assert write_item.tensor_data is not None
         shard = write_item.tensor_data.chunk
         tensor = entry.read(Box(tuple(shard.offsets), tuple(shard.sizes)))

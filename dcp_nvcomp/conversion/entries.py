@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
@@ -23,38 +23,17 @@ from dcp_nvcomp.format.blocks import Box
 PIECE_NBYTES = 32 << 20
 
 
-class TensorReader(ABC):
-    """Reads parts of one stored tensor."""
-
-    @abstractmethod
-    def read(self, box: Box) -> torch.Tensor:
-        """Return a box of it, a tensor of its own in host memory."""
-
-    @property
-    def memory(self) -> Hashable:
-        """What tensors that are tied have in common; None if nothing is known of ties."""
-        return None
-
-
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor to convert.
-
-    Attributes:
-        key: its key.
-        path: its place in the nested state dict.
-        shape: its shape.
-        dtype: what it is to become.
-        reader: reads it, in its stored dtype.
-        position: of its place in the state, which entries of a checkpoint are not sorted by.
-    """
+    """A tensor to convert."""
 
     key: str
-    path: Path
+    path: Path  # its place in the nested state dict
     shape: tuple[int, ...]
-    dtype: torch.dtype
-    reader: TensorReader
-    position: int = 0
+    dtype: torch.dtype  # what it is to become
+    read_stored: Callable[[Box], torch.Tensor]  # returns a box of it in its stored dtype, a tensor in host memory
+    position: int = 0  # of its place in the state, which entries of a checkpoint are not sorted by
+    memory: Hashable = None  # what tensors that are tied have in common; None if nothing is known of ties
 
     @property
     def nbytes(self) -> int:
@@ -63,32 +42,21 @@ class TensorEntry:
 
     def read(self, box: Box) -> torch.Tensor:
         """Return a box of it, in the dtype that it is to become."""
-        return self.reader.read(box).to(self.dtype)
+        return self.read_stored(box).to(self.dtype)
 
     def read_all(self) -> torch.Tensor:
         """Return all of it."""
         return self.read(Box((0,) * len(self.shape), self.shape))
 
 
-class ObjectReader(ABC):
-    """Reads one Python object."""
-
-    @abstractmethod
-    def stored(self) -> bytes:
-        """Return it as `torch.save` wrote it, without running anything of it."""
-
-    @abstractmethod
-    def value(self) -> Any:
-        """Return the object, loaded with `weights_only=True`."""
-
-
 @dataclass(frozen=True)
 class ObjectEntry:
-    """A Python object to convert; the attributes are those of `TensorEntry`."""
+    """A Python object to convert."""
 
     key: str
     path: Path
-    reader: ObjectReader
+    stored: Callable[[], bytes]  # returns it as `torch.save` wrote it, without running anything of it
+    value: Callable[[], Any]  # returns the object, loaded with `weights_only=True`
     position: int = 0
 
 
@@ -100,20 +68,9 @@ def paths_in_order(entries: Iterable[TensorEntry | ObjectEntry]) -> dict[str, Pa
 class Source(ABC):
     """A checkpoint to convert."""
 
-    @property
-    @abstractmethod
-    def path(self) -> str:
-        """Where it is, without passwords."""
-
-    @property
-    @abstractmethod
-    def files(self) -> Sequence[str]:
-        """The files that it reads, each a local path or a URL."""
-
-    @property
-    def has_keys(self) -> bool:
-        """True if the paths of its entries have the keys of dicts as they were, and not as text."""
-        return True
+    path: str  # without passwords
+    files: Sequence[str]  # that it reads, each a local path or a URL
+    has_keys: bool = True  # whether the paths of its entries have the keys of dicts as they were, and not as text
 
     @abstractmethod
     def entries(self) -> Sequence[TensorEntry | ObjectEntry]:

@@ -13,13 +13,14 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from dcp_nvcomp.calls.files import parent_and_name
 from dcp_nvcomp.calls.json_text import parse_json
-from dcp_nvcomp.conversion.entries import ObjectEntry, Source, TensorEntry, TensorReader, pieces
+from dcp_nvcomp.conversion.entries import ObjectEntry, Source, TensorEntry, pieces
 from dcp_nvcomp.conversion.places import exists_already, is_file, names_in
 from dcp_nvcomp.conversion.safetensors_format import (
     DTYPES,
@@ -55,15 +56,17 @@ class SafetensorsSource(Source):
     """A safetensors file, or a directory of such files."""
 
     def __init__(self, path: str, **storage_options: Any) -> None:
-        self._path = without_secrets(path)
+        self.path = without_secrets(path)
         self._options = storage_options
         self._filesystems: dict[str, Filesystem] = {}
         try:
             paths = [path] if is_file(path, storage_options) else self._paths(place_of(path).rstrip("/") or "/")
             if not paths:
-                raise CheckpointNotFoundError("There is no safetensors file.", path=self._path)
+                raise CheckpointNotFoundError("There is no safetensors file.", path=self.path)
             self._parts = [(file, part) for file in map(linked_to, paths) for part in self._header(file)]
             self._check_keys()
+            self.files = list(dict.fromkeys(file for file, _ in self._parts))
+            self.has_keys = all(part.path != (part.key,) for _, part in self._parts)
         except BaseException:
             self.close()
             raise
@@ -83,12 +86,12 @@ class SafetensorsSource(Source):
             data = filesystem.read_all(name, limit_nbytes=MAX_HEADER_NBYTES)
             try:
                 found = sorted(set(parse_json(data)["weight_map"].values()))
-                wanted = [check_relative_path(one, path=self._path) for one in found]
+                wanted = [check_relative_path(one, path=self.path) for one in found]
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise CorruptDataError("This is no index of safetensors.", path=filesystem.location(name)) from error
         elif PROGRESS_NAME in names:
             raise IncompleteCheckpointError(
-                "A conversion to this directory was cut off: repeat it, and it goes on where it was.", path=self._path
+                "A conversion to this directory was cut off: repeat it, and it goes on where it was.", path=self.path
             )
         else:
             wanted = sorted(name for name in names if name.endswith(".safetensors"))
@@ -117,21 +120,9 @@ class SafetensorsSource(Source):
                 )
             where[part.key] = file
 
-    @property
-    def path(self) -> str:
-        return self._path
-
-    @property
-    def files(self) -> Sequence[str]:
-        return list(dict.fromkeys(file for file, _ in self._parts))
-
-    @property
-    def has_keys(self) -> bool:
-        return all(part.path != (part.key,) for _, part in self._parts)
-
     def entries(self) -> Sequence[TensorEntry | ObjectEntry]:
         return [
-            TensorEntry(part.key, part.path, part.shape, part.dtype, _Ranges(*self._file(file), part))
+            TensorEntry(part.key, part.path, part.shape, part.dtype, partial(_read_range, *self._file(file), part))
             for file, part in self._parts
         ]
 
@@ -140,23 +131,17 @@ class SafetensorsSource(Source):
             filesystem.close()
 
 
-class _Ranges(TensorReader):
-    """Reads from the first to the last element of a box."""
-
-    def __init__(self, filesystem: Filesystem, name: str, part: StoredPart) -> None:
-        self._filesystem, self._name, self._part = filesystem, name, part
-
-    def read(self, box: Box) -> torch.Tensor:
-        part = self._part
-        if not box.elements:
-            return torch.empty(box.sizes, dtype=part.dtype)
-        strides = [math.prod(part.shape[dim + 1 :]) for dim in range(len(part.shape))]
-        first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
-        last = first + sum((size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True))
-        data = bytearray((last - first + 1) * part.dtype.itemsize)
-        self._filesystem.read_into(self._name, part.start + first * part.dtype.itemsize, memoryview(data))
-        flat = torch.frombuffer(data, dtype=torch.uint8).view(part.dtype)
-        return flat.as_strided(box.sizes, strides)
+def _read_range(filesystem: Filesystem, name: str, part: StoredPart, box: Box) -> torch.Tensor:
+    """Read from the first to the last element of a box."""
+    if not box.elements:
+        return torch.empty(box.sizes, dtype=part.dtype)
+    strides = [math.prod(part.shape[dim + 1 :]) for dim in range(len(part.shape))]
+    first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
+    last = first + sum((size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True))
+    data = bytearray((last - first + 1) * part.dtype.itemsize)
+    filesystem.read_into(name, part.start + first * part.dtype.itemsize, memoryview(data))
+    flat = torch.frombuffer(data, dtype=torch.uint8).view(part.dtype)
+    return flat.as_strided(box.sizes, strides)
 
 
 # ---- writing ----

@@ -61,23 +61,14 @@ _BY_NAME: Final = {name: dtype for dtype, name in DTYPES.items()}
 
 @dataclass(frozen=True)
 class StoredPart:
-    """Where a tensor's bytes are in a file.
-
-    Attributes:
-        key: its key.
-        shape: its shape.
-        dtype: its element type.
-        start: its first byte.
-        stop: its end.
-        path: its place in the nested state.
-    """
+    """Where a tensor's bytes are in a file, from `start` to `stop`."""
 
     key: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     start: int
     stop: int
-    path: Path
+    path: Path  # its place in the nested state
 
 
 def shard_name(number: int, count: int) -> str:

@@ -14,13 +14,14 @@ import pickle
 import shutil
 import tempfile
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from dcp_nvcomp.calls.files import parent_and_name
 from dcp_nvcomp.calls.flattening import flatten, nested
-from dcp_nvcomp.conversion.entries import ObjectEntry, ObjectReader, Source, TensorEntry, TensorReader, paths_in_order
+from dcp_nvcomp.conversion.entries import ObjectEntry, Source, TensorEntry, paths_in_order
 from dcp_nvcomp.conversion.places import exists_already
 from dcp_nvcomp.engines.tensors import memory_of
 from dcp_nvcomp.errors import (
@@ -51,50 +52,45 @@ class TorchFileSource(Source):
     """A file of `torch.save`."""
 
     def __init__(self, path: str, **storage_options: Any) -> None:
-        self._path = without_secrets(path)
-        self._file = path = linked_to(path)
+        self.path = without_secrets(path)
+        path = linked_to(path)
+        self.files = [path]
         parent, name = parent_and_name(path)
         filesystem = open_filesystem(parent, storage_options=storage_options)
         self._temporary: str | None = None
         try:
             nbytes = filesystem.file_nbytes(name)
             if nbytes is None:
-                raise CheckpointNotFoundError("There is no such file.", path=self._path)
+                raise CheckpointNotFoundError("There is no such file.", path=self.path)
             if isinstance(filesystem, PosixFilesystem):
                 local = place_of(path)
             else:
                 local = self._temporary = _fetched(filesystem, name, nbytes)
-            self._state, self._nbytes = _loaded(local, self._path), nbytes
+            self._state, self._nbytes = _loaded(local, self.path), nbytes
         except BaseException:
             self.close()
             raise
         finally:
             filesystem.close()
 
-    @property
-    def path(self) -> str:
-        return self._path
-
-    @property
-    def files(self) -> Sequence[str]:
-        return [self._file]
-
     def entries(self) -> Sequence[TensorEntry | ObjectEntry]:
         state = self._state if isinstance(self._state, Mapping) else {"state": self._state}
         try:
             flat = flatten(state)
         except RecursionError:
-            raise CheckpointError("The state is nested too deeply, or contains itself.", path=self._path) from None
+            raise CheckpointError("The state is nested too deeply, or contains itself.", path=self.path) from None
         except ConfigurationError as error:
-            error.path = self._path
+            error.path = self.path
             raise
         found: list[TensorEntry | ObjectEntry] = []
         for key, value in flat.values.items():
             path = flat.paths[key]
             if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized:
-                found.append(TensorEntry(key, path, tuple(value.shape), value.dtype, _Part(value.detach())))
+                tensor = value.detach()
+                read = partial(_read_box, tensor)
+                found.append(TensorEntry(key, path, tuple(value.shape), value.dtype, read, memory=memory_of(tensor)))
             else:
-                found.append(ObjectEntry(key, path, _Object(value)))
+                found.append(ObjectEntry(key, path, partial(_serialized, value), partial(_unchanged, value)))
         self._refuse_bombs([entry for entry in found if isinstance(entry, TensorEntry)])
         return found
 
@@ -107,7 +103,7 @@ class TorchFileSource(Source):
         raise CheckpointError(
             f"The file has {self._nbytes} bytes, and its tensors would have {total_nbytes}, this one {largest.nbytes}: "
             "their elements overlap in memory, as expand makes them. Save what they were expanded from.",
-            path=self._path,
+            path=self.path,
             fqn=largest.key,
         )
 
@@ -151,29 +147,18 @@ def _loaded(local: str, path: str) -> Any:
         ) from error
 
 
-class _Part(TensorReader):
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-
-    def read(self, box: Box) -> torch.Tensor:
-        return self._tensor[box.index].clone(memory_format=torch.contiguous_format)
-
-    @property
-    def memory(self) -> Hashable:
-        return memory_of(self._tensor)
+def _read_box(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    return tensor[box.index].clone(memory_format=torch.contiguous_format)
 
 
-class _Object(ObjectReader):
-    def __init__(self, value: Any) -> None:
-        self._value = value
+def _unchanged(value: Any) -> Any:
+    return value
 
-    def stored(self) -> bytes:
-        data = io.BytesIO()
-        torch.save(self._value, data)
-        return data.getvalue()
 
-    def value(self) -> Any:
-        return self._value
+def _serialized(value: Any) -> bytes:
+    data = io.BytesIO()
+    torch.save(value, data)
+    return data.getvalue()
 
 
 # ---- writing ----
@@ -209,14 +194,13 @@ def _values(entries: Sequence[TensorEntry | ObjectEntry], moved: Callable[[int],
     tied: dict[Hashable, torch.Tensor] = {}
     for entry in entries:
         if isinstance(entry, ObjectEntry):
-            values[entry.key] = entry.reader.value()
+            values[entry.key] = entry.value()
             continue
-        memory = entry.reader.memory
-        tensor = None if memory is None else tied.get((memory, entry.dtype))
+        tensor = None if entry.memory is None else tied.get((entry.memory, entry.dtype))
         if tensor is None:
             tensor = entry.read_all()
-        if memory is not None:
-            tied[memory, entry.dtype] = tensor
+        if entry.memory is not None:
+            tied[entry.memory, entry.dtype] = tensor
         values[entry.key] = tensor
         moved(tensor.nbytes)
     return values

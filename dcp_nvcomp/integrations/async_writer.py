@@ -121,11 +121,7 @@ class NvcompAsyncWriter(NvcompWriter):
 
 
 class _Copy:
-    """The data of a save as it is, which a call copies to host memory. It may be called in another process.
-
-    Args:
-        data: of each item: a tensor, or bytes.
-    """
+    """The data of a save as it is, which a call copies to host memory. It may be called in another process."""
 
     def __init__(self, data: Sequence[Any]) -> None:
         self._data = data

@@ -41,14 +41,7 @@ _TUNING = frozenset(
 
 
 def ours(kind: Kind, path: Any, arguments: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-    """Return our writer or reader for a call of stock DCP's; None if that asks for what only stock DCP can do.
-
-    Args:
-        kind: which of them.
-        path: as it was given.
-        arguments: the other arguments of the call. `overwrite` and storage options count, tuning does not.
-        options: of our writer or reader; they win.
-    """
+    """Return our writer or reader for a call of stock DCP's; None if that asks for what only stock DCP can do."""
     if getattr(arguments.get("serialization_format"), "name", "TORCH_SAVE") != "TORCH_SAVE":
         return None
     if arguments.get("_extension_registry") is not None or arguments.get("_extensions"):
@@ -129,14 +122,6 @@ def install_here(
     """Let what this thread saves and loads in the block go through this package, and nothing of other threads.
 
     For classes of a framework. Asynchronous saves that begin in the block are ours to their end.
-
-    Args:
-        writer: options of `NvcompWriter`, but for the path.
-        reader: options of `NvcompReader`, but for the path.
-        publisher: publishes what is saved; the plain commit if None.
-
-    Raises:
-        ConfigurationError: as `install`.
     """
     check_options("writer", writer)
     check_options("reader", reader)
@@ -167,14 +152,6 @@ def check_methods(base: Any, package: str, *names: str) -> None:
     """Fail at once where a framework lacks a method that a class of ours takes the place of.
 
     It would save or load past this package: what the one of them wrote, the other could not read.
-
-    Args:
-        base: a class of the framework, or what `super()` returns.
-        package: of the framework.
-        *names: of the methods.
-
-    Raises:
-        ConfigurationError: one is missing.
     """
     for name in names:
         if not callable(getattr(base, name, None)):
@@ -185,15 +162,7 @@ def check_methods(base: Any, package: str, *names: str) -> None:
 
 
 def check_options(kind: Kind, options: Mapping[str, Any] | None) -> None:
-    """Fail at once on wrong options; those of a storage show only with its URL.
-
-    Args:
-        kind: of what they are options.
-        options: by name. One whose name resembles none of ours is taken for an option of the storage.
-
-    Raises:
-        ConfigurationError: one has a wrong value, or its name looks misspelled, or they are no options by name.
-    """
+    """Fail at once on wrong options; those of a storage show only with its URL."""
     if options is None:
         return
     if not isinstance(options, Mapping) or "path" in options:

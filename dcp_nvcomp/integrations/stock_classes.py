@@ -20,6 +20,7 @@ import torch
 from dcp_nvcomp.errors import ConfigurationError
 
 Kind: TypeAlias = Literal["writer", "reader"]
+# called with the path and the other arguments by name; returns a writer or reader, or None to leave the call as it is
 Maker: TypeAlias = Callable[[Kind, Any, Mapping[str, Any]], Any]
 
 _DCP = "torch.distributed.checkpoint"
@@ -35,16 +36,7 @@ _makers: list[Maker] = []
 
 
 def add_maker(maker: Maker, *, is_default: bool = False) -> None:
-    """Ask `maker` from now on.
-
-    Args:
-        maker: called with the kind, the path and the other arguments by name; returns a writer or reader, or None to
-            leave the call as it is.
-        is_default: True if it comes after all others, not before them.
-
-    Raises:
-        ConfigurationError: this torch does not have the classes where they are looked for.
-    """
+    """Ask `maker` from now on, before all others, or after them if `is_default`."""
     with _lock:
         _hook()
         _makers.insert(len(_makers) if is_default else 0, maker)

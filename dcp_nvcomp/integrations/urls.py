@@ -39,14 +39,7 @@ add_maker(_make, is_default=True)
 
 
 def _marked(protocol: str | None) -> Any:
-    """Return fsspec's class for a protocol, as a class that takes URLs with the mark.
-
-    Args:
-        protocol: behind the mark; None for local paths.
-
-    Raises:
-        ImportError: the package that fsspec needs for it is not installed.
-    """
+    """Return fsspec's class for a protocol (None: local paths), as a class that takes URLs with the mark."""
     base: Any = fsspec.get_filesystem_class("file" if protocol is None else protocol)
     mark = MARK if protocol is None else f"{MARK}+{protocol}"
 

@@ -20,15 +20,10 @@ from dcp_nvcomp.format.blocks import Box
 
 @dataclass(frozen=True)
 class Selection:
-    """What an index asks for.
+    """What an index asks for."""
 
-    Attributes:
-        box: the elements to read.
-        taken: of each dimension of the box which of them, as an index: 0 drops the dimension.
-    """
-
-    box: Box
-    taken: tuple[int | slice, ...]
+    box: Box  # the elements to read
+    taken: tuple[int | slice, ...]  # of each dimension of the box which of them, as an index: 0 drops the dimension
 
     @property
     def is_whole_box(self) -> bool:
