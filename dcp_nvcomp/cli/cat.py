@@ -131,12 +131,10 @@ def _print(output: Output, key: str, value: Any) -> None:
         output.print(repr(value))
         return
     output.print(f"{key}: {_dtype(value)} {list(value.shape)}", style="bold")
-    statistics = _statistics(value)
+    statistics = [
+        f"{name} {one:.6g}" if isinstance(one, float) else f"{name} {one}" for name, one in _statistics(value).items()
+    ]
     if statistics:
-        output.print(
-            ", ".join(
-                f"{name} {one:.6g}" if isinstance(one, float) else f"{name} {one}" for name, one in statistics.items()
-            )
-        )
+        output.print(", ".join(statistics))
     for line in str(_computable(value)).splitlines():
         output.print(line)

@@ -170,12 +170,8 @@ def _async_save(
 
 
 def _async_parts(strategy: str | None) -> Mapping[str, Any]:
-    """Return the functions and the class of an asynchronous save by their names.
-
-    Args:
-        strategy: "mcore" or "nvrx"; None where Megatron has no choice yet, which is before 0.17.
-    """
-    if strategy is not None:
+    """Return the functions and the class of an asynchronous save by their names."""
+    if strategy is not None:  # "mcore" or "nvrx"; before 0.17 Megatron has no choice yet
         _, parts = megatron_torch.get_async_strategy(strategy)
         return dict(parts)
     from megatron.core.dist_checkpointing.strategies import async_utils, state_dict_saver

@@ -72,22 +72,11 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """Return all of it as JSON values. Keys are only ever added; `schema` changes if one must go."""
-        return {
-            "schema": 1,
-            "a": self.a,
-            "b": self.b,
-            "equal": self.equal,
-            "differences": [
-                {
-                    "fqn": one.fqn,
-                    "kind": one.kind,
-                    "what": one.what,
-                    "elements": one.elements,
-                    "max_difference": None if one.max_difference is None else _json_number(one.max_difference),
-                }
-                for one in self.differences
-            ],
-        }
+        differences = [
+            {**vars(one), "max_difference": None if one.max_difference is None else _json_number(one.max_difference)}
+            for one in self.differences
+        ]
+        return {"schema": 1, "a": self.a, "b": self.b, "equal": self.equal, "differences": differences}
 
 
 def _json_number(value: float) -> float | str:
