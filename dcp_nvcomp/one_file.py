@@ -195,12 +195,12 @@ def load_compressed_checkpoint(
         return together(skeleton, tensors)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise FormatError(
-            f"The skeleton of the state is none: {type(error).__name__}: {error}", path=footer.path
+            f"The skeleton of the state is invalid: {type(error).__name__}: {error}", path=footer.path
         ) from error
 
 
 def _say_what_it_is(filesystem: Filesystem, path: str, error: CheckpointError) -> None:
-    """Let the error say what is at the path, if that is no file of save_compressed_checkpoint."""
+    """Let the error say what is at the path, if that is another kind of file."""
     if filesystem.reopen is None:
         return
     with contextlib.suppress(CheckpointError), contextlib.closing(filesystem.reopen(path)) as there:
@@ -226,7 +226,7 @@ def _read(
             (item,) = items_of_object(ONE_FILE_KEY)
             items.append(Wanted(item, stored, None))
         else:
-            raise FormatError("This is no file of save_compressed_checkpoint.", path=footer.path, fqn=record.fqn)
+            raise FormatError("This is not a file of save_compressed_checkpoint.", path=footer.path, fqn=record.fqn)
 
     def take(_: str, data: io.BytesIO) -> None:
         skeletons.append(reader.load_options.safe.load_object(data, ONE_FILE_KEY))
@@ -234,7 +234,7 @@ def _read(
     by_key = {str(number): tensor for number, tensor in tensors.items()}
     load_items(filesystem, items, Destinations(by_key, take), reader.load_options, footers=lambda *_: [footer])
     if len(skeletons) != 1:
-        raise FormatError("This is no file of save_compressed_checkpoint: it has no skeleton.", path=footer.path)
+        raise FormatError("This is not a file of save_compressed_checkpoint: it has no skeleton.", path=footer.path)
     skeleton = skeletons[0]
     order = {record.fqn: tensors[number] for number, record in records if number in tensors}
     try:

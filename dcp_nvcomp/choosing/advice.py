@@ -31,7 +31,7 @@ from dcp_nvcomp.format.names import data_file_rank
 from dcp_nvcomp.maintenance.inspection import Inspection, Item, inspect_checkpoint
 from dcp_nvcomp.options import check_seconds
 
-# Codecs whose saves take about as long are told apart by what they store.
+# Of codecs whose saves take about as long, the one that stores least is taken.
 _ABOUT_AS_FAST = 1.05
 _EQUAL = 1 + 1e-9
 # "The Llama 3 Herd of Models" (2024): 419 unexpected interruptions in 54 days on 16,384 GPUs.
@@ -125,9 +125,9 @@ def advise(
     codec = _best(predictions)
     best = predictions[codec]
     stall = best.save_seconds if stall_seconds is None else check_seconds("stall_seconds", stall_seconds)
-    behind = max(0.0, best.save_seconds - stall)  # of an asynchronous save: until it is durable, the last one counts
+    in_background = max(0.0, best.save_seconds - stall)  # of an async save: until it is durable, the one before counts
     # saves can't overlap: the next one begins when the last is durable
-    interval = max(daly_seconds(stall, mtbf), behind)
+    interval = max(daly_seconds(stall, mtbf), in_background)
     return Advice(
         workload,
         codec,
@@ -136,7 +136,7 @@ def advise(
         young_seconds(stall, mtbf),
         mtbf,
         stall,
-        lost_part(interval, stall, best.load_seconds + behind, mtbf),
+        lost_part(interval, stall, best.load_seconds + in_background, mtbf),
         best,
         predictions["none"],
         found.sentence,

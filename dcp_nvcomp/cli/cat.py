@@ -110,7 +110,7 @@ def _dtype(value: torch.Tensor) -> str:
 
 
 def _statistics(value: torch.Tensor) -> dict[str, Any]:
-    """Return what tells a healthy tensor from a broken one."""
+    """Return by what a broken tensor is known."""
     import torch
 
     if not value.numel() or value.is_complex() or _computable(value) is not value:

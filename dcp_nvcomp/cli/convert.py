@@ -67,7 +67,7 @@ def convert_command(
 
     wanted = None if dtype is None else getattr(torch, dtype, None)
     if dtype is not None and not (isinstance(wanted, torch.dtype) and wanted.is_floating_point):
-        raise typer.BadParameter(f"{dtype!r} is no floating-point dtype of torch.", param_hint="--dtype")
+        raise typer.BadParameter(f"{dtype!r} is not a floating-point dtype of torch.", param_hint="--dtype")
     max_shard_nbytes = parse_nbytes(max_shard, "--max-shard")
     options = parse_storage_options(option)
     with progress_bar("converting") as progress:

@@ -170,15 +170,15 @@ def _warn_of_text(paths: Iterable[Path]) -> None:
 
 
 class _Moved:
-    """Adds up what was converted, and tells of it."""
+    """Adds up what was converted, and reports it."""
 
-    def __init__(self, total_nbytes: int, tell: Callable[[int, int], None] | None) -> None:
-        self._done_nbytes, self._total_nbytes, self._tell = 0, total_nbytes, tell
+    def __init__(self, total_nbytes: int, report: Callable[[int, int], None] | None) -> None:
+        self._done_nbytes, self._total_nbytes, self._report = 0, total_nbytes, report
 
     def __call__(self, nbytes: int) -> None:
         self._done_nbytes += nbytes
-        if self._tell is not None:
-            self._tell(self._done_nbytes, self._total_nbytes)
+        if self._report is not None:
+            self._report(self._done_nbytes, self._total_nbytes)
 
 
 def _nothing_selected(source: Source, prefix: str) -> ConfigurationError:

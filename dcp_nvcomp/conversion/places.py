@@ -62,7 +62,7 @@ def check_apart(files: Sequence[str], destination: str, writes: Callable[[str], 
 
 
 def stamps(files: Sequence[str], options: Mapping[str, Any]) -> list[list[Any]]:
-    """Return name, size and time of writing of files, which tell them from others at the same place."""
+    """Return name, size and time of writing of files, by which they are known from others at the same place."""
     if files and is_local(files[0]):
         found = [(file, os.stat(file)) for file in map(linked_to, files) if os.path.exists(file)]
         return [[file, status.st_size, status.st_mtime_ns] for file, status in found]

@@ -88,7 +88,9 @@ class SafetensorsSource(Source):
                 found = sorted(set(parse_json(data)["weight_map"].values()))
                 wanted = [check_relative_path(one, path=self.path) for one in found]
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise CorruptDataError("This is no index of safetensors.", path=filesystem.location(name)) from error
+                raise CorruptDataError(
+                    "This is not an index of safetensors.", path=filesystem.location(name)
+                ) from error
         elif PROGRESS_NAME in names:
             raise IncompleteCheckpointError(
                 "A conversion to this directory was cut off: repeat it, and it goes on where it was.", path=self.path
@@ -105,7 +107,7 @@ class SafetensorsSource(Source):
             raise CheckpointNotFoundError("There is no such file.", path=path)
         length = int.from_bytes(filesystem.read(name, 0, 8), "little") if nbytes >= 8 else -1
         if not 0 < length <= min(MAX_HEADER_NBYTES, nbytes - 8):
-            raise CorruptDataError("This is no safetensors file.", path=path)
+            raise CorruptDataError("This is not a safetensors file.", path=path)
         return parse_header(filesystem.read(name, 8, 8 + length), path=path, file_nbytes=nbytes)
 
     def _check_keys(self) -> None:

@@ -168,7 +168,7 @@ def parse_header(text: bytes, *, path: str, file_nbytes: int) -> list[StoredPart
         _check_seamless(found, begin, file_nbytes)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptDataError(
-            f"This is no safetensors file, or none of a kind known here: {type(error).__name__}: {error}", path=path
+            f"This is not a safetensors file, or not of a kind known here: {type(error).__name__}: {error}", path=path
         ) from error
     return found
 
@@ -189,7 +189,7 @@ def _check_seamless(parts: Sequence[StoredPart], begin: int, end: int) -> None:
 
 def _size(value: Any) -> int:
     if type(value) is not int or not 0 <= value <= _MAX_SIZE:
-        raise ValueError(f"{value!r} is no size")
+        raise ValueError(f"{value!r} is not a size")
     return value
 
 

@@ -143,7 +143,7 @@ def _loaded(local: str, path: str) -> Any:
         ) from error
     except Exception as error:  # torch.load raises almost anything for other files
         raise CorruptDataError(
-            f"This is no file of torch.save that can be mapped: {type(error).__name__}: {error}", path=path
+            f"This is not a file of torch.save that can be mapped: {type(error).__name__}: {error}", path=path
         ) from error
 
 

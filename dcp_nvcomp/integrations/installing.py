@@ -3,7 +3,7 @@
     install(writer={"codec": "auto"})        for good
     with install(): trainer.train()          or for a while
 
-A checkpoint that is saved meanwhile is one of ours, whoever saves it: `dcp.save(state, checkpoint_id=...)`,
+A checkpoint that is saved meanwhile is one of ours, whatever saves it: `dcp.save(state, checkpoint_id=...)`,
 `dcp.save(state, storage_writer=FileSystemWriter(...))`, and frameworks that do the same.
 """
 

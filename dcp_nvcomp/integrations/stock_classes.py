@@ -104,7 +104,7 @@ def _hook_class(stock: Any, kinds: Mapping[type, Kind]) -> None:
                     return made
         return object.__new__(cls) if before is object.__new__ else before(cls, *args, **kwargs)
 
-    new.__signature__ = signature  # type: ignore[attr-defined]  # who inspects the class sees what it takes
+    new.__signature__ = signature  # type: ignore[attr-defined]  # what inspects the class sees its arguments
     stock.__new__ = new
 
 

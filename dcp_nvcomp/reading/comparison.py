@@ -206,7 +206,7 @@ def _gap(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def _integer_gap(one: torch.Tensor, other: torch.Tensor) -> int:
-    """Return the largest difference of two integers, which a float may not be able to tell."""
+    """Return the largest difference of two integers, which may be too large for a float to be exact."""
     a, b = (tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor for tensor in (one, other))
     larger, smaller = np.maximum(a.numpy(), b.numpy()), np.minimum(a.numpy(), b.numpy())
     return int((larger.astype(np.uint64) - smaller.astype(np.uint64)).max())  # modulo 2^64, of which it is less
