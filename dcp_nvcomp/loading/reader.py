@@ -98,8 +98,8 @@ class NvcompReader(StorageReader):
         on_load: called with the `LoadStats` of this rank after each load. An exception that it raises becomes a
             warning.
         storage_deadline_seconds: time limit of one storage operation (reading a range, say) with all its retries, after
-            which it raises `StorageError`. It holds for S3, Azure, Google Cloud Storage, SFTP and SMB; elsewhere retries
-            are up to the client.
+            which it raises `StorageError`. It holds for S3, Azure, Google Cloud Storage, SFTP and SMB; elsewhere
+            retries are up to the client.
         **storage_options: for the fsspec filesystem, such as `endpoint_url` and `key` for S3. Arguments of stock DCP's
             readers that have no counterpart here are accepted if their value changes nothing.
 
