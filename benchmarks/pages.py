@@ -6,7 +6,8 @@ A document says where: a line `<!-- results SUITE/TABLE [COLUMN ...] -->` begins
 `<!-- machine SUITE -->` stands for a sentence on machine, date and command, and `<!-- targets SUITE -->` for the list
 of the suite's targets; of a suite without results they say so. `<!-- gpu section -->` is all that is known of GPUs,
 from results/gpu-acceptance.json, and `<!-- gpu summary -->` a sentence on it; see gpu_pages.py. `<!-- gpu traffic -->`
-is counted, see gpu_traffic.py.
+is counted, see gpu_traffic.py. `<!-- headline table -->`, `worst` and `machine` are what is on the first pages, and
+docs/images/headline.png is drawn anew; see headline.py.
 tests/benchmarks/test_pages.py checks that the documents are up to date.
 """
 
@@ -20,18 +21,21 @@ from typing import Any
 
 from benchmarks.gpu_pages import gpu_section, gpu_summary
 from benchmarks.gpu_traffic import gpu_traffic
+from benchmarks.headline import draw_headline, headline_machine, headline_table, headline_worst
 from benchmarks.measuring import Spread
 from benchmarks.results import Table
 
-__all__ = ["DOCUMENTS", "filled", "main"]
+__all__ = ["DOCUMENTS", "PICTURE", "filled", "main"]
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = (
     ROOT / "README.md",
-    *(ROOT / "docs" / name for name in ("performance.md", "storage.md", "guides/choosing.md")),
+    *(ROOT / "docs" / name for name in ("index.md", "performance.md", "codecs.md", "storage.md", "guides/choosing.md")),
 )
-_PLACE = re.compile(r"<!-- (results|machine|targets|gpu) (\S+)([^\n]*?) -->\n.*?<!-- end -->", re.DOTALL)
+PICTURE = ROOT / "docs" / "images" / "headline.png"
+_HEADLINES = {"table": headline_table, "worst": headline_worst, "machine": headline_machine}
+_PLACE = re.compile(r"<!-- (results|machine|targets|gpu|headline) (\S+)([^\n]*?) -->\n.*?<!-- end -->", re.DOTALL)
 
 
 def filled(text: str) -> str:
@@ -46,11 +50,12 @@ def filled(text: str) -> str:
         "machine": lambda suite, _: _sentence(_result(suite)),
         "targets": lambda suite, _: _targets(_result(suite)),
         "gpu": lambda part, _: _gpu(part),
+        "headline": lambda part, _: _HEADLINES[part](RESULTS),
     }
 
     def fill(place: re.Match[str]) -> str:
         kind, what, more = place.groups()
-        if kind != "gpu" and not (RESULTS / f"{what.partition('/')[0]}.json").exists():
+        if kind not in ("gpu", "headline") and not (RESULTS / f"{what.partition('/')[0]}.json").exists():
             return f"<!-- {kind} {what}{more} -->\nNot measured yet.\n<!-- end -->"
         return f"<!-- {kind} {what}{more} -->\n{fillers[kind](what, more.split())}\n<!-- end -->"
 
@@ -108,9 +113,10 @@ def _targets(result: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    """Fill all documents."""
+    """Fill all documents, and draw the picture."""
     for path in DOCUMENTS:
         path.write_text(filled(path.read_text()))
+    draw_headline(RESULTS, PICTURE)
 
 
 if __name__ == "__main__":

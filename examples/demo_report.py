@@ -1,6 +1,6 @@
 """The demo's table, as text and as Markdown, and its picture.
 
-python examples/demo_report.py demo-out     puts both into README.md and docs/images, as `make figures` does
+python examples/demo_report.py demo-out     puts both into docs/performance.md and docs/images, as `make figures` does
 """
 
 from __future__ import annotations
@@ -125,12 +125,12 @@ def draw(compared: dict[str, Any], jobs: list[dict[int, float]], lost: list[tupl
 
 
 def publish(output: Path, root: Path) -> None:
-    """Puts a demo's table and picture into the README."""
+    """Puts a demo's table and picture into docs/performance.md."""
     begin, end = "<!-- measured by make demo -->\n", "<!-- end -->"
-    readme = root / "README.md"
-    before, _, rest = readme.read_text().partition(begin)
+    page = root / "docs" / "performance.md"
+    before, _, rest = page.read_text().partition(begin)
     after = rest.partition(end)[2]
-    readme.write_text(before + begin + (output / "table.md").read_text() + end + after)
+    page.write_text(before + begin + (output / "table.md").read_text() + end + after)
     (root / "docs" / "images").mkdir(exist_ok=True)
     shutil.copy(output / "demo.png", root / "docs" / "images" / "demo.png")
 

@@ -97,8 +97,9 @@ class NvcompReader(StorageReader):
         progress: if True, rank 0 draws a progress bar; where standard error is no terminal, it logs a line every 10 s.
         on_load: called with the `LoadStats` of this rank after each load. An exception that it raises becomes a
             warning.
-        storage_deadline_seconds: on `s3://`, time limit of one storage operation (reading a range, say) with all its
-            retries. After that it raises `StorageError`.
+        storage_deadline_seconds: time limit of one storage operation (reading a range, say) with all its retries, after
+            which it raises `StorageError`. It holds for S3, Azure, Google Cloud Storage, SFTP and SMB; elsewhere
+            retries are up to the client.
         **storage_options: for the fsspec filesystem, such as `endpoint_url` and `key` for S3. Arguments of stock DCP's
             readers that have no counterpart here are accepted if their value changes nothing.
 

@@ -110,8 +110,9 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         cuda_zstd: who writes literals-only Zstandard frames (those of `"auto"` and `"planes-zstd"`) on a GPU:
             `"nvcomp"`, `"literals"`, which are this package's own kernels, or `"auto"`: nvCOMP, unless it fails its
             self-test or was measured to be slower on this kind of GPU. Every zstd decoder reads the frames of both.
-        storage_deadline_seconds: on `s3://`, time limit of one storage operation (sending a part, reading a range,
-            publishing) with all its retries. After that it raises `StorageError`.
+        storage_deadline_seconds: time limit of one storage operation (sending a part, reading a range, publishing) with
+            all its retries, after which it raises `StorageError`. It holds for S3, Azure, Google Cloud Storage, SFTP
+            and SMB; elsewhere retries are up to the client.
         staging: what `async_save` does with host tensors while its caller waits. `"copy"` copies them, to be encoded
             behind; `"encode"` encodes them, which takes longer, but holds less memory and leaves nothing to do behind;
             `"auto"` copies if a process can encode behind. Tensors on a GPU are encoded there.

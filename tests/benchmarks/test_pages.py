@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
-from benchmarks import pages
+from benchmarks import headline, pages
 from benchmarks.measuring import Settings, Spread
 from benchmarks.results import Report
 
@@ -15,8 +17,35 @@ from benchmarks.results import Report
 @pytest.mark.parametrize("path", pages.DOCUMENTS, ids=lambda path: path.name)
 def test_documents_are_up_to_date(path: Path) -> None:
     text = path.read_text()
-    assert "<!-- results " in text
+    assert re.search("<!-- (results|headline) ", text)
     assert pages.filled(text) == text, "run python -m benchmarks.pages"
+
+
+def test_the_picture_is_up_to_date() -> None:
+    with Image.open(pages.PICTURE) as picture:
+        assert picture.info["Description"] == headline.headline_table(pages.RESULTS), "run python -m benchmarks.pages"
+    assert pages.PICTURE.stat().st_size < 100_000
+
+
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    headline.draw_headline(pages.RESULTS, tmp_path / "headline.png")
+    with Image.open(tmp_path / "headline.png") as picture:
+        assert picture.size == (960, 672)
+
+
+def test_what_is_slower_is_said() -> None:
+    lines = headline.headline_table(pages.RESULTS).splitlines()[4:]
+    factors = [float(line.split("|")[5].split()[0]) for line in lines]
+    assert len(factors) == 7
+    assert [": slower" in line for line in lines] == [factor < 1 for factor in factors]
+
+
+def test_figures_are_of_one_state(tmp_path: Path) -> None:
+    for name in ("cpu", "overlap", "s3"):
+        text = (pages.RESULTS / f"{name}.json").read_text()
+        (tmp_path / f"{name}.json").write_text(text.replace("537 MB", "536 MB") if name == "s3" else text)
+    with pytest.raises(ValueError, match="different sizes: 536 MB, 537 MB"):
+        headline.headline_table(tmp_path)
 
 
 def test_results_are_of_real_runs() -> None:

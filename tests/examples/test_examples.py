@@ -32,6 +32,23 @@ def test_save_load(tmp_path: Path) -> None:
     assert "equal to what was saved" in run(EXAMPLES / "save_load.py", tmp_path / "checkpoint")
 
 
+def test_a_demo_is_published(tmp_path: Path) -> None:
+    output, page = tmp_path / "demo-out", tmp_path / "docs" / "performance.md"
+    output.mkdir()
+    page.parent.mkdir()
+    (output / "table.md").write_text("| a |\n")
+    (output / "demo.png").write_bytes(b"drawn")
+    page.write_text((EXAMPLES.parent / "docs" / "performance.md").read_text())
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        from demo_report import publish
+    finally:
+        sys.path.remove(str(EXAMPLES))
+    publish(output, tmp_path)
+    assert "<!-- measured by make demo -->\n| a |\n<!-- end -->\n\nMB are" in page.read_text()
+    assert (tmp_path / "docs" / "images" / "demo.png").read_bytes() == b"drawn"
+
+
 @pytest.mark.tools
 def test_reshard(tmp_path: Path) -> None:
     printed = run(EXAMPLES / "reshard.py", tmp_path / "checkpoint")

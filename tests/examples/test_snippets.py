@@ -11,33 +11,38 @@ import pytest
 import torch
 from torch import nn
 from torchdata.stateful_dataloader import StatefulDataLoader
+from typer.testing import CliRunner
+
+from dcp_nvcomp.cli.app import app
 
 README = Path(__file__).parents[2] / "README.md"
-PLACE = "s3://bucket/run/step-1000"
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(6, 20)])
-
-
-def test_the_first_snippet(tmp_path: Path) -> None:
-    found = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+def test_what_the_readme_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The snippet and the command after it print what stands there, numbers to within a hundredth."""
+    pattern = r"```python\n(.*?)```\n\n```\n(.*?)```\n\n`(.*?)` prints:\n\n```\n(.*?)```"
+    found = re.search(pattern, README.read_text(), re.DOTALL)
     assert found is not None
-    snippet = found[1]
-    assert snippet.count(PLACE) == 3 and len(snippet.splitlines()) <= 10
-    saved = Model()
-    with torch.device("meta"):
-        model = Model()
-    state = {"model": saved.state_dict()}
-    code = snippet.replace(PLACE, str(tmp_path / "step"))
-    exec(compile(code, "README.md", "exec"), {"state": state, "model": model})  # the document's own code
-    assert torch.equal(model.layers[0].weight, saved.layers[0].weight)  # type: ignore[arg-type]
+    snippet, printed, command, table = found.groups()
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    exec(compile(snippet, "README.md", "exec"), {})  # the document's own code
+    assert capsys.readouterr().out == printed
+    assert command.startswith("dcp-nvcomp ")
+    done = CliRunner().invoke(app, command.split()[1:], env={"COLUMNS": "120"})
+    assert done.exit_code == 0
+    for line, expected in zip(done.stdout.splitlines(), table.splitlines(), strict=True):
+        for word, other in zip(line.split(), expected.split(), strict=True):
+            try:
+                assert float(word) == pytest.approx(float(other), rel=0.01)
+            except ValueError:
+                assert word == other
 
 
-@pytest.mark.parametrize("page", [README, README.parent / "docs" / "runs.md"])
-def test_the_snippet_of_a_run(page: Path, tmp_path: Path) -> None:
+def test_the_snippet_of_a_run(tmp_path: Path) -> None:
+    page = README.parent / "docs" / "runs.md"
     snippets = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     (snippet,) = (one for one in snippets if "CheckpointManager(" in one)
     code = snippet.replace("s3://bucket/run-7", str(tmp_path / "run"))
