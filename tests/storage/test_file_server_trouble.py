@@ -1,11 +1,10 @@
-"""SFTP and SMB: servers that lose, refuse or grant little, links, and what is sent past smbprotocol."""
+"""SFTP and SMB: servers that lose, refuse or grant little, and links."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
-import threading
+import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 
 from dcp_nvcomp.errors import StorageError
 from dcp_nvcomp.storage.base import Filesystem
-from dcp_nvcomp.storage.file_servers.session import ConnectionLostError
+from dcp_nvcomp.storage.file_servers.client import ConnectionLostError
 from dcp_nvcomp.storage.open import open_filesystem
 from tests.servers.sftp import SftpServer
 from tests.servers.smb import SmbServer
@@ -43,12 +42,12 @@ def store(kind: str, request: pytest.FixtureRequest) -> Place:
 
 
 @pytest.fixture
-def sessions(kind: str, store: Place) -> Any:
+def connections(kind: str, store: Place) -> Any:
     """The class whose methods ask the server."""
-    from dcp_nvcomp.storage.file_servers.sftp import SftpSession
-    from dcp_nvcomp.storage.file_servers.smb import SmbSession
+    from dcp_nvcomp.storage.file_servers.sftp import SftpConnection
+    from dcp_nvcomp.storage.file_servers.smb import SmbConnection
 
-    return SftpSession if kind == "sftp" else SmbSession
+    return SftpConnection if kind == "sftp" else SmbConnection
 
 
 def opened(place: Place, **options: Any) -> Filesystem:
@@ -77,18 +76,18 @@ def replaced(filesystem: Filesystem) -> None:
 
 @pytest.mark.parametrize("publish", [published, published_first, replaced])
 def test_a_temporary_that_the_server_lost_was_not_published(
-    store: Place, server: Any, sessions: Any, publish: Callable[[Filesystem], None], monkeypatch: pytest.MonkeyPatch
+    store: Place, server: Any, connections: Any, publish: Callable[[Filesystem], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its name was not durable when the server died: the rename that was lost with the answer was never done."""
     filesystem, folder = opened(store), server.folder(store[0])
     filesystem.publish(".metadata", b"old")
 
-    def lost(session: Any, source: str, target: str) -> None:
+    async def lost(connection: Any, source: str, target: str) -> None:
         (folder / os.path.basename(source)).unlink()
         raise ConnectionLostError("the server died")
 
-    monkeypatch.setattr(sessions, "replace", lost)
-    monkeypatch.setattr(sessions, "rename_new", lost)
+    monkeypatch.setattr(connections, "replace", lost)
+    monkeypatch.setattr(connections, "rename_new", lost)
     with pytest.raises(StorageError, match="other contents") as caught:
         publish(filesystem)
     assert caught.value.outcome_unknown
@@ -97,18 +96,18 @@ def test_a_temporary_that_the_server_lost_was_not_published(
 
 
 def test_what_another_save_published_since_is_told(
-    store: Place, server: Any, sessions: Any, monkeypatch: pytest.MonkeyPatch
+    store: Place, server: Any, connections: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rename was done, its answer was lost, and another save came before it was looked at."""
     filesystem, folder = opened(store), server.folder(store[0])
-    replace = sessions.replace
+    replace = connections.replace
 
-    def done_but_lost(session: Any, source: str, target: str) -> None:
-        replace(session, source, target)
+    async def done_but_lost(connection: Any, source: str, target: str) -> None:
+        await replace(connection, source, target)
         (folder / ".metadata").write_bytes(b"theirs, which is longer")
         raise ConnectionLostError("the wire is cut")
 
-    monkeypatch.setattr(sessions, "replace", done_but_lost)
+    monkeypatch.setattr(connections, "replace", done_but_lost)
     with pytest.raises(StorageError, match="another save") as caught:
         filesystem.publish(".metadata", b"ours")
     assert caught.value.outcome_unknown
@@ -117,7 +116,7 @@ def test_what_another_save_published_since_is_told(
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
 def test_a_directory_that_cannot_be_synced_any_more(
-    store: Place, kind: str, sessions: Any, number: int, monkeypatch: pytest.MonkeyPatch
+    store: Place, kind: str, connections: Any, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It could when it was made, so this is no server that never can: what was published may not be durable."""
     filesystem = opened(store)
@@ -127,12 +126,13 @@ def test_a_directory_that_cannot_be_synced_any_more(
         raise OSError(number, "the disk fails")
 
     if kind == "sftp":
-        sync = sessions.sync
+        import asyncssh
 
-        def sync_files_only(session: Any, file: Any) -> None:
-            failing() if file.path.endswith("/run") else sync(session, file)
+        async def failing_fsync(file: Any) -> None:
+            if stat.S_ISDIR((await file.stat()).permissions):
+                failing()
 
-        monkeypatch.setattr(sessions, "sync", sync_files_only)
+        monkeypatch.setattr(asyncssh.SFTPClientFile, "fsync", failing_fsync)
     else:
         from smbprotocol.open import Open
 
@@ -161,33 +161,7 @@ def test_a_file_behind_a_link(store: Place, server: Any) -> None:
     assert filesystem.file_nbytes("broken") is None
 
 
-# --- files that nobody needs any more --------------------------------------------------------------------------------
-
-
-@pytest.mark.sftp
-def test_aborted_files_are_closed(sftp_server: SftpServer, sftp_store: Place) -> None:
-    """Their space is free at once: the server keeps an open file as long as the connection lives."""
-    filesystem, folder = opened(sftp_store, default_block_size=PART_NBYTES), sftp_server.folder(sftp_store[0])
-
-    def open_files() -> int:
-        found = 0
-        for link in Path("/proc").glob("[0-9]*/fd/*"):
-            try:
-                found += os.readlink(link).startswith(str(folder))
-            except OSError:  # of a process that has ended
-                continue
-        return found
-
-    for number in range(3):
-        stream = filesystem.open_output(f"a-{number}")
-        stream.write(bytes(3 * PART_NBYTES))
-        assert open_files() == 1
-        stream.abort()
-    assert open_files() == 0
-    assert filesystem.list_names() == []
-
-
-# --- SMB's requests --------------------------------------------------------------------------------------------------
+# --- SMB servers ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -243,67 +217,13 @@ def test_how_messages_are_signed(smb_with: Callable[..., SmbServer], settings: t
 
 
 @pytest.mark.smb
-@pytest.mark.parametrize("signed", [True, False])
-def test_a_bit_that_flips_on_the_way(smb_server: SmbServer, smb_store: Place, signed: bool) -> None:
-    """A signed answer is not believed, and asked for again; without a signature the reader's checksums must do."""
-    from dcp_nvcomp.storage.file_servers import smb_transfers
-
-    filesystem = opened(smb_store, require_signing=signed)
-    data = os.urandom(3 << 20)
-    write_file(filesystem, "data", data)
-    take, flipped = smb_transfers.DirectTransfers.take, []
-
-    def take_flipped(transfers: Any, answer: Any, parts: Any) -> None:
-        if answer.data_nbytes > 1000 and not flipped and len(parts[2]):
-            flipped.append(answer)
-            parts[2][500] ^= 1
-        take(transfers, answer, parts)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(smb_transfers.DirectTransfers, "take", take_flipped)
-        found = filesystem.read_all("data", limit_nbytes=len(data))
-    assert flipped and (found == data) == signed
-
-
-@pytest.mark.smb
-def test_nothing_is_written_into_a_buffer_that_was_given_up(smb_store: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is received after its reader gave up must not change what the memory is used for by then."""
-    from dcp_nvcomp.storage.file_servers.smb_socket import SmbSocket
-
-    filesystem = opened(smb_store)
-    data = os.urandom(1 << 20)
-    write_file(filesystem, "data", data)
-    receive, slow, received = SmbSocket._receive, threading.Event(), threading.Event()
-
-    def receive_late(self: SmbSocket, answer: Any, message: bytearray, nbytes: int, buffer: memoryview) -> None:
-        if len(buffer) < len(data) or slow.is_set():
-            receive(self, answer, message, nbytes, buffer)
-            return
-        slow.set()
-        time.sleep(2.0)  # the reader waits for one second
-        receive(self, answer, message, nbytes, buffer)
-        received.set()
-
-    monkeypatch.setattr(SmbSocket, "_receive", receive_late)
-    impatient = open_filesystem(smb_store[0], storage_options=smb_store[1], deadline_seconds=3.0)
-    buffer = bytearray(len(data))
-    with contextlib.suppress(StorageError):  # there may be time for another connection
-        impatient.read_into("data", 0, memoryview(buffer))
-    assert slow.is_set()
-    buffer[:] = bytes(len(buffer))
-    received.wait(5)
-    time.sleep(0.2)
-    assert buffer == bytes(len(buffer))
-
-
-@pytest.mark.smb
 def test_a_login_that_needs_a_package_is_not_repeated(smb_store: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dcp_nvcomp.storage.file_servers import smb_login
+    from smbprotocol.session import Session
 
     def connect(login: Any) -> None:
         raise ImportError("GSSAPIProxy requires the Python gssapi library")
 
-    monkeypatch.setattr(smb_login.SmbLogin, "connect", connect)
+    monkeypatch.setattr(Session, "connect", connect)
     began = time.monotonic()
     with pytest.raises(StorageError, match=r"gssapi library: pip install 'smbprotocol\[kerberos\]'") as caught:
         opened(smb_store, auth_protocol="kerberos")

@@ -23,8 +23,8 @@ import pytest
 
 from dcp_nvcomp.errors import ConcurrentSaveError, ConfigurationError, StorageError
 from dcp_nvcomp.storage.base import Filesystem
-from dcp_nvcomp.storage.file_servers.pool import Pool
-from dcp_nvcomp.storage.file_servers.session import ConnectionLostError, Session
+
+from dcp_nvcomp.storage.file_servers.client import ConnectionLostError, ServerClient
 from dcp_nvcomp.storage.open import open_filesystem
 from tests.servers.sftp import SftpServer
 from tests.servers.smb import SmbServer
@@ -93,10 +93,10 @@ def opened(place: Place, **options: Any) -> Filesystem:
 @contextlib.contextmanager
 def within(filesystem: Filesystem, seconds: float) -> Iterator[None]:
     """Give it less time for a while: for a login a busy machine may need more."""
-    pool: Pool = filesystem._pool  # type: ignore[attr-defined]
-    before, pool.deadline_seconds, pool.removal_seconds = pool.deadline_seconds, seconds, seconds
+    client: ServerClient = filesystem._client  # type: ignore[attr-defined]
+    before, client.deadline_seconds, client.removal_seconds = client.deadline_seconds, seconds, seconds
     yield
-    pool.deadline_seconds = pool.removal_seconds = before
+    client.deadline_seconds = client.removal_seconds = before
 
 
 def through(wire: Wire, server: FileServer, store: Place) -> Place:
@@ -271,26 +271,6 @@ def test_a_frozen_server_is_told_within_the_deadline(own_server: FileServer) -> 
     assert filesystem.list_names() == ["a"]
 
 
-@pytest.mark.smb
-def test_a_socket_that_is_closed_just_after_we_looked(smb_store: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The receiving thread closes it, at any time, when the connection is cut."""
-    filesystem = opened(smb_store)
-    filesystem.create_directory()
-    pool: Pool = filesystem._pool  # type: ignore[attr-defined]
-    connection: Any = pool.take(1.0, 1.0)
-    pool.give_back(connection, broken=False)
-    transport = connection.wire.transport
-    transport.cut()
-    while transport.connected:
-        time.sleep(0.01)
-    seen = iter([True, True])
-    monkeypatch.setattr(type(connection), "is_alive", property(lambda self: next(seen, False)))
-    filesystem.publish("a", b"x")
-    monkeypatch.undo()
-    assert filesystem.list_names() == ["a"]
-    filesystem.close()
-
-
 def test_a_server_that_is_not_there(own_server: FileServer) -> None:
     filesystem = opened(own_server.place("run"))
     own_server.kill()
@@ -306,27 +286,31 @@ def test_a_server_that_is_not_there(own_server: FileServer) -> None:
     assert filesystem.list_names() == ["a"]
 
 
-@pytest.mark.parametrize(("step", "may_be_done"), [("sync", False), ("replace", True)])
+def connections(kind: str) -> Any:
+    """The class whose methods ask the server."""
+    from dcp_nvcomp.storage.file_servers.sftp import SftpConnection
+    from dcp_nvcomp.storage.file_servers.smb import SmbConnection
+
+    return SftpConnection if kind == "sftp" else SmbConnection
+
+
+@pytest.mark.parametrize(("step", "may_be_done"), [("write", False), ("replace", True)])
 def test_a_publish_without_an_answer_may_be_done(
     server: FileServer, store: Place, monkeypatch: pytest.MonkeyPatch, kind: str, step: str, may_be_done: bool
 ) -> None:
-    from dcp_nvcomp.storage.file_servers.sftp import SftpSession
-    from dcp_nvcomp.storage.file_servers.smb import SmbSession
-
-    sessions: type[Session] = SftpSession if kind == "sftp" else SmbSession
     with Wire(server.port) as wire:
         filesystem = opened(through(wire, server, store))
         filesystem.create_directory()
         filesystem.publish("a", b"old")
-        done = getattr(sessions, step)
+        done = getattr(connections(kind), step)
 
-        def without_an_answer(*arguments: Any) -> None:
-            done(*arguments)
+        async def without_an_answer(*arguments: Any, **options: Any) -> None:
+            await done(*arguments, **options)
             wire.break_off()
             raise ConnectionLostError("the wire is cut")
 
         with monkeypatch.context() as patch, within(filesystem, 2.0):
-            patch.setattr(sessions, step, without_an_answer)
+            patch.setattr(connections(kind), step, without_an_answer)
             with pytest.raises(StorageError) as caught:
                 filesystem.publish("a", b"new")
         assert caught.value.outcome_unknown == may_be_done
@@ -334,29 +318,26 @@ def test_a_publish_without_an_answer_may_be_done(
         assert filesystem.read_all("a", limit_nbytes=10) == (b"new" if may_be_done else b"old")
 
 
-@pytest.mark.sftp
 @pytest.mark.parametrize("theirs", [False, True])
 def test_a_rename_that_was_interrupted_half_way(
-    sftp_server: SftpServer, sftp_store: Place, monkeypatch: pytest.MonkeyPatch, theirs: bool
+    server: FileServer, store: Place, kind: str, monkeypatch: pytest.MonkeyPatch, theirs: bool
 ) -> None:
-    """OpenSSH makes the new name and then removes the old one. Is the new one ours?"""
-    from dcp_nvcomp.storage.file_servers.sftp import SftpSession
-
-    filesystem = opened(sftp_store)
+    """The new name is made and then the old one removed. Is the new one ours?"""
+    filesystem, folder = opened(store), server.folder(store[0])
     filesystem.create_directory()
-    rename, calls = SftpSession.rename_new, []
+    rename, calls = connections(kind).rename_new, []
 
-    def interrupted(session: SftpSession, source: str, target: str) -> None:
+    async def interrupted(connection: Any, source: str, target: str) -> None:
         calls.append(target)
         if len(calls) > 1:
-            return rename(session, source, target)
+            return await rename(connection, source, target)
         if theirs:
-            Path(target).write_bytes(b"theirs")
+            (folder / "a").write_bytes(b"theirs")
         else:
-            os.link(source, target)
+            os.link(folder / os.path.basename(source), folder / "a")
         raise ConnectionLostError("the server was killed")
 
-    monkeypatch.setattr(SftpSession, "rename_new", interrupted)
+    monkeypatch.setattr(connections(kind), "rename_new", interrupted)
     if theirs:
         with pytest.raises(ConcurrentSaveError):
             filesystem.publish("a", b"ours", overwrite=False)
@@ -566,10 +547,10 @@ def test_only_an_empty_directory_is_removed(server: FileServer, store: Place) ->
     filesystem.remove_directory()
 
 
-def test_a_dropped_stream_holds_no_connection(store: Place) -> None:
+def test_dropped_streams_hold_nothing(store: Place) -> None:
     filesystem = opened(store, default_block_size=PART_NBYTES)
     filesystem.create_directory()
-    for number in range(34):  # more than there are connections
+    for number in range(34):
         filesystem.open_output(f"dropped-{number}").write(bytes(2 * PART_NBYTES))
         gc.collect()
     assert len(filesystem.list_names()) == 34
@@ -633,26 +614,23 @@ def test_a_server_without_openssh_s_extensions(tmp_path: Path, sftp_server: Sftp
 
 @contextlib.contextmanager
 def held_open(filesystem: Filesystem, name: str) -> Iterator[None]:
-    """Have a file open to be read, as a slow reader."""
-    pool: Pool = filesystem._pool  # type: ignore[attr-defined]
-    lease = pool.lease()
+    """Have a file open to be read, as a slow reader, on the connection that the filesystem uses next."""
+    client: ServerClient = filesystem._client  # type: ignore[attr-defined]
     key = filesystem._key(name)  # type: ignore[attr-defined]
-    file = lease.run("read", name, lambda session: session.open_to_read(key))
+
+    async def begin(connection: Any) -> Any:
+        if isinstance(connection, connections("smb")):
+            return connection._open(key, "rb")
+        return await connection._sftp.open(key, "rb")
+
+    async def end(connection: Any) -> None:
+        closed = file.close()
+        if closed is not None:
+            await closed
+
+    file = client.run("read", name, begin)
     yield
-
-    def close(session: Session) -> None:
-        session.close(file)
-
-    lease.run("read", name, close)
-    lease.release()
-
-
-@pytest.fixture
-def as_on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Samba refuses to replace a file that is open on the same connection only, Windows one that anybody has open."""
-    from dcp_nvcomp.storage.file_servers.smb_login import SmbConnection
-
-    monkeypatch.setattr(SmbConnection, "users", 2)
+    client.run("read", name, end)
 
 
 def test_a_file_is_replaced_while_somebody_reads_it(store: Place) -> None:
@@ -666,8 +644,8 @@ def test_a_file_is_replaced_while_somebody_reads_it(store: Place) -> None:
 
 
 @pytest.mark.smb
-@pytest.mark.usefixtures("as_on_windows")
 def test_a_publish_waits_for_readers(smb_store: Place) -> None:
+    """Windows replaces no file that any client has open, Samba none that is open on the same connection."""
     filesystem = opened(smb_store)
     filesystem.create_directory()
     filesystem.publish("a", b"old")
@@ -682,7 +660,6 @@ def test_a_publish_waits_for_readers(smb_store: Place) -> None:
 
 
 @pytest.mark.smb
-@pytest.mark.usefixtures("as_on_windows")
 def test_a_publish_does_not_wait_longer_than_the_deadline(smb_store: Place) -> None:
     filesystem = opened(smb_store)
     filesystem.create_directory()
@@ -712,8 +689,8 @@ def test_a_file_is_removed_while_somebody_reads_it(store: Place) -> None:
 
 
 @pytest.mark.smb
-def test_a_read_waits_for_who_has_the_file_for_himself(smb_store: Place) -> None:
-    """As programs that look for viruses have it, and for a moment a save that asks whether somebody has it open."""
+def test_a_read_waits_for_an_exclusive_reader(smb_store: Place) -> None:
+    """As programs that look for viruses are, and for a moment a save that asks whether a client has it open."""
     filesystem, other = opened(smb_store), opened(smb_store, share_access="w")
     filesystem.create_directory()
     filesystem.publish("a", b"x")
@@ -740,10 +717,10 @@ def test_how_smb_is_protected(smb_store: Place, option: dict[str, Any]) -> None:
 
 def test_a_forked_process_makes_connections_of_its_own(store: Place) -> None:
     filesystem = opened(store, deadline_seconds=90.0)
-    pool: Pool = filesystem._pool  # type: ignore[attr-defined]
+    client: ServerClient = filesystem._client  # type: ignore[attr-defined]
     filesystem.create_directory()
     filesystem.publish("parents", b"parent")
-    before = list(pool._used)
+    before = list(client._idle)
     child = os.fork()
     if not child:
         status = 1
@@ -757,7 +734,7 @@ def test_a_forked_process_makes_connections_of_its_own(store: Place) -> None:
         os._exit(status)
     assert os.waitpid(child, 0)[1] == 0
     filesystem.publish("parents", b"again")
-    assert list(pool._used) == before
+    assert client._idle == before
     assert filesystem.list_names() == ["child", "parents"]
 
 
@@ -771,10 +748,9 @@ def test_a_missing_package(protocol: str, package: str, monkeypatch: pytest.Monk
     import dcp_nvcomp.storage.file_servers as room
 
     module = "smb" if protocol == "smb" else "sftp"
-    for ours in (module, f"{module}_login", f"{module}_status"):
-        monkeypatch.delitem(sys.modules, f"{room.__name__}.{ours}", raising=False)
-        monkeypatch.delattr(room, ours, raising=False)
-    for name in [name for name in sys.modules if name.split(".")[0] == package]:
+    monkeypatch.delitem(sys.modules, f"{room.__name__}.{module}", raising=False)
+    monkeypatch.delattr(room, module, raising=False)
+    for name in [name for name in sys.modules if name.split(".")[0] in (package, "smbclient")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigurationError, match=rf"pip install 'dcp-nvcomp\[{module}\]'"):

@@ -1,1 +1,1 @@
-"""Servers that keep files and directories: SFTP and SMB."""
+"""SFTP and SMB servers."""

@@ -1,9 +1,4 @@
-"""A checkpoint's directory on a file server.
-
-data files    written front to back in parts, synced: output.py
-publish       a temporary that takes the name of the file in one step: publish.py
-requests      sftp.py and smb.py send them, pool.py repeats what a lost connection interrupted
-"""
+"""A checkpoint's directory on an SFTP or SMB server."""
 
 from __future__ import annotations
 
@@ -11,88 +6,112 @@ import contextlib
 import errno
 import posixpath
 import time
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from dcp_nvcomp.errors import StorageError
+from dcp_nvcomp.errors import ConfigurationError, StorageError
+from dcp_nvcomp.redaction import Redactor
 from dcp_nvcomp.storage.base import Below, FileInfo, OutputStream, check_relative_path, too_short
-from dcp_nvcomp.storage.file_servers.output import PART_COPIES, ServerOutput
-from dcp_nvcomp.storage.file_servers.pool import Pool
-from dcp_nvcomp.storage.file_servers.publish import publish, remove_quietly, take_place
-from dcp_nvcomp.storage.file_servers.session import Entry, Session
+from dcp_nvcomp.storage.file_servers.client import Connection, Entry, ServerClient
+from dcp_nvcomp.storage.file_servers.urls import SMB, SftpPlace, SmbPlace, sftp_place, smb_place
+from dcp_nvcomp.storage.file_servers.writing import ServerOutput, move, publish, remove_quietly
 from dcp_nvcomp.storage.fsspec_output import Replacement
 from dcp_nvcomp.storage.remote import RemoteFilesystem
 from dcp_nvcomp.storage.temporary import clock_name, temporary_name
 
-_PARALLEL_READS: Final = 4
-_PARALLEL_WRITES: Final = 4
+
+def open_file_server(
+    path: str,
+    protocol: str,
+    *,
+    options: Mapping[str, Any],
+    deadline_seconds: float,
+    known_options: Sequence[str] = (),
+) -> ServerFilesystem:
+    """Open the place of one checkpoint; nothing is sent yet."""
+    place: SftpPlace | SmbPlace
+    connection: Any
+    try:
+        if protocol in SMB:
+            from dcp_nvcomp.storage.file_servers.smb import SmbConnection
+
+            connection = SmbConnection
+            place = smb_place(path, options, known_options)
+            secrets = {"password": place.password}
+        else:
+            from dcp_nvcomp.storage.file_servers.sftp import SftpConnection
+
+            connection = SftpConnection
+            place = sftp_place(path, options, known_options)
+            secrets = {name: place.client.get(name) for name in ("password", "passphrase")}
+    except ImportError as error:
+        extra = "smb" if protocol in SMB else "sftp"
+        raise ConfigurationError(f"{protocol}:// is not available here: pip install 'dcp-nvcomp[{extra}]'.") from error
+    hidden = {**options, **secrets}
+    client = ServerClient(lambda: connection(place), place.server, deadline_seconds, Redactor(path, hidden))
+    return ServerFilesystem(path, place.path, client, part_nbytes=place.part_nbytes, options=hidden)
 
 
 class ServerFilesystem(RemoteFilesystem):
     """Files on an SFTP or SMB server."""
 
-    parallel_reads = _PARALLEL_READS
-    read_copies = 2
+    parallel_reads = 4
 
-    def __init__(self, path: str, root: str, pool: Pool, *, part_nbytes: int, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, path: str, root: str, client: ServerClient, *, part_nbytes: int, options: Mapping[str, Any]
+    ) -> None:
         super().__init__(path, root, part_nbytes, options)
-        self._pool = pool
-
-    def output_streams(self, thread_count: int, memory_budget: int) -> int:
-        return max(1, min(_PARALLEL_WRITES, memory_budget // (PART_COPIES * self._part_nbytes)))
-
-    # --- directories ----------------------------------------------------------------------------------------------
+        self._client = client
 
     def create_directory(self) -> None:
-        self._pool.run("create the directory", self.path, self._make_directory)
+        self._client.run("create the directory", self.path, self._make_directory)
 
-    def _make_directory(self, session: Session) -> None:
+    async def _make_directory(self, connection: Connection) -> None:
         missing: list[str] = []
         folder = self._root
-        while folder and (entry := session.look_up(folder)) is None:
+        while folder and (entry := await connection.look_up(folder)) is None:
             missing.append(folder)
             folder = folder.rpartition("/")[0]
         if folder and entry is not None and entry.kind == "file":
             raise NotADirectoryError(errno.ENOTDIR, f"{folder} is a file")
         for folder in reversed(missing):
             with contextlib.suppress(FileExistsError):  # another process made it since
-                session.make_directory(folder)
-        # their names, and that of the last one also if somebody else made it and was interrupted then
+                await connection.make_directory(folder)
+        # their names, and that of the last one also if another process made it and was interrupted then
         for folder in missing or [self._root]:
-            session.sync_directory(posixpath.dirname(folder))
+            await connection.sync_directory(posixpath.dirname(folder))
 
     def remove_directory(self) -> None:
-        def remove(session: Session) -> None:
+        async def remove(connection: Connection) -> None:
             try:
-                session.remove_directory(self._root)
+                await connection.remove_directory(self._root)
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR, errno.EBUSY):
                     raise
 
-        self._pool.run("remove the directory", self.path, remove)
+        self._client.run("remove the directory", self.path, remove)
 
     def free_nbytes(self) -> int | None:
-        def look_up(session: Session) -> int | None:
+        async def look_up(connection: Connection) -> int | None:
             existing = self._root
-            while existing and session.look_up(existing) is None:
+            while existing and await connection.look_up(existing) is None:
                 existing = existing.rpartition("/")[0]
-            return session.free_nbytes(existing or "/")
+            return await connection.free_nbytes(existing or "/")
 
-        return self._pool.run("look up the free space", self.path, look_up)
+        return self._client.run("look up the free space", self.path, look_up)
 
     def list_files(self) -> list[FileInfo]:
-        return self._pool.run("list", self.path, self._files)
+        async def files(connection: Connection) -> list[FileInfo]:
+            found = []
+            for entry in await _listed(connection, self._root):
+                nbytes: int | None = entry.nbytes
+                if entry.kind == "other":  # a link is what it leads to, as for readers
+                    nbytes = await connection.file_nbytes(f"{self._root}/{entry.name}")
+                if entry.kind != "directory" and nbytes is not None:
+                    found.append(FileInfo(entry.name, nbytes, entry.modified_seconds))
+            return sorted(found, key=lambda file: file.name)
 
-    def _files(self, session: Session) -> list[FileInfo]:
-        files = []
-        for entry in _listed(session, self._root):
-            if entry.kind == "file":
-                files.append(_info(entry))
-            elif entry.kind == "other":  # a link is what it leads to, as it is to who reads
-                nbytes = session.file_nbytes(f"{self._root}/{entry.name}")
-                if nbytes is not None:
-                    files.append(FileInfo(entry.name, nbytes, entry.modified_seconds))
-        return sorted(files, key=lambda file: file.name)
+        return self._client.run("list", self.path, files)
 
     def list_folders(self) -> list[str]:
         return sorted(entry.name for entry in self._list_folder("") if entry.kind == "directory")
@@ -111,111 +130,77 @@ class ServerFilesystem(RemoteFilesystem):
                 failed[folder] = error
                 continue
             for entry in found:
-                relative = posixpath.join(folder, entry.name)
+                name = posixpath.join(folder, entry.name)
                 if entry.kind == "directory":
-                    folders.append(relative)
+                    folders.append(name)
                 else:
-                    files.append(_info(entry, relative))
+                    files.append(FileInfo(name, entry.nbytes, entry.modified_seconds))
         return Below(files, [], failed)
 
     def _list_folder(self, folder: str) -> list[Entry]:
         full = posixpath.join(self._root, folder) if folder else self._root
         where = self.location(folder) if folder else self.path
-        return self._pool.run("list", where, lambda session: _listed(session, full))
+        return self._client.run("list", where, lambda connection: _listed(connection, full))
 
     def now_seconds(self) -> float:
         key = f"{self._root}/{clock_name()}"
 
-        def ask(session: Session) -> Entry | None:
+        async def ask(connection: Connection) -> Entry | None:
             with contextlib.suppress(FileExistsError):  # of an attempt whose answer was lost
-                session.close(session.create(key))
-            return session.look_up(key)
+                await connection.write(key, 0, b"", create=True)
+            return await connection.look_up(key)
 
         try:
-            entry = self._pool.run("ask for the time", self.path, ask)
+            entry = self._client.run("ask for the time", self.path, ask)
         except StorageError as error:
             if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
                 raise
-            return time.time()  # of who may not write, nothing depends on it
+            return time.time()  # read-only: the clock is not used
         finally:
-            remove_quietly(self._pool, key, self.path)
+            remove_quietly(self._client, key, self.path)
         if entry is None:
-            raise StorageError("The file that was to tell the server's time is gone.", path=self.path)
+            raise StorageError("The file that was to show the server's time is gone.", path=self.path)
         return entry.modified_seconds
 
-    # --- files ----------------------------------------------------------------------------------------------------
-
     def open_output(self, name: str) -> OutputStream:
-        return ServerOutput(self._pool, self._key(name), self.location(name), self._part_nbytes)
+        return ServerOutput(self._client, self._key(name), self.location(name), self._part_nbytes)
 
     def open_replacement(self, name: str) -> OutputStream:
         key, where = self._key(name), self.location(name)
         temporary = temporary_name(key)
-        written = ServerOutput(self._pool, temporary, where, self._part_nbytes)
-        return Replacement(written, lambda: take_place(self._pool, temporary, key, where, written.content))
+        written = ServerOutput(self._client, temporary, where, self._part_nbytes)
+        return Replacement(written, lambda: move(self._client, temporary, key, where, written.nbytes, written.checksum))
 
     def publish(self, name: str, data: bytes, *, overwrite: bool = True) -> None:
-        publish(self._pool, self._key(name), data, self.location(name), overwrite=overwrite)
+        publish(self._client, self._key(name), data, self.location(name), overwrite=overwrite)
 
     def _key(self, name: str) -> str:
         return f"{self._root}/{check_relative_path(name, path=self.path)}"
 
     def _get(self, name: str, start: int, stop: int) -> bytes:
-        where = self.location(name)
-
-        def get(session: Session) -> bytes:
-            file = session.open_to_read(self._key(name))
-            try:
-                nbytes = session.nbytes(file)  # before memory is taken for a size that only a footer claims
-                if nbytes <= start:
-                    raise too_short(where, start, stop, nbytes)
-                found = bytearray(min(stop, nbytes) - start)
-                got = session.read_into(file, start, memoryview(found))
-            finally:
-                session.close(file)
-            return bytes(memoryview(found)[:got])
-
-        return self._pool.run("read", where, get)
-
-    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
-        target, where = buffer.cast("B"), self.location(name)
-        key = self._key(name)
-        if not target:
-            return
-
-        def read(session: Session) -> int:
-            file = session.open_to_read(key)
-            try:
-                return session.read_into(file, start, target)
-            finally:
-                session.close(file)
-
-        got = self._pool.run("read", where, read)
-        if got < len(target):
-            nbytes = self.file_nbytes(name)
-            raise too_short(where, start, start + len(target), start + got if got or nbytes is None else nbytes)
+        key, where = self._key(name), self.location(name)
+        data, nbytes = self._client.run("read", where, lambda connection: connection.read(key, start, stop))
+        if nbytes <= start:
+            raise too_short(where, start, stop, nbytes)
+        return data
 
     def file_nbytes(self, name: str) -> int | None:
         key = self._key(name)
-        return self._pool.run("look up", self.location(name), lambda session: session.file_nbytes(key))
+        return self._client.run("look up", self.location(name), lambda connection: connection.file_nbytes(key))
 
     def _remove(self, name: str) -> None:
-        def remove(session: Session) -> None:
+        async def remove(connection: Connection) -> None:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                session.remove(self._key(name))
+                await connection.remove(self._key(name))
 
-        self._pool.run("remove", self.location(name), remove)
+        self._client.run("remove", self.location(name), remove)
 
     def close(self) -> None:
-        self._pool.close()
+        self._client.close()
 
 
-def _listed(session: Session, folder: str) -> list[Entry]:
+async def _listed(connection: Connection, folder: str) -> list[Entry]:
     try:
-        return session.list(folder)
+        return await connection.list(folder)
     except (FileNotFoundError, NotADirectoryError):
         return []
-
-
-def _info(entry: Entry, name: str | None = None) -> FileInfo:
-    return FileInfo(name or entry.name, entry.nbytes, entry.modified_seconds)

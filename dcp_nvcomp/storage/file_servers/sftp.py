@@ -1,39 +1,34 @@
-"""What can be asked of an SFTP server, by asyncssh.
+"""SFTP, by asyncssh's client on fsspec's event loop.
 
-Sizes of requests: OpenSSH's server takes 255 KiB and tells so; one that tells nothing gets 32 KiB. Many are on their
-way at once. OpenSSH answers "Failure" for most of what can go wrong, so what it means is looked up.
+OpenSSH's server answers "Failure" for most of what can go wrong, so its meaning is looked up.
 """
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
+import contextlib
 import errno
+import functools
+import posixpath
+import socket
 import stat
-import time
-from collections.abc import Awaitable, Callable, Iterator
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 import asyncssh
 
-from dcp_nvcomp.storage.file_servers.session import ConnectionLostError, Entry, RemoteFile, Session
-
-if TYPE_CHECKING:
-    from dcp_nvcomp.storage.file_servers.sftp_login import SftpConnection
+from dcp_nvcomp.storage.file_servers.client import Connection, ConnectionLostError, Entry, LoginError
+from dcp_nvcomp.storage.file_servers.urls import SftpPlace
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
-_REQUESTS_ON_THEIR_WAY: Final = 64  # of one operation: 16 MiB with OpenSSH
-_READ: Final = asyncssh.FXF_READ
-_WRITE: Final = asyncssh.FXF_READ | asyncssh.FXF_WRITE
-_CREATE: Final = _WRITE | asyncssh.FXF_CREAT | asyncssh.FXF_EXCL
-_LOST: Final = (asyncssh.SFTPNoConnection, asyncssh.SFTPConnectionLost, asyncssh.DisconnectError)
+_LOST: Final = (asyncssh.SFTPNoConnection, asyncssh.SFTPConnectionLost)
 _ERRNO: Final = {
     asyncssh.FX_NO_SUCH_FILE: errno.ENOENT,
     asyncssh.FX_PERMISSION_DENIED: errno.EACCES,
     asyncssh.FX_BAD_MESSAGE: errno.EINVAL,  # what OpenSSH makes of EINVAL and ENAMETOOLONG
     asyncssh.FX_OP_UNSUPPORTED: errno.ENOTSUP,
-    asyncssh.FX_INVALID_HANDLE: errno.EBADF,
     asyncssh.FX_NO_SUCH_PATH: errno.ENOENT,
     asyncssh.FX_FILE_ALREADY_EXISTS: errno.EEXIST,
     asyncssh.FX_WRITE_PROTECT: errno.EROFS,
@@ -41,301 +36,213 @@ _ERRNO: Final = {
     asyncssh.FX_QUOTA_EXCEEDED: errno.EDQUOT,
     asyncssh.FX_DIR_NOT_EMPTY: errno.ENOTEMPTY,
     asyncssh.FX_NOT_A_DIRECTORY: errno.ENOTDIR,
-    asyncssh.FX_INVALID_FILENAME: errno.EINVAL,
-    asyncssh.FX_LINK_LOOP: errno.ELOOP,
     asyncssh.FX_FILE_IS_A_DIRECTORY: errno.EISDIR,
 }
 
 
-class SftpSession(Session):
-    """What one attempt does on a connection."""
+def _told(
+    method: Callable[Concatenate[SftpConnection, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[SftpConnection, P], Coroutine[Any, Any, T]]:
+    """Let a method raise OSErrors instead of asyncssh's errors."""
 
-    def __init__(self, connection: SftpConnection, silent_seconds: float) -> None:
-        self._connection, self._silent_seconds = connection, silent_seconds
-        self._sftp = connection.sftp
-
-    def owns(self, file: RemoteFile) -> bool:
-        return file.connection is self._connection
-
-    # --- requests -----------------------------------------------------------------------------------------------
-
-    def _begin(self, work: Awaitable[T]) -> concurrent.futures.Future[T]:
-        return asyncio.run_coroutine_threadsafe(_awaited(work), self._connection.loop)
-
-    def _end(self, future: concurrent.futures.Future[T]) -> T:
-        """Return the result, as long as the server says something now and then."""
-        began = time.monotonic()
+    @functools.wraps(method)
+    async def told(self: SftpConnection, *arguments: P.args, **options: P.kwargs) -> T:
         try:
-            while not future.done():
-                left = max(began, self._connection.heard_seconds) + self._silent_seconds - time.monotonic()
-                if left <= 0:
-                    raise self._silent()
-                concurrent.futures.wait([future], left)
-            result = future.result()
-        except BaseException as error:
-            future.cancel()
-            if isinstance(error, Exception) and not isinstance(error, ConnectionLostError):
-                raise self._failure(error) from error
-            raise
-        self._connection.heard_seconds = time.monotonic()
-        return result
-
-    def _silent(self) -> ConnectionLostError:
-        self._connection.cut()
-        words = f"no answer from {self._connection.server} within {self._silent_seconds:.1f} s"
-        return ConnectionLostError(words, errno.ETIMEDOUT)
-
-    def _do(self, work: Awaitable[T]) -> T:
-        return self._end(self._begin(work))
-
-    def _failure(self, error: Exception) -> OSError:
-        words = f"{type(error).__name__}: {error}"
-        if isinstance(error, asyncssh.SFTPError) and not isinstance(error, _LOST):
-            if isinstance(error, asyncssh.SFTPFailure):
-                words += " (the server does not say why)"
-            return OSError(_ERRNO.get(error.code, errno.EIO), words)
-        if isinstance(error, UnicodeError):
-            return OSError(errno.EINVAL, words)
-        self._connection.cut()
-        return ConnectionLostError(words)
-
-    def _refused(self, error: OSError, number: int) -> OSError:
-        return OSError(number, error.strerror)
-
-    # --- files --------------------------------------------------------------------------------------------------
-
-    def _open(self, path: str, flags: int) -> RemoteFile:
-        # block_size=0: one request for each read and write, whose size is ours
-        return RemoteFile(self._connection, path, self._do(self._sftp.open(path, flags, encoding=None, block_size=0)))
-
-    def open_to_read(self, path: str) -> RemoteFile:
-        return self._open(path, _READ)
-
-    def create(self, path: str) -> RemoteFile:
-        try:
-            return self._open(path, _CREATE)
-        except OSError as error:
-            if error.errno == errno.EIO and self.look_up(path) is not None:
-                raise self._refused(error, errno.EEXIST) from error
-            self._explain_disk(path, error)
+            return await method(self, *arguments, **options)
+        except Exception as error:
+            words = f"{type(error).__name__}: {error}"
+            if isinstance(error, asyncssh.SFTPError) and not isinstance(error, _LOST):
+                raise OSError(_ERRNO.get(error.code, errno.EIO), words) from error
+            if isinstance(error, UnicodeError):
+                raise OSError(errno.EINVAL, words) from error
+            if isinstance(error, asyncssh.Error | ConnectionError) and not isinstance(error, ConnectionLostError):
+                raise ConnectionLostError(words) from error
             raise
 
-    def open_again(self, path: str) -> RemoteFile:
-        return self._open(path, _WRITE)
+    return told
 
-    def read_into(self, file: RemoteFile, start: int, buffer: memoryview) -> int:
-        return self._do(self._read_into(file, start, buffer))
 
-    async def _read_into(self, file: RemoteFile, start: int, buffer: memoryview) -> int:
-        step = self._sftp.limits.max_read_len
-        ends: list[int] = []
+class SftpConnection(Connection):
+    """A connection with one SFTP channel."""
 
-        async def read(position: int) -> None:
-            stop = min(position + step, len(buffer))
-            while position < stop:
-                data = await file.handle.read(stop - position, start + position)
-                self._connection.heard_seconds = time.monotonic()
-                if not data:
-                    ends.append(position)
-                    return
-                buffer[position : position + len(data)] = data
-                position += len(data)
+    def __init__(self, place: SftpPlace) -> None:
+        self._place = place
+        self._ssh: Any = None
+        self._sftp: Any = None
+        self._is_cut = self._syncs_directories = False
 
-        await _all(read, range(0, len(buffer), step))
-        return min(ends, default=len(buffer))
+    @property
+    def is_alive(self) -> bool:
+        return not (self._is_cut or self._ssh.is_closed())
 
-    def begin_write(self, file: RemoteFile, start: int, data: bytes) -> concurrent.futures.Future[None]:
-        return self._begin(self._write(file, start, data))
-
-    def end_write(self, begun: concurrent.futures.Future[None]) -> None:
-        self._end(begun)
-
-    async def _write(self, file: RemoteFile, start: int, data: bytes) -> None:
-        step = self._sftp.limits.max_write_len
-        view = memoryview(data)
-
-        async def write(position: int) -> None:
-            await file.handle.write(bytes(view[position : position + step]), start + position)
-            self._connection.heard_seconds = time.monotonic()
-
+    async def log_in(self, seconds: float) -> None:
+        self._loop = asyncio.get_running_loop()
         try:
-            await _all(write, range(0, len(data), step))
+            self._ssh = await asyncssh.connect(self._place.host, self._place.port, **self._place.client)
+            self._sftp = await self._ssh.start_sftp_client(path_errors="surrogateescape")
+        except Exception as error:
+            raise _login_failure(error, self._place) from error
+
+    def cut(self) -> None:
+        self._is_cut = True
+        if self._ssh is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._ssh.abort)
+
+    @contextlib.asynccontextmanager
+    async def _file(self, path: str, mode: str) -> AsyncIterator[Any]:
+        taken = errno.EEXIST if "x" in mode else errno.EIO
+        async with self._explained(path, taken, taken):
+            file = await self._sftp.open(path, mode)
+        try:
+            yield file
+        except Exception:  # a connection whose operation was cancelled is cut, which closes its files
+            if self.is_alive:
+                with contextlib.suppress(asyncssh.Error):
+                    await file.close()
+            raise
+        await file.close()
+
+    @contextlib.asynccontextmanager
+    async def _explained(self, path: str, file: int = errno.EIO, folder: int = errno.EIO) -> AsyncIterator[None]:
+        """Give a "Failure" the errno for what has this path, a file or a folder, or for a disk that is full."""
+        try:
+            yield
         except asyncssh.SFTPFailure as error:
-            reason = await self._reason(file.path, len(data))
-            if reason is None:
-                raise
-            raise reason from error
+            entry = await self.look_up(path)
+            number = errno.EIO if entry is None else folder if entry.kind == "directory" else file
+            why = "the server does not say why"
+            if number == errno.EIO:
+                with contextlib.suppress(asyncssh.SFTPError):
+                    disk = await self._sftp.statvfs(posixpath.dirname(path) or "/")
+                    if disk.flags & asyncssh.FXE_STATVFS_ST_RDONLY:
+                        number, why = errno.EROFS, "the server's disk is mounted read-only"
+                    elif not disk.bavail or (disk.files and not disk.favail):
+                        number, why = errno.ENOSPC, "the server's disk is full"
+            raise OSError(number, f"{type(error).__name__}: {error} ({why})") from error
 
-    async def _reason(self, path: str, nbytes: int = 1) -> asyncssh.SFTPError | None:
-        """Return why so many bytes can't be written there, if the state of the disk says so."""
+    @_told
+    async def look_up(self, path: str) -> Entry | None:
         try:
-            found = await self._sftp.statvfs(path)
-        except asyncssh.SFTPError:
-            return None
-        if found.flags & asyncssh.FXE_STATVFS_ST_RDONLY:
-            return asyncssh.SFTPWriteProtect("the server's disk is mounted read-only")
-        if found.bavail * found.frsize < nbytes or (found.files and not found.favail):
-            return asyncssh.SFTPNoSpaceOnFilesystem("the server's disk is full")
-        return None
-
-    def _explain_disk(self, path: str, error: OSError) -> None:
-        reason = self._do(self._reason(path.rpartition("/")[0] or "/")) if error.errno == errno.EIO else None
-        if reason is not None:
-            raise self._failure(reason) from error
-
-    def sync(self, file: RemoteFile) -> None:
-        try:
-            self._do(file.handle.fsync())
-        except OSError as error:
-            if error.errno != errno.ENOTSUP:
-                raise
-
-    def nbytes(self, file: RemoteFile) -> int:
-        return int(self._do(file.handle.stat()).size or 0)
-
-    def close(self, file: RemoteFile) -> None:
-        self._do(file.handle.close())
-
-    # --- names --------------------------------------------------------------------------------------------------
-
-    def look_up(self, path: str) -> Entry | None:
-        try:
-            return _entry(path.rpartition("/")[2], self._do(self._sftp.lstat(path)))
-        except FileNotFoundError:
+            return _entry(posixpath.basename(path), await self._sftp.lstat(path))
+        except (asyncssh.SFTPNoSuchFile, asyncssh.SFTPNoSuchPath):
             return None
 
-    def file_nbytes(self, path: str) -> int | None:
+    @_told
+    async def file_nbytes(self, path: str) -> int | None:
         try:
-            entry = _entry("", self._do(self._sftp.stat(path)))
-        except (FileNotFoundError, NotADirectoryError):
+            entry = _entry("", await self._sftp.stat(path))
+        except (asyncssh.SFTPNoSuchFile, asyncssh.SFTPNoSuchPath, asyncssh.SFTPNotADirectory):
             return None
         return entry.nbytes if entry.kind == "file" else None
 
-    def list(self, path: str) -> list[Entry]:
-        try:
-            found = self._do(self._sftp.readdir(path))
-        except OSError as error:
-            self._explain_not_a_directory(path, error)
-            raise
+    @_told
+    async def list(self, path: str) -> list[Entry]:
+        async with self._explained(path, file=errno.ENOTDIR):
+            found = await self._sftp.readdir(path)
         return [_entry(str(item.filename), item.attrs) for item in found if item.filename not in (".", "..")]
 
-    def _explain_not_a_directory(self, path: str, error: OSError) -> None:
-        if error.errno == errno.EIO:
-            entry = self.look_up(path)
-            if entry is not None and entry.kind != "directory":
-                raise self._refused(error, errno.ENOTDIR) from error
+    @_told
+    async def read(self, path: str, start: int, stop: int) -> tuple[bytes, int]:
+        async with self._file(path, "rb") as file:
+            nbytes = int(
+                (await file.stat()).size or 0
+            )  # a footer may claim any size: memory is taken for what there is
+            data = await file.read(min(stop, nbytes) - start, start) if start < nbytes else b""
+        return data, nbytes
 
-    def replace(self, source: str, target: str) -> None:
-        try:
-            self._do(self._sftp.posix_rename(source, target))
-        except OSError as error:
-            if error.errno == errno.ENOTSUP:
-                self._replace_without_extension(source, target)
-                return
-            entry = self.look_up(target) if error.errno == errno.EIO else None
-            if entry is not None and entry.kind == "directory":
-                raise self._refused(error, errno.EISDIR) from error
-            raise
+    @_told
+    async def write(self, path: str, start: int, data: bytes, *, create: bool = False, sync: bool = False) -> int:
+        async with self._explained(path), self._file(path, "xb" if create else "r+b") as file:
+            if data:
+                await file.write(data, start)
+            if sync:
+                with contextlib.suppress(asyncssh.SFTPOpUnsupported):
+                    await file.fsync()
+            return int((await file.stat()).size or 0)
 
-    def _replace_without_extension(self, source: str, target: str) -> None:
+    @_told
+    async def replace(self, source: str, target: str) -> None:
         try:
-            self.rename_new(source, target)
-        except FileExistsError as error:
-            words = "the server can't replace a file in one step: it has no posix-rename@openssh.com"
-            raise OSError(errno.ENOTSUP, words) from error
+            async with self._explained(target, folder=errno.EISDIR):
+                await self._sftp.posix_rename(source, target)
+        except asyncssh.SFTPOpUnsupported:
+            try:
+                await self.rename_new(source, target)
+            except FileExistsError as error:
+                words = "the server can't replace a file in one step: it has no posix-rename@openssh.com"
+                raise OSError(errno.ENOTSUP, words) from error
 
-    def rename_new(self, source: str, target: str) -> None:
-        try:
-            self._do(self._sftp.rename(source, target))
-        except OSError as error:
-            if error.errno == errno.EIO and self.look_up(target) is not None:
-                raise self._refused(error, errno.EEXIST) from error
-            raise
+    @_told
+    async def rename_new(self, source: str, target: str) -> None:
+        async with self._explained(target, errno.EEXIST, errno.EEXIST):
+            await self._sftp.rename(source, target)
 
-    def remove(self, path: str) -> None:
-        try:
-            self._do(self._sftp.remove(path))
-        except OSError as error:
-            entry = self.look_up(path) if error.errno == errno.EIO else None
-            if entry is not None and entry.kind == "directory":
-                raise self._refused(error, errno.EISDIR) from error
-            raise
+    @_told
+    async def remove(self, path: str) -> None:
+        async with self._explained(path, folder=errno.EISDIR):
+            await self._sftp.remove(path)
 
-    def make_directory(self, path: str) -> None:
-        try:
-            self._do(self._sftp.mkdir(path))
-        except OSError as error:
-            if error.errno == errno.EIO and self.look_up(path) is not None:
-                raise self._refused(error, errno.EEXIST) from error
-            self._explain_disk(path, error)
-            raise
+    @_told
+    async def make_directory(self, path: str) -> None:
+        async with self._explained(path, errno.EEXIST, errno.EEXIST):
+            await self._sftp.mkdir(path)
 
-    def remove_directory(self, path: str) -> None:
-        try:
-            self._do(self._sftp.rmdir(path))
-        except OSError as error:
-            self._explain_not_a_directory(path, error)
-            if error.errno == errno.EIO and self.look_up(path) is not None:
-                raise self._refused(error, errno.ENOTEMPTY) from error
-            raise
+    @_told
+    async def remove_directory(self, path: str) -> None:
+        async with self._explained(path, errno.ENOTDIR, errno.ENOTEMPTY):
+            await self._sftp.rmdir(path)
 
-    def sync_directory(self, path: str) -> None:
+    @_told
+    async def sync_directory(self, path: str) -> None:
         try:
-            directory = self._open(path or "/", _READ)  # OpenSSH opens it as a file, which its fsync wants
-        except ConnectionLostError:
-            raise
-        except OSError:  # elsewhere that is not possible
-            return
-        try:
-            self.sync(directory)
-            self._connection.syncs_directories = True
-        except ConnectionLostError:
-            raise
-        except OSError:
-            if self._connection.syncs_directories:
-                raise
+            async with self._file(path or "/", "rb") as directory:  # OpenSSH opens it as a file, which its fsync wants
+                await directory.fsync()
+            self._syncs_directories = True
+        except (asyncssh.SFTPError, OSError) as error:
             # a server that can't says no more than "Failure", as one whose disk fails does: the first one is believed
-        finally:
-            if self._connection.is_alive:
-                self.close(directory)
+            if self._syncs_directories or isinstance(error, (*_LOST, ConnectionError)):
+                raise
 
-    def free_nbytes(self, path: str) -> int | None:
+    @_told
+    async def free_nbytes(self, path: str) -> int | None:
         try:
-            found = self._do(self._sftp.statvfs(path))
-        except OSError as error:
-            if error.errno == errno.ENOTSUP:
-                return None
-            raise
-        return int(found.bavail) * int(found.frsize)
+            disk = await self._sftp.statvfs(path)
+        except asyncssh.SFTPOpUnsupported:
+            return None
+        return int(disk.bavail) * int(disk.frsize)
 
 
-async def _awaited(work: Awaitable[T]) -> T:
-    return await work
-
-
-async def _all(work: Callable[[int], Awaitable[None]], positions: range) -> None:
-    """Await all of it, so many at once; if one fails, no more are begun."""
-    waiting: Iterator[int] = iter(positions)
-
-    async def next_ones() -> None:
-        for position in waiting:
-            await work(position)
-
-    tasks = [asyncio.ensure_future(next_ones()) for _ in range(min(_REQUESTS_ON_THEIR_WAY, len(positions)))]
-    try:
-        await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
+def _login_failure(error: Exception, place: SftpPlace) -> OSError:
+    """Return our error for a login that failed: one to be tried again, or not."""
+    words = f"{type(error).__name__}: {error}"
+    if isinstance(error, asyncssh.HostKeyNotVerifiable):
+        return LoginError(
+            f"the host key of {place.server} is not among the known ones ({error}). If it is the right one, add it "
+            f"to ~/.ssh/known_hosts or to the file that known_hosts= names, as `ssh-keyscan` prints it"
+        )
+    if isinstance(error, asyncssh.PermissionDenied):
+        return LoginError(
+            f"{place.server} does not let {place.user} in ({error}). Check username=, password= and client_keys=, or "
+            "whether the SSH agent has the key"
+        )
+    if isinstance(error, socket.gaierror) and error.errno != socket.EAI_AGAIN:
+        return LoginError(f"{place.server} is not known to the network ({error.strerror})", errno.EHOSTUNREACH)
+    if isinstance(error, asyncssh.KeyImportError | asyncssh.KeyEncryptionError | ValueError | TypeError):
+        return LoginError(f"a key or an option of the SSH client can't be used ({words})", errno.EINVAL)
+    if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError):
+        return LoginError(f"a file that the SSH client needs can't be read ({words})", errno.EINVAL)
+    if isinstance(error, asyncssh.KeyExchangeFailed | asyncssh.ProtocolNotSupported | asyncssh.IllegalUserName):
+        return LoginError(f"{place.server} and the SSH client do not understand each other ({words})")
+    # the connection may also end while the channel is opened, which has another code
+    if isinstance(error, asyncssh.ChannelOpenError) and error.code != asyncssh.OPEN_CONNECT_FAILED:
+        return LoginError(f"{place.server} has no SFTP ({words})")
+    return ConnectionLostError(words)
 
 
 def _entry(name: str, attributes: Any) -> Entry:
-    mode = attributes.permissions or 0
-    kind = {stat.S_IFDIR: "directory", stat.S_IFREG: "file"}.get(stat.S_IFMT(mode), "other")
-    if not stat.S_IFMT(mode):  # the server did not tell
-        kind = {asyncssh.FILEXFER_TYPE_DIRECTORY: "directory", asyncssh.FILEXFER_TYPE_REGULAR: "file"}.get(
-            attributes.type, "other"
-        )
-    return Entry(name, kind, int(attributes.size or 0), float(attributes.mtime or 0))  # type: ignore[arg-type]
+    kind = {stat.S_IFDIR: "directory", stat.S_IFREG: "file"}.get(stat.S_IFMT(attributes.permissions or 0))
+    if kind is None and not stat.S_IFMT(attributes.permissions or 0):  # the server did not say
+        types = {asyncssh.FILEXFER_TYPE_DIRECTORY: "directory", asyncssh.FILEXFER_TYPE_REGULAR: "file"}
+        kind = types.get(attributes.type)
+    return Entry(name, kind or "other", int(attributes.size or 0), float(attributes.mtime or 0))  # type: ignore[arg-type]

@@ -1,278 +1,309 @@
-"""What can be asked of an SMB server.
+"""SMB, by smbprotocol's `smbclient`: each connection has a thread, in which its calls wait for the server.
 
-Reads and writes are requests of 1 MiB, as many at once as the server's credits allow: smb_transfers.py. All else is
-asked through smbprotocol: smb_requests.py.
+`smbclient` keeps its connections in one cache for the whole process, unless it is given another: here each has its own.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import errno
-from collections import deque
-from dataclasses import dataclass
-from datetime import datetime
-from typing import TYPE_CHECKING, Any, Final
+import functools
+import ntpath
+import socket
+import uuid
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Concatenate, Final, Literal, ParamSpec, TypeVar
 
-from smbprotocol.exceptions import SMBResponseException
-from smbprotocol.file_info import (
-    FileAttributes,
-    FileDispositionInformation,
-    FileFsFullSizeInformation,
-    FileInformationClass,
-    FileLinkInformation,
-    FileRenameInformation,
-    FileStandardInformation,
+import smbclient
+from smbprotocol.connection import Connection as Wire
+from smbprotocol.exceptions import EndOfFile, SMBAuthenticationError, SMBException
+from smbprotocol.file_info import FileAttributes
+from smbprotocol.header import Commands, NtStatus
+from smbprotocol.open import DirectoryAccessMask
+
+from dcp_nvcomp.storage.file_servers.client import Connection, ConnectionLostError, Entry, HeldOpenError, LoginError
+from dcp_nvcomp.storage.file_servers.urls import SmbPlace
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+_ERRNO: Final = {
+    NtStatus.STATUS_ACCESS_DENIED: errno.EACCES,
+    NtStatus.STATUS_CANNOT_DELETE: errno.EACCES,
+    NtStatus.STATUS_DELETE_PENDING: errno.ENOENT,  # removed, but another client still has it open
+    NtStatus.STATUS_DIRECTORY_NOT_EMPTY: errno.ENOTEMPTY,
+    NtStatus.STATUS_DISK_FULL: errno.ENOSPC,
+    NtStatus.STATUS_FILE_IS_A_DIRECTORY: errno.EISDIR,
+    NtStatus.STATUS_INVALID_DEVICE_REQUEST: errno.ENOTSUP,
+    NtStatus.STATUS_INVALID_INFO_CLASS: errno.ENOTSUP,
+    NtStatus.STATUS_INVALID_PARAMETER: errno.EINVAL,
+    NtStatus.STATUS_NO_SUCH_FILE: errno.ENOENT,
+    NtStatus.STATUS_NOT_A_DIRECTORY: errno.ENOTDIR,
+    NtStatus.STATUS_NOT_SUPPORTED: errno.ENOTSUP,
+    NtStatus.STATUS_OBJECT_NAME_COLLISION: errno.EEXIST,
+    NtStatus.STATUS_OBJECT_NAME_INVALID: errno.EINVAL,
+    NtStatus.STATUS_OBJECT_NAME_NOT_FOUND: errno.ENOENT,
+    NtStatus.STATUS_OBJECT_PATH_INVALID: errno.EINVAL,
+    NtStatus.STATUS_OBJECT_PATH_NOT_FOUND: errno.ENOENT,
+    NtStatus.STATUS_PRIVILEGE_NOT_HELD: errno.EPERM,
+    0xC0000044: errno.EDQUOT,  # STATUS_QUOTA_EXCEEDED
+    0xC00000A2: errno.EROFS,  # STATUS_MEDIA_WRITE_PROTECTED
+}
+# The login, or the handle, is gone: a new one will do.
+_LOST: Final = (
+    NtStatus.STATUS_NETWORK_NAME_DELETED,
+    NtStatus.STATUS_USER_SESSION_DELETED,
+    NtStatus.STATUS_FILE_CLOSED,
+    NtStatus.STATUS_IO_TIMEOUT,
+    NtStatus.STATUS_INSUFFICIENT_RESOURCES,
+    NtStatus.STATUS_INSUFF_SERVER_RESOURCES,
+    NtStatus.STATUS_SERVER_UNAVAILABLE,
+    NtStatus.STATUS_REQUEST_NOT_ACCEPTED,
+    0xC000020C,  # STATUS_CONNECTION_DISCONNECTED
+    0xC000035C,  # STATUS_NETWORK_SESSION_EXPIRED
 )
-from smbprotocol.header import NtStatus
-from smbprotocol.open import (
-    CreateDisposition,
-    CreateOptions,
-    DirectoryAccessMask,
-    FilePipePrinterAccessMask,
-)
-
-from dcp_nvcomp.storage.file_servers.session import ConnectionLostError, Entry, HeldOpenError, RemoteFile, Session
-from dcp_nvcomp.storage.file_servers.smb_requests import SmbRequests, ntstatus_of
-
-if TYPE_CHECKING:
-    from dcp_nvcomp.storage.file_servers.smb_login import SmbConnection
-
-_REQUEST_NBYTES: Final = 1 << 20
-_REQUESTS_ON_THEIR_WAY: Final = 16
-_LISTED_NBYTES: Final = 1 << 16
-_ACCESS: Final = FilePipePrinterAccessMask
-_PLAIN: Final = CreateOptions.FILE_NON_DIRECTORY_FILE
-_FOLDER: Final = CreateOptions.FILE_DIRECTORY_FILE
-_LINKS_AS_THEY_ARE: Final = CreateOptions.FILE_OPEN_REPARSE_POINT
-_FAILED_FLUSH: Final = (errno.EIO, errno.ENOSPC, errno.EDQUOT)
 _HELD_OPEN: Final = (NtStatus.STATUS_ACCESS_DENIED, NtStatus.STATUS_SHARING_VIOLATION, NtStatus.STATUS_DELETE_PENDING)
 
 
-@dataclass
-class _Write:
-    """A write that was begun.
-
-    Attributes:
-        waiting: its requests that were not answered yet.
-    """
-
-    waiting: deque[Any]
+def _status(error: Exception) -> int:
+    """Return the server's NTSTATUS; 0 if it is not the server's error."""
+    return int(getattr(error, "ntstatus", 0) or getattr(error, "status", 0))
 
 
-class SmbSession(Session):
-    """What one attempt does on a connection."""
+def _in_thread(
+    method: Callable[Concatenate[SmbConnection, P], T],
+) -> Callable[Concatenate[SmbConnection, P], Coroutine[Any, Any, T]]:
+    """Run a method in its connection's thread, and let it raise OSErrors instead of smbprotocol's errors."""
 
-    def __init__(self, connection: SmbConnection) -> None:
-        self._connection, self._wire, self._transfers = connection, connection.wire, connection.transfers
-        self._requests = SmbRequests(connection)
-
-    def owns(self, file: RemoteFile) -> bool:
-        return file.connection is self._connection
-
-    # --- files --------------------------------------------------------------------------------------------------
-
-    def _file(self, path: str, access: int, disposition: int) -> RemoteFile:
-        with self._requests.errors():
-            return RemoteFile(self._connection, path, self._requests.open(path, access, disposition, _PLAIN))
-
-    def open_to_read(self, path: str) -> RemoteFile:
-        access = _ACCESS.FILE_READ_DATA | _ACCESS.FILE_READ_ATTRIBUTES
+    @functools.wraps(method)
+    async def call(self: SmbConnection, *arguments: P.args, **options: P.kwargs) -> T:
+        work = functools.partial(method, self, *arguments, **options)
         try:
-            return self._file(path, access, CreateDisposition.FILE_OPEN)
-        except OSError as error:
-            if ntstatus_of(error) == NtStatus.STATUS_SHARING_VIOLATION:
-                raise HeldOpenError(f"somebody has it for himself ({error.strerror})") from error
-            raise
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        except Exception as error:
+            raise self._failure(error) from error
 
-    def create(self, path: str) -> RemoteFile:
-        access = _ACCESS.FILE_READ_DATA | _ACCESS.FILE_WRITE_DATA | _ACCESS.FILE_READ_ATTRIBUTES
+    return call
+
+
+class _Wire(Wire):  # type: ignore[misc]
+    def send(self, message: Any, sid: int | None = None, *arguments: Any, **options: Any) -> Any:
+        # SMB 3.1.1 wants this one signed also where nothing else is
+        if message.COMMAND == Commands.SMB2_TREE_CONNECT and getattr(self.session_table.get(sid), "signing_key", None):
+            options["force_signature"] = True
+        return super().send(message, sid, *arguments, **options)
+
+
+class SmbConnection(Connection):
+    """A connection with one login."""
+
+    def __init__(self, place: SmbPlace) -> None:
+        self._place = place
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="smb")
+        self._wire = _Wire(uuid.uuid4(), place.host, place.port, require_signing=place.require_signing)
+        self._login = {
+            "username": place.username,
+            "password": place.password,
+            "port": place.port,
+            "encrypt": place.encrypt or None,
+            "auth_protocol": place.auth_protocol,
+            "require_signing": place.require_signing,
+            "connection_cache": {f"{place.host.lower()}:{place.port}": self._wire},
+        }
+
+    @property
+    def is_alive(self) -> bool:
+        return self._wire.transport is not None and self._wire.transport.connected
+
+    async def log_in(self, seconds: float) -> None:
+        await self._connect(seconds)
+
+    @_in_thread
+    def _connect(self, seconds: float) -> None:
+        self._login["connection_timeout"] = max(1, int(seconds))
         try:
-            return self._file(path, access, CreateDisposition.FILE_CREATE)
-        except IsADirectoryError as error:
-            raise FileExistsError(errno.EEXIST, error.strerror) from error
+            self._wire.connect(timeout=self._login["connection_timeout"])
+            smbclient.register_session(self._place.host, **self._login)
+        except Exception as error:
+            raise _login_failure(error, self._place) from error
 
-    def open_again(self, path: str) -> RemoteFile:
-        access = _ACCESS.FILE_READ_DATA | _ACCESS.FILE_WRITE_DATA | _ACCESS.FILE_READ_ATTRIBUTES
-        return self._file(path, access, CreateDisposition.FILE_OPEN)
+    def cut(self) -> None:
+        self._thread.shutdown(wait=False)
+        transport = self._wire.transport
+        if transport is not None and transport.connected:
+            with contextlib.suppress(OSError):  # its close() would wait for a call that is sending
+                transport._sock.shutdown(socket.SHUT_RDWR)
 
-    def read_into(self, file: RemoteFile, start: int, buffer: memoryview) -> int:
-        waiting: deque[tuple[int, int, Any]] = deque()
-        try:
-            with self._requests.errors():
-                return self._read_into(file, start, buffer, waiting)
-        finally:
-            self._transfers.abandon(begun for _, _, begun in waiting)
+    def _failure(self, error: Exception) -> OSError | MemoryError:
+        words, status = f"{type(error).__name__}: {error}", _status(error)
+        if status in _LOST:
+            return ConnectionLostError(words)
+        if status == NtStatus.STATUS_BAD_NETWORK_NAME:
+            return LoginError(f"{self._place.server} has no share {self._place.share!r} ({words})", errno.ENODEV)
+        if status == NtStatus.STATUS_SHARING_VIOLATION:
+            return HeldOpenError(f"another client has it open ({words})")
+        if status:
+            return OSError(_ERRNO.get(status, errno.EIO), words)
+        if isinstance(error, UnicodeError):
+            return OSError(errno.EINVAL, words)
+        if isinstance(error, MemoryError | LoginError | HeldOpenError | ConnectionLostError):
+            return error
+        return ConnectionLostError(words)
 
-    def _read_into(self, file: RemoteFile, start: int, buffer: memoryview, waiting: deque[tuple[int, int, Any]]) -> int:
-        step = min(_REQUEST_NBYTES, self._wire.max_read_size)
-        position, end = 0, len(buffer)
-        while waiting or position < end:
-            length = min(step, end - position)
-            if length > 0 and self._may_send(len(waiting), length):
-                length = self._transfers.room(length)
-                begun = self._transfers.begin_read(file.handle, start + position, buffer[position : position + length])
-                waiting.append((position, length, begun))
-                position += length
-                continue
-            begin, length, begun = waiting[0]
-            nbytes = self._transfers.end(begun)
-            waiting.popleft()
-            if nbytes < length and begin + nbytes < end:
-                end, position = begin + nbytes, max(position, begin + nbytes)
-                if nbytes:  # the server gave less than there is, or the file ends here: ask again to know
-                    while waiting:
-                        self._transfers.end(waiting[0][2])
-                        waiting.popleft()
-                    return end + self._read_into(file, start + end, buffer[end:], waiting)
-        return end
+    def _path(self, path: str) -> str:
+        return "\\".join([rf"\\{self._place.host}", self._place.share, *filter(None, path.split("/"))])
 
-    def _may_send(self, waiting: int, nbytes: int) -> bool:
-        return waiting < _REQUESTS_ON_THEIR_WAY and (not waiting or self._transfers.has_credits(nbytes))
+    def _open(self, path: str, mode: str, **options: Any) -> Any:
+        options = {"share_access": self._place.share_access, **options, **self._login}
+        return smbclient.open_file(self._path(path), mode, buffering=0, **options)
 
-    def begin_write(self, file: RemoteFile, start: int, data: bytes) -> _Write:
-        begun = _Write(deque())
-        with self._requests.errors():
-            step = min(_REQUEST_NBYTES, self._wire.max_write_size)
-            view, position = memoryview(data), 0
-            while position < len(view):
-                while begun.waiting and not self._may_send(len(begun.waiting), min(step, len(view) - position)):
-                    self._transfers.end(begun.waiting.popleft())
-                piece = view[position : position + self._transfers.room(min(step, len(view) - position))]
-                begun.waiting.append(self._transfers.begin_write(file.handle, start + position, piece))
-                position += len(piece)
-        return begun
-
-    def end_write(self, begun: _Write) -> None:
-        with self._requests.errors():
-            while begun.waiting:
-                self._transfers.end(begun.waiting.popleft())
-
-    def sync(self, file: RemoteFile) -> None:
-        with self._requests.errors():
-            file.handle.flush()
-
-    def nbytes(self, file: RemoteFile) -> int:
-        with self._requests.errors():
-            return int(self._requests.query(file.handle, FileStandardInformation)["end_of_file"].get_value())
-
-    def close(self, file: RemoteFile) -> None:
-        with self._requests.errors():
-            file.handle.close()
-
-    # --- names --------------------------------------------------------------------------------------------------
-
+    @_in_thread
     def look_up(self, path: str) -> Entry | None:
-        try:
-            with self._requests.opened(path, _ACCESS.FILE_READ_ATTRIBUTES, _LINKS_AS_THEY_ARE) as found:
-                entry = _entry(path.rpartition("/")[2], found.file_attributes, found.end_of_file, found.last_write_time)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        return entry
+        return self._look_up(path, follow_symlinks=False)
 
+    def _look_up(self, path: str, *, follow_symlinks: bool) -> Entry | None:
+        try:
+            found = smbclient.stat(self._path(path), follow_symlinks=follow_symlinks, **self._login)
+        except SMBException as error:
+            if _ERRNO.get(_status(error)) in (errno.ENOENT, errno.ENOTDIR):
+                return None
+            raise
+        return _entry(ntpath.basename(path), found.st_file_attributes, found.st_size, found.st_mtime)
+
+    @_in_thread
     def file_nbytes(self, path: str) -> int | None:
-        try:
-            with self._requests.opened(path, _ACCESS.FILE_READ_ATTRIBUTES) as found:
-                entry = _entry("", found.file_attributes, found.end_of_file, found.last_write_time)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        return entry.nbytes if entry.kind == "file" else None
+        entry = self._look_up(path, follow_symlinks=True)
+        return entry.nbytes if entry is not None and entry.kind == "file" else None
 
+    @_in_thread
     def list(self, path: str) -> list[Entry]:
-        entries: list[Entry] = []
-        access = DirectoryAccessMask.FILE_LIST_DIRECTORY | DirectoryAccessMask.FILE_READ_ATTRIBUTES
-        with self._requests.opened(path, access, _FOLDER) as folder:
-            while True:
-                try:
-                    page = folder.query_directory(
-                        "*", FileInformationClass.FILE_DIRECTORY_INFORMATION, max_output=_LISTED_NBYTES
-                    )
-                except SMBResponseException as error:
-                    if error.status not in (NtStatus.STATUS_NO_MORE_FILES, NtStatus.STATUS_NO_SUCH_FILE):
-                        raise
-                    break
-                for item in page:
-                    name = item["file_name"].get_value().decode("utf-16-le")
-                    if name not in (".", ".."):
-                        values = (
-                            item[field].get_value() for field in ("file_attributes", "end_of_file", "last_write_time")
-                        )
-                        entries.append(_entry(name, *values))
-        return entries
+        found = [item.smb_info for item in smbclient.scandir(self._path(path), **self._login)]
+        return [
+            _entry(item.file_name, item.file_attributes, item.end_of_file, item.last_write_time.timestamp())
+            for item in found
+        ]
 
-    def _rename(self, source: str, target: str, *, replace: bool) -> None:
-        information = FileRenameInformation()
-        information["replace_if_exists"] = replace
-        self._name(source, target, information, _ACCESS.DELETE | _ACCESS.FILE_READ_ATTRIBUTES)
+    @_in_thread
+    def read(self, path: str, start: int, stop: int) -> tuple[bytes, int]:
+        with self._open(path, "rb") as file:
+            nbytes = file.fd.end_of_file
+            found = memoryview(bytearray(max(0, min(stop, nbytes) - start)))
+            got = 0
+            file.seek(start)
+            with contextlib.suppress(EndOfFile):
+                while got < len(found) and (more := file.readinto(found[got:])):
+                    got += more
+        return bytes(found[:got]), nbytes
 
-    def _name(self, source: str, target: str, information: Any, access: int) -> None:
-        information["file_name"] = self._requests.name(target)
-        with self._requests.opened(source, access, _PLAIN) as file:
-            self._requests.change(file, information)
+    @_in_thread
+    def write(self, path: str, start: int, data: bytes, *, create: bool = False, sync: bool = False) -> int:
+        try:
+            file = self._open(path, "xb" if create else "r+b")
+        except SMBException as error:
+            if create and _status(error) == NtStatus.STATUS_FILE_IS_A_DIRECTORY:
+                raise FileExistsError(errno.EEXIST, str(error)) from error
+            raise
+        with file:
+            left = memoryview(data)
+            file.seek(start)
+            while left:
+                left = left[file.write(left) :]
+            if sync:
+                file.fd.flush()
+            file.fd.close(get_attributes=True)
+            return int(file.fd.end_of_file)
 
+    @_in_thread
     def replace(self, source: str, target: str) -> None:
         try:
-            self._rename(source, target, replace=True)
-        except OSError as error:
-            if ntstatus_of(error) in _HELD_OPEN and self._is_held_open(target):
-                raise HeldOpenError(f"somebody has it open ({error.strerror})") from error
+            smbclient.replace(self._path(source), self._path(target), **self._login)
+        except SMBException as error:
+            if _status(error) in _HELD_OPEN and self._is_held_open(target):
+                raise HeldOpenError(f"another client has it open ({error})") from error
             raise
 
     def _is_held_open(self, path: str) -> bool:
-        """Return whether somebody has a file open: then nobody else can have it for himself."""
+        """Return whether a client has a file open: then it can't be opened exclusively."""
         try:
-            with self._requests.opened(path, _ACCESS.FILE_READ_DATA, _PLAIN, sharing=0):
-                return False
-        except OSError as error:
-            return ntstatus_of(error) in (NtStatus.STATUS_SHARING_VIOLATION, NtStatus.STATUS_DELETE_PENDING)
+            self._open(path, "rb", share_access=None).close()
+        except SMBException as error:
+            return _status(error) in (NtStatus.STATUS_SHARING_VIOLATION, NtStatus.STATUS_DELETE_PENDING)
+        return False
 
+    @_in_thread
     def rename_new(self, source: str, target: str) -> None:
-        # Samba first looks for the name and then renames: of two clients at once, both may succeed. It makes a second
-        # name for a file in one step.
+        # Samba first looks for the name and then renames: of two clients at once, both may succeed. A hard link is
+        # made in one step.
+        names = self._path(source), self._path(target)
         try:
-            self._name(source, target, FileLinkInformation(), _ACCESS.FILE_WRITE_ATTRIBUTES)
-        except (FileExistsError, FileNotFoundError, ConnectionLostError):
-            raise
-        except OSError:  # the server's file system has no second names (FAT)
-            self._rename(source, target, replace=False)
+            smbclient.link(*names, **self._login)
+        except SMBException as error:
+            if _ERRNO.get(_status(error)) in (None, errno.EEXIST, errno.ENOENT) or _status(error) in _LOST:
+                raise
+            smbclient.rename(*names, **self._login)  # the server's file system has no hard links (FAT)
         else:
-            self.remove(source)
+            smbclient.remove(names[0], **self._login)
 
+    @_in_thread
     def remove(self, path: str) -> None:
-        options = _PLAIN | CreateOptions.FILE_DELETE_ON_CLOSE | _LINKS_AS_THEY_ARE
-        with self._requests.opened(path, _ACCESS.DELETE, options):
-            pass
+        smbclient.remove(self._path(path), **self._login)
 
+    @_in_thread
     def make_directory(self, path: str) -> None:
-        with self._requests.errors():
-            self._requests.open(
-                path, DirectoryAccessMask.FILE_LIST_DIRECTORY, CreateDisposition.FILE_CREATE, _FOLDER
-            ).close()
+        smbclient.mkdir(self._path(path), **self._login)
 
+    @_in_thread
     def remove_directory(self, path: str) -> None:
-        disposition = FileDispositionInformation()
-        disposition["delete_pending"] = True
-        with self._requests.opened(path, _ACCESS.DELETE | _ACCESS.FILE_READ_ATTRIBUTES, _FOLDER) as folder:
-            self._requests.change(folder, disposition)
+        smbclient.rmdir(self._path(path), **self._login)
 
+    @_in_thread
     def sync_directory(self, path: str) -> None:
         access = DirectoryAccessMask.FILE_ADD_FILE | DirectoryAccessMask.FILE_ADD_SUBDIRECTORY
         try:
-            with self._requests.opened(path, access, _FOLDER) as folder:
-                folder.flush()
-        except OSError as error:  # Windows does not sync directories, and need not
-            if isinstance(error, ConnectionLostError) or error.errno in _FAILED_FLUSH:
+            with self._open(path, "rb", file_type="dir", desired_access=access, share_access="rwd") as folder:
+                folder.fd.flush()
+        except SMBException as error:  # Windows does not sync directories, and need not
+            failed = self._failure(error)
+            if (
+                not isinstance(failed, OSError)
+                or isinstance(failed, ConnectionLostError)
+                or failed.errno in (errno.EIO, errno.ENOSPC, errno.EDQUOT)
+            ):
                 raise
 
+    @_in_thread
     def free_nbytes(self, path: str) -> int | None:
-        with self._requests.opened(path, _ACCESS.FILE_READ_ATTRIBUTES, _FOLDER) as folder:
-            found = self._requests.query(folder, FileFsFullSizeInformation)
-        unit = found["sectors_per_unit"].get_value() * found["bytes_per_sector"].get_value()
-        return int(found["caller_available_units"].get_value() * unit)
+        return int(smbclient.stat_volume(self._path(path), **self._login).caller_available_size)
 
 
-def _entry(name: str, attributes: Any, nbytes: int, modified: datetime) -> Entry:
-    bits = int(attributes)
-    if bits & FileAttributes.FILE_ATTRIBUTE_REPARSE_POINT:
+def _login_failure(error: Exception, place: SmbPlace) -> OSError:
+    """Return our error for a login that failed: one to be tried again, or not."""
+    words = f"{type(error).__name__}: {error}"
+    cause = error.__cause__
+    if isinstance(error, SMBAuthenticationError) or (_status(error) and _status(error) not in _LOST):
+        return LoginError(
+            f"{place.server} does not let {place.username or 'this user'} in ({words}). Check username=, password= "
+            "and domain="
+        )
+    if isinstance(error, ImportError):
+        return LoginError(
+            f"this client can't log in as auth_protocol={place.auth_protocol!r} asks for ({words}: pip install "
+            "'smbprotocol[kerberos]')",
+            errno.EINVAL,
+        )
+    if isinstance(cause, socket.gaierror) and cause.errno != socket.EAI_AGAIN:
+        return LoginError(f"{place.server} is not known to the network ({cause.strerror})", errno.EHOSTUNREACH)
+    if isinstance(error, SMBException) and any(word in str(error).lower() for word in ("signing", "encrypt")):
+        return LoginError(f"{place.server} and this client do not agree on signing or encryption ({words})")
+    return ConnectionLostError(words)
+
+
+def _entry(name: str, attributes: int, nbytes: int, modified_seconds: float) -> Entry:
+    kind: Literal["file", "directory", "other"] = "file"
+    if attributes & FileAttributes.FILE_ATTRIBUTE_REPARSE_POINT:
         kind = "other"
-    else:
-        kind = "directory" if bits & FileAttributes.FILE_ATTRIBUTE_DIRECTORY else "file"
-    return Entry(name, kind, int(nbytes), modified.timestamp())  # type: ignore[arg-type]
+    elif attributes & FileAttributes.FILE_ATTRIBUTE_DIRECTORY:
+        kind = "directory"
+    return Entry(name, kind, nbytes, modified_seconds)
