@@ -46,8 +46,8 @@ def test_where_smb_urls_lead(
 ) -> None:
     place = smb_place(url, {})
     assert (place.host, place.port, place.share, place.path) == (host, port, share, path)
-    assert (place.username, place.password) == (user, password)
-    assert place.require_signing and not place.encrypt and place.share_access == "rwd"
+    assert (place.client["username"], place.client["password"]) == (user, password)
+    assert place.client["require_signing"] and not place.client["encrypt"] and place.share_access == "rwd"
 
 
 def test_options_come_before_the_url_and_both_before_fsspec_s(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +58,7 @@ def test_options_come_before_the_url_and_both_before_fsspec_s(monkeypatch: pytes
     assert sftp_place("sftp://host/run", {}).client["username"] == "conf"
     assert sftp_place("sftp://url@host/run", {"user": "option"}).client["username"] == "option"
     found = smb_place("smb://host/share", {"domain": "option"})
-    assert found.username == "option\\conf" and found.encrypt
+    assert found.client["username"] == "option\\conf" and found.client["encrypt"]
 
 
 def test_files_of_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from dcp_nvcomp.errors import StorageError
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.file_servers.client import ConnectionLostError
 from dcp_nvcomp.storage.open import open_filesystem
-from tests.servers.sftp import SftpServer
 from tests.servers.smb import SmbServer
 
 from .suite import Place, write_file

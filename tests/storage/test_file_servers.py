@@ -23,7 +23,6 @@ import pytest
 
 from dcp_nvcomp.errors import ConcurrentSaveError, ConfigurationError, StorageError
 from dcp_nvcomp.storage.base import Filesystem
-
 from dcp_nvcomp.storage.file_servers.client import ConnectionLostError, ServerClient
 from dcp_nvcomp.storage.open import open_filesystem
 from tests.servers.sftp import SftpServer
@@ -613,14 +612,14 @@ def test_a_server_without_openssh_s_extensions(tmp_path: Path, sftp_server: Sftp
 
 
 @contextlib.contextmanager
-def held_open(filesystem: Filesystem, name: str) -> Iterator[None]:
+def held_open(filesystem: Filesystem, name: str, **options: Any) -> Iterator[None]:
     """Have a file open to be read, as a slow reader, on the connection that the filesystem uses next."""
     client: ServerClient = filesystem._client  # type: ignore[attr-defined]
     key = filesystem._key(name)  # type: ignore[attr-defined]
 
     async def begin(connection: Any) -> Any:
         if isinstance(connection, connections("smb")):
-            return connection._open(key, "rb")
+            return connection._open(key, "rb", **options)
         return await connection._sftp.open(key, "rb")
 
     async def end(connection: Any) -> None:
@@ -691,7 +690,7 @@ def test_a_file_is_removed_while_somebody_reads_it(store: Place) -> None:
 @pytest.mark.smb
 def test_a_read_waits_for_an_exclusive_reader(smb_store: Place) -> None:
     """As programs that look for viruses are, and for a moment a save that asks whether a client has it open."""
-    filesystem, other = opened(smb_store), opened(smb_store, share_access="w")
+    filesystem, other = opened(smb_store), opened(smb_store)
     filesystem.create_directory()
     filesystem.publish("a", b"x")
     with ThreadPoolExecutor(1) as pool:

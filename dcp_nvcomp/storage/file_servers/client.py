@@ -8,10 +8,9 @@ from __future__ import annotations
 import errno
 import os
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import fsspec.asyn
 
@@ -57,69 +56,31 @@ class Entry:
     modified_seconds: float
 
 
-class Connection(ABC):
-    """One login. Methods raise ConnectionLostError, or another OSError for what the server refuses."""
+class Connection(Protocol):
+    """One login. Methods raise ConnectionLostError, or another OSError for what the server refuses.
+
+    write: into a file that exists, or with `create` must not; returns its size
+    read: returns the bytes of a range, as far as the file has them, and its size
+    rename_new: FileExistsError if the target exists
+    look_up: links are not followed; None if there is nothing
+    """
 
     @property
-    @abstractmethod
-    def is_alive(self) -> bool:
-        """Whether it is believed to be usable."""
-
-    @abstractmethod
-    async def log_in(self, seconds: float) -> None:
-        """Connect; called once."""
-
-    @abstractmethod
-    def cut(self) -> None:
-        """End it at once, without waiting for the server. Never raises."""
-
-    @abstractmethod
-    async def look_up(self, path: str) -> Entry | None:
-        """Return what has this path, which may be a link."""
-
-    @abstractmethod
-    async def file_nbytes(self, path: str) -> int | None:
-        """Return the size of the file that a path leads to, also through links; None if it leads to none."""
-
-    @abstractmethod
-    async def list(self, path: str) -> list[Entry]:
-        """Return what is in a directory."""
-
-    @abstractmethod
-    async def read(self, path: str, start: int, stop: int) -> tuple[bytes, int]:
-        """Return the bytes of a range, as far as the file has them, and the file's size."""
-
-    @abstractmethod
-    async def write(self, path: str, start: int, data: bytes, *, create: bool = False, sync: bool = False) -> int:
-        """Write into a file that exists, or that must not; return its size."""
-
-    @abstractmethod
-    async def replace(self, source: str, target: str) -> None:
-        """Rename a file in one step, also if the target exists."""
-
-    @abstractmethod
-    async def rename_new(self, source: str, target: str) -> None:
-        """Rename a file; FileExistsError if the target exists."""
-
-    @abstractmethod
-    async def remove(self, path: str) -> None:
-        """Remove a file."""
-
-    @abstractmethod
-    async def make_directory(self, path: str) -> None:
-        """Make a directory."""
-
-    @abstractmethod
-    async def remove_directory(self, path: str) -> None:
-        """Remove an empty directory."""
-
-    @abstractmethod
-    async def sync_directory(self, path: str) -> None:
-        """Make the names in a directory durable, if the server can."""
-
-    @abstractmethod
-    async def free_nbytes(self, path: str) -> int | None:
-        """Return how much can still be written to a directory; None if the server does not say."""
+    def is_alive(self) -> bool: ...
+    async def log_in(self, seconds: float) -> None: ...
+    def cut(self) -> None: ...  # at once, without waiting for the server; never raises
+    async def look_up(self, path: str) -> Entry | None: ...
+    async def file_nbytes(self, path: str) -> int | None: ...  # links are followed
+    async def list(self, path: str) -> list[Entry]: ...
+    async def read(self, path: str, start: int, stop: int) -> tuple[bytes, int]: ...
+    async def write(self, path: str, start: int, data: bytes, *, create: bool = False, sync: bool = False) -> int: ...
+    async def replace(self, source: str, target: str) -> None: ...
+    async def rename_new(self, source: str, target: str) -> None: ...
+    async def remove(self, path: str) -> None: ...
+    async def make_directory(self, path: str) -> None: ...
+    async def remove_directory(self, path: str) -> None: ...
+    async def sync_directory(self, path: str) -> None: ...
+    async def free_nbytes(self, path: str) -> int | None: ...
 
 
 class ServerClient(Attempts):

@@ -6,14 +6,14 @@ import contextlib
 import errno
 import posixpath
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dcp_nvcomp.errors import ConfigurationError, StorageError
 from dcp_nvcomp.redaction import Redactor
 from dcp_nvcomp.storage.base import Below, FileInfo, OutputStream, check_relative_path, too_short
 from dcp_nvcomp.storage.file_servers.client import Connection, Entry, ServerClient
-from dcp_nvcomp.storage.file_servers.urls import SMB, SftpPlace, SmbPlace, sftp_place, smb_place
+from dcp_nvcomp.storage.file_servers.urls import SMB, ServerPlace, sftp_place, smb_place
 from dcp_nvcomp.storage.file_servers.writing import ServerOutput, move, publish, remove_quietly
 from dcp_nvcomp.storage.fsspec_output import Replacement
 from dcp_nvcomp.storage.remote import RemoteFilesystem
@@ -29,24 +29,20 @@ def open_file_server(
     known_options: Sequence[str] = (),
 ) -> ServerFilesystem:
     """Open the place of one checkpoint; nothing is sent yet."""
-    place: SftpPlace | SmbPlace
-    connection: Any
+    connection: Callable[[ServerPlace], Connection]
     try:
         if protocol in SMB:
             from dcp_nvcomp.storage.file_servers.smb import SmbConnection
 
-            connection = SmbConnection
-            place = smb_place(path, options, known_options)
-            secrets = {"password": place.password}
+            connection, place = SmbConnection, smb_place(path, options, known_options)
         else:
             from dcp_nvcomp.storage.file_servers.sftp import SftpConnection
 
-            connection = SftpConnection
-            place = sftp_place(path, options, known_options)
-            secrets = {name: place.client.get(name) for name in ("password", "passphrase")}
+            connection, place = SftpConnection, sftp_place(path, options, known_options)
     except ImportError as error:
         extra = "smb" if protocol in SMB else "sftp"
         raise ConfigurationError(f"{protocol}:// is not available here: pip install 'dcp-nvcomp[{extra}]'.") from error
+    secrets = {name: place.client.get(name) for name in ("password", "passphrase")}
     hidden = {**options, **secrets}
     client = ServerClient(lambda: connection(place), place.server, deadline_seconds, Redactor(path, hidden))
     return ServerFilesystem(path, place.path, client, part_nbytes=place.part_nbytes, options=hidden)

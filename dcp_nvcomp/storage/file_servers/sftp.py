@@ -18,7 +18,7 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 import asyncssh
 
 from dcp_nvcomp.storage.file_servers.client import Connection, ConnectionLostError, Entry, LoginError
-from dcp_nvcomp.storage.file_servers.urls import SftpPlace
+from dcp_nvcomp.storage.file_servers.urls import ServerPlace
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -59,13 +59,13 @@ def _told(
                 raise ConnectionLostError(words) from error
             raise
 
-    return told
+    return told  # type: ignore[return-value]
 
 
 class SftpConnection(Connection):
     """A connection with one SFTP channel."""
 
-    def __init__(self, place: SftpPlace) -> None:
+    def __init__(self, place: ServerPlace) -> None:
         self._place = place
         self._ssh: Any = None
         self._sftp: Any = None
@@ -213,7 +213,7 @@ class SftpConnection(Connection):
         return int(disk.bavail) * int(disk.frsize)
 
 
-def _login_failure(error: Exception, place: SftpPlace) -> OSError:
+def _login_failure(error: Exception, place: ServerPlace) -> OSError:
     """Return our error for a login that failed: one to be tried again, or not."""
     words = f"{type(error).__name__}: {error}"
     if isinstance(error, asyncssh.HostKeyNotVerifiable):

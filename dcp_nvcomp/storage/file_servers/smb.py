@@ -18,49 +18,36 @@ from typing import Any, Concatenate, Final, Literal, ParamSpec, TypeVar
 
 import smbclient
 from smbprotocol.connection import Connection as Wire
-from smbprotocol.exceptions import EndOfFile, SMBAuthenticationError, SMBException
+from smbprotocol.exceptions import EndOfFile, SMBAuthenticationError, SMBException, SMBOSError
 from smbprotocol.file_info import FileAttributes
 from smbprotocol.header import Commands, NtStatus
 from smbprotocol.open import DirectoryAccessMask
+from smbprotocol.tree import TreeConnect
 
 from dcp_nvcomp.storage.file_servers.client import Connection, ConnectionLostError, Entry, HeldOpenError, LoginError
-from dcp_nvcomp.storage.file_servers.urls import SmbPlace
+from dcp_nvcomp.storage.file_servers.urls import ServerPlace
 
 T = TypeVar("T")
 P = ParamSpec("P")
 
+# What SMBOSError does not know.
 _ERRNO: Final = {
     NtStatus.STATUS_ACCESS_DENIED: errno.EACCES,
     NtStatus.STATUS_CANNOT_DELETE: errno.EACCES,
     NtStatus.STATUS_DELETE_PENDING: errno.ENOENT,  # removed, but another client still has it open
-    NtStatus.STATUS_DIRECTORY_NOT_EMPTY: errno.ENOTEMPTY,
     NtStatus.STATUS_DISK_FULL: errno.ENOSPC,
-    NtStatus.STATUS_FILE_IS_A_DIRECTORY: errno.EISDIR,
-    NtStatus.STATUS_INVALID_DEVICE_REQUEST: errno.ENOTSUP,
-    NtStatus.STATUS_INVALID_INFO_CLASS: errno.ENOTSUP,
     NtStatus.STATUS_INVALID_PARAMETER: errno.EINVAL,
     NtStatus.STATUS_NO_SUCH_FILE: errno.ENOENT,
-    NtStatus.STATUS_NOT_A_DIRECTORY: errno.ENOTDIR,
     NtStatus.STATUS_NOT_SUPPORTED: errno.ENOTSUP,
-    NtStatus.STATUS_OBJECT_NAME_COLLISION: errno.EEXIST,
     NtStatus.STATUS_OBJECT_NAME_INVALID: errno.EINVAL,
-    NtStatus.STATUS_OBJECT_NAME_NOT_FOUND: errno.ENOENT,
-    NtStatus.STATUS_OBJECT_PATH_INVALID: errno.EINVAL,
-    NtStatus.STATUS_OBJECT_PATH_NOT_FOUND: errno.ENOENT,
-    NtStatus.STATUS_PRIVILEGE_NOT_HELD: errno.EPERM,
     0xC0000044: errno.EDQUOT,  # STATUS_QUOTA_EXCEEDED
     0xC00000A2: errno.EROFS,  # STATUS_MEDIA_WRITE_PROTECTED
 }
 # The login, or the handle, is gone: a new one will do.
 _LOST: Final = (
-    NtStatus.STATUS_NETWORK_NAME_DELETED,
-    NtStatus.STATUS_USER_SESSION_DELETED,
-    NtStatus.STATUS_FILE_CLOSED,
-    NtStatus.STATUS_IO_TIMEOUT,
-    NtStatus.STATUS_INSUFFICIENT_RESOURCES,
-    NtStatus.STATUS_INSUFF_SERVER_RESOURCES,
-    NtStatus.STATUS_SERVER_UNAVAILABLE,
-    NtStatus.STATUS_REQUEST_NOT_ACCEPTED,
+    *(NtStatus.STATUS_NETWORK_NAME_DELETED, NtStatus.STATUS_USER_SESSION_DELETED, NtStatus.STATUS_FILE_CLOSED),
+    *(NtStatus.STATUS_IO_TIMEOUT, NtStatus.STATUS_INSUFFICIENT_RESOURCES, NtStatus.STATUS_INSUFF_SERVER_RESOURCES),
+    *(NtStatus.STATUS_SERVER_UNAVAILABLE, NtStatus.STATUS_REQUEST_NOT_ACCEPTED),
     0xC000020C,  # STATUS_CONNECTION_DISCONNECTED
     0xC000035C,  # STATUS_NETWORK_SESSION_EXPIRED
 )
@@ -70,6 +57,10 @@ _HELD_OPEN: Final = (NtStatus.STATUS_ACCESS_DENIED, NtStatus.STATUS_SHARING_VIOL
 def _status(error: Exception) -> int:
     """Return the server's NTSTATUS; 0 if it is not the server's error."""
     return int(getattr(error, "ntstatus", 0) or getattr(error, "status", 0))
+
+
+def _errno(status: int) -> int:
+    return _ERRNO.get(status) or SMBOSError(status, "").errno or errno.EIO
 
 
 def _in_thread(
@@ -82,10 +73,12 @@ def _in_thread(
         work = functools.partial(method, self, *arguments, **options)
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        except (LoginError, HeldOpenError, FileExistsError):
+            raise
         except Exception as error:
             raise self._failure(error) from error
 
-    return call
+    return call  # type: ignore[return-value]
 
 
 class _Wire(Wire):  # type: ignore[misc]
@@ -99,19 +92,11 @@ class _Wire(Wire):  # type: ignore[misc]
 class SmbConnection(Connection):
     """A connection with one login."""
 
-    def __init__(self, place: SmbPlace) -> None:
+    def __init__(self, place: ServerPlace) -> None:
         self._place = place
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="smb")
-        self._wire = _Wire(uuid.uuid4(), place.host, place.port, require_signing=place.require_signing)
-        self._login = {
-            "username": place.username,
-            "password": place.password,
-            "port": place.port,
-            "encrypt": place.encrypt or None,
-            "auth_protocol": place.auth_protocol,
-            "require_signing": place.require_signing,
-            "connection_cache": {f"{place.host.lower()}:{place.port}": self._wire},
-        }
+        self._wire = _Wire(uuid.uuid4(), place.host, place.port, require_signing=place.client["require_signing"])
+        self._login = {**place.client, "connection_cache": {f"{place.host.lower()}:{place.port}": self._wire}}
 
     @property
     def is_alive(self) -> bool:
@@ -125,7 +110,8 @@ class SmbConnection(Connection):
         self._login["connection_timeout"] = max(1, int(seconds))
         try:
             self._wire.connect(timeout=self._login["connection_timeout"])
-            smbclient.register_session(self._place.host, **self._login)
+            session = smbclient.register_session(self._place.host, **self._login)
+            TreeConnect(session, rf"\\{self._place.host}\{self._place.share}").connect()
         except Exception as error:
             raise _login_failure(error, self._place) from error
 
@@ -136,20 +122,16 @@ class SmbConnection(Connection):
             with contextlib.suppress(OSError):  # its close() would wait for a call that is sending
                 transport._sock.shutdown(socket.SHUT_RDWR)
 
-    def _failure(self, error: Exception) -> OSError | MemoryError:
+    def _failure(self, error: Exception) -> OSError:
         words, status = f"{type(error).__name__}: {error}", _status(error)
         if status in _LOST:
             return ConnectionLostError(words)
-        if status == NtStatus.STATUS_BAD_NETWORK_NAME:
-            return LoginError(f"{self._place.server} has no share {self._place.share!r} ({words})", errno.ENODEV)
         if status == NtStatus.STATUS_SHARING_VIOLATION:
             return HeldOpenError(f"another client has it open ({words})")
         if status:
-            return OSError(_ERRNO.get(status, errno.EIO), words)
+            return OSError(_errno(status), words)
         if isinstance(error, UnicodeError):
             return OSError(errno.EINVAL, words)
-        if isinstance(error, MemoryError | LoginError | HeldOpenError | ConnectionLostError):
-            return error
         return ConnectionLostError(words)
 
     def _path(self, path: str) -> str:
@@ -167,7 +149,7 @@ class SmbConnection(Connection):
         try:
             found = smbclient.stat(self._path(path), follow_symlinks=follow_symlinks, **self._login)
         except SMBException as error:
-            if _ERRNO.get(_status(error)) in (errno.ENOENT, errno.ENOTDIR):
+            if _errno(_status(error)) in (errno.ENOENT, errno.ENOTDIR):
                 return None
             raise
         return _entry(ntpath.basename(path), found.st_file_attributes, found.st_size, found.st_mtime)
@@ -240,7 +222,8 @@ class SmbConnection(Connection):
         try:
             smbclient.link(*names, **self._login)
         except SMBException as error:
-            if _ERRNO.get(_status(error)) in (None, errno.EEXIST, errno.ENOENT) or _status(error) in _LOST:
+            status = _status(error)
+            if not status or status in _LOST or _errno(status) in (errno.EEXIST, errno.ENOENT):
                 raise
             smbclient.rename(*names, **self._login)  # the server's file system has no hard links (FAT)
         else:
@@ -278,19 +261,20 @@ class SmbConnection(Connection):
         return int(smbclient.stat_volume(self._path(path), **self._login).caller_available_size)
 
 
-def _login_failure(error: Exception, place: SmbPlace) -> OSError:
+def _login_failure(error: Exception, place: ServerPlace) -> OSError:
     """Return our error for a login that failed: one to be tried again, or not."""
     words = f"{type(error).__name__}: {error}"
     cause = error.__cause__
+    if _status(error) == NtStatus.STATUS_BAD_NETWORK_NAME:
+        return LoginError(f"{place.server} has no share {place.share!r} ({words})", errno.ENODEV)
     if isinstance(error, SMBAuthenticationError) or (_status(error) and _status(error) not in _LOST):
         return LoginError(
-            f"{place.server} does not let {place.username or 'this user'} in ({words}). Check username=, password= "
-            "and domain="
+            f"{place.server} does not let {place.user} in ({words}). Check username=, password= and domain="
         )
     if isinstance(error, ImportError):
         return LoginError(
-            f"this client can't log in as auth_protocol={place.auth_protocol!r} asks for ({words}: pip install "
-            "'smbprotocol[kerberos]')",
+            f"this client can't log in as auth_protocol={place.client['auth_protocol']!r} asks for ({words}: "
+            "pip install 'smbprotocol[kerberos]')",
             errno.EINVAL,
         )
     if isinstance(cause, socket.gaierror) and cause.errno != socket.EAI_AGAIN:

@@ -1,7 +1,4 @@
-"""The URLs and options of `sftp://`, `ssh://` and `smb://`: those that fsspec's own filesystems take, and sshfs's.
-
-URL, options, fsspec's configuration -> server, path, options of the client
-"""
+"""The URLs and options of `sftp://`, `ssh://` and `smb://`: those that fsspec's own filesystems take, and sshfs's."""
 
 from __future__ import annotations
 
@@ -30,135 +27,78 @@ _SFTP_PORT: Final = 22
 _SMB_PORT: Final = 445
 _MIN_PART_NBYTES: Final = 1 << 18
 _PART_NBYTES: Final = 16 << 20
-# AES-GCM first: it is several times as fast as what asyncssh would agree upon, ChaCha20.
-_ENCRYPTION: Final = "^aes128-gcm@openssh.com"
 _URL: Final = re.compile(
     r"(?P<protocol>[A-Za-z]+)://(?:(?P<login>[^/]*)@)?(?P<host>\[[^\]/]+\]|[^/:@]*)(?::(?P<port>\d*))?(?P<path>/.*)?",
     re.DOTALL,
 )
 _IGNORED: Final = ("skip_instance_cache", "use_listings_cache", "listings_expiry_time", "max_paths", "temppath")
-_PART: Final = ("default_block_size", "block_size")
-_SFTP_OPTIONS: Final = (
-    *("username", "user", "password", "port", "client_keys", "key_filename", "passphrase", "known_hosts"),
-    *("agent_path", "config", "encryption_algs", "compression_algs", "keepalive_interval"),
-)
-_SFTP_CLIENT: Final = (
-    *("password", "passphrase", "agent_path", "config", "encryption_algs", "compression_algs", "keepalive_interval"),
-)
-_SFTP_NONE: Final = ("agent_path", "config")  # None means none
-_SMB_OPTIONS: Final = (
-    *("username", "user", "password", "port", "domain", "encrypt", "share_access", "require_signing", "auth_protocol"),
-)
 _SMB_IGNORED: Final = (
     *("timeout", "auto_mkdir", "register_session_retries", "register_session_retry_wait"),
     "register_session_retry_factor",
 )
+_COMMON: Final = ("username", "user", "password", "port", "default_block_size", "block_size")
+_SFTP_CLIENT: Final = (
+    *("username", "password", "passphrase", "agent_path", "config", "encryption_algs", "compression_algs"),
+    "keepalive_interval",
+)
+_SFTP_OPTIONS: Final = (*_COMMON, *_SFTP_CLIENT, "client_keys", "key_filename", "known_hosts")
+_SFTP_NONE: Final = ("agent_path", "config")  # None means none
+_SMB_OPTIONS: Final = (*_COMMON, "domain", "encrypt", "share_access", "require_signing", "auth_protocol")
 # A number would have lost its zeros: 0123 is none of JSON's, and 83 in YAML.
 _TEXTS: Final = ("username", "password", "passphrase", "domain")
 _AUTHENTICATION: Final = ("negotiate", "ntlm", "kerberos")
 
 
 @dataclass(frozen=True)
-class SftpPlace:
-    """Where a checkpoint is on an SFTP server, and how to get there.
-
-    Attributes:
-        host: the server.
-        port: its port; `()` leaves it to OpenSSH's configuration file, as asyncssh wants it.
-        path: the directory.
-        user: who logs in, for messages.
-        part_nbytes: how long the parts of a file are.
-        client: options of asyncssh; they hold secrets.
-    """
+class ServerPlace:
+    """Where a checkpoint is on a file server, and with which options, which hold secrets, its client logs in."""
 
     host: str
-    port: Any
-    path: str
-    user: str
+    port: Any  # `()` leaves it to OpenSSH's configuration file, as asyncssh wants it
+    path: str  # on SMB, within the share
     part_nbytes: int
     client: Mapping[str, Any] = field(repr=False)
+    share: str = ""
+    share_access: str = ""  # what others may do to a file that is open here, of "rwd"
 
     @property
     def server(self) -> str:
         """Its name for messages."""
         return f"{self.host}:{self.port}" if self.port else self.host
 
-
-@dataclass(frozen=True)
-class SmbPlace:
-    """Where a checkpoint is on an SMB server, and how to get there.
-
-    Attributes:
-        host: the server.
-        port: its port.
-        share: the share.
-        path: the directory in the share, with `/`.
-        username: who logs in, with a domain if there is one; None for a Kerberos ticket.
-        password: their password.
-        part_nbytes: how long the parts of a file are.
-        share_access: what others may do to a file that is open here, of "rwd".
-        encrypt: whether all that is sent is encrypted, also if the server does not ask for it.
-        require_signing: whether all that is sent is signed.
-        auth_protocol: "negotiate", "ntlm" or "kerberos".
-    """
-
-    host: str
-    port: int
-    share: str
-    path: str
-    username: str | None
-    password: str | None = field(repr=False)
-    part_nbytes: int
-    share_access: str
-    encrypt: bool
-    require_signing: bool
-    auth_protocol: str
-
     @property
-    def server(self) -> str:
-        """Its name for messages."""
-        return f"{self.host}:{self.port}"
+    def user(self) -> str:
+        """Who logs in, for messages."""
+        return self.client.get("username") or "this user"
 
 
-@dataclass(frozen=True)
-class _Parsed:
-    host: str
-    port: int | None
-    user: str | None
-    password: str | None
-    path: str
-
-
-def sftp_place(path: str, options: Mapping[str, Any], known_options: Sequence[str] = ()) -> SftpPlace:
+def sftp_place(path: str, options: Mapping[str, Any], known_options: Sequence[str] = ()) -> ServerPlace:
     """Return where a URL leads."""
     url = _parse(path, "sftp://user@host/directory")
     options = _with_configuration(options, SFTP, url)
-    _check_names(options, (*_SFTP_OPTIONS, *_PART), known_options, "sftp")
+    _check_names(options, _SFTP_OPTIONS, known_options, "sftp")
     client = {
         name: options[name]
         for name in _SFTP_CLIENT
         if options.get(name) is not None or (name in _SFTP_NONE and name in options)
     }
-    user = options.get("username")
-    if user:
-        client["username"] = user
     keys = options.get("client_keys", options.get("key_filename"))
     if keys is not None:
         client["client_keys"] = _expanded(keys)
-    if "known_hosts" in options:  # None: whoever answers is believed
+    if "known_hosts" in options:  # None: any host is trusted
         client["known_hosts"] = _expanded(options["known_hosts"])
-    client.setdefault("encryption_algs", _ENCRYPTION)
-    client.setdefault("compression_algs", ["none"])  # what we send is compressed
-    port = _port(options) or ()
-    return SftpPlace(url.host, port, url.path or "/", user or "this user", _part_nbytes(options), client)
+    # several times as fast as what asyncssh would agree upon, ChaCha20
+    client.setdefault("encryption_algs", "^aes128-gcm@openssh.com")
+    client.setdefault("compression_algs", ["none"])  # what is sent is compressed
+    return ServerPlace(url["host"].strip("[]"), _port(options) or (), _path(url) or "/", _part_nbytes(options), client)
 
 
-def smb_place(path: str, options: Mapping[str, Any], known_options: Sequence[str] = ()) -> SmbPlace:
+def smb_place(path: str, options: Mapping[str, Any], known_options: Sequence[str] = ()) -> ServerPlace:
     """Return where a URL leads."""
     url = _parse(path, "smb://user@host/share/directory")
     options = _with_configuration(options, SMB, url)
-    _check_names(options, (*_SMB_OPTIONS, *_PART), known_options, "smb", _SMB_IGNORED)
-    share, _, inside = url.path.strip("/").partition("/")
+    _check_names(options, _SMB_OPTIONS, known_options, "smb")
+    share, _, inside = _path(url).strip("/").partition("/")
     if not share:
         raise ConfigurationError("A URL of an SMB server is smb://user@host/share/directory.", path=path)
     if share == ".." or ".." in inside.split("/"):
@@ -171,19 +111,16 @@ def smb_place(path: str, options: Mapping[str, Any], known_options: Sequence[str
     protocol = options.get("auth_protocol") or "negotiate"
     if protocol not in _AUTHENTICATION:
         raise ConfigurationError(f"auth_protocol={protocol!r} must be one of {', '.join(_AUTHENTICATION)}.")
-    return SmbPlace(
-        url.host,
-        _port(options) or _SMB_PORT,
-        share,
-        inside,
-        (f"{domain}\\{user}" if domain else user) or None,
-        options.get("password"),
-        _part_nbytes(options),
-        access,
-        _flag(options, "encrypt", False),
-        _flag(options, "require_signing", True),
-        protocol,
-    )
+    port = _port(options) or _SMB_PORT
+    client = {
+        "username": (f"{domain}\\{user}" if domain else user) or None,  # None: a Kerberos ticket is used
+        "password": options.get("password"),
+        "port": port,
+        "encrypt": _flag(options, "encrypt", False) or None,  # None: as the server wants it
+        "require_signing": _flag(options, "require_signing", True),
+        "auth_protocol": protocol,
+    }
+    return ServerPlace(url["host"].strip("[]"), port, inside, _part_nbytes(options), client, share, access)
 
 
 def file_server_url(path: str) -> str:
@@ -194,29 +131,28 @@ def file_server_url(path: str) -> str:
     protocol = "smb" if match["protocol"].lower() in SMB else "sftp"
     usual = _SMB_PORT if protocol == "smb" else _SFTP_PORT
     port = f":{match['port']}" if match["port"] and int(match["port"]) != usual else ""
-    return f"{protocol}://{match['host'].lower()}{port}{posixpath.normpath('/' + (match['path'] or '').strip('/'))}"
+    return f"{protocol}://{match['host'].lower()}{port}{posixpath.normpath('/' + _path(match).strip('/'))}"
 
 
-def _parse(path: str, form: str) -> _Parsed:
-    match = _URL.fullmatch(path)
-    if match is None or not match["host"]:
+def _parse(path: str, form: str) -> re.Match[str]:
+    url = _URL.fullmatch(path)
+    if url is None or not url["host"]:
         raise ConfigurationError(f"This is not a URL like {form}.", path=without_secrets(path))
-    user, colon, password = (match["login"] or "").partition(":")
-    return _Parsed(
-        match["host"].strip("[]"),
-        int(match["port"]) if match["port"] else None,
-        unquote(user) or None,
-        unquote(password) if colon else None,
-        (match["path"] or "").rstrip("/"),
-    )
+    return url
 
 
-def _with_configuration(options: Mapping[str, Any], protocols: Sequence[str], url: _Parsed) -> dict[str, Any]:
+def _path(url: re.Match[str]) -> str:
+    return (url["path"] or "").rstrip("/")
+
+
+def _with_configuration(options: Mapping[str, Any], protocols: Sequence[str], url: re.Match[str]) -> dict[str, Any]:
     """Return the options; what the URL says counts less, and fsspec's configuration files and environment least."""
+    user, colon, password = (url["login"] or "").partition(":")
+    in_url: dict[str, Any] = {"username": unquote(user)} if user else {}
+    in_url |= {"password": unquote(password)} if colon else {}
+    in_url |= {"port": int(url["port"])} if url["port"] else {}
     found: dict[str, Any] = {}
-    in_url = {"username": url.user, "password": url.password, "port": url.port}
-    configured = [fsspec.config.conf.get(protocol, {}) for protocol in protocols]
-    for given in (*configured, {name: value for name, value in in_url.items() if value is not None}, options):
+    for given in (*(fsspec.config.conf.get(protocol, {}) for protocol in protocols), in_url, options):
         found.update(given)
         if "user" in given:
             found["username"] = found.pop("user")
@@ -226,14 +162,8 @@ def _with_configuration(options: Mapping[str, Any], protocols: Sequence[str], ur
     return found
 
 
-def _check_names(
-    options: Mapping[str, Any],
-    known: Sequence[str],
-    known_options: Sequence[str],
-    protocol: str,
-    ignored: Sequence[str] = (),
-) -> None:
-    for option in sorted(options.keys() - {*known, *ignored, *_IGNORED}):
+def _check_names(options: Mapping[str, Any], known: Sequence[str], known_options: Sequence[str], protocol: str) -> None:
+    for option in sorted(options.keys() - {*known, *_IGNORED, *(_SMB_IGNORED if protocol in SMB else ())}):
         close = difflib.get_close_matches(option, [*known_options, *known], n=1, cutoff=0.75)
         raise unknown_option(option, close, call=known_options, storage=f"{protocol}://", takes=known)
 
@@ -242,17 +172,13 @@ def _port(options: Mapping[str, Any]) -> int | None:
     given = options.get("port")
     if given is None:
         return None
-    try:
-        port = int(given)
-    except (TypeError, ValueError):
-        port = 0
-    if not 0 < port < 1 << 16:
+    if not str(given).isdecimal() or not 0 < int(given) < 1 << 16:
         raise ConfigurationError(f"port={given!r} must be a number from 1 to 65535.")
-    return port
+    return int(given)
 
 
 def _part_nbytes(options: Mapping[str, Any]) -> int:
-    nbytes = option_nbytes(options, *_PART) or _PART_NBYTES
+    nbytes = option_nbytes(options, "default_block_size", "block_size") or _PART_NBYTES
     if nbytes < _MIN_PART_NBYTES:
         raise ConfigurationError(f"default_block_size must be at least {_MIN_PART_NBYTES}.")
     return nbytes
@@ -273,6 +199,4 @@ def _expanded(value: Any) -> Any:
     """Return file names with `~` resolved; keys and what else asyncssh takes as they are."""
     if isinstance(value, str | Path):
         return os.path.expanduser(value)
-    if isinstance(value, list | tuple):
-        return [_expanded(item) for item in value]
-    return value
+    return [_expanded(item) for item in value] if isinstance(value, list | tuple) else value
