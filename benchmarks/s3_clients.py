@@ -18,11 +18,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.file_servers import read_files, write_files
 from benchmarks.measuring import Case, NotHere, alternate, core_count, paired
 from benchmarks.peers import ours, save
 from benchmarks.results import Report, Table
 from benchmarks.states import State
+from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.open import open_filesystem
 
 __all__ = ["compare"]
@@ -92,8 +92,8 @@ def _files(state: State) -> dict[str, bytes]:
 
 def _ours(url: str, options: dict[str, Any]) -> tuple[Callable[[dict[str, bytes]], None], Callable[..., None]]:
     return (
-        lambda contents: write_files(open_filesystem(url, storage_options=options), contents),
-        lambda buffers: read_files(open_filesystem(url, storage_options=options), buffers),
+        lambda contents: _write_files(open_filesystem(url, storage_options=options), contents),
+        lambda buffers: _read_files(open_filesystem(url, storage_options=options), buffers),
     )
 
 
@@ -140,3 +140,31 @@ def _by_obstore(bucket: str, options: dict[str, Any]) -> tuple[Callable[[dict[st
             list(pool.map(one, pieces))
 
     return write, read
+
+
+def _write_files(filesystem: Filesystem, contents: dict[str, bytes]) -> None:
+    """Write files, all at once, and close the connections."""
+
+    def write(name: str) -> None:
+        stream = filesystem.open_output(name)
+        data = memoryview(contents[name])
+        for start in range(0, len(data), 4 << 20):
+            stream.write(data[start : start + (4 << 20)])
+        stream.close()
+
+    with ThreadPoolExecutor(max(1, len(contents))) as pool:
+        list(pool.map(write, contents))
+    filesystem.close()
+
+
+def _read_files(filesystem: Filesystem, buffers: dict[str, bytearray]) -> None:
+    """Read files in pieces, as many at once as a load does, and close the connections."""
+    nbytes = filesystem.read_nbytes
+    pieces = [
+        (name, start, memoryview(buffer)[start : start + nbytes])
+        for name, buffer in buffers.items()
+        for start in range(0, len(buffer), nbytes)
+    ]
+    with ThreadPoolExecutor(filesystem.parallel_reads) as pool:
+        list(pool.map(lambda piece: filesystem.read_into(*piece), pieces))
+    filesystem.close()

@@ -4,7 +4,6 @@
 goes through adlfs there.
 `s3`: the server that DCP_NVCOMP_TEST_S3 names, by several clients: benchmarks/s3_clients.py.
 `gcs`: the emulator of Google Cloud Storage that the tests start; DCP's writer goes through gcsfs.
-`sftp`, `smb`: OpenSSH's and Samba's servers, compared with scp and smbclient: DCP's writer does not get through there.
 
 On the same machine a server takes its share of the cores.
 """
@@ -19,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks import file_servers, s3_clients
+from benchmarks import s3_clients
 from benchmarks.measuring import Case, NotHere, Settings, alternate, core_count, paired
 from benchmarks.peers import Peer, load, ours, save, stock_fsspec
 from benchmarks.results import Plot, Report, Table
@@ -89,9 +88,6 @@ def run(settings: Settings) -> Report:
                 _compare(report, table, words, store, state)
     if settings.wants("s3"):
         s3_clients.compare(report, table, state)
-    for name in file_servers.FILE_SERVERS:
-        if settings.wants(name):
-            file_servers.compare(report, table, name, state)
     return report
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -213,6 +215,32 @@ def test_how_messages_are_signed(smb_with: Callable[..., SmbServer], settings: t
     data = os.urandom((2 << 20) + 7)
     write_file(filesystem, "data", data)
     assert filesystem.read_all("data", limit_nbytes=len(data)) == data
+
+
+@pytest.mark.smb
+def test_files_without_the_right_to_execute_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samba refuses to open them for that, as smbclient.replace does."""
+    missing = SmbServer.missing()
+    if missing:
+        pytest.skip(missing)
+    with tempfile.TemporaryDirectory() as directory:
+        os.chmod(directory, 0o755)
+        if not os.geteuid():  # root may do anything
+            monkeypatch.setattr(SmbServer, "user", "daemon")
+        server = SmbServer(Path(directory), "create mask = 0644", "map archive = no")
+        server.start()
+        try:
+            place = server.place("run")
+            if not os.geteuid():
+                for folder in (server.folder(place[0]).parent, server.folder(place[0]).parent.parent):
+                    shutil.chown(folder, "daemon")
+            filesystem = opened(place)
+            for data in (b"one", b"two"):
+                filesystem.publish(".metadata", data)
+            assert filesystem.read_all(".metadata", limit_nbytes=10) == b"two"
+            assert not (server.folder(place[0]) / ".metadata").stat().st_mode & 0o111
+        finally:
+            server.stop()
 
 
 @pytest.mark.smb

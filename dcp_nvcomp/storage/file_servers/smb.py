@@ -19,9 +19,9 @@ from typing import Any, Concatenate, Final, Literal, ParamSpec, TypeVar
 import smbclient
 from smbprotocol.connection import Connection as Wire
 from smbprotocol.exceptions import EndOfFile, SMBAuthenticationError, SMBException, SMBOSError
-from smbprotocol.file_info import FileAttributes
+from smbprotocol.file_info import FileAttributes, FileRenameInformation
 from smbprotocol.header import Commands, NtStatus
-from smbprotocol.open import DirectoryAccessMask
+from smbprotocol.open import DirectoryAccessMask, FilePipePrinterAccessMask, SMB2SetInfoRequest
 from smbprotocol.tree import TreeConnect
 
 from dcp_nvcomp.storage.file_servers.client import Connection, ConnectionLostError, Entry, HeldOpenError, LoginError
@@ -200,11 +200,23 @@ class SmbConnection(Connection):
     @_in_thread
     def replace(self, source: str, target: str) -> None:
         try:
-            smbclient.replace(self._path(source), self._path(target), **self._login)
+            self._rename(source, target, replace=True)
         except SMBException as error:
             if _status(error) in _HELD_OPEN and self._is_held_open(target):
                 raise HeldOpenError(f"another client has it open ({error})") from error
             raise
+
+    def _rename(self, source: str, target: str, *, replace: bool) -> None:
+        # smbclient.replace would first open the target to be executed, which Samba refuses for most files
+        change = FileRenameInformation()
+        change["replace_if_exists"] = replace
+        change["file_name"] = target.replace("/", "\\")
+        with self._open(source, "rb", desired_access=FilePipePrinterAccessMask.DELETE, share_access="rwd") as file:
+            request = SMB2SetInfoRequest()
+            request["info_type"], request["file_info_class"] = change.INFO_TYPE, change.INFO_CLASS
+            request["file_id"], request["buffer"] = file.fd.file_id, change
+            tree = file.fd.tree_connect
+            self._wire.receive(self._wire.send(request, tree.session.session_id, tree.tree_connect_id))
 
     def _is_held_open(self, path: str) -> bool:
         """Return whether a client has a file open: then it can't be opened exclusively."""
@@ -218,16 +230,15 @@ class SmbConnection(Connection):
     def rename_new(self, source: str, target: str) -> None:
         # Samba first looks for the name and then renames: of two clients at once, both may succeed. A hard link is
         # made in one step.
-        names = self._path(source), self._path(target)
         try:
-            smbclient.link(*names, **self._login)
+            smbclient.link(self._path(source), self._path(target), **self._login)
         except SMBException as error:
             status = _status(error)
             if not status or status in _LOST or _errno(status) in (errno.EEXIST, errno.ENOENT):
                 raise
-            smbclient.rename(*names, **self._login)  # the server's file system has no hard links (FAT)
+            self._rename(source, target, replace=False)  # the server's file system has no hard links (FAT)
         else:
-            smbclient.remove(names[0], **self._login)
+            smbclient.remove(self._path(source), **self._login)
 
     @_in_thread
     def remove(self, path: str) -> None:
