@@ -95,8 +95,11 @@ class SmbConnection(Connection):
     def __init__(self, place: ServerPlace) -> None:
         self._place = place
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="smb")
-        self._wire = _Wire(uuid.uuid4(), place.host, place.port, require_signing=place.client["require_signing"])
-        self._login = {**place.client, "connection_cache": {f"{place.host.lower()}:{place.port}": self._wire}}
+        self._login = {**place.client, "port": place.port}
+        signing = self._login.pop("require_signing")
+        self._auth_protocol = self._login.pop("auth_protocol")  # at a call, smbprotocol 1.12 does not take it
+        self._wire = _Wire(uuid.uuid4(), place.host, place.port, require_signing=signing)
+        self._login["connection_cache"] = {f"{place.host.lower()}:{place.port}": self._wire}
 
     @property
     def is_alive(self) -> bool:
@@ -110,7 +113,7 @@ class SmbConnection(Connection):
         self._login["connection_timeout"] = max(1, int(seconds))
         try:
             self._wire.connect(timeout=self._login["connection_timeout"])
-            session = smbclient.register_session(self._place.host, **self._login)
+            session = smbclient.register_session(self._place.host, auth_protocol=self._auth_protocol, **self._login)
             TreeConnect(session, rf"\\{self._place.host}\{self._place.share}").connect()
         except Exception as error:
             raise _login_failure(error, self._place) from error

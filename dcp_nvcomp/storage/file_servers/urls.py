@@ -115,7 +115,6 @@ def smb_place(path: str, options: Mapping[str, Any], known_options: Sequence[str
     client = {
         "username": (f"{domain}\\{user}" if domain else user) or None,  # None: a Kerberos ticket is used
         "password": options.get("password"),
-        "port": port,
         "encrypt": _flag(options, "encrypt", False) or None,  # None: as the server wants it
         "require_signing": _flag(options, "require_signing", True),
         "auth_protocol": protocol,
