@@ -694,7 +694,7 @@ def test_a_read_waits_for_an_exclusive_reader(smb_store: Place) -> None:
     filesystem.create_directory()
     filesystem.publish("a", b"x")
     with ThreadPoolExecutor(1) as pool:
-        with held_open(other, "a"):
+        with held_open(other, "a", share_access=None):
             reading = pool.submit(filesystem.read, "a", 0, 1)
             time.sleep(0.5)
             assert not reading.done()
