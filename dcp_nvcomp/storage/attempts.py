@@ -1,8 +1,8 @@
 """The loop that repeats requests until one succeeds, is refused for good, or time is up.
 
-It runs on fsspec's event loop, where the clients of S3 and Google Cloud Storage send their requests. They retry too,
-but none of them knows a deadline, and nested in each other and in a loop of ours their attempts would multiply, and
-hide which requests were sent more than once. So they are told to try once, and what retries is here alone.
+It runs on fsspec's event loop, where the clients of the object stores send their requests. They retry too, but nested
+in each other and in a loop of ours their attempts would multiply, and hide which requests were sent more than once; nor
+does each know a deadline. So they are told to try once, and what retries is here alone.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import os
 import random
 import time
 from abc import ABC, abstractmethod
@@ -17,7 +18,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from dcp_nvcomp.errors import CheckpointError, StorageError
+from dcp_nvcomp.errors import CheckpointError, ConfigurationError, StorageError
 from dcp_nvcomp.redaction import Redactor
 from dcp_nvcomp.storage.base import completed
 
@@ -50,7 +51,7 @@ class Attempts(ABC):
         longest_pause_seconds: float = 5.0,
         redact: Redactor,
     ) -> None:
-        self._loop = loop
+        self._loop, self._pid = loop, os.getpid()
         self._redact = redact
         self._first_pause_seconds = first_pause_seconds
         self._longest_pause_seconds = longest_pause_seconds
@@ -69,7 +70,7 @@ class Attempts(ABC):
     def _server(self) -> str:
         """The server's address, for messages."""
 
-    def _may_be_done(self, error: Exception) -> bool:
+    def may_be_done(self, error: Exception) -> bool:
         """True if it is not certain that the request was not carried out."""
         return self._is_transient(error)
 
@@ -83,6 +84,11 @@ class Attempts(ABC):
         may_repeat: Callable[[Exception], bool] | None = None,
     ) -> Done[T]:
         """Run attempts until one succeeds, is refused for good, or time is up; a CheckpointError ends it too."""
+        if os.getpid() != self._pid:  # there is no thread of the loop in a forked child: it would wait for ever
+            raise ConfigurationError(
+                "The storage was opened by the process that this one was forked from. Open it again in this one.",
+                path=where,
+            )
         seconds = self.deadline_seconds if deadline_seconds is None else deadline_seconds
         running = self._perform(what, where, attempt, seconds, may_repeat or self._is_transient)
         future = asyncio.run_coroutine_threadsafe(running, self._loop)
@@ -112,7 +118,7 @@ class Attempts(ABC):
                 took = time.monotonic() - began
                 pause = min(self._first_pause_seconds * 2 ** min(attempts - 1, 10), self._longest_pause_seconds)
                 pause *= random.uniform(0.5, 1)  # so that ranks do not come back all at once
-                may_be_done |= self._may_be_done(error)
+                may_be_done |= self.may_be_done(error)
                 if not may_repeat(error) or took + pause >= seconds:
                     raise self._failure(what, where, error, attempts, took, may_be_done) from self._redact.error(error)
                 words = self._redact(str(error))

@@ -1,7 +1,7 @@
 """`open_filesystem` returns the `Filesystem` for a path or URL.
 
-Local paths use system calls (local/filesystem.py), Azure obstore (azure/), SFTP and SMB the clients of file_servers/;
-all else goes through fsspec, of Google Cloud Storage (gcs/) only credentials and connections.
+Local paths use system calls (local/filesystem.py), Azure and Google Cloud Storage the clients of objects/, SFTP and SMB
+those of file_servers/; all else goes through fsspec.
 The contract that both keep is in base.py.
 """
 
@@ -23,16 +23,14 @@ from dcp_nvcomp.calls.unknown_options import advice_for, unknown_option
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.options import DEADLINE_OPTION, DEADLINE_SECONDS, check_seconds, not_a_path
 from dcp_nvcomp.redaction import Redactor
-from dcp_nvcomp.storage.azure.filesystem import AzureFilesystem
-from dcp_nvcomp.storage.azure.options import AZURE, azure_url
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.file_servers.filesystem import open_file_server
 from dcp_nvcomp.storage.file_servers.urls import FILE_SERVERS, SMB, file_server_url
 from dcp_nvcomp.storage.fsspec_files import FsspecFilesystem
-from dcp_nvcomp.storage.gcs.filesystem import GcsFilesystem
-from dcp_nvcomp.storage.gcs.options import GCS, gcs_url
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.marked_urls import without_mark
+from dcp_nvcomp.storage.objects.filesystem import open_object_store
+from dcp_nvcomp.storage.objects.options import AZURE, GCS, azure_url, gcs_url
 from dcp_nvcomp.storage.remote import PARALLEL_READS, part_nbytes
 from dcp_nvcomp.storage.s3 import client as s3_client
 from dcp_nvcomp.storage.s3 import filesystem as s3
@@ -92,11 +90,11 @@ def _open(
     chained = url is not None and url[2] is not None
     for package in _packages(protocol):
         refuse_old(package, f"{protocol}://")
-    if protocol in AZURE and not chained:
-        return _open_azure(text, protocol, options, deadline_seconds, known_options)
-    if protocol in GCS and not chained:
+    if protocol in (*AZURE, *GCS) and not chained:
         with _configuration_errors(text, options):
-            return GcsFilesystem(text, options=options, deadline_seconds=deadline_seconds, known_options=known_options)
+            return open_object_store(
+                text, protocol, options=options, deadline_seconds=deadline_seconds, known_options=known_options
+            )
     if protocol in FILE_SERVERS and not chained:
         with _configuration_errors(text, options):
             return open_file_server(
@@ -172,19 +170,6 @@ def _open_s3(path: str, options: dict[str, Any], deadline_seconds: float) -> Fil
     return s3.S3Filesystem(
         path, fs, root, options=options, part_nbytes=nbytes, parts_grow=grow, deadline_seconds=deadline_seconds
     )
-
-
-def _open_azure(
-    path: str, protocol: str, options: dict[str, Any], deadline_seconds: float, known_options: Sequence[str]
-) -> Filesystem:
-    # of any of its names, as adlfs does it; of one alone, since an account's key is no good for another account
-    sections = (fsspec.config.conf.get(name) for name in (protocol, *AZURE))
-    options = {**next(filter(None, sections), {}), **options}
-    nbytes = part_nbytes(options)
-    with _configuration_errors(path, options):
-        return AzureFilesystem(
-            path, options=options, part_nbytes=nbytes, deadline_seconds=deadline_seconds, known_options=known_options
-        )
 
 
 def _open_fsspec(path: str, protocol: str, options: dict[str, Any]) -> Filesystem:

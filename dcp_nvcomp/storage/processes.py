@@ -12,10 +12,9 @@ import fsspec
 import fsspec.config
 from fsspec.registry import known_implementations
 
-from dcp_nvcomp.storage.azure.options import AZURE
 from dcp_nvcomp.storage.file_servers.urls import FILE_SERVERS
-from dcp_nvcomp.storage.gcs.options import GCS
 from dcp_nvcomp.storage.marked_urls import without_mark
+from dcp_nvcomp.storage.objects.options import AZURE, GCS
 
 _PROTOCOLS = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)(?=::|://)")
 _IN_PROCESS = ("memory",)

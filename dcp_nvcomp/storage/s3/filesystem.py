@@ -1,7 +1,7 @@
 """A checkpoint's directory on S3: objects below a prefix, through an s3fs filesystem.
 
 data files    one PUT, or a multipart upload: upload.py
-publish       one PUT, which is atomic: publish.py; If-None-Match if an existing object must be kept
+publish       one PUT, which is atomic, on a condition: object.py, conditional.py
 requests      client.py retries them inside the deadline
 """
 
@@ -16,11 +16,11 @@ from typing import Any
 from dcp_nvcomp.calls.unknown_options import unknown_option
 from dcp_nvcomp.errors import StorageError
 from dcp_nvcomp.storage.base import Below, FileInfo, OutputStream, UnfinishedUpload, already_published, too_short
+from dcp_nvcomp.storage.conditional import publish
 from dcp_nvcomp.storage.remote import RemoteFilesystem
 from dcp_nvcomp.storage.reread import is_stored
 from dcp_nvcomp.storage.s3.client import S3Client, answer_of
-from dcp_nvcomp.storage.s3.object import S3Object
-from dcp_nvcomp.storage.s3.publish import Replacement, refuses_conditions
+from dcp_nvcomp.storage.s3.object import S3Object, S3Target, refuses_conditions
 from dcp_nvcomp.storage.s3.upload import S3Output
 
 
@@ -85,18 +85,17 @@ class S3Filesystem(RemoteFilesystem):
             self._create(name, data)
 
     def _replace(self, name: str, data: bytes) -> None:
-        target = self._object(name)
-        target.perform("write", Replacement(target, data).attempt)
+        publish(self._client, S3Target(self._object(name)), data, overwrite=True)
 
     def _create(self, name: str, data: bytes) -> None:
         """PUT if there is nothing. Where the server does not see to that itself, look before and after."""
         honoured = self._honours_conditions()
         if honoured is not True and self.file_nbytes(name) is not None:
             raise already_published(self.location(name))
-        put = self._put_if_none(name, data) if honoured is not False else None
-        if put is True and honoured is True:
+        created = honoured is not False and self._put_if_none(name, data)
+        if created and honoured:
             return
-        if put is None:
+        if not created:
             warnings.warn(
                 f"{self.path}: this S3 server does not know If-None-Match. overwrite=False looks for another "
                 "checkpoint before and after it publishes, but two saves of the same moment may both succeed.",
@@ -104,19 +103,16 @@ class S3Filesystem(RemoteFilesystem):
                 stacklevel=2,
             )
             self._replace(name, data)
-        # also after a refusal: the request may have been sent twice, and the first one was ours
         if not self._is_there(name, data):
             raise already_published(self.location(name))
 
-    def _put_if_none(self, name: str, data: bytes) -> bool | None:
-        """Return True if it was put; None if the server refuses conditions."""
+    def _put_if_none(self, name: str, data: bytes) -> bool:
+        """Return False if the server refuses conditions."""
         try:
-            self._object(name).put(data, IfNoneMatch="*")
+            publish(self._client, S3Target(self._object(name)), data, overwrite=False)
         except StorageError as error:
-            if answer_of(error)[0] == 412:
-                return False
             if refuses_conditions(error):
-                return None
+                return False
             raise
         return True
 
@@ -127,7 +123,15 @@ class S3Filesystem(RemoteFilesystem):
         """
         if self._witness is None:
             return None
-        return self._put_if_none(*self._witness) is False
+        name, data = self._witness
+        try:
+            self._object(name).put(data, IfNoneMatch="*")
+        except StorageError as error:
+            if answer_of(error)[0] == 412:
+                return True
+            if not refuses_conditions(error):
+                raise
+        return False
 
     def _is_there(self, name: str, data: bytes) -> bool:
         return is_stored(lambda: self._get_checked(name, 0, len(data) + 1), data)

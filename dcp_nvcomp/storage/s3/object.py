@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from dcp_nvcomp.errors import StorageError
 from dcp_nvcomp.storage.attempts import Done
+from dcp_nvcomp.storage.conditional import AS_IT_IS, UNREADABLE, Target
 from dcp_nvcomp.storage.s3.client import S3Client, answer_of, body_of
 
 T = TypeVar("T")
+
+_UNKNOWN_CONDITIONS: Final = ("NotImplemented", "InvalidArgument", "InvalidRequest")
+
+
+def refuses_conditions(error: BaseException) -> bool:
+    """True if the server's response is that it does not know conditional writes."""
+    status, code = answer_of(error)
+    return status in (405, 501) or code in _UNKNOWN_CONDITIONS
 
 
 @dataclass(frozen=True)
@@ -86,3 +95,45 @@ class S3Object:
         except StorageError as error:
             if answer_of(error)[0] != 404:
                 raise
+
+
+class S3Target(Target):
+    """An object as conditional.py publishes it, by If-Match or If-None-Match."""
+
+    forms = (AS_IT_IS, '"{}"', None)  # Ceph wants an ETag bare and the standard quoted
+
+    def __init__(self, target: S3Object) -> None:
+        self.where = target.location
+        self._target = target
+
+    async def version(self) -> str | None:
+        try:
+            found = await self._target.head()
+        except Exception as error:
+            if answer_of(error)[0] == 403:
+                return UNREADABLE
+            raise
+        return None if found is None else str(found.get("ETag")).strip('"')
+
+    async def read(self) -> bytes | None:
+        try:
+            return await self._target.get()
+        except Exception as error:
+            if answer_of(error)[0] in (403, 404):
+                return None
+            raise
+
+    async def write(self, data: bytes, before: str | None, form: str | None) -> None:
+        condition: dict[str, str] = {}
+        if form is not None and before is None:
+            condition["IfNoneMatch"] = "*"
+        elif form is not None and before is not None and before != UNREADABLE:
+            condition["IfMatch"] = form.format(before)
+        await self._target.send("put_object", Body=data, **condition)
+
+    def is_refusal(self, error: Exception) -> bool:
+        status, code = answer_of(error)
+        return status == 412 or code == "NoSuchKey"
+
+    def knows_no_conditions(self, error: Exception) -> bool:
+        return refuses_conditions(error)

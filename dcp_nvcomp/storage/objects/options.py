@@ -1,6 +1,6 @@
-"""The options of `az://` and `abfs://`: those that adlfs takes, so that a URL and its options serve both.
+"""The options of `az://` and `gs://`: those that adlfs and gcsfs take, so that a URL and its options serve both.
 
-URL, options, fsspec's config files, environment -> container, prefix, settings of obstore's AzureStore
+URL, options, fsspec's config files, environment -> bucket, prefix, length of parts, settings of the client
 """
 
 from __future__ import annotations
@@ -13,10 +13,16 @@ from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+import fsspec.config
+
 from dcp_nvcomp.calls.unknown_options import unknown_option
 from dcp_nvcomp.errors import ConfigurationError
+from dcp_nvcomp.storage.remote import option_nbytes, part_nbytes
 
 AZURE: Final = ("az", "abfs", "abfss")
+GCS: Final = ("gs", "gcs")
+
+# --- Azure -----------------------------------------------------------------------------------------------------------
 
 # Our option, the store's, and the environment variable that both adlfs and obstore know.
 _SETTINGS: Final = {
@@ -33,31 +39,41 @@ _CREDENTIALS: Final = {"account_key": "access_key", "sas_token": "sas_token", "c
 _OTHERS: Final = ("anon", "connection_string", "default_block_size", "use_listings_cache", "skip_instance_cache")
 _CONNECTION_STRING: Final = "AZURE_STORAGE_CONNECTION_STRING"
 _PUBLIC: Final = ".blob.core.windows.net"
-_URL: Final = re.compile(r"[A-Za-z]+://(?:(?P<container>[^/@]+)@)?(?P<host>[^/]+)(?:/(?P<prefix>.*))?", re.DOTALL)
+_AZURE_URL: Final = re.compile(r"[A-Za-z]+://(?:(?P<container>[^/@]+)@)?(?P<host>[^/]+)(?:/(?P<prefix>.*))?", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class AzurePlace:
+class Place:
     """Where a checkpoint is, and how to get there.
 
     Attributes:
-        container: of the account.
+        bucket: name of the bucket or container.
         prefix: its names' beginning.
-        config: settings of obstore's `AzureStore`; they hold secrets.
+        part_nbytes: how long the parts of an upload are.
+        client: settings of the client; they hold secrets.
     """
 
-    container: str
+    bucket: str
     prefix: str
-    config: Mapping[str, Any]
+    part_nbytes: int
+    client: Mapping[str, Any]
 
 
-def azure_place(path: str, options: Mapping[str, Any], known_options: Sequence[str] = ()) -> AzurePlace:
-    """Return where a URL leads."""
-    known = (*_SETTINGS, *_OTHERS)
+def _refuse_unknown(
+    options: Mapping[str, Any], known: Sequence[str], known_options: Sequence[str], storage: str
+) -> None:
     for option in sorted(options.keys() - set(known)):
         close = difflib.get_close_matches(option, [*known_options, *known], n=1, cutoff=0.75)
-        raise unknown_option(option, close, call=known_options, storage="az://", takes=known)
-    match = _URL.fullmatch(path)
+        raise unknown_option(option, close, call=known_options, storage=storage, takes=known)
+
+
+def azure_place(path: str, protocol: str, options: Mapping[str, Any], known_options: Sequence[str] = ()) -> Place:
+    """Return where a URL leads."""
+    # of any of its names, as adlfs does it; of one alone, since an account's key is no good for another account
+    sections = (fsspec.config.conf.get(name) for name in (protocol, *AZURE))
+    options = {**next(filter(None, sections), {}), **options}
+    _refuse_unknown(options, (*_SETTINGS, *_OTHERS), known_options, "az://")
+    match = _AZURE_URL.fullmatch(path)
     if match is None:
         raise ConfigurationError("A URL of Azure is az://container/path.", path=path)
     container, named = match["container"], {}
@@ -72,12 +88,12 @@ def azure_place(path: str, options: Mapping[str, Any], known_options: Sequence[s
             f"{_CONNECTION_STRING}.",
             path=path,
         )
-    return AzurePlace(container, _checked((match["prefix"] or "").strip("/"), path), config)
+    return Place(container, _checked((match["prefix"] or "").strip("/"), path), part_nbytes(options), config)
 
 
 def azure_url(path: str) -> str:
     """Return one URL for a place however it is written, to compare places within an account."""
-    match = _URL.fullmatch(path)
+    match = _AZURE_URL.fullmatch(path)
     return path if match is None else f"az://{match['container'] or match['host']}/{(match['prefix'] or '').strip('/')}"
 
 
@@ -162,3 +178,47 @@ def _account_of(endpoint: str) -> str:
     """Return the account that an endpoint's address begins with; an emulator's ends with it."""
     address = urlsplit(endpoint)
     return address.path.strip("/") or (address.hostname or "").partition(".")[0]
+
+
+# --- Google Cloud Storage --------------------------------------------------------------------------------------------
+
+_PART_MULTIPLE: Final = 256 << 10  # all parts of an upload but the last are multiples of it
+
+_PART_NBYTES: Final = 16 << 20
+_CLIENT: Final = (
+    *("project", "access", "token", "requester_pays", "endpoint_url", "session_kwargs", "requests_timeout"),
+    *("consistency", "cache_timeout", "timeout", "default_location", "version_aware", "skip_instance_cache"),
+    *("use_listings_cache", "listings_expiry_time", "max_paths"),
+)
+_PART: Final = ("default_block_size", "block_size")
+_GCS_URL: Final = re.compile(r"[A-Za-z]+://(?P<bucket>[^/]+)(?:/(?P<prefix>.*))?", re.DOTALL)
+
+
+def gcs_place(path: str, options: Mapping[str, Any], known_options: Sequence[str] = ()) -> Place:
+    """Return where a URL leads."""
+    options = {**fsspec.config.conf.get("gcs", {}), **fsspec.config.conf.get("gs", {}), **options}
+    _refuse_unknown(options, (*_CLIENT, *_PART), known_options, "gs://")
+    match = _GCS_URL.fullmatch(path)
+    if match is None:
+        raise ConfigurationError("A URL of Google Cloud Storage is gs://bucket/path.", path=path)
+    nbytes = option_nbytes(options, *_PART) or _PART_NBYTES
+    if nbytes < _PART_MULTIPLE:
+        raise ConfigurationError(f"default_block_size must be at least {_PART_MULTIPLE}, Google's smallest part.")
+    client = {name: value for name, value in options.items() if name in _CLIENT}
+    _check_client(client)
+    return Place(match["bucket"], (match["prefix"] or "").strip("/"), nbytes - nbytes % _PART_MULTIPLE, client)
+
+
+def _check_client(options: Mapping[str, Any]) -> None:
+    """Refuse what gcsfs would take for something else, and find out by asking Google."""
+    endpoint, token = options.get("endpoint_url"), options.get("token")
+    if endpoint and not str(endpoint).startswith(("http://", "https://")):
+        raise ConfigurationError("endpoint_url= must begin with http:// or https://.")
+    if isinstance(token, str) and token.endswith(".json") and not os.path.exists(token):
+        raise ConfigurationError("token= is the name of a JSON file, but there is no such file. A ~ is not expanded.")
+
+
+def gcs_url(path: str) -> str:
+    """Return one URL for a place however it is written, to compare places."""
+    match = _GCS_URL.fullmatch(path)
+    return path if match is None else f"gs://{match['bucket']}/{(match['prefix'] or '').strip('/')}".rstrip("/")

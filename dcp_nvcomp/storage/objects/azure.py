@@ -1,0 +1,244 @@
+"""One container of Azure Blob Storage, through obstore (Rust's object_store).
+
+Requests are sent once, on fsspec's event loop, but for the blocks of an upload: those are obstore's own to send, and it
+repeats them until the deadline. Blocks that were never committed are removed by Azure itself, after a week.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import re
+from datetime import timedelta
+from types import ModuleType
+from typing import Any, Final
+
+import fsspec.asyn
+
+from dcp_nvcomp.errors import CheckpointError, ConfigurationError, StorageError
+from dcp_nvcomp.redaction import Redactor
+from dcp_nvcomp.storage.objects.bucket import (
+    BEYOND_END,
+    CONNECT_SECONDS,
+    REQUEST_SECONDS,
+    AnswerError,
+    Bucket,
+    Found,
+    NoAnswerError,
+    status_of,
+)
+from dcp_nvcomp.storage.objects.options import Place
+from dcp_nvcomp.storage.parts import PartedOutput
+
+_REQUEST_SHARE: Final = 1 / 3  # of the deadline, for one request: a silent server leaves time to ask again
+_LOOK_SHARE: Final = 1 / 6  # of the deadline, for a look at what became of an upload
+_MANY: Final = 1000
+_AT_ONCE: Final = 2  # so that one block is sent while the next one is collected
+_BACKOFF: Final = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5), "base": 2}
+
+# obstore's errors have the status in their words only, and after them a dump of their insides, which nobody needs.
+_STATUS: Final = re.compile(r"status code: (\d{3})|\(code: (\d{3})\)")
+_DUMP: Final = "\n\nDebug source:"
+# Classes of its errors that may come without a status, by name.
+_REFUSALS: Final = {
+    "PermissionDeniedError": 403,
+    "UnauthenticatedError": 401,
+    "NotSupportedError": 501,
+    "NotImplementedError": 501,
+    "InvalidPathError": 400,
+}
+# What it says, without a status, of a range that begins at the end or behind it; and of the one of an empty blob, which
+# Azurite answers with a range that can't be read.
+_BEYOND: Final = ("Wanted range starting at", "parse value for CONTENT_RANGE")
+
+
+@functools.cache
+def _first_process() -> int:
+    return os.getpid()
+
+
+def _obstore() -> ModuleType:
+    """Return obstore, whose threads do not survive a fork: a child would wait for them for ever."""
+    try:
+        import obstore.store
+    except ImportError as error:
+        raise ConfigurationError("az:// is not available here: pip install 'dcp-nvcomp[azure]'.") from error
+    if _first_process() != os.getpid():
+        raise ConfigurationError(
+            "This process was forked from one that has used az://, whose client does not survive a fork. Start it with "
+            "spawn or forkserver, such as DataLoader(..., multiprocessing_context='forkserver')."
+        )
+    module: ModuleType = obstore
+    return module
+
+
+class AzureContainer(Bucket):
+    """One container of an account."""
+
+    def __init__(self, place: Place, deadline_seconds: float, redact: Redactor) -> None:
+        super().__init__(fsspec.asyn.get_loop(), deadline_seconds, redact=redact)
+        self._place, self.redact = place, redact
+        self._store = self._made(0)
+        self.uploading = self._made(_MANY)  # repeats what fails in passing
+
+    def _made(self, max_retries: int) -> Any:
+        place, seconds = self._place, min(REQUEST_SECONDS, self.deadline_seconds * _REQUEST_SHARE)
+        options: Any = {
+            "timeout": timedelta(seconds=seconds),
+            "connect_timeout": timedelta(seconds=min(CONNECT_SECONDS, seconds)),
+            "allow_http": self._server().startswith("http://"),
+        }
+        # the last attempt may begin when this is over, and takes its own time
+        ends = timedelta(seconds=self.deadline_seconds - seconds)
+        retry: Any = {"max_retries": max_retries, "retry_timeout": ends, "backoff": _BACKOFF}
+        config: Any = dict(place.client)
+        return _obstore().store.AzureStore(place.bucket, config=config, client_options=options, retry_config=retry)
+
+    def _server(self) -> str:
+        return str(self._place.client.get("endpoint") or "Azure")
+
+    async def head(self, key: str) -> Found | None:
+        try:
+            return _found(await _obstore().head_async(self._store, key))
+        except FileNotFoundError:
+            return None
+        except Exception as error:
+            raise failure_of(error) from error
+
+    async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        options = {} if stop is None else {"range": (start, stop)}
+        try:
+            reply = await _obstore().get_async(self._store, key, options=options)
+            data, nbytes = bytes(await reply.bytes_async()), reply.meta["size"]
+        except Exception as error:
+            raise failure_of(error) from error
+        expected = (nbytes if stop is None else min(stop, nbytes)) - start
+        if len(data) < expected:
+            raise NoAnswerError(f"the reply ended after {len(data)} of {expected} bytes")
+        return data
+
+    async def put(self, key: str, data: bytes) -> None:
+        await self._put(key, data, "overwrite")
+
+    async def put_over(self, key: str, data: bytes, version: str | None) -> None:
+        await self._put(key, data, "create" if version is None else {"e_tag": version})
+
+    async def _put(self, key: str, data: bytes, mode: Any) -> None:
+        try:
+            await _obstore().put_async(self._store, key, data, mode=mode, use_multipart=False)
+        except Exception as error:
+            raise failure_of(error) from error
+
+    async def delete(self, key: str) -> None:
+        try:
+            await _obstore().delete_async(self._store, key)
+        except FileNotFoundError:
+            pass
+        except Exception as error:
+            raise failure_of(error) from error
+
+    def list(self, where: str, root: str, *, deep: bool) -> tuple[list[Found], list[str]]:
+        async def attempt() -> tuple[list[Any], list[str]]:
+            try:
+                if deep:
+                    return await _obstore().list(self._store, root or None).collect_async(), []
+                found = await _obstore().list_with_delimiter_async(self._store, root or None)
+            except Exception as error:
+                failure = failure_of(error)
+                if status_of(failure) == 404:  # no such container
+                    return [], []
+                raise failure from error
+            return found["objects"], found["common_prefixes"]
+
+        found, folders = self.call("list", where, attempt)
+        return [_found(one) for one in found], [str(one) for one in folders]
+
+    def storage_error(self, what: str, where: str, error: Exception) -> StorageError:
+        """Return what an upload raises for an error of obstore's."""
+        failure = failure_of(error)
+        found = StorageError.from_os_error(what, where, failure, redact=self._redact)
+        found.outcome_unknown = self.may_be_done(failure)
+        if found.errno is None and not self._is_answer(failure):
+            found.errno = errno.ETIMEDOUT
+        return found
+
+
+def _found(found: Any) -> Found:
+    return Found(found["path"], int(found["size"]), found["last_modified"].timestamp(), str(found["e_tag"]))
+
+
+def failure_of(error: Exception) -> Exception:
+    """Return our error for one of obstore's."""
+    if isinstance(error, CheckpointError | MemoryError):
+        return error
+    words, _, _ = str(error).partition(_DUMP)
+    match = _STATUS.search(words)
+    known = (_REFUSALS[base.__name__] for base in type(error).__mro__ if base.__name__ in _REFUSALS)
+    if any(some in words for some in _BEYOND):
+        status = BEYOND_END
+    elif match is not None:
+        status = int(match[1] or match[2])
+    else:
+        status = 404 if isinstance(error, FileNotFoundError) else next(known, 0)
+    words = f"{type(error).__name__}: {words}"
+    return AnswerError(status, words) if status else NoAnswerError(words)
+
+
+class AzureOutput(PartedOutput):
+    """A new blob: blocks, which become one when it is closed."""
+
+    def __init__(self, container: AzureContainer, key: str, where: str, part_nbytes: int, *, replaces: bool) -> None:
+        super().__init__(where, part_nbytes, replaces=replaces)
+        self._container, self._key = container, key
+        self._writer: Any = None
+        self._nbytes = 0
+
+    def _send_part(self) -> None:
+        try:
+            if self._writer is None:
+                self._writer = _obstore().open_writer(
+                    self._container.uploading, self._key, buffer_size=self._part_nbytes, max_concurrency=_AT_ONCE
+                )
+            part = self._take_part()  # it is sent after `write` returned
+            self._writer.write(part)
+            self._nbytes += len(part)
+        except (CheckpointError, MemoryError):
+            raise
+        except Exception as error:
+            raise self._container.storage_error("write", self._where, error) from self._container.redact.error(error)
+
+    def _finish(self) -> None:
+        self._may_exist = True
+        if self._writer is None:
+            data = self._take_part()
+            self._container.call("write", self._where, lambda: self._container.put(self._key, data))
+            return
+        if self._part.tell():
+            self._send_part()
+        try:
+            self._writer.close()
+        except MemoryError:
+            raise
+        except Exception as error:
+            failure = self._container.storage_error("complete", self._where, error)
+            # a commit whose answer was lost is refused when repeated
+            if failure.errno == errno.EACCES or self._replaces or not self._is_complete():
+                raise failure from self._container.redact.error(error)
+        self._writer = None
+
+    def _is_complete(self) -> bool:
+        try:
+            found = self._call("look up", self._container.head, self._container.deadline_seconds * _LOOK_SHARE)
+        except StorageError:
+            return False
+        return found is not None and found.nbytes == self._nbytes
+
+    def _call(self, what: str, request: Any, seconds: float) -> Any:
+        seconds = min(seconds, self._container.removal_seconds)
+        return self._container.call(what, self._where, lambda: request(self._key), deadline_seconds=seconds)
+
+    def _discard(self) -> None:
+        self._writer = None  # dropped: what was sent is never committed
+        if self._may_exist and not self._replaces:
+            self._clean_up(lambda: self._call("remove", self._container.delete, self._container.removal_seconds))

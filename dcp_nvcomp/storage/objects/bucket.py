@@ -1,0 +1,142 @@
+"""What an object store does for a checkpoint: the requests that Azure and Google Cloud Storage both have.
+
+A request is sent once, and repeated by attempts.py; only the parts of an upload to Azure are repeated by its client.
+"""
+
+from __future__ import annotations
+
+import errno
+from abc import abstractmethod
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, NamedTuple, TypeVar
+
+from dcp_nvcomp.storage.attempts import Attempts
+from dcp_nvcomp.storage.conditional import Target
+
+T = TypeVar("T")
+
+CONNECT_SECONDS: Final = 5.0
+REQUEST_SECONDS: Final = 30.0
+BEYOND_END: Final = 416  # the range has not a byte of the object
+_BUSY: Final = 429  # too many requests: this one was certainly not carried out
+_FINAL_STATUSES: Final = (501, 505)  # not implemented, unknown HTTP version
+_ERRNO: Final = {
+    401: errno.EACCES,
+    403: errno.EACCES,
+    404: errno.ENOENT,
+    409: errno.EEXIST,
+    410: errno.ENOENT,
+    412: errno.EEXIST,
+}
+
+
+class AnswerError(Exception):
+    """The server refused a request.
+
+    Attributes:
+        errno: what the status means.
+        response: the status, where redaction.py keeps it.
+        transient: whether the same request may succeed a moment later.
+    """
+
+    def __init__(self, status: int, words: str, *, garbled: bool = False) -> None:
+        super().__init__(words)
+        self.errno, self.response = _ERRNO.get(status), status
+        is_passing = status in (408, _BUSY) or (status >= 500 and status not in _FINAL_STATUSES)
+        self.transient = garbled or is_passing
+
+
+class NoAnswerError(Exception):
+    """There was no answer, or only a part of one."""
+
+    def __init__(self, words: str, *, transient: bool = True) -> None:
+        super().__init__(words)
+        self.transient = transient
+
+
+def status_of(error: BaseException | None) -> int:
+    """Return the HTTP status of the answer that caused an error; 0 if there was none."""
+    while error is not None:
+        status = getattr(error, "response", None)
+        if isinstance(status, int):
+            return status
+        error = error.__cause__
+    return 0
+
+
+class Found(NamedTuple):
+    """An object: its name in the bucket, length, time of writing, and what a condition calls this version of it."""
+
+    key: str
+    nbytes: int
+    modified_seconds: float
+    version: str
+
+
+class Bucket(Attempts):
+    """One bucket or container. What is asynchronous is one attempt, for `call`."""
+
+    def call(self, what: str, where: str, attempt: Callable[[], Awaitable[T]], **limits: Any) -> T:
+        """Repeat an attempt as `perform` does."""
+        return self.perform(what, where, attempt, **limits).value
+
+    def _is_transient(self, error: Exception) -> bool:
+        if isinstance(error, AnswerError | NoAnswerError):
+            return error.transient
+        return isinstance(error, TimeoutError)
+
+    def may_be_done(self, error: Exception) -> bool:
+        return self._is_transient(error) and status_of(error) != _BUSY
+
+    def _is_answer(self, error: Exception) -> bool:
+        return isinstance(error, AnswerError)
+
+    @abstractmethod
+    async def head(self, key: str) -> Found | None:
+        """Return what the server knows of an object; None if there is no such object."""
+
+    @abstractmethod
+    async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Return an object's bytes from `start` to `stop`, cut off at its end."""
+
+    @abstractmethod
+    async def put(self, key: str, data: bytes) -> None:
+        """Write an object, whatever is there."""
+
+    @abstractmethod
+    async def put_over(self, key: str, data: bytes, version: str | None) -> None:
+        """Write an object if this is its version; None: if there is none."""
+
+    @abstractmethod
+    async def delete(self, key: str) -> None:
+        """Remove an object, if it exists."""
+
+    @abstractmethod
+    def list(self, where: str, root: str, *, deep: bool) -> tuple[list[Found], list[str]]:
+        """Return the objects and the folders below a folder of the bucket; `deep`: at any depth, without folders."""
+
+
+class BucketTarget(Target):
+    """An object as conditional.py publishes it."""
+
+    def __init__(self, bucket: Bucket, key: str, where: str) -> None:
+        self.where = where
+        self._bucket, self._key = bucket, key
+
+    async def version(self) -> str | None:
+        found = await self._bucket.head(self._key)
+        return None if found is None else found.version
+
+    async def read(self) -> bytes | None:
+        try:
+            return await self._bucket.get(self._key)
+        except AnswerError as error:
+            if status_of(error) == 404:
+                return None
+            raise
+
+    async def write(self, data: bytes, before: str | None, form: str | None) -> None:
+        await self._bucket.put_over(self._key, data, before)
+
+    def is_refusal(self, error: Exception) -> bool:
+        return status_of(error) in (409, 412)
