@@ -1,4 +1,4 @@
-"""Azure Blob Storage through obstore: the suite on Azurite, and what is its own.
+"""Azure Blob Storage through obstore: what test_objects.py does not have of it, on Azurite.
 
 Azurite can't show: the latency and throttling of the real service, Azure AD, and hierarchical namespaces.
 """
@@ -6,13 +6,9 @@ Azurite can't show: the latency and throttling of the real service, Azure AD, an
 from __future__ import annotations
 
 import errno
-import gc
 import re
-import socket
-import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -30,13 +26,14 @@ from azure.storage.blob import (
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_nvcomp import verify_checkpoint
-from dcp_nvcomp.errors import ConcurrentSaveError, ConfigurationError, StorageError, TruncatedFileError
-from dcp_nvcomp.storage.azure import publish
-from dcp_nvcomp.storage.azure.options import azure_place
+from dcp_nvcomp.errors import ConfigurationError, StorageError
+from dcp_nvcomp.storage.objects.azure import AzureContainer
+from dcp_nvcomp.storage.objects.options import azure_place
 from dcp_nvcomp.storage.open import open_filesystem, real_place
 from tests.checkpoints import assert_loads, save
 
-from .suite import FilesystemSuite, Place, write_file
+from .suite import Place
+from .test_objects import lose_an_answer
 
 pytestmark = pytest.mark.azure
 
@@ -49,171 +46,12 @@ def no_account(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(f"AZURE_STORAGE_{name}", raising=False)
 
 
-class TestAzurite(FilesystemSuite):
-    @pytest.fixture
-    def place(self, azure_store: Place) -> Place:
-        return azure_store
-
-
 @pytest.fixture
 def container(azure_store: Place) -> Iterator[ContainerClient]:
     """A client beside ours."""
     url, options = azure_store
     with ContainerClient.from_connection_string(options["connection_string"], url.split("/")[2]) as client:
         yield client
-
-
-def names(container: ContainerClient) -> list[str]:
-    return [blob.name for blob in container.list_blobs()]
-
-
-# --- files -----------------------------------------------------------------------------------------------------------
-
-
-def test_large_files_are_committed_when_they_are_closed(azure_store: Place, container: ContainerClient) -> None:
-    url, options = azure_store
-    filesystem = open_filesystem(url, storage_options=options)
-    data = bytes(range(256)) * (100_000_000 // 256)
-    stream = filesystem.open_output("large")
-    stream.write(memoryview(data)[:60_000_000])  # one write of several blocks, then one that continues a block
-    assert names(container) == []
-    stream.write(memoryview(data)[60_000_000:])
-    stream.close()
-    assert names(container) == ["run/large"] and filesystem.file_nbytes("large") == len(data)
-    buffer = bytearray(len(data))
-    filesystem.read_into("large", 0, memoryview(buffer))
-    assert buffer == data
-
-
-@pytest.mark.parametrize("nbytes", [0, 100, 40 << 20])
-def test_a_dropped_stream_commits_nothing(azure_store: Place, container: ContainerClient, nbytes: int) -> None:
-    url, options = azure_store
-    stream = open_filesystem(url, storage_options=options).open_output("dropped")
-    stream.write(bytes(nbytes))
-    del stream
-    gc.collect()
-    time.sleep(0.2)
-    assert names(container) == []
-
-
-def test_odd_names(azure_store: Place, container: ContainerClient) -> None:
-    url, options = azure_store
-    for folder in ("a b", "ü", "x%20y", "1+1", "q?"):
-        filesystem = open_filesystem(f"{url}/{folder}", storage_options=options)
-        filesystem.publish(".metadata", folder.encode())
-        assert filesystem.list_names() == [".metadata"]
-        assert filesystem.read_all(".metadata", limit_nbytes=99) == folder.encode()
-    assert sorted(names(container)) == sorted(f"run/{one}/.metadata" for one in ("a b", "ü", "x%20y", "1+1", "q?"))
-
-
-def test_a_container_itself(azure_store: Place, container: ContainerClient) -> None:
-    url, options = azure_store
-    root = url.rpartition("/")[0]
-    filesystem = open_filesystem(root, storage_options=options)
-    write_file(filesystem, "a", b"1")
-    open_filesystem(url, storage_options=options).publish("b", b"2")
-    assert filesystem.list_names() == ["a"]
-    assert sorted(file.name for file in filesystem.list_below().files) == ["a", "run/b"]
-    assert sorted(names(container)) == ["a", "run/b"]
-
-
-def test_a_missing_container(azure_store: Place) -> None:
-    _, options = azure_store
-    filesystem = open_filesystem("az://no-such-container/run", storage_options=options, deadline_seconds=5)
-    assert filesystem.file_nbytes("a") is None
-    for use in (lambda: filesystem.publish("a", b"x"), lambda: write_file(filesystem, "a", b"x")):
-        with pytest.raises(StorageError) as caught:
-            use()
-        assert "az://no-such-container/run/a" in str(caught.value)
-
-
-def test_a_range_behind_the_end_is_told_at_once(azure_store: Place) -> None:
-    url, options = azure_store
-    filesystem = open_filesystem(url, storage_options=options)
-    write_file(filesystem, "short", b"0123456789")
-    write_file(filesystem, "empty", b"")
-    for name, start in (("short", 10), ("short", 1000), ("empty", 0), ("empty", 10)):
-        began = time.monotonic()
-        with pytest.raises(TruncatedFileError):
-            filesystem.read(name, start, start + 1)
-        assert filesystem.read_all("empty", limit_nbytes=9) == b""
-        assert time.monotonic() - began < 10
-
-
-# --- publishing ------------------------------------------------------------------------------------------------------
-
-
-def test_writers_of_the_same_moment(azure_store: Place) -> None:
-    """One of those that may not replace wins; of those that may, the last one's bytes are there, whole."""
-    url, options = azure_store
-    filesystems = [open_filesystem(url, storage_options=options) for _ in range(8)]
-    barrier = threading.Barrier(len(filesystems))
-
-    def publish_one(number: int, name: str, overwrite: bool) -> bool:
-        barrier.wait()
-        try:
-            filesystems[number].publish(name, bytes([number]) * 1000, overwrite=overwrite)
-        except ConcurrentSaveError:
-            return False
-        return True
-
-    with ThreadPoolExecutor(len(filesystems)) as pool:
-        for turn in range(10):
-            won = list(pool.map(publish_one, range(8), [f"{turn}"] * 8, [False] * 8))
-            found = filesystems[0].read_all(f"{turn}", limit_nbytes=1000)
-            assert won.count(True) == 1 and found == bytes([won.index(True)]) * 1000
-            assert all(pool.map(publish_one, range(8), [f"{turn}"] * 8, [True] * 8))
-            found = filesystems[0].read_all(f"{turn}", limit_nbytes=1000)
-            assert len(found) == 1000 and len(set(found)) == 1
-
-
-class _Server:
-    """What the store answers to conditional writes, made to fail: done or not, and another save in between."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, done: bool, other: Any = None) -> None:
-        self.sent = 0
-        put = publish.AzureTarget._put
-
-        def failing(target: publish.AzureTarget, data: bytes, before: str | None) -> None:
-            self.sent += 1
-            if self.sent > 1:
-                return put(target, data, before)
-            if done:
-                put(target, data, before)
-            if other is not None:
-                other()
-            raise TimeoutError(errno.ETIMEDOUT, "no answer")
-
-        monkeypatch.setattr(publish.AzureTarget, "_put", failing)
-
-
-@pytest.mark.parametrize("overwrite", [True, False])
-@pytest.mark.parametrize("done", [True, False])
-def test_a_write_without_an_answer_is_repeated(
-    azure_store: Place, monkeypatch: pytest.MonkeyPatch, done: bool, overwrite: bool
-) -> None:
-    url, options = azure_store
-    filesystem = open_filesystem(url, storage_options=options)
-    if overwrite:
-        filesystem.publish("a", b"old")
-    server = _Server(monkeypatch, done=done)
-    filesystem.publish("a", b"new", overwrite=overwrite)
-    assert server.sent == 2 and filesystem.read_all("a", limit_nbytes=9) == b"new"
-
-
-@pytest.mark.parametrize("done", [True, False])
-def test_what_another_save_published_meanwhile_stays(
-    azure_store: Place, monkeypatch: pytest.MonkeyPatch, done: bool
-) -> None:
-    """Whether ours was there before it is not known, so neither is whether our files may still be named."""
-    url, options = azure_store
-    filesystem, other = (open_filesystem(url, storage_options=options) for _ in range(2))
-    filesystem.publish("a", b"old")
-    server = _Server(monkeypatch, done=done, other=lambda: other.publish("a", b"theirs"))
-    with pytest.raises(ConcurrentSaveError) as caught:
-        filesystem.publish("a", b"ours")
-    assert caught.value.outcome_unknown and server.sent >= 2
-    assert other.read_all("a", limit_nbytes=9) == b"theirs"
 
 
 @pytest.mark.parametrize("unsure", [True, False])
@@ -226,7 +64,7 @@ def test_a_refusal_that_does_not_pass_is_told_at_once(
     filesystem.publish("a", b"old")
     lease = container.get_blob_client("run/a").acquire_lease()
     if unsure:
-        _Server(monkeypatch, done=False)
+        lose_an_answer(AzureContainer, monkeypatch, done=False)
     began = time.monotonic()
     with pytest.raises(StorageError, match="LeaseIdMissing") as caught:
         filesystem.publish("a", b"new")
@@ -239,32 +77,6 @@ def test_a_refusal_that_does_not_pass_is_told_at_once(
 
 
 # --- trouble ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("listening", [True, False])
-def test_no_server(listening: bool) -> None:
-    """Nobody listens, or somebody who never answers."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        if listening:
-            server.listen(100)
-        port = server.getsockname()[1]
-        options = {"account_name": "ckpt", "account_key": "QUJD", "endpoint": f"http://127.0.0.1:{port}/ckpt"}
-        filesystem = open_filesystem("az://c/run", storage_options=options, deadline_seconds=3)
-        for use in (
-            lambda: filesystem.file_nbytes("a"),
-            lambda: filesystem.list_files(),
-            lambda: filesystem.read("a", 0, 1),
-            lambda: filesystem.publish("a", b"x"),
-            lambda: write_file(filesystem, "a", b"x"),
-            lambda: write_file(filesystem, "a", bytes(40 << 20)),
-            lambda: filesystem.remove(["a"]),
-        ):
-            start = time.monotonic()
-            with pytest.raises(StorageError) as caught:
-                use()
-            assert time.monotonic() - start < 8
-            assert caught.value.errno == errno.ETIMEDOUT and "az://c/run" in str(caught.value)
 
 
 def test_a_wrong_key_is_not_repeated(azure_store: Place) -> None:
@@ -320,9 +132,9 @@ def test_urls() -> None:
         ("abfss://c/a", "c", "a"),
     ):
         place = azure_place(url, account)
-        assert (place.container, place.prefix) == (container, prefix)
-        assert place.config["account_name"] == "acc"
-    assert azure_place("abfs://c@other.dfs.core.windows.net/a", {}).config["account_name"] == "other"
+        assert (place.bucket, place.prefix) == (container, prefix)
+        assert place.client["account_name"] == "acc"
+    assert azure_place("abfs://c@other.dfs.core.windows.net/a", {}).client["account_name"] == "other"
     assert real_place("abfs://c@other.dfs.core.windows.net/a/") == real_place("az://c/a") == "az://c/a"
 
 
@@ -334,7 +146,7 @@ def test_the_host_of_another_cloud() -> None:
         ("acc.dfs.core.chinacloudapi.cn", "https://acc.blob.core.chinacloudapi.cn"),
         ("acc.z5.dfs.storage.azure.net", "https://acc.z5.blob.storage.azure.net"),
     ):
-        config = azure_place(f"abfs://c@{host}/a", {}).config
+        config = azure_place(f"abfs://c@{host}/a", {}).client
         assert config == {"account_name": "acc"} | ({"endpoint": endpoint} if endpoint else {})
     with pytest.raises(ConfigurationError, match=r"ACCOUNT\.dfs\.core\.windows\.net"):
         azure_place("abfs://c@example.com/a", {})
@@ -344,12 +156,12 @@ def test_connection_strings(monkeypatch: pytest.MonkeyPatch) -> None:
     text = f"DefaultEndpointsProtocol=https;AccountName=acc;AccountKey={SECRET}==;EndpointSuffix=core.windows.net"
     key = {"account_key": f"{SECRET}==", "credential_type": "access_key", "skip_signature": False}
     expected = {"account_name": "acc", "endpoint": "https://acc.blob.core.windows.net", **key}
-    assert azure_place("az://c/a", {"connection_string": text}).config == expected
+    assert azure_place("az://c/a", {"connection_string": text}).client == expected
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", text)
-    assert azure_place("az://c/a", {}).config == expected
-    assert azure_place("abfs://c@acc.dfs.core.windows.net/a", {}).config == expected
-    assert azure_place("abfs://c@other.dfs.core.windows.net/a", {}).config == {"account_name": "other"}
-    assert azure_place("az://c/a", {"account_name": "b"}).config == {"account_name": "b"}
+    assert azure_place("az://c/a", {}).client == expected
+    assert azure_place("abfs://c@acc.dfs.core.windows.net/a", {}).client == expected
+    assert azure_place("abfs://c@other.dfs.core.windows.net/a", {}).client == {"account_name": "other"}
+    assert azure_place("az://c/a", {"account_name": "b"}).client == {"account_name": "b"}
 
 
 @pytest.mark.parametrize(
@@ -359,7 +171,7 @@ def test_connection_strings(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_connection_string_with_a_signature_as_the_portal_shows_it(endpoint: str, account: str) -> None:
     text = f"BlobEndpoint={endpoint};QueueEndpoint=https://acc.queue.core.windows.net/;SharedAccessSignature=sv=1&sig=x"
     for url in ("az://c/a", "abfs://c@acc.dfs.core.windows.net/a"):
-        assert azure_place(url, {"connection_string": text}).config == {
+        assert azure_place(url, {"connection_string": text}).client == {
             "account_name": account,
             "endpoint": endpoint.rstrip("/"),
             "sas_token": "sv=1&sig=x",
@@ -370,8 +182,8 @@ def test_a_connection_string_with_a_signature_as_the_portal_shows_it(endpoint: s
 
 def test_the_environment_and_fsspecs_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "from-environment")
-    assert azure_place("az://c/a", {}).config == {"account_name": "from-environment"}
-    assert azure_place("abfs://c@acc/a", {}).config == {"account_name": "acc"}
+    assert azure_place("az://c/a", {}).client == {"account_name": "from-environment"}
+    assert azure_place("abfs://c@acc/a", {}).client == {"account_name": "acc"}
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME")
     monkeypatch.setitem(fsspec.config.conf, "abfs", {"account_name": "from-files"})
     open_filesystem("az://c/a")
@@ -427,7 +239,7 @@ def test_credentials_of_the_options_are_not_mixed_with_the_environments(
 
 def test_credentials_of_one_source(monkeypatch: pytest.MonkeyPatch) -> None:
     def credentials(**options: Any) -> dict[str, Any]:
-        config = azure_place("az://c/a", {"account_name": "acc", **options}).config
+        config = azure_place("az://c/a", {"account_name": "acc", **options}).client
         return {name: config[name] for name in config if name not in ("account_name", "endpoint")}
 
     service = {"tenant_id": "t", "client_id": "i", "client_secret": "s"}

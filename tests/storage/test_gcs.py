@@ -1,4 +1,4 @@
-"""Google Cloud Storage: the suite on gcp-storage-emulator, and what is its own.
+"""Google Cloud Storage: what test_objects.py does not have of it, on gcp-storage-emulator.
 
 The emulator and what tests/servers/gcs_emulator.py adds to it can't show: the latency of the real service, that it
 slows down who writes one object more than once a second, IAM (its rights are ours, after Google's documentation),
@@ -8,7 +8,6 @@ tokens that expire, who pays, buckets with a hierarchical namespace.
 from __future__ import annotations
 
 import errno
-import gc
 import socket
 import threading
 import time
@@ -23,15 +22,14 @@ from google.oauth2.credentials import Credentials
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_nvcomp import verify_checkpoint
-from dcp_nvcomp.errors import ConcurrentSaveError, ConfigurationError, StorageError
-from dcp_nvcomp.storage.gcs import publish
-from dcp_nvcomp.storage.gcs.client import GcsClient
-from dcp_nvcomp.storage.gcs.options import gcs_place
+from dcp_nvcomp.errors import ConfigurationError, StorageError
+from dcp_nvcomp.storage.objects.gcs import GcsBucket
+from dcp_nvcomp.storage.objects.options import gcs_place
 from dcp_nvcomp.storage.open import open_filesystem, real_place
 from tests.checkpoints import assert_loads, save
 from tests.servers.gcs import GcsServer
 
-from .suite import FilesystemSuite, Place, write_file
+from .suite import Place, write_file
 
 pytestmark = pytest.mark.gcs
 
@@ -43,12 +41,6 @@ PART_NBYTES = 1 << 20
 def no_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("STORAGE_EMULATOR_HOST", "GOOGLE_APPLICATION_CREDENTIALS", "GCSFS_DEFAULT_PROJECT"):
         monkeypatch.delenv(name, raising=False)
-
-
-class TestEmulator(FilesystemSuite):
-    @pytest.fixture
-    def place(self, gcs_store: Place) -> Place:
-        return gcs_store
 
 
 def in_parts(store: Place) -> Place:
@@ -63,21 +55,6 @@ def names(server: GcsServer, store: Place) -> list[str]:
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-def test_large_files_are_there_when_they_are_closed(gcs_server: GcsServer, gcs_store: Place) -> None:
-    url, options = gcs_store
-    filesystem = open_filesystem(url, storage_options=options)
-    data = bytes(range(256)) * (100_000_000 // 256)
-    stream = filesystem.open_output("large")
-    stream.write(memoryview(data)[:60_000_000])  # one write of several parts, then one that continues a part
-    assert names(gcs_server, gcs_store) == []
-    stream.write(memoryview(data)[60_000_000:])
-    stream.close()
-    assert names(gcs_server, gcs_store) == ["run/large"] and filesystem.file_nbytes("large") == len(data)
-    buffer = bytearray(len(data))
-    filesystem.read_into("large", 0, memoryview(buffer))
-    assert buffer == data
-
-
 @pytest.mark.parametrize("nbytes", [0, 1, PART_NBYTES - 1, PART_NBYTES, PART_NBYTES + 1, 3 * PART_NBYTES])
 def test_files_about_the_length_of_parts(gcs_store: Place, nbytes: int) -> None:
     url, options = in_parts(gcs_store)
@@ -85,17 +62,6 @@ def test_files_about_the_length_of_parts(gcs_store: Place, nbytes: int) -> None:
     data = torch.randint(0, 256, (nbytes,), dtype=torch.uint8).numpy().tobytes()
     write_file(filesystem, "a", data)
     assert filesystem.read_all("a", limit_nbytes=nbytes) == data
-
-
-@pytest.mark.parametrize("nbytes", [0, 100, 3 * PART_NBYTES])
-def test_a_dropped_stream_commits_nothing(gcs_server: GcsServer, gcs_store: Place, nbytes: int) -> None:
-    url, options = in_parts(gcs_store)
-    stream = open_filesystem(url, storage_options=options).open_output("dropped")
-    stream.write(bytes(nbytes))
-    del stream
-    gc.collect()
-    time.sleep(0.2)
-    assert names(gcs_server, gcs_store) == []
 
 
 @pytest.mark.parametrize("kept", [0, 256 << 10, 512 << 10])
@@ -123,16 +89,16 @@ def test_what_arrives_changed_is_never_there(
     url, options = in_parts(gcs_store)
     filesystem = open_filesystem(url, storage_options=options, deadline_seconds=3)
     data = bytes(parts * PART_NBYTES + 1000)
-    exchange = GcsClient._exchange
+    exchange = GcsBucket._exchange
 
-    async def changing(client: GcsClient, method: str, address: str, headers: Any, body: bytes | None) -> Any:
+    async def changing(client: GcsBucket, method: str, address: str, headers: Any, body: bytes | None) -> Any:
         if body:
             body = body.replace(bytes(500), b"x" * 500, 1)
         return await exchange(client, method, address, headers, body)
 
     stream = filesystem.open_output("a")
     with monkeypatch.context() as patch:
-        patch.setattr(GcsClient, "_exchange", changing)
+        patch.setattr(GcsBucket, "_exchange", changing)
         stream.write(data)
         with pytest.raises(StorageError, match="match calculated"):
             stream.close()
@@ -142,44 +108,19 @@ def test_what_arrives_changed_is_never_there(
     assert filesystem.read_all("a", limit_nbytes=len(data)) == data
 
 
-def test_odd_names(gcs_server: GcsServer, gcs_store: Place) -> None:
-    url, options = gcs_store
-    folders = ("a b", "ü", "x%20y", "1+1", "q?", "h#1", "a&b=c", "o", "semi;colon", "[x]", "'\"")
-    for folder in folders:
-        filesystem = open_filesystem(f"{url}/{folder}", storage_options={**options, "default_block_size": 256 << 10})
-        filesystem.publish(".metadata", folder.encode())
-        write_file(filesystem, "large", bytes(300_000))
-        assert filesystem.list_names() == [".metadata", "large"]
-        assert filesystem.read_all(".metadata", limit_nbytes=99) == folder.encode()
-        assert filesystem.file_nbytes("large") == 300_000
-        filesystem.remove(["large"])
-    assert sorted(names(gcs_server, gcs_store)) == sorted(f"run/{one}/.metadata" for one in folders)
-
-
-def test_a_bucket_itself(gcs_server: GcsServer, gcs_store: Place) -> None:
-    url, options = gcs_store
-    root = url.rpartition("/")[0]
-    filesystem = open_filesystem(root, storage_options=options)
-    write_file(filesystem, "a", b"1")
-    open_filesystem(url, storage_options=options).publish("b", b"2")
-    assert filesystem.list_names() == ["a"]
-    assert sorted(file.name for file in filesystem.list_below().files) == ["a", "run/b"]
-    assert sorted(names(gcs_server, gcs_store)) == ["a", "run/b"]
-
-
 def test_lists_of_several_pages(gcs_store: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     url, options = gcs_store
     filesystem = open_filesystem(url, storage_options=options)
     expected = sorted(f"file-{number}" for number in range(12))
     filesystem.map(lambda name: write_file(filesystem, name, b"x"), expected)
     open_filesystem(f"{url}/below", storage_options=options).publish("deep", b"x")
-    asked, address = [], GcsClient.url
+    asked, address = [], GcsBucket.url
 
-    def short(client: GcsClient, bucket: str, key: str | None = None, parameters: Any = None, **more: Any) -> str:
+    def short(bucket: GcsBucket, key: str | None = None, **parameters: Any) -> str:
         asked.append(parameters)
-        return address(client, bucket, key, {**(parameters or {}), "maxResults": "5"}, **more)
+        return address(bucket, key, maxResults="5", **parameters)
 
-    monkeypatch.setattr(GcsClient, "url", short)
+    monkeypatch.setattr(GcsBucket, "url", short)
     assert filesystem.list_names() == expected and len(asked) == 3
     assert sorted(file.name for file in filesystem.list_below().files) == sorted([*expected, "below/deep"])
 
@@ -194,118 +135,7 @@ def test_folders_of_the_console_are_no_files(gcs_server: GcsServer, gcs_store: P
     assert [file.name for file in filesystem.list_below().files] == ["a"]
 
 
-def test_a_missing_bucket(gcs_store: Place) -> None:
-    _, options = gcs_store
-    filesystem = open_filesystem("gs://no-such-bucket/run", storage_options=options, deadline_seconds=5)
-    assert filesystem.file_nbytes("a") is None and filesystem.list_names() == []
-    for use in (lambda: filesystem.publish("a", b"x"), lambda: write_file(filesystem, "a", b"x")):
-        with pytest.raises(StorageError, match="bucket does not exist") as caught:
-            use()
-        assert "gs://no-such-bucket/run/a" in str(caught.value) and caught.value.errno == errno.ENOENT
-
-
-# --- publishing ------------------------------------------------------------------------------------------------------
-
-
-def test_writers_of_the_same_moment(gcs_store: Place) -> None:
-    """One of those that may not replace wins; of those that may, the last one's bytes are there, whole."""
-    url, options = gcs_store
-    filesystems = [open_filesystem(url, storage_options=options) for _ in range(8)]
-    barrier = threading.Barrier(len(filesystems))
-
-    def publish_one(number: int, name: str, overwrite: bool) -> bool:
-        barrier.wait()
-        try:
-            filesystems[number].publish(name, bytes([number]) * 1000, overwrite=overwrite)
-        except ConcurrentSaveError:
-            return False
-        return True
-
-    with ThreadPoolExecutor(len(filesystems)) as pool:
-        for turn in range(10):
-            won = list(pool.map(publish_one, range(8), [f"{turn}"] * 8, [False] * 8))
-            found = filesystems[0].read_all(f"{turn}", limit_nbytes=1000)
-            assert won.count(True) == 1 and found == bytes([won.index(True)]) * 1000
-            assert all(pool.map(publish_one, range(8), [f"{turn}"] * 8, [True] * 8))
-            found = filesystems[0].read_all(f"{turn}", limit_nbytes=1000)
-            assert len(found) == 1000 and len(set(found)) == 1
-
-
-class _Server:
-    """What the store answers to conditional writes, made to fail: done or not, and another save in between."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, done: bool, other: Any = None) -> None:
-        self.sent = 0
-        put = publish.GcsTarget._put
-
-        async def failing(target: publish.GcsTarget, data: bytes, generation: str) -> None:
-            self.sent += 1
-            if self.sent > 1:
-                return await put(target, data, generation)
-            if done:
-                await put(target, data, generation)
-            if other is not None:
-                other()
-            raise TimeoutError(errno.ETIMEDOUT, "no answer")
-
-        monkeypatch.setattr(publish.GcsTarget, "_put", failing)
-
-
-@pytest.mark.parametrize("overwrite", [True, False])
-@pytest.mark.parametrize("done", [True, False])
-def test_a_write_without_an_answer_is_repeated(
-    gcs_store: Place, monkeypatch: pytest.MonkeyPatch, done: bool, overwrite: bool
-) -> None:
-    url, options = gcs_store
-    filesystem = open_filesystem(url, storage_options=options)
-    if overwrite:
-        filesystem.publish("a", b"old")
-    server = _Server(monkeypatch, done=done)
-    filesystem.publish("a", b"new", overwrite=overwrite)
-    assert server.sent == 2 and filesystem.read_all("a", limit_nbytes=9) == b"new"
-
-
-@pytest.mark.parametrize("done", [True, False])
-def test_what_another_save_published_meanwhile_stays(
-    gcs_server: GcsServer, gcs_store: Place, monkeypatch: pytest.MonkeyPatch, done: bool
-) -> None:
-    """Whether ours was there before it is not known, so neither is whether our files may still be named."""
-    url, options = gcs_store
-    filesystem = open_filesystem(url, storage_options=options)
-    filesystem.publish("a", b"old")
-    server = _Server(monkeypatch, done=done, other=lambda: gcs_server.put(f"{url}/a", b"theirs"))
-    with pytest.raises(ConcurrentSaveError) as caught:
-        filesystem.publish("a", b"ours")
-    assert caught.value.outcome_unknown and server.sent >= 2
-    assert filesystem.read_all("a", limit_nbytes=9) == b"theirs"
-
-
 # --- trouble ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("listening", [True, False])
-def test_no_server(listening: bool) -> None:
-    """Nobody listens, or somebody who never answers."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        if listening:
-            server.listen(100)
-        options = {"token": "anon", "endpoint_url": f"http://127.0.0.1:{server.getsockname()[1]}"}
-        filesystem = open_filesystem("gs://b/run", storage_options=options, deadline_seconds=3)
-        for use in (
-            lambda: filesystem.file_nbytes("a"),
-            lambda: filesystem.list_files(),
-            lambda: filesystem.read("a", 0, 1),
-            lambda: filesystem.publish("a", b"x"),
-            lambda: write_file(filesystem, "a", b"x"),
-            lambda: write_file(filesystem, "a", bytes(40 << 20)),
-            lambda: filesystem.remove(["a"]),
-        ):
-            start = time.monotonic()
-            with pytest.raises(StorageError) as caught:
-                use()
-            assert time.monotonic() - start < 8
-            assert caught.value.errno == errno.ETIMEDOUT and "gs://b/run" in str(caught.value)
 
 
 def test_a_server_that_is_started_again(tmp_path: Path) -> None:
@@ -410,13 +240,13 @@ def test_mistakes() -> None:
 
 
 def test_requester_pays(gcs_store: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, exchange = [], GcsClient._exchange
+    asked, exchange = [], GcsBucket._exchange
 
-    async def noting(client: GcsClient, method: str, address: str, *more: Any) -> Any:
+    async def noting(client: GcsBucket, method: str, address: str, *more: Any) -> Any:
         asked.append(address)
         return await exchange(client, method, address, *more)
 
-    monkeypatch.setattr(GcsClient, "_exchange", noting)
+    monkeypatch.setattr(GcsBucket, "_exchange", noting)
     for pays, expected in ((True, "mine"), ("other", "other")):
         options = {**gcs_store[1], "project": "mine", "requester_pays": pays}
         filesystem = open_filesystem(gcs_store[0], storage_options=options)

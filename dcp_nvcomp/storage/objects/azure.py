@@ -10,9 +10,10 @@ import errno
 import functools
 import os
 import re
+from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import fsspec.asyn
 
@@ -26,10 +27,12 @@ from dcp_nvcomp.storage.objects.bucket import (
     Bucket,
     Found,
     NoAnswerError,
-    status_of,
+    if_there,
 )
 from dcp_nvcomp.storage.objects.options import Place
 from dcp_nvcomp.storage.parts import PartedOutput
+
+T = TypeVar("T")
 
 _REQUEST_SHARE: Final = 1 / 3  # of the deadline, for one request: a silent server leaves time to ask again
 _LOOK_SHARE: Final = 1 / 6  # of the deadline, for a look at what became of an upload
@@ -98,21 +101,22 @@ class AzureContainer(Bucket):
     def _server(self) -> str:
         return str(self._place.client.get("endpoint") or "Azure")
 
-    async def head(self, key: str) -> Found | None:
+    async def _ask(self, request: Callable[[ModuleType], Awaitable[T]]) -> T:
         try:
-            return _found(await _obstore().head_async(self._store, key))
-        except FileNotFoundError:
-            return None
+            return await request(_obstore())
         except Exception as error:
             raise failure_of(error) from error
 
+    async def head(self, key: str) -> Found | None:
+        found = await if_there(self._ask(lambda obstore: obstore.head_async(self._store, key)), None)
+        return None if found is None else _found(found)
+
     async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        options = {} if stop is None else {"range": (start, stop)}
-        try:
-            reply = await _obstore().get_async(self._store, key, options=options)
-            data, nbytes = bytes(await reply.bytes_async()), reply.meta["size"]
-        except Exception as error:
-            raise failure_of(error) from error
+        async def request(obstore: ModuleType) -> tuple[bytes, int]:
+            reply = await obstore.get_async(self._store, key, options={} if stop is None else {"range": (start, stop)})
+            return bytes(await reply.bytes_async()), reply.meta["size"]
+
+        data, nbytes = await self._ask(request)
         expected = (nbytes if stop is None else min(stop, nbytes)) - start
         if len(data) < expected:
             raise NoAnswerError(f"the reply ended after {len(data)} of {expected} bytes")
@@ -125,33 +129,19 @@ class AzureContainer(Bucket):
         await self._put(key, data, "create" if version is None else {"e_tag": version})
 
     async def _put(self, key: str, data: bytes, mode: Any) -> None:
-        try:
-            await _obstore().put_async(self._store, key, data, mode=mode, use_multipart=False)
-        except Exception as error:
-            raise failure_of(error) from error
+        await self._ask(lambda obstore: obstore.put_async(self._store, key, data, mode=mode, use_multipart=False))
 
     async def delete(self, key: str) -> None:
-        try:
-            await _obstore().delete_async(self._store, key)
-        except FileNotFoundError:
-            pass
-        except Exception as error:
-            raise failure_of(error) from error
+        await if_there(self._ask(lambda obstore: obstore.delete_async(self._store, key)), None)
 
     def list(self, where: str, root: str, *, deep: bool) -> tuple[list[Found], list[str]]:
-        async def attempt() -> tuple[list[Any], list[str]]:
-            try:
-                if deep:
-                    return await _obstore().list(self._store, root or None).collect_async(), []
-                found = await _obstore().list_with_delimiter_async(self._store, root or None)
-            except Exception as error:
-                failure = failure_of(error)
-                if status_of(failure) == 404:  # no such container
-                    return [], []
-                raise failure from error
+        async def request(obstore: ModuleType) -> tuple[list[Any], list[str]]:
+            if deep:
+                return await obstore.list(self._store, root or None).collect_async(), []
+            found = await obstore.list_with_delimiter_async(self._store, root or None)
             return found["objects"], found["common_prefixes"]
 
-        found, folders = self.call("list", where, attempt)
+        found, folders = self.call("list", where, lambda: if_there(self._ask(request), ([], [])))
         return [_found(one) for one in found], [str(one) for one in folders]
 
     def storage_error(self, what: str, where: str, error: Exception) -> StorageError:
@@ -195,15 +185,16 @@ class AzureOutput(PartedOutput):
         self._nbytes = 0
 
     def _send_part(self) -> None:
+        obstore = _obstore()
         try:
             if self._writer is None:
-                self._writer = _obstore().open_writer(
+                self._writer = obstore.open_writer(
                     self._container.uploading, self._key, buffer_size=self._part_nbytes, max_concurrency=_AT_ONCE
                 )
             part = self._take_part()  # it is sent after `write` returned
             self._writer.write(part)
             self._nbytes += len(part)
-        except (CheckpointError, MemoryError):
+        except MemoryError:
             raise
         except Exception as error:
             raise self._container.storage_error("write", self._where, error) from self._container.redact.error(error)
@@ -216,6 +207,7 @@ class AzureOutput(PartedOutput):
             return
         if self._part.tell():
             self._send_part()
+        _obstore()
         try:
             self._writer.close()
         except MemoryError:

@@ -64,6 +64,16 @@ def status_of(error: BaseException | None) -> int:
     return 0
 
 
+async def if_there(request: Awaitable[T], otherwise: T) -> T:
+    """Return what a request returns, or `otherwise` if what it asks for is not there."""
+    try:
+        return await request
+    except AnswerError as error:
+        if error.response != 404:
+            raise
+    return otherwise
+
+
 class Found(NamedTuple):
     """An object: its name in the bucket, length, time of writing, and what a condition calls this version of it."""
 
@@ -128,12 +138,7 @@ class BucketTarget(Target):
         return None if found is None else found.version
 
     async def read(self) -> bytes | None:
-        try:
-            return await self._bucket.get(self._key)
-        except AnswerError as error:
-            if status_of(error) == 404:
-                return None
-            raise
+        return await if_there(self._bucket.get(self._key), None)
 
     async def write(self, data: bytes, before: str | None, form: str | None) -> None:
         await self._bucket.put_over(self._key, data, before)

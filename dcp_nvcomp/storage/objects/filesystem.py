@@ -28,7 +28,7 @@ def open_object_store(
 ) -> ObjectFilesystem:
     """Open a URL of Azure or Google Cloud Storage; no request is sent to the storage."""
     if protocol in AZURE:
-        place = azure_place(path, protocol, options, known_options)
+        place = azure_place(path, options, known_options)
         container = AzureContainer(place, deadline_seconds, Redactor(path, {**options, **place.client}))
         return ObjectFilesystem(path, place, container, AzureOutput)
     place = gcs_place(path, options, known_options)

@@ -20,7 +20,7 @@ from urllib.parse import quote, urlencode
 import crc32c
 
 from dcp_nvcomp.calls.json_text import parse_json
-from dcp_nvcomp.errors import ConfigurationError, StorageError
+from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.redaction import Redactor
 from dcp_nvcomp.storage.objects.bucket import (
     CONNECT_SECONDS,
@@ -29,7 +29,7 @@ from dcp_nvcomp.storage.objects.bucket import (
     Bucket,
     Found,
     NoAnswerError,
-    status_of,
+    if_there,
 )
 from dcp_nvcomp.storage.objects.options import Place
 
@@ -92,13 +92,6 @@ def secrets_of(fs: Any) -> dict[str, str]:
 def checksum_text(checksum: int) -> str:
     """Return a CRC-32C as Google writes it."""
     return base64.b64encode(checksum.to_bytes(4, "big")).decode()
-
-
-def check_stored(found: Mapping[str, Any], where: str, nbytes: int, checksum: str) -> None:
-    """Raise StorageError if the server has not what was sent."""
-    if int(found.get("size", nbytes)) != nbytes or found.get("crc32c", checksum) != checksum:
-        message = f"The storage has {found.get('size')} bytes with the checksum {found.get('crc32c')}, but was sent "
-        raise StorageError(f"{message}{nbytes} bytes with the checksum {checksum}.", path=where)
 
 
 class GcsBucket(Bucket):
@@ -182,12 +175,8 @@ class GcsBucket(Bucket):
 
     async def describe(self, key: str) -> dict[str, Any] | None:
         """Return all that the server knows of an object; None if there is no such object."""
-        try:
-            return (await self.send("GET", self.url(key))).json()
-        except AnswerError as error:
-            if status_of(error) == 404:
-                return None
-            raise
+        answer = await if_there(self.send("GET", self.url(key)), None)
+        return None if answer is None else answer.json()
 
     async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         headers = {"Accept-Encoding": "identity"}
@@ -219,15 +208,10 @@ class GcsBucket(Bucket):
         body += f"\r\n--{boundary}--\r\n".encode()
         headers = {"Content-Type": f"multipart/related; boundary={boundary}"}
         url = self.url(upload=True, uploadType="multipart", **conditions)
-        found = (await self.send("POST", url, headers, body)).json()
-        check_stored(found, f"gs://{self._name}/{key}", len(data), checksum)
+        await self.send("POST", url, headers, body)
 
     async def delete(self, key: str) -> None:
-        try:
-            await self.send("DELETE", self.url(key))
-        except AnswerError as error:
-            if status_of(error) != 404:
-                raise
+        await if_there(self.send("DELETE", self.url(key)), None)
 
     def list(self, where: str, root: str, *, deep: bool) -> tuple[list[Found], list[str]]:
         asked: dict[str, Any] = {"prefix": f"{root}/" if root else "", "fields": _LISTED}
@@ -235,12 +219,8 @@ class GcsBucket(Bucket):
             asked["delimiter"] = "/"
 
         async def attempt() -> dict[str, Any]:
-            try:
-                return (await self.send("GET", self.url(**asked))).json()
-            except AnswerError as error:
-                if status_of(error) == 404:  # no such bucket
-                    return {}
-                raise
+            answer = await if_there(self.send("GET", self.url(**asked)), None)
+            return {} if answer is None else answer.json()
 
         found, folders = list[Found](), list[str]()
         while True:

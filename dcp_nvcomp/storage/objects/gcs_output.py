@@ -14,7 +14,7 @@ import crc32c
 
 from dcp_nvcomp.errors import StorageError
 from dcp_nvcomp.storage.objects.bucket import AnswerError, NoAnswerError, status_of
-from dcp_nvcomp.storage.objects.gcs import TYPE, GcsBucket, check_stored, checksum_text
+from dcp_nvcomp.storage.objects.gcs import TYPE, GcsBucket, checksum_text
 from dcp_nvcomp.storage.parts import PartedOutput
 
 _RANGE: Final = re.compile(r"bytes=0-(\d+)")
@@ -54,7 +54,7 @@ class GcsOutput(PartedOutput):
         total, checksum = self._nbytes, checksum_text(self._checksum)
         headers = {"X-Goog-Hash": f"crc32c={checksum}"}
         try:
-            found = self._bucket.call("complete", self._where, lambda: self._transfer(start, part, total, headers))
+            self._bucket.call("complete", self._where, lambda: self._transfer(start, part, total, headers))
         except StorageError as error:
             # a session that is gone: was it completed by an attempt whose answer was lost?
             if status_of(error) not in _GONE or not self._unsure:
@@ -62,8 +62,6 @@ class GcsOutput(PartedOutput):
             found = self._bucket.call("look up", self._where, lambda: self._bucket.describe(self._key))
             if found is None or found.get("crc32c") != checksum:
                 raise
-        assert found is not None
-        check_stored(found, self._where, total, checksum)
 
     def _discard(self) -> None:
         if self._session is not None:

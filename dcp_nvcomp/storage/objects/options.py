@@ -67,10 +67,10 @@ def _refuse_unknown(
         raise unknown_option(option, close, call=known_options, storage=storage, takes=known)
 
 
-def azure_place(path: str, protocol: str, options: Mapping[str, Any], known_options: Sequence[str] = ()) -> Place:
+def azure_place(path: str, options: Mapping[str, Any], known_options: Sequence[str] = ()) -> Place:
     """Return where a URL leads."""
     # of any of its names, as adlfs does it; of one alone, since an account's key is no good for another account
-    sections = (fsspec.config.conf.get(name) for name in (protocol, *AZURE))
+    sections = (fsspec.config.conf.get(name) for name in (path.partition("://")[0], *AZURE))
     options = {**next(filter(None, sections), {}), **options}
     _refuse_unknown(options, (*_SETTINGS, *_OTHERS), known_options, "az://")
     match = _AZURE_URL.fullmatch(path)
