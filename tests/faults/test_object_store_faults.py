@@ -217,7 +217,7 @@ def test_an_outage_ends_in_time_and_the_writer_saves_again(wire: Wire, requests:
     assert wire.load() == 3
 
 
-def test_a_frozen_server_is_told_within_the_deadline(wire: Wire) -> None:
+def test_a_frozen_server_is_told_within_the_deadline(wire: Wire, requests: Requests) -> None:
     """A look at what went wrong does not begin another deadline, nor does the removal of what is left."""
     deadline = 18.0
     filesystem = open_filesystem(wire.url, storage_options=wire.options, deadline_seconds=deadline)
@@ -241,7 +241,7 @@ def test_a_frozen_server_is_told_within_the_deadline(wire: Wire) -> None:
         assert reading.result() < deadline + 3 and completing.result() < deadline + 3
     start = time.monotonic()
     stream.abort()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < (5 if requests is AZURE else 15)  # an upload to Google is cancelled, too
 
 
 def test_what_lands_late_does_not_undo_what_another_save_published(wire: Wire, requests: Requests) -> None:
@@ -278,7 +278,7 @@ def test_who_publishes_too_often_waits(wire: Wire, requests: Requests) -> None:
     wire.proxy.next("busy", method=requests.publish[0], path=requests.publish[1], times=3)
     assert save(wire.writer(), 2) is None
     wire.proxy.next("busy", method=requests.publish[0], path=requests.publish[1], times=1 << 30)
-    error = save(wire.writer(deadline=2), 3)
+    error = save(wire.writer(deadline=6), 3)
     assert isinstance(error, errors.StorageError) and "429" in str(error) and not error.outcome_unknown
     assert wire.load() == 2 and len(wire.names()) == 3
 

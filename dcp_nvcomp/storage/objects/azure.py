@@ -35,7 +35,7 @@ from dcp_nvcomp.storage.parts import PartedOutput
 T = TypeVar("T")
 
 _REQUEST_SHARE: Final = 1 / 3  # of the deadline, for one request: a silent server leaves time to ask again
-_LOOK_SHARE: Final = 1 / 6  # of the deadline, for a look at what became of an upload
+_AFTERWARDS_SHARE: Final = 1 / 6  # of the deadline, for a look at what became of an upload, and for its removal
 _MANY: Final = 1000
 _AT_ONCE: Final = 2  # so that one block is sent while the next one is collected
 _BACKOFF: Final = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5), "base": 2}
@@ -45,6 +45,7 @@ _STATUS: Final = re.compile(r"status code: (\d{3})|\(code: (\d{3})\)")
 _DUMP: Final = "\n\nDebug source:"
 # Classes of its errors that may come without a status, by name.
 _REFUSALS: Final = {
+    "FileNotFoundError": 404,
     "PermissionDeniedError": 403,
     "UnauthenticatedError": 401,
     "NotSupportedError": 501,
@@ -104,6 +105,8 @@ class AzureContainer(Bucket):
     async def _ask(self, request: Callable[[ModuleType], Awaitable[T]]) -> T:
         try:
             return await request(_obstore())
+        except (CheckpointError, MemoryError):
+            raise
         except Exception as error:
             raise failure_of(error) from error
 
@@ -160,17 +163,14 @@ def _found(found: Any) -> Found:
 
 def failure_of(error: Exception) -> Exception:
     """Return our error for one of obstore's."""
-    if isinstance(error, CheckpointError | MemoryError):
-        return error
     words, _, _ = str(error).partition(_DUMP)
     match = _STATUS.search(words)
-    known = (_REFUSALS[base.__name__] for base in type(error).__mro__ if base.__name__ in _REFUSALS)
     if any(some in words for some in _BEYOND):
         status = BEYOND_END
     elif match is not None:
         status = int(match[1] or match[2])
     else:
-        status = 404 if isinstance(error, FileNotFoundError) else next(known, 0)
+        status = next((_REFUSALS[base.__name__] for base in type(error).__mro__ if base.__name__ in _REFUSALS), 0)
     words = f"{type(error).__name__}: {words}"
     return AnswerError(status, words) if status else NoAnswerError(words)
 
@@ -221,16 +221,16 @@ class AzureOutput(PartedOutput):
 
     def _is_complete(self) -> bool:
         try:
-            found = self._call("look up", self._container.head, self._container.deadline_seconds * _LOOK_SHARE)
+            found = self._afterwards("look up", self._container.head)
         except StorageError:
             return False
         return found is not None and found.nbytes == self._nbytes
 
-    def _call(self, what: str, request: Any, seconds: float) -> Any:
-        seconds = min(seconds, self._container.removal_seconds)
+    def _afterwards(self, what: str, request: Callable[[str], Awaitable[T]]) -> T:
+        seconds = min(self._container.removal_seconds, self._container.deadline_seconds * _AFTERWARDS_SHARE)
         return self._container.call(what, self._where, lambda: request(self._key), deadline_seconds=seconds)
 
     def _discard(self) -> None:
         self._writer = None  # dropped: what was sent is never committed
         if self._may_exist and not self._replaces:
-            self._clean_up(lambda: self._call("remove", self._container.delete, self._container.removal_seconds))
+            self._clean_up(lambda: self._afterwards("remove", self._container.delete))

@@ -166,11 +166,8 @@ def _of_connection_string(text: str) -> dict[str, str]:
         if fields.get(ours):
             config[theirs] = fields[ours]
     if account and not endpoint:
-        scheme, suffix = (
-            fields.get("defaultendpointsprotocol", "https"),
-            fields.get("endpointsuffix", "core.windows.net"),
-        )
-        endpoint = f"{scheme}://{account}.blob.{suffix}"
+        scheme = fields.get("defaultendpointsprotocol", "https")
+        endpoint = f"{scheme}://{account}.blob.{fields.get('endpointsuffix', 'core.windows.net')}"
     return config | {"endpoint": endpoint} if endpoint else config
 
 
@@ -183,7 +180,6 @@ def _account_of(endpoint: str) -> str:
 # --- Google Cloud Storage --------------------------------------------------------------------------------------------
 
 _PART_MULTIPLE: Final = 256 << 10  # all parts of an upload but the last are multiples of it
-
 _PART_NBYTES: Final = 16 << 20
 _CLIENT: Final = (
     *("project", "access", "token", "requester_pays", "endpoint_url", "session_kwargs", "requests_timeout"),
