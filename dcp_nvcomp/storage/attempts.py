@@ -42,6 +42,8 @@ class Done(Generic[T]):
 class Attempts(ABC):
     """Sends requests on an event loop, and retries what is transient until the deadline."""
 
+    _stays_in_process = False  # whether a forked child must make one of its own
+
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
@@ -70,9 +72,13 @@ class Attempts(ABC):
     def _server(self) -> str:
         """The server's address, for messages."""
 
-    def may_be_done(self, error: Exception) -> bool:
+    def _may_be_done(self, error: Exception) -> bool:
         """True if it is not certain that the request was not carried out."""
         return self._is_transient(error)
+
+    def may_be_done(self, error: Exception) -> bool:
+        """True if a request that failed like this may have been carried out, or may still be."""
+        return self._may_be_done(error)
 
     def perform(
         self,
@@ -81,16 +87,17 @@ class Attempts(ABC):
         attempt: Callable[[], Awaitable[T]],
         *,
         deadline_seconds: float | None = None,
-        may_repeat: Callable[[Exception], bool] | None = None,
     ) -> Done[T]:
         """Run attempts until one succeeds, is refused for good, or time is up; a CheckpointError ends it too."""
-        if os.getpid() != self._pid:  # there is no thread of the loop in a forked child: it would wait for ever
+        if (
+            self._stays_in_process and os.getpid() != self._pid
+        ):  # there is no thread of the loop in a forked child: it would wait for ever
             raise ConfigurationError(
                 "The storage was opened by the process that this one was forked from. Open it again in this one.",
                 path=where,
             )
         seconds = self.deadline_seconds if deadline_seconds is None else deadline_seconds
-        running = self._perform(what, where, attempt, seconds, may_repeat or self._is_transient)
+        running = self._perform(what, where, attempt, seconds)
         future = asyncio.run_coroutine_threadsafe(running, self._loop)
         try:
             return future.result()
@@ -98,14 +105,7 @@ class Attempts(ABC):
             future.cancel()  # when the wait was interrupted: the request ends with it
             raise
 
-    async def _perform(
-        self,
-        what: str,
-        where: str,
-        attempt: Callable[[], Awaitable[T]],
-        seconds: float,
-        may_repeat: Callable[[Exception], bool],
-    ) -> Done[T]:
+    async def _perform(self, what: str, where: str, attempt: Callable[[], Awaitable[T]], seconds: float) -> Done[T]:
         began = time.monotonic()
         attempts, may_be_done, warned = 0, False, False
         while True:
@@ -119,7 +119,7 @@ class Attempts(ABC):
                 pause = min(self._first_pause_seconds * 2 ** min(attempts - 1, 10), self._longest_pause_seconds)
                 pause *= random.uniform(0.5, 1)  # so that ranks do not come back all at once
                 may_be_done |= self.may_be_done(error)
-                if not may_repeat(error) or took + pause >= seconds:
+                if not self._is_transient(error) or took + pause >= seconds:
                     raise self._failure(what, where, error, attempts, took, may_be_done) from self._redact.error(error)
                 words = self._redact(str(error))
                 logger.info("Could not %s %s, trying again: %s", what, where, words)

@@ -86,6 +86,8 @@ class Found(NamedTuple):
 class Bucket(Attempts):
     """One bucket or container. What is asynchronous is one attempt, for `call`."""
 
+    _stays_in_process = True
+
     def call(self, what: str, where: str, attempt: Callable[[], Awaitable[T]], **limits: Any) -> T:
         """Repeat an attempt as `perform` does."""
         return self.perform(what, where, attempt, **limits).value
@@ -95,7 +97,7 @@ class Bucket(Attempts):
             return error.transient
         return isinstance(error, TimeoutError)
 
-    def may_be_done(self, error: Exception) -> bool:
+    def _may_be_done(self, error: Exception) -> bool:
         return self._is_transient(error) and status_of(error) != _BUSY
 
     def _is_answer(self, error: Exception) -> bool:

@@ -83,6 +83,8 @@ def _is_transient(error: Exception) -> bool:
 class S3Client(Attempts):
     """Sends requests through an s3fs filesystem, and retries what is transient until the deadline."""
 
+    _stays_in_process = True
+
     def __init__(
         self,
         fs: Any,

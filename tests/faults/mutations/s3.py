@@ -87,7 +87,7 @@ MUTATIONS = (
     Mutation(
         row="S3, 503s: retried",
         file="dcp_nvcomp/storage/attempts.py",
-        old="                if not may_repeat(error) or took + pause >= seconds:",
+        old="                if not self._is_transient(error) or took + pause >= seconds:",
         new="                if True:",
         tests=FAULTS + "bad_network",
     ),
