@@ -240,7 +240,7 @@ _ERRNO: tuple[tuple[type[OSError], int], ...] = (
 
 
 # Errors after which it is certain that nothing was done.
-_REFUSALS = (
+REFUSALS = (
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOENT, errno.EEXIST, errno.ENOTDIR),
     *(errno.EISDIR, errno.EINVAL, errno.ENAMETOOLONG, errno.ENOSYS, errno.ENOTSUP, errno.EBUSY, errno.ENOTEMPTY),
 )
@@ -258,7 +258,7 @@ def storage_errors(
     except Exception as error:
         redact = redact or _REDACT_URLS
         failure = StorageError.from_os_error(what, path, completed(error), redact=redact)
-        failure.outcome_unknown = may_be_done and failure.errno not in _REFUSALS
+        failure.outcome_unknown = may_be_done and failure.errno not in REFUSALS
         raise failure from redact.error(error)
 
 
