@@ -110,7 +110,7 @@ MUTATIONS = (
     Mutation(
         row="commit: what was not answered may be done",
         file="dcp_nvcomp/storage/base.py",
-        old="        failure.outcome_unknown = may_be_done and failure.errno not in _REFUSALS\n",
+        old="        failure.outcome_unknown = may_be_done and failure.errno not in REFUSALS\n",
         new="",
         tests="tests/faults/test_commit.py -k lands_later",
     ),
