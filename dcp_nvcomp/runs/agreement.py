@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
-from dcp_nvcomp.calls.meeting import Call
+from dcp_nvcomp.calls.ranks import Call
 from dcp_nvcomp.errors import RankFailedError, RanksDifferError, RunInUseError
 from dcp_nvcomp.runs.failures import Failures
 from dcp_nvcomp.runs.lease import Lease

@@ -19,8 +19,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from dcp_nvcomp.calls.meeting import Call
-from dcp_nvcomp.calls.ranks import group_of
+from dcp_nvcomp.calls.ranks import Call, group_of
 from dcp_nvcomp.calls.values import check_state_dict, try_check, try_values_of
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError, RankFailedError
 from dcp_nvcomp.format.metadata.summary import LEASE, RUN_SECONDS
@@ -166,7 +165,9 @@ class CheckpointManager:
             step_template=step_template,
             on_difference=on_difference,
         )
-        self._ranks, fast_ranks, durable_ranks = self._all_ranks = ranks_of_run(self._group, call)
+        # without a fast tier the threads have no collectives: a save has groups of its own
+        self._all_ranks = ranks_of_run(self._group, call, 1 if fast is None else 3)
+        self._ranks, fast_ranks, durable_ranks = self._all_ranks * 3 if fast is None else self._all_ranks
         self._telling = Telling(on_event, logs=self._ranks.is_first)
         name = this_node() if node is None else str(node)
         places = self._ranks.gather(Place(name, name if domain is None else str(domain)))

@@ -1,8 +1,4 @@
-"""What the ranks of a run tell each other, over gloo groups that only the run uses.
-
-Training's own group may be on NCCL, and is busy: collectives of a thread beside training must not meet those of
-training, nor those of another thread. So each thread of a manager has `Ranks` of its own.
-"""
+"""What the ranks of a run exchange, over gloo groups that only the run uses: one for each thread (calls/ranks.py)."""
 
 from __future__ import annotations
 
@@ -16,8 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from dcp_nvcomp.calls.groups import give_back, offer_of, take
-from dcp_nvcomp.calls.meeting import Arrival, Call, expect_same, global_ranks, limit_of, meet, together
+from dcp_nvcomp.calls.ranks import Arrival, Call, expect_same, give_back, limit_of, own_groups, together
 from dcp_nvcomp.errors import CheckpointError, RankFailedError
 
 T = TypeVar("T")
@@ -148,15 +143,12 @@ class Ranks:
             raise
 
 
-def ranks_of_run(group: dist.ProcessGroup | None, call: Call) -> tuple[Ranks, Ranks, Ranks]:
-    """Return the ranks of a run, for each of a manager's threads."""
+def ranks_of_run(group: dist.ProcessGroup | None, call: Call, thread_count: int) -> list[Ranks]:
+    """Return the ranks of a run, for each thread of a manager that has collectives."""
     if group is None:
-        return Ranks(None), Ranks(None), Ranks(None)
-    members = global_ranks(group)
-    made = take(members, 3, meet(group, call, offer_of(members)), limit_of(group))
+        return [Ranks(None)] * thread_count
     gone = _Gone()
-    calls, fast, durable = (Ranks(one, gone) for one in made)
-    return calls, fast, durable
+    return [Ranks(one, gone) for one in own_groups(group, call, thread_count)]
 
 
 class Row:

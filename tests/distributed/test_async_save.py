@@ -175,7 +175,7 @@ def _one_more_on_a_rank(path: Path) -> list[str]:
         except errors.RanksDifferError as error:
             said.append(str(error))
         if seed == 0 and dist.get_rank() == 0:
-            from dcp_nvcomp.calls.meeting import Call
+            from dcp_nvcomp.calls.ranks import Call
             from dcp_nvcomp.saving.kept import kept
 
             kept().sequence(dist.group.WORLD, Call("async_save"))._count += 1

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dcp_nvcomp.calls.groups import give_back, offer_of, take
-from dcp_nvcomp.calls.meeting import global_ranks, limit_of
+from dcp_nvcomp.calls.ranks import give_back, global_ranks, limit_of, offer_of, take
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.runs.options import REPLICAS
 from dcp_nvcomp.runs.ranks import Ranks

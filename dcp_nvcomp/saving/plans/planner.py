@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from dcp_nvcomp.calls.flattening import flatten
-from dcp_nvcomp.calls.meeting import Call
+from dcp_nvcomp.calls.ranks import Call
 from dcp_nvcomp.calls.values import PLAIN_TENSORS, is_default_planner, unwrapped
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.format.metadata.paths import merged_paths, paths_to_store
