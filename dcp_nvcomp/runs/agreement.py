@@ -1,21 +1,130 @@
 """What all ranks of a run decide together, at the same step: that the job was told to end, that a save failed.
 
-A rank notices such things on its own, at any time. What it knows is told to the others with the next call that all of
-them make, and counts on all ranks from the same call on. Each call of a manager begins so, with as many numbers, of
-which the first say what is called: ranks that call different things find that out instead of waiting for each other.
+A rank notices such things on its own, at any time. What it knows goes to the others with the next call that all of them
+make, and counts on all ranks from the same call on. Each call of a manager begins so, with as many numbers, of which
+the first say what is called: ranks that call different things find that out instead of waiting for each other. The
+exchange of `should_save` runs beside the training step, so no step waits for it.
 """
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import warnings
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from types import FrameType, TracebackType
+from typing import Any, Final, NamedTuple
 
 from dcp_nvcomp.calls.ranks import Call
 from dcp_nvcomp.errors import RankFailedError, RanksDifferError, RunInUseError
-from dcp_nvcomp.runs.failures import Failures
 from dcp_nvcomp.runs.lease import Lease
-from dcp_nvcomp.runs.preemption import SignalWatch
 from dcp_nvcomp.runs.ranks import Ranks, Row
+
+
+class SignalWatch:
+    """Watches for signals; the handlers that were there before come back at the end.
+
+    Attributes:
+        was_told: True once one of the signals came.
+    """
+
+    def __init__(self, signals: Sequence[signal.Signals]) -> None:
+        self.was_told = False
+        self._pid = os.getpid()
+        self._before: dict[signal.Signals, Any] = {}
+        if not signals:
+            return
+        if threading.current_thread() is not threading.main_thread():
+            warnings.warn(
+                "Signals can be handled on the main thread only, and this CheckpointManager was made on another: "
+                "preemption is not noticed. Pass preemption_signals=() if that is meant.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            return
+        for number in signals:
+            self._before[number] = signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:  # a child that was forked: it has no save to make, and must end as others do
+            self._put_back(number)
+            os.kill(os.getpid(), number)
+            return
+        self.was_told = True
+
+    def _put_back(self, number: int) -> None:
+        handler = self._before.get(signal.Signals(number))
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def close(self) -> None:
+        """Put back the handlers that were there."""
+        for number in self._before:
+            if signal.getsignal(number) == self._note:  # someone who came later is not ours to remove
+                self._put_back(number)
+        self._before = {}
+
+    def __enter__(self) -> SignalWatch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Failures:
+    """What failed and was not raised yet.
+
+    Ranks notice a failure at different times, and must raise it at the same call. So each tells the others the newest
+    step that failed on it, and a step that was raised once is not raised again by a rank that notices later.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._errors: dict[int, BaseException] = {}
+        self._raised = 0
+        self._lost: tuple[int, BaseException | None] = 0, None
+
+    def note(self, number: int, error: BaseException) -> None:
+        """Remember a failure."""
+        with self._lock:
+            if number > self._raised:
+                self._errors[number] = error
+
+    def note_lost(self, number: int, error: BaseException) -> None:
+        """Remember a save that the fast tier lost on its way to the durable one: the next save makes up for it."""
+        with self._lock:
+            self._lost = max(self._lost[0], number), error
+
+    @property
+    def lost(self) -> int:
+        """The latest save that the fast tier lost; 0 if there is none."""
+        return self._lost[0]
+
+    def raise_lost(self, made_up_for: int) -> None:
+        """Raise why a save was lost, if no later one made up for it."""
+        number, error = self._lost
+        if number > made_up_for and error is not None:
+            raise error
+
+    @property
+    def newest(self) -> int:
+        """The latest save that failed and was not raised; 0 if none did."""
+        with self._lock:
+            return max(self._errors, default=0)
+
+    def raise_up_to(self, number: int) -> None:
+        """Raise what failed, on each rank, once the ranks agreed that a save did."""
+        with self._lock:
+            if number <= self._raised:
+                return
+            self._raised = number
+            own = [self._errors.pop(one) for one in sorted(self._errors) if one <= number]
+        if not own:
+            raise RankFailedError("A save behind training failed on another rank, which says why.")
+        raise own[-1]
+
 
 _NAMES: Final = ("should_save", "save", "restore", "wait")
 _KNOWN: Final = 4  # numbers that each rank knows on its own

@@ -1,10 +1,14 @@
-"""What a run tells: one event for each thing that happened, and the report that sums them up."""
+"""What happens in a run: one event for each thing, the report that sums them up, and who is given them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
+
+logger = logging.getLogger(__name__)
 
 TierName: TypeAlias = Literal["fast", "copies", "durable"]
 Source: TypeAlias = Literal["own", "peer", "durable"]
@@ -210,3 +214,28 @@ class RunReport:
         else:
             values["restored"] = (*self.restored, event)
         return RunReport(**values)
+
+
+class Telling:
+    """Tells of events, from any thread."""
+
+    def __init__(self, on_event: Callable[[Event], None] | None, *, logs: bool) -> None:
+        self._on_event, self._logs = on_event, logs
+        self._report, self._lock = RunReport(), threading.Lock()
+
+    def tell(self, event: Event) -> None:
+        """Tell of an event."""
+        with self._lock:
+            self._report = self._report.after(event)
+        if self._logs:
+            logger.info("%s", event)
+        if self._on_event is not None:
+            try:
+                self._on_event(event)
+            except Exception as error:
+                logger.error("on_event raised %s: %s", type(error).__name__, error)
+
+    def report(self) -> RunReport:
+        """Return what was told so far."""
+        with self._lock:
+            return self._report

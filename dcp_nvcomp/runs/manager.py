@@ -1,7 +1,7 @@
 """CheckpointManager: the checkpoints of a training run, from the first save to the restart on other machines.
 
     should_save -> save -> async_save into the fast tier, or straight into the durable one
-                           behind/: on each node, copies, upload, commit, retention
+                           background/: on each node, copies, upload, commit, retention
     restore     -> restoring/: the newest complete step of any place, each file from its nearest copy
 
 All ranks make a manager, and call `should_save`, `save` and `restore` at the same steps.
@@ -25,23 +25,18 @@ from dcp_nvcomp.errors import CheckpointError, ConfigurationError, RankFailedErr
 from dcp_nvcomp.format.metadata.summary import LEASE, RUN_SECONDS
 from dcp_nvcomp.options import check_choice, check_flag, check_path, check_seconds, option_names
 from dcp_nvcomp.redaction import without_secrets
-from dcp_nvcomp.runs.agreement import Agreement, RunCall
-from dcp_nvcomp.runs.behind.pipeline import Pipeline, TierRules
-from dcp_nvcomp.runs.events import Event, RunReport, StepDelayed, StepRestored, StepSkipped
-from dcp_nvcomp.runs.failures import Failures
+from dcp_nvcomp.runs.agreement import Agreement, Failures, RunCall, SignalWatch
+from dcp_nvcomp.runs.background.pipeline import Pipeline, TierRules
+from dcp_nvcomp.runs.events import Event, RunReport, StepDelayed, StepRestored, StepSkipped, Telling
 from dcp_nvcomp.runs.keep import Best, Keep, KeepRule, SavedStep
 from dcp_nvcomp.runs.lease import Lease
 from dcp_nvcomp.runs.options import SaveOptions, check_count, check_tiers, job_id
-from dcp_nvcomp.runs.preemption import SignalWatch
-from dcp_nvcomp.runs.publishers import check_metrics
 from dcp_nvcomp.runs.ranks import ranks_of_run
 from dcp_nvcomp.runs.replicas.replicas import replicas_for
-from dcp_nvcomp.runs.restoring.run_restore import RunRestore
-from dcp_nvcomp.runs.run_time import RunTime
+from dcp_nvcomp.runs.restoring.restore import RunRestore
 from dcp_nvcomp.runs.starting import SaveStarter
-from dcp_nvcomp.runs.step_save import StepSave
+from dcp_nvcomp.runs.step_save import RunTime, StepSave, check_metrics
 from dcp_nvcomp.runs.steps import RunSteps, StepNames
-from dcp_nvcomp.runs.telling import Telling
 from dcp_nvcomp.runs.tiers.durable import BEGUN, DurableTier
 from dcp_nvcomp.runs.tiers.fast import FastTier
 from dcp_nvcomp.runs.tiers.nodes import Nodes, Place, this_node

@@ -7,16 +7,16 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from dcp_nvcomp.errors import CheckpointError, StorageError
-from dcp_nvcomp.runs.behind.pipeline import Pipeline
+from dcp_nvcomp.runs.background.pipeline import Pipeline
 from dcp_nvcomp.runs.events import Event, StepSkipped
 from dcp_nvcomp.runs.options import SaveOptions
-from dcp_nvcomp.runs.publishers import NodePublisher, StepPublisher
 from dcp_nvcomp.runs.replicas.replicas import Replica
-from dcp_nvcomp.runs.state_size import state_nbytes
-from dcp_nvcomp.runs.step_save import StepSave
+from dcp_nvcomp.runs.step_save import NodePublisher, StepPublisher, StepSave
 from dcp_nvcomp.runs.tiers.durable import DurableTier
 from dcp_nvcomp.runs.tiers.fast import FastTier
 from dcp_nvcomp.runs.tiers.nodes import Nodes
@@ -26,6 +26,22 @@ from dcp_nvcomp.saving.plans.differences import OnDifference
 from dcp_nvcomp.saving.writer import NvcompWriter
 
 logger = logging.getLogger(__name__)
+
+
+def state_nbytes(values: Mapping[str, Any]) -> int:
+    """Return the size of the tensors, in bytes."""
+    found, waiting = 0, list(values.values())
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, list | tuple):
+            waiting += value
+        elif isinstance(value, torch.Tensor):
+            local = value.to_local() if isinstance(value, DTensor) else value
+            found += local.numel() * local.element_size()
+    return found
+
 
 _SPARE = 1.1  # the next step may be a little larger than the last
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from dcp_nvcomp import CheckpointManager, StepFailed, StepSaved, StepsRemoved, StorageError
-from dcp_nvcomp.runs.restoring.run_restore import RunRestore
+from dcp_nvcomp.runs.restoring.restore import RunRestore
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.local.output import PosixOutput
 from tests.distributed.launch import RankPool

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dcp_nvcomp import CheckpointError, StepFailed, StorageError, inspect_checkpoint, list_run, verify_checkpoint
-from dcp_nvcomp.runs.behind import fast_stage
+from dcp_nvcomp.runs.background import fast_stage
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from tests.distributed.launch import RankPool
 from tests.runs import jobs

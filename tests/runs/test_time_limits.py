@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from dcp_nvcomp import CheckpointManager, NvcompReader, NvcompWriter, async_save, load, save
 from dcp_nvcomp.errors import CheckpointError, RankFailedError
-from dcp_nvcomp.runs.behind.durable_stage import DurableStage
+from dcp_nvcomp.runs.background.durable_stage import DurableStage
 from dcp_nvcomp.runs.lease import Lease
 from dcp_nvcomp.runs.ranks import Ranks
 from dcp_nvcomp.runs.restoring.restore import Restoring

@@ -14,8 +14,7 @@ from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.runs.ranks import Ranks
 from dcp_nvcomp.runs.tiers import transfer, uploads
 from dcp_nvcomp.runs.tiers.nodes import Transfer, rounds
-from dcp_nvcomp.runs.tiers.transfer import move_files
-from dcp_nvcomp.runs.tiers.uploads import upload_files
+from dcp_nvcomp.runs.tiers.transfer import move_files, upload_files
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.open import open_filesystem
 from tests.distributed.launch import RankPool

@@ -27,7 +27,7 @@ from dcp_nvcomp import (
     list_run,
     pin_step,
 )
-from dcp_nvcomp.runs.behind import durable_stage
+from dcp_nvcomp.runs.background import durable_stage
 from dcp_nvcomp.runs.lease import Lease
 from dcp_nvcomp.runs.tiers.fast import FastTier
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem

@@ -20,8 +20,17 @@ from dcp_nvcomp.calls.ranks import give_back, global_ranks, limit_of, offer_of, 
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.runs.options import REPLICAS
 from dcp_nvcomp.runs.ranks import Ranks
-from dcp_nvcomp.runs.replicas.entries import Path, digest_of, entries, missing_on, own_of, with_entries
-from dcp_nvcomp.runs.replicas.parts import is_sharded, joined, whole_sets
+from dcp_nvcomp.runs.replicas.parts import (
+    Path,
+    digest_of,
+    entries,
+    is_sharded,
+    joined,
+    missing_on,
+    own_of,
+    whole_sets,
+    with_entries,
+)
 from dcp_nvcomp.runs.tiers.nodes import Nodes
 from dcp_nvcomp.saving.asynchronous.async_save import end_sequence
 

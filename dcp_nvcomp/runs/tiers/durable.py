@@ -11,15 +11,12 @@ from typing import Any, Final
 
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.format.names import METADATA_NAME
+from dcp_nvcomp.maintenance.completeness import RUN_FOLDER, SEEN_NAME, Seen, identity_of
 from dcp_nvcomp.maintenance.run_listing import COMPLETE, steps_below
-from dcp_nvcomp.maintenance.seen import RUN_FOLDER, SEEN_NAME, Seen, identity_of
 from dcp_nvcomp.redaction import without_secrets
-from dcp_nvcomp.runs.abandoned import read_abandoned
-from dcp_nvcomp.runs.identity import ID_NAME, run_id
 from dcp_nvcomp.runs.keep import Keep, KeepRule, SavedStep, reasons_to_keep, why_not
-from dcp_nvcomp.runs.pins import is_pinned, pinned_steps
-from dcp_nvcomp.runs.removal import remove_step
-from dcp_nvcomp.runs.steps import RunSteps, StepNames, list_steps
+from dcp_nvcomp.runs.own_files import ID_NAME, is_pinned, pinned_steps, read_abandoned, run_id
+from dcp_nvcomp.runs.steps import RunSteps, StepNames, list_steps, remove_step
 from dcp_nvcomp.storage.base import Below, Filesystem
 from dcp_nvcomp.storage.open import open_filesystem, place_of
 

@@ -1,4 +1,4 @@
-"""The fast tier: a directory on each node, in memory or on a local disk.
+"""The fast tier: a directory on each node, in memory or on a local disk, and the room in it.
 
     <fast>/step-<N>/       what ranks of this node saved, copies of other nodes' files, and the `.metadata` of all;
                            `.equal`, with the save's id, once replicas were compared and found equal
@@ -6,13 +6,24 @@
 
 A step is complete when every file that its `.metadata` names is on some node. Files of two saves never have the same
 name, so copies lie beside what the node saved itself.
+
+If room is needed, these go:
+
+1  torsos: steps that the last restore found complete nowhere
+2  steps that are not newer than the newest of the durable tier, the oldest first
+
+A complete step that is newer than all of the durable tier stays, whatever it costs, and so does what is being saved,
+copied, or on its way there. Nothing goes before room is needed: a node that is away may come back with the rest of a
+torso.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Mapping
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,9 +33,10 @@ from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.metadata.roots import Root, read_root
 from dcp_nvcomp.format.metadata.summary import REPLICA, SUMMARY_NBYTES, summary_at_end
 from dcp_nvcomp.format.names import METADATA_NAME, data_file_rank
-from dcp_nvcomp.maintenance.seen import RUN_FOLDER
-from dcp_nvcomp.runs.removal import EQUAL, is_being_removed, remove_step
-from dcp_nvcomp.runs.steps import StepNames
+from dcp_nvcomp.maintenance.completeness import RUN_FOLDER
+from dcp_nvcomp.runs.events import Event, StepsRemoved
+from dcp_nvcomp.runs.own_files import is_being_removed
+from dcp_nvcomp.runs.steps import EQUAL, StepNames, remove_step
 from dcp_nvcomp.runs.tiers.trust import ALONE, fault_below, own_directory, refuse_fault_below
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.open import open_filesystem, place_of
@@ -253,3 +265,71 @@ class FastTier:
 def _open(path: str) -> Filesystem:
     # what is there is memory, or one copy of several
     return open_filesystem(path, sync_files=False, directory_mode=ALONE)
+
+
+class Room:
+    """The room in a node's fast tier."""
+
+    def __init__(self, fast: FastTier, awaited: Callable[[], Collection[int]], tell: Callable[[Event], None]) -> None:
+        self._fast, self._awaited, self._tell = fast, awaited, tell
+        self._lock = threading.Lock()
+        self._torsos: frozenset[int] = frozenset()
+        self._busy: Counter[int] = Counter()  # a step that is saved twice is there twice
+        self._durable_step = -1
+
+    def looked(self, complete: Collection[int]) -> None:
+        """Note what a restore has seen, before it loads any of it: nothing is known to be whole yet."""
+        try:
+            here = self._fast.steps()
+        except CheckpointError:  # nothing is removed then
+            here = []
+        with self._lock:
+            self._torsos, self._durable_step = frozenset(here) - frozenset(complete), -1
+
+    def restored(self, durable_step: int) -> None:
+        """Note the newest step of the durable tier after a restore; -1 if there is none that is whole."""
+        with self._lock:
+            self._durable_step = durable_step
+
+    def begun(self, step: int) -> None:
+        """Note that a step is being saved here."""
+        with self._lock:
+            self._busy[step] += 1
+            self._torsos -= {step}
+
+    def ended(self, step: int) -> None:
+        """Note that a step is saved and copied, or is not."""
+        with self._lock:
+            self._busy[step] -= 1
+
+    def arrived(self, step: int) -> None:
+        """Note that a step is in the durable tier."""
+        with self._lock:
+            self._durable_step = max(self._durable_step, step)
+
+    def make(self, nbytes: float, *, but: Collection[int] = ()) -> bool:
+        """Return whether so much fits, once what may go is gone, as far as it has to."""
+        for step, why in self._removable(but):
+            if self._fast.free_nbytes() > nbytes:
+                return True
+            if self._fast.remove([step]):
+                logger.warning("The fast tier has too little room, so that step %d went: it is %s.", step, why)
+                self._tell(StepsRemoved((step,), "fast"))
+        return self._fast.free_nbytes() > nbytes
+
+    def _removable(self, but: Collection[int]) -> Iterator[tuple[int, str]]:
+        """Yield the steps that may go, in their order, and why; each is looked at anew, as saves go on meanwhile."""
+        here = self._fast.steps()
+        for step in here:
+            with self._lock:
+                may_go = step in self._torsos and not self._stays(step, but)
+            if may_go:
+                yield step, "complete nowhere"
+        for step in here:
+            with self._lock:
+                may_go = step not in self._torsos and step <= self._durable_step and not self._stays(step, but)
+            if may_go:
+                yield step, "not newer than the durable tier's"
+
+    def _stays(self, step: int, but: Collection[int]) -> bool:
+        return step in but or self._busy[step] > 0 or step in self._awaited()

@@ -1,14 +1,17 @@
-"""Moves files between ranks as they are: in bounded pieces, each with its CRC, over gloo.
+"""Moves files between ranks, and from the fast tier to the durable one, as they are and in bounded pieces.
 
     sender: read a piece -> piece + CRC32C -> send         receiver: receive -> check -> write
 
 Both sides know beforehand which files go, and of what sizes, so nothing is negotiated. A side that fails goes on with
 the exchange, and what failed is in its result: the other one would wait in vain for what does not come.
+
+To the durable tier each file is sent once, by one rank that has it. What an upload that was cut short has left there
+already, whole, is not sent again: a name is used for one file only. The commit is that of docs/reliability.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,7 +19,7 @@ import numpy as np
 import torch
 
 from dcp_nvcomp.codecs.encoded import checksum
-from dcp_nvcomp.errors import CheckpointError, CorruptDataError
+from dcp_nvcomp.errors import CheckpointError, CorruptDataError, StorageError
 from dcp_nvcomp.runs.ranks import Ranks
 from dcp_nvcomp.runs.tiers.nodes import Transfer, rounds
 from dcp_nvcomp.storage.base import Filesystem, OutputStream
@@ -161,3 +164,39 @@ class _Ends:
     def finish(self) -> Moved:
         self._drop()
         return self._moved
+
+
+_UPLOADED_PIECE_NBYTES = 16 << 20
+
+
+class SourceError(StorageError):
+    """A file that is to be uploaded can't be read."""
+
+
+def upload_files(source: Filesystem, target: Filesystem, names: Collection[str], sizes: Mapping[str, int]) -> int:
+    """Copy files to a directory."""
+    target.refuse_link()
+    target.create_directory()
+    there = {file.name: file.nbytes for file in target.list_files()}
+    missing = [name for name in sorted(names) if there.get(name) != sizes[name]]
+    target.remove([name for name in missing if name in there])  # cut short
+    for name in missing:
+        _upload(source, target, name, sizes[name])
+    return sum(sizes[name] for name in missing)
+
+
+def _upload(source: Filesystem, target: Filesystem, name: str, nbytes: int) -> None:
+    output = target.open_output(name)
+    try:
+        buffer = memoryview(bytearray(min(nbytes, _UPLOADED_PIECE_NBYTES)))
+        for start in range(0, nbytes, _UPLOADED_PIECE_NBYTES):
+            piece = buffer[: min(_UPLOADED_PIECE_NBYTES, nbytes - start)]
+            try:
+                source.read_into(name, start, piece)
+            except CheckpointError as error:
+                raise SourceError(error.message, path=source.location(name)) from error
+            output.write(piece)
+        output.close()
+    except BaseException:
+        output.abort()
+        raise

@@ -21,29 +21,25 @@ from dataclasses import dataclass
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_nvcomp.errors import StorageError
-from dcp_nvcomp.runs.abandoned import Abandoned
-from dcp_nvcomp.runs.background import Background
-from dcp_nvcomp.runs.behind.durable_stage import DurableStage
-from dcp_nvcomp.runs.behind.fast_stage import FastStage
-from dcp_nvcomp.runs.behind.on_their_way import OnTheirWay
+from dcp_nvcomp.runs.background.durable_stage import DurableStage
+from dcp_nvcomp.runs.background.fast_stage import FastStage
+from dcp_nvcomp.runs.background.threads import Background, OnTheirWay
 from dcp_nvcomp.runs.events import Event
 from dcp_nvcomp.runs.keep import Keep, KeepRule
-from dcp_nvcomp.runs.publishers import NodePublisher
+from dcp_nvcomp.runs.own_files import Abandoned
 from dcp_nvcomp.runs.ranks import Ranks
-from dcp_nvcomp.runs.replicas.written import written_by
-from dcp_nvcomp.runs.step_save import StepSave
+from dcp_nvcomp.runs.replicas.comparing import written_by
+from dcp_nvcomp.runs.step_save import NodePublisher, StepSave
 from dcp_nvcomp.runs.steps import RunSteps
 from dcp_nvcomp.runs.tiers.durable import DurableTier
-from dcp_nvcomp.runs.tiers.fast import FastTier
+from dcp_nvcomp.runs.tiers.fast import FastTier, Room
 from dcp_nvcomp.runs.tiers.nodes import Nodes
-from dcp_nvcomp.runs.tiers.room import Room
-from dcp_nvcomp.runs.tiers.uploads import SourceError
+from dcp_nvcomp.runs.tiers.transfer import SourceError
 from dcp_nvcomp.saving.asynchronous.async_save import AsyncSave
 from dcp_nvcomp.saving.commit import WrittenSave
 from dcp_nvcomp.saving.stats import SaveStats
 
 logger = logging.getLogger(__name__)
-
 
 _Note = Callable[[int, BaseException], None]
 

@@ -1,7 +1,7 @@
-"""One line of work of a manager: what is to be done behind training, in the same order on all ranks.
+"""A thread of a manager, and the steps that its threads are bringing to the durable tier.
 
-A job that fails is noted, and the others go on: each of them asks the other ranks whether it may. Errors wait for the
-next call of the manager.
+A thread does its jobs one after the other, in the same order on all ranks. A job that fails is noted, and the others go
+on: each of them asks the other ranks whether it may. Errors wait for the next call of the manager.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+
+from dcp_nvcomp.runs.tiers.durable import DurableTier
 
 Job = Callable[[], None]
 
@@ -61,3 +63,40 @@ class Background:
                 self._changed.notify_all()
                 if not self._waiting:
                     return
+
+
+class OnTheirWay:
+    """The steps that a manager is bringing to the durable tier; they are not removed meanwhile, from either tier."""
+
+    def __init__(self, durable: DurableTier) -> None:
+        self._durable = durable
+        self._changed = threading.Condition()
+        self._steps: list[int] = []  # a step that is saved twice is there twice
+
+    def __len__(self) -> int:
+        with self._changed:
+            return len(self._steps)
+
+    @property
+    def steps(self) -> frozenset[int]:
+        """Those that are on their way now."""
+        with self._changed:
+            return frozenset(self._steps)
+
+    def set_out(self, step: int) -> None:
+        """Note that a step sets out."""
+        self._durable.hold(step)
+        with self._changed:
+            self._steps.append(step)
+
+    def arrive(self, step: int) -> None:
+        """Note that a step is there, or won't be."""
+        self._durable.let_go(step)
+        with self._changed:
+            self._steps.remove(step)
+            self._changed.notify_all()
+
+    def wait(self, most_waiting: int) -> None:
+        """Wait until no more than this many are on their way."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._steps) <= most_waiting)

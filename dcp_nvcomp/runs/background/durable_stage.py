@@ -7,17 +7,15 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from dcp_nvcomp.errors import CheckpointError
-from dcp_nvcomp.runs.abandoned import Abandoned
 from dcp_nvcomp.runs.events import Event, StepsRemoved
 from dcp_nvcomp.runs.keep import Keep, KeepRule, SavedStep
-from dcp_nvcomp.runs.kept import write_kept
+from dcp_nvcomp.runs.own_files import REMOVING, Abandoned, write_kept
 from dcp_nvcomp.runs.ranks import Ranks
-from dcp_nvcomp.runs.removal import REMOVING
 from dcp_nvcomp.runs.step_save import StepSave
 from dcp_nvcomp.runs.steps import RunSteps
 from dcp_nvcomp.runs.tiers.durable import BEGUN, DurableTier
 from dcp_nvcomp.runs.tiers.fast import FastTier
-from dcp_nvcomp.runs.tiers.uploads import upload_files
+from dcp_nvcomp.runs.tiers.transfer import upload_files
 from dcp_nvcomp.saving.commit import WrittenSave, commit_files
 from dcp_nvcomp.saving.published import LastPublished
 

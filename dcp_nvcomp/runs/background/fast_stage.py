@@ -13,12 +13,11 @@ from collections.abc import Callable, Collection, Sequence
 
 from dcp_nvcomp.errors import CheckpointError, StorageError
 from dcp_nvcomp.format.names import METADATA_NAME
-from dcp_nvcomp.runs.behind.on_their_way import OnTheirWay
+from dcp_nvcomp.runs.background.threads import OnTheirWay
 from dcp_nvcomp.runs.events import Event, ReplicasDiffer, StepsRemoved
+from dcp_nvcomp.runs.own_files import REMOVING
 from dcp_nvcomp.runs.ranks import Ranks
-from dcp_nvcomp.runs.removal import REMOVING
-from dcp_nvcomp.runs.replicas.comparing import compared
-from dcp_nvcomp.runs.replicas.written import WrittenPart
+from dcp_nvcomp.runs.replicas.comparing import WrittenPart, compared
 from dcp_nvcomp.runs.step_save import StepSave
 from dcp_nvcomp.runs.tiers.fast import FastTier
 from dcp_nvcomp.runs.tiers.nodes import Nodes
