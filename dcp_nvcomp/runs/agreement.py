@@ -122,7 +122,7 @@ class Failures:
             self._raised = number
             own = [self._errors.pop(one) for one in sorted(self._errors) if one <= number]
         if not own:
-            raise RankFailedError("A save behind training failed on another rank, which says why.")
+            raise RankFailedError("A save in the background failed on another rank, which says why.")
         raise own[-1]
 
 
@@ -205,7 +205,7 @@ class Agreement:
         except RanksDifferError as error:
             if not error.in_vain:
                 raise
-            if self._failures.newest:  # this rank has waited for the same one behind training
+            if self._failures.newest:  # this rank has waited for the same one in the background
                 self._failures.raise_up_to(self._failures.newest)
             raise RankFailedError(
                 f"Another rank is gone, or was waited for too long, in {call.described()}."

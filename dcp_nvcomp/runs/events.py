@@ -216,15 +216,15 @@ class RunReport:
         return RunReport(**values)
 
 
-class Telling:
-    """Tells of events, from any thread."""
+class EventEmitter:
+    """Gives events to the report, the log, and the user's callback, from any thread."""
 
     def __init__(self, on_event: Callable[[Event], None] | None, *, logs: bool) -> None:
         self._on_event, self._logs = on_event, logs
         self._report, self._lock = RunReport(), threading.Lock()
 
-    def tell(self, event: Event) -> None:
-        """Tell of an event."""
+    def emit(self, event: Event) -> None:
+        """Pass on an event; what the callback raises is logged."""
         with self._lock:
             self._report = self._report.after(event)
         if self._logs:
@@ -236,6 +236,6 @@ class Telling:
                 logger.error("on_event raised %s: %s", type(error).__name__, error)
 
     def report(self) -> RunReport:
-        """Return what was told so far."""
+        """Return the sum of the events so far."""
         with self._lock:
             return self._report

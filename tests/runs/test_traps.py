@@ -138,7 +138,7 @@ def test_the_last_save_before_the_end_is_never_skipped(tmp_path: Path, monkeypat
         publish(filesystem, name, data, **options)
 
     monkeypatch.setattr(PosixFilesystem, "publish", slow)
-    with CheckpointManager(tmp_path / "run", every=1, on_behind="skip") as manager:
+    with CheckpointManager(tmp_path / "run", every=1, on_backlog="skip") as manager:
         for step in (1, 2):
             manager.save(step, _state(step))
         os.kill(os.getpid(), signal.SIGTERM)

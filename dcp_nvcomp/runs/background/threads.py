@@ -83,13 +83,13 @@ class OnTheirWay:
         with self._changed:
             return frozenset(self._steps)
 
-    def set_out(self, step: int) -> None:
+    def add(self, step: int) -> None:
         """Note that a step sets out."""
         self._durable.hold(step)
         with self._changed:
             self._steps.append(step)
 
-    def arrive(self, step: int) -> None:
+    def done(self, step: int) -> None:
         """Note that a step is there, or won't be."""
         self._durable.let_go(step)
         with self._changed:

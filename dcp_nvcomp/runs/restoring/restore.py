@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
+
 from dcp_nvcomp.calls.values import ExpectsCheckpoint, is_stateful
 from dcp_nvcomp.errors import (
     CheckpointError,
@@ -35,14 +37,13 @@ from dcp_nvcomp.loading.whole import WholeValue
 from dcp_nvcomp.redaction import printable, without_secrets
 from dcp_nvcomp.runs.background.pipeline import Pipeline
 from dcp_nvcomp.runs.events import StepRestored
+from dcp_nvcomp.runs.options import RunContext
 from dcp_nvcomp.runs.own_files import Abandoned, read_abandoned, write_abandoned
 from dcp_nvcomp.runs.ranks import Ranks
 from dcp_nvcomp.runs.restoring.candidates import Candidate, candidates
 from dcp_nvcomp.runs.restoring.nearest import Fetch, NearestReader
 from dcp_nvcomp.runs.step_save import RunTime, StepSave
-from dcp_nvcomp.runs.tiers.durable import DurableTier
-from dcp_nvcomp.runs.tiers.fast import FastTier, HeldStep, Room
-from dcp_nvcomp.runs.tiers.nodes import Nodes
+from dcp_nvcomp.runs.tiers.fast import FastTier, HeldStep
 from dcp_nvcomp.saving.commit import WrittenSave
 from dcp_nvcomp.storage.base import Filesystem
 
@@ -67,22 +68,93 @@ class _Attempt:
     damaged: tuple[tuple[str, str], ...]
 
 
+def _log_what_is_left(step: int, reader: NearestReader, state: Mapping[str, Any]) -> None:
+    """Log the saved values that the state has no key for: they may be left on purpose."""
+    names = dict.fromkeys(index.fqn for index in reader.storage_data)
+    left = [fqn for fqn in names if not any(fqn == key or fqn.startswith(f"{key}.") for key in state)]
+    if left:
+        shown = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
+        logger.warning(
+            "Step %d also has values that the state has no key for; they are not restored: %s", step, printable(shown)
+        )
+
+
+def _load_whole(state: dict[str, Any], reader: NearestReader, group: dist.ProcessGroup | None) -> None:
+    """Load what was saved, not what the state has room for; `TrainingState` sees to that itself."""
+    values = {key: WholeValue(value) if _comes_whole(value) else value for key, value in state.items()}
+    load(values, storage_reader=reader, process_group=group, no_dist=group is None)
+    for key, value in values.items():
+        state[key] = value.value if isinstance(value, WholeValue) else value
+
+
+def _comes_whole(value: Any) -> bool:
+    return isinstance(value, Mapping | list) or (is_stateful(value) and not isinstance(value, ExpectsCheckpoint))
+
+
+def _is_damage(error: BaseException | None) -> bool:
+    if error is None or isinstance(error, _NOT_DAMAGE):
+        return False
+    return isinstance(error, _DAMAGE) or (isinstance(error, CheckpointError) and is_missing(error))
+
+
+def _has_others(candidate: Candidate) -> bool:
+    """True if each file is still somewhere."""
+    return candidate.has_durable or candidate.is_complete_on_nodes
+
+
 class Restoring:
-    """How the ranks of a run load one of its steps."""
+    """How a manager restores."""
 
     def __init__(
         self,
         ranks: Ranks,
-        nodes: Nodes,
-        fast: FastTier | None,
-        room: Room | None,
-        load_options: Mapping[str, Any],
-        reader_for: Callable[[int], NearestReader],
+        run: RunContext,
+        pipeline: Pipeline,
+        group: dist.ProcessGroup | None,
+        reader_options: Mapping[str, Any],
+        run_time: RunTime,
     ) -> None:
-        self._ranks, self._nodes, self._fast, self._room = ranks, nodes, fast, room
-        self._load_options, self._reader_for = dict(load_options), reader_for
+        self._ranks, self._pipeline, self._group, self._run_time = ranks, pipeline, group, run_time
+        self._nodes, self._fast, self._durable = run.nodes, run.fast, run.durable
+        self._reader_options = reader_options
+        self._to_abandon: Abandoned | None = None
+        self._damaged: frozenset[int] = frozenset()
 
-    def newest(
+    def restore(
+        self,
+        state: dict[str, Any],
+        step: int | None,
+        *,
+        fallback: bool,
+        is_due: Callable[[int], bool],
+        new_save: Callable[[int, Mapping[str, float]], StepSave],
+    ) -> StepRestored | None:
+        """Restore a step; all ranks call this."""
+        self._pipeline.wait()  # what is being saved may be what is to be loaded, and nothing is removed meanwhile
+        found = self._candidates()
+        wanted = [one for one in found if (not one.is_abandoned if step is None else one.step == step)]
+        if step is not None and not wanted:
+            raise CheckpointNotFoundError(
+                f"There is no complete checkpoint of step {step}.", path=without_secrets(self._durable.path_of(step))
+            )
+        if not wanted:
+            return None
+        room = self._pipeline.room
+        if room is not None:
+            room.looked([one.step for one in found if one.has_durable or one.is_complete_on_nodes])
+        event, restored = self._newest(state, wanted, fallback=fallback and step is None)
+        if room is not None:
+            # not newer ones, which turned out damaged, or are left behind
+            durable = [one.step for one in found if one.is_safe and one.step <= event.step]
+            room.restored(max(durable, default=-1))
+        self._run_time.go_on_from(restored.run_seconds)
+        self._plan_to_abandon(event, found)
+        ours = [one for one in found if not one.is_abandoned and one.step < event.step]
+        ours = [restored, *ours] if not restored.is_abandoned else ours  # without the copies that are damaged
+        self._go_on_with_uploads(ours, is_due, new_save)
+        return event
+
+    def _newest(
         self, state: dict[str, Any], tried: Sequence[Candidate], *, fallback: bool
     ) -> tuple[StepRestored, Candidate]:
         """Load the first of the candidates that can be loaded."""
@@ -139,14 +211,14 @@ class Restoring:
             candidate = candidate.without(bad)
 
     def _attempt(self, state: dict[str, Any], candidate: Candidate) -> tuple[NearestReader, Exception | None]:
-        reader = self._reader_for(candidate.step)
+        reader = NearestReader(self._durable.path_of(candidate.step), **self._reader_options)
         try:
             if candidate.is_on_nodes and self._fast is not None:
-                assert self._room is not None
-                fetch = Fetch(candidate, self._ranks, self._nodes, self._fast, self._room)
+                assert self._pipeline.room is not None
+                fetch = Fetch(candidate, self._ranks, self._nodes, self._fast, self._pipeline.room)
                 self._spread_metadata(candidate, fetch, reader)
                 reader.from_nodes(fetch)
-            _load_whole(state, reader, self._load_options)
+            _load_whole(state, reader, self._group)
         except Exception as error:
             return reader, error
         return reader, None
@@ -174,104 +246,6 @@ class Restoring:
                 fetch.here.publish(METADATA_NAME, data)
             except CheckpointError as error:
                 logger.warning("The fast tier can't be written, and is passed by: %s", error)
-
-
-def _log_what_is_left(step: int, reader: NearestReader, state: Mapping[str, Any]) -> None:
-    """Log the saved values that the state has no key for: they may be left on purpose."""
-    names = dict.fromkeys(index.fqn for index in reader.storage_data)
-    left = [fqn for fqn in names if not any(fqn == key or fqn.startswith(f"{key}.") for key in state)]
-    if left:
-        shown = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
-        logger.warning(
-            "Step %d also has values that the state has no key for; they are not restored: %s", step, printable(shown)
-        )
-
-
-def _load_whole(state: dict[str, Any], reader: NearestReader, options: Mapping[str, Any]) -> None:
-    """Load what was saved, not what the state has room for; `TrainingState` sees to that itself."""
-    values = {key: WholeValue(value) if _comes_whole(value) else value for key, value in state.items()}
-    load(values, storage_reader=reader, **options)
-    for key, value in values.items():
-        state[key] = value.value if isinstance(value, WholeValue) else value
-
-
-def _comes_whole(value: Any) -> bool:
-    return isinstance(value, Mapping | list) or (is_stateful(value) and not isinstance(value, ExpectsCheckpoint))
-
-
-def _is_damage(error: BaseException | None) -> bool:
-    if error is None or isinstance(error, _NOT_DAMAGE):
-        return False
-    return isinstance(error, _DAMAGE) or (isinstance(error, CheckpointError) and is_missing(error))
-
-
-def _has_others(candidate: Candidate) -> bool:
-    """True if each file is still somewhere."""
-    return candidate.has_durable or candidate.is_complete_on_nodes
-
-
-class RunRestore:
-    """How a manager restores."""
-
-    def __init__(
-        self,
-        ranks: Ranks,
-        nodes: Nodes,
-        fast: FastTier | None,
-        durable: DurableTier,
-        pipeline: Pipeline,
-        *,
-        load_options: Mapping[str, Any],
-        reader_options: Mapping[str, Any],
-        run_time: RunTime,
-    ) -> None:
-        self._ranks, self._nodes, self._fast, self._durable, self._pipeline = ranks, nodes, fast, durable, pipeline
-        self._load_options, self._reader_options = load_options, reader_options
-        self._run_time = run_time
-        self._to_abandon: Abandoned | None = None
-        self._damaged: frozenset[int] = frozenset()
-
-    def restore(
-        self,
-        state: dict[str, Any],
-        step: int | None,
-        *,
-        fallback: bool,
-        is_due: Callable[[int], bool],
-        new_save: Callable[[int, Mapping[str, float]], StepSave],
-    ) -> StepRestored | None:
-        """Restore a step; all ranks call this."""
-        self._pipeline.wait()  # what is being saved may be what is to be loaded, and nothing is removed meanwhile
-        found = self._candidates()
-        wanted = [one for one in found if (not one.is_abandoned if step is None else one.step == step)]
-        if step is not None and not wanted:
-            raise CheckpointNotFoundError(
-                f"There is no complete checkpoint of step {step}.", path=without_secrets(self._durable.path_of(step))
-            )
-        if not wanted:
-            return None
-        loading = Restoring(
-            self._ranks,
-            self._nodes,
-            self._fast,
-            self._pipeline.room,
-            self._load_options,
-            lambda number: NearestReader(self._durable.path_of(number), **self._reader_options),
-        )
-        room = self._pipeline.room
-        if room is not None:
-            room.looked([one.step for one in found if one.has_durable or one.is_complete_on_nodes])
-        event, restored = loading.newest(state, wanted, fallback=fallback and step is None)
-        if room is not None:
-            # not newer ones, which turned out damaged, or are left behind
-            durable = [one.step for one in found if one.is_safe and one.step <= event.step]
-            room.restored(max(durable, default=-1))
-        self._run_time.go_on_from(restored.run_seconds)
-        self._plan_to_abandon(event, found)
-        ours = [one for one in found if not one.is_abandoned and one.step < event.step]
-        ours = [restored, *ours] if not restored.is_abandoned else ours  # without the copies that are damaged
-        self._go_on_with_uploads(ours, is_due, new_save)
-        return event
 
     def _candidates(self) -> list[Candidate]:
         """Return what could be restored, the same on all ranks."""

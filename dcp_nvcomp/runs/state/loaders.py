@@ -266,7 +266,7 @@ def _at(fresh: Mapping[str, Any], place: Mapping[str, Any], *, is_finished: bool
 LOADER: Final = "loader"
 
 
-def taken_apart(part: LoaderPart) -> dict[str, tuple[Any, ...]]:
+def split_state(part: LoaderPart) -> dict[str, tuple[Any, ...]]:
     """Return the entries of a loader's state, each in a tuple of one."""
     state = dict(part.state)
     snapshot = state.get(SNAPSHOT)

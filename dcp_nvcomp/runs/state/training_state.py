@@ -28,7 +28,7 @@ from dcp_nvcomp.format.metadata.paths import SavedEntry
 from dcp_nvcomp.loading.matching import is_extra_state, saved_names
 from dcp_nvcomp.loading.whole import completed
 from dcp_nvcomp.redaction import printable
-from dcp_nvcomp.runs.state.loaders import LOADER, LoaderPart, Reshard, joined, reshard_for, state_for, taken_apart
+from dcp_nvcomp.runs.state.loaders import LOADER, LoaderPart, Reshard, joined, reshard_for, split_state, state_for
 from dcp_nvcomp.runs.state.optimizers import optimizers_of
 
 _SEED_NBYTES: Final = 8
@@ -181,7 +181,7 @@ class TrainingState:
         if self._expected is None:
             state[_GENERATORS] = {str(self._rank): (capture_generators(self._own_generators),)}
             if self._loader is not None:
-                state[_DATA] = {str(self._data_rank): taken_apart(self._part())}
+                state[_DATA] = {str(self._data_rank): split_state(self._part())}
             return _ToSave(state)
         fqns = [entry.fqn for entry in self._expected]
         ranks, data = _ranks_of(fqns, _GENERATORS), _ranks_of(fqns, _DATA)

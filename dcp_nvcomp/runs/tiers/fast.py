@@ -270,8 +270,8 @@ def _open(path: str) -> Filesystem:
 class Room:
     """The room in a node's fast tier."""
 
-    def __init__(self, fast: FastTier, awaited: Callable[[], Collection[int]], tell: Callable[[Event], None]) -> None:
-        self._fast, self._awaited, self._tell = fast, awaited, tell
+    def __init__(self, fast: FastTier, awaited: Callable[[], Collection[int]], emit: Callable[[Event], None]) -> None:
+        self._fast, self._awaited, self._emit = fast, awaited, emit
         self._lock = threading.Lock()
         self._torsos: frozenset[int] = frozenset()
         self._busy: Counter[int] = Counter()  # a step that is saved twice is there twice
@@ -314,7 +314,7 @@ class Room:
                 return True
             if self._fast.remove([step]):
                 logger.warning("The fast tier has too little room, so that step %d went: it is %s.", step, why)
-                self._tell(StepsRemoved((step,), "fast"))
+                self._emit(StepsRemoved((step,), "fast"))
         return self._fast.free_nbytes() > nbytes
 
     def _removable(self, but: Collection[int]) -> Iterator[tuple[int, str]]:

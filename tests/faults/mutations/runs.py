@@ -41,7 +41,7 @@ MUTATIONS = (
     ),
     Mutation(
         row="runs: a save into a step that was being removed takes the mark away",
-        file="dcp_nvcomp/runs/starting.py",
+        file="dcp_nvcomp/runs/step_save.py",
         old="        filesystem.remove([REMOVING])  # of a removal that was cut short: what it left is replaced now\n",
         new="",
         tests="tests/runs/test_removal.py -k was_cut_short_stays",
