@@ -37,19 +37,12 @@ _MAX_ENCODED_NBYTES = 2 * MAX_BLOCK_NBYTES + 8192
 
 @dataclass(frozen=True)
 class CheckedFile:
-    """A data file whose footer and header are good.
+    """A data file whose footer and header are good."""
 
-    Attributes:
-        name: its name in the checkpoint.
-        footer: its footer.
-        holders: the records that have blocks, in their order.
-        members: the records in each pack, by the pack's first block.
-    """
-
-    name: str
-    footer: Footer
-    holders: tuple[Record, ...] = field(repr=False)
-    members: dict[int, list[Record]] = field(repr=False)
+    name: str  # its name in the checkpoint
+    footer: Footer  # its footer
+    holders: tuple[Record, ...] = field(repr=False)  # the records that have blocks, in their order
+    members: dict[int, list[Record]] = field(repr=False)  # the records in each pack, by the pack's first block
 
     def record_of(self, number: int) -> Record:
         """The record that a block is part of."""
@@ -183,19 +176,12 @@ class BlockChecker:
 
 @dataclass(frozen=True)
 class Expected:
-    """One stored shard or Python object as metadata describes it.
+    """One stored shard or Python object as metadata describes it."""
 
-    Attributes:
-        fqn: the key.
-        record: the record's index in its file; -1 if stock DCP stored it.
-        is_tensor: False for a Python object.
-        shard: its shard; None for a Python object, or if metadata lists no such shard.
-    """
-
-    fqn: str
-    record: int
-    is_tensor: bool
-    shard: Shard | None
+    fqn: str  # the key
+    record: int  # the record's index in its file; -1 if stock DCP stored it
+    is_tensor: bool  # False for a Python object
+    shard: Shard | None  # its shard; None for a Python object, or if metadata lists no such shard
 
 
 def expectations(metadata: Metadata) -> Iterator[tuple[Any, Expected]]:

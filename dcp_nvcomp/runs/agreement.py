@@ -23,11 +23,7 @@ from dcp_nvcomp.runs.ranks import Ranks, Row
 
 
 class SignalWatch:
-    """Watches for signals; the handlers that were there before come back at the end.
-
-    Attributes:
-        was_told: True once one of the signals came.
-    """
+    """Watches for signals; the handlers that were there before come back at the end."""
 
     def __init__(self, signals: Sequence[signal.Signals]) -> None:
         self.was_told = False
@@ -132,17 +128,11 @@ _OWN: Final = 4  # numbers of a call, at most
 
 
 class RunCall(NamedTuple):
-    """What a rank calls of its manager.
+    """What a rank calls of its manager."""
 
-    Attributes:
-        name: of the method.
-        step: that it is called with; -1 for none.
-        fallback: option of `restore`.
-    """
-
-    name: str
-    step: int = -1
-    fallback: bool = True
+    name: str  # of the method
+    step: int = -1  # that it is called with; -1 for none
+    fallback: bool = True  # option of `restore`
 
     @property
     def numbers(self) -> list[int]:
@@ -161,19 +151,15 @@ class RunCall(NamedTuple):
 
 
 class Agreement:
-    """What the ranks agree on.
-
-    Attributes:
-        is_preempted: True on all ranks once the job was told to end on any.
-        lost: the latest save that the fast tier of any rank lost on its way to the durable one; 0 if there is none.
-    """
+    """What the ranks agree on."""
 
     def __init__(
         self, ranks: Ranks, signals: SignalWatch, failures: Failures, lease: Callable[[], Lease | None], path: str
     ) -> None:
         self._ranks, self._signals, self._failures, self._lease, self._path = ranks, signals, failures, lease, path
         self._pending: Row | None = None
-        self.is_preempted, self.lost = False, 0
+        self.is_preempted = False
+        self.lost = 0  # the latest save that the fast tier of any rank lost on its way to the durable one
 
     def beside_training(self, call: RunCall) -> None:
         """Learn what the ranks told each other since the last call, and begin to tell what is known now.

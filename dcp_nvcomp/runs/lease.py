@@ -51,25 +51,15 @@ _MOST_SHOWN: Final = 200
 
 @dataclass(frozen=True)
 class Holder:
-    """What a lease says.
+    """What a lease says."""
 
-    Attributes:
-        id: of this lease.
-        run_id: of the job; empty if it has none.
-        host: where the job's first rank is.
-        pid: its process there.
-        lease_seconds: how long the lease lasts without being renewed.
-        renewed: how often it was.
-        is_released: True if it was given back.
-    """
-
-    id: str
-    run_id: str = ""
-    host: str = "?"
-    pid: str = "?"
-    lease_seconds: float = _USUAL_SECONDS
-    renewed: int = 0
-    is_released: bool = False
+    id: str  # of this lease
+    run_id: str = ""  # of the job; empty if it has none
+    host: str = "?"  # where the job's first rank is
+    pid: str = "?"  # its process there
+    lease_seconds: float = _USUAL_SECONDS  # how long the lease lasts without being renewed
+    renewed: int = 0  # how often it was
+    is_released: bool = False  # True if it was given back
 
     @staticmethod
     def here(run_id: str | None, lease_seconds: float) -> Holder:
@@ -266,15 +256,10 @@ def _read(own: Filesystem, name: str) -> Holder | None:
 
 @dataclass(frozen=True)
 class _Sight:
-    """What is seen of the lease that counts.
+    """What is seen of the lease that counts."""
 
-    Attributes:
-        holder: who holds it; None if all there is says nothing of a holder.
-        modified: when each of the files was written.
-    """
-
-    holder: Holder | None
-    modified: tuple[tuple[int, float | None], ...]
+    holder: Holder | None  # who holds it; None if all there is says nothing of a holder
+    modified: tuple[tuple[int, float | None], ...]  # when each of the files was written
     modified_seconds: float | None
 
     @staticmethod

@@ -135,16 +135,11 @@ _ABANDONED_NAME = "abandoned"
 
 @dataclass(frozen=True)
 class Abandoned:
-    """The saves that a run has left behind.
+    """The saves that a run has left behind."""
 
-    Attributes:
-        saves: their ids, by step: several of one that replicas have saved each for itself, with
-            what these have in common, as not all of them may have been seen.
-        damaged: the steps of those that turned out damaged.
-    """
-
+    # ids by step; of what replicas saved each for itself also what these have in common: not all of them may be seen
     saves: Mapping[int, frozenset[str]] = field(default_factory=dict)
-    damaged: frozenset[int] = frozenset()
+    damaged: frozenset[int] = frozenset()  # the steps of those that turned out damaged
 
     def has(self, step: int, save_id: str, replica_id: str = "") -> bool:
         """Return whether a save is one of them, or another replica's save of the same state is."""

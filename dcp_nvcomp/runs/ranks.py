@@ -28,12 +28,7 @@ class _Gone:
 
 
 class Ranks:
-    """The ranks of a process group. All of them have to call the same methods.
-
-    Attributes:
-        rank: this rank in the group.
-        count: number of ranks.
-    """
+    """The ranks of a process group. All of them have to call the same methods."""
 
     def __init__(self, group: dist.ProcessGroup | None, gone: _Gone | None = None) -> None:
         self._group, self._gone = group, gone or _Gone()

@@ -75,14 +75,7 @@ class StepSave:
         self._parts = count
 
     def part_ended(self, error: BaseException | None = None) -> bool:
-        """Note that a part has ended.
-
-        Args:
-            error: why, if it failed.
-
-        Returns:
-            True if it was the last one.
-        """
+        """Note that a part has ended."""
         with self._lock:
             self._error = self._error or error
             self._parts -= 1
@@ -96,14 +89,7 @@ class StepSave:
     def reached(
         self, tier: TierName, *, stats: SaveStats | None = None, copied_nbytes: int = 0, uploaded_nbytes: int = 0
     ) -> None:
-        """Note that the step is in another tier.
-
-        Args:
-            tier: the tier.
-            stats: of the save, where it was encoded and written.
-            copied_nbytes: what this rank received for it.
-            uploaded_nbytes: what this rank sent for it.
-        """
+        """Note that the step is in another tier."""
         with self._lock:
             self._stats = stats or self._stats
             self._copied_nbytes += copied_nbytes
@@ -193,15 +179,12 @@ class NodePublisher(StepPublisher):
 
     The coordinator sees its own node's files only. That all ranks have written theirs is what it was told before it
     publishes, as in every save.
-
-    Attributes:
-        written: what to publish on each node; None until it was published here.
     """
 
     durable_path: str = ""
     upload: bool = False
     replica_id: str = ""
-    written: WrittenSave | None = field(default=None)
+    written: WrittenSave | None = field(default=None)  # what to publish on each node; None until it was published here
 
     def __call__(self, filesystem: Filesystem, save: FinishedSave) -> None:
         """Publish a save on this node."""

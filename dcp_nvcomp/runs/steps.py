@@ -67,20 +67,14 @@ class StepNames:
 
 @dataclass(frozen=True)
 class RunSteps:
-    """The steps that are at one place.
+    """The steps that are at one place."""
 
-    Attributes:
-        complete: those that are complete (maintenance/run_listing.py), in ascending order.
-        abandoned: complete ones that the run has left behind.
-        damaged: those that are not complete although they were published, or that a restore found damaged.
-        removing: those whose removal was begun; they count as gone.
-        misnamed: why directories are no steps of the run that have the names of steps: what they hold is another step.
-    """
-
-    complete: tuple[SavedStep, ...]
-    abandoned: tuple[SavedStep, ...]
+    complete: tuple[SavedStep, ...]  # those that are complete (maintenance/run_listing.py), in ascending order
+    abandoned: tuple[SavedStep, ...]  # complete ones that the run has left behind
+    # not complete although they were published, or found damaged by a restore
     damaged: tuple[SavedStep, ...]
-    removing: tuple[int, ...]
+    removing: tuple[int, ...]  # those whose removal was begun; they count as gone
+    # why directories that have the names of steps are none of the run: they hold other steps
     misnamed: Mapping[int, str] = field(default_factory=dict)
 
 

@@ -27,17 +27,11 @@ from dcp_nvcomp.storage.base import Filesystem
 
 @dataclass(frozen=True)
 class WrittenPart:
-    """A save that is complete in itself.
+    """A save that is complete in itself."""
 
-    Attributes:
-        written: what it consists of; its files are named by the places of their ranks in `ranks`.
-        ranks: the ranks that made it.
-        seconds: how long the slowest of them took.
-    """
-
-    written: WrittenSave
-    ranks: tuple[int, ...]
-    seconds: float
+    written: WrittenSave  # what it consists of; its files are named by the places of their ranks in `ranks`
+    ranks: tuple[int, ...]  # the ranks that made it
+    seconds: float  # how long the slowest of them took
 
     def files_of(self, rank: int) -> dict[str, int]:
         """Return the files that a rank of the run wrote, and their sizes."""
@@ -69,15 +63,10 @@ Rows = npt.NDArray[np.void]
 
 @dataclass(frozen=True)
 class Compared:
-    """What came of it.
+    """What came of it."""
 
-    Attributes:
-        differing: the tensors that replicas have saved with different values.
-        is_complete: False if replicas have divided something differently, which so could not be compared.
-    """
-
-    differing: tuple[str, ...]
-    is_complete: bool
+    differing: tuple[str, ...]  # the tensors that replicas have saved with different values
+    is_complete: bool  # False if replicas have divided something differently, which so could not be compared
 
 
 def compared(

@@ -24,44 +24,25 @@ DURABLE = ""  # stands for the durable tier where copies are pairs of node and f
 
 @dataclass(frozen=True)
 class Candidate:
-    """A save that may be complete.
+    """A save that may be complete."""
 
-    Attributes:
-        step: the step.
-        save_id: id of the save, or of the version that nodes without one of their own read; empty for a checkpoint
-            that does not tell.
-        saved_seconds: when it was saved, in seconds since 1970.
-        metrics: of the step.
-        wanted: its data files and their sizes; empty if nodes hold none of it.
-        holders: the nodes that hold each of these files whole.
-        with_metadata: the nodes that hold the `.metadata` of this version.
-        is_durable: True if it is in the durable tier too.
-        is_abandoned: True if the run has left it behind.
-        is_due: True if it was to be uploaded.
-        replica_id: what the saves of all replicas have in common; empty if there are none.
-        others: other versions that are complete on nodes.
-        is_equal: True if its nodes know that the versions are equal, so that each may read its own.
-        is_damaged: True if what the durable tier has of it is not complete.
-        run_seconds: how long the run had been under way; None if the step does not say.
-        lease: under which of the run's leases it was saved; 0 if the step does not say.
-    """
-
-    step: int
+    step: int  # the step
+    # of the version that nodes without one of their own read; empty for a checkpoint that has none
     save_id: str
-    saved_seconds: float
-    metrics: Mapping[str, float]
-    wanted: Mapping[str, int]
-    holders: Mapping[str, tuple[str, ...]]
-    with_metadata: tuple[str, ...]
-    is_durable: bool
-    is_abandoned: bool = False
-    is_due: bool = False
-    replica_id: str = ""
-    others: tuple[Candidate, ...] = ()
-    is_equal: bool = False
-    is_damaged: bool = False
-    run_seconds: float | None = None
-    lease: int = 0
+    saved_seconds: float  # when it was saved, in seconds since 1970
+    metrics: Mapping[str, float]  # of the step
+    wanted: Mapping[str, int]  # its data files and their sizes; empty if nodes hold none of it
+    holders: Mapping[str, tuple[str, ...]]  # the nodes that hold each of these files whole
+    with_metadata: tuple[str, ...]  # the nodes that hold the `.metadata` of this version
+    is_durable: bool  # True if it is in the durable tier too
+    is_abandoned: bool = False  # True if the run has left it behind
+    is_due: bool = False  # True if it was to be uploaded
+    replica_id: str = ""  # what the saves of all replicas have in common; empty if there are none
+    others: tuple[Candidate, ...] = ()  # other versions that are complete on nodes
+    is_equal: bool = False  # True if its nodes know that the versions are equal, so that each may read its own
+    is_damaged: bool = False  # True if what the durable tier has of it is not complete
+    run_seconds: float | None = None  # how long the run had been under way; None if the step does not say
+    lease: int = 0  # under which of the run's leases it was saved; 0 if the step does not say
 
     @property
     def versions(self) -> tuple[Candidate, ...]:

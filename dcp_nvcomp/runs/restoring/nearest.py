@@ -39,25 +39,17 @@ _Transfers = Mapping[Transfer, Mapping[str, int]]
 
 
 class Fetch:
-    """Files of a step on their way to the ranks that need them.
-
-    Attributes:
-        near: the files that are whole on this node.
-        own: those of them that were here before anything was moved.
-        received: files that are in this process's memory.
-        unread: those that this rank was to send and could not read.
-        save_ids: of the versions that ranks may read.
-    """
+    """Files of a step on their way to the ranks that need them."""
 
     def __init__(self, candidate: Candidate, ranks: Ranks, nodes: Nodes, fast: FastTier, room: Room) -> None:
         self._candidate, self._ranks, self._nodes, self._fast, self._room = candidate, ranks, nodes, fast, room
         self._files = candidate.files()
         self.here = fast.open(candidate.step)
         self.near = {name for name in self._files if nodes.own in candidate.nodes_with(name)}
-        self.own = frozenset(self.near)
+        self.own = frozenset(self.near)  # before anything is moved
         self.received = MemoryFilesystem(fast.path_of(candidate.step))
         self.save_ids = candidate.save_ids
-        self.unread: tuple[str, ...] = ()
+        self.unread: tuple[str, ...] = ()  # what this rank was to send and could not read
         self._senders: dict[str, str] = {}  # by file that was brought here
 
     def bring(self, needed: Iterable[str]) -> None:
@@ -258,17 +250,13 @@ class NearestReader(NvcompReader):
     """Loads a step from the nearest copies of its files; without `from_nodes`, from the durable tier alone.
 
     Its arguments are those of `NvcompReader`; the path is that of the step in the durable tier.
-
-    Attributes:
-        damaged: the copies that turned out damaged or can't be read, as pairs of node and file.
-        files: how many files this rank's part came from, by source.
-        nbytes: size of these files, by source.
     """
 
     _fetch: Fetch | None = None
+    # the copies that turned out damaged or can't be read, as pairs of node and file
     damaged: tuple[tuple[str, str], ...] = ()
-    files: Mapping[Source, int] = MappingProxyType({})
-    nbytes: Mapping[Source, int] = MappingProxyType({})
+    files: Mapping[Source, int] = MappingProxyType({})  # how many files this rank's part came from, by source
+    nbytes: Mapping[Source, int] = MappingProxyType({})  # size of these files, by source
 
     def from_nodes(self, fetch: Fetch) -> None:
         """Take what nodes have from them."""

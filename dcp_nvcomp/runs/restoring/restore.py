@@ -55,17 +55,11 @@ _DAMAGE = (FormatError, CorruptDataError, MetadataError, CheckpointNotFoundError
 
 @dataclass(frozen=True)
 class _Attempt:
-    """What became of an attempt to load a step, as one rank tells the others.
+    """What became of an attempt to load a step, as one rank tells the others."""
 
-    Attributes:
-        is_damage: True if the step is damaged, or not all there.
-        error: what was raised; None if nothing was.
-        damaged: copies that are damaged or can't be read, as pairs of node and file.
-    """
-
-    is_damage: bool
-    error: str | None
-    damaged: tuple[tuple[str, str], ...]
+    is_damage: bool  # True if the step is damaged, or not all there
+    error: str | None  # what was raised; None if nothing was
+    damaged: tuple[tuple[str, str], ...]  # copies that are damaged or can't be read, as pairs of node and file
 
 
 def _log_what_is_left(step: int, reader: NearestReader, state: Mapping[str, Any]) -> None:

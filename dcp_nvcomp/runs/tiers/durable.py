@@ -27,28 +27,18 @@ BEGUN: Final = "its removal had begun"
 
 @dataclass(frozen=True)
 class Removed:
-    """What a round of removals did.
+    """What a round of removals did."""
 
-    Attributes:
-        steps: those that are gone.
-        failed: why others could not be removed, by step; the next round tries again.
-    """
-
-    steps: tuple[int, ...]
-    failed: Mapping[int, CheckpointError]
+    steps: tuple[int, ...]  # those that are gone
+    failed: Mapping[int, CheckpointError]  # why others could not be removed, by step; the next round tries again
 
 
 @dataclass(frozen=True)
 class Doomed:
-    """What a rule says of steps.
+    """What a rule says of steps."""
 
-    Attributes:
-        why: why those go that nothing keeps, by step, in ascending order.
-        kept: why the others are kept.
-    """
-
-    why: Mapping[int, str]
-    kept: Mapping[int, tuple[str, ...]]
+    why: Mapping[int, str]  # why those go that nothing keeps, by step, in ascending order
+    kept: Mapping[int, tuple[str, ...]]  # why the others are kept
 
     @property
     def steps(self) -> tuple[int, ...]:

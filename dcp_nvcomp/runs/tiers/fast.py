@@ -52,33 +52,19 @@ _MOST_NAME_NBYTES = 1 << 12
 
 @dataclass(frozen=True)
 class HeldStep:
-    """What one node has of a step.
+    """What one node has of a step."""
 
-    Attributes:
-        step: the step.
-        save_id: id of the save whose `.metadata` is there; empty if there is none.
-        saved_seconds: when that was, in seconds since 1970.
-        wanted: the data files that the `.metadata` names, and their sizes; empty if there is none.
-        held: the data files that are there, and their sizes.
-        metrics: of the step.
-        is_due: True if it is to be uploaded.
-        replica_id: what it has in common with the saves of other replicas; empty if there are none.
-        is_equal: True if it was found to equal those.
-        run_seconds: how long the run had been under way; None if the step does not say.
-        lease: under which of the run's leases it was saved; 0 if the step does not say.
-    """
-
-    step: int
-    save_id: str
-    saved_seconds: float
-    wanted: Mapping[str, int]
-    held: Mapping[str, int]
-    metrics: Mapping[str, float]
-    is_due: bool = False
-    replica_id: str = ""
-    is_equal: bool = False
-    run_seconds: float | None = None
-    lease: int = 0
+    step: int  # the step
+    save_id: str  # id of the save whose `.metadata` is there; empty if there is none
+    saved_seconds: float  # when that was, in seconds since 1970
+    wanted: Mapping[str, int]  # the data files that the `.metadata` names, and their sizes; empty if there is none
+    held: Mapping[str, int]  # the data files that are there, and their sizes
+    metrics: Mapping[str, float]  # of the step
+    is_due: bool = False  # True if it is to be uploaded
+    replica_id: str = ""  # what it has in common with the saves of other replicas; empty if there are none
+    is_equal: bool = False  # True if it was found to equal those
+    run_seconds: float | None = None  # how long the run had been under way; None if the step does not say
+    lease: int = 0  # under which of the run's leases it was saved; 0 if the step does not say
 
 
 class FastTier:

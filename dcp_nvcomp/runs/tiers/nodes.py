@@ -14,15 +14,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank runs.
+    """Where a rank runs."""
 
-    Attributes:
-        node: name of its node: ranks of one node see the same fast tier.
-        domain: what fails together, such as a rack; by default the node.
-    """
-
-    node: str
-    domain: str
+    node: str  # name of its node: ranks of one node see the same fast tier
+    domain: str  # what fails together, such as a rack; by default the node
 
 
 def this_node() -> str:
@@ -33,23 +28,14 @@ def this_node() -> str:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Files that go from one rank to another.
+    """Files that go from one rank to another."""
 
-    Attributes:
-        source: the rank that sends.
-        to: the rank that receives.
-    """
-
-    source: int
-    to: int
+    source: int  # the rank that sends
+    to: int  # the rank that receives
 
 
 class Nodes:
-    """The nodes of a run.
-
-    Attributes:
-        names: of the nodes, in the order of their first ranks.
-    """
+    """The nodes of a run."""
 
     def __init__(self, places: Sequence[Place], rank: int) -> None:
         self._places, self._rank = tuple(places), rank

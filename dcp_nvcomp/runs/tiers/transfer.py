@@ -42,16 +42,11 @@ class Target(Protocol):
 
 @dataclass
 class Moved:
-    """What became of the files that a rank sent and received.
+    """What became of the files that a rank sent and received."""
 
-    Attributes:
-        received: those that arrived whole, and their sizes.
-        unread: why others could not be read here, by name.
-        unwritten: why others could not be written here, or did not arrive as they were, by name.
-    """
-
-    received: dict[str, int] = field(default_factory=dict)
-    unread: dict[str, CheckpointError] = field(default_factory=dict)
+    received: dict[str, int] = field(default_factory=dict)  # those that arrived whole, and their sizes
+    unread: dict[str, CheckpointError] = field(default_factory=dict)  # why others could not be read here, by name
+    # why others could not be written here, or did not arrive as they were
     unwritten: dict[str, CheckpointError] = field(default_factory=dict)
 
     def check(self) -> None:
