@@ -16,6 +16,7 @@ import posixpath
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
@@ -230,20 +231,10 @@ class NearestFilesystem(Filesystem):
         self._fast.close()
         self._durable.close()
 
-    def output_streams(self, thread_count: int, memory_budget: int) -> int:
+    def _refuse(self, *arguments: Any, **options: Any) -> Any:
         raise AssertionError("it is for reading")
 
-    def create_directory(self) -> None:
-        raise AssertionError("it is for reading")
-
-    def open_output(self, name: str) -> OutputStream:
-        raise AssertionError("it is for reading")
-
-    def publish(self, name: str, data: bytes, *, overwrite: bool = True) -> None:
-        raise AssertionError("it is for reading")
-
-    def remove(self, names: Iterable[str]) -> None:
-        raise AssertionError("it is for reading")
+    output_streams = create_directory = open_output = publish = remove = _refuse
 
 
 class NearestReader(NvcompReader):

@@ -141,7 +141,7 @@ class Restoring:
             # not newer ones, which turned out damaged, or are left behind
             durable = [one.step for one in found if one.is_safe and one.step <= event.step]
             room.restored(max(durable, default=-1))
-        self._run_time.go_on_from(restored.run_seconds)
+        self._run_time.go_on_from(restored.saved.run_seconds)
         self._plan_to_abandon(event, found)
         ours = [one for one in found if not one.is_abandoned and one.step < event.step]
         ours = [restored, *ours] if not restored.is_abandoned else ours  # without the copies that are damaged
@@ -166,7 +166,7 @@ class Restoring:
                     loaded.files,
                     loaded.nbytes,
                     tuple(step for step in damaged if step != candidate.step),
-                    candidate.metrics,
+                    candidate.saved.metrics,
                 )
                 return event, whole
             assert last is not None
@@ -304,7 +304,7 @@ class Restoring:
         if save_id != candidate.save_id:
             logger.warning("Step %d is not uploaded: another save has taken its place.", candidate.step)
             return
-        save = new_save(candidate.step, candidate.metrics)
+        save = new_save(candidate.step, candidate.saved.metrics)
         senders = {}
         for number, name in enumerate(sorted(candidate.wanted)):
             ranks = self._nodes.ranks_of(candidate.holders[name][0])
@@ -316,7 +316,7 @@ class Restoring:
 def _save_ids(found: Iterable[Candidate]) -> dict[int, frozenset[str]]:
     ids: dict[int, frozenset[str]] = {}
     for one in found:
-        ids[one.step] = ids.get(one.step, frozenset()) | one.save_ids | ({one.replica_id} - {""})
+        ids[one.step] = ids.get(one.step, frozenset()) | one.save_ids | ({one.saved.replica_id} - {""})
     return ids
 
 

@@ -24,7 +24,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from dcp_nvcomp.errors import CheckpointError, ConcurrentSaveError, ConfigurationError, StorageError
@@ -35,6 +35,7 @@ from dcp_nvcomp.format.metadata.summary import REPLICA, SUMMARY_NBYTES, summary_
 from dcp_nvcomp.format.names import METADATA_NAME, data_file_rank
 from dcp_nvcomp.maintenance.completeness import RUN_FOLDER
 from dcp_nvcomp.runs.events import Event, StepsRemoved
+from dcp_nvcomp.runs.keep import SavedStep
 from dcp_nvcomp.runs.own_files import is_being_removed
 from dcp_nvcomp.runs.steps import EQUAL, StepNames, remove_step
 from dcp_nvcomp.runs.tiers.trust import ALONE, fault_below, own_directory, refuse_fault_below
@@ -54,17 +55,12 @@ _MOST_NAME_NBYTES = 1 << 12
 class HeldStep:
     """What one node has of a step."""
 
-    step: int  # the step
-    save_id: str  # id of the save whose `.metadata` is there; empty if there is none
-    saved_seconds: float  # when that was, in seconds since 1970
-    wanted: Mapping[str, int]  # the data files that the `.metadata` names, and their sizes; empty if there is none
+    step: int
     held: Mapping[str, int]  # the data files that are there, and their sizes
-    metrics: Mapping[str, float]  # of the step
-    is_due: bool = False  # True if it is to be uploaded
-    replica_id: str = ""  # what it has in common with the saves of other replicas; empty if there are none
-    is_equal: bool = False  # True if it was found to equal those
-    run_seconds: float | None = None  # how long the run had been under way; None if the step does not say
-    lease: int = 0  # under which of the run's leases it was saved; 0 if the step does not say
+    saved: SavedStep | None = None  # as the `.metadata` that is there describes it
+    wanted: Mapping[str, int] = field(default_factory=dict)  # the data files that the `.metadata` names, and their sizes
+    is_due: bool = False  # it is to be uploaded
+    is_equal: bool = False  # it was found to equal what other replicas saved
 
 
 class FastTier:
@@ -172,11 +168,11 @@ class FastTier:
 
     def _held_of(self, step: int) -> HeldStep:
         if not self._is_own(step):
-            return HeldStep(step, "", 0.0, {}, {}, {})
+            return HeldStep(step, {})
         with contextlib.closing(self.open(step)) as filesystem:
             files = filesystem.list_files()
             held = {file.name: file.nbytes for file in files if data_file_rank(file.name) is not None}
-            nothing = HeldStep(step, "", 0.0, {}, held, {})
+            nothing = HeldStep(step, held)
             if not any(file.name == METADATA_NAME for file in files) or is_being_removed(filesystem):
                 return nothing
             try:
@@ -192,19 +188,18 @@ class FastTier:
                 logger.warning("%s in the fast tier holds step %s: it is passed over.", filesystem.path, summary.step)
                 return nothing
             wanted = {name: ref.nbytes for name, ref in refs.items() if ref is not None}
-            return HeldStep(
+            saved = SavedStep(
                 step,
-                root.save_id or "",
                 summary.saved_seconds,
-                wanted,
-                held,
                 summary.metrics,
-                is_due=summary.more.get(TO_UPLOAD) is True,
-                replica_id=str(summary.more.get(REPLICA, "")),
-                is_equal=self._is_equal(filesystem, root.save_id),
-                run_seconds=summary.run_seconds,
-                lease=summary.lease,
+                root.save_id or "",
+                sum(wanted.values()),
+                str(summary.more.get(REPLICA, "")),
+                summary.run_seconds,
+                summary.lease,
             )
+            is_equal = self._is_equal(filesystem, root.save_id)
+            return HeldStep(step, held, saved, wanted, summary.more.get(TO_UPLOAD) is True, is_equal)
 
     def _is_own(self, step: int) -> bool:
         fault = fault_below(self.root, self.names.name_of(step))

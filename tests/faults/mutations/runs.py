@@ -238,8 +238,8 @@ MUTATIONS = (
     Mutation(
         row="runs: of two saves of a step the one under the later lease is the later",
         file="dcp_nvcomp/runs/restoring/candidates.py",
-        old="    return one.step, one.lease, one.run_seconds",
-        new="    return one.step, 0, one.run_seconds",
+        old="    return saved.step, saved.lease, saved.run_seconds",
+        new="    return saved.step, 0, saved.run_seconds",
         tests="tests/runs/test_clocks.py -k leases",
     ),
     Mutation(
