@@ -35,11 +35,11 @@ from dcp_nvcomp.runs.ranks import ranks_of_run
 from dcp_nvcomp.runs.replicas.replicas import replicas_for
 from dcp_nvcomp.runs.restoring.restore import Restoring
 from dcp_nvcomp.runs.starting import SaveStarter
-from dcp_nvcomp.runs.step_save import RunTime, StepSave, check_metrics
+from dcp_nvcomp.runs.step_save import NewestStep, RunTime, StepSave, check_metrics
 from dcp_nvcomp.runs.steps import RunSteps, StepNames
 from dcp_nvcomp.runs.tiers.durable import BEGUN, DurableTier
 from dcp_nvcomp.runs.tiers.fast import FastTier
-from dcp_nvcomp.runs.tiers.nodes import Nodes, Place, this_node
+from dcp_nvcomp.runs.tiers.nodes import nodes_of_run
 from dcp_nvcomp.saving.asynchronous.async_save import end_sequence
 from dcp_nvcomp.saving.plans.differences import OnDifference
 from dcp_nvcomp.storage.open import real_place
@@ -164,20 +164,9 @@ class CheckpointManager:
         self._all_ranks = ranks_of_run(self._group, call, 1 if fast is None else 3)
         self._ranks, fast_ranks, durable_ranks = self._all_ranks * 3 if fast is None else self._all_ranks
         self._events = EventEmitter(on_event, logs=self._ranks.is_first)
-        name = this_node() if node is None else str(node)
-        places = self._ranks.gather(Place(name, name if domain is None else str(domain)))
-        self._nodes = Nodes(places, self._ranks.rank)
-        self._replicas = replicas_for(copies, self._ranks, self._nodes, self._group)
         self._copies = 0 if isinstance(copies, str) else copies
-        fewest = min(len(self._nodes.peers_of(one, self._copies)) for one in self._nodes.names)
-        if fewest < self._copies and self._ranks.is_first:
-            logger.warning(
-                "copies=%d, but only %d can be made: there are too few nodes, or failure domains. They are: %s",
-                self._copies,
-                fewest,
-                ", ".join(sorted({place.domain for place in places})),
-            )
-
+        self._nodes = nodes_of_run(self._ranks, node, domain, self._copies)
+        self._replicas = replicas_for(copies, self._ranks, self._nodes, self._group)
         self._failures = Failures()
         self._has_last_save = self._is_closed = False
         self._saves = self._made_up_for = 0
@@ -189,8 +178,7 @@ class CheckpointManager:
             self._release()
             raise
         newest = max(there.complete, key=lambda saved: saved.step, default=None)
-        self._newest_step = None if newest is None else newest.step  # saves must not be older
-        self._is_unseen = True  # until a restore or a save
+        self._newest = NewestStep(None if newest is None else newest.step)
         self._run_time = RunTime(None if newest is None else newest.run_seconds)
         path = without_secrets(self._durable.root)
         self._agreement = Agreement(self._ranks, self._signals, self._failures, lambda: self._lease, path)
@@ -289,13 +277,12 @@ class CheckpointManager:
         """
         self._check_open()
         values, known_metrics, failure = self._checked(step, state, metrics, durable)
-        is_backlogged = self._pipeline.on_their_way > 1
         call = RunCall("save", self._number(step))
         failed, no_room, backlogged, is_asked = self._agreement.now(
             call,
             failure is not None,
             not self._starter.has_room(values),
-            is_backlogged,
+            self._pipeline.on_their_way > 1,
             failure is None and bool(durable),
         )
         if failed:
@@ -314,7 +301,7 @@ class CheckpointManager:
                 self._events.emit(
                     StepSkipped(step, "earlier steps are still on their way: it goes to the fast tier only")
                 )
-        self._newest_step, self._is_unseen = step, False
+        self._newest.is_now(step)
         replica = self._replicas.replica_of(values, self._pipeline.wait) if self._replicas and to_fast else None
         self._restoring.go_back()
         if to_fast:
@@ -355,29 +342,13 @@ class CheckpointManager:
             if check_count("step", step, least=0) >= LARGEST_STEP:
                 raise ConfigurationError(f"step={step} is larger than any step that ranks can agree on, 2**63 - 1.")
             check_flag("durable", durable)
-            self._refuse_older(step)
+            self._newest.refuse_older(step)
             check_state_dict("save", state)
             known_metrics = check_metrics(step, metrics)
         except CheckpointError as error:
             return {}, {}, error
         values, failure = try_values_of(state)
         return values, known_metrics, failure
-
-    def _refuse_older(self, step: int) -> None:
-        """Raise if a step would be pushed out by what the run has; one that was saved or restored may be replaced."""
-        newest = self._newest_step
-        if newest is None or step > newest or (step == newest and not self._is_unseen):
-            return
-        if self._is_unseen:
-            raise ConfigurationError(
-                f"Step {step} is not newer than step {newest}, which this run has: call restore first, or save to "
-                "another root."
-            )
-        raise ConfigurationError(
-            f"Step {step} is older than step {newest}, which this manager has restored or saved: steps only grow. "
-            "restore(state, step=...) goes back to an earlier one; a phase that counts anew needs another root, or "
-            "numbers that go on."
-        )
 
     def _wait_for_uploads(self, save: StepSave) -> None:
         start = time.perf_counter()
@@ -439,16 +410,13 @@ class CheckpointManager:
             state,
             step,
             fallback=fallback,
-            is_due=self._belongs_into_durable,
+            is_due=lambda number: self._is_due(number, self._every),
             new_save=self._new_save,
         )
-        self._newest_step, self._is_unseen = (None if event is None else event.step), False
+        self._newest.is_now(None if event is None else event.step)
         if event is not None:
             self._events.emit(event)
         return event
-
-    def _belongs_into_durable(self, step: int) -> bool:
-        return self._is_due(step, self._every)
 
     def _new_save(self, step: int, metrics: Mapping[str, float]) -> StepSave:
         self._saves += 1

@@ -201,3 +201,30 @@ class NodePublisher(StepPublisher):
         filesystem.remove([REMOVING])
         filesystem.publish(METADATA_NAME, data)
         self.written = WrittenSave(data, save.save_id, data_files(save.metadata), ())
+
+
+class NewestStep:
+    """The newest step of a run, as its manager knows it: steps only grow, so that a save pushes nothing out."""
+
+    def __init__(self, step: int | None) -> None:
+        self.step = step
+        self._is_unseen = True  # until a restore or a save
+
+    def is_now(self, step: int | None) -> None:
+        """Note that a step was saved or restored."""
+        self.step, self._is_unseen = step, False
+
+    def refuse_older(self, step: int) -> None:
+        """Raise if a step would be pushed out by what the run has; one that was saved or restored may be replaced."""
+        if self.step is None or step > self.step or (step == self.step and not self._is_unseen):
+            return
+        if self._is_unseen:
+            raise ConfigurationError(
+                f"Step {step} is not newer than step {self.step}, which this run has: call restore first, or save to "
+                "another root."
+            )
+        raise ConfigurationError(
+            f"Step {step} is older than step {self.step}, which this manager has restored or saved: steps only grow. "
+            "restore(state, step=...) goes back to an earlier one; a phase that counts anew needs another root, or "
+            "numbers that go on."
+        )

@@ -173,7 +173,7 @@ def test_the_last_save_makes_up_for_one_that_is_lost_meanwhile_and_is_saved_once
 
     def go_back_of_the_last(restoring: Restoring) -> None:
         go_back(restoring)
-        if manager._newest_step == 30:  # the ranks have agreed on this save, when nothing was lost
+        if manager._newest.step == 30:  # the ranks have agreed on this save, when nothing was lost
             begun.set()
 
     monkeypatch.setattr(PosixOutput, "write", full)

@@ -58,7 +58,9 @@ class HeldStep:
     step: int
     held: Mapping[str, int]  # the data files that are there, and their sizes
     saved: SavedStep | None = None  # as the `.metadata` that is there describes it
-    wanted: Mapping[str, int] = field(default_factory=dict)  # the data files that the `.metadata` names, and their sizes
+    wanted: Mapping[str, int] = field(
+        default_factory=dict
+    )  # the data files that the `.metadata` names, and their sizes
     is_due: bool = False  # it is to be uploaded
     is_equal: bool = False  # it was found to equal what other replicas saved
 

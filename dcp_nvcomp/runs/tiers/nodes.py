@@ -6,10 +6,15 @@ other failure domains than itself.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from dcp_nvcomp.runs.ranks import Ranks
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -18,12 +23,6 @@ class Place:
 
     node: str  # name of its node: ranks of one node see the same fast tier
     domain: str  # what fails together, such as a rack; by default the node
-
-
-def this_node() -> str:
-    """Return the name of this process's node: what torchrun says, else the name of the host."""
-    group_rank = os.environ.get("GROUP_RANK")
-    return socket.gethostname() if group_rank is None else f"node {group_rank}"
 
 
 @dataclass(frozen=True)
@@ -89,6 +88,28 @@ class Nodes:
                 for number, source in enumerate(self.ranks_of(node)):
                     found.append(Transfer(source, receivers[number % len(receivers)]))
         return found
+
+
+def nodes_of_run(ranks: Ranks, node: str | None, domain: str | None, copies: int) -> Nodes:
+    """Return the nodes of a run; all ranks call this, each with the names of its node and domain if any."""
+    name = _this_node() if node is None else str(node)
+    places = ranks.gather(Place(name, name if domain is None else str(domain)))
+    nodes = Nodes(places, ranks.rank)
+    fewest = min(len(nodes.peers_of(one, copies)) for one in nodes.names)
+    if fewest < copies and ranks.is_first:
+        logger.warning(
+            "copies=%d, but only %d can be made: there are too few nodes, or failure domains. They are: %s",
+            copies,
+            fewest,
+            ", ".join(sorted({place.domain for place in places})),
+        )
+    return nodes
+
+
+def _this_node() -> str:
+    """Return the name of this process's node: what torchrun says, else the name of the host."""
+    group_rank = os.environ.get("GROUP_RANK")
+    return socket.gethostname() if group_rank is None else f"node {group_rank}"
 
 
 def rounds(transfers: Sequence[Transfer]) -> list[list[Transfer]]:
