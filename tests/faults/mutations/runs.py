@@ -224,7 +224,7 @@ MUTATIONS = (
     Mutation(
         row="runs: steps only grow",
         file="dcp_nvcomp/runs/manager.py",
-        old="            self._refuse_older(step)\n",
+        old="            self._newest.refuse_older(step)\n",
         new="",
         tests="tests/runs/test_going_back.py -k only_grow",
     ),
