@@ -13,7 +13,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Final, NamedTuple
 
 from dcp_nvcomp.calls.ranks import Call
@@ -59,14 +59,6 @@ class SignalWatch:
             if signal.getsignal(number) == self._note:  # someone who came later is not ours to remove
                 self._put_back(number)
         self._before = {}
-
-    def __enter__(self) -> SignalWatch:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class Failures:

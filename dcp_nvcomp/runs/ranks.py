@@ -62,20 +62,12 @@ class Ranks:
         """Do something on each rank, and raise on all of them if it fails on any."""
         done, error = _tried(work)
         failures = self.gather(error)
-        if error is not None:
-            raise error
-        first = next((failure for failure in failures if failure is not None), None)
-        if first is not None:
-            raise first
-        return done  # type: ignore[return-value]
+        return _result(done, error or next((failure for failure in failures if failure is not None), None))
 
     def on_one(self, work: Callable[[], T], rank: int = 0) -> T:
         """Do something on one rank, and return what it returns, or raise what it raises, on all of them."""
         done, error = _tried(work) if self.rank == rank else (None, None)
-        done, error = self.share((done, error), rank)
-        if error is not None:
-            raise error
-        return done  # type: ignore[return-value]
+        return _result(*self.share((done, error), rank))
 
     def on_first_at_length(self, work: Callable[[], T]) -> T:
         """Do on the first rank what may take longer than the others wait: they learn meanwhile that it goes on."""
@@ -92,10 +84,7 @@ class Ranks:
                 while not wait([doing], pause_seconds).done:
                     self.share(None)
                 ended = self.share(doing.result())
-        done, error = ended
-        if error is not None:
-            raise error
-        return done  # type: ignore[return-value]
+        return _result(*ended)
 
     def begin_row(self, call: Call, values: Sequence[int]) -> Row:
         """Begin to tell the others what this rank calls, and a few numbers; nobody waits."""
@@ -186,3 +175,9 @@ def _tried(work: Callable[[], T]) -> tuple[T | None, CheckpointError | None]:
         failure = RankFailedError(f"{type(error).__name__}: {error}")
         failure.__cause__ = error
         return None, failure
+
+
+def _result(done: T | None, error: CheckpointError | None) -> T:
+    if error is not None:
+        raise error
+    return done  # type: ignore[return-value]

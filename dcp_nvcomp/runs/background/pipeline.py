@@ -131,20 +131,14 @@ class Pipeline:
         self._durable_thread.wait_for()
 
     def _end_direct(self, save: StepSave, saving: AsyncSave) -> None:
-        error: BaseException | None = None
-        try:
+        def note() -> None:
             save.reached("durable", stats=_stats(saving.upload_completion.result()))
             self._durable_stage.note(save)
-        except BaseException as raised:
-            error = raised
-        self._end_durable(save, error)
+
+        self._end_durable(save, _error_of(note))
 
     def _end_upload(self, save: StepSave, written: WrittenSave, senders: Mapping[str, int]) -> None:
-        error: BaseException | None = None
-        try:
-            self._durable_stage.upload(save, written, senders)
-        except BaseException as raised:
-            error = raised
+        error = _error_of(lambda: self._durable_stage.upload(save, written, senders))
         self._end_durable(save, error, self._note_of(save, error, SourceError, is_due=True))
 
     def _end_durable(self, save: StepSave, error: BaseException | None, note: _Note | None = None) -> None:
@@ -182,12 +176,8 @@ class Pipeline:
         if upload:
             first = min(parts, key=lambda one: one.seconds)  # the ranks with the least to do besides
             self._durable_thread.do(lambda: self._end_upload(save, first.written, first.senders()))
-        failed: BaseException | None = None
-        try:
-            self._fast_stage.secure(save, parts, own)
-        except BaseException as error:
-            failed = error
-        self._end_part(save, failed)
+        fast_stage = self._fast_stage
+        self._end_part(save, _error_of(lambda: fast_stage.secure(save, parts, own)))
 
     def _note_of(
         self, save: StepSave, error: BaseException | None, of_fast_tier: type[StorageError], *, is_due: bool
@@ -216,6 +206,14 @@ class Pipeline:
 
 def _only_told(number: int, error: BaseException) -> None:
     """Leave it at the event and the log."""
+
+
+def _error_of(work: Callable[[], object]) -> BaseException | None:
+    try:
+        work()
+    except BaseException as error:
+        return error
+    return None
 
 
 def _stats(metadata: Metadata) -> SaveStats | None:
