@@ -93,7 +93,7 @@ _kept = Kept()
 _of_parents: list[Kept] = []
 
 
-def kept() -> Kept:
+def process_state() -> Kept:
     """Return what this process keeps."""
     return _kept
 
