@@ -45,7 +45,6 @@ class CheckedFile:
     members: dict[int, list[Record]] = field(repr=False)  # the records in each pack, by the pack's first block
 
     def record_of(self, number: int) -> Record:
-        """The record that a block is part of."""
         return self.holders[bisect_right(self.holders, number, key=lambda record: record.first_block) - 1]
 
     def fqns_of(self, number: int) -> tuple[str, ...]:

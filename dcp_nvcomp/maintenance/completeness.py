@@ -158,7 +158,6 @@ class Seen:
             self._identities[folder] = identity
 
     def forget(self, folder: str) -> None:
-        """Have a checkpoint opened again."""
         self._identities.pop(folder, None)
 
     def keep(self, folders: Collection[str]) -> None:
@@ -168,7 +167,6 @@ class Seen:
             self._steps.pop(folder, None)
 
     def to_bytes(self) -> bytes:
-        """Return what `.run/seen` says."""
         return json.dumps({"schema": 1, "complete": dict(sorted(self._identities.items()))}).encode()
 
 

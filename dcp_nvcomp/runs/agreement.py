@@ -54,7 +54,6 @@ class SignalWatch:
         signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def close(self) -> None:
-        """Put back the handlers that were there."""
         for number in self._before:
             if signal.getsignal(number) == self._note:  # someone who came later is not ours to remove
                 self._put_back(number)
@@ -75,7 +74,6 @@ class Failures:
         self._lost: tuple[int, BaseException | None] = 0, None
 
     def note(self, number: int, error: BaseException) -> None:
-        """Remember a failure."""
         with self._lock:
             if number > self._raised:
                 self._errors[number] = error
@@ -128,12 +126,12 @@ class RunCall(NamedTuple):
 
     @property
     def numbers(self) -> list[int]:
-        """What other ranks are told."""
+        """As other ranks get it."""
         return [_NAMES.index(self.name), self.step, int(self.fallback)]
 
     @staticmethod
     def of(numbers: Sequence[int]) -> RunCall:
-        """Return what a rank told."""
+        """Return what a rank called."""
         return RunCall(_NAMES[numbers[0]], numbers[1], bool(numbers[2]))
 
     def described(self) -> Call:
@@ -154,16 +152,15 @@ class Agreement:
         self.lost = 0  # the latest save that the fast tier of any rank lost on its way to the durable one
 
     def beside_training(self, call: RunCall) -> None:
-        """Learn what the ranks told each other since the last call, and begin to tell what is known now.
+        """Take in what the ranks exchanged since the last call, and begin to exchange what is known now.
 
-        Nobody waits for a slower rank, but for the one that is a whole step behind.
+        No rank waits for a slower one, unless that is a whole step behind.
         """
         pending, self._pending = self._pending, self._begin(call)
         if pending is not None:
             self._follow(self._end(pending))
 
     def now(self, call: RunCall, *own: int) -> list[int]:
-        """Agree at once."""
         largest = self._end(self._begin(call, *own))
         self._follow(largest)
         return largest[_KNOWN : _KNOWN + len(own)]

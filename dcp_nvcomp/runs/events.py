@@ -236,6 +236,5 @@ class EventEmitter:
                 logger.error("on_event raised %s: %s", type(error).__name__, error)
 
     def report(self) -> RunReport:
-        """Return the sum of the events so far."""
         with self._lock:
             return self._report

@@ -87,7 +87,6 @@ class Holder:
         )
 
     def to_data(self) -> bytes:
-        """Return the bytes of the file."""
         values: dict[str, Any] = {
             "run_id": self.run_id or None,
             "host": self.host,
@@ -101,7 +100,6 @@ class Holder:
         return json.dumps(values).encode()
 
     def as_renewed(self) -> Holder:
-        """Return it renewed once more."""
         return dataclasses.replace(self, renewed=self.renewed + 1)
 
     def lets_go_for(self, run_id: str | None) -> bool:
@@ -175,11 +173,9 @@ class Lease:
 
     @property
     def is_lost(self) -> bool:
-        """True once another manager has taken the run over."""
         return self._lost is not None
 
     def check(self) -> None:
-        """Raise if another manager has taken the run over."""
         if self._lost is not None:
             raise self._lost
 
@@ -189,7 +185,7 @@ class Lease:
         self._thread.join()
         own = self._open_own()
         if self._lost is None and self._other(own) is None:
-            # not removed: numbers only grow, so that nobody takes another one's lease for its own
+            # not removed: numbers only grow, so that no manager takes another one's lease for its own
             released = dataclasses.replace(self._holder, is_released=True)
             own.publish(_name_of(self._number), released.to_data())
 

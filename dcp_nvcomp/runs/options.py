@@ -47,7 +47,6 @@ class ForwardedOptions:
 
     @staticmethod
     def of(root: str, options: Mapping[str, Any], own_names: Sequence[str] = ()) -> ForwardedOptions:
-        """Tell options apart."""
         writer_names, reader_names = set(option_names(NvcompWriter)), set(option_names(NvcompReader))
         writer = {name: value for name, value in options.items() if name in writer_names}
         reader = {name: value for name, value in options.items() if name in reader_names}
@@ -62,7 +61,6 @@ class ForwardedOptions:
         return ForwardedOptions(writer, reader, {**rest, **deadline})
 
     def durable_writer(self, path: str) -> NvcompWriter:
-        """Return a writer into the durable tier."""
         return NvcompWriter(path, **{**self.writer, **self.storage})
 
     def fast_writer(self, path: str) -> NvcompWriter:
@@ -80,7 +78,6 @@ class ForwardedOptions:
 
     @property
     def for_durable_reader(self) -> dict[str, Any]:
-        """Options of a reader of the durable tier."""
         return {**self.reader, **self.storage}
 
 
@@ -102,6 +99,6 @@ def check_tiers(fast: Any, fast_every: Any, copies: Any) -> None:
 
 
 def job_id() -> str | None:
-    """Return torchrun's id of this job; None without torchrun, and if nobody gave it one."""
+    """Return torchrun's id of this job; None without torchrun, and if it was given none."""
     found = os.environ.get("TORCHELASTIC_RUN_ID", "")
     return None if found in ("", "none") else found

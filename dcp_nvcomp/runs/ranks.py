@@ -41,7 +41,6 @@ class Ranks:
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, by rank."""
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self.count
@@ -87,12 +86,11 @@ class Ranks:
         return _result(*ended)
 
     def begin_row(self, call: Call, values: Sequence[int]) -> Row:
-        """Begin to tell the others what this rank calls, and a few numbers; nobody waits."""
+        """Begin to exchange what each rank calls, and a few numbers; no rank waits."""
         self._row = Row(call, values, self._group)
         return self._row
 
     def expect_same(self, calls: Sequence[Call]) -> None:
-        """Raise if the ranks make different calls."""
         if self._group is not None:
             expect_same(calls, self._group)
 
@@ -158,7 +156,6 @@ class Row:
             return False
 
     def wait(self) -> list[list[int]]:
-        """Return the numbers of all ranks, by rank."""
         if self._work is not None:
             with self._arrival.waiting():
                 self._work.wait()

@@ -128,7 +128,7 @@ class SaveStarter:
             no_dist=group is None,
             on_difference=self._on_difference,
         )
-        # what fails in the background is told by the manager: the next save need not refuse for it
+        # what fails in the background is raised by the manager: the next save need not refuse for it
         cast(UploadFuture, saving.upload_completion).was_looked_at = True
         save.staged.set_result(None)
         return saving

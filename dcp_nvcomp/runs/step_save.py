@@ -126,12 +126,10 @@ class RunTime:
         self.go_on_from(seconds)
 
     def go_on_from(self, seconds: float | None) -> None:
-        """Count from here on, from the time of a step."""
         self._before_seconds, self._start_seconds = seconds or 0.0, time.monotonic()
 
     @property
     def seconds(self) -> float:
-        """How long the run has been under way."""
         return self._before_seconds + time.monotonic() - self._start_seconds
 
 
@@ -187,7 +185,6 @@ class NodePublisher(StepPublisher):
     written: WrittenSave | None = field(default=None)  # what to publish on each node; None until it was published here
 
     def __call__(self, filesystem: Filesystem, save: FinishedSave) -> None:
-        """Publish a save on this node."""
         named = self.named(save)
         more = {**named.summary.more}
         if self.upload:
@@ -211,7 +208,6 @@ class NewestStep:
         self._is_unseen = True  # until a restore or a save
 
     def is_now(self, step: int | None) -> None:
-        """Note that a step was saved or restored."""
         self.step, self._is_unseen = step, False
 
     def refuse_older(self, step: int) -> None:

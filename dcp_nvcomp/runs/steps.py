@@ -55,7 +55,6 @@ class StepNames:
             )
 
     def name_of(self, step: int) -> str:
-        """Return the name of a step's directory."""
         return self.template.replace(_FIELD, str(step))
 
     def step_of(self, name: str) -> int | None:

@@ -34,7 +34,6 @@ class DurableStage:
         self._new: set[int] = set()  # not opened since they were saved
 
     def go_back(self, abandoned: Abandoned) -> None:
-        """Leave saves behind."""
         known, left = self._abandoned | self._complete, abandoned.saves.keys()
         self._abandoned = (known & left) - abandoned.damaged
         self._complete = known - left
@@ -58,7 +57,6 @@ class DurableStage:
         commit_files(filesystem, written, LastPublished(), overwrite=True)
 
     def note(self, save: StepSave) -> None:
-        """Note that a step is there."""
         self._complete.add(save.step)
         self._abandoned.discard(save.step)
         self._new.add(save.step)

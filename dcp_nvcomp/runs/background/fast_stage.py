@@ -3,7 +3,7 @@
     publish   `.metadata` on each node
     secure    copies to peers, or a comparison of the replicas; then old steps go
 
-All ranks call these at the same steps. Each ends with the ranks telling each other whether it worked.
+All ranks call these at the same steps. At the end of each the ranks exchange whether it worked.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ class FastStage:
         self.step_nbytes = 0  # what the last step took on this node
 
     def remember(self, steps: Collection[int]) -> None:
-        """Say which complete steps the tier has."""
         self._complete = sorted({*self._complete, *steps})
 
     def leave_behind(self, steps: Collection[int]) -> None:

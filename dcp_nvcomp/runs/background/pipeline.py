@@ -7,7 +7,7 @@
 
 A save that goes straight to the durable tier has its place on the durable thread, so steps are published in order. Both
 threads do the same jobs in the same order on all ranks, each with process groups of its own, and each stage ends with
-the ranks telling each other whether it worked: an error is the same on all of them. One of the fast tier's storage is
+an exchange of whether it worked: an error is the same on all of them. One of the fast tier's storage is
 no failure of the run: the step is lost from that tier, and if it was due in the durable one, the next save makes up for
 it.
 """
@@ -75,7 +75,6 @@ class Pipeline:
         return self.room.make(nbytes)
 
     def wait_for_uploads(self, most_waiting: int) -> None:
-        """Wait until no more than this many steps are on their way to the durable tier."""
         self._on_their_way.wait(most_waiting)
 
     def follow_direct(self, save: StepSave, saving: AsyncSave) -> None:
@@ -109,7 +108,6 @@ class Pipeline:
         self._fast_thread.do(follow)
 
     def upload(self, save: StepSave, written: WrittenSave, senders: Mapping[str, int]) -> None:
-        """Upload a step that is in the fast tier."""
         self._on_their_way.add(save.step)
         self._durable_thread.do(lambda: self._end_upload(save, written, senders))
 
@@ -120,12 +118,10 @@ class Pipeline:
             self._fast_stage.leave_behind(abandoned.saves.keys())
 
     def remember_fast(self, steps: Collection[int]) -> None:
-        """Say which complete steps the fast tier has."""
         assert self._fast_stage is not None
         self._fast_stage.remember(steps)
 
     def wait(self) -> None:
-        """Wait until all of it is done."""
         if self._fast_thread is not None:
             self._fast_thread.wait_for()
         self._durable_thread.wait_for()
@@ -187,10 +183,10 @@ class Pipeline:
             return self._failures.note
         then = "The next save goes straight to the durable tier" if is_due else "It is not saved"
         logger.warning("The fast tier lost step %d. %s: %s", save.step, then, error)
-        return self._failures.note_lost if is_due else _only_told
+        return self._failures.note_lost if is_due else _leave_at_event
 
     def _end_part(self, save: StepSave, error: BaseException | None, note: _Note | None = None) -> None:
-        """Note that a part of a save has ended, and tell of the save if it was the last."""
+        """Note that a part of a save has ended, and emit an event of the save if it was the last."""
         if error is not None:
             self._emit(save.failed(error))
             (note or self._failures.note)(save.number, error)
@@ -204,7 +200,7 @@ class Pipeline:
             save.saved.set_result(event)
 
 
-def _only_told(number: int, error: BaseException) -> None:
+def _leave_at_event(number: int, error: BaseException) -> None:
     """Leave it at the event and the log."""
 
 

@@ -26,7 +26,6 @@ class Background:
 
     @property
     def waiting(self) -> int:
-        """How many jobs are not done."""
         return self._waiting
 
     def do(self, job: Job) -> None:
@@ -45,7 +44,6 @@ class Background:
             self._work()
 
     def wait_for(self, most_waiting: int = 0) -> None:
-        """Wait until no more than this many jobs are not done."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting <= most_waiting)
 
@@ -79,12 +77,10 @@ class OnTheirWay:
 
     @property
     def steps(self) -> frozenset[int]:
-        """Those that are on their way now."""
         with self._changed:
             return frozenset(self._steps)
 
     def add(self, step: int) -> None:
-        """Note that a step sets out."""
         self._durable.hold(step)
         with self._changed:
             self._steps.append(step)
@@ -97,6 +93,5 @@ class OnTheirWay:
             self._changed.notify_all()
 
     def wait(self, most_waiting: int) -> None:
-        """Wait until no more than this many are on their way."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._steps) <= most_waiting)

@@ -39,7 +39,6 @@ class Candidate:
 
     @property
     def step(self) -> int:
-        """The step."""
         return self.saved.step
 
     @property
@@ -49,12 +48,10 @@ class Candidate:
 
     @property
     def versions(self) -> tuple[Candidate, ...]:
-        """This one and the others."""
         return (self, *self.others)
 
     @property
     def has_durable(self) -> bool:
-        """True if a version is in the durable tier."""
         return any(one.is_durable for one in self.versions)
 
     @property
@@ -72,7 +69,6 @@ class Candidate:
 
     @property
     def save_ids(self) -> frozenset[str]:
-        """The ids of all versions."""
         return frozenset(one.save_id for one in self.versions)
 
     def files(self) -> dict[str, int]:
@@ -80,7 +76,6 @@ class Candidate:
         return {name: nbytes for one in self.versions for name, nbytes in one.wanted.items()}
 
     def nodes_with(self, name: str) -> tuple[str, ...]:
-        """Return the nodes that hold a data file whole."""
         return next((one.holders[name] for one in self.versions if name in one.holders), ())
 
     @property

@@ -78,7 +78,6 @@ class Fetch:
         self._senders[name] = sender
 
     def is_copy(self, name: str) -> bool:
-        """Return whether a file is read from the copy of a node."""
         return name in self.near or self.received.file_nbytes(name) is not None
 
     def copy_of(self, name: str) -> tuple[str, str]:
@@ -86,7 +85,6 @@ class Fetch:
         return (self._senders.get(name, self._nodes.own) if self.is_copy(name) else DURABLE), name
 
     def source_of(self, name: str) -> Source:
-        """Return where a file came from."""
         if name in self.own:
             return "own"
         return "peer" if self.is_copy(name) else "durable"
@@ -108,7 +106,7 @@ class Fetch:
                 self.here.create_directory()
             except CheckpointError as error:
                 failure = error
-        self._ranks.gather(None)  # nobody writes before the room is there
+        self._ranks.gather(None)  # no rank writes before the room is there
         return self.here if failure is None else _OutOfOrder(self.here.path, failure)
 
     def _move(self, transfers: _Transfers, target: Target) -> list[Moved]:
@@ -254,7 +252,6 @@ class NearestReader(NvcompReader):
         self._fetch = fetch
 
     def open_storage(self) -> Filesystem:
-        """Open the checkpoint's storage."""
         durable = super().open_storage()
         if self._fetch is None:
             return durable

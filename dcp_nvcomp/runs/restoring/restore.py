@@ -123,7 +123,6 @@ class Restoring:
         is_due: Callable[[int], bool],
         new_save: Callable[[int, Mapping[str, float]], StepSave],
     ) -> StepRestored | None:
-        """Restore a step; all ranks call this."""
         self._pipeline.wait()  # what is being saved may be what is to be loaded, and nothing is removed meanwhile
         found = self._candidates()
         wanted = [one for one in found if (not one.is_abandoned if step is None else one.step == step)]

@@ -42,7 +42,6 @@ class Doomed:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Those that nothing keeps."""
         return tuple(self.why)
 
 
@@ -59,15 +58,12 @@ class DurableTier:
         self._written_seen = b""
 
     def path_of(self, step: int) -> str:
-        """Return the path or URL of a step."""
         return f"{self.root.rstrip('/')}/{self.names.name_of(step)}"
 
     def open(self, step: int) -> Filesystem:
-        """Open the directory of a step."""
         return self._open(self.path_of(step))
 
     def open_own(self) -> Filesystem:
-        """Open the directory in which the run keeps what is its own."""
         return self._open(f"{self.root.rstrip('/')}/{RUN_FOLDER}")
 
     def _open(self, path: str) -> Filesystem:
@@ -138,7 +134,6 @@ class DurableTier:
             self._busy[step] = self._busy.get(step, 0) + 1
 
     def let_go(self, step: int) -> None:
-        """Let a step be removed again."""
         with self._lock:
             self._busy[step] -= 1
             if not self._busy[step]:

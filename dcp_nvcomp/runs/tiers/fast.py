@@ -77,7 +77,6 @@ class FastTier:
         self._distrusted: set[int] = set()  # steps of which was said that they are not the user's own
 
     def path_of(self, step: int) -> str:
-        """Return the path of a step."""
         return f"{self.root}/{self.names.name_of(step)}"
 
     def open(self, step: int) -> Filesystem:
@@ -85,7 +84,6 @@ class FastTier:
         return _open(self.path_of(step))
 
     def read_root(self, filesystem: Filesystem) -> Root:
-        """Read the `.metadata` of a step that was opened."""
         return read_root(filesystem, METADATA_NAME, limit_nbytes=self._metadata_limit_nbytes)
 
     def make_directory(self, step: int) -> None:
@@ -100,7 +98,7 @@ class FastTier:
             raise StorageError(f"Nothing is written there: {fault}. Remove it.", path=self.path_of(step))
 
     def claim(self, run: str) -> None:
-        """Make sure that the directory is this run's, or nobody's yet; one that is out of order is passed by."""
+        """Make sure that the directory is this run's, or no run's yet; one that is out of order is passed by."""
         self._run = run
         try:
             found = self._claimed_by(run)
@@ -117,7 +115,7 @@ class FastTier:
             )
 
     def _claimed_by(self, run: str) -> str:
-        """Return the run that the directory is of; this one, if it is nobody's yet."""
+        """Return the run that the directory is of; this one, if it was no run's yet."""
         own_directory(self.root)
         own = self._open_own()
         own.create_directory()
@@ -145,7 +143,6 @@ class FastTier:
         self._open_own().publish(_PROBE, b"")
 
     def free_nbytes(self) -> int:
-        """Return how much can still be written."""
         found = open_filesystem(self.root).free_nbytes()
         assert found is not None
         return found
@@ -275,7 +272,6 @@ class Room:
             self._durable_step = durable_step
 
     def begun(self, step: int) -> None:
-        """Note that a step is being saved here."""
         with self._lock:
             self._busy[step] += 1
             self._torsos -= {step}
@@ -286,7 +282,6 @@ class Room:
             self._busy[step] -= 1
 
     def arrived(self, step: int) -> None:
-        """Note that a step is in the durable tier."""
         with self._lock:
             self._durable_step = max(self._durable_step, step)
 

@@ -41,16 +41,13 @@ class Nodes:
         self.names = tuple(dict.fromkeys(place.node for place in places))
 
     def node_of(self, rank: int) -> str:
-        """Return the node of a rank."""
         return self._places[rank].node
 
     def ranks_of(self, node: str) -> list[int]:
-        """Return the ranks of a node."""
         return [rank for rank, place in enumerate(self._places) if place.node == node]
 
     @property
     def own(self) -> str:
-        """The node of this rank."""
         return self.node_of(self._rank)
 
     @property
@@ -73,7 +70,6 @@ class Nodes:
         return self._places[self.ranks_of(node)[0]].domain
 
     def domains(self) -> list[list[int]]:
-        """Return the ranks of each failure domain."""
         found: dict[str, list[int]] = {}
         for rank, place in enumerate(self._places):
             found.setdefault(self._domain_of(place.node), []).append(rank)

@@ -50,7 +50,6 @@ class Moved:
     unwritten: dict[str, CheckpointError] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Raise the first failure, if there is one."""
         for error in (*self.unread.values(), *self.unwritten.values()):
             raise error
 
