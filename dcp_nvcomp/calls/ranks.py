@@ -57,6 +57,8 @@ _REMEMBERED: Final = 4  # calls of a rank: its latest may be one that it made af
 _NAMED: Final = 8
 _PAUSE_SECONDS: Final = 0.05
 
+_Called = tuple[str, int, str]  # the group's name, the number of the call in it, the call
+
 
 def group_of(process_group: dist.ProcessGroup | None, *, no_dist: bool) -> dist.ProcessGroup | None:
     """Return the ranks that save or load together; None without torch.distributed.
@@ -231,7 +233,7 @@ class Arrival:
             pause_seconds = min(2 * pause_seconds, _PAUSE_SECONDS)
 
     def _explanation(self, error: RuntimeError) -> str:
-        waited = f"within {time.monotonic() - self._began_seconds:.0f} s"
+        waited = f"within {max(round(time.monotonic() - self._began_seconds), 1)} s"
         if any(words in str(error).lower() for words in ("closed by peer", "connection reset", "broken pipe")):
             waited += ", when the connection to a rank was closed, as it is when a process ends or gives up"
         name, own = self._group.group_name, dist.get_rank()
@@ -385,9 +387,6 @@ class _NamedRank(int):
 
 def _registered() -> int:
     return len(distributed_c10d._world.pg_names)
-
-
-_Called = tuple[str, int, str]  # the group's name, the number of the call in it, the call
 
 
 class _World:

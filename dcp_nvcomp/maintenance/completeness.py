@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from dcp_nvcomp.format.metadata.roots import Root
 
 _DATA_NAME: Final = re.compile(rb"__[0-9]+_[0-9]+_[0-9a-f]{32}\.distcp")
+RUN_FOLDER: Final = ".run"
+SEEN_NAME: Final = "seen"
+_MOST_NBYTES: Final = 64 << 20
 
 
 def look_into(
@@ -130,10 +133,6 @@ def _least_sizes(root: Root) -> dict[str, int]:
 
 if TYPE_CHECKING:
     from dcp_nvcomp.maintenance.run_listing import Step
-
-RUN_FOLDER: Final = ".run"
-SEEN_NAME: Final = "seen"
-_MOST_NBYTES: Final = 64 << 20
 
 
 class Seen:

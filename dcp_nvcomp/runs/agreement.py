@@ -21,6 +21,10 @@ from dcp_nvcomp.errors import RankFailedError, RanksDifferError, RunInUseError
 from dcp_nvcomp.runs.lease import Lease
 from dcp_nvcomp.runs.ranks import Ranks, Row
 
+_NAMES: Final = ("should_save", "save", "restore", "wait")
+_KNOWN: Final = 4  # numbers that each rank knows on its own
+_OWN: Final = 4  # numbers of a call, at most
+
 
 class SignalWatch:
     """Watches for signals; the handlers that were there before come back at the end."""
@@ -110,11 +114,6 @@ class Failures:
         if not own:
             raise RankFailedError("A save in the background failed on another rank, which says why.")
         raise own[-1]
-
-
-_NAMES: Final = ("should_save", "save", "restore", "wait")
-_KNOWN: Final = 4  # numbers that each rank knows on its own
-_OWN: Final = 4  # numbers of a call, at most
 
 
 class RunCall(NamedTuple):

@@ -47,6 +47,12 @@ logger = logging.getLogger(__name__)
 LONGEST_SECONDS: Final = 3600.0
 _USUAL_SECONDS: Final = 60.0
 _MOST_SHOWN: Final = 200
+_NAME: Final = re.compile(r"lease-([0-9]{6,12})")
+_LAST_NUMBER: Final = 10**12 - 1  # no manager gets there: a lease a second for 30,000 years
+_MOST_NBYTES: Final = 1 << 16
+_ATTEMPTS: Final = 5
+_FUTURE_SECONDS: Final = 5.0  # by so much a file may seem to be newer than the clock that stamped it
+_LONGEST_PAUSE_SECONDS: Final = 2.0
 
 
 @dataclass(frozen=True)
@@ -117,12 +123,6 @@ def _seconds(value: Any) -> float:
     return float(min(value, LONGEST_SECONDS))
 
 
-_NAME: Final = re.compile(r"lease-([0-9]{6,12})")
-_LAST_NUMBER: Final = 10**12 - 1  # no manager gets there: a lease a second for 30,000 years
-_MOST_NBYTES: Final = 1 << 16
-_ATTEMPTS: Final = 5
-_FUTURE_SECONDS: Final = 5.0  # by so much a file may seem to be newer than the clock that stamped it
-_LONGEST_PAUSE_SECONDS: Final = 2.0
 # It can't be read, by this user or at all; its holder may live.
 _UNREADABLE: Final = Holder("", host="an unknown host (its file can't be read)")
 

@@ -55,6 +55,14 @@ logger = logging.getLogger(__name__)
 
 REMOVING: Final = ".removing"  # the mark in a step's directory (steps.py)
 _PIN_NAME = re.compile(r"pin-(0|[1-9][0-9]{0,17})")
+_KEPT_NAME = "kept"
+_MOST_NBYTES = 64 << 20
+_ABANDONED_NAME = "abandoned"
+ID_NAME: Final = "id"
+_MOST_ID_NBYTES: Final = 1 << 14
+_LOOK_SECONDS: Final = 30.0  # at the old root, which may be on a server that is gone
+_SERVER: Final = re.compile(r"([a-z][a-z0-9+.\-]*)://([^/]*)")
+_ANY_BUCKET: Final = ("s3", "gs")  # the owner of another bucket is sent no secrets
 
 
 def is_being_removed(filesystem: Filesystem) -> bool:
@@ -108,10 +116,6 @@ def _user_and_host() -> str:
         return socket.gethostname()
 
 
-_KEPT_NAME = "kept"
-_MOST_NBYTES = 64 << 20
-
-
 def write_kept(own: Filesystem, kept: Mapping[int, tuple[str, ...]]) -> None:
     """Write down why steps are kept."""
     steps = {str(step): list(reasons) for step, reasons in sorted(kept.items())}
@@ -128,9 +132,6 @@ def read_kept(own: Filesystem) -> dict[int, tuple[str, ...]]:
         return {int(step): tuple(map(str, reasons)) for step, reasons in found["steps"].items()}
     except (CheckpointError, ValueError, TypeError, KeyError, AttributeError):
         return {}
-
-
-_ABANDONED_NAME = "abandoned"
 
 
 @dataclass(frozen=True)
@@ -175,13 +176,6 @@ def read_abandoned(own: Filesystem) -> Abandoned:
 def _ids(found: str | list[str]) -> frozenset[str]:
     """Return the ids of the saves of one step; where there was one it stood alone once."""
     return frozenset([found] if isinstance(found, str) else map(str, found))
-
-
-ID_NAME: Final = "id"
-_MOST_ID_NBYTES: Final = 1 << 14
-_LOOK_SECONDS: Final = 30.0  # at the old root, which may be on a server that is gone
-_SERVER: Final = re.compile(r"([a-z][a-z0-9+.\-]*)://([^/]*)")
-_ANY_BUCKET: Final = ("s3", "gs")  # the owner of another bucket is sent no secrets
 
 
 def run_id(own: Filesystem, root: str, storage_options: Mapping[str, Any]) -> str:

@@ -24,22 +24,6 @@ from dcp_nvcomp.saving.writer import NvcompWriter
 
 logger = logging.getLogger(__name__)
 
-
-def state_nbytes(values: Mapping[str, Any]) -> int:
-    """Return the size of the tensors, in bytes."""
-    found, waiting = 0, list(values.values())
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, dict):
-            waiting += value.values()
-        elif isinstance(value, list | tuple):
-            waiting += value
-        elif isinstance(value, torch.Tensor):
-            local = value.to_local() if isinstance(value, DTensor) else value
-            found += local.numel() * local.element_size()
-    return found
-
-
 _SPARE = 1.1  # the next step may be a little larger than the last
 
 
@@ -132,3 +116,18 @@ class SaveStarter:
         cast(UploadFuture, saving.upload_completion).was_looked_at = True
         save.staged.set_result(None)
         return saving
+
+
+def state_nbytes(values: Mapping[str, Any]) -> int:
+    """Return the size of the tensors, in bytes."""
+    found, waiting = 0, list(values.values())
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, list | tuple):
+            waiting += value
+        elif isinstance(value, torch.Tensor):
+            local = value.to_local() if isinstance(value, DTensor) else value
+            found += local.numel() * local.element_size()
+    return found

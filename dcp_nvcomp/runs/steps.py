@@ -31,6 +31,7 @@ from dcp_nvcomp.storage.base import Below, Filesystem
 from dcp_nvcomp.storage.temporary import published_name
 
 _FIELD = "{step}"
+EQUAL = ".equal"  # beside what a replica has saved: other replicas have saved the same
 
 
 @dataclass(frozen=True)
@@ -127,9 +128,6 @@ def _saved_steps(found: Iterable[Step], names: StepNames, state: str) -> tuple[S
         saved_step(step, one) for one in found if one.state == state and (step := names.step_of(one.name)) is not None
     ]
     return tuple(sorted(saved, key=lambda one: one.step))
-
-
-EQUAL = ".equal"  # beside what a replica has saved: other replicas have saved the same
 
 
 def remove_step(filesystem: Filesystem, is_wanted: Callable[[], bool] = lambda: False) -> bool:

@@ -24,6 +24,9 @@ from dcp_nvcomp.runs.ranks import Ranks
 from dcp_nvcomp.saving.commit import WrittenSave
 from dcp_nvcomp.storage.base import Filesystem
 
+_ROW = np.dtype([("record", "<u8"), ("crc", "<u4")])
+Rows = npt.NDArray[np.void]
+
 
 @dataclass(frozen=True)
 class WrittenPart:
@@ -55,10 +58,6 @@ def written_by(
         assert own is not None, "the first rank of a group publishes what it saves"
         parts.append(WrittenPart(own, tuple(replica), max(found[rank][1] for rank in replica)))
     return parts
-
-
-_ROW = np.dtype([("record", "<u8"), ("crc", "<u4")])
-Rows = npt.NDArray[np.void]
 
 
 @dataclass(frozen=True)

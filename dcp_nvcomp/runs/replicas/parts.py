@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from dcp_nvcomp.errors import ConfigurationError
 
 RankSet = frozenset[int]
+Path: TypeAlias = tuple[Any, ...]
 
 
 def whole_sets(values: Iterable[Any], ranks: Sequence[int]) -> frozenset[RankSet]:
@@ -93,9 +94,6 @@ def joined(count: int, sets: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], 
     for rank in range(count):
         groups.setdefault(root_of(rank), []).append(rank)
     return tuple(tuple(group) for _, group in sorted(groups.items()))
-
-
-Path: TypeAlias = tuple[Any, ...]
 
 
 def entries(values: Mapping[Any, Any], at: Path = ()) -> Iterator[tuple[Path, Any]]:

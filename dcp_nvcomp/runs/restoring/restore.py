@@ -62,40 +62,6 @@ class _Attempt:
     damaged: tuple[tuple[str, str], ...]  # copies that are damaged or can't be read, as pairs of node and file
 
 
-def _log_what_is_left(step: int, reader: NearestReader, state: Mapping[str, Any]) -> None:
-    """Log the saved values that the state has no key for: they may be left on purpose."""
-    names = dict.fromkeys(index.fqn for index in reader.storage_data)
-    left = [fqn for fqn in names if not any(fqn == key or fqn.startswith(f"{key}.") for key in state)]
-    if left:
-        shown = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
-        logger.warning(
-            "Step %d also has values that the state has no key for; they are not restored: %s", step, printable(shown)
-        )
-
-
-def _load_whole(state: dict[str, Any], reader: NearestReader, group: dist.ProcessGroup | None) -> None:
-    """Load what was saved, not what the state has room for; `TrainingState` sees to that itself."""
-    values = {key: WholeValue(value) if _comes_whole(value) else value for key, value in state.items()}
-    load(values, storage_reader=reader, process_group=group, no_dist=group is None)
-    for key, value in values.items():
-        state[key] = value.value if isinstance(value, WholeValue) else value
-
-
-def _comes_whole(value: Any) -> bool:
-    return isinstance(value, Mapping | list) or (is_stateful(value) and not isinstance(value, ExpectsCheckpoint))
-
-
-def _is_damage(error: BaseException | None) -> bool:
-    if error is None or isinstance(error, _NOT_DAMAGE):
-        return False
-    return isinstance(error, _DAMAGE) or (isinstance(error, CheckpointError) and is_missing(error))
-
-
-def _has_others(candidate: Candidate) -> bool:
-    """True if each file is still somewhere."""
-    return candidate.has_durable or candidate.is_complete_on_nodes
-
-
 class Restoring:
     """How a manager restores."""
 
@@ -310,6 +276,40 @@ class Restoring:
             senders[name] = ranks[number % len(ranks)]
         save.tiers = ("fast",)
         self._pipeline.upload(save, WrittenSave(data, candidate.save_id, candidate.wanted, ()), senders)
+
+
+def _log_what_is_left(step: int, reader: NearestReader, state: Mapping[str, Any]) -> None:
+    """Log the saved values that the state has no key for: they may be left on purpose."""
+    names = dict.fromkeys(index.fqn for index in reader.storage_data)
+    left = [fqn for fqn in names if not any(fqn == key or fqn.startswith(f"{key}.") for key in state)]
+    if left:
+        shown = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
+        logger.warning(
+            "Step %d also has values that the state has no key for; they are not restored: %s", step, printable(shown)
+        )
+
+
+def _load_whole(state: dict[str, Any], reader: NearestReader, group: dist.ProcessGroup | None) -> None:
+    """Load what was saved, not what the state has room for; `TrainingState` sees to that itself."""
+    values = {key: WholeValue(value) if _comes_whole(value) else value for key, value in state.items()}
+    load(values, storage_reader=reader, process_group=group, no_dist=group is None)
+    for key, value in values.items():
+        state[key] = value.value if isinstance(value, WholeValue) else value
+
+
+def _comes_whole(value: Any) -> bool:
+    return isinstance(value, Mapping | list) or (is_stateful(value) and not isinstance(value, ExpectsCheckpoint))
+
+
+def _is_damage(error: BaseException | None) -> bool:
+    if error is None or isinstance(error, _NOT_DAMAGE):
+        return False
+    return isinstance(error, _DAMAGE) or (isinstance(error, CheckpointError) and is_missing(error))
+
+
+def _has_others(candidate: Candidate) -> bool:
+    """True if each file is still somewhere."""
+    return candidate.has_durable or candidate.is_complete_on_nodes
 
 
 def _save_ids(found: Iterable[Candidate]) -> dict[int, frozenset[str]]:

@@ -29,6 +29,18 @@ from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 
 BEGIN: Final = "begin"
 YIELDED: Final = "yielded"
+# torchdata's own names in the states of its loaders, as of 0.11: without workers all is at the top
+SNAPSHOT: Final = "_snapshot"
+_MAIN: Final = "_main_snapshot"
+WORKERS: Final = "_worker_snapshots"
+_SINCE: Final = "_steps_since_snapshot"
+_BATCHES: Final = "_sampler_iter_state"
+_WORKER_COUNT: Final = "_num_workers"
+_FINISHED: Final = "_iterator_finished"
+_FETCHERS: Final = ("_fetcher_state", "_dataset_state", "fetcher_state", "dataset_state")
+_SAMPLER: Final = "sampler_state"
+_SAMPLES: Final = "samples_yielded"
+LOADER: Final = "loader"
 
 
 class ElasticSampler(Sampler[int]):
@@ -146,19 +158,6 @@ class ElasticSampler(Sampler[int]):
         self._begin, self._yielded, self._is_placed = begin, yielded, is_placed
 
 
-# torchdata's own names in the states of its loaders, as of 0.11: without workers all is at the top
-SNAPSHOT: Final = "_snapshot"
-_MAIN: Final = "_main_snapshot"
-WORKERS: Final = "_worker_snapshots"
-_SINCE: Final = "_steps_since_snapshot"
-_BATCHES: Final = "_sampler_iter_state"
-_WORKER_COUNT: Final = "_num_workers"
-_FINISHED: Final = "_iterator_finished"
-_FETCHERS: Final = ("_fetcher_state", "_dataset_state", "fetcher_state", "dataset_state")
-_SAMPLER: Final = "sampler_state"
-_SAMPLES: Final = "samples_yielded"
-
-
 @dataclass(frozen=True)
 class LoaderPart:
     """The state of one rank's data loader.
@@ -261,9 +260,6 @@ def _at(fresh: Mapping[str, Any], place: Mapping[str, Any], *, is_finished: bool
     main[_BATCHES] = {**main[_BATCHES], _SAMPLER: dict(place), _SAMPLES: place[YIELDED]}
     moved[_FINISHED] = is_finished
     return moved
-
-
-LOADER: Final = "loader"
 
 
 def split_state(part: LoaderPart) -> dict[str, tuple[Any, ...]]:

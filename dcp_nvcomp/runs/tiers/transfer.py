@@ -28,6 +28,7 @@ _PIECE_NBYTES = 8 << 20
 _CRC_NBYTES = 4
 
 Piece = tuple[str, int, int]
+_UPLOADED_PIECE_NBYTES = 16 << 20
 
 
 class Target(Protocol):
@@ -158,9 +159,6 @@ class _Ends:
     def finish(self) -> Moved:
         self._drop()
         return self._moved
-
-
-_UPLOADED_PIECE_NBYTES = 16 << 20
 
 
 class SourceError(StorageError):
