@@ -25,14 +25,13 @@ if TYPE_CHECKING:
     from dcp_nvcomp.engines.cuda.pool import release_device_memory
     from dcp_nvcomp.loading.load import load
     from dcp_nvcomp.loading.reader import NvcompReader
-    from dcp_nvcomp.maintenance.cleaning import Cleaning, clean_checkpoint
+    from dcp_nvcomp.maintenance.cleaning import Cleaning, RunCleaning, clean_checkpoint, clean_run
     from dcp_nvcomp.maintenance.environment import Environment, info
+    from dcp_nvcomp.maintenance.findings import Verification
     from dcp_nvcomp.maintenance.inspection import Inspection, inspect_checkpoint
     from dcp_nvcomp.maintenance.recovery import Recovery, recover_checkpoint
-    from dcp_nvcomp.maintenance.run_cleaning import RunCleaning, clean_run
     from dcp_nvcomp.maintenance.run_listing import RunListing, list_run
-    from dcp_nvcomp.maintenance.verification.findings import Verification
-    from dcp_nvcomp.maintenance.verification.verify import verify_checkpoint
+    from dcp_nvcomp.maintenance.verify import verify_checkpoint
     from dcp_nvcomp.one_file import load_compressed_checkpoint, save_compressed_checkpoint
     from dcp_nvcomp.reading.checkpoint import Checkpoint, open_checkpoint
     from dcp_nvcomp.reading.comparison import Comparison, compare_checkpoints
@@ -51,8 +50,7 @@ if TYPE_CHECKING:
     from dcp_nvcomp.runs.keep import Best, Keep, SavedStep
     from dcp_nvcomp.runs.manager import CheckpointManager
     from dcp_nvcomp.runs.pruning import Pruning, pin_step, prune_run, unpin_step
-    from dcp_nvcomp.runs.state.resharding import LoaderPart
-    from dcp_nvcomp.runs.state.sampler import ElasticSampler
+    from dcp_nvcomp.runs.state.loaders import ElasticSampler, LoaderPart
     from dcp_nvcomp.runs.state.training_state import TrainingState
     from dcp_nvcomp.runs.step_save import StepSave
     from dcp_nvcomp.saving.asynchronous.async_save import AsyncSave, async_save
@@ -137,16 +135,16 @@ _HOMES: Final = {
     "Cleaning": "maintenance.cleaning",
     "Comparison": "reading.comparison",
     "Conversion": "conversion.convert",
-    "ElasticSampler": "runs.state.sampler",
+    "ElasticSampler": "runs.state.loaders",
     "Environment": "maintenance.environment",
     "Inspection": "maintenance.inspection",
     "Keep": "runs.keep",
-    "LoaderPart": "runs.state.resharding",
+    "LoaderPart": "runs.state.loaders",
     "NvcompReader": "loading.reader",
     "NvcompWriter": "saving.writer",
     "Pruning": "runs.pruning",
     "Recovery": "maintenance.recovery",
-    "RunCleaning": "maintenance.run_cleaning",
+    "RunCleaning": "maintenance.cleaning",
     "RunListing": "maintenance.run_listing",
     "RunReport": "runs.events",
     "SaveStats": "saving.stats",
@@ -162,13 +160,13 @@ _HOMES: Final = {
     "StoredTensor": "reading.stored_tensor",
     "Totals": "saving.stats",
     "TrainingState": "runs.state.training_state",
-    "Verification": "maintenance.verification.findings",
+    "Verification": "maintenance.findings",
     "Workload": "choosing.advice",
     "advise": "choosing.advice",
     "async_save": "saving.asynchronous.async_save",
     "bench": "choosing.bench",
     "clean_checkpoint": "maintenance.cleaning",
-    "clean_run": "maintenance.run_cleaning",
+    "clean_run": "maintenance.cleaning",
     "compare_checkpoints": "reading.comparison",
     "convert": "conversion.convert",
     "info": "maintenance.environment",
@@ -184,7 +182,7 @@ _HOMES: Final = {
     "save": "saving.save",
     "save_compressed_checkpoint": "one_file",
     "unpin_step": "runs.pruning",
-    "verify_checkpoint": "maintenance.verification.verify",
+    "verify_checkpoint": "maintenance.verify",
     "write_report": "reporting",
 }
 

@@ -40,7 +40,7 @@ from dcp_nvcomp.reading.items import Destinations, items_of_object
 from dcp_nvcomp.saving.encode.buffers import BufferMemory
 from dcp_nvcomp.saving.encode.objects import serialized
 from dcp_nvcomp.saving.file_plan import PlannedFile, planned_nbytes
-from dcp_nvcomp.saving.kept import kept
+from dcp_nvcomp.saving.kept import process_state
 from dcp_nvcomp.saving.writer import NvcompWriter
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
@@ -114,7 +114,7 @@ def save_compressed_checkpoint(
                 may_use_cuda=engine.may_use_cuda(),
             ),
             engine=engine,
-            remembered=kept().choices,
+            remembered=process_state().choices,
             progress=lambda nbytes: None,
         ).run()
         if is_local:

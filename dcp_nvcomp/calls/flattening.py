@@ -29,13 +29,9 @@ _MAX_DEPTH: Final = 16
 
 @dataclass(frozen=True)
 class Key:
-    """A part of a path that is a key of a dict and no text.
+    """A part of a path that is a key of a dict and no text."""
 
-    Attributes:
-        value: an int, bool, float, None, bytes, or a tuple of these and of text.
-    """
-
-    value: Any
+    value: Any  # an int, bool, float, None, bytes, or a tuple of these and of text
 
     def __str__(self) -> str:
         return str(self.value)
@@ -51,15 +47,10 @@ Path = tuple["str | int | Key", ...]
 
 @dataclass(frozen=True)
 class Flattened:
-    """A state taken apart.
+    """A state taken apart."""
 
-    Attributes:
-        values: what is no container, by name.
-        paths: the place of each value in the state, by name.
-    """
-
-    values: dict[str, Any]
-    paths: dict[str, Path]
+    values: dict[str, Any]  # what is no container, by name
+    paths: dict[str, Path]  # the place of each value in the state, by name
 
 
 def flatten(state: Mapping[str, Any]) -> Flattened:

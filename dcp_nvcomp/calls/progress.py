@@ -37,7 +37,6 @@ class ProgressBar:
         self.close()
 
     def update(self, nbytes: int) -> None:
-        """Advance by so many bytes."""
         if self._bar is not None:
             self._bar.update(nbytes)
         elif self._enabled:
@@ -54,6 +53,5 @@ class ProgressBar:
         logger.info("%s: %.2f of %.2f GB, %.0f MB/s", self._what, done / 1e9, self._total_nbytes / 1e9, rate)
 
     def close(self) -> None:
-        """Remove the bar."""
         if self._bar is not None:
             self._bar.close()

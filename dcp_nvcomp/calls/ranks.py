@@ -1,19 +1,63 @@
-"""The ranks of a call, and what they raise."""
+"""The ranks of a call: which they are, whether all of them make the same call, and process groups of our own.
+
+    meet          each rank says what it calls and what it knows, and all see whether that is the same everywhere
+    own_groups    gloo groups of the ranks of a caller's group, from the cache of this process or made together
+
+Collectives of two threads must not meet, nor those of a thread and of training, so each thread that has any needs a
+group that only it uses:
+
+- `save` and `load` run on the caller's thread, over the caller's group;
+- asynchronous saves of one group have three: two for the saves under way, which use them in turn, and one over which
+  the next save is agreed on while these still write;
+- a manager has one for its calls; with a fast tier one more for each of its two threads; with `copies="replicas"` one
+  of the ranks of its replica, over which these save.
+
+A rank that waits in vain can't ask the others why. So each writes what it calls into the store through which the
+process groups were made, which takes microseconds, and a rank that waited in vain reads there what the others called
+last. Whatever is done over a group of ours ends by the time limit of the caller's group, and so does making it.
+
+torch makes groups of a part of the ranks (`use_local_synchronization`) under a name that comes from the ranks and from
+how many groups a process has. So names come again after a group was destroyed, when the store still has the addresses
+of the one before; and they differ between ranks that are in different numbers of groups, which then wait for each other
+for good. So groups are not destroyed but cached by their ranks until torch.distributed ends; the ranks use those that
+all of them have in their caches; and a new one has a name of its own, and is made beside groups of one rank on ranks
+that are in fewer groups than others.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import threading
+import time
+import uuid
 import warnings
-from typing import Final
+import weakref
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_nvcomp.errors import CheckpointError, ConfigurationError, RankFailedError
+from dcp_nvcomp.errors import CheckpointError, ConfigurationError, RankFailedError, RanksDifferError
+from dcp_nvcomp.redaction import without_secrets
+
+T = TypeVar("T")
 
 # DCP says in each process that it "assumes the intent" to be alone, also where that was asked for.
 _ALONE: Final = "torch.distributed is disabled, unavailable or uninitialized"
+_USUAL_LIMIT: Final = timedelta(minutes=30)  # torch's own
+_REMEMBERED: Final = 4  # calls of a rank: its latest may be one that it made after it waited in vain, too
+_NAMED: Final = 8
+_PAUSE_SECONDS: Final = 0.05
+
+_Called = tuple[str, int, str]  # the group's name, the number of the call in it, the call
 
 
 def group_of(process_group: dist.ProcessGroup | None, *, no_dist: bool) -> dist.ProcessGroup | None:
@@ -55,6 +99,20 @@ def expect_no_group() -> None:
     warnings.filterwarnings("ignore", message=_ALONE)
 
 
+def global_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """Return the ranks of a group in the world; those that torch returns may be `_NamedRank`s."""
+    return tuple(map(int, dist.get_process_group_ranks(group)))
+
+
+def limit_of(group: dist.ProcessGroup) -> timedelta:
+    """Return how long the collectives of a group wait: what it was made with."""
+    for device in group._device_types:
+        with suppress(AttributeError, RuntimeError):  # some backends have no such option
+            limit: timedelta = group._get_backend(device).options._timeout
+            return limit
+    return _USUAL_LIMIT
+
+
 def error_of_ranks(error: CheckpointException, group: dist.ProcessGroup | None) -> BaseException:
     """Return what to raise instead of DCP's exception, which is no `Exception`, and the same on all ranks."""
     failures = {number: failure for number, (failure, _) in error.failures.items()}
@@ -70,3 +128,306 @@ def error_of_ranks(error: CheckpointException, group: dist.ProcessGroup | None) 
         failed.message += f" (raised in {stack[-1].filename}, line {stack[-1].lineno})"
     failed.__cause__ = ours  # with its traceback, if it is this rank's
     return failed
+
+
+@contextmanager
+def together(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Explain what the backend raises in collectives of ranks that are known to have come."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except RuntimeError as error:  # of gloo, NCCL, or torch's store
+        if group is None:
+            raise
+        failure = RankFailedError(f"Another rank is gone, or was waited for too long: {error}")
+        failure.in_vain = True
+        raise failure from error
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a rank calls: a function, what it is about as messages show it, and what all ranks must give alike."""
+
+    name: str
+    subject: str = field(default="", compare=False)
+    terms: Mapping[str, str] = field(default_factory=dict)
+
+    @staticmethod
+    def of(name: str, place: str, **terms: Any) -> Call:
+        """Return a call that is about a path or URL, the same on all ranks, which is shown without its secrets."""
+        subject = repr(without_secrets(place))
+        return Call(name, subject, {"path": subject, **{term: repr(value) for term, value in terms.items()}})
+
+    def __str__(self) -> str:
+        return f"{self.name}({self.subject})"
+
+
+def meet(group: dist.ProcessGroup | None, call: Call, mine: T) -> list[T]:
+    """Wait until all ranks make the same call, and return what each of them brings."""
+    if group is None:
+        return [mine]
+    everyones: list[Any] = [None] * dist.get_world_size(group)
+    arrival = Arrival(group, call)
+    with arrival.waiting():
+        arrival.wait_in_store()
+        dist.all_gather_object(everyones, (call, mine), group=group)
+    expect_same([called for called, _ in everyones], group)
+    return [told for _, told in everyones]
+
+
+def expect_same(calls: Sequence[Call], group: dist.ProcessGroup) -> None:
+    """Raise if the ranks make different calls."""
+    if all(call == calls[0] for call in calls):
+        return
+    if len({call.name for call in calls}) > 1:
+        raise RanksDifferError(
+            f"The ranks call different things: {_by_rank(list(map(str, calls)), group)}. All ranks of the process "
+            "group have to make the same calls in the same order."
+        )
+    names = dict.fromkeys(name for call in calls for name in call.terms)
+    differing = [(name, [call.terms.get(name, "the usual") for call in calls]) for name in names]
+    said = "; ".join(f"{name}: {_by_rank(values, group)}" for name, values in differing if len(set(values)) > 1)
+    raise RanksDifferError(f"The ranks call {calls[0].name} with different values of {said}. Give all ranks the same.")
+
+
+class Arrival:
+    """A rank that has come to a call, where others may be missing."""
+
+    def __init__(self, group: dist.ProcessGroup, call: Call) -> None:
+        self._group, self._call = group, call
+        self._began_seconds = time.monotonic()
+        world = _this_world()
+        world.counts[group.group_name] += 1
+        self._number = world.counts[group.group_name]
+        world.latest.append((group.group_name, self._number, str(call)))
+        with suppress(Exception):  # a store that is gone is no reason to fail
+            _store().set(_key(dist.get_rank()), json.dumps(list(world.latest)))
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Explain what the backend raises if not all ranks come."""
+        try:
+            yield
+        except RuntimeError as error:  # of gloo, or NCCL
+            explained = RanksDifferError(self._explanation(error))
+            explained.in_vain = True
+            raise explained from error
+
+    def wait_in_store(self) -> None:
+        """Wait for all ranks where the backend is not one for CPUs: NCCL ends the process if it waits in vain."""
+        if any(device.type == "cpu" for device in self._group._device_types):
+            return
+        key = f"dcp_nvcomp/come/{self._group.group_name}/{self._number}"
+        store, pause_seconds = _store(), 1e-3
+        end_seconds = time.monotonic() + limit_of(self._group).total_seconds()
+        if store.add(key, 1) == self._group.size() and not store.check([f"{key}/gone"]):
+            store.set(f"{key}/all", "")
+        while not store.check([f"{key}/all"]):
+            if store.check([f"{key}/gone"]):
+                raise RuntimeError("another rank has given up waiting")
+            if time.monotonic() > end_seconds:
+                store.set(f"{key}/gone", "")  # a rank that comes later must not go on alone
+                raise RuntimeError("timed out")
+            time.sleep(pause_seconds)
+            pause_seconds = min(2 * pause_seconds, _PAUSE_SECONDS)
+
+    def _explanation(self, error: RuntimeError) -> str:
+        waited = f"within {max(round(time.monotonic() - self._began_seconds), 1)} s"
+        if any(words in str(error).lower() for words in ("closed by peer", "connection reset", "broken pipe")):
+            waited += ", when the connection to a rank was closed, as it is when a process ends or gives up"
+        name, own = self._group.group_name, dist.get_rank()
+        others = {rank: _latest_calls_of(rank) for rank in global_ranks(self._group) if rank != own}
+        absent = {
+            rank: calls
+            for rank, calls in others.items()
+            if not any(group == name and number >= self._number for group, number, _ in calls)
+        }
+        if not absent:
+            return (
+                f"The ranks did not come together at {self._call} {waited}: one of them may have failed, or have been "
+                f"waited for longer than the process group's time limit ({error})."
+            )
+        last = [
+            f"The last that rank {rank} called was {calls[-1][-1]}."
+            if calls
+            else f"Rank {rank} has called nothing yet."
+            for rank, calls in list(absent.items())[:_NAMED]
+        ]
+        return (
+            f"{_named(list(absent)).capitalize()} did not call {self._call.name} {waited}: all ranks of the process "
+            f"group have to, and this one called {self._call}. {' '.join(last)}"
+        )
+
+
+def _latest_calls_of(rank: int) -> list[_Called]:
+    """Return what a rank called, the latest last; nothing if it has written nothing. Never waits."""
+    with suppress(Exception):
+        store = _store()
+        if store.check([_key(rank)]):  # `get` alone would wait for the key
+            return [(group, number, call) for group, number, call in json.loads(store.get(_key(rank)))]
+    return []
+
+
+def _store() -> Any:
+    world = dist.group.WORLD
+    assert world is not None
+    return world.get_group_store()
+
+
+def _key(rank: int) -> str:
+    return f"dcp_nvcomp/called/{rank}"
+
+
+def _by_rank(values: Sequence[str], group: dist.ProcessGroup) -> str:
+    """Return the different values, each with the ranks that have it."""
+    who: dict[str, list[int]] = {}
+    for rank, value in zip(global_ranks(group), values, strict=True):
+        who.setdefault(value, []).append(rank)
+    some = [f"{value} ({_named(have)})" for value, have in list(who.items())[:_NAMED]]
+    return ", ".join(some) + (", ..." if len(who) > _NAMED else "")
+
+
+def _named(ranks: Sequence[int]) -> str:
+    some = f"{', '.join(map(str, ranks[:_NAMED]))}{', ...' if len(ranks) > _NAMED else ''}"
+    return f"rank {some}" if len(ranks) == 1 else f"ranks {some}"
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a rank brings to making groups: names of its cached ones, how many torch has, and a name for new ones."""
+
+    cached: tuple[str, ...]
+    registered: int
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+def own_groups(group: dist.ProcessGroup, call: Call, count: int) -> list[dist.ProcessGroup]:
+    """Return groups of our own of the ranks of a group, which all make the same call."""
+    ranks = global_ranks(group)
+    return take(ranks, count, meet(group, call, offer_of(ranks)), limit_of(group))
+
+
+def offer_of(ranks: Sequence[int]) -> Offer:
+    """Return what this rank brings."""
+    with _lock:
+        return Offer(tuple(_this_world().cached_of(ranks)), _registered())
+
+
+def take(ranks: Sequence[int], count: int, offers: Sequence[Offer], limit: timedelta) -> list[dist.ProcessGroup]:
+    """Return groups of some ranks, which all of them take at the same time."""
+    with _lock:
+        world = _this_world()
+        cached = world.cached_of(ranks)
+        on_all = [name for name in offers[0].cached if all(name in one.cached for one in offers)]
+        used = on_all[:count]
+        # one that another rank has given up, after an error, is of no use any more
+        world.cache[tuple(ranks)] = [cached[name] for name in on_all[count:]]
+        for name in used:
+            cached[name].set_timeout(limit)
+        with together(dist.group.WORLD):
+            return [*(cached[name] for name in used), *_made(ranks, count - len(used), offers, limit)]
+
+
+def give_back(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Cache groups for the next call; nothing is under way over them, and nothing went wrong."""
+    with _lock:
+        for group in groups:
+            if is_registered(group):
+                _this_world().cache.setdefault(global_ranks(group), []).append(group)
+
+
+def is_registered(group: dist.ProcessGroup) -> bool:
+    """Return False once a group was destroyed."""
+    try:
+        return dist.is_initialized() and bool(dist.get_process_group_ranks(group))
+    except (KeyError, ValueError):
+        return False
+
+
+def _made(ranks: Sequence[int], count: int, offers: Sequence[Offer], limit: timedelta) -> list[dist.ProcessGroup]:
+    if not count:
+        return []
+    if len(ranks) == dist.get_world_size():  # torch numbers groups that all ranks make
+        return [_new_group(None, limit) for _ in range(count)]
+    most, own = max(one.registered for one in offers), dist.get_rank()
+    beside = [_new_group([_NamedRank(own, uuid.uuid4().hex)], limit) for _ in range(most - _registered())]
+    try:
+        first, *others = sorted(ranks)
+        names = [f"{offers[0].name}-{number}" for number in range(count)]
+        return [_new_group([_NamedRank(first, name), *others], limit) for name in names]
+    finally:
+        for group in beside:
+            dist.destroy_process_group(group)
+
+
+def _new_group(ranks: list[int] | None, limit: timedelta) -> dist.ProcessGroup:
+    made: dist.ProcessGroup = dist.new_group(
+        ranks, backend="gloo", timeout=limit, use_local_synchronization=ranks is not None
+    )
+    return made
+
+
+class _NamedRank(int):
+    """A rank that is written as another text: that of a group's ranks makes the group's name."""
+
+    def __new__(cls, rank: int, name: str) -> _NamedRank:
+        made = super().__new__(cls, rank)
+        made._name = name
+        return made
+
+    _name: str
+
+    def __str__(self) -> str:
+        return self._name
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int(self),)
+
+
+def _registered() -> int:
+    return len(distributed_c10d._world.pg_names)
+
+
+class _World:
+    """What a process has until torch.distributed is shut down: names of groups come again after that."""
+
+    def __init__(self) -> None:
+        world = dist.group.WORLD
+        assert world is not None
+        self._world = weakref.ref(world)
+        self.counts: Counter[str] = Counter()  # calls over each group, by its name
+        self.latest: deque[_Called] = deque(maxlen=_REMEMBERED)
+        self.cache: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
+
+    @property
+    def is_current(self) -> bool:
+        return self._world() is dist.group.WORLD
+
+    def cached_of(self, ranks: Sequence[int]) -> dict[str, dist.ProcessGroup]:
+        return {str(group.group_name): group for group in self.cache.get(tuple(ranks), ())}
+
+
+_lock = threading.RLock()
+_current: _World | None = None
+# What a forked child got from its parent. Kept for good: the destructor of a process group waits for threads that the
+# child does not have.
+_of_parents: list[_World | None] = []
+
+
+def _this_world() -> _World:
+    global _current
+    with _lock:
+        if _current is None or not _current.is_current:
+            _current = _World()
+        return _current
+
+
+def _begin_again() -> None:
+    """In a forked child."""
+    global _current, _lock
+    _of_parents.append(_current)
+    _current, _lock = None, threading.RLock()
+
+
+os.register_at_fork(after_in_child=_begin_again)

@@ -202,7 +202,7 @@ def given_back(own: Any, loaded: Any) -> Any:
 
 
 def is_default_planner(planner: object, kind: type) -> bool:
-    """Return True if a planner is of this class of DCP's itself, and nobody has put methods of their own into it."""
+    """Return True if a planner is of this class of DCP's itself, without methods that were put into it."""
     return type(planner) is kind and not any(map(callable, vars(planner).values()))
 
 

@@ -12,8 +12,8 @@ from dcp_nvcomp.cli.common import AsJson, Options, Url, parse_storage_options, p
 from dcp_nvcomp.cli.output import Column, Output, counted, left, local_time, show
 
 if TYPE_CHECKING:
+    from dcp_nvcomp.maintenance.findings import Finding, Verification
     from dcp_nvcomp.maintenance.recovery import Recovery
-    from dcp_nvcomp.maintenance.verification.findings import Finding, Verification
     from dcp_nvcomp.reading.comparison import Comparison
 
 Full = Annotated[bool, Option("--full", help="Decode every block too, and check the decoded bytes.")]
@@ -30,7 +30,7 @@ def verify_command(url: Url, full: Full = False, option: Options = None, as_json
 
     Exit status 1 if anything is; warnings do not count, nor do blocks that only a GPU could decode.
     """
-    from dcp_nvcomp.maintenance.verification.verify import verify_checkpoint
+    from dcp_nvcomp.maintenance.verify import verify_checkpoint
 
     storage_options = parse_storage_options(option)
     with progress_bar("verifying") as progress:

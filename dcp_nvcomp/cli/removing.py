@@ -13,8 +13,7 @@ from dcp_nvcomp.cli.output import Column, Output, counted, left, show
 from dcp_nvcomp.format.names import is_metadata_temporary
 
 if TYPE_CHECKING:
-    from dcp_nvcomp.maintenance.cleaning import Cleaning
-    from dcp_nvcomp.maintenance.run_cleaning import RunCleaning
+    from dcp_nvcomp.maintenance.cleaning import Cleaning, RunCleaning
     from dcp_nvcomp.runs.keep import Best
     from dcp_nvcomp.runs.pruning import Pruning
 
@@ -62,8 +61,7 @@ def clean_command(
 
     Exit status 1 if nothing could be cleaned, with --recursive if any of the checkpoints was refused.
     """
-    from dcp_nvcomp.maintenance.cleaning import MIN_AGE_SECONDS, clean_checkpoint
-    from dcp_nvcomp.maintenance.run_cleaning import RunCleaning, clean_run
+    from dcp_nvcomp.maintenance.cleaning import MIN_AGE_SECONDS, RunCleaning, clean_checkpoint, clean_run
 
     seconds = parse_seconds(older_than, "--older-than")
     if seconds < MIN_AGE_SECONDS:

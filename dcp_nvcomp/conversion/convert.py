@@ -28,7 +28,7 @@ from dcp_nvcomp.conversion.checkpoints import (
     write_ours,
 )
 from dcp_nvcomp.conversion.entries import Source, TensorEntry, selected
-from dcp_nvcomp.conversion.places import check_apart, stamps
+from dcp_nvcomp.conversion.places import check_no_overlap, stamps
 from dcp_nvcomp.conversion.safetensors import SafetensorsSource, write_safetensors
 from dcp_nvcomp.conversion.safetensors_format import is_name_of_model
 from dcp_nvcomp.conversion.torch_files import TorchFileSource, write_torch
@@ -124,7 +124,7 @@ def convert(
     reading = dict(source_options if source_options is not None else options)
     opened = _open(source, reading)
     try:
-        check_apart(opened.files, destination, _names_in(destination, target))
+        check_no_overlap(opened.files, destination, _names_in(destination, target))
         entries = selected(opened.entries(), prefix=prefix, dtype=dtype)
         if not entries:
             raise _nothing_selected(opened, prefix)

@@ -47,7 +47,7 @@ def names_in(directory: str, options: Mapping[str, Any]) -> list[str]:
     return sorted([*names, *(name for name in links if os.path.isfile(os.path.join(place, name)))])
 
 
-def check_apart(files: Sequence[str], destination: str, writes: Callable[[str], bool] | None) -> None:
+def check_no_overlap(files: Sequence[str], destination: str, writes: Callable[[str], bool] | None) -> None:
     """Refuse a destination whose files are read by the same conversion."""
     there = real_place(destination)
     for file in files:

@@ -15,8 +15,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.futures import Future
 
-from dcp_nvcomp.calls.meeting import Call, meet, together
-from dcp_nvcomp.calls.ranks import error_of_ranks, group_of
+from dcp_nvcomp.calls.ranks import Call, error_of_ranks, group_of, meet, together
 from dcp_nvcomp.calls.unknown_options import refuse_path
 from dcp_nvcomp.calls.values import (
     ExpectsCheckpoint,

@@ -42,7 +42,7 @@ from dcp_nvcomp.loading.job import LoadOptions
 from dcp_nvcomp.loading.own_keys import with_own_keys
 from dcp_nvcomp.loading.read_plan import Wanted
 from dcp_nvcomp.loading.safe_objects import SafeLoader
-from dcp_nvcomp.loading.seen import Seen, refuse_mixture
+from dcp_nvcomp.loading.seen import Seen, check_same_save
 from dcp_nvcomp.loading.stats import LoadStats
 from dcp_nvcomp.options import (
     DEADLINE_SECONDS,
@@ -281,7 +281,7 @@ class NvcompReader(StorageReader):
             CheckpointReplacedError: another save replaced the checkpoint between two ranks' reads.
             ConfigurationError: the ranks load different checkpoints.
         """
-        refuse_mixture(plans, self.path)
+        check_same_save(plans, self.path)
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -30,7 +30,7 @@ def seen_by(plans: Sequence[LoadPlan]) -> list[Seen]:
     return [plan.storage_data for plan in plans]
 
 
-def refuse_mixture(plans: Sequence[LoadPlan], path: str) -> None:
+def check_same_save(plans: Sequence[LoadPlan], path: str) -> None:
     """Raise if the ranks saw different saves."""
     seen = seen_by(plans)
     saves, places = sorted({str(one.save_id) for one in seen}), sorted({one.place for one in seen})

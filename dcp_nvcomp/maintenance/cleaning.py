@@ -1,43 +1,9 @@
-"""Remove what failed and killed saves left behind; safe while saves, loads and other cleanings run.
+"""Clean every checkpoint below a directory: a run that keeps one directory per step.
 
-    clean_checkpoint(path) -> Cleaning        prints nothing: cli/clean.py does; steps 1 to 3 are in orphan_search.py
+    clean_run(path) -> RunCleaning        prints nothing: cli/clean.py does
 
-What may go is a name that only this project gives, and gives once: `__<rank>_<n>_<id>.distcp`, `__<save_id>.metadata`,
-the temporaries of a publish, and unfinished multipart uploads of these. Anything else is kept. Stock DCP's
-`__<rank>_<n>.distcp` are kept too, although no root may name them: stock DCP uses these names again in each save, so
-the file that is removed need not be the one that was looked at. They are counted as `foreign`.
-
-1  list the files, then the unfinished uploads
-2  read the roots: `.metadata`, and each `__<rank>.metadata`. All must be readable and all of their data files must be
-   there, or nothing is done: in a damaged checkpoint an orphan may be what `recover` needs. If there is no root at all,
-   as after a first save that died, each `__<save_id>.metadata` whose files are all there counts as one: `recover` could
-   bring it back; if files are missing, nothing is done either. If there is no `.metadata`, a `.metadata.<id>.tmp` that
-   was moved aside counts as one too. Then ask the storage for the time
-3  an orphan is what no root names and what is older than `older_than`. Files with the same id belong to the same rank
-   and save, and count as old as the youngest of them; and what a young `__<save_id>.metadata` names is as young as
-   that (one that can't be read ends the cleaning)
-4  list once more and read the roots once more, right before removing; what is live or young by now is kept
-5  remove: temporaries and `__<save_id>.metadata` first, so that none of these ever names deleted files; then data
-   files, some at a time with step 4 before each; then abort the uploads
-
-Why nothing live is removed:
-
-- A load, or a save that replaces the checkpoint: the files of `.metadata` as it is now are never touched. A save
-  publishes before it removes what it replaced, so that at each moment some root names a whole checkpoint. If the roots
-  change between 1 and 2, files seem to be missing; the roots are then read again.
-- A save under way: no root names its files yet. They are young, if the save takes less than `older_than`, which is why
-  that must be longer than the longest save. Once its `__<save_id>.metadata` is there, that protects the files of all
-  its ranks, however old. A save whose files were removed all the same does not publish: after its
-  `__<save_id>.metadata` it looks whether all files are there. What is left is a save longer than `older_than` whose
-  `__<save_id>.metadata` and that look both fall between 4 and 5.
-- What `recover` could bring back: if `.metadata` is corrupt or misses files, this does nothing; if it is lost, a save
-  that is complete is kept, and `recoverable` names it. A recovery between 2 and 5 is seen in 4.
-- A first save under way, in a directory without any root: as any other save under way.
-- A checkpoint that is being copied there, `.metadata` last: on local disks, files in a directory without any root are
-  as young as their ctime, which no copying tool sets back.
-- Another cleaning removes the same: a file that is missing already is fine.
-- Ages are by the storage's own clock, so a machine whose clock is wrong does no harm. Files of unknown age are
-  kept. (S3 counts from when an upload was begun, not from when it was completed.)
+Each directory that holds files of ours is judged by itself, as `clean_checkpoint` does (cleaning.py): one that is
+corrupt is left alone and reported, and the others are cleaned.
 """
 
 from __future__ import annotations
@@ -49,8 +15,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from dcp_nvcomp.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
+from dcp_nvcomp.format.names import own_file, own_upload
 from dcp_nvcomp.format.recognition import recognize
-from dcp_nvcomp.maintenance.opening import opened
+from dcp_nvcomp.maintenance.opening import nothing_below, opened
 from dcp_nvcomp.maintenance.orphan_search import Found, Orphan, look
 from dcp_nvcomp.storage.base import Filesystem
 
@@ -186,3 +153,96 @@ def _still_orphans(filesystem: Filesystem, older_than_seconds: float, batch: Seq
     """Return the orphans that still are: a save may have been published since, or be about to."""
     names = {orphan.name for orphan in look(filesystem, older_than_seconds).orphans if orphan.kind != "upload"}
     return [orphan for orphan in batch if orphan.name in names]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A checkpoint in which nothing was removed.
+
+    Attributes:
+        path: the checkpoint.
+        error: why, in one line.
+    """
+
+    path: str
+    error: str
+
+
+@dataclass(frozen=True)
+class RunCleaning:
+    """Result of `clean_run`.
+
+    Attributes:
+        path: the run.
+        dry_run: True if nothing was removed.
+        older_than_seconds: nothing younger than this was removed.
+        checkpoints: what was done in each directory, by path.
+        refused: the directories that could not be listed or cleaned, such as corrupt checkpoints.
+    """
+
+    path: str
+    dry_run: bool
+    older_than_seconds: float
+    checkpoints: tuple[Cleaning, ...]
+    refused: tuple[Refusal, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all orphans together."""
+        return sum(one.nbytes for one in self.checkpoints)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all of it as JSON values. Keys are only ever added; `schema` changes if one must go."""
+        return {
+            "schema": 1,
+            "run": self.path,
+            "dry_run": self.dry_run,
+            "older_than_seconds": self.older_than_seconds,
+            "nbytes": self.nbytes,
+            "checkpoints": [one.to_json() for one in self.checkpoints],
+            "refused": [{"checkpoint": one.path, "error": one.error} for one in self.refused],
+        }
+
+
+def clean_run(
+    path: str | os.PathLike[str],
+    *,
+    older_than_seconds: float = 86400.0,
+    dry_run: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> RunCleaning:
+    """Remove orphaned files and unfinished uploads of all checkpoints at or below a path.
+
+    Args:
+        path: a local path or any fsspec URL.
+        older_than_seconds: as in `clean_checkpoint`.
+        dry_run: only report what would be removed.
+        storage_options: for the fsspec filesystem, such as `endpoint_url` and `key` for S3.
+
+    Returns:
+        What was removed in each directory, and which ones were refused.
+
+    Raises:
+        ConfigurationError: an option can't work or is unknown.
+        CheckpointNotFoundError: no directory below the path holds files of ours.
+        StorageError: the storage fails while the directory itself is listed.
+    """
+    check_age(older_than_seconds)
+    with opened(path, storage_options) as filesystem:
+        below, uploads, failed = filesystem.list_below()
+        paths = [path_below.rpartition("/") for path_below in [*(file.name for file in below), *uploads]]
+        folders = sorted({folder for folder, _, name in paths if own_file(name) or own_upload(name)})
+        if not folders and not failed:
+            raise nothing_below(filesystem)
+    cleaned = []
+    refused = [Refusal(filesystem.location(folder), str(error)) for folder, error in sorted(failed.items())]
+    for folder in folders:
+        at = f"{os.fspath(path).rstrip('/')}/{folder}" if folder else path
+        try:
+            one = clean_checkpoint(
+                at, older_than_seconds=older_than_seconds, dry_run=dry_run, storage_options=storage_options
+            )
+            cleaned.append(one)
+        except CheckpointError as error:
+            refused.append(Refusal(filesystem.location(folder) if folder else filesystem.path, str(error)))
+    return RunCleaning(filesystem.path, dry_run, float(older_than_seconds), tuple(cleaned), tuple(refused))

@@ -26,8 +26,7 @@ from dcp_nvcomp.format.metadata.shards import ShardIndex
 from dcp_nvcomp.format.metadata.stored import StockItem, StoredAt
 from dcp_nvcomp.format.record import KIND_BYTES, KIND_TENSOR, Record
 from dcp_nvcomp.loading.reader import NvcompReader
-from dcp_nvcomp.maintenance.natural import natural_order
-from dcp_nvcomp.maintenance.opening import checked_storage_options, opened
+from dcp_nvcomp.maintenance.opening import checked_storage_options, natural_order, opened
 from dcp_nvcomp.saving.stats import Totals
 from dcp_nvcomp.storage.base import Filesystem
 

@@ -1,9 +1,10 @@
-"""Open a checkpoint's storage for a tool: check its options, and close it in the end."""
+"""What the tools share: opening a checkpoint's storage with checked options, and the order of names."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -53,3 +54,9 @@ def checked_storage_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
     for name in sorted(READER_OPTIONS & options.keys()):
         raise ConfigurationError(f"{name!r} is not an option of the storage.")
     return options
+
+
+def natural_order(text: str) -> list[tuple[int, str]]:
+    """A sort key under which `layers.2` comes before `layers.10`."""
+    parts = re.split(r"0*([0-9]+)", text)  # text and digits in turn
+    return [(len(part) if turn % 2 else 0, part) for turn, part in enumerate(parts)]

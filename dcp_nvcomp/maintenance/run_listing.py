@@ -3,7 +3,7 @@
     list_run(path) -> RunListing        prints nothing: cli/ls.py does
 
 The files are listed once. A checkpoint is opened the first time that it is seen (completeness.py), its `.metadata`
-read whole. Of one that was complete then, and is as it was by its listing (seen.py), the last few KB are read, where
+read whole. Of one that was complete then, and is as it was by its listing (`Seen`), the last few KB are read, where
 the summary is: so a thousand checkpoints on an object store take a thousand reads, many at once, and one listing a
 thousand files.
 """
@@ -22,10 +22,8 @@ from typing import Any, Final
 from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.format.metadata.summary import REPLICA, SUMMARY_NBYTES, Summary, summary_at_end
 from dcp_nvcomp.format.names import METADATA_NAME, data_file_rank, own_file, own_upload, rank_of_metadata_name
-from dcp_nvcomp.maintenance.completeness import look_into
-from dcp_nvcomp.maintenance.natural import natural_order
-from dcp_nvcomp.maintenance.opening import nothing_below, opened
-from dcp_nvcomp.maintenance.seen import Seen, identity_of, read_seen
+from dcp_nvcomp.maintenance.completeness import Seen, identity_of, look_into, read_seen
+from dcp_nvcomp.maintenance.opening import natural_order, nothing_below, opened
 from dcp_nvcomp.storage.base import Below, FileInfo, Filesystem
 
 COMPLETE: Final = "complete"

@@ -1,10 +1,14 @@
-"""What a run tells: one event for each thing that happened, and the report that sums them up."""
+"""What happens in a run: one event for each thing, the report that sums them up, and who is given them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
+
+logger = logging.getLogger(__name__)
 
 TierName: TypeAlias = Literal["fast", "copies", "durable"]
 Source: TypeAlias = Literal["own", "peer", "durable"]
@@ -210,3 +214,27 @@ class RunReport:
         else:
             values["restored"] = (*self.restored, event)
         return RunReport(**values)
+
+
+class EventEmitter:
+    """Gives events to the report, the log, and the user's callback, from any thread."""
+
+    def __init__(self, on_event: Callable[[Event], None] | None, *, logs: bool) -> None:
+        self._on_event, self._logs = on_event, logs
+        self._report, self._lock = RunReport(), threading.Lock()
+
+    def emit(self, event: Event) -> None:
+        """Pass on an event; what the callback raises is logged."""
+        with self._lock:
+            self._report = self._report.after(event)
+        if self._logs:
+            logger.info("%s", event)
+        if self._on_event is not None:
+            try:
+                self._on_event(event)
+            except Exception as error:
+                logger.error("on_event raised %s: %s", type(error).__name__, error)
+
+    def report(self) -> RunReport:
+        with self._lock:
+            return self._report

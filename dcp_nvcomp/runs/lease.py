@@ -1,6 +1,6 @@
 """The lease: one manager writes to a run, and a second one is told who it is.
 
-    .run/lease-<number>     who holds it (holder.py); created once and never replaced by anyone else, renewed by its
+    .run/lease-<number>     who holds it (`Holder`); created once and never replaced by anyone else, renewed by its
                             holder
 
 Of several files the highest number counts, and files that say nothing of a holder do not. A manager that finds none, or
@@ -23,27 +23,106 @@ another lease under its own, has lost the run: the next call of its manager rais
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
+import os
 import re
+import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
+from dcp_nvcomp.calls.json_text import parse_json
 from dcp_nvcomp.errors import CheckpointError, ConcurrentSaveError, FormatError, RunInUseError, UnsafePathError
 from dcp_nvcomp.format.metadata.roots import is_missing
-from dcp_nvcomp.runs.holder import LONGEST_SECONDS, Holder
+from dcp_nvcomp.redaction import printable
 from dcp_nvcomp.storage.base import FileInfo, Filesystem
 
 logger = logging.getLogger(__name__)
 
+# A dead holder of a longer lease would keep its successor waiting for longer than anyone watches.
+LONGEST_SECONDS: Final = 3600.0
+_USUAL_SECONDS: Final = 60.0
+_MOST_SHOWN: Final = 200
 _NAME: Final = re.compile(r"lease-([0-9]{6,12})")
 _LAST_NUMBER: Final = 10**12 - 1  # no manager gets there: a lease a second for 30,000 years
 _MOST_NBYTES: Final = 1 << 16
 _ATTEMPTS: Final = 5
 _FUTURE_SECONDS: Final = 5.0  # by so much a file may seem to be newer than the clock that stamped it
 _LONGEST_PAUSE_SECONDS: Final = 2.0
+
+
+@dataclass(frozen=True)
+class Holder:
+    """What a lease says."""
+
+    id: str  # of this lease
+    run_id: str = ""  # of the job; empty if it has none
+    host: str = "?"  # where the job's first rank is
+    pid: str = "?"  # its process there
+    lease_seconds: float = _USUAL_SECONDS  # how long the lease lasts without being renewed
+    renewed: int = 0  # how often it was
+    is_released: bool = False  # True if it was given back
+
+    @staticmethod
+    def here(run_id: str | None, lease_seconds: float) -> Holder:
+        """Return this process as the holder of a new lease."""
+        return Holder(uuid.uuid4().hex, run_id or "", socket.gethostname(), str(os.getpid()), lease_seconds)
+
+    @staticmethod
+    def of(data: bytes) -> Holder | None:
+        """Return what a file says; None if it is no lease."""
+        try:
+            values = parse_json(data)
+        except ValueError:
+            return None
+        if not isinstance(values, dict) or not isinstance(values.get("id"), str):
+            return None
+        run_id, host, pid, renewed = (values.get(name) for name in ("run_id", "host", "pid", "renewed"))
+        return Holder(
+            values["id"],
+            run_id if isinstance(run_id, str) else "",
+            str(host)[:_MOST_SHOWN],
+            str(pid)[:_MOST_SHOWN],
+            _seconds(values.get("lease_seconds")),
+            renewed if type(renewed) is int else 0,
+            values.get("released") is True,
+        )
+
+    def to_data(self) -> bytes:
+        values: dict[str, Any] = {
+            "run_id": self.run_id or None,
+            "host": self.host,
+            "pid": int(self.pid) if self.pid.isdecimal() else self.pid,
+            "lease_seconds": self.lease_seconds,
+            "id": self.id,
+            "renewed": self.renewed,
+        }
+        if self.is_released:
+            values["released"] = True
+        return json.dumps(values).encode()
+
+    def as_renewed(self) -> Holder:
+        return dataclasses.replace(self, renewed=self.renewed + 1)
+
+    def lets_go_for(self, run_id: str | None) -> bool:
+        """Return whether a job may take over at once: the lease was given back, or is the same job's."""
+        return self.is_released or (bool(run_id) and self.run_id == run_id)
+
+    def __str__(self) -> str:
+        job = f"job {self.run_id[:_MOST_SHOWN]!r}, " if self.run_id else ""
+        return printable(f"{job}process {self.pid} on {self.host}")
+
+
+def _seconds(value: Any) -> float:
+    if type(value) not in (int, float) or value <= 0:
+        return _USUAL_SECONDS
+    return float(min(value, LONGEST_SECONDS))
+
+
 # It can't be read, by this user or at all; its holder may live.
 _UNREADABLE: Final = Holder("", host="an unknown host (its file can't be read)")
 
@@ -94,11 +173,9 @@ class Lease:
 
     @property
     def is_lost(self) -> bool:
-        """True once another manager has taken the run over."""
         return self._lost is not None
 
     def check(self) -> None:
-        """Raise if another manager has taken the run over."""
         if self._lost is not None:
             raise self._lost
 
@@ -108,7 +185,7 @@ class Lease:
         self._thread.join()
         own = self._open_own()
         if self._lost is None and self._other(own) is None:
-            # not removed: numbers only grow, so that nobody takes another one's lease for its own
+            # not removed: numbers only grow, so that no manager takes another one's lease for its own
             released = dataclasses.replace(self._holder, is_released=True)
             own.publish(_name_of(self._number), released.to_data())
 
@@ -175,15 +252,10 @@ def _read(own: Filesystem, name: str) -> Holder | None:
 
 @dataclass(frozen=True)
 class _Sight:
-    """What is seen of the lease that counts.
+    """What is seen of the lease that counts."""
 
-    Attributes:
-        holder: who holds it; None if all there is says nothing of a holder.
-        modified: when each of the files was written.
-    """
-
-    holder: Holder | None
-    modified: tuple[tuple[int, float | None], ...]
+    holder: Holder | None  # who holds it; None if all there is says nothing of a holder
+    modified: tuple[tuple[int, float | None], ...]  # when each of the files was written
     modified_seconds: float | None
 
     @staticmethod

@@ -1,7 +1,7 @@
 """CheckpointManager: the checkpoints of a training run, from the first save to the restart on other machines.
 
     should_save -> save -> async_save into the fast tier, or straight into the durable one
-                           behind/: on each node, copies, upload, commit, retention
+                           background/: on each node, copies, upload, commit, retention
     restore     -> restoring/: the newest complete step of any place, each file from its nearest copy
 
 All ranks make a manager, and call `should_save`, `save` and `restore` at the same steps.
@@ -19,33 +19,27 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from dcp_nvcomp.calls.meeting import Call
-from dcp_nvcomp.calls.ranks import group_of
+from dcp_nvcomp.calls.ranks import Call, group_of
 from dcp_nvcomp.calls.values import check_state_dict, try_check, try_values_of
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError, RankFailedError
 from dcp_nvcomp.format.metadata.summary import LEASE, RUN_SECONDS
 from dcp_nvcomp.options import check_choice, check_flag, check_path, check_seconds, option_names
 from dcp_nvcomp.redaction import without_secrets
-from dcp_nvcomp.runs.agreement import Agreement, RunCall
-from dcp_nvcomp.runs.behind.pipeline import Pipeline, TierRules
-from dcp_nvcomp.runs.events import Event, RunReport, StepDelayed, StepRestored, StepSkipped
-from dcp_nvcomp.runs.failures import Failures
+from dcp_nvcomp.runs.agreement import Agreement, Failures, RunCall, SignalWatch
+from dcp_nvcomp.runs.background.pipeline import Pipeline
+from dcp_nvcomp.runs.events import Event, EventEmitter, RunReport, StepDelayed, StepRestored, StepSkipped
 from dcp_nvcomp.runs.keep import Best, Keep, KeepRule, SavedStep
 from dcp_nvcomp.runs.lease import Lease
-from dcp_nvcomp.runs.options import SaveOptions, check_count, check_tiers, job_id
-from dcp_nvcomp.runs.preemption import SignalWatch
-from dcp_nvcomp.runs.publishers import check_metrics
+from dcp_nvcomp.runs.options import ForwardedOptions, RunContext, check_count, check_tiers, job_id
 from dcp_nvcomp.runs.ranks import ranks_of_run
 from dcp_nvcomp.runs.replicas.replicas import replicas_for
-from dcp_nvcomp.runs.restoring.run_restore import RunRestore
-from dcp_nvcomp.runs.run_time import RunTime
+from dcp_nvcomp.runs.restoring.restore import Restoring
 from dcp_nvcomp.runs.starting import SaveStarter
-from dcp_nvcomp.runs.step_save import StepSave
+from dcp_nvcomp.runs.step_save import NewestStep, RunTime, StepSave, check_metrics
 from dcp_nvcomp.runs.steps import RunSteps, StepNames
-from dcp_nvcomp.runs.telling import Telling
 from dcp_nvcomp.runs.tiers.durable import BEGUN, DurableTier
 from dcp_nvcomp.runs.tiers.fast import FastTier
-from dcp_nvcomp.runs.tiers.nodes import Nodes, Place, this_node
+from dcp_nvcomp.runs.tiers.nodes import nodes_of_run
 from dcp_nvcomp.saving.asynchronous.async_save import end_sequence
 from dcp_nvcomp.saving.plans.differences import OnDifference
 from dcp_nvcomp.storage.open import real_place
@@ -54,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 LARGEST_STEP = 1 << 63  # ranks tell each other numbers of 64 bits
 
-_Behind = Literal["wait", "skip"]
+_OnBacklog = Literal["wait", "skip"]
 
 
 class CheckpointManager:
@@ -74,7 +68,7 @@ class CheckpointManager:
         node: name of this rank's node; by default what torchrun says, else the name of the host.
         domain: what fails together with this node, such as its rack; by default the node. Copies go to other domains.
         asynchronous: if False, `save` returns when the step is in all its tiers.
-        on_behind: what happens to a save that is due for the durable tier while the last but one is still on its way
+        on_backlog: what happens to a save that is due for the durable tier while the last but one is still on its way
             there: it waits, or with `"skip"` it is not made, or goes to the fast tier only.
         run_id: id of this job, the same for all its restarts; by default `TORCHELASTIC_RUN_ID`. A job with the same id
             takes the run over at once, others have to wait until its lease has run out.
@@ -124,7 +118,7 @@ class CheckpointManager:
         node: str | None = None,
         domain: str | None = None,
         asynchronous: bool = True,
-        on_behind: _Behind = "wait",
+        on_backlog: _OnBacklog = "wait",
         run_id: str | None = None,
         take_over: bool = False,
         lease_seconds: float = 60.0,
@@ -141,10 +135,10 @@ class CheckpointManager:
         check_count("fast_keep", fast_keep)
         check_seconds("lease_seconds", lease_seconds)
         self._asynchronous = check_flag("asynchronous", asynchronous)
-        self._on_behind = check_choice("on_behind", on_behind, _Behind)
+        self._on_backlog = check_choice("on_backlog", on_backlog, _OnBacklog)
         if keep is not None and not callable(keep):
             raise ConfigurationError(f"keep={keep!r} must be a Keep, or a callable.")
-        self._options = SaveOptions.of(check_path(root), options, option_names(CheckpointManager))
+        self._options = ForwardedOptions.of(check_path(root), options, option_names(CheckpointManager))
         check_choice("on_difference", on_difference, OnDifference)
         names = StepNames(step_template)
         self._durable = DurableTier(check_path(root), names, self._options.storage)
@@ -162,26 +156,17 @@ class CheckpointManager:
             fast_keep=fast_keep,
             copies=copies,
             asynchronous=asynchronous,
-            on_behind=on_behind,
+            on_backlog=on_backlog,
             step_template=step_template,
             on_difference=on_difference,
         )
-        self._ranks, fast_ranks, durable_ranks = self._all_ranks = ranks_of_run(self._group, call)
-        self._telling = Telling(on_event, logs=self._ranks.is_first)
-        name = this_node() if node is None else str(node)
-        places = self._ranks.gather(Place(name, name if domain is None else str(domain)))
-        self._nodes = Nodes(places, self._ranks.rank)
-        self._replicas = replicas_for(copies, self._ranks, self._nodes, self._group)
+        # without a fast tier the threads have no collectives: a save has groups of its own
+        self._all_ranks = ranks_of_run(self._group, call, 1 if fast is None else 3)
+        self._ranks, fast_ranks, durable_ranks = self._all_ranks * 3 if fast is None else self._all_ranks
+        self._events = EventEmitter(on_event, logs=self._ranks.is_first)
         self._copies = 0 if isinstance(copies, str) else copies
-        fewest = min(len(self._nodes.peers_of(one, self._copies)) for one in self._nodes.names)
-        if fewest < self._copies and self._ranks.is_first:
-            logger.warning(
-                "copies=%d, but only %d can be made: there are too few nodes, or failure domains. They are: %s",
-                self._copies,
-                fewest,
-                ", ".join(sorted({place.domain for place in places})),
-            )
-
+        self._nodes = nodes_of_run(self._ranks, node, domain, self._copies)
+        self._replicas = replicas_for(copies, self._ranks, self._nodes, self._group)
         self._failures = Failures()
         self._has_last_save = self._is_closed = False
         self._saves = self._made_up_for = 0
@@ -193,46 +178,18 @@ class CheckpointManager:
             self._release()
             raise
         newest = max(there.complete, key=lambda saved: saved.step, default=None)
-        self._newest_step = None if newest is None else newest.step  # saves must not be older
-        self._is_unseen = True  # until a restore or a save
+        self._newest = NewestStep(None if newest is None else newest.step)
         self._run_time = RunTime(None if newest is None else newest.run_seconds)
         path = without_secrets(self._durable.root)
         self._agreement = Agreement(self._ranks, self._signals, self._failures, lambda: self._lease, path)
-        self._pipeline = Pipeline(
-            fast_ranks,
-            durable_ranks,
-            self._nodes,
-            self._fast,
-            self._durable,
-            TierRules(keep, fast_keep, self._copies),
-            there,
-            check_lease=self._check_lease,
-            tell=self._telling.tell,
-            on_failure=self._failures.note,
-            on_lost=self._failures.note_lost,
-        )
+        emit = self._events.emit
+        run = RunContext(self._nodes, self._fast, self._durable, keep, fast_keep, self._copies, self._check_lease, emit)
+        self._pipeline = Pipeline(fast_ranks, durable_ranks, run, there, self._failures)
         self._starter = SaveStarter(
-            self._group,
-            self._nodes,
-            self._fast,
-            self._durable,
-            self._pipeline,
-            self._options,
-            copies=self._copies,
-            is_first=self._ranks.is_first,
-            on_difference=on_difference,
-            check_lease=self._check_lease,
-            tell=self._telling.tell,
+            self._group, run, self._pipeline, self._options, on_difference, warns=self._ranks.is_first
         )
-        self._restoring = RunRestore(
-            self._ranks,
-            self._nodes,
-            self._fast,
-            self._durable,
-            self._pipeline,
-            load_options={"process_group": self._group, "no_dist": self._group is None},
-            reader_options=self._options.for_durable_reader,
-            run_time=self._run_time,
+        self._restoring = Restoring(
+            self._ranks, run, self._pipeline, self._group, self._options.for_durable_reader, self._run_time
         )
 
     def _begin(self, run_id: str | None, take_over: bool, lease_seconds: float) -> RunSteps:
@@ -269,7 +226,7 @@ class CheckpointManager:
             step: the step of training that was just made.
 
         Raises:
-            CheckpointError: an earlier save failed behind training; on all ranks at the same step.
+            CheckpointError: an earlier save failed in the background; on all ranks at the same step.
             RunInUseError: another manager has taken the run over.
         """
         self._check_open()
@@ -314,19 +271,18 @@ class CheckpointManager:
         Raises:
             ConfigurationError: the arguments can't work, or the step is older than one that this manager has restored
                 or saved; nothing was saved.
-            CheckpointError: an earlier save failed behind training, and this one was not made; on all ranks. With
+            CheckpointError: an earlier save failed in the background, and this one was not made; on all ranks. With
                 `asynchronous=False` also: this one failed.
             RunInUseError: another manager has taken the run over.
         """
         self._check_open()
         values, known_metrics, failure = self._checked(step, state, metrics, durable)
-        is_behind = self._pipeline.on_their_way > 1
         call = RunCall("save", self._number(step))
-        failed, no_room, behind, is_asked = self._agreement.now(
+        failed, no_room, backlogged, is_asked = self._agreement.now(
             call,
             failure is not None,
             not self._starter.has_room(values),
-            is_behind,
+            self._pipeline.on_their_way > 1,
             failure is None and bool(durable),
         )
         if failed:
@@ -335,17 +291,17 @@ class CheckpointManager:
         to_fast = self._fast is not None and not no_room and not self._owes
         is_last = self.preempted or bool(is_asked)
         due = is_last or not to_fast or self._is_due(step, self._every)
-        if due and behind:
-            if self._on_behind == "wait" or is_last:  # the last save is never skipped
+        if due and backlogged:
+            if self._on_backlog == "wait" or is_last:  # the last save is never skipped
                 self._wait_for_uploads(save)
             elif not to_fast:
                 return self._skipped(save)
             else:
                 due = False
-                self._telling.tell(
+                self._events.emit(
                     StepSkipped(step, "earlier steps are still on their way: it goes to the fast tier only")
                 )
-        self._newest_step, self._is_unseen = step, False
+        self._newest.is_now(step)
         replica = self._replicas.replica_of(values, self._pipeline.wait) if self._replicas and to_fast else None
         self._restoring.go_back()
         if to_fast:
@@ -386,7 +342,7 @@ class CheckpointManager:
             if check_count("step", step, least=0) >= LARGEST_STEP:
                 raise ConfigurationError(f"step={step} is larger than any step that ranks can agree on, 2**63 - 1.")
             check_flag("durable", durable)
-            self._refuse_older(step)
+            self._newest.refuse_older(step)
             check_state_dict("save", state)
             known_metrics = check_metrics(step, metrics)
         except CheckpointError as error:
@@ -394,26 +350,10 @@ class CheckpointManager:
         values, failure = try_values_of(state)
         return values, known_metrics, failure
 
-    def _refuse_older(self, step: int) -> None:
-        """Raise if a step would be pushed out by what the run has; one that was saved or restored may be replaced."""
-        newest = self._newest_step
-        if newest is None or step > newest or (step == newest and not self._is_unseen):
-            return
-        if self._is_unseen:
-            raise ConfigurationError(
-                f"Step {step} is not newer than step {newest}, which this run has: call restore first, or save to "
-                "another root."
-            )
-        raise ConfigurationError(
-            f"Step {step} is older than step {newest}, which this manager has restored or saved: steps only grow. "
-            "restore(state, step=...) goes back to an earlier one; a phase that counts anew needs another root, or "
-            "numbers that go on."
-        )
-
     def _wait_for_uploads(self, save: StepSave) -> None:
         start = time.perf_counter()
         self._pipeline.wait_for_uploads(1)
-        self._telling.tell(StepDelayed(save.step, time.perf_counter() - start))
+        self._events.emit(StepDelayed(save.step, time.perf_counter() - start))
 
     def _check_lease(self) -> None:
         """Raise RunInUseError if this rank's lease is lost."""
@@ -422,7 +362,7 @@ class CheckpointManager:
 
     def _skipped(self, save: StepSave) -> StepSave:
         event = StepSkipped(save.step, "earlier steps are still on their way to the durable tier: it was not saved")
-        self._telling.tell(event)
+        self._events.emit(event)
         save.staged.set_result(None)
         save.saved.set_result(event)
         return save
@@ -470,16 +410,13 @@ class CheckpointManager:
             state,
             step,
             fallback=fallback,
-            is_due=self._belongs_into_durable,
+            is_due=lambda number: self._is_due(number, self._every),
             new_save=self._new_save,
         )
-        self._newest_step, self._is_unseen = (None if event is None else event.step), False
+        self._newest.is_now(None if event is None else event.step)
         if event is not None:
-            self._telling.tell(event)
+            self._events.emit(event)
         return event
-
-    def _belongs_into_durable(self, step: int) -> bool:
-        return self._is_due(step, self._every)
 
     def _new_save(self, step: int, metrics: Mapping[str, float]) -> StepSave:
         self._saves += 1
@@ -488,7 +425,7 @@ class CheckpointManager:
 
     def report(self) -> RunReport:
         """Return what this manager did so far, on this rank."""
-        return self._telling.report()
+        return self._events.report()
 
     def wait(self) -> None:
         """Wait until all saves are in all their tiers.

@@ -1,10 +1,10 @@
-"""The options of a manager: checked, and those of writers, readers and storage told apart."""
+"""The options of a manager: checked, forwarded to writers, readers and storage, and what all its parts share."""
 
 from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -13,28 +13,40 @@ from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.loading.reader import NvcompReader
 from dcp_nvcomp.options import DEADLINE_OPTION, option_names
+from dcp_nvcomp.runs.events import Event
+from dcp_nvcomp.runs.keep import Keep, KeepRule
+from dcp_nvcomp.runs.tiers.durable import DurableTier
+from dcp_nvcomp.runs.tiers.fast import FastTier
+from dcp_nvcomp.runs.tiers.nodes import Nodes
 from dcp_nvcomp.saving.writer import NvcompWriter
 
 REPLICAS: Final = "replicas"
 
 
 @dataclass(frozen=True)
-class SaveOptions:
-    """Options that are passed on.
+class RunContext:
+    """What the parts of a manager share."""
 
-    Attributes:
-        writer: of `NvcompWriter`.
-        reader: of `NvcompReader`.
-        storage: for the fsspec filesystem of the durable tier, and its deadline.
-    """
+    nodes: Nodes
+    fast: FastTier | None
+    durable: DurableTier
+    keep: Keep | KeepRule | None
+    fast_keep: int
+    copies: int  # nodes that get those of each node's files
+    check_lease: Callable[[], None]
+    emit: Callable[[Event], None]
+
+
+@dataclass(frozen=True)
+class ForwardedOptions:
+    """Options of `NvcompWriter` and `NvcompReader`; and for the durable tier's filesystem, with its deadline."""
 
     writer: Mapping[str, Any]
     reader: Mapping[str, Any]
     storage: Mapping[str, Any]
 
     @staticmethod
-    def of(root: str, options: Mapping[str, Any], own_names: Sequence[str] = ()) -> SaveOptions:
-        """Tell options apart."""
+    def of(root: str, options: Mapping[str, Any], own_names: Sequence[str] = ()) -> ForwardedOptions:
         writer_names, reader_names = set(option_names(NvcompWriter)), set(option_names(NvcompReader))
         writer = {name: value for name, value in options.items() if name in writer_names}
         reader = {name: value for name, value in options.items() if name in reader_names}
@@ -46,10 +58,9 @@ class SaveOptions:
         NvcompWriter(root, **writer, **rest)  # these two look at all values, and open the storage
         NvcompReader(root, **reader, **rest)
         deadline = {name: value for name, value in options.items() if name == DEADLINE_OPTION}
-        return SaveOptions(writer, reader, {**rest, **deadline})
+        return ForwardedOptions(writer, reader, {**rest, **deadline})
 
     def durable_writer(self, path: str) -> NvcompWriter:
-        """Return a writer into the durable tier."""
         return NvcompWriter(path, **{**self.writer, **self.storage})
 
     def fast_writer(self, path: str) -> NvcompWriter:
@@ -67,7 +78,6 @@ class SaveOptions:
 
     @property
     def for_durable_reader(self) -> dict[str, Any]:
-        """Options of a reader of the durable tier."""
         return {**self.reader, **self.storage}
 
 
@@ -89,6 +99,6 @@ def check_tiers(fast: Any, fast_every: Any, copies: Any) -> None:
 
 
 def job_id() -> str | None:
-    """Return torchrun's id of this job; None without torchrun, and if nobody gave it one."""
+    """Return torchrun's id of this job; None without torchrun, and if it was given none."""
     found = os.environ.get("TORCHELASTIC_RUN_ID", "")
     return None if found in ("", "none") else found

@@ -1,8 +1,4 @@
-"""What the ranks of a run tell each other, over gloo groups that only the run uses.
-
-Training's own group may be on NCCL, and is busy: collectives of a thread beside training must not meet those of
-training, nor those of another thread. So each thread of a manager has `Ranks` of its own.
-"""
+"""What the ranks of a run exchange, over gloo groups that only the run uses: one for each thread (calls/ranks.py)."""
 
 from __future__ import annotations
 
@@ -16,8 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from dcp_nvcomp.calls.groups import give_back, offer_of, take
-from dcp_nvcomp.calls.meeting import Arrival, Call, expect_same, global_ranks, limit_of, meet, together
+from dcp_nvcomp.calls.ranks import Arrival, Call, expect_same, give_back, limit_of, own_groups, together
 from dcp_nvcomp.errors import CheckpointError, RankFailedError
 
 T = TypeVar("T")
@@ -33,12 +28,7 @@ class _Gone:
 
 
 class Ranks:
-    """The ranks of a process group. All of them have to call the same methods.
-
-    Attributes:
-        rank: this rank in the group.
-        count: number of ranks.
-    """
+    """The ranks of a process group. All of them have to call the same methods."""
 
     def __init__(self, group: dist.ProcessGroup | None, gone: _Gone | None = None) -> None:
         self._group, self._gone = group, gone or _Gone()
@@ -51,7 +41,6 @@ class Ranks:
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, by rank."""
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self.count
@@ -72,20 +61,12 @@ class Ranks:
         """Do something on each rank, and raise on all of them if it fails on any."""
         done, error = _tried(work)
         failures = self.gather(error)
-        if error is not None:
-            raise error
-        first = next((failure for failure in failures if failure is not None), None)
-        if first is not None:
-            raise first
-        return done  # type: ignore[return-value]
+        return _result(done, error or next((failure for failure in failures if failure is not None), None))
 
     def on_one(self, work: Callable[[], T], rank: int = 0) -> T:
         """Do something on one rank, and return what it returns, or raise what it raises, on all of them."""
         done, error = _tried(work) if self.rank == rank else (None, None)
-        done, error = self.share((done, error), rank)
-        if error is not None:
-            raise error
-        return done  # type: ignore[return-value]
+        return _result(*self.share((done, error), rank))
 
     def on_first_at_length(self, work: Callable[[], T]) -> T:
         """Do on the first rank what may take longer than the others wait: they learn meanwhile that it goes on."""
@@ -102,18 +83,14 @@ class Ranks:
                 while not wait([doing], pause_seconds).done:
                     self.share(None)
                 ended = self.share(doing.result())
-        done, error = ended
-        if error is not None:
-            raise error
-        return done  # type: ignore[return-value]
+        return _result(*ended)
 
     def begin_row(self, call: Call, values: Sequence[int]) -> Row:
-        """Begin to tell the others what this rank calls, and a few numbers; nobody waits."""
+        """Begin to exchange what each rank calls, and a few numbers; no rank waits."""
         self._row = Row(call, values, self._group)
         return self._row
 
     def expect_same(self, calls: Sequence[Call]) -> None:
-        """Raise if the ranks make different calls."""
         if self._group is not None:
             expect_same(calls, self._group)
 
@@ -148,15 +125,12 @@ class Ranks:
             raise
 
 
-def ranks_of_run(group: dist.ProcessGroup | None, call: Call) -> tuple[Ranks, Ranks, Ranks]:
-    """Return the ranks of a run, for each of a manager's threads."""
+def ranks_of_run(group: dist.ProcessGroup | None, call: Call, thread_count: int) -> list[Ranks]:
+    """Return the ranks of a run, for each thread of a manager that has collectives."""
     if group is None:
-        return Ranks(None), Ranks(None), Ranks(None)
-    members = global_ranks(group)
-    made = take(members, 3, meet(group, call, offer_of(members)), limit_of(group))
+        return [Ranks(None)] * thread_count
     gone = _Gone()
-    calls, fast, durable = (Ranks(one, gone) for one in made)
-    return calls, fast, durable
+    return [Ranks(one, gone) for one in own_groups(group, call, thread_count)]
 
 
 class Row:
@@ -182,7 +156,6 @@ class Row:
             return False
 
     def wait(self) -> list[list[int]]:
-        """Return the numbers of all ranks, by rank."""
         if self._work is not None:
             with self._arrival.waiting():
                 self._work.wait()
@@ -199,3 +172,9 @@ def _tried(work: Callable[[], T]) -> tuple[T | None, CheckpointError | None]:
         failure = RankFailedError(f"{type(error).__name__}: {error}")
         failure.__cause__ = error
         return None, failure
+
+
+def _result(done: T | None, error: CheckpointError | None) -> T:
+    if error is not None:
+        raise error
+    return done  # type: ignore[return-value]

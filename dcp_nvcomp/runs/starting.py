@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from dcp_nvcomp.errors import CheckpointError, StorageError
-from dcp_nvcomp.runs.behind.pipeline import Pipeline
-from dcp_nvcomp.runs.events import Event, StepSkipped
-from dcp_nvcomp.runs.options import SaveOptions
-from dcp_nvcomp.runs.publishers import NodePublisher, StepPublisher
+from dcp_nvcomp.runs.background.pipeline import Pipeline
+from dcp_nvcomp.runs.events import StepSkipped
+from dcp_nvcomp.runs.options import ForwardedOptions, RunContext
 from dcp_nvcomp.runs.replicas.replicas import Replica
-from dcp_nvcomp.runs.state_size import state_nbytes
-from dcp_nvcomp.runs.step_save import StepSave
-from dcp_nvcomp.runs.tiers.durable import DurableTier
-from dcp_nvcomp.runs.tiers.fast import FastTier
-from dcp_nvcomp.runs.tiers.nodes import Nodes
+from dcp_nvcomp.runs.step_save import NodePublisher, StepPublisher, StepSave
 from dcp_nvcomp.saving.asynchronous.async_save import AsyncSave, async_save
 from dcp_nvcomp.saving.asynchronous.staging import UploadFuture
 from dcp_nvcomp.saving.plans.differences import OnDifference
@@ -36,34 +33,28 @@ class SaveStarter:
     def __init__(
         self,
         group: dist.ProcessGroup | None,
-        nodes: Nodes,
-        fast: FastTier | None,
-        durable: DurableTier,
+        run: RunContext,
         pipeline: Pipeline,
-        options: SaveOptions,
-        *,
-        copies: int,
-        is_first: bool,
+        options: ForwardedOptions,
         on_difference: OnDifference,
-        check_lease: Callable[[], None],
-        tell: Callable[[Event], None],
+        *,
+        warns: bool,
     ) -> None:
-        self._group, self._nodes, self._fast, self._durable = group, nodes, fast, durable
-        self._pipeline, self._options, self._copies = pipeline, options, copies
-        self._check_lease, self._tell = check_lease, tell
-        self._may_warn, self._on_difference = is_first, on_difference
+        self._group, self._run, self._pipeline, self._options = group, run, pipeline, options
+        self._fast, self._durable = run.fast, run.durable
+        self._on_difference, self._warns = on_difference, warns
 
     def has_room(self, values: Mapping[str, Any]) -> bool:
         """Return whether the next step, and the copies of other nodes' files, fit this node's fast tier.
 
         One rank looks for all of its node, and removes what may go if that is what it takes.
         """
-        if self._fast is None or not self._nodes.is_leader:
+        if self._fast is None or not self._run.nodes.is_leader:
             return True
         expected = self._pipeline.fast_nbytes
         if not expected:
-            here = len(self._nodes.ranks_of(self._nodes.own))
-            expected = state_nbytes(values) * here * (1 + self._copies)
+            here = len(self._run.nodes.ranks_of(self._run.nodes.own))
+            expected = state_nbytes(values) * here * (1 + self._run.copies)
         try:
             self._fast.check_writable()
             return self._pipeline.make_room(_SPARE * expected)
@@ -94,19 +85,19 @@ class SaveStarter:
         if self._fast is not None:
             self._tell_of_lack_of_room(save)
         writer = self._options.durable_writer(self._durable.path_of(save.step))
-        writer.published_by(StepPublisher(save.step, save.metrics, self._check_lease, save.more))
+        writer.published_by(StepPublisher(save.step, save.metrics, self._run.check_lease, save.more))
         with self._durable.held(save.step):
             self._pipeline.follow_direct(save, self._begin(save, values, writer, self._group))
 
     def _tell_of_lack_of_room(self, save: StepSave) -> None:
-        if self._may_warn:
-            self._may_warn = False
+        if self._warns:
+            self._warns = False
             logger.warning(
                 "The fast tier of a node has too little room for step %d and for later ones, or is out of order: until "
                 "that changes they go to the durable tier.",
                 save.step,
             )
-        self._tell(
+        self._run.emit(
             StepSkipped(save.step, "the fast tier has too little room, or is out of order: it goes to the durable tier")
         )
 
@@ -121,7 +112,22 @@ class SaveStarter:
             no_dist=group is None,
             on_difference=self._on_difference,
         )
-        # what fails behind training is told by the manager: the next save need not refuse for it
+        # what fails in the background is raised by the manager: the next save need not refuse for it
         cast(UploadFuture, saving.upload_completion).was_looked_at = True
         save.staged.set_result(None)
         return saving
+
+
+def state_nbytes(values: Mapping[str, Any]) -> int:
+    """Return the size of the tensors, in bytes."""
+    found, waiting = 0, list(values.values())
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, list | tuple):
+            waiting += value
+        elif isinstance(value, torch.Tensor):
+            local = value.to_local() if isinstance(value, DTensor) else value
+            found += local.numel() * local.element_size()
+    return found

@@ -1,15 +1,33 @@
-"""One save of a run, from the call of `save` until the step is in all its tiers."""
+"""One save of a run: where it has got to since the call of `save`, and how it is published as a step."""
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+from dcp_nvcomp.errors import ConfigurationError
+from dcp_nvcomp.format.metadata.summary import LEASE, REPLICA, RUN_SECONDS, Summary
+from dcp_nvcomp.format.names import METADATA_NAME
+from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.runs.events import StepFailed, StepSaved, StepSkipped, TierName
+from dcp_nvcomp.runs.own_files import REMOVING
+from dcp_nvcomp.runs.tiers.fast import TO_UPLOAD
+from dcp_nvcomp.saving.commit import WrittenSave, data_files, to_publish
+from dcp_nvcomp.saving.publishers import FinishedSave, publish_here
 from dcp_nvcomp.saving.stats import SaveStats
+from dcp_nvcomp.storage.base import Filesystem
+
+_WORST_SUMMARY = Summary(
+    *("0" * 32, 1.0e10 / 3, 10**7, 10**9, 10**18, 10**18, "0" * 32),
+    more={TO_UPLOAD: True, REPLICA: "0" * 32, RUN_SECONDS: 1.0e10 / 3, LEASE: 10**12},
+)
 
 
 class StepSave:
@@ -57,14 +75,7 @@ class StepSave:
         self._parts = count
 
     def part_ended(self, error: BaseException | None = None) -> bool:
-        """Note that a part has ended.
-
-        Args:
-            error: why, if it failed.
-
-        Returns:
-            True if it was the last one.
-        """
+        """Note that a part has ended."""
         with self._lock:
             self._error = self._error or error
             self._parts -= 1
@@ -78,14 +89,7 @@ class StepSave:
     def reached(
         self, tier: TierName, *, stats: SaveStats | None = None, copied_nbytes: int = 0, uploaded_nbytes: int = 0
     ) -> None:
-        """Note that the step is in another tier.
-
-        Args:
-            tier: the tier.
-            stats: of the save, where it was encoded and written.
-            copied_nbytes: what this rank received for it.
-            uploaded_nbytes: what this rank sent for it.
-        """
+        """Note that the step is in another tier."""
         with self._lock:
             self._stats = stats or self._stats
             self._copied_nbytes += copied_nbytes
@@ -113,3 +117,110 @@ class StepSave:
     def failed(self, error: BaseException) -> StepFailed:
         """Return what to tell if it failed."""
         return StepFailed(self.step, self.tiers, f"{type(error).__name__}: {error}")
+
+
+class RunTime:
+    """The time of a run, as one manager counts it."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self.go_on_from(seconds)
+
+    def go_on_from(self, seconds: float | None) -> None:
+        self._before_seconds, self._start_seconds = seconds or 0.0, time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return self._before_seconds + time.monotonic() - self._start_seconds
+
+
+def check_metrics(step: int, metrics: Mapping[str, float] | None) -> dict[str, float]:
+    """Return the metrics of a step as plain numbers."""
+    found = {}
+    for name, value in (metrics or {}).items():
+        try:
+            number = float(value.detach() if isinstance(value, torch.Tensor) else value)
+        except (TypeError, ValueError, RuntimeError) as error:  # the last for a tensor of several elements
+            raise ConfigurationError(f"metrics[{name!r}]={value!r} is not a number.") from error
+        if not isinstance(name, str):
+            raise ConfigurationError(f"The names of metrics are text, and {name!r} is not.")
+        found[name] = number
+    if dataclasses.replace(_WORST_SUMMARY, step=step, metrics=found).to_text() is None:
+        raise ConfigurationError(f"metrics={list(found)!r} are too many for a checkpoint's summary of 4 KB.")
+    return found
+
+
+@dataclass
+class StepPublisher:
+    """Publishes a save as a step, by the plain commit."""
+
+    step: int
+    metrics: Mapping[str, float]
+    check_lease: Callable[[], None] = lambda: None
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, filesystem: Filesystem, save: FinishedSave) -> None:
+        """Publish a save; raises what `commit_checkpoint` does, and RunInUseError if another manager has the run."""
+        self.check_lease()
+        filesystem.remove([REMOVING])  # of a removal that was cut short: what it left is replaced now
+        publish_here(filesystem, self.named(save))
+
+    def named(self, save: FinishedSave) -> FinishedSave:
+        """Return the save with step, metrics and the rest in its summary."""
+        more = {**save.summary.more, **self.more}
+        summary = dataclasses.replace(save.summary, step=self.step, metrics=dict(self.metrics), more=more)
+        return dataclasses.replace(save, summary=summary)
+
+
+@dataclass
+class NodePublisher(StepPublisher):
+    """Publishes a save on the coordinator's node, and holds what the other nodes publish.
+
+    The coordinator sees its own node's files only. That all ranks have written theirs is what it was told before it
+    publishes, as in every save.
+    """
+
+    durable_path: str = ""
+    upload: bool = False
+    replica_id: str = ""
+    written: WrittenSave | None = field(default=None)  # what to publish on each node; None until it was published here
+
+    def __call__(self, filesystem: Filesystem, save: FinishedSave) -> None:
+        named = self.named(save)
+        more = {**named.summary.more}
+        if self.upload:
+            more[TO_UPLOAD] = True
+        if self.replica_id:
+            more[REPLICA] = self.replica_id
+        named = dataclasses.replace(named, summary=dataclasses.replace(named.summary, more=more))
+        assert named.metadata.storage_meta is not None
+        named.metadata.storage_meta.checkpoint_id = without_secrets(self.durable_path)
+        data = to_publish(named.metadata, filesystem.location(METADATA_NAME), named.summary)
+        filesystem.remove([REMOVING])
+        filesystem.publish(METADATA_NAME, data)
+        self.written = WrittenSave(data, save.save_id, data_files(save.metadata), ())
+
+
+class NewestStep:
+    """The newest step of a run, as its manager knows it: steps only grow, so that a save pushes nothing out."""
+
+    def __init__(self, step: int | None) -> None:
+        self.step = step
+        self._is_unseen = True  # until a restore or a save
+
+    def is_now(self, step: int | None) -> None:
+        self.step, self._is_unseen = step, False
+
+    def refuse_older(self, step: int) -> None:
+        """Raise if a step would be pushed out by what the run has; one that was saved or restored may be replaced."""
+        if self.step is None or step > self.step or (step == self.step and not self._is_unseen):
+            return
+        if self._is_unseen:
+            raise ConfigurationError(
+                f"Step {step} is not newer than step {self.step}, which this run has: call restore first, or save to "
+                "another root."
+            )
+        raise ConfigurationError(
+            f"Step {step} is older than step {self.step}, which this manager has restored or saved: steps only grow. "
+            "restore(state, step=...) goes back to an earlier one; a phase that counts anew needs another root, or "
+            "numbers that go on."
+        )

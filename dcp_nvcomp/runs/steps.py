@@ -1,24 +1,37 @@
-"""The directories of a run's steps: what they are called, and which hold a complete checkpoint.
+"""The directories of a run's steps: what they are called, which hold a complete checkpoint, and how one is removed.
 
-<root>/step-<N>/     an ordinary checkpoint; step and metrics are in the summary in its `.metadata`
-<root>/.run/         what the run keeps for itself: lease.py, identity.py, pins.py, kept.py, abandoned.py
+    <root>/step-<N>/     an ordinary checkpoint; step and metrics are in the summary in its `.metadata`
+    <root>/.run/         what the run keeps for itself (own_files.py)
+
+A step is removed so that it is never half visible, and removals that were cut short are finished:
+
+1  publish the mark `.removing` in the step's directory; whoever pins the step looks for it after the pin is there, so
+   one of the two is seen: if the step is pinned, the mark goes again
+2  remove `.metadata`, and those of single ranks: from here on there is no checkpoint
+3  remove the copies of the metadata, then the data files and unfinished uploads
+4  remove the mark, and the directory where storage has directories
+
+Whoever finds the mark goes on with 2. A save into the same directory removes the mark before it publishes, or the next
+start would take the new checkpoint for one that was being removed.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from dcp_nvcomp.errors import ConfigurationError
+from dcp_nvcomp.format.names import METADATA_NAME, is_stock_data_file, own_file, rank_of_metadata_name
+from dcp_nvcomp.maintenance.completeness import Seen, read_seen
 from dcp_nvcomp.maintenance.run_listing import COMPLETE, DAMAGED, MISNAMED, Step, steps_below
-from dcp_nvcomp.maintenance.seen import Seen, read_seen
-from dcp_nvcomp.runs.abandoned import Abandoned
 from dcp_nvcomp.runs.keep import SavedStep
-from dcp_nvcomp.runs.removal import REMOVING
+from dcp_nvcomp.runs.own_files import REMOVING, Abandoned
 from dcp_nvcomp.storage.base import Below, Filesystem
+from dcp_nvcomp.storage.temporary import published_name
 
 _FIELD = "{step}"
+EQUAL = ".equal"  # beside what a replica has saved: other replicas have saved the same
 
 
 @dataclass(frozen=True)
@@ -43,7 +56,6 @@ class StepNames:
             )
 
     def name_of(self, step: int) -> str:
-        """Return the name of a step's directory."""
         return self.template.replace(_FIELD, str(step))
 
     def step_of(self, name: str) -> int | None:
@@ -55,20 +67,14 @@ class StepNames:
 
 @dataclass(frozen=True)
 class RunSteps:
-    """The steps that are at one place.
+    """The steps that are at one place."""
 
-    Attributes:
-        complete: those that are complete (maintenance/run_listing.py), in ascending order.
-        abandoned: complete ones that the run has left behind.
-        damaged: those that are not complete although they were published, or that a restore found damaged.
-        removing: those whose removal was begun; they count as gone.
-        misnamed: why directories are no steps of the run that have the names of steps: what they hold is another step.
-    """
-
-    complete: tuple[SavedStep, ...]
-    abandoned: tuple[SavedStep, ...]
+    complete: tuple[SavedStep, ...]  # those that are complete (maintenance/run_listing.py), in ascending order
+    abandoned: tuple[SavedStep, ...]  # complete ones that the run has left behind
+    # not complete although they were published, or found damaged by a restore
     damaged: tuple[SavedStep, ...]
-    removing: tuple[int, ...]
+    removing: tuple[int, ...]  # those whose removal was begun; they count as gone
+    # why directories that have the names of steps are none of the run: they hold other steps
     misnamed: Mapping[int, str] = field(default_factory=dict)
 
 
@@ -122,3 +128,29 @@ def _saved_steps(found: Iterable[Step], names: StepNames, state: str) -> tuple[S
         saved_step(step, one) for one in found if one.state == state and (step := names.step_of(one.name)) is not None
     ]
     return tuple(sorted(saved, key=lambda one: one.step))
+
+
+def remove_step(filesystem: Filesystem, is_wanted: Callable[[], bool] = lambda: False) -> bool:
+    """Remove a checkpoint and what saves left beside it; other files stay, and then the directory does too."""
+    filesystem.refuse_link()
+    names = filesystem.list_names()
+    uploads = filesystem.list_uploads()
+    if not names and not uploads:
+        filesystem.remove_directory()
+        return True
+    filesystem.publish(REMOVING, b"")
+    if is_wanted():
+        filesystem.remove([REMOVING])
+        return False
+    roots = [name for name in names if name == METADATA_NAME or rank_of_metadata_name(name) is not None]
+    filesystem.remove(sorted(roots, key=lambda name: name != METADATA_NAME))
+    own = {name: found.kind for name in names if (found := own_file(name)) is not None}
+    filesystem.remove(sorted(name for name, kind in own.items() if kind == "metadata"))
+    filesystem.remove(sorted(name for name, kind in own.items() if kind != "metadata"))
+    filesystem.remove(sorted(name for name in names if is_stock_data_file(name)))
+    marks = [name for name in names if name == EQUAL or published_name(name) in (EQUAL, REMOVING)]  # some cut short
+    filesystem.remove(sorted(marks))
+    filesystem.abort_uploads(uploads)
+    filesystem.remove([REMOVING])
+    filesystem.remove_directory()
+    return True

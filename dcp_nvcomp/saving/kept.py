@@ -11,8 +11,7 @@ import threading
 
 import torch.distributed as dist
 
-from dcp_nvcomp.calls.groups import offer_of, take
-from dcp_nvcomp.calls.meeting import Call, global_ranks, limit_of, meet
+from dcp_nvcomp.calls.ranks import Call, own_groups
 from dcp_nvcomp.saving.asynchronous.background.process import BackgroundProcess
 from dcp_nvcomp.saving.asynchronous.segment_stores import SegmentStores
 from dcp_nvcomp.saving.asynchronous.sequence import GROUP_COUNT, SaveSequence
@@ -49,12 +48,7 @@ class Kept:
                 self._end(sequence)
             elif sequence.group is group:
                 return sequence
-        if group is None:
-            made = SaveSequence(None)
-        else:
-            members = global_ranks(group)
-            offers = meet(group, call, offer_of(members))
-            made = SaveSequence(group, take(members, GROUP_COUNT, offers, limit_of(group)))
+        made = SaveSequence(group, () if group is None else own_groups(group, call, GROUP_COUNT))
         self._sequences.append(made)
         return made
 
@@ -99,7 +93,7 @@ _kept = Kept()
 _of_parents: list[Kept] = []
 
 
-def kept() -> Kept:
+def process_state() -> Kept:
     """Return what this process keeps."""
     return _kept
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.saving.encode.buffers import BufferMemory
 from dcp_nvcomp.saving.file_plan import planned_nbytes
-from dcp_nvcomp.saving.kept import kept
+from dcp_nvcomp.saving.kept import process_state
 from dcp_nvcomp.saving.rank_write import RankWrite
 from dcp_nvcomp.saving.results import RankResults, write_results
 from dcp_nvcomp.saving.saves import Save
@@ -67,7 +67,7 @@ class PreparedWrite:
                 resolve,
                 memory,
                 engine=engine,
-                remembered=kept().choices,
+                remembered=process_state().choices,
                 progress=lambda nbytes: None,
             )
             files = job.run()

@@ -15,8 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import StorageReader
 
-from dcp_nvcomp.calls.meeting import Call, together
-from dcp_nvcomp.calls.ranks import error_of_ranks
+from dcp_nvcomp.calls.ranks import Call, error_of_ranks, together
 from dcp_nvcomp.calls.unknown_options import refuse_path
 from dcp_nvcomp.calls.values import is_default_planner, wrapped
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError

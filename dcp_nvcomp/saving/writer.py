@@ -61,7 +61,7 @@ from dcp_nvcomp.saving.commit import commit_rank, refuse_existing
 from dcp_nvcomp.saving.encode.buffers import BufferMemory
 from dcp_nvcomp.saving.encode.memory import JobMemory
 from dcp_nvcomp.saving.file_plan import planned_nbytes
-from dcp_nvcomp.saving.kept import kept
+from dcp_nvcomp.saving.kept import process_state
 from dcp_nvcomp.saving.orphans import Orphans
 from dcp_nvcomp.saving.plans.planner import KeepingPlanner
 from dcp_nvcomp.saving.prepared import PreparedWrite
@@ -195,10 +195,10 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         self.last_save: SaveStats | None = None
         self._chooser = parse_codec(codec)
         self._engine_choice = EngineChoice(self.engine, self.cuda_zstd)
-        self._begin_life(Saves(check_path(path)))
+        self._reset_runtime_state(Saves(check_path(path)))
         self._open(self.path)  # fail fast on invalid options
 
-    def _begin_life(self, saves: Saves) -> None:
+    def _reset_runtime_state(self, saves: Saves) -> None:
         """Set what belongs to one writer in one process, and no copy shares."""
         self._saves = saves
         self._orphans = Orphans()
@@ -213,7 +213,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._begin_life(copy.copy(state["_saves"]))
+        self._reset_runtime_state(copy.copy(state["_saves"]))
 
     def __repr__(self) -> str:
         return shown(type(self), self.path, vars(self), self.storage_options)
@@ -292,7 +292,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
 
         Those that are under way go on, and keep theirs.
         """
-        kept().free()
+        process_state().free()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Create the directory, and refuse to replace a checkpoint that must be kept; called by DCP.
@@ -430,7 +430,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
                     plan.items,
                     planner.resolve_data,
                     budget_nbytes=self.staging_budget_nbytes,
-                    remembered=kept().choices,
+                    remembered=process_state().choices,
                     progress=bar.update,
                 )
                 if done is not None:
@@ -442,7 +442,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
                     planner.resolve_data,
                     memory,
                     engine=self._engine_choice,
-                    remembered=kept().choices,
+                    remembered=process_state().choices,
                     progress=bar.update,
                     on_staged=None if staging is None else staging.staged,
                 )

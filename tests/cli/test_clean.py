@@ -29,9 +29,8 @@ from dcp_nvcomp.errors import (
     StorageError,
 )
 from dcp_nvcomp.format.metadata.serialization import parse_metadata, serialize_metadata
-from dcp_nvcomp.maintenance.cleaning import Cleaning, clean_checkpoint
+from dcp_nvcomp.maintenance.cleaning import Cleaning, clean_checkpoint, clean_run
 from dcp_nvcomp.maintenance.recovery import recover_checkpoint
-from dcp_nvcomp.maintenance.run_cleaning import clean_run
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.open import open_filesystem
 from tests.checkpoints import data_file, file_names, flip, save_stock

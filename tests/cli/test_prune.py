@@ -21,7 +21,7 @@ from dcp_nvcomp import (
     prune_run,
 )
 from dcp_nvcomp.cli.app import app
-from dcp_nvcomp.runs.removal import REMOVING
+from dcp_nvcomp.runs.own_files import REMOVING
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from dcp_nvcomp.errors import (
 )
 from dcp_nvcomp.maintenance.cleaning import clean_checkpoint
 from dcp_nvcomp.maintenance.recovery import AMBIGUOUS, IMPOSSIBLE, INTACT, RECOVERED, Recovery, recover_checkpoint
-from dcp_nvcomp.maintenance.verification.verify import verify_checkpoint
+from dcp_nvcomp.maintenance.verify import verify_checkpoint
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from tests.checkpoints import data_file, file_names, flip, save_stock
 from tests.cli.checkpoints import loaded_seed, make_old, model_state, new_id, run, save_model

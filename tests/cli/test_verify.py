@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from dcp_nvcomp import NvcompWriter
 from dcp_nvcomp.errors import CheckpointError, CheckpointReplacedError, StorageError
 from dcp_nvcomp.format.framing import Tables
-from dcp_nvcomp.maintenance.verification.findings import ERROR, WARNING
-from dcp_nvcomp.maintenance.verification.verify import Verification, verify_checkpoint
+from dcp_nvcomp.maintenance.findings import ERROR, WARNING
+from dcp_nvcomp.maintenance.verify import Verification, verify_checkpoint
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from tests.checkpoints import data_file, file_names, flip, save_stock
 from tests.cli.checkpoints import change_footer, change_metadata, model_state, run, save_model

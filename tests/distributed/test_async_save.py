@@ -175,10 +175,10 @@ def _one_more_on_a_rank(path: Path) -> list[str]:
         except errors.RanksDifferError as error:
             said.append(str(error))
         if seed == 0 and dist.get_rank() == 0:
-            from dcp_nvcomp.calls.meeting import Call
-            from dcp_nvcomp.saving.kept import kept
+            from dcp_nvcomp.calls.ranks import Call
+            from dcp_nvcomp.saving.kept import process_state
 
-            kept().sequence(dist.group.WORLD, Call("async_save"))._count += 1
+            process_state().sequence(dist.group.WORLD, Call("async_save"))._count += 1
     return said
 
 

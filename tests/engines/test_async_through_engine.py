@@ -14,7 +14,7 @@ from dcp_nvcomp.engines.cuda.device import Kernels
 from dcp_nvcomp.engines.memory import plain_allocate
 from dcp_nvcomp.saving import kept as keeping
 from dcp_nvcomp.saving.asynchronous import segments
-from dcp_nvcomp.saving.kept import kept
+from dcp_nvcomp.saving.kept import process_state
 from tests.checkpoints import assert_loads
 from tests.states import State
 
@@ -57,8 +57,8 @@ def test_only_encoded_bytes_are_staged(tmp_path: Path, on_the_engine: StandInPoo
         encoded_nbytes = sum(totals.encoded_nbytes for totals in stats.by_codec.values())
         assert stats.staged_nbytes == encoded_nbytes < sum(value.nbytes for value in state.values())
         assert on_the_engine.calls("encode"), "the CPU did it"
-        assert kept().stores.pinned.nbytes >= min(encoded_nbytes, budget or encoded_nbytes)
-        assert kept().stores.plain.nbytes == 0
+        assert process_state().stores.pinned.nbytes >= min(encoded_nbytes, budget or encoded_nbytes)
+        assert process_state().stores.plain.nbytes == 0
         assert_loads(tmp_path, trained(seed=seed), engine="cpu", verify="full")
 
 
@@ -68,7 +68,7 @@ def test_segments_of_a_large_save_serve_the_next(tmp_path: Path, on_the_engine: 
         async_save(trained(seed=seed), tmp_path / str(seed), no_dist=True, staging="encode").upload_completion.result(
             100
         )
-        nbytes.append(kept().stores.pinned.nbytes)
+        nbytes.append(process_state().stores.pinned.nbytes)
     assert nbytes == nbytes[:1] * 2
 
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from dcp_nvcomp import NvcompWriter, async_save
 from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.choose import parse_codec
-from dcp_nvcomp.saving.kept import kept
+from dcp_nvcomp.saving.kept import process_state
 from tests.checkpoints import file_names
 
 from . import forked
@@ -71,7 +71,7 @@ def _save_killed(stage: str, victim: int, whom: str, directory: Path, checkpoint
     for value in state.values():  # training goes on
         if isinstance(value, DTensor):
             value.to_local().fill_(-1)
-    (directory / f"background-{rank}").write_text(str(kept().background().pid))
+    (directory / f"background-{rank}").write_text(str(process_state().background().pid))
     saving.upload_completion.result(2 * forked.GROUP_SECONDS)
 
 

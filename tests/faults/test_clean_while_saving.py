@@ -26,7 +26,7 @@ from dcp_nvcomp import NvcompWriter
 from dcp_nvcomp.errors import CheckpointReplacedError, ConcurrentSaveError
 from dcp_nvcomp.format.metadata.roots import read_roots
 from dcp_nvcomp.maintenance.cleaning import clean_checkpoint
-from dcp_nvcomp.maintenance.verification.verify import verify_checkpoint
+from dcp_nvcomp.maintenance.verify import verify_checkpoint
 from dcp_nvcomp.storage.base import FileInfo
 from dcp_nvcomp.storage.open import open_filesystem
 from tests.cli.checkpoints import DAY_SECONDS, loaded_seed, model_state, new_id

@@ -11,15 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from dcp_nvcomp import (
-    CheckpointManager,
-    CheckpointNotFoundError,
-    Keep,
-    list_run,
-    pin_step,
-    prune_run,
-    save,
-)
+from dcp_nvcomp import CheckpointManager, CheckpointNotFoundError, Keep, list_run, pin_step, prune_run, save
 from tests.checkpoints import data_file, save_stock
 
 

@@ -18,8 +18,7 @@ import pytest
 import torch
 
 from dcp_nvcomp import CheckpointManager, RunInUseError
-from dcp_nvcomp.runs.holder import Holder
-from dcp_nvcomp.runs.lease import Lease
+from dcp_nvcomp.runs.lease import Holder, Lease
 from dcp_nvcomp.storage.base import FileInfo, Filesystem
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.open import open_filesystem

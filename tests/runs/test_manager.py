@@ -309,7 +309,7 @@ def test_a_larger_limit_of_metadata_counts_for_the_fast_tier_too(
 
 def test_skip_leaves_out_what_storage_is_too_slow_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = _SlowStorage(monkeypatch)
-    with CheckpointManager(tmp_path / "run", every=1, on_behind="skip") as manager:
+    with CheckpointManager(tmp_path / "run", every=1, on_backlog="skip") as manager:
         saves = [manager.save(step, _state(step)) for step in (1, 2, 3)]
         assert isinstance(saves[2].saved.result(0), StepSkipped) and saves[2].tiers == ()
         storage.go.set()
@@ -319,7 +319,7 @@ def test_skip_leaves_out_what_storage_is_too_slow_for(tmp_path: Path, monkeypatc
 
 
 def test_what_training_ends_with_is_durable_and_not_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = {"fast": tmp_path / "fast", "fast_every": 1, "on_behind": "skip"}
+    options: dict[str, Any] = {"fast": tmp_path / "fast", "fast_every": 1, "on_backlog": "skip"}
     with CheckpointManager(tmp_path / "run", every=2, **options) as manager:
         assert manager.save(7, _state(7), durable=True).saved.result(60).tiers == ("fast", "durable")  # type: ignore[union-attr]
         storage = _SlowStorage(monkeypatch)
@@ -348,7 +348,7 @@ def test_wait_holds_training_back_and_says_so(tmp_path: Path, monkeypatch: pytes
 def test_skip_goes_to_the_fast_tier_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = _SlowStorage(monkeypatch)
     options: dict[str, Any] = {"fast": tmp_path / "fast", "fast_every": 1}
-    with CheckpointManager(tmp_path / "run", every=1, on_behind="skip", **options) as manager:
+    with CheckpointManager(tmp_path / "run", every=1, on_backlog="skip", **options) as manager:
         for step in (1, 2, 3):
             manager.save(step, _state(step))
         storage.go.set()
@@ -398,7 +398,7 @@ def test_a_template_for_the_names(tmp_path: Path) -> None:
         ({"fast": "/dev/shm/x", "copies": -1}, "copies=-1"),
         ({"fast": "/dev/shm/x", "fast_keep": 0}, "fast_keep=0"),
         ({"keep": 3}, "keep=3"),
-        ({"on_behind": "drop"}, "on_behind='drop'"),
+        ({"on_backlog": "drop"}, "on_backlog='drop'"),
         ({"step_template": "step"}, "step_template"),
         ({"step_template": "a/{step}"}, "step_template"),
         ({"lease_seconds": 0}, "lease_seconds=0"),

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from dcp_nvcomp import CheckpointManager, StepFailed, StepSaved, StepsRemoved, StorageError
-from dcp_nvcomp.runs.restoring.run_restore import RunRestore
+from dcp_nvcomp.runs.restoring.restore import Restoring
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.local.output import PosixOutput
 from tests.distributed.launch import RankPool
@@ -163,7 +163,7 @@ def test_a_due_save_that_the_fast_tier_lost_is_made_up_for(
 def test_the_last_save_makes_up_for_one_that_is_lost_meanwhile_and_is_saved_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, go_back, begun = PosixOutput.write, RunRestore.go_back, threading.Event()
+    write, go_back, begun = PosixOutput.write, Restoring.go_back, threading.Event()
 
     def full(output: PosixOutput, data: Any) -> None:
         if "fast/step-20" in output._full:
@@ -171,13 +171,13 @@ def test_the_last_save_makes_up_for_one_that_is_lost_meanwhile_and_is_saved_once
             raise StorageError("no room", path=output._full, errno=errno.ENOSPC)
         write(output, data)
 
-    def go_back_of_the_last(restoring: RunRestore) -> None:
+    def go_back_of_the_last(restoring: Restoring) -> None:
         go_back(restoring)
-        if manager._newest_step == 30:  # the ranks have agreed on this save, when nothing was lost
+        if manager._newest.step == 30:  # the ranks have agreed on this save, when nothing was lost
             begun.set()
 
     monkeypatch.setattr(PosixOutput, "write", full)
-    monkeypatch.setattr(RunRestore, "go_back", go_back_of_the_last)
+    monkeypatch.setattr(Restoring, "go_back", go_back_of_the_last)
     events: list[Any] = []
     with _manager(tmp_path, tmp_path / "fast", on_event=events.append) as manager:
         manager.save(20, _state(20))

@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from dcp_nvcomp import CheckpointManager, Keep, StorageError, UnsafePathError, prune_run, save
-from dcp_nvcomp.runs.abandoned import read_abandoned
-from dcp_nvcomp.runs.kept import read_kept, write_kept
-from dcp_nvcomp.runs.pins import is_pinned, pin
+from dcp_nvcomp.runs.own_files import is_pinned, pin, read_abandoned, read_kept, write_kept
 from dcp_nvcomp.storage.open import open_filesystem
 
 BAD = {

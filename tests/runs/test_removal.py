@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from dcp_nvcomp import CheckpointManager, CheckpointNotFoundError, Keep, load, save
-from dcp_nvcomp.runs.removal import REMOVING, is_being_removed, remove_step
+from dcp_nvcomp.runs.own_files import REMOVING, is_being_removed
+from dcp_nvcomp.runs.steps import remove_step
 from dcp_nvcomp.storage.open import open_filesystem
 from tests.checkpoints import assert_loads
 from tests.faults.intercept import POSIX_CALLS, intercept_system_calls

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from dcp_nvcomp import Best, CheckpointManager, Keep, list_run, pin_step, prune_run
-from dcp_nvcomp.runs.pins import pin
-from dcp_nvcomp.runs.removal import REMOVING
+from dcp_nvcomp.runs.own_files import REMOVING, pin
 from dcp_nvcomp.runs.steps import StepNames
 from dcp_nvcomp.runs.tiers.durable import DurableTier
 from dcp_nvcomp.storage.open import open_filesystem

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dcp_nvcomp import CheckpointManager, ConfigurationError
-from dcp_nvcomp.runs.identity import run_id
+from dcp_nvcomp.runs.own_files import run_id
 from dcp_nvcomp.storage.open import open_filesystem
 from tests.conftest import S3Store
 

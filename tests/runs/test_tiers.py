@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dcp_nvcomp import CheckpointError, StepFailed, StorageError, inspect_checkpoint, list_run, verify_checkpoint
-from dcp_nvcomp.runs.behind import fast_stage
+from dcp_nvcomp.runs.background import fast_stage
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from tests.distributed.launch import RankPool
 from tests.runs import jobs
@@ -251,14 +251,14 @@ def test_what_a_step_takes_on_a_node_is_known(ranks: RankPool, tmp_path: Path, c
         assert nbytes == sum(file.stat().st_size for file in step.glob("*.distcp"))
 
 
-@pytest.mark.parametrize("on_behind", ["wait", "skip"])
-def test_one_rank_is_enough_to_ask_for_a_durable_step(ranks: RankPool, tmp_path: Path, on_behind: str) -> None:
-    assert ranks.run(_save_durable_on_rank_1, tmp_path, on_behind) == [("fast", "durable")] * 4
+@pytest.mark.parametrize("on_backlog", ["wait", "skip"])
+def test_one_rank_is_enough_to_ask_for_a_durable_step(ranks: RankPool, tmp_path: Path, on_backlog: str) -> None:
+    assert ranks.run(_save_durable_on_rank_1, tmp_path, on_backlog) == [("fast", "durable")] * 4
     assert [step.name for step in list_run(tmp_path / "run").steps] == ["step-7"]
 
 
-def _save_durable_on_rank_1(place: Path, on_behind: Any) -> tuple[str, ...]:
-    with jobs.manager_of(place, every=10, fast_every=10, on_behind=on_behind) as manager:
+def _save_durable_on_rank_1(place: Path, on_backlog: Any) -> tuple[str, ...]:
+    with jobs.manager_of(place, every=10, fast_every=10, on_backlog=on_backlog) as manager:
         save = manager.save(7, jobs.state_of(7), durable=dist.get_rank() == 1)
         save.saved.result(60)
         return save.tiers

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from dcp_nvcomp import CheckpointManager, NvcompReader, NvcompWriter, async_save, load, save
 from dcp_nvcomp.errors import CheckpointError, RankFailedError
-from dcp_nvcomp.runs.behind.durable_stage import DurableStage
+from dcp_nvcomp.runs.background.durable_stage import DurableStage
 from dcp_nvcomp.runs.lease import Lease
 from dcp_nvcomp.runs.ranks import Ranks
 from dcp_nvcomp.runs.restoring.restore import Restoring
@@ -76,7 +76,7 @@ SILENT: dict[str, tuple[Does, Any, str, int]] = {
     "the first group of a manager": (_make, dist, "new_group", 1),
     "the second group of a manager": (_make, dist, "new_group", 2),
     "where the ranks tell their nodes": (_make, Ranks, "gather", 1),
-    "behind a save": (_save, DurableStage, "_send", 1),
+    "in the background of a save": (_save, DurableStage, "_send", 1),
     "in a restore": (_restore, Restoring, "_attempt", 1),
     "groups of async_save": (_async_save, dist, "new_group", 1),
     "in async_save": (_async_save, NvcompWriter, "write_data", 1),
@@ -113,7 +113,7 @@ def _silent_on_one_rank(place: Path, case: str) -> float | None:
     raise AssertionError("it came too late, and nobody noticed")
 
 
-IN_EACH_RUN = ("the second group of a manager", "behind a save")
+IN_EACH_RUN = ("the second group of a manager", "in the background of a save")
 
 
 @pytest.mark.parametrize(

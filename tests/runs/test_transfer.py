@@ -12,10 +12,9 @@ import torch.distributed as dist
 
 from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.runs.ranks import Ranks
-from dcp_nvcomp.runs.tiers import transfer, uploads
+from dcp_nvcomp.runs.tiers import transfer
 from dcp_nvcomp.runs.tiers.nodes import Transfer, rounds
-from dcp_nvcomp.runs.tiers.transfer import move_files
-from dcp_nvcomp.runs.tiers.uploads import upload_files
+from dcp_nvcomp.runs.tiers.transfer import move_files, upload_files
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.open import open_filesystem
 from tests.distributed.launch import RankPool
@@ -94,7 +93,7 @@ def test_in_a_round_no_rank_sends_or_receives_twice() -> None:
 def test_an_upload_that_was_cut_short_is_made_again_and_what_is_whole_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(uploads, "_PIECE_NBYTES", 1024)
+    monkeypatch.setattr(transfer, "_UPLOADED_PIECE_NBYTES", 1024)
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir(), target.mkdir()
     for name in SIZES:

@@ -27,7 +27,7 @@ from dcp_nvcomp import (
     list_run,
     pin_step,
 )
-from dcp_nvcomp.runs.behind import durable_stage
+from dcp_nvcomp.runs.background import durable_stage
 from dcp_nvcomp.runs.lease import Lease
 from dcp_nvcomp.runs.tiers.fast import FastTier
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
@@ -138,7 +138,7 @@ def test_the_last_save_before_the_end_is_never_skipped(tmp_path: Path, monkeypat
         publish(filesystem, name, data, **options)
 
     monkeypatch.setattr(PosixFilesystem, "publish", slow)
-    with CheckpointManager(tmp_path / "run", every=1, on_behind="skip") as manager:
+    with CheckpointManager(tmp_path / "run", every=1, on_backlog="skip") as manager:
         for step in (1, 2):
             manager.save(step, _state(step))
         os.kill(os.getpid(), signal.SIGTERM)

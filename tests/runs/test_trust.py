@@ -193,7 +193,7 @@ def test_a_step_of_another_user_counts_as_not_there(
     foreign(tmp_path / "fast" / "step-10" / name)
     caplog.clear()
     with caplog.at_level("WARNING", logger="dcp_nvcomp"):
-        assert [(held.save_id, held.wanted, held.held) for held in (*tier.held(), *tier.held())] == [("", {}, {})] * 2
+        assert [(held.saved, held.wanted, held.held) for held in (*tier.held(), *tier.held())] == [(None, {}, {})] * 2
     (line,) = caplog.messages
     assert "Step 10" in line and "belongs to user" in line
 

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from dcp_nvcomp import NvcompWriter
 from dcp_nvcomp.errors import MetadataError
-from dcp_nvcomp.maintenance.verification.verify import verify_checkpoint
+from dcp_nvcomp.maintenance.verify import verify_checkpoint
 from tests.checkpoints import assert_loads
 from tests.states import State
 

@@ -17,7 +17,7 @@ from dcp_nvcomp.format.metadata.serialization import parse_metadata
 from dcp_nvcomp.format.names import METADATA_NAME
 from dcp_nvcomp.maintenance.cleaning import clean_checkpoint
 from dcp_nvcomp.maintenance.recovery import recover_checkpoint
-from dcp_nvcomp.maintenance.verification.verify import verify_checkpoint
+from dcp_nvcomp.maintenance.verify import verify_checkpoint
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.open import open_filesystem
 from dcp_nvcomp.storage.s3.filesystem import S3Filesystem

@@ -1,4 +1,4 @@
-"""Compares what replicas have saved, by the checksums in their files; no tensor is read, and nothing moves.
+"""What replicas have saved, compared by the checksums in their files; no tensor is read, and nothing moves.
 
     footers of this rank's files -> CRCs by record -> gathered -> records that differ, or that only one replica has
 
@@ -18,8 +18,10 @@ import numpy.typing as npt
 from dcp_nvcomp.codecs.encoded import checksum
 from dcp_nvcomp.format.data_file import find_data_file, read_footer
 from dcp_nvcomp.format.footer import Footer
+from dcp_nvcomp.format.names import data_file_rank
 from dcp_nvcomp.format.record import KIND_PACK, KIND_TENSOR, Record
 from dcp_nvcomp.runs.ranks import Ranks
+from dcp_nvcomp.saving.commit import WrittenSave
 from dcp_nvcomp.storage.base import Filesystem
 
 _ROW = np.dtype([("record", "<u8"), ("crc", "<u4")])
@@ -27,16 +29,43 @@ Rows = npt.NDArray[np.void]
 
 
 @dataclass(frozen=True)
+class WrittenPart:
+    """A save that is complete in itself."""
+
+    written: WrittenSave  # what it consists of; its files are named by the places of their ranks in `ranks`
+    ranks: tuple[int, ...]  # the ranks that made it
+    seconds: float  # how long the slowest of them took
+
+    def files_of(self, rank: int) -> dict[str, int]:
+        """Return the files that a rank of the run wrote, and their sizes."""
+        return {name: self.written.files[name] for name, writer in self.senders().items() if writer == rank}
+
+    def senders(self) -> dict[str, int]:
+        """Return the rank of the run that wrote each file."""
+        places = {name: data_file_rank(name) for name in self.written.files}
+        return {name: self.ranks[place] for name, place in places.items() if place is not None}
+
+
+def written_by(
+    ranks: Ranks, replicas: Sequence[Sequence[int]], written: WrittenSave | None, seconds: float
+) -> list[WrittenPart]:
+    """Tell all ranks what was written; all ranks call this."""
+    if not replicas:
+        return [WrittenPart(ranks.share(written), tuple(range(ranks.count)), seconds)]
+    found, parts = ranks.gather((written, seconds)), []
+    for replica in replicas:
+        own = found[replica[0]][0]
+        assert own is not None, "the first rank of a group publishes what it saves"
+        parts.append(WrittenPart(own, tuple(replica), max(found[rank][1] for rank in replica)))
+    return parts
+
+
+@dataclass(frozen=True)
 class Compared:
-    """What came of it.
+    """What came of it."""
 
-    Attributes:
-        differing: the tensors that replicas have saved with different values.
-        is_complete: False if replicas have divided something differently, which so could not be compared.
-    """
-
-    differing: tuple[str, ...]
-    is_complete: bool
+    differing: tuple[str, ...]  # the tensors that replicas have saved with different values
+    is_complete: bool  # False if replicas have divided something differently, which so could not be compared
 
 
 def compared(

@@ -16,49 +16,44 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dcp_nvcomp.calls.groups import give_back, offer_of, take
-from dcp_nvcomp.calls.meeting import global_ranks, limit_of
+from dcp_nvcomp.calls.ranks import give_back, global_ranks, limit_of, offer_of, take
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.runs.options import REPLICAS
 from dcp_nvcomp.runs.ranks import Ranks
-from dcp_nvcomp.runs.replicas.entries import Path, digest_of, entries, missing_on, own_of, with_entries
-from dcp_nvcomp.runs.replicas.parts import is_sharded, joined, whole_sets
+from dcp_nvcomp.runs.replicas.parts import (
+    Path,
+    digest_of,
+    entries,
+    is_sharded,
+    joined,
+    missing_on,
+    own_of,
+    whole_sets,
+    with_entries,
+)
 from dcp_nvcomp.runs.tiers.nodes import Nodes
 from dcp_nvcomp.saving.asynchronous.async_save import end_sequence
 
 
 @dataclass(frozen=True)
 class Replica:
-    """What this rank saves together with the ranks of its replica.
+    """What this rank saves together with the ranks of its replica."""
 
-    Attributes:
-        all: the ranks of each replica.
-        values: the state, with what this replica lacked.
-        group: the process group of this replica.
-        id: what the saves of all replicas of this state have in common.
-    """
-
-    all: tuple[tuple[int, ...], ...]
-    values: dict[str, Any]
-    group: dist.ProcessGroup
-    id: str
+    all: tuple[tuple[int, ...], ...]  # the ranks of each replica
+    values: dict[str, Any]  # the state, with what this replica lacked
+    group: dist.ProcessGroup  # the process group of this replica
+    id: str  # what the saves of all replicas of this state have in common
 
 
 @dataclass(frozen=True)
 class _Offer:
-    """What one rank tells the others.
+    """What one rank tells the others."""
 
-    Attributes:
-        layout: what arrangements depend on: which ranks hold its tensors whole, and a digest of its entries.
-        own: entries that other replicas lack, by the latest arrangement, pickled.
-        error: why it has none.
-        id: an id for the save.
-    """
-
+    # what arrangements depend on: which ranks hold its tensors whole, and a digest of its entries
     layout: tuple[frozenset[frozenset[int]], bytes] | None
-    own: bytes
-    error: CheckpointError | None
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    own: bytes  # entries that other replicas lack, by the latest arrangement, pickled
+    error: CheckpointError | None  # why it has none
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)  # an id for the save
 
 
 class Replicas:

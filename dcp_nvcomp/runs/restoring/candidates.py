@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dcp_nvcomp.format.names import METADATA_NAME
-from dcp_nvcomp.runs.abandoned import Abandoned
 from dcp_nvcomp.runs.keep import SavedStep
+from dcp_nvcomp.runs.own_files import Abandoned
 from dcp_nvcomp.runs.tiers.fast import HeldStep
 
 DURABLE = ""  # stands for the durable tier where copies are pairs of node and file
@@ -24,53 +24,34 @@ DURABLE = ""  # stands for the durable tier where copies are pairs of node and f
 
 @dataclass(frozen=True)
 class Candidate:
-    """A save that may be complete.
+    """A save that may be complete."""
 
-    Attributes:
-        step: the step.
-        save_id: id of the save, or of the version that nodes without one of their own read; empty for a checkpoint
-            that does not tell.
-        saved_seconds: when it was saved, in seconds since 1970.
-        metrics: of the step.
-        wanted: its data files and their sizes; empty if nodes hold none of it.
-        holders: the nodes that hold each of these files whole.
-        with_metadata: the nodes that hold the `.metadata` of this version.
-        is_durable: True if it is in the durable tier too.
-        is_abandoned: True if the run has left it behind.
-        is_due: True if it was to be uploaded.
-        replica_id: what the saves of all replicas have in common; empty if there are none.
-        others: other versions that are complete on nodes.
-        is_equal: True if its nodes know that the versions are equal, so that each may read its own.
-        is_damaged: True if what the durable tier has of it is not complete.
-        run_seconds: how long the run had been under way; None if the step does not say.
-        lease: under which of the run's leases it was saved; 0 if the step does not say.
-    """
+    saved: SavedStep  # the version that nodes without one of their own read
+    wanted: Mapping[str, int]  # its data files and their sizes; empty if nodes hold none of it
+    holders: Mapping[str, tuple[str, ...]]  # the nodes that hold each of these files whole
+    with_metadata: tuple[str, ...]  # the nodes that hold the `.metadata` of this version
+    is_durable: bool  # it is in the durable tier too
+    is_abandoned: bool = False  # the run has left it behind
+    is_due: bool = False  # it was to be uploaded
+    others: tuple[Candidate, ...] = ()  # other versions that are complete on nodes
+    is_equal: bool = False  # its nodes know that the versions are equal, so that each may read its own
+    is_damaged: bool = False  # what the durable tier has of it is not complete
 
-    step: int
-    save_id: str
-    saved_seconds: float
-    metrics: Mapping[str, float]
-    wanted: Mapping[str, int]
-    holders: Mapping[str, tuple[str, ...]]
-    with_metadata: tuple[str, ...]
-    is_durable: bool
-    is_abandoned: bool = False
-    is_due: bool = False
-    replica_id: str = ""
-    others: tuple[Candidate, ...] = ()
-    is_equal: bool = False
-    is_damaged: bool = False
-    run_seconds: float | None = None
-    lease: int = 0
+    @property
+    def step(self) -> int:
+        return self.saved.step
+
+    @property
+    def save_id(self) -> str:
+        """Id of the save; empty for a checkpoint that has none."""
+        return self.saved.save_id
 
     @property
     def versions(self) -> tuple[Candidate, ...]:
-        """This one and the others."""
         return (self, *self.others)
 
     @property
     def has_durable(self) -> bool:
-        """True if a version is in the durable tier."""
         return any(one.is_durable for one in self.versions)
 
     @property
@@ -88,7 +69,6 @@ class Candidate:
 
     @property
     def save_ids(self) -> frozenset[str]:
-        """The ids of all versions."""
         return frozenset(one.save_id for one in self.versions)
 
     def files(self) -> dict[str, int]:
@@ -96,7 +76,6 @@ class Candidate:
         return {name: nbytes for one in self.versions for name, nbytes in one.wanted.items()}
 
     def nodes_with(self, name: str) -> tuple[str, ...]:
-        """Return the nodes that hold a data file whole."""
         return next((one.holders[name] for one in self.versions if name in one.holders), ())
 
     @property
@@ -150,54 +129,51 @@ def candidates(
     named: dict[tuple[int, str], list[tuple[str, HeldStep]]] = {}
     for node, steps in on_nodes:
         for one in steps:
-            if one.save_id:
-                named.setdefault((one.step, one.save_id), []).append((node, one))
+            if one.saved is not None and one.saved.save_id:
+                named.setdefault((one.step, one.saved.save_id), []).append((node, one))
     found = []
-    saved = {(one.step, one.save_id): one for one in durable}
+    listed = {(one.step, one.save_id): one for one in durable}
     for key, by_node in named.items():
-        candidate = _on_nodes(key, by_node, on_nodes, is_durable=key in saved)
+        candidate = _on_nodes(by_node, on_nodes, is_durable=key in listed)
         if candidate.is_durable or candidate.is_complete_on_nodes:
             found.append(candidate)
-            saved.pop(key, None)
-    found += [_durable_only(one) for one in saved.values()]
-    if abandoned is not None:
-        found = [_marked(one) if abandoned.has(one.step, one.save_id, one.replica_id) else one for one in found]
+            listed.pop(key, None)
+    found += [Candidate(one, {}, {}, (), is_durable=True) for one in listed.values()]
     not_whole = {(one.step, one.save_id) for one in damaged}
-    found = [replace(one, is_damaged=True) if (one.step, one.save_id) in not_whole else one for one in found]
+    found = [
+        replace(
+            one,
+            is_abandoned=abandoned is not None and abandoned.has(one.step, one.save_id, one.saved.replica_id),
+            is_damaged=(one.step, one.save_id) in not_whole,
+        )
+        for one in found
+    ]
     return sorted(_with_versions(found), key=_age, reverse=True)
 
 
 def _age(one: Candidate) -> tuple[int, int, float, float, str]:
-    return one.step, one.lease, one.run_seconds or 0.0, one.saved_seconds, one.save_id
+    saved = one.saved
+    return saved.step, saved.lease, saved.run_seconds or 0.0, saved.saved_seconds, saved.save_id
 
 
 def _on_nodes(
-    key: tuple[int, str],
-    by_node: Sequence[tuple[str, HeldStep]],
-    on_nodes: Sequence[tuple[str, Sequence[HeldStep]]],
-    *,
-    is_durable: bool,
+    by_node: Sequence[tuple[str, HeldStep]], on_nodes: Sequence[tuple[str, Sequence[HeldStep]]], *, is_durable: bool
 ) -> Candidate:
     first = by_node[0][1]
-    held = {node: one.held for node, steps in on_nodes for one in steps if one.step == key[0]}
+    assert first.saved is not None
+    held = {node: one.held for node, steps in on_nodes for one in steps if one.step == first.step}
     holders = {
         name: tuple(node for node, files in held.items() if files.get(name) == nbytes)
         for name, nbytes in first.wanted.items()
     }
     return Candidate(
-        key[0],
-        key[1],
-        first.saved_seconds,
-        first.metrics,
+        first.saved,
         first.wanted,
         holders,
         tuple(node for node, _ in by_node),
         is_durable,
         is_due=first.is_due,
-        replica_id=first.replica_id,
         is_equal=all(one.is_equal for _, one in by_node),
-        run_seconds=first.run_seconds,
-        lease=first.lease,
     )
 
 
@@ -205,8 +181,8 @@ def _with_versions(found: Iterable[Candidate]) -> list[Candidate]:
     """Return candidates of which those that replicas saved of one step are one."""
     alone, replicas = list[Candidate](), dict[tuple[int, str], list[Candidate]]()
     for one in found:
-        if one.replica_id:
-            replicas.setdefault((one.step, one.replica_id), []).append(one)
+        if one.saved.replica_id:
+            replicas.setdefault((one.step, one.saved.replica_id), []).append(one)
         else:
             alone.append(one)
     return alone + [_joined(sorted(versions, key=lambda one: one.save_id)) for versions in replicas.values()]
@@ -216,23 +192,3 @@ def _joined(versions: Sequence[Candidate]) -> Candidate:
     """Return versions of one step as one candidate: first one that is complete on nodes, else in the durable tier."""
     first, *others = sorted(versions, key=lambda one: (not one.is_complete_on_nodes, not one.is_durable))
     return replace(first, others=tuple(one for one in others if one.is_complete_on_nodes or one.is_durable))
-
-
-def _durable_only(saved: SavedStep) -> Candidate:
-    return Candidate(
-        saved.step,
-        saved.save_id,
-        saved.saved_seconds,
-        saved.metrics,
-        {},
-        {},
-        (),
-        is_durable=True,
-        replica_id=saved.replica_id,
-        run_seconds=saved.run_seconds,
-        lease=saved.lease,
-    )
-
-
-def _marked(candidate: Candidate) -> Candidate:
-    return replace(candidate, is_abandoned=True)

@@ -18,11 +18,7 @@ from typing import Any, Final, cast
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -70,7 +66,6 @@ class Optimizers:
         self._model, self._optimizers = model, optimizers
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the optimizers hold."""
         state: dict[str, Any] = {}
         groups: list[dict[str, Any]] = []
         extra: dict[str, Any] = {}
@@ -174,7 +169,6 @@ class Optimizers:
     # --- taking over what was loaded ----------------------------------------------------------------------------------
 
     def load_state_dict(self, loaded: Mapping[str, Any]) -> None:
-        """Put what was loaded into the optimizers."""
         parameters = dict(self._parameters())
         loaded = _by_names_of(parameters, loaded)
         state, saved_groups = loaded[_STATE], loaded[_GROUPS]
@@ -369,10 +363,8 @@ class Fsdp1Optimizers:
         return get_optimizer_state_dict(self._model, self._optimizers)
 
     def destination(self, entries: Sequence[SavedEntry]) -> Any:
-        """Return what to load into."""
         return self.state_dict()
 
     def load_state_dict(self, loaded: Any) -> None:
-        """Put what was loaded into the optimizers."""
         options = StateDictOptions(strict=False)
         set_optimizer_state_dict(self._model, self._optimizers, loaded, options=options)

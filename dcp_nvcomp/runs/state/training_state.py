@@ -11,10 +11,13 @@ was not told the inside of.
 
 from __future__ import annotations
 
+import hashlib
+import random
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
@@ -25,11 +28,10 @@ from dcp_nvcomp.format.metadata.paths import SavedEntry
 from dcp_nvcomp.loading.matching import is_extra_state, saved_names
 from dcp_nvcomp.loading.whole import completed
 from dcp_nvcomp.redaction import printable
-from dcp_nvcomp.runs.state.generators import capture_generators, restore_generators, seed_generators
-from dcp_nvcomp.runs.state.loader_parts import LOADER, joined, taken_apart
+from dcp_nvcomp.runs.state.loaders import LOADER, LoaderPart, Reshard, joined, reshard_for, split_state, state_for
 from dcp_nvcomp.runs.state.optimizers import optimizers_of
-from dcp_nvcomp.runs.state.resharding import LoaderPart, Reshard, reshard_for, state_for
 
+_SEED_NBYTES: Final = 8
 _GENERATORS: Final = "generators"
 _DATA: Final = "data"
 
@@ -125,9 +127,9 @@ class TrainingState:
                 state[name] = (tuple(value.state_dict() for value in values),)
         state["ranks"] = (self._count, self._data_count)
         if self._expected is None:
-            state[_GENERATORS] = {str(self._rank): (capture_generators(self._own_generators),)}
+            state[_GENERATORS] = {str(self._rank): (_capture_generators(self._own_generators),)}
             if self._loader is not None:
-                state[_DATA] = {str(self._data_rank): taken_apart(self._part())}
+                state[_DATA] = {str(self._data_rank): split_state(self._part())}
             return _ToSave(state)
         fqns = [entry.fqn for entry in self._expected]
         ranks, data = _ranks_of(fqns, _GENERATORS), _ranks_of(fqns, _DATA)
@@ -199,9 +201,9 @@ class TrainingState:
         # last: what comes before may draw random numbers
         for rank, (loaded,) in state_dict.get(_GENERATORS, {}).items():
             if rank == str(self._rank):
-                restore_generators(loaded, self._own_generators)
+                _restore_generators(loaded, self._own_generators)
             else:
-                seed_generators(loaded, self._rank, self._own_generators)
+                _seed_generators(loaded, self._rank, self._own_generators)
 
     def _load_data(self, parts: Mapping[int, LoaderPart], count: int) -> None:
         if count == self._data_count:
@@ -212,6 +214,56 @@ class TrainingState:
         self._loader.load_state_dict(state)
         # a loader that makes its iterator now draws its seed before the generators are set, as it did when it was saved
         self._loader.state_dict()
+
+
+def _capture_generators(own: Mapping[str, torch.Generator]) -> dict[str, Any]:
+    """Return the states of this process's generators: of Python, NumPy and torch, and of the current CUDA device."""
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    found: dict[str, Any] = {
+        "python": (version, torch.tensor(words, dtype=torch.int64), gauss),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached),
+        "torch": torch.get_rng_state(),
+        "own": {name: generator.get_state() for name, generator in own.items()},
+    }
+    if _uses_cuda():
+        found["cuda"] = torch.cuda.get_rng_state()
+    return found
+
+
+def _restore_generators(state: Mapping[str, Any], own: Mapping[str, torch.Generator]) -> None:
+    """Set this process's generators."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    for name, generator in own.items():
+        if name in state["own"]:
+            generator.set_state(state["own"][name])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _seed_generators(state: Mapping[str, Any], rank: int, own: Mapping[str, torch.Generator]) -> None:
+    """Seed the generators of a rank that was not there when the state was saved: differently from all other ranks'."""
+
+    def seed(name: str) -> int:
+        digest = hashlib.sha256(f"{name} {rank} ".encode() + state["torch"].numpy().tobytes()).digest()
+        return int.from_bytes(digest[:_SEED_NBYTES], "little") >> 1
+
+    random.seed(seed("python"))
+    np.random.seed(seed("numpy") % (1 << 32))
+    torch.default_generator.manual_seed(seed("torch"))
+    for name, generator in own.items():
+        generator.manual_seed(seed(f"own {name}"))
+    if _uses_cuda():
+        torch.cuda.manual_seed(seed("cuda"))
+
+
+def _uses_cuda() -> bool:
+    # not before the training has: it would take a context of hundreds of MB
+    return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 class _ToSave(dict[str, Any]):

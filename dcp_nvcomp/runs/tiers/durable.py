@@ -11,15 +11,12 @@ from typing import Any, Final
 
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.format.names import METADATA_NAME
+from dcp_nvcomp.maintenance.completeness import RUN_FOLDER, SEEN_NAME, Seen, identity_of
 from dcp_nvcomp.maintenance.run_listing import COMPLETE, steps_below
-from dcp_nvcomp.maintenance.seen import RUN_FOLDER, SEEN_NAME, Seen, identity_of
 from dcp_nvcomp.redaction import without_secrets
-from dcp_nvcomp.runs.abandoned import read_abandoned
-from dcp_nvcomp.runs.identity import ID_NAME, run_id
 from dcp_nvcomp.runs.keep import Keep, KeepRule, SavedStep, reasons_to_keep, why_not
-from dcp_nvcomp.runs.pins import is_pinned, pinned_steps
-from dcp_nvcomp.runs.removal import remove_step
-from dcp_nvcomp.runs.steps import RunSteps, StepNames, list_steps
+from dcp_nvcomp.runs.own_files import ID_NAME, is_pinned, pinned_steps, read_abandoned, run_id
+from dcp_nvcomp.runs.steps import RunSteps, StepNames, list_steps, remove_step
 from dcp_nvcomp.storage.base import Below, Filesystem
 from dcp_nvcomp.storage.open import open_filesystem, place_of
 
@@ -30,32 +27,21 @@ BEGUN: Final = "its removal had begun"
 
 @dataclass(frozen=True)
 class Removed:
-    """What a round of removals did.
+    """What a round of removals did."""
 
-    Attributes:
-        steps: those that are gone.
-        failed: why others could not be removed, by step; the next round tries again.
-    """
-
-    steps: tuple[int, ...]
-    failed: Mapping[int, CheckpointError]
+    steps: tuple[int, ...]  # those that are gone
+    failed: Mapping[int, CheckpointError]  # why others could not be removed, by step; the next round tries again
 
 
 @dataclass(frozen=True)
 class Doomed:
-    """What a rule says of steps.
+    """What a rule says of steps."""
 
-    Attributes:
-        why: why those go that nothing keeps, by step, in ascending order.
-        kept: why the others are kept.
-    """
-
-    why: Mapping[int, str]
-    kept: Mapping[int, tuple[str, ...]]
+    why: Mapping[int, str]  # why those go that nothing keeps, by step, in ascending order
+    kept: Mapping[int, tuple[str, ...]]  # why the others are kept
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Those that nothing keeps."""
         return tuple(self.why)
 
 
@@ -72,15 +58,12 @@ class DurableTier:
         self._written_seen = b""
 
     def path_of(self, step: int) -> str:
-        """Return the path or URL of a step."""
         return f"{self.root.rstrip('/')}/{self.names.name_of(step)}"
 
     def open(self, step: int) -> Filesystem:
-        """Open the directory of a step."""
         return self._open(self.path_of(step))
 
     def open_own(self) -> Filesystem:
-        """Open the directory in which the run keeps what is its own."""
         return self._open(f"{self.root.rstrip('/')}/{RUN_FOLDER}")
 
     def _open(self, path: str) -> Filesystem:
@@ -151,7 +134,6 @@ class DurableTier:
             self._busy[step] = self._busy.get(step, 0) + 1
 
     def let_go(self, step: int) -> None:
-        """Let a step be removed again."""
         with self._lock:
             self._busy[step] -= 1
             if not self._busy[step]:

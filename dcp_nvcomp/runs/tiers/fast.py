@@ -1,4 +1,4 @@
-"""The fast tier: a directory on each node, in memory or on a local disk.
+"""The fast tier: a directory on each node, in memory or on a local disk, and the room in it.
 
     <fast>/step-<N>/       what ranks of this node saved, copies of other nodes' files, and the `.metadata` of all;
                            `.equal`, with the save's id, once replicas were compared and found equal
@@ -6,14 +6,25 @@
 
 A step is complete when every file that its `.metadata` names is on some node. Files of two saves never have the same
 name, so copies lie beside what the node saved itself.
+
+If room is needed, these go:
+
+1  torsos: steps that the last restore found complete nowhere
+2  steps that are not newer than the newest of the durable tier, the oldest first
+
+A complete step that is newer than all of the durable tier stays, whatever it costs, and so does what is being saved,
+copied, or on its way there. Nothing goes before room is needed: a node that is away may come back with the rest of a
+torso.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
 from dcp_nvcomp.errors import CheckpointError, ConcurrentSaveError, ConfigurationError, StorageError
@@ -22,9 +33,11 @@ from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.metadata.roots import Root, read_root
 from dcp_nvcomp.format.metadata.summary import REPLICA, SUMMARY_NBYTES, summary_at_end
 from dcp_nvcomp.format.names import METADATA_NAME, data_file_rank
-from dcp_nvcomp.maintenance.seen import RUN_FOLDER
-from dcp_nvcomp.runs.removal import EQUAL, is_being_removed, remove_step
-from dcp_nvcomp.runs.steps import StepNames
+from dcp_nvcomp.maintenance.completeness import RUN_FOLDER
+from dcp_nvcomp.runs.events import Event, StepsRemoved
+from dcp_nvcomp.runs.keep import SavedStep
+from dcp_nvcomp.runs.own_files import is_being_removed
+from dcp_nvcomp.runs.steps import EQUAL, StepNames, remove_step
 from dcp_nvcomp.runs.tiers.trust import ALONE, fault_below, own_directory, refuse_fault_below
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.open import open_filesystem, place_of
@@ -40,33 +53,16 @@ _MOST_NAME_NBYTES = 1 << 12
 
 @dataclass(frozen=True)
 class HeldStep:
-    """What one node has of a step.
-
-    Attributes:
-        step: the step.
-        save_id: id of the save whose `.metadata` is there; empty if there is none.
-        saved_seconds: when that was, in seconds since 1970.
-        wanted: the data files that the `.metadata` names, and their sizes; empty if there is none.
-        held: the data files that are there, and their sizes.
-        metrics: of the step.
-        is_due: True if it is to be uploaded.
-        replica_id: what it has in common with the saves of other replicas; empty if there are none.
-        is_equal: True if it was found to equal those.
-        run_seconds: how long the run had been under way; None if the step does not say.
-        lease: under which of the run's leases it was saved; 0 if the step does not say.
-    """
+    """What one node has of a step."""
 
     step: int
-    save_id: str
-    saved_seconds: float
-    wanted: Mapping[str, int]
-    held: Mapping[str, int]
-    metrics: Mapping[str, float]
-    is_due: bool = False
-    replica_id: str = ""
-    is_equal: bool = False
-    run_seconds: float | None = None
-    lease: int = 0
+    held: Mapping[str, int]  # the data files that are there, and their sizes
+    saved: SavedStep | None = None  # as the `.metadata` that is there describes it
+    wanted: Mapping[str, int] = field(
+        default_factory=dict
+    )  # the data files that the `.metadata` names, and their sizes
+    is_due: bool = False  # it is to be uploaded
+    is_equal: bool = False  # it was found to equal what other replicas saved
 
 
 class FastTier:
@@ -81,7 +77,6 @@ class FastTier:
         self._distrusted: set[int] = set()  # steps of which was said that they are not the user's own
 
     def path_of(self, step: int) -> str:
-        """Return the path of a step."""
         return f"{self.root}/{self.names.name_of(step)}"
 
     def open(self, step: int) -> Filesystem:
@@ -89,7 +84,6 @@ class FastTier:
         return _open(self.path_of(step))
 
     def read_root(self, filesystem: Filesystem) -> Root:
-        """Read the `.metadata` of a step that was opened."""
         return read_root(filesystem, METADATA_NAME, limit_nbytes=self._metadata_limit_nbytes)
 
     def make_directory(self, step: int) -> None:
@@ -104,7 +98,7 @@ class FastTier:
             raise StorageError(f"Nothing is written there: {fault}. Remove it.", path=self.path_of(step))
 
     def claim(self, run: str) -> None:
-        """Make sure that the directory is this run's, or nobody's yet; one that is out of order is passed by."""
+        """Make sure that the directory is this run's, or no run's yet; one that is out of order is passed by."""
         self._run = run
         try:
             found = self._claimed_by(run)
@@ -121,7 +115,7 @@ class FastTier:
             )
 
     def _claimed_by(self, run: str) -> str:
-        """Return the run that the directory is of; this one, if it is nobody's yet."""
+        """Return the run that the directory is of; this one, if it was no run's yet."""
         own_directory(self.root)
         own = self._open_own()
         own.create_directory()
@@ -149,7 +143,6 @@ class FastTier:
         self._open_own().publish(_PROBE, b"")
 
     def free_nbytes(self) -> int:
-        """Return how much can still be written."""
         found = open_filesystem(self.root).free_nbytes()
         assert found is not None
         return found
@@ -174,11 +167,11 @@ class FastTier:
 
     def _held_of(self, step: int) -> HeldStep:
         if not self._is_own(step):
-            return HeldStep(step, "", 0.0, {}, {}, {})
+            return HeldStep(step, {})
         with contextlib.closing(self.open(step)) as filesystem:
             files = filesystem.list_files()
             held = {file.name: file.nbytes for file in files if data_file_rank(file.name) is not None}
-            nothing = HeldStep(step, "", 0.0, {}, held, {})
+            nothing = HeldStep(step, held)
             if not any(file.name == METADATA_NAME for file in files) or is_being_removed(filesystem):
                 return nothing
             try:
@@ -194,19 +187,18 @@ class FastTier:
                 logger.warning("%s in the fast tier holds step %s: it is passed over.", filesystem.path, summary.step)
                 return nothing
             wanted = {name: ref.nbytes for name, ref in refs.items() if ref is not None}
-            return HeldStep(
+            saved = SavedStep(
                 step,
-                root.save_id or "",
                 summary.saved_seconds,
-                wanted,
-                held,
                 summary.metrics,
-                is_due=summary.more.get(TO_UPLOAD) is True,
-                replica_id=str(summary.more.get(REPLICA, "")),
-                is_equal=self._is_equal(filesystem, root.save_id),
-                run_seconds=summary.run_seconds,
-                lease=summary.lease,
+                root.save_id or "",
+                sum(wanted.values()),
+                str(summary.more.get(REPLICA, "")),
+                summary.run_seconds,
+                summary.lease,
             )
+            is_equal = self._is_equal(filesystem, root.save_id)
+            return HeldStep(step, held, saved, wanted, summary.more.get(TO_UPLOAD) is True, is_equal)
 
     def _is_own(self, step: int) -> bool:
         fault = fault_below(self.root, self.names.name_of(step))
@@ -253,3 +245,69 @@ class FastTier:
 def _open(path: str) -> Filesystem:
     # what is there is memory, or one copy of several
     return open_filesystem(path, sync_files=False, directory_mode=ALONE)
+
+
+class Room:
+    """The room in a node's fast tier."""
+
+    def __init__(self, fast: FastTier, awaited: Callable[[], Collection[int]], emit: Callable[[Event], None]) -> None:
+        self._fast, self._awaited, self._emit = fast, awaited, emit
+        self._lock = threading.Lock()
+        self._torsos: frozenset[int] = frozenset()
+        self._busy: Counter[int] = Counter()  # a step that is saved twice is there twice
+        self._durable_step = -1
+
+    def looked(self, complete: Collection[int]) -> None:
+        """Note what a restore has seen, before it loads any of it: nothing is known to be whole yet."""
+        try:
+            here = self._fast.steps()
+        except CheckpointError:  # nothing is removed then
+            here = []
+        with self._lock:
+            self._torsos, self._durable_step = frozenset(here) - frozenset(complete), -1
+
+    def restored(self, durable_step: int) -> None:
+        """Note the newest step of the durable tier after a restore; -1 if there is none that is whole."""
+        with self._lock:
+            self._durable_step = durable_step
+
+    def begun(self, step: int) -> None:
+        with self._lock:
+            self._busy[step] += 1
+            self._torsos -= {step}
+
+    def ended(self, step: int) -> None:
+        """Note that a step is saved and copied, or is not."""
+        with self._lock:
+            self._busy[step] -= 1
+
+    def arrived(self, step: int) -> None:
+        with self._lock:
+            self._durable_step = max(self._durable_step, step)
+
+    def make(self, nbytes: float, *, but: Collection[int] = ()) -> bool:
+        """Return whether so much fits, once what may go is gone, as far as it has to."""
+        for step, why in self._removable(but):
+            if self._fast.free_nbytes() > nbytes:
+                return True
+            if self._fast.remove([step]):
+                logger.warning("The fast tier has too little room, so that step %d went: it is %s.", step, why)
+                self._emit(StepsRemoved((step,), "fast"))
+        return self._fast.free_nbytes() > nbytes
+
+    def _removable(self, but: Collection[int]) -> Iterator[tuple[int, str]]:
+        """Yield the steps that may go, in their order, and why; each is looked at anew, as saves go on meanwhile."""
+        here = self._fast.steps()
+        for step in here:
+            with self._lock:
+                may_go = step in self._torsos and not self._stays(step, but)
+            if may_go:
+                yield step, "complete nowhere"
+        for step in here:
+            with self._lock:
+                may_go = step not in self._torsos and step <= self._durable_step and not self._stays(step, but)
+            if may_go:
+                yield step, "not newer than the durable tier's"
+
+    def _stays(self, step: int, but: Collection[int]) -> bool:
+        return step in but or self._busy[step] > 0 or step in self._awaited()

@@ -6,66 +6,48 @@ other failure domains than itself.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dcp_nvcomp.runs.ranks import Ranks
+
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank runs.
+    """Where a rank runs."""
 
-    Attributes:
-        node: name of its node: ranks of one node see the same fast tier.
-        domain: what fails together, such as a rack; by default the node.
-    """
-
-    node: str
-    domain: str
-
-
-def this_node() -> str:
-    """Return the name of this process's node: what torchrun says, else the name of the host."""
-    group_rank = os.environ.get("GROUP_RANK")
-    return socket.gethostname() if group_rank is None else f"node {group_rank}"
+    node: str  # name of its node: ranks of one node see the same fast tier
+    domain: str  # what fails together, such as a rack; by default the node
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Files that go from one rank to another.
+    """Files that go from one rank to another."""
 
-    Attributes:
-        source: the rank that sends.
-        to: the rank that receives.
-    """
-
-    source: int
-    to: int
+    source: int  # the rank that sends
+    to: int  # the rank that receives
 
 
 class Nodes:
-    """The nodes of a run.
-
-    Attributes:
-        names: of the nodes, in the order of their first ranks.
-    """
+    """The nodes of a run."""
 
     def __init__(self, places: Sequence[Place], rank: int) -> None:
         self._places, self._rank = tuple(places), rank
         self.names = tuple(dict.fromkeys(place.node for place in places))
 
     def node_of(self, rank: int) -> str:
-        """Return the node of a rank."""
         return self._places[rank].node
 
     def ranks_of(self, node: str) -> list[int]:
-        """Return the ranks of a node."""
         return [rank for rank, place in enumerate(self._places) if place.node == node]
 
     @property
     def own(self) -> str:
-        """The node of this rank."""
         return self.node_of(self._rank)
 
     @property
@@ -88,7 +70,6 @@ class Nodes:
         return self._places[self.ranks_of(node)[0]].domain
 
     def domains(self) -> list[list[int]]:
-        """Return the ranks of each failure domain."""
         found: dict[str, list[int]] = {}
         for rank, place in enumerate(self._places):
             found.setdefault(self._domain_of(place.node), []).append(rank)
@@ -103,6 +84,28 @@ class Nodes:
                 for number, source in enumerate(self.ranks_of(node)):
                     found.append(Transfer(source, receivers[number % len(receivers)]))
         return found
+
+
+def nodes_of_run(ranks: Ranks, node: str | None, domain: str | None, copies: int) -> Nodes:
+    """Return the nodes of a run; all ranks call this, each with the names of its node and domain if any."""
+    name = _this_node() if node is None else str(node)
+    places = ranks.gather(Place(name, name if domain is None else str(domain)))
+    nodes = Nodes(places, ranks.rank)
+    fewest = min(len(nodes.peers_of(one, copies)) for one in nodes.names)
+    if fewest < copies and ranks.is_first:
+        logger.warning(
+            "copies=%d, but only %d can be made: there are too few nodes, or failure domains. They are: %s",
+            copies,
+            fewest,
+            ", ".join(sorted({place.domain for place in places})),
+        )
+    return nodes
+
+
+def _this_node() -> str:
+    """Return the name of this process's node: what torchrun says, else the name of the host."""
+    group_rank = os.environ.get("GROUP_RANK")
+    return socket.gethostname() if group_rank is None else f"node {group_rank}"
 
 
 def rounds(transfers: Sequence[Transfer]) -> list[list[Transfer]]:

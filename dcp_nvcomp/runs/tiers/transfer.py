@@ -1,14 +1,17 @@
-"""Moves files between ranks as they are: in bounded pieces, each with its CRC, over gloo.
+"""Moves files between ranks, and from the fast tier to the durable one, as they are and in bounded pieces.
 
     sender: read a piece -> piece + CRC32C -> send         receiver: receive -> check -> write
 
 Both sides know beforehand which files go, and of what sizes, so nothing is negotiated. A side that fails goes on with
 the exchange, and what failed is in its result: the other one would wait in vain for what does not come.
+
+To the durable tier each file is sent once, by one rank that has it. What an upload that was cut short has left there
+already, whole, is not sent again: a name is used for one file only. The commit is that of docs/reliability.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,7 +19,7 @@ import numpy as np
 import torch
 
 from dcp_nvcomp.codecs.encoded import checksum
-from dcp_nvcomp.errors import CheckpointError, CorruptDataError
+from dcp_nvcomp.errors import CheckpointError, CorruptDataError, StorageError
 from dcp_nvcomp.runs.ranks import Ranks
 from dcp_nvcomp.runs.tiers.nodes import Transfer, rounds
 from dcp_nvcomp.storage.base import Filesystem, OutputStream
@@ -25,6 +28,7 @@ _PIECE_NBYTES = 8 << 20
 _CRC_NBYTES = 4
 
 Piece = tuple[str, int, int]
+_UPLOADED_PIECE_NBYTES = 16 << 20
 
 
 class Target(Protocol):
@@ -39,20 +43,14 @@ class Target(Protocol):
 
 @dataclass
 class Moved:
-    """What became of the files that a rank sent and received.
+    """What became of the files that a rank sent and received."""
 
-    Attributes:
-        received: those that arrived whole, and their sizes.
-        unread: why others could not be read here, by name.
-        unwritten: why others could not be written here, or did not arrive as they were, by name.
-    """
-
-    received: dict[str, int] = field(default_factory=dict)
-    unread: dict[str, CheckpointError] = field(default_factory=dict)
+    received: dict[str, int] = field(default_factory=dict)  # those that arrived whole, and their sizes
+    unread: dict[str, CheckpointError] = field(default_factory=dict)  # why others could not be read here, by name
+    # why others could not be written here, or did not arrive as they were
     unwritten: dict[str, CheckpointError] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Raise the first failure, if there is one."""
         for error in (*self.unread.values(), *self.unwritten.values()):
             raise error
 
@@ -161,3 +159,36 @@ class _Ends:
     def finish(self) -> Moved:
         self._drop()
         return self._moved
+
+
+class SourceError(StorageError):
+    """A file that is to be uploaded can't be read."""
+
+
+def upload_files(source: Filesystem, target: Filesystem, names: Collection[str], sizes: Mapping[str, int]) -> int:
+    """Copy files to a directory."""
+    target.refuse_link()
+    target.create_directory()
+    there = {file.name: file.nbytes for file in target.list_files()}
+    missing = [name for name in sorted(names) if there.get(name) != sizes[name]]
+    target.remove([name for name in missing if name in there])  # cut short
+    for name in missing:
+        _upload(source, target, name, sizes[name])
+    return sum(sizes[name] for name in missing)
+
+
+def _upload(source: Filesystem, target: Filesystem, name: str, nbytes: int) -> None:
+    output = target.open_output(name)
+    try:
+        buffer = memoryview(bytearray(min(nbytes, _UPLOADED_PIECE_NBYTES)))
+        for start in range(0, nbytes, _UPLOADED_PIECE_NBYTES):
+            piece = buffer[: min(_UPLOADED_PIECE_NBYTES, nbytes - start)]
+            try:
+                source.read_into(name, start, piece)
+            except CheckpointError as error:
+                raise SourceError(error.message, path=source.location(name)) from error
+            output.write(piece)
+        output.close()
+    except BaseException:
+        output.abort()
+        raise

@@ -38,7 +38,7 @@ from dcp_nvcomp.saving.asynchronous.cores import has_spare_core
 from dcp_nvcomp.saving.asynchronous.shared_memory import is_available
 from dcp_nvcomp.saving.asynchronous.staging import Staging
 from dcp_nvcomp.saving.asynchronous.streams import CallersStreams
-from dcp_nvcomp.saving.kept import kept
+from dcp_nvcomp.saving.kept import process_state
 from dcp_nvcomp.saving.plans.differences import OnDifference
 from dcp_nvcomp.saving.run_save import call_for, planner_for, run_save, writer_for
 from dcp_nvcomp.saving.writer import NvcompWriter
@@ -139,11 +139,11 @@ def async_save(
 
     begun: Staging | None = None
     try:
-        with kept().lock:  # saves of several threads, one after the other
-            sequence = kept().sequence(process_group, call)
+        with process_state().lock:  # saves of several threads, one after the other
+            sequence = process_state().sequence(process_group, call)
             sequence.wait_for_room()
             staging = begun = Staging(
-                kept().stores,
+                process_state().stores,
                 release,
                 sequence.last,
                 _copied_write(writer, checkpoint_id),
@@ -184,8 +184,8 @@ def async_save(
 
 def end_sequence(process_group: dist.ProcessGroup) -> None:
     """Wait for the asynchronous saves over a process group, and give up the groups that they used."""
-    with kept().lock:
-        kept().end_sequence(process_group)
+    with process_state().lock:
+        process_state().end_sequence(process_group)
 
 
 def _copied_write(writer: NvcompWriter, checkpoint_id: str | os.PathLike[str] | None) -> CopiedWrite | None:
@@ -197,4 +197,6 @@ def _copied_write(writer: NvcompWriter, checkpoint_id: str | os.PathLike[str] | 
     )
     if writer.staging == "auto" and not (by_process and has_spare_core()):
         return None
-    return CopiedWrite(kept().shared, kept().stores.budget, kept().background if by_process else None)
+    return CopiedWrite(
+        process_state().shared, process_state().stores.budget, process_state().background if by_process else None
+    )

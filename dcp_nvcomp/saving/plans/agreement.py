@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from dcp_nvcomp.calls.meeting import Call, meet
+from dcp_nvcomp.calls.ranks import Call, meet
 
 
 @dataclass(frozen=True)

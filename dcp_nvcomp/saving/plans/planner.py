@@ -29,12 +29,12 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from dcp_nvcomp.calls.flattening import flatten
-from dcp_nvcomp.calls.meeting import Call
+from dcp_nvcomp.calls.ranks import Call
 from dcp_nvcomp.calls.values import PLAIN_TENSORS, is_default_planner, unwrapped
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.format.metadata.paths import merged_paths, paths_to_store
 from dcp_nvcomp.saving.encode.objects import serialized
-from dcp_nvcomp.saving.kept import kept
+from dcp_nvcomp.saving.kept import process_state
 from dcp_nvcomp.saving.plans.agreement import Proposal, agree
 from dcp_nvcomp.saving.plans.differences import Comparison, OnDifference, expect_same_kinds
 from dcp_nvcomp.saving.plans.global_plan import GlobalPlan
@@ -126,7 +126,7 @@ class KeepingPlanner(SavePlanner):
                 logger.warning("Values of ranks are not compared: %s: %s", type(error).__name__, error)
         if self._may_keep and self._flat_state is not None:
             self._describe(ranks)
-        found = None if self._structure is None else kept().plans.find(self._key, self._structure)
+        found = None if self._structure is None else process_state().plans.find(self._key, self._structure)
         mine = Proposal(found.plan_id if found else None, self._structure is not None)
         agreement = agree(mine, group, call)
         self._plan_id = agreement.plan_id
@@ -220,7 +220,7 @@ class KeepingPlanner(SavePlanner):
             return dataclasses.replace(self._kept.final, storage_data=new_plan.storage_data)
         plan = self._inner.finish_plan(new_plan)
         if self._plan_id is not None and self._structure is not None:
-            kept().plans.keep(KeptPlan(self._plan_id, self._key, self._structure, plan, self._everyones))
+            process_state().plans.keep(KeptPlan(self._plan_id, self._key, self._structure, plan, self._everyones))
         return plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | Any:

@@ -68,7 +68,7 @@ MUTATIONS = (
     ),
     Mutation(
         row="asynchronous: ranks that do not make the same call are told",
-        file="dcp_nvcomp/calls/meeting.py",
+        file="dcp_nvcomp/calls/ranks.py",
         old="    expect_same([called for called, _ in everyones], group)\n",
         new="",
         tests="tests/field/test_ranks.py",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tests.faults.mutations import Mutation
 
-FAST_STAGE = "dcp_nvcomp/runs/behind/fast_stage.py"
-REMOVAL = "dcp_nvcomp/runs/removal.py"
+FAST_STAGE = "dcp_nvcomp/runs/background/fast_stage.py"
+REMOVAL = "dcp_nvcomp/runs/steps.py"
 TRANSFER = "dcp_nvcomp/runs/tiers/transfer.py"
-UPLOADS = "dcp_nvcomp/runs/tiers/uploads.py"
+UPLOADS = "dcp_nvcomp/runs/tiers/transfer.py"
 DURABLE = "dcp_nvcomp/runs/tiers/durable.py"
 
 MUTATIONS = (
@@ -27,7 +27,7 @@ MUTATIONS = (
     ),
     Mutation(
         row="runs: what replicas saved of a step is left behind together",
-        file="dcp_nvcomp/runs/abandoned.py",
+        file="dcp_nvcomp/runs/own_files.py",
         old="replica_id in known",
         new="False",
         tests="tests/runs/replicas/test_traps.py -k away",
@@ -41,7 +41,7 @@ MUTATIONS = (
     ),
     Mutation(
         row="runs: a save into a step that was being removed takes the mark away",
-        file="dcp_nvcomp/runs/publishers.py",
+        file="dcp_nvcomp/runs/step_save.py",
         old="        filesystem.remove([REMOVING])  # of a removal that was cut short: what it left is replaced now\n",
         new="",
         tests="tests/runs/test_removal.py -k was_cut_short_stays",
@@ -104,7 +104,7 @@ MUTATIONS = (
     ),
     Mutation(
         row="runs: steps that were left behind are not restored",
-        file="dcp_nvcomp/runs/restoring/run_restore.py",
+        file="dcp_nvcomp/runs/restoring/restore.py",
         old="(not one.is_abandoned if step is None else one.step == step)",
         new="(True if step is None else one.step == step)",
         tests="tests/runs/test_going_back.py -k not_restored",
@@ -153,7 +153,7 @@ MUTATIONS = (
     ),
     Mutation(
         row="runs: nothing is removed through a link",
-        file="dcp_nvcomp/runs/removal.py",
+        file="dcp_nvcomp/runs/steps.py",
         old="    filesystem.refuse_link()\n",
         new="",
         tests="tests/runs/test_trust.py -k removed_through",
@@ -167,7 +167,7 @@ MUTATIONS = (
     ),
     Mutation(
         row="runs: a restored place is not forgotten by an iterator that is dropped",
-        file="dcp_nvcomp/runs/state/sampler.py",
+        file="dcp_nvcomp/runs/state/loaders.py",
         old="        if not self._is_placed:\n",
         new="        if True:\n",
         tests="tests/runs/state/test_sampler.py",
@@ -202,7 +202,7 @@ MUTATIONS = (
     ),
     Mutation(
         row="runs: what was changed since it was seen complete is opened again",
-        file="dcp_nvcomp/maintenance/seen.py",
+        file="dcp_nvcomp/maintenance/completeness.py",
         old="self._identities.get(folder) == identity",
         new="folder in self._identities",
         tests="tests/runs/test_complete.py -k opened_again",
@@ -224,7 +224,7 @@ MUTATIONS = (
     Mutation(
         row="runs: steps only grow",
         file="dcp_nvcomp/runs/manager.py",
-        old="            self._refuse_older(step)\n",
+        old="            self._newest.refuse_older(step)\n",
         new="",
         tests="tests/runs/test_going_back.py -k only_grow",
     ),
@@ -238,48 +238,48 @@ MUTATIONS = (
     Mutation(
         row="runs: of two saves of a step the one under the later lease is the later",
         file="dcp_nvcomp/runs/restoring/candidates.py",
-        old="    return one.step, one.lease, one.run_seconds",
-        new="    return one.step, 0, one.run_seconds",
+        old="    return saved.step, saved.lease, saved.run_seconds",
+        new="    return saved.step, 0, saved.run_seconds",
         tests="tests/runs/test_clocks.py -k leases",
     ),
     Mutation(
         row="runs: a copy has an id of its own",
-        file="dcp_nvcomp/runs/identity.py",
+        file="dcp_nvcomp/runs/own_files.py",
         old="                return there.file_nbytes(mark) is None\n",
         new="                return False\n",
         tests="tests/runs/test_run_identity.py -k copy_has",
     ),
     Mutation(
         row="runs: a run that is reached by another path is no copy",
-        file="dcp_nvcomp/runs/identity.py",
+        file="dcp_nvcomp/runs/own_files.py",
         old="                return there.file_nbytes(mark) is None\n",
         new="                return True\n",
         tests="tests/runs/test_run_identity.py -k another_path",
     ),
     Mutation(
         row="runs: a step that is newer than the durable tier is not removed to make room",
-        file="dcp_nvcomp/runs/tiers/room.py",
+        file="dcp_nvcomp/runs/tiers/fast.py",
         old="and step <= self._durable_step and",
         new="and",
         tests="tests/runs/test_out_of_order.py -k trouble_between_jobs",
     ),
     Mutation(
         row="runs: a step that is saved again is no torso",
-        file="dcp_nvcomp/runs/tiers/room.py",
+        file="dcp_nvcomp/runs/tiers/fast.py",
         old="            self._torsos -= {step}\n",
         new="",
         tests="tests/runs/test_out_of_order.py -k saved_again",
     ),
     Mutation(
         row="runs: what a restore found damaged lets nothing go",
-        file="dcp_nvcomp/runs/restoring/run_restore.py",
+        file="dcp_nvcomp/runs/restoring/restore.py",
         old="if one.is_safe and one.step <= event.step]",
         new="if one.is_safe]",
         tests="tests/runs/test_out_of_order.py -k lets_nothing_go",
     ),
     Mutation(
         row="runs: what several ranks of a node lack is brought to all of them",
-        file="dcp_nvcomp/runs/restoring/fetch.py",
+        file="dcp_nvcomp/runs/restoring/nearest.py",
         old="lost.setdefault(self._nodes.node_of(rank), {}).update(one.unwritten)",
         new="lost[self._nodes.node_of(rank)] = one.unwritten",
         tests="tests/runs/test_out_of_order.py -k two_ranks",
@@ -300,7 +300,7 @@ MUTATIONS = (
     ),
     Mutation(
         row="runs: what a peer can't send is read from elsewhere",
-        file="dcp_nvcomp/runs/restoring/fetch.py",
+        file="dcp_nvcomp/runs/restoring/nearest.py",
         old="        self.unread = tuple(outcomes[self._ranks.rank].unread)\n",
         new="",
         tests="tests/runs/test_out_of_order.py -k peers_copy",

@@ -14,7 +14,7 @@ from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
 from dcp_nvcomp import NvcompReader
-from dcp_nvcomp.maintenance.verification.verify import verify_checkpoint
+from dcp_nvcomp.maintenance.verify import verify_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

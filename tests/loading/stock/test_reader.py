@@ -13,7 +13,7 @@ from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
 from dcp_nvcomp import CorruptDataError, NvcompReader
-from dcp_nvcomp.maintenance.verification.verify import verify_checkpoint
+from dcp_nvcomp.maintenance.verify import verify_checkpoint
 from tests.checkpoints import assert_loads, data_file, flip, load, save, save_stock
 from tests.loading.stock.make_golden import GOLDEN, KINDS, VERSIONS, golden_state
 

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any, Literal
 
-from dcp_nvcomp.runs.removal import REMOVING
+from dcp_nvcomp.runs.own_files import REMOVING
 from tests.faults.failpoints import Counts, Seam
 
 DOOMED_FAST, DOOMED_DURABLE = 40, 20
 
-_FAST, _DURABLE = "dcp_nvcomp.runs.behind.fast_stage", "dcp_nvcomp.runs.behind.durable_stage"
+_FAST, _DURABLE = "dcp_nvcomp.runs.background.fast_stage", "dcp_nvcomp.runs.background.durable_stage"
 _RESTORING = "dcp_nvcomp.runs.restoring.restore:Restoring"
-_PUBLISHER, _RANKS = "dcp_nvcomp.runs.publishers:NodePublisher", "dcp_nvcomp.runs.ranks:Ranks"
+_PUBLISHER, _RANKS = "dcp_nvcomp.runs.step_save:NodePublisher", "dcp_nvcomp.runs.ranks:Ranks"
 _POSIX, _OUTPUT = "dcp_nvcomp.storage.local.filesystem:PosixFilesystem", "dcp_nvcomp.storage.local.output:PosixOutput"
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from dcp_nvcomp import CheckpointManager, StorageError
-from dcp_nvcomp.runs.behind.fast_stage import FastStage
-from dcp_nvcomp.runs.removal import REMOVING, remove_step
+from dcp_nvcomp.runs.background.fast_stage import FastStage
+from dcp_nvcomp.runs.own_files import REMOVING
+from dcp_nvcomp.runs.steps import remove_step
 from dcp_nvcomp.storage.open import open_filesystem
 from dcp_nvcomp.storage.temporary import temporary_name
 

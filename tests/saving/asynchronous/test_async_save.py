@@ -21,7 +21,7 @@ from dcp_nvcomp import AsyncSave, NvcompWriter, SaveStats, async_save, errors
 from dcp_nvcomp.saving import kept as keeping
 from dcp_nvcomp.saving.data_file_writer import DataFileWriter
 from dcp_nvcomp.saving.encode import sources
-from dcp_nvcomp.saving.kept import kept
+from dcp_nvcomp.saving.kept import process_state
 from dcp_nvcomp.storage.local.output import PosixOutput
 from tests.checkpoints import assert_loads, file_names, save
 from tests.conformance.sabotage import Sabotage
@@ -312,10 +312,10 @@ def test_segments_are_kept_until_close(tmp_path: Path) -> None:
     for number in range(3):
         writer = NvcompWriter(tmp_path / str(number), thread_count=1)  # each thread fills a segment, if it finds work
         async_save(large_state(count=2), storage_writer=writer, no_dist=True).upload_completion.result(PATIENCE_SECONDS)
-        nbytes.append(kept().stores.plain.nbytes)
+        nbytes.append(process_state().stores.plain.nbytes)
     assert nbytes[0] > 0 and nbytes == nbytes[:1] * 3
     writer.close()
-    assert kept().stores.plain.nbytes == 0
+    assert process_state().stores.plain.nbytes == 0
 
 
 def test_a_writer_that_saved_can_be_pickled(tmp_path: Path) -> None:
@@ -361,7 +361,7 @@ def test_staging_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(BaseException, match="on purpose"):
             saving.upload_completion.result(PATIENCE_SECONDS)
     assert file_names(tmp_path) == set()
-    assert kept().stores.budget._in_use_nbytes == 0
+    assert process_state().stores.budget._in_use_nbytes == 0
     assert_the_next_one_works(tmp_path)
 
 
@@ -384,7 +384,7 @@ def test_writing_fails_after_the_state_was_staged(tmp_path: Path, monkeypatch: p
         saving.staging_completion.result(PATIENCE_SECONDS)
         with pytest.raises(BaseException, match="on purpose"):
             saving.upload_completion.result(PATIENCE_SECONDS)
-    assert kept().stores.budget._in_use_nbytes == 0, "leases of tasks that were never written"
+    assert process_state().stores.budget._in_use_nbytes == 0, "leases of tasks that were never written"
     assert_the_next_one_works(tmp_path)
 
 

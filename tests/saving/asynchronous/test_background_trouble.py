@@ -23,7 +23,7 @@ from benchmarks.sinks import LimitedFileSystem
 from dcp_nvcomp import AsyncSave, NvcompWriter, async_save, errors
 from dcp_nvcomp.saving.asynchronous.background import messages, process
 from dcp_nvcomp.saving.asynchronous.background.process import BackgroundProcess
-from dcp_nvcomp.saving.kept import forget_all, kept
+from dcp_nvcomp.saving.kept import forget_all, process_state
 from dcp_nvcomp.storage.processes import StorageSettings, storage_of
 from tests.checkpoints import assert_loads
 from tests.states import State, constant_state, small_state
@@ -44,7 +44,7 @@ def finish(saving: AsyncSave) -> None:
 @pytest.fixture
 def started() -> BackgroundProcess:
     """A process that has begun to work."""
-    background = kept().background()
+    background = process_state().background()
     _wait_until(lambda: background._started.is_set())
     return background
 
@@ -66,8 +66,8 @@ def test_its_death_is_noticed_though_a_fork_holds_its_sockets(tmp_path: Path, mo
 
     monkeypatch.setattr(process, "_start", forking)
     saving = begin({"w": torch.randn(1 << 22)}, f"limited://{tmp_path}", rate=1e6)
-    _wait_until(lambda: kept().background()._started.is_set())
-    os.kill(kept().background().pid, signal.SIGKILL)
+    _wait_until(lambda: process_state().background()._started.is_set())
+    os.kill(process_state().background().pid, signal.SIGKILL)
     with pytest.raises(errors.CheckpointError, match="for want of memory"):
         finish(saving)
     for descriptor in held:
@@ -76,13 +76,13 @@ def test_its_death_is_noticed_though_a_fork_holds_its_sockets(tmp_path: Path, mo
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
 def test_signals_to_the_whole_job_do_not_end_it(tmp_path: Path, number: signal.Signals) -> None:
-    background = kept().background()
+    background = process_state().background()
     os.kill(background.pid, number)  # before it could ignore anything
     saving = begin(small_state(), tmp_path)
     _wait_until(lambda: background._started.is_set())
     os.kill(background.pid, number)
     finish(saving)
-    assert kept().background() is background
+    assert process_state().background() is background
     assert_loads(tmp_path, small_state())
 
 
@@ -133,7 +133,7 @@ def test_another_installation_is_not_used(
 def test_what_import_ignores_in_its_path_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path, tmp_path, None])
     finish(begin(small_state(), tmp_path))
-    assert kept().background().is_usable
+    assert process_state().background().is_usable
     assert_loads(tmp_path, small_state())
 
 

@@ -12,7 +12,7 @@ import torch
 
 from dcp_nvcomp import AsyncSave, NvcompWriter, async_save, errors
 from dcp_nvcomp.saving.asynchronous.shared_memory import SharedSegment
-from dcp_nvcomp.saving.kept import forget_all, kept
+from dcp_nvcomp.saving.kept import forget_all, process_state
 from tests.checkpoints import assert_loads, file_names
 from tests.conformance.sabotage import Sabotage
 from tests.states import State
@@ -81,7 +81,7 @@ def test_a_failure_after_it_gives_the_memory_back(tmp_path: Path, monkeypatch: p
         with pytest.raises(errors.RankFailedError, match="on purpose"):
             finish(saving)
         assert saving.staging_completion.exception() is None
-    assert kept().stores.budget._in_use_nbytes == 0, "the next save would wait for ever"
+    assert process_state().stores.budget._in_use_nbytes == 0, "the next save would wait for ever"
     finish(begin(state_of(3), tmp_path / "second", **budget))
     assert_loads(tmp_path / "second", state_of(3))
 
@@ -92,7 +92,7 @@ def test_what_staging_raises_is_raised(tmp_path: Path, monkeypatch: pytest.Monke
         raise Sabotage("on purpose")
 
     with monkeypatch.context() as patch:
-        patch.setattr(kept().stores.budget, "reserve", fails)
+        patch.setattr(process_state().stores.budget, "reserve", fails)
         saving = begin(state_of(1), tmp_path / "second")
         with pytest.raises(Sabotage):
             saving.staging_completion.result(PATIENCE_SECONDS)
@@ -110,7 +110,7 @@ def test_without_memory_the_state_is_encoded(
     def refuse(segment: SharedSegment, start: int, data: memoryview) -> None:
         raise OSError(28, "No space left on device")
 
-    kept().shared.clear()
+    process_state().shared.clear()
     monkeypatch.setattr(SharedSegment, "write", refuse)
     state = state_of(1)
     saving = begin(state, tmp_path / "second")

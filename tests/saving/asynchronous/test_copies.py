@@ -22,7 +22,7 @@ from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.choose import parse_codec
 from dcp_nvcomp.saving.asynchronous import cores
 from dcp_nvcomp.saving.asynchronous.shared_memory import SharedSegment
-from dcp_nvcomp.saving.kept import forget_all, kept
+from dcp_nvcomp.saving.kept import forget_all, process_state
 from tests.checkpoints import assert_loads, file_names, save
 from tests.states import State, constant_state, small_state
 
@@ -125,7 +125,7 @@ def test_what_cannot_be_copied_is_encoded(tmp_path: Path) -> None:
     """A tensor without elements in memory is stored as `torch.save` has it."""
     finish(begin({"w": torch.ones(3), "sparse": torch.eye(3).to_sparse()}, tmp_path))
     assert_loads(tmp_path, {"w": torch.ones(3)})
-    assert kept().shared.nbytes == 0 or kept().stores.plain.nbytes > 0
+    assert process_state().shared.nbytes == 0 or process_state().stores.plain.nbytes > 0
 
 
 def test_a_state_beyond_the_budget_is_encoded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -142,7 +142,7 @@ def test_memory_that_cannot_be_had(
     def refuse(segment: SharedSegment, start: int, data: memoryview) -> None:
         raise OSError(28, "No space left on device")
 
-    kept().shared.clear()
+    process_state().shared.clear()
     monkeypatch.setattr(SharedSegment, "write", refuse)
     finish(begin(many_kinds(), tmp_path))
     assert "no memory for a copy of it" in caplog.text
@@ -157,15 +157,15 @@ def test_memory_and_process_are_kept_until_close(tmp_path: Path) -> None:
     for number in range(3):
         writers.append(NvcompWriter(tmp_path / str(number), staging="copy", background="process"))
         finish(async_save(many_kinds(), storage_writer=writers[-1], no_dist=True))
-        pids.add(kept().background().pid)
-        sizes.add(kept().shared.nbytes)
+        pids.add(process_state().background().pid)
+        sizes.add(process_state().shared.nbytes)
     (pid,), (size,) = pids, sizes
     assert size >= 4 * 700 * 900
     writers[0].close()
-    assert kept().shared.nbytes == 0
+    assert process_state().shared.nbytes == 0
     assert not _is_running(pid)
     finish(async_save(many_kinds(), storage_writer=writers[0], no_dist=True))
-    assert kept().background().pid != pid
+    assert process_state().background().pid != pid
 
 
 def test_states_of_other_sizes(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_states_of_other_sizes(tmp_path: Path) -> None:
         state = {"w": torch.arange(size)}
         finish(begin(state, tmp_path / str(number)))
         assert_loads(tmp_path / str(number), state)
-    maps = Path(f"/proc/{kept().background().pid}/maps").read_text()
+    maps = Path(f"/proc/{process_state().background().pid}/maps").read_text()
     assert maps.count("memfd:dcp_nvcomp") <= 2, "memory that is not used any more is freed in the process too"
 
 
@@ -244,7 +244,7 @@ def _is_running(pid: int) -> bool:
 def _stopped(path: Path) -> int:
     """Have a background process, and stop it."""
     finish(begin(small_state(), path))
-    pid = kept().background().pid
+    pid = process_state().background().pid
     os.kill(pid, signal.SIGSTOP)
     return pid
 
@@ -279,15 +279,15 @@ def test_what_the_process_raises_is_raised(tmp_path: Path) -> None:
     with pytest.raises(errors.StorageError, match="No such file"):
         saving.upload_completion.result(PATIENCE_SECONDS)
     finish(begin(many_kinds(), tmp_path / "gone"))
-    assert kept().background().pid == pid
+    assert process_state().background().pid == pid
 
 
 def test_an_interrupt_of_the_terminal_does_not_reach_it(tmp_path: Path) -> None:
     finish(begin(small_state(1), tmp_path))
-    pid = kept().background().pid
+    pid = process_state().background().pid
     os.kill(pid, signal.SIGINT)
     finish(begin(small_state(2), tmp_path))
-    assert kept().background().pid == pid
+    assert process_state().background().pid == pid
     assert_loads(tmp_path, small_state(2))
 
 
@@ -300,7 +300,7 @@ def _script(text: str, *arguments: Any) -> subprocess.Popen[str]:
 _SAVES = """
 import os, sys, time, torch
 from dcp_nvcomp import async_save
-from dcp_nvcomp.saving.kept import kept
+from dcp_nvcomp.saving.kept import process_state
 state = {"w": torch.arange(1000000)}
 def begin(path):
     return async_save(state, path, no_dist=True, staging="copy", background="process")
@@ -308,7 +308,7 @@ def begin(path):
 
 
 def test_a_process_that_ends_finishes_its_save(tmp_path: Path) -> None:
-    script = _script(_SAVES + "saving = begin(sys.argv[1])\nprint(kept().background().pid)\n", tmp_path)
+    script = _script(_SAVES + "saving = begin(sys.argv[1])\nprint(process_state().background().pid)\n", tmp_path)
     out, err = script.communicate(timeout=PATIENCE_SECONDS)
     assert script.returncode == 0, err
     assert "Exception" not in err and "ResourceWarning" not in err
@@ -320,7 +320,7 @@ def test_a_process_that_ends_finishes_its_save(tmp_path: Path) -> None:
 def test_it_dies_with_training(tmp_path: Path, is_forked: bool) -> None:
     """Also if a process that training forked, as a data loader does, still has the socket."""
     fork = "if not os.fork():\n    time.sleep(20)\n    os._exit(0)\n" if is_forked else ""
-    end = "print(kept().background().pid, flush=True)\nsaving = begin(sys.argv[1])\ntime.sleep(60)\n"
+    end = "print(process_state().background().pid, flush=True)\nsaving = begin(sys.argv[1])\ntime.sleep(60)\n"
     script = _script(_SAVES + "begin(sys.argv[1]).upload_completion.result()\n" + fork + end, tmp_path)
     assert script.stdout is not None and script.stderr is not None
     pid = int(script.stdout.readline())
@@ -337,18 +337,18 @@ def test_it_dies_with_training(tmp_path: Path, is_forked: bool) -> None:
 
 def test_a_forked_child_has_a_process_of_its_own(tmp_path: Path) -> None:
     finish(begin(small_state(1), tmp_path))
-    pid = kept().background().pid
+    pid = process_state().background().pid
     child = os.fork()
     if child == 0:
         try:
             finish(begin(small_state(2), tmp_path / "child"))
-            good = kept().background().pid != pid
-            kept().free()
+            good = process_state().background().pid != pid
+            process_state().free()
             os._exit(0 if good else 1)
         except BaseException:
             os._exit(2)
     assert os.waitpid(child, 0)[1] == 0
     assert_loads(tmp_path / "child", small_state(2))
     finish(begin(small_state(3), tmp_path))
-    assert kept().background().pid == pid
+    assert process_state().background().pid == pid
     assert_loads(tmp_path, small_state(3))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dcp_nvcomp import async_save
-from dcp_nvcomp.saving.kept import kept
+from dcp_nvcomp.saving.kept import process_state
 from tests.checkpoints import assert_loads, file_names
 from tests.states import constant_state
 
@@ -84,18 +84,18 @@ def test_storage_works_while_the_interpreter_waits_for_a_save(tmp_path: Path) ->
 def test_a_forked_child_saves_on_its_own(tmp_path: Path) -> None:
     saving = async_save(constant_state(1), tmp_path / "parent", no_dist=True)
     saving.upload_completion.result(100)
-    mine = kept()
+    mine = process_state()
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            assert kept() is not mine and not kept().stores.plain.nbytes
+            assert process_state() is not mine and not process_state().stores.plain.nbytes
             async_save(constant_state(2), tmp_path / "child", no_dist=True).upload_completion.result(100)
             code = 0
         finally:
             os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
     assert_loads(tmp_path / "child", constant_state(2))
-    assert kept() is mine
+    assert process_state() is mine
     async_save(constant_state(3), tmp_path / "parent", no_dist=True).upload_completion.result(100)
     assert_loads(tmp_path / "parent", constant_state(3))

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import SavePlan
 
 from dcp_nvcomp import NvcompReader, NvcompWriter, SaveStats, async_save, errors, save
-from dcp_nvcomp.saving.kept import forget_all, kept
+from dcp_nvcomp.saving.kept import forget_all, process_state
 from tests.checkpoints import assert_loads
 from tests.checkpoints import save as dcp_save
 from tests.conformance.sabotage import Sabotage
@@ -123,12 +123,12 @@ def test_kept_plans_make_the_checkpoints_of_new_ones(
         try:
             put(state, path / f"{number}-kept")
         except errors.CheckpointError as error:  # a state that nothing can be saved of, such as keys that are one
-            forget = kept().plans
+            forget = process_state().plans
             with pytest.raises(type(error)):
                 put(state, path / f"{number}-new")
-            assert kept().plans is forget
+            assert process_state().plans is forget
             continue
-        keeping = kept()
+        keeping = process_state()
         forget_all()
         put(state, path / f"{number}-new")
         mine, theirs = (seen(path / f"{number}-{how}") for how in ("kept", "new"))

@@ -123,7 +123,7 @@ def draw_plan(draw: random.Random, number: int, family: int, run: Path, nodes: l
     options: dict[str, Any] = {
         "every": every,
         "asynchronous": draw.random() < 0.8,
-        "on_behind": draw.choice(["wait", "wait", "skip"]),
+        "on_backlog": draw.choice(["wait", "wait", "skip"]),
         "codec": draw.choice(CODECS),
         "run_id": "soak" if draw.random() < 0.8 else f"soak-{number}",
         "lease_seconds": LEASE_SECONDS,

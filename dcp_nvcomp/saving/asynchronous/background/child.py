@@ -41,7 +41,7 @@ from dcp_nvcomp.saving.asynchronous.copies import Place, resolver
 from dcp_nvcomp.saving.asynchronous.shared_memory import SharedSegment
 from dcp_nvcomp.saving.encode.buffers import BufferMemory
 from dcp_nvcomp.saving.file_plan import PlannedFile
-from dcp_nvcomp.saving.kept import kept
+from dcp_nvcomp.saving.kept import process_state
 from dcp_nvcomp.saving.patience import Patience
 from dcp_nvcomp.saving.rank_write import RankWrite
 from dcp_nvcomp.saving.results import WrittenFile
@@ -129,7 +129,7 @@ class Child:
                     may_use_cuda=False,
                 ),
                 engine=EngineChoice("cpu"),
-                remembered=kept().choices,
+                remembered=process_state().choices,
                 progress=progress.add,
                 on_staged=lambda: self._send(Encoded(task.number)),
                 patience=patience,

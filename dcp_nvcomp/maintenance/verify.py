@@ -33,18 +33,21 @@ from dcp_nvcomp.format.metadata.roots import Root, is_missing, read_current, rea
 from dcp_nvcomp.format.metadata.stored import StockItem, StoredAt
 from dcp_nvcomp.format.names import METADATA_NAME, copy_name_of, rank_of_metadata_name
 from dcp_nvcomp.loading.stock.items import most_nbytes, read_stock_bytes, read_stock_tensor
-from dcp_nvcomp.maintenance.inspection import LAYOUT_OURS, LAYOUT_STOCK
-from dcp_nvcomp.maintenance.opening import opened
-from dcp_nvcomp.maintenance.verification.block_checks import (
+from dcp_nvcomp.maintenance.checks import (
     BlockChecker,
     Checked,
     CheckedFile,
+    Expected,
     Span,
+    check_items,
+    check_records,
+    expectations,
     open_file,
     spans_of,
 )
-from dcp_nvcomp.maintenance.verification.findings import ERROR, WARNING, Finding, Verification, finding_of
-from dcp_nvcomp.maintenance.verification.metadata_checks import Expected, check_items, check_records, expectations
+from dcp_nvcomp.maintenance.findings import ERROR, WARNING, Finding, Verification, finding_of
+from dcp_nvcomp.maintenance.inspection import LAYOUT_OURS, LAYOUT_STOCK
+from dcp_nvcomp.maintenance.opening import opened
 from dcp_nvcomp.options import check_thread_count
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.reread import is_stored, twice

@@ -1,7 +1,7 @@
-"""One line of work of a manager: what is to be done behind training, in the same order on all ranks.
+"""A thread of a manager, and the steps that its threads are bringing to the durable tier.
 
-A job that fails is noted, and the others go on: each of them asks the other ranks whether it may. Errors wait for the
-next call of the manager.
+A thread does its jobs one after the other, in the same order on all ranks. A job that fails is noted, and the others go
+on: each of them asks the other ranks whether it may. Errors wait for the next call of the manager.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+
+from dcp_nvcomp.runs.tiers.durable import DurableTier
 
 Job = Callable[[], None]
 
@@ -24,7 +26,6 @@ class Background:
 
     @property
     def waiting(self) -> int:
-        """How many jobs are not done."""
         return self._waiting
 
     def do(self, job: Job) -> None:
@@ -43,7 +44,6 @@ class Background:
             self._work()
 
     def wait_for(self, most_waiting: int = 0) -> None:
-        """Wait until no more than this many jobs are not done."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting <= most_waiting)
 
@@ -61,3 +61,37 @@ class Background:
                 self._changed.notify_all()
                 if not self._waiting:
                     return
+
+
+class OnTheirWay:
+    """The steps that a manager is bringing to the durable tier; they are not removed meanwhile, from either tier."""
+
+    def __init__(self, durable: DurableTier) -> None:
+        self._durable = durable
+        self._changed = threading.Condition()
+        self._steps: list[int] = []  # a step that is saved twice is there twice
+
+    def __len__(self) -> int:
+        with self._changed:
+            return len(self._steps)
+
+    @property
+    def steps(self) -> frozenset[int]:
+        with self._changed:
+            return frozenset(self._steps)
+
+    def add(self, step: int) -> None:
+        self._durable.hold(step)
+        with self._changed:
+            self._steps.append(step)
+
+    def done(self, step: int) -> None:
+        """Note that a step is there, or won't be."""
+        self._durable.let_go(step)
+        with self._changed:
+            self._steps.remove(step)
+            self._changed.notify_all()
+
+    def wait(self, most_waiting: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._steps) <= most_waiting)

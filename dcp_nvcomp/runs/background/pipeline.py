@@ -1,4 +1,4 @@
-"""What happens to a save behind training, on two threads of each rank.
+"""What happens to a save in the background, on two threads of each rank.
 
     fast thread       wait until all ranks have written -> `.metadata` on each node -> copies to peers -> old steps go
     (fast_stage.py)                                                                   or compare replicas
@@ -7,7 +7,7 @@
 
 A save that goes straight to the durable tier has its place on the durable thread, so steps are published in order. Both
 threads do the same jobs in the same order on all ranks, each with process groups of its own, and each stage ends with
-the ranks telling each other whether it worked: an error is the same on all of them. One of the fast tier's storage is
+an exchange of whether it worked: an error is the same on all of them. One of the fast tier's storage is
 no failure of the run: the step is lost from that tier, and if it was due in the durable one, the next save makes up for
 it.
 """
@@ -16,95 +16,48 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_nvcomp.errors import StorageError
-from dcp_nvcomp.runs.abandoned import Abandoned
-from dcp_nvcomp.runs.background import Background
-from dcp_nvcomp.runs.behind.durable_stage import DurableStage
-from dcp_nvcomp.runs.behind.fast_stage import FastStage
-from dcp_nvcomp.runs.behind.on_their_way import OnTheirWay
-from dcp_nvcomp.runs.events import Event
-from dcp_nvcomp.runs.keep import Keep, KeepRule
-from dcp_nvcomp.runs.publishers import NodePublisher
+from dcp_nvcomp.runs.agreement import Failures
+from dcp_nvcomp.runs.background.durable_stage import DurableStage
+from dcp_nvcomp.runs.background.fast_stage import FastStage
+from dcp_nvcomp.runs.background.threads import Background, OnTheirWay
+from dcp_nvcomp.runs.options import RunContext
+from dcp_nvcomp.runs.own_files import Abandoned
 from dcp_nvcomp.runs.ranks import Ranks
-from dcp_nvcomp.runs.replicas.written import written_by
-from dcp_nvcomp.runs.step_save import StepSave
+from dcp_nvcomp.runs.replicas.comparing import written_by
+from dcp_nvcomp.runs.step_save import NodePublisher, StepSave
 from dcp_nvcomp.runs.steps import RunSteps
-from dcp_nvcomp.runs.tiers.durable import DurableTier
-from dcp_nvcomp.runs.tiers.fast import FastTier
-from dcp_nvcomp.runs.tiers.nodes import Nodes
-from dcp_nvcomp.runs.tiers.room import Room
-from dcp_nvcomp.runs.tiers.uploads import SourceError
+from dcp_nvcomp.runs.tiers.fast import Room
+from dcp_nvcomp.runs.tiers.transfer import SourceError
 from dcp_nvcomp.saving.asynchronous.async_save import AsyncSave
 from dcp_nvcomp.saving.commit import WrittenSave
 from dcp_nvcomp.saving.stats import SaveStats
 
 logger = logging.getLogger(__name__)
 
-
 _Note = Callable[[int, BaseException], None]
 
 
-@dataclass(frozen=True)
-class TierRules:
-    """What is kept where.
-
-    Attributes:
-        keep: rule for the durable tier.
-        fast_keep: how many complete steps stay in the fast tier.
-        copies: how many nodes get copies of each node's files.
-    """
-
-    keep: Keep | KeepRule | None
-    fast_keep: int
-    copies: int
-
-
 class Pipeline:
-    """The threads of a manager.
-
-    Attributes:
-        room: the room in the fast tier, if there is one.
-    """
+    """The threads of a manager; `room` is that in the fast tier, if there is one."""
 
     def __init__(
-        self,
-        fast_ranks: Ranks,
-        durable_ranks: Ranks,
-        nodes: Nodes,
-        fast: FastTier | None,
-        durable: DurableTier,
-        rules: TierRules,
-        there: RunSteps,
-        *,
-        check_lease: Callable[[], None],
-        tell: Callable[[Event], None],
-        on_failure: Callable[[int, BaseException], None],
-        on_lost: Callable[[int, BaseException], None],
+        self, fast_ranks: Ranks, durable_ranks: Ranks, run: RunContext, there: RunSteps, failures: Failures
     ) -> None:
-        self._fast_ranks, self._tell, self._on_failure, self._on_lost = fast_ranks, tell, on_failure, on_lost
-        self._on_their_way = OnTheirWay(durable)
-        self._durable_stage = DurableStage(
-            durable_ranks, durable, fast, rules.keep, there, check_lease=check_lease, tell=tell
-        )
+        self._fast_ranks, self._emit, self._failures = fast_ranks, run.emit, failures
+        self._on_their_way = OnTheirWay(run.durable)
+        self._durable_stage = DurableStage(durable_ranks, run, there)
         self._durable_thread = Background("dcp-run-durable", _unexpected)
         self._fast_stage: FastStage | None = None
+        self._fast_thread: Background | None = None
         self.room: Room | None = None
-        if fast is not None:
-            self.room = Room(fast, lambda: self._on_their_way.steps, tell)
-            self._fast_stage = FastStage(
-                fast_ranks,
-                nodes,
-                fast,
-                keep_count=rules.fast_keep,
-                copies=rules.copies,
-                on_their_way=self._on_their_way,
-                tell=tell,
-            )
-        self._fast_thread = None if fast is None else Background("dcp-run-fast", _unexpected)
+        if run.fast is not None:
+            self.room = Room(run.fast, lambda: self._on_their_way.steps, run.emit)
+            self._fast_stage = FastStage(fast_ranks, run, run.fast, self._on_their_way)
+            self._fast_thread = Background("dcp-run-fast", _unexpected)
 
     @property
     def on_their_way(self) -> int:
@@ -122,12 +75,11 @@ class Pipeline:
         return self.room.make(nbytes)
 
     def wait_for_uploads(self, most_waiting: int) -> None:
-        """Wait until no more than this many steps are on their way to the durable tier."""
         self._on_their_way.wait(most_waiting)
 
     def follow_direct(self, save: StepSave, saving: AsyncSave) -> None:
         """See a save to its end that goes straight to the durable tier."""
-        self._on_their_way.set_out(save.step)
+        self._on_their_way.add(save.step)
         self._durable_thread.do(lambda: self._end_direct(save, saving))
 
     def follow_fast(
@@ -145,7 +97,7 @@ class Pipeline:
         room.begun(save.step)
         if upload:
             save.in_parts(2)
-            self._on_their_way.set_out(save.step)
+            self._on_their_way.add(save.step)
 
         def follow() -> None:
             try:
@@ -156,8 +108,7 @@ class Pipeline:
         self._fast_thread.do(follow)
 
     def upload(self, save: StepSave, written: WrittenSave, senders: Mapping[str, int]) -> None:
-        """Upload a step that is in the fast tier."""
-        self._on_their_way.set_out(save.step)
+        self._on_their_way.add(save.step)
         self._durable_thread.do(lambda: self._end_upload(save, written, senders))
 
     def go_back(self, abandoned: Abandoned) -> None:
@@ -167,35 +118,27 @@ class Pipeline:
             self._fast_stage.leave_behind(abandoned.saves.keys())
 
     def remember_fast(self, steps: Collection[int]) -> None:
-        """Say which complete steps the fast tier has."""
         assert self._fast_stage is not None
         self._fast_stage.remember(steps)
 
     def wait(self) -> None:
-        """Wait until all of it is done."""
         if self._fast_thread is not None:
             self._fast_thread.wait_for()
         self._durable_thread.wait_for()
 
     def _end_direct(self, save: StepSave, saving: AsyncSave) -> None:
-        error: BaseException | None = None
-        try:
+        def note() -> None:
             save.reached("durable", stats=_stats(saving.upload_completion.result()))
             self._durable_stage.note(save)
-        except BaseException as raised:
-            error = raised
-        self._end_durable(save, error)
+
+        self._end_durable(save, _error_of(note))
 
     def _end_upload(self, save: StepSave, written: WrittenSave, senders: Mapping[str, int]) -> None:
-        error: BaseException | None = None
-        try:
-            self._durable_stage.upload(save, written, senders)
-        except BaseException as raised:
-            error = raised
+        error = _error_of(lambda: self._durable_stage.upload(save, written, senders))
         self._end_durable(save, error, self._note_of(save, error, SourceError, is_due=True))
 
     def _end_durable(self, save: StepSave, error: BaseException | None, note: _Note | None = None) -> None:
-        self._on_their_way.arrive(save.step)
+        self._on_their_way.done(save.step)
         if "durable" in save.tiers and self.room is not None:
             self.room.arrived(save.step)
         self._end_part(save, error, note)
@@ -220,7 +163,7 @@ class Pipeline:
             save.reached("fast", stats=stats)
         except BaseException as error:
             if upload:
-                self._on_their_way.arrive(save.step)
+                self._on_their_way.done(save.step)
                 save.in_parts(1)
             self._end_part(save, error, self._note_of(save, error, StorageError, is_due=upload))
             return
@@ -229,40 +172,44 @@ class Pipeline:
         if upload:
             first = min(parts, key=lambda one: one.seconds)  # the ranks with the least to do besides
             self._durable_thread.do(lambda: self._end_upload(save, first.written, first.senders()))
-        failed: BaseException | None = None
-        try:
-            self._fast_stage.secure(save, parts, own)
-        except BaseException as error:
-            failed = error
-        self._end_part(save, failed)
+        fast_stage = self._fast_stage
+        self._end_part(save, _error_of(lambda: fast_stage.secure(save, parts, own)))
 
     def _note_of(
         self, save: StepSave, error: BaseException | None, of_fast_tier: type[StorageError], *, is_due: bool
     ) -> _Note:
         """Return what notes an error: that the fast tier is out of order is no failure of the run."""
         if not isinstance(error, of_fast_tier):
-            return self._on_failure
+            return self._failures.note
         then = "The next save goes straight to the durable tier" if is_due else "It is not saved"
         logger.warning("The fast tier lost step %d. %s: %s", save.step, then, error)
-        return self._on_lost if is_due else _only_told
+        return self._failures.note_lost if is_due else _leave_at_event
 
     def _end_part(self, save: StepSave, error: BaseException | None, note: _Note | None = None) -> None:
-        """Note that a part of a save has ended, and tell of the save if it was the last."""
+        """Note that a part of a save has ended, and emit an event of the save if it was the last."""
         if error is not None:
-            self._tell(save.failed(error))
-            (note or self._on_failure)(save.number, error)
+            self._emit(save.failed(error))
+            (note or self._failures.note)(save.number, error)
         if not save.part_ended(error):
             return
         if save.error is not None:
             save.saved.set_exception(save.error)
         else:
             event = save.finished()
-            self._tell(event)
+            self._emit(event)
             save.saved.set_result(event)
 
 
-def _only_told(number: int, error: BaseException) -> None:
+def _leave_at_event(number: int, error: BaseException) -> None:
     """Leave it at the event and the log."""
+
+
+def _error_of(work: Callable[[], object]) -> BaseException | None:
+    try:
+        work()
+    except BaseException as error:
+        return error
+    return None
 
 
 def _stats(metadata: Metadata) -> SaveStats | None:

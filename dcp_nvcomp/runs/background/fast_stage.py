@@ -3,54 +3,42 @@
     publish   `.metadata` on each node
     secure    copies to peers, or a comparison of the replicas; then old steps go
 
-All ranks call these at the same steps. Each ends with the ranks telling each other whether it worked.
+All ranks call these at the same steps. At the end of each the ranks exchange whether it worked.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 from dcp_nvcomp.errors import CheckpointError, StorageError
 from dcp_nvcomp.format.names import METADATA_NAME
-from dcp_nvcomp.runs.behind.on_their_way import OnTheirWay
-from dcp_nvcomp.runs.events import Event, ReplicasDiffer, StepsRemoved
+from dcp_nvcomp.runs.background.threads import OnTheirWay
+from dcp_nvcomp.runs.events import ReplicasDiffer, StepsRemoved
+from dcp_nvcomp.runs.options import RunContext
+from dcp_nvcomp.runs.own_files import REMOVING
 from dcp_nvcomp.runs.ranks import Ranks
-from dcp_nvcomp.runs.removal import REMOVING
-from dcp_nvcomp.runs.replicas.comparing import compared
-from dcp_nvcomp.runs.replicas.written import WrittenPart
+from dcp_nvcomp.runs.replicas.comparing import WrittenPart, compared
 from dcp_nvcomp.runs.step_save import StepSave
 from dcp_nvcomp.runs.tiers.fast import FastTier
-from dcp_nvcomp.runs.tiers.nodes import Nodes
 from dcp_nvcomp.runs.tiers.transfer import move_files
 
 logger = logging.getLogger(__name__)
 
 
 class FastStage:
-    """The fast tier's part of a manager's work behind training."""
+    """The fast tier's part of a manager's work in the background."""
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        nodes: Nodes,
-        fast: FastTier,
-        *,
-        keep_count: int,
-        copies: int,
-        on_their_way: OnTheirWay,
-        tell: Callable[[Event], None],
-    ) -> None:
-        self._ranks, self._nodes, self._fast, self._keep_count = ranks, nodes, fast, keep_count
-        self._on_their_way, self._tell = on_their_way, tell
-        self._transfers = nodes.copies(copies)  # to peers, after each save
+    def __init__(self, ranks: Ranks, run: RunContext, fast: FastTier, on_their_way: OnTheirWay) -> None:
+        self._ranks, self._nodes, self._fast, self._keep_count = ranks, run.nodes, fast, run.fast_keep
+        self._on_their_way, self._emit = on_their_way, run.emit
+        self._transfers = run.nodes.copies(run.copies)  # to peers, after each save
         self._complete: list[int] = []
         self._differing: list[int] = []  # whose replicas differ, since the last one that was copied
         self._has_said_so = False
         self.step_nbytes = 0  # what the last step took on this node
 
     def remember(self, steps: Collection[int]) -> None:
-        """Say which complete steps the tier has."""
         self._complete = sorted({*self._complete, *steps})
 
     def leave_behind(self, steps: Collection[int]) -> None:
@@ -80,7 +68,7 @@ class FastStage:
         try:
             is_copied = self._secured(save, parts, own)
         except StorageError as error:  # the step is there, and older ones stay beside it
-            self._tell(save.failed(error))
+            self._emit(save.failed(error))
             logger.warning("Step %d has no copies: the fast tier of a node is out of order: %s", save.step, error)
             return
         if is_copied:
@@ -105,7 +93,7 @@ class FastStage:
         replicas = [one.ranks for one in parts]
         found = compared(self._ranks, replicas, self._fast.open(save.step), own.files_of(self._ranks.rank))
         if found.differing:
-            self._tell(ReplicasDiffer(save.step, found.differing))
+            self._emit(ReplicasDiffer(save.step, found.differing))
             return False
         if found.is_complete:
 
@@ -150,7 +138,7 @@ class FastStage:
             return
         gone = self._fast.remove_before(self._complete[0], but=self._on_their_way.steps)
         if gone:
-            self._tell(StepsRemoved(gone, "fast"))
+            self._emit(StepsRemoved(gone, "fast"))
 
     def _prune_differing(self, step: int) -> None:
         """Remove older steps whose replicas differ, so that these do not fill the memory; equal ones stay."""

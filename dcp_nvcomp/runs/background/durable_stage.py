@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from dcp_nvcomp.errors import CheckpointError
-from dcp_nvcomp.runs.abandoned import Abandoned
-from dcp_nvcomp.runs.events import Event, StepsRemoved
+from dcp_nvcomp.runs.events import StepsRemoved
 from dcp_nvcomp.runs.keep import Keep, KeepRule, SavedStep
-from dcp_nvcomp.runs.kept import write_kept
+from dcp_nvcomp.runs.options import RunContext
+from dcp_nvcomp.runs.own_files import REMOVING, Abandoned, write_kept
 from dcp_nvcomp.runs.ranks import Ranks
-from dcp_nvcomp.runs.removal import REMOVING
 from dcp_nvcomp.runs.step_save import StepSave
 from dcp_nvcomp.runs.steps import RunSteps
-from dcp_nvcomp.runs.tiers.durable import BEGUN, DurableTier
-from dcp_nvcomp.runs.tiers.fast import FastTier
-from dcp_nvcomp.runs.tiers.uploads import upload_files
+from dcp_nvcomp.runs.tiers.durable import BEGUN
+from dcp_nvcomp.runs.tiers.transfer import upload_files
 from dcp_nvcomp.saving.commit import WrittenSave, commit_files
 from dcp_nvcomp.saving.published import LastPublished
 
@@ -25,28 +23,17 @@ logger = logging.getLogger(__name__)
 
 
 class DurableStage:
-    """The durable tier's part of a manager's work behind training."""
+    """The durable tier's part of a manager's work in the background."""
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        durable: DurableTier,
-        fast: FastTier | None,
-        rule: Keep | KeepRule | None,
-        there: RunSteps,
-        *,
-        check_lease: Callable[[], None],
-        tell: Callable[[Event], None],
-    ) -> None:
-        self._ranks, self._durable, self._fast, self._rule = ranks, durable, fast, rule
-        self._check_lease, self._tell = check_lease, tell
-        self._rule_to_check: Keep | KeepRule | None = rule  # until something goes
+    def __init__(self, ranks: Ranks, run: RunContext, there: RunSteps) -> None:
+        self._ranks, self._durable, self._fast, self._rule = ranks, run.durable, run.fast, run.keep
+        self._check_lease, self._emit = run.check_lease, run.emit
+        self._rule_to_check = run.keep  # until something goes
         self._complete = {saved.step for saved in there.complete}
         self._abandoned = {saved.step for saved in there.abandoned}
         self._new: set[int] = set()  # not opened since they were saved
 
     def go_back(self, abandoned: Abandoned) -> None:
-        """Leave saves behind."""
         known, left = self._abandoned | self._complete, abandoned.saves.keys()
         self._abandoned = (known & left) - abandoned.damaged
         self._complete = known - left
@@ -70,7 +57,6 @@ class DurableStage:
         commit_files(filesystem, written, LastPublished(), overwrite=True)
 
     def note(self, save: StepSave) -> None:
-        """Note that a step is there."""
         self._complete.add(save.step)
         self._abandoned.discard(save.step)
         self._new.add(save.step)
@@ -109,7 +95,7 @@ class DurableStage:
         write_kept(self._durable.open_own(), doomed.kept)
         removed = self._durable.remove({**dict.fromkeys(found.removing, BEGUN), **doomed.why})
         if removed.steps:
-            self._tell(StepsRemoved(removed.steps, "durable"))
+            self._emit(StepsRemoved(removed.steps, "durable"))
 
     def _warn_of_missing_metrics(self, complete: Sequence[SavedStep]) -> None:
         rule, self._rule_to_check = self._rule_to_check, None

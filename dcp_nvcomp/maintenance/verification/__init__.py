@@ -1,1 +1,0 @@
-"""Verify checkpoints."""
