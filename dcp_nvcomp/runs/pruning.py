@@ -70,8 +70,8 @@ def prune_run(
     """Remove the steps of a run that a rule does not keep; never the newest complete one, nor what is pinned.
 
     The newest step is opened before others go, and so is each that was not seen complete before. What is left of
-    removals that were cut short goes too. It may run beside a job that saves to the run, but not beside
-    one that restores an older step from it, unless that is pinned.
+    removals that were cut short goes too. It may run beside a job that saves to the run, also one that
+    saves a step again that was to go, but not beside one that restores an older step from it, unless that is pinned.
 
     Args:
         path: path or URL of the run.
@@ -121,7 +121,7 @@ def prune_run(
         gone = tuple(sorted(why.keys() - pinned_steps(durable.open_own())))
     else:
         durable.write_seen()
-        removed = durable.remove(why)
+        removed = durable.remove(why, {step: saved.save_id for step, saved in by_step.items()})
         gone, failed = removed.steps, {step: str(error) for step, error in removed.failed.items()}
     return Pruning(
         without_secrets(durable.root),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from dcp_nvcomp import Best, CheckpointManager, Keep, list_run, pin_step, prune_run
+from dcp_nvcomp import Best, CheckpointManager, Keep, SavedStep, list_run, load, pin_step, prune_run, save
 from dcp_nvcomp.runs.own_files import REMOVING, pin
 from dcp_nvcomp.runs.steps import StepNames
 from dcp_nvcomp.runs.tiers.durable import DurableTier
@@ -125,3 +126,20 @@ def test_a_dry_run_shows_removals_that_would_be_finished(tmp_path: Path) -> None
 
 def _files(run: Path) -> dict[str, Any]:
     return {str(file): file.read_bytes() for file in run.rglob("*") if file.is_file()}
+
+
+def test_a_step_that_is_saved_again_after_the_list_stays(tmp_path: Path) -> None:
+    """As by a job that went back, beside an operator's `prune`."""
+    state = {"w": torch.ones(3)}
+    with CheckpointManager(tmp_path, every=1, preemption_signals=()) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state)
+
+    def rule(steps: Sequence[SavedStep]) -> list[int]:
+        save({"w": torch.zeros(3)}, tmp_path / "step-1", no_dist=True)
+        return [3]
+
+    assert [one.step for one in prune_run(tmp_path, rule).removed] == [2]
+    assert {path.name for path in tmp_path.glob("step-*")} == {"step-1", "step-3"}
+    load(state, tmp_path / "step-1", no_dist=True)
+    assert not state["w"].any()

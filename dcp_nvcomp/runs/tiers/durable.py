@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -10,12 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
+from dcp_nvcomp.format.metadata.summary import SUMMARY_NBYTES, summary_at_end
 from dcp_nvcomp.format.names import METADATA_NAME
 from dcp_nvcomp.maintenance.completeness import RUN_FOLDER, SEEN_NAME, Seen, identity_of
 from dcp_nvcomp.maintenance.run_listing import COMPLETE, steps_below
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.runs.keep import Keep, KeepRule, SavedStep, reasons_to_keep, why_not
-from dcp_nvcomp.runs.own_files import ID_NAME, is_pinned, pinned_steps, read_abandoned, run_id
+from dcp_nvcomp.runs.own_files import ID_NAME, REMOVING, is_pinned, pinned_steps, read_abandoned, run_id
 from dcp_nvcomp.runs.steps import RunSteps, StepNames, list_steps, remove_step
 from dcp_nvcomp.storage.base import Below, Filesystem
 from dcp_nvcomp.storage.open import open_filesystem, place_of
@@ -178,19 +180,35 @@ class DurableTier:
             kept[step] = ("pinned",)
         return Doomed({step: why[step] for step in sorted(why) if step not in pinned}, kept)
 
-    def remove(self, why: Mapping[int, str]) -> Removed:
-        """Remove steps, but for those that are held."""
+    def remove(self, why: Mapping[int, str], listed: Mapping[int, str] | None = None) -> Removed:
+        """Remove steps, but for those that are held, and those that are not the save that was listed any more."""
         gone, failed = [], {}
+
+        def is_wanted(step: int, filesystem: Filesystem) -> bool:
+            is_replaced = listed is not None and step in listed and _save_id_at(filesystem) not in (None, listed[step])
+            return is_replaced or is_pinned(self.open_own(), step)
+
         for step, reason in sorted(why.items()):
             with self._lock:
                 if step in self._busy:
                     continue
                 try:
                     with contextlib.closing(self.open(step)) as filesystem:
-                        if remove_step(filesystem, lambda step=step: is_pinned(self.open_own(), step)):  # type: ignore[misc]
+                        if listed is not None and reason == BEGUN and filesystem.file_nbytes(REMOVING) is None:
+                            continue  # a save has taken the mark away since
+                        if remove_step(filesystem, functools.partial(is_wanted, step, filesystem)):
                             gone.append(step)
                             logger.info("Step %d was removed: %s.", step, reason)
                 except CheckpointError as error:
                     logger.warning("Step %d could not be removed, and will be at the next save: %s", step, error)
                     failed[step] = error
         return Removed(tuple(gone), failed)
+
+
+def _save_id_at(filesystem: Filesystem) -> str | None:
+    """Return the id of the save that is in a step's directory; None if there is none, or it does not say."""
+    nbytes = filesystem.file_nbytes(METADATA_NAME)
+    if nbytes is None:
+        return None
+    summary = summary_at_end(filesystem.read(METADATA_NAME, max(nbytes - SUMMARY_NBYTES, 0), nbytes))
+    return None if summary is None else summary.save_id
