@@ -16,8 +16,6 @@ from dcp_nvcomp.redaction import without_secrets
 Engine = Literal["auto", "cpu", "cuda"]
 CudaZstd = Literal["auto", "nvcomp", "literals"]
 CheckEncodes = Literal["all", "off"]
-StagingKind = Literal["auto", "encode", "copy"]
-BackgroundKind = Literal["auto", "thread", "process"]
 Verify = Literal["stored", "full", "off"]
 DtypePolicy = Literal["same", "cast"]
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from dcp_nvcomp.calls.groups import offer_of, take
 from dcp_nvcomp.calls.meeting import Call, global_ranks, limit_of, meet
 from dcp_nvcomp.saving.asynchronous.background.process import BackgroundProcess
-from dcp_nvcomp.saving.asynchronous.segment_stores import SegmentStores
+from dcp_nvcomp.saving.asynchronous.segments import SegmentStores
 from dcp_nvcomp.saving.asynchronous.sequence import GROUP_COUNT, SaveSequence
 from dcp_nvcomp.saving.asynchronous.shared_memory import SharedSegments
 from dcp_nvcomp.saving.encode.choices import RememberedChoices

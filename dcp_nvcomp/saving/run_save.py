@@ -72,7 +72,7 @@ def call_for(
     place = real_place(checkpoint_id or writer.path)
     if writer.is_of_a_run:
         place = posixpath.basename(place)
-    terms: dict[str, Any] = {"overwrite": writer.overwrite, "on_difference": on_difference}
+    terms: dict[str, Any] = {"overwrite": writer.options.overwrite, "on_difference": on_difference}
     if is_default_planner(planner, DefaultSavePlanner):  # others may be what they are on this rank only
         usual = vars(DefaultSavePlanner())
         terms |= {name: value for name, value in vars(planner).items() if name in _PLANNING and value != usual[name]}

@@ -1,11 +1,18 @@
 """The saves of one writer: which save each thread is in, where it goes, and under which id.
 
 A save is announced on a thread, by `reset` or `storage_meta`, and begun there by `set_up_storage_writer`. Asynchronous
-saves of one writer may overlap, each on a thread of its own.
+saves of one writer may overlap, each on a thread of its own. A prepared one belongs to no thread:
+
+    prepared = writer.prepare(plan)                        on the thread that planned
+    results = prepared.write(data, choices)                on any thread and in any process of this machine
+    writer.finish_prepared(prepared, metadata, results)    on the coordinator, with the results of all ranks
+
+`NvcompWriter.write_data` and `finish` are the same for DCP, which runs all of a save on one thread.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import uuid
@@ -13,7 +20,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.saving.asynchronous.staging import Staging
+from dcp_nvcomp.saving.encode.choices import RememberedChoices
+from dcp_nvcomp.saving.rank_save import RankResults, RankSave, Resolve, write_results
 from dcp_nvcomp.storage.open import place_of
 
 
@@ -44,6 +54,27 @@ class Save:
     use_collectives: bool = True
     started_seconds: float = 0.0
     own_files: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PreparedWrite:
+    """A `RankSave` whose save was begun and planned by one process, for whoever writes it."""
+
+    save: Save
+    planned_seconds: float
+    rank_save: RankSave
+    engine: EngineChoice
+    process_id: int
+
+    def write(self, resolve: Resolve, remembered: RememberedChoices) -> RankResults:
+        """Encode and write the items.
+
+        In another process than that which prepared it, the CPU engine encodes: a forked one cannot use CUDA.
+        """
+        engine = self.engine if os.getpid() == self.process_id else EngineChoice("cpu")
+        files, totals = self.rank_save.run(resolve, engine=engine, remembered=remembered)
+        totals.rank, totals.seconds["plan"] = self.save.rank, self.planned_seconds
+        return RankResults(write_results(files), totals)
 
 
 class Saves:

@@ -19,7 +19,8 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -38,11 +39,9 @@ from dcp_nvcomp.format.metadata.summary import Summary
 from dcp_nvcomp.options import (
     DEADLINE_SECONDS,
     STOCK_WRITER,
-    BackgroundKind,
     CheckEncodes,
     CudaZstd,
     Engine,
-    StagingKind,
     check_budget,
     check_choice,
     check_device_budget,
@@ -58,18 +57,21 @@ from dcp_nvcomp.options import (
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.saving.asynchronous.staging import Staging
 from dcp_nvcomp.saving.commit import commit_rank, refuse_existing
-from dcp_nvcomp.saving.encode.buffers import BufferMemory
-from dcp_nvcomp.saving.encode.memory import JobMemory
-from dcp_nvcomp.saving.file_plan import planned_nbytes
 from dcp_nvcomp.saving.kept import kept
 from dcp_nvcomp.saving.orphans import Orphans
 from dcp_nvcomp.saving.plans.planner import KeepingPlanner
-from dcp_nvcomp.saving.prepared import PreparedWrite
 from dcp_nvcomp.saving.published import LastPublished
 from dcp_nvcomp.saving.publishers import FinishedSave, Publisher, publish_here
-from dcp_nvcomp.saving.rank_write import RankWrite
-from dcp_nvcomp.saving.results import RankResults, WrittenFile, placed_items, storage_data, write_results
-from dcp_nvcomp.saving.saves import Save, Saves
+from dcp_nvcomp.saving.rank_save import (
+    RankResults,
+    RankSave,
+    SaveOptions,
+    Written,
+    placed_items,
+    storage_data,
+    write_results,
+)
+from dcp_nvcomp.saving.saves import PreparedWrite, Save, Saves
 from dcp_nvcomp.saving.stats import RankTotals, SaveStats, summarize
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.open import open_filesystem, real_place
@@ -113,14 +115,9 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         storage_deadline_seconds: time limit of one storage operation (sending a part, reading a range, publishing) with
             all its retries, after which it raises `StorageError`. It holds for S3, Azure, Google Cloud Storage, SFTP
             and SMB; elsewhere retries are up to the client.
-        staging: what `async_save` does with host tensors while its caller waits. `"copy"` copies them, to be encoded
-            behind; `"encode"` encodes them, which takes longer, but holds less memory and leaves nothing to do behind;
-            `"auto"` copies if a process can encode behind. Tensors on a GPU are encoded there.
-        background: what encodes copies: a `"process"` of its own, with the cores that training leaves, `"thread"`s of
-            this one, which slow training more, or `"auto"`: a process where it finds the same storage (all but
-            `memory://` and filesystems that were registered with fsspec), on Linux.
-        finish_within_seconds: when such a process should be done. While it has time it has the lowest priority. It
-            hurries if it falls behind, and when the next save is there, or expected from how far apart the last were.
+        finish_within_seconds: when the process that encodes what `async_save` copied should be done. While it has time
+            it has the lowest priority. It hurries if it falls behind, and when the next save is there, or expected from
+            how far apart the last were.
         staging_budget_nbytes: bytes of host memory that `async_save` may hold until they are written; by default the
             smaller of twice the state's size and a quarter of what the host has free for each of its ranks. While it is
             full, staging waits for writing. What the asynchronous saves of a process have in use is counted together.
@@ -164,39 +161,38 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         check_encodes: CheckEncodes = "all",
         cuda_zstd: CudaZstd = "auto",
         storage_deadline_seconds: float = DEADLINE_SECONDS,
-        staging: StagingKind = "auto",
-        background: BackgroundKind = "auto",
         staging_budget_nbytes: int | None = None,
         finish_within_seconds: float = 60.0,
         **storage_options: Any,
     ) -> None:
         BlockingAsyncStager.__init__(self)
         drop_stock_arguments(storage_options, STOCK_WRITER, type(self))
-        self.codec = codec
-        self.thread_count = check_thread_count(thread_count)
-        self.single_file_per_rank = check_flag("single_file_per_rank", single_file_per_rank)
-        self.overwrite = check_flag("overwrite", overwrite)
-        self.sync_files = check_flag("sync_files", sync_files)
-        self.host_memory_budget = check_budget("host_memory_budget", host_memory_budget)
-        self.device_memory_budget = check_device_budget(device_memory_budget)
-        self.progress = check_flag("progress", progress)
         if on_save is not None and not callable(on_save):
             raise ConfigurationError(f"on_save={on_save!r} is not callable.")
         self.on_save = on_save
-        self.engine = check_choice("engine", engine, Engine)
-        self.check_encodes = check_choice("check_encodes", check_encodes, CheckEncodes)
-        self.cuda_zstd = check_choice("cuda_zstd", cuda_zstd, CudaZstd)
-        self.storage_deadline_seconds = check_seconds("storage_deadline_seconds", storage_deadline_seconds)
-        self.staging = check_choice("staging", staging, StagingKind)
-        self.background = check_choice("background", background, BackgroundKind)
-        self.staging_budget_nbytes = check_staging_budget(staging_budget_nbytes)
-        self.finish_within_seconds = check_seconds("finish_within_seconds", finish_within_seconds)
-        self.storage_options = storage_options
+        self.progress = check_flag("progress", progress)
+        parse_codec(codec)  # it is checked here, and parsed where it is used
+        self.options = SaveOptions(
+            codec=codec,
+            thread_count=check_thread_count(thread_count),
+            single_file_per_rank=check_flag("single_file_per_rank", single_file_per_rank),
+            overwrite=check_flag("overwrite", overwrite),
+            sync_files=check_flag("sync_files", sync_files),
+            host_memory_budget=check_budget("host_memory_budget", host_memory_budget),
+            device_memory_budget=check_device_budget(device_memory_budget),
+            engine=check_choice("engine", engine, Engine),
+            check_encodes=check_choice("check_encodes", check_encodes, CheckEncodes),
+            cuda_zstd=check_choice("cuda_zstd", cuda_zstd, CudaZstd),
+            storage_deadline_seconds=check_seconds("storage_deadline_seconds", storage_deadline_seconds),
+            staging_budget_nbytes=check_staging_budget(staging_budget_nbytes),
+            finish_within_seconds=check_seconds("finish_within_seconds", finish_within_seconds),
+            storage_options=storage_options,
+            known_options=tuple(option_names(type(self))),
+        )
         self.last_save: SaveStats | None = None
-        self._chooser = parse_codec(codec)
-        self._engine_choice = EngineChoice(self.engine, self.cuda_zstd)
+        self._engine_choice = EngineChoice(self.options.engine, self.options.cuda_zstd)
         self._begin_life(Saves(check_path(path)))
-        self._open(self.path)  # fail fast on invalid options
+        self.options.open(self.path)  # fail fast on invalid options
 
     def _begin_life(self, saves: Saves) -> None:
         """Set what belongs to one writer in one process, and no copy shares."""
@@ -216,7 +212,8 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         self._begin_life(copy.copy(state["_saves"]))
 
     def __repr__(self) -> str:
-        return shown(type(self), self.path, vars(self), self.storage_options)
+        given = {**vars(self.options), "progress": self.progress, "on_save": self.on_save}
+        return shown(type(self), self.path, given, self.options.storage_options)
 
     @property
     def path(self) -> str:
@@ -244,16 +241,6 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
     def checkpoint_id(self) -> str:
         """The checkpoint of the save that this thread is in, else of its next one; without passwords: DCP logs it."""
         return without_secrets(self._saves.checkpoint_id)
-
-    def _open(self, path: str) -> Filesystem:
-        # opened for each use: never pickled, and never shared with a forked or spawned process
-        return open_filesystem(
-            path,
-            sync_files=self.sync_files,
-            deadline_seconds=self.storage_deadline_seconds,
-            storage_options=self.storage_options,
-            known_options=tuple(option_names(type(self))),
-        )
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Announce another save, perhaps at another place; called by DCP. The options are kept.
@@ -304,12 +291,12 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
             UnsafePathError: a run saves, and the directory of the step is a symbolic link.
         """
         save = self._saves.current
-        self._engine_choice.begin(self.device_memory_budget)
-        self._engine_choice.check_codec(self._chooser)
-        with contextlib.closing(self._open(save.place)) as filesystem:
+        self._engine_choice.begin(self.options.device_memory_budget)
+        self._engine_choice.check_codec(self.options.chooser)
+        with contextlib.closing(self.options.open(save.place)) as filesystem:
             if not save.use_collectives:
                 refuse_existing(filesystem, rank=save.rank)
-            elif save.is_coordinator and not self.overwrite:
+            elif save.is_coordinator and not self.options.overwrite:
                 refuse_existing(filesystem, rank=None)
             if self.is_of_a_run:
                 filesystem.refuse_link()
@@ -341,7 +328,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         save, is_kept = self._saves.current, isinstance(planner, KeepingPlanner) and planner.is_kept
         self._remove_orphans(plan)
         planned_seconds = time.perf_counter() - save.started_seconds
-        written, totals = self._written(plan, planner)
+        written, totals = self._write(plan, planner)
         if is_kept:
             results = RankResults((), totals, placed_items(written, plan))
         else:
@@ -358,7 +345,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
 
     def _remove_orphans(self, plan: SavePlan) -> None:
         if plan.storage_data is True:
-            self._orphans.remove(self._open)
+            self._orphans.remove(self.options.open)
 
     def _note_written(self, save: Save, totals: RankTotals) -> None:
         save.own_files = tuple(totals.files)
@@ -383,9 +370,8 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         self._unfinished = False
         return PreparedWrite(
             save,
-            tuple(plan.items),
             time.perf_counter() - save.started_seconds,
-            self.rank_write(save.place, save.save_id, rank=save.rank),
+            RankSave(save.place, save.save_id, save.rank, tuple(plan.items), self.options),
             self._engine_choice,
             os.getpid(),
         )
@@ -415,77 +401,13 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         """
         self._finish(prepared.save, metadata, results)
 
-    def _written(self, plan: SavePlan, planner: SavePlanner) -> tuple[list[WrittenFile], RankTotals]:
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> Written:
         save, staging = self._saves.current, self._saves.staging
-        write = self.rank_write(save.place, save.save_id, rank=save.rank)
-        nbytes = sum(map(planned_nbytes, plan.items))
-        bar = ProgressBar("saving", nbytes, enabled=self.progress and save.rank == 0)
-        with contextlib.closing(write.open()) as filesystem, bar:
-            lanes = write.lanes(plan.items, filesystem)
-            if staging is not None:
-                done = staging.write_copied(
-                    write,
-                    filesystem,
-                    lanes,
-                    plan.items,
-                    planner.resolve_data,
-                    budget_nbytes=self.staging_budget_nbytes,
-                    remembered=kept().choices,
-                    progress=bar.update,
-                )
-                if done is not None:
-                    return done
-            with self._memory(nbytes, write_threads=len(lanes)) as memory:
-                job = write.job(
-                    filesystem,
-                    lanes,
-                    planner.resolve_data,
-                    memory,
-                    engine=self._engine_choice,
-                    remembered=kept().choices,
-                    progress=bar.update,
-                    on_staged=None if staging is None else staging.staged,
-                )
-                return job.run(), job.totals
-
-    def rank_write(self, place: str, save_id: str, *, rank: int) -> RankWrite:
-        """Return what one rank writes in one save with these options.
-
-        Args:
-            place: where to.
-            save_id: id of the save.
-            rank: the rank.
-        """
-        return RankWrite(
-            path=place,
-            save_id=save_id,
-            rank=rank,
-            chooser=self._chooser,
-            thread_count=self.thread_count,
-            single_file_per_rank=self.single_file_per_rank,
-            host_memory_budget=self.host_memory_budget,
-            device_memory_budget=self.device_memory_budget,
-            check_encodes=self.check_encodes == "all",
-            sync_files=self.sync_files,
-            storage_deadline_seconds=self.storage_deadline_seconds,
-            storage_options=self.storage_options,
-            known_options=tuple(option_names(type(self))),
-        )
-
-    @contextlib.contextmanager
-    def _memory(self, state_nbytes: int, *, write_threads: int) -> Iterator[JobMemory]:
-        """Provide what the save of this thread encodes into; note it if the save fails meanwhile."""
-        staging, may_use_cuda = self._saves.staging, self._engine_choice.may_use_cuda()
-        if staging is None:
-            yield BufferMemory(
-                self.host_memory_budget,
-                threads=self.thread_count + write_threads,
-                state_nbytes=state_nbytes,
-                may_use_cuda=may_use_cuda,
-            )
-            return
-        with staging.memory(self.staging_budget_nbytes, state_nbytes=state_nbytes, may_use_cuda=may_use_cuda) as memory:
-            yield memory
+        part = RankSave(save.place, save.save_id, save.rank, plan.items, self.options)
+        engine, remembered = self._engine_choice, kept().choices
+        with ProgressBar("saving", part.nbytes, enabled=self.progress and save.rank == 0) as bar:
+            write = part.run if staging is None else partial(staging.write, part)
+            return write(planner.resolve_data, engine=engine, remembered=remembered, progress=bar.update)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit the save; called by DCP on the coordinator (with `use_collectives=False`, on each rank).
@@ -508,7 +430,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         metadata.version = "1.0.0"
         metadata.storage_data = storage_data(metadata, results)
         metadata.storage_meta = StorageMeta(checkpoint_id=without_secrets(save.path), save_id=save.save_id)
-        with contextlib.closing(self._open(save.place)) as filesystem:
+        with contextlib.closing(self.options.open(save.place)) as filesystem:
             if save.use_collectives:
                 self._commit(filesystem, metadata, save, _summarize(save, totals).summary(len(totals), metadata))
             else:
@@ -523,7 +445,9 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         try:
             self._publisher(
                 filesystem,
-                FinishedSave(metadata, save.save_id, save.own_files, self._last_published, self.overwrite, summary),
+                FinishedSave(
+                    metadata, save.save_id, save.own_files, self._last_published, self.options.overwrite, summary
+                ),
             )
         except BaseException as error:
             # it may be published, or may still be: then no rank may remove its files

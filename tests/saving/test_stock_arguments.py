@@ -28,8 +28,9 @@ def defaults(stock: type) -> dict[str, Any]:
 def test_every_default_of_stock_dcp(tmp_path: Path, path: str) -> None:
     writer = NvcompWriter(path.format(tmp_path), **defaults(FileSystemWriter))
     reader = NvcompReader(path.format(tmp_path), **defaults(FileSystemReader))
-    assert (writer.single_file_per_rank, writer.sync_files, writer.thread_count) == (True, True, 1)
-    assert writer.storage_options == reader.storage_options == {}
+    options = writer.options
+    assert (options.single_file_per_rank, options.sync_files, options.thread_count) == (True, True, 1)
+    assert options.storage_options == reader.storage_options == {}
     into = {"w": torch.zeros(5)}
     dcp.save({"w": torch.ones(5)}, storage_writer=writer, no_dist=True)
     dcp.load(into, storage_reader=reader, no_dist=True)

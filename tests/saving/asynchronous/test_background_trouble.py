@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 
 from benchmarks.sinks import LimitedFileSystem
+from benchmarks.staging import staged_by
 from dcp_nvcomp import AsyncSave, NvcompWriter, async_save, errors
 from dcp_nvcomp.saving.asynchronous.background import messages, process
 from dcp_nvcomp.saving.asynchronous.background.process import BackgroundProcess
@@ -34,7 +35,8 @@ PATIENCE_SECONDS = 120.0
 
 
 def begin(state: State, path: Path | str, **options: Any) -> AsyncSave:
-    return async_save(state, path, no_dist=True, staging="copy", background="process", **options)
+    with staged_by("copy"):
+        return async_save(state, path, no_dist=True, **options)
 
 
 def finish(saving: AsyncSave) -> None:
@@ -109,7 +111,7 @@ def test_closing_lets_a_save_under_way_go_on(tmp_path: Path, started: Background
 
 
 @pytest.mark.parametrize("command", ["/bin/false", "/nonexistent/python"])
-def test_without_a_process_threads_write_the_copy(
+def test_without_a_process_the_state_is_saved_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, command: str
 ) -> None:
     before = set(multiprocessing.active_children())  # the ranks of other tests
@@ -117,7 +119,7 @@ def test_without_a_process_threads_write_the_copy(
     for number in range(2):
         finish(begin(small_state(number), tmp_path / str(number)))
         assert_loads(tmp_path / str(number), small_state(number))
-    assert "so threads" in caplog.text
+    assert "no background process can start" in caplog.text
     assert not set(multiprocessing.active_children()) - before
 
 
@@ -142,7 +144,7 @@ def test_what_cannot_be_heard_ends_the_save(tmp_path: Path, monkeypatch: pytest.
         raise ImportError("a class that only the process has")
 
     monkeypatch.setattr(BackgroundProcess, "_hear", deaf)
-    finish(begin(small_state(), tmp_path))  # it never said that it is ready, so threads do it
+    finish(begin(small_state(), tmp_path))  # it never said that it is ready
     assert_loads(tmp_path, small_state())
 
 

@@ -33,18 +33,15 @@ from dcp_nvcomp.saving.asynchronous.background.messages import (
     Progress,
     Ready,
     WriteTask,
-    Written,
+    WrittenFiles,
     WrittenItems,
     own_package,
 )
-from dcp_nvcomp.saving.asynchronous.copies import Place, resolver
-from dcp_nvcomp.saving.asynchronous.shared_memory import SharedSegment
-from dcp_nvcomp.saving.encode.buffers import BufferMemory
-from dcp_nvcomp.saving.file_plan import PlannedFile
+from dcp_nvcomp.saving.asynchronous.shared_memory import SharedSegment, resolver
+from dcp_nvcomp.saving.data_files import WrittenFile
 from dcp_nvcomp.saving.kept import kept
 from dcp_nvcomp.saving.patience import Patience
-from dcp_nvcomp.saving.rank_write import RankWrite
-from dcp_nvcomp.saving.results import WrittenFile
+from dcp_nvcomp.saving.rank_save import RankSave
 from dcp_nvcomp.storage.processes import StorageSettings
 
 _PROGRESS_SECONDS = 0.2
@@ -93,12 +90,11 @@ class Child:
                 _take_environment(task.environment)
                 settings: StorageSettings = pickle.loads(task.storage)
                 settings.apply()
-                write: RankWrite = pickle.loads(task.write)
-                items: list[WriteItem] = pickle.loads(task.items)
+                part: RankSave = pickle.loads(task.part)
             except Exception as error:
                 self._send(CannotRun(task.number, f"{type(error).__name__}: {error}"))
                 return
-            self._send(self._written(task, write, items, task.places, patience))
+            self._send(self._written(task, part, patience))
         except ConnectionError:  # whoever wanted it is gone
             return
         except BaseException as error:
@@ -106,37 +102,19 @@ class Child:
         finally:
             del self._patience[task.number]
 
-    def _written(
-        self, task: WriteTask, write: RankWrite, items: Sequence[WriteItem], places: Sequence[Place], patience: Patience
-    ) -> Written:
-        memory = self._segments[task.segment].view
-        lanes = [
-            [PlannedFile(name, tuple(items[position] for position in positions)) for name, positions in lane]
-            for lane in task.lanes
-        ]
+    def _written(self, task: WriteTask, part: RankSave, patience: Patience) -> WrittenFiles:
         progress = _Progress(lambda nbytes: self._send(Progress(task.number, nbytes)))
-        state_nbytes = sum(place.nbytes for place in places)
-        patience.begin(state_nbytes)
-        with contextlib.closing(write.open()) as filesystem:
-            job = write.job(
-                filesystem,
-                lanes,
-                resolver(items, places, memory),
-                BufferMemory(
-                    write.host_memory_budget,
-                    threads=2 * write.thread_count + len(lanes),
-                    state_nbytes=state_nbytes,
-                    may_use_cuda=False,
-                ),
-                engine=EngineChoice("cpu"),
-                remembered=kept().choices,
-                progress=progress.add,
-                on_staged=lambda: self._send(Encoded(task.number)),
-                patience=patience,
-            )
-            files = job.run()
+        patience.begin(sum(place.nbytes for place in task.places))
+        files, totals = part.run(
+            resolver(part.items, task.places, self._segments[task.segment].view),
+            engine=EngineChoice("cpu"),
+            remembered=kept().choices,
+            progress=progress.add,
+            on_staged=lambda: self._send(Encoded(task.number)),
+            patience=patience,
+        )
         progress.end()
-        return Written(task.number, _by_position(files, items), job.totals)
+        return WrittenFiles(task.number, _by_position(files, part.items), totals)
 
 
 class _Progress:

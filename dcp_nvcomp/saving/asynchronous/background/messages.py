@@ -1,7 +1,7 @@
 """What the two processes tell each other, by pickle over a socket. A task has a number, which all about it carry.
 
 training -> background     Memory, WriteTask, Hurry, Forget
-background -> training     Ready at the beginning; Progress, Encoded, and at the end one of Written, Failed, CannotRun
+background -> training     Ready at the beginning; Progress, Encoded, and at the end WrittenFiles, Failed or CannotRun
 
 The descriptor of a segment follows `Memory` over a second socket.
 """
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dcp_nvcomp.saving.asynchronous.copies import Place
+from dcp_nvcomp.saving.asynchronous.shared_memory import Place
 from dcp_nvcomp.saving.stats import RankTotals
 from dcp_nvcomp.version import VERSION
 
@@ -51,10 +51,8 @@ class WriteTask:
 
     Attributes:
         number: of the task.
-        write: the pickled `RankWrite`. A pickle within the message, as it may hold classes that only training knows.
+        part: the pickled `RankSave`. A pickle within the message, as it may hold classes that only training knows.
         storage: pickled `StorageSettings`.
-        items: the pickled items of the plan.
-        lanes: of each lane the files: name, and positions of the items in the plan.
         segment: number of the segment that holds the data.
         places: of the items in it.
         within_seconds: when it should be done; None if there is no hurry.
@@ -62,10 +60,8 @@ class WriteTask:
     """
 
     number: int
-    write: bytes
+    part: bytes
     storage: bytes
-    items: bytes
-    lanes: Sequence[Sequence[tuple[str, Sequence[int]]]]
     segment: int
     places: Sequence[Place]
     within_seconds: float | None
@@ -123,7 +119,7 @@ class WrittenItems:
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenFiles:
     """All files are written."""
 
     number: int
@@ -147,4 +143,4 @@ class CannotRun:
     reason: str
 
 
-Message = Memory | Forget | WriteTask | Hurry | Ready | Progress | Encoded | Written | Failed | CannotRun
+Message = Memory | Forget | WriteTask | Hurry | Ready | Progress | Encoded | WrittenFiles | Failed | CannotRun

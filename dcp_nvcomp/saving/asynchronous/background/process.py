@@ -39,15 +39,12 @@ from dcp_nvcomp.saving.asynchronous.background.messages import (
     Progress,
     Ready,
     WriteTask,
-    Written,
+    WrittenFiles,
     own_package,
 )
-from dcp_nvcomp.saving.asynchronous.copies import Place
-from dcp_nvcomp.saving.asynchronous.shared_memory import SharedSegment
-from dcp_nvcomp.saving.file_plan import PlannedFile
-from dcp_nvcomp.saving.rank_write import RankWrite
-from dcp_nvcomp.saving.results import WrittenFile
-from dcp_nvcomp.saving.stats import RankTotals
+from dcp_nvcomp.saving.asynchronous.shared_memory import Place, SharedSegment
+from dcp_nvcomp.saving.data_files import WrittenFile
+from dcp_nvcomp.saving.rank_save import RankSave, Written
 from dcp_nvcomp.storage.processes import storage_of
 
 logger = logging.getLogger(__name__)
@@ -69,16 +66,9 @@ class BackgroundCannotRun(Exception):
 
 
 @dataclass(frozen=True)
-class CopiedItems:
-    """Items of a plan whose data was copied.
+class Copy:
+    """The copied data of the items of a `RankSave`, in their order."""
 
-    Attributes:
-        items: of the plan.
-        places: where the data of each is.
-        segment: in which memory.
-    """
-
-    items: Sequence[WriteItem]
     places: Sequence[Place]
     segment: SharedSegment
 
@@ -128,15 +118,14 @@ class BackgroundProcess:
 
     def write(
         self,
-        write: RankWrite,
-        lanes: Sequence[Sequence[PlannedFile]],
-        copied: CopiedItems,
+        part: RankSave,
+        copy: Copy,
         *,
         within_seconds: float | None,
         begun: Callable[[Callable[[], None]], None],
         encoded: Callable[[], None],
         progress: Callable[[int], None],
-    ) -> tuple[list[WrittenFile], RankTotals]:
+    ) -> Written:
         """Let it write the files of a rank, and wait until they are written."""
         number, answers = next(self._numbers), SimpleQueue[Message | None]()
         with self._lock:
@@ -145,16 +134,16 @@ class BackgroundProcess:
             self._waiting[number] = answers  # first of all: from now on `retire` waits for it
         try:
             try:
-                task = _task(number, write, lanes, copied, within_seconds)
+                task = _task(number, part, copy, within_seconds)
             except Exception as error:
                 raise BackgroundCannotRun(f"{type(error).__name__}: {error}") from error
             self._started.wait()  # until then it may turn out that it can't, and must have done nothing
             if self.start_failure is not None:
                 raise BackgroundCannotRun(self.start_failure)
-            self._lend(copied.segment)
+            self._lend(copy.segment)
             self._send(task)
             begun(lambda: self._hurry(number))
-            return self._follow(answers, copied.items, encoded, progress)
+            return self._follow(answers, part.items, encoded, progress)
         finally:
             with self._lock:
                 self._waiting.pop(number, None)
@@ -168,7 +157,7 @@ class BackgroundProcess:
         items: Sequence[WriteItem],
         encoded: Callable[[], None],
         progress: Callable[[int], None],
-    ) -> tuple[list[WrittenFile], RankTotals]:
+    ) -> Written:
         while (answer := answers.get()) is not None:
             if isinstance(answer, Progress):
                 progress(answer.nbytes)
@@ -179,7 +168,7 @@ class BackgroundProcess:
             elif isinstance(answer, Failed):
                 raise answer.error
             else:
-                assert isinstance(answer, Written)
+                assert isinstance(answer, WrittenFiles)
                 return [_with_indices(written, items) for written in answer.files], answer.totals
         raise self._death()
 
@@ -187,7 +176,7 @@ class BackgroundProcess:
         status = self._ended()
         advice = ""
         if status == -signal.SIGKILL:
-            advice = ' If that was for want of memory, a smaller host_memory_budget or staging="encode" needs less.'
+            advice = " If that was for want of memory, a smaller host_memory_budget needs less."
         return CheckpointError(
             f"The background process {self.pid} of asynchronous saves died (exit status {status}): this save was not "
             f"published, and the next one starts another process.{advice}"
@@ -314,22 +303,13 @@ def _start(descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _task(
-    number: int,
-    write: RankWrite,
-    lanes: Sequence[Sequence[PlannedFile]],
-    copied: CopiedItems,
-    within_seconds: float | None,
-) -> WriteTask:
-    position_of = {id(item): position for position, item in enumerate(copied.items)}
+def _task(number: int, part: RankSave, copy: Copy, within_seconds: float | None) -> WriteTask:
     return WriteTask(
         number,
-        pickle.dumps(write),
-        pickle.dumps(storage_of(write.path)),
-        pickle.dumps(list(copied.items)),
-        [[(file.name, [position_of[id(item)] for item in file.items]) for file in lane] for lane in lanes],
-        copied.segment.number,
-        copied.places,
+        pickle.dumps(part),
+        pickle.dumps(storage_of(part.path)),
+        copy.segment.number,
+        copy.places,
         within_seconds,
         dict(os.environ),
     )
