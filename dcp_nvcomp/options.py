@@ -36,11 +36,6 @@ def check_device_budget(value: int | None) -> int | None:
     return None if value is None else check_budget("device_memory_budget", value)
 
 
-def check_staging_budget(value: int | None) -> int | None:
-    """Return the budget of asynchronous saves: a positive number of bytes, or None for the default."""
-    return None if value is None else check_budget("staging_budget_nbytes", value)
-
-
 def check_flag(name: str, value: Any) -> bool:
     """Return a flag: True or False, of numpy too, or 1 or 0, and nothing else that is merely truthy or falsy."""
     if not isinstance(value, bool | np.bool_) and not (type(value) is int and value in (0, 1)):

@@ -32,7 +32,7 @@ from dcp_nvcomp.format.framing import (
 )
 from dcp_nvcomp.format.names import data_file_name
 from dcp_nvcomp.format.record import Record
-from dcp_nvcomp.saving.encode.pending import Member, PendingRecord
+from dcp_nvcomp.saving.encode.sources import Member, PendingRecord
 from dcp_nvcomp.saving.stats import Totals, component_of
 from dcp_nvcomp.storage.base import OutputStream
 

@@ -22,13 +22,12 @@ from dcp_nvcomp.codecs.choose import CodecChooser, parse_codec
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.footer import FileIdentity
+from dcp_nvcomp.options import CheckEncodes, CudaZstd, Engine, check_budget, check_choice, check_flag, check_seconds
 from dcp_nvcomp.saving.data_files import PlannedFile, WrittenFile, plan_files, planned_nbytes
-from dcp_nvcomp.saving.encode.buffers import BufferMemory
+from dcp_nvcomp.saving.encode.buffers import BufferMemory, JobMemory
 from dcp_nvcomp.saving.encode.choices import RememberedChoices
-from dcp_nvcomp.saving.encode.memory import JobMemory
 from dcp_nvcomp.saving.encode.records import RecordMaker
-from dcp_nvcomp.saving.job import SaveJob
-from dcp_nvcomp.saving.patience import Patience
+from dcp_nvcomp.saving.job import Patience, SaveJob
 from dcp_nvcomp.saving.plans.global_plan import PlacedItems, PlannedMetadata
 from dcp_nvcomp.saving.stats import RankTotals
 from dcp_nvcomp.storage.base import Filesystem
@@ -45,7 +44,7 @@ def no_progress(nbytes: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SaveOptions:
-    """Options of an `NvcompWriter`, checked, with the names that they have there."""
+    """Options of an `NvcompWriter`, with the names that they have there. They are checked when this is made."""
 
     codec: str | CodecChain | CodecChooser
     thread_count: int
@@ -62,6 +61,20 @@ class SaveOptions:
     finish_within_seconds: float
     storage_options: Mapping[str, Any]
     known_options: tuple[str, ...]  # the names of all options, to tell a mistyped one from a storage option
+
+    def __post_init__(self) -> None:
+        parse_codec(self.codec)
+        for name in ("single_file_per_rank", "overwrite", "sync_files"):
+            object.__setattr__(self, name, check_flag(name, getattr(self, name)))
+        for name in ("storage_deadline_seconds", "finish_within_seconds"):
+            object.__setattr__(self, name, check_seconds(name, getattr(self, name)))
+        check_budget("host_memory_budget", self.host_memory_budget)
+        for name in ("device_memory_budget", "staging_budget_nbytes"):
+            if getattr(self, name) is not None:
+                check_budget(name, getattr(self, name))
+        check_choice("engine", self.engine, Engine)
+        check_choice("check_encodes", self.check_encodes, CheckEncodes)
+        check_choice("cuda_zstd", self.cuda_zstd, CudaZstd)
 
     @property
     def chooser(self) -> CodecChooser:
@@ -123,19 +136,7 @@ class RankSave:
         on_staged: Callable[[], None] | None = None,
         patience: Patience | None = None,
     ) -> Written:
-        """Encode and write the items.
-
-        Args:
-            resolve: finds the data of an item.
-            engine: where to encode.
-            remembered: the choices of codecs of earlier saves.
-            filesystem: where to write; by default the checkpoint is opened, and closed at the end.
-            lanes: the data files; by default as `lanes` plans them.
-            memory: what to encode into; by default buffers.
-            progress: called with the size of what was written.
-            on_staged: called once the data is not needed any more.
-            patience: how long encoding gives way to others.
-        """
+        """Encode and write the items."""
         options = self.options
         with contextlib.ExitStack() as stack:
             if filesystem is None:
@@ -179,19 +180,21 @@ class RankResults(list[WriteResult]):
         self.totals = totals
         self.placed = placed
 
-
-def write_results(files: Iterable[WrittenFile]) -> list[WriteResult]:
-    """Return what `.metadata` needs to know of each item; a file is one plain tuple for all of its items."""
-    found: list[WriteResult] = []
-    with collector_paused():
-        for written in files:
-            shared = tuple(written.file)
-            found += [WriteResult(index, nbytes, (shared, record)) for index, nbytes, record in written.items]
-    return found
+    @classmethod
+    def of(cls, files: Sequence[WrittenFile], totals: RankTotals, plan: SavePlan | None = None) -> RankResults:
+        """Return what `.metadata` needs to know of each item, in terms of `plan` if the ranks keep it."""
+        if plan is not None:
+            return cls((), totals, placed_items(files, plan))
+        found: list[WriteResult] = []
+        with collector_paused():
+            for written in files:
+                shared = tuple(written.file)  # one plain tuple for all items of a file
+                found += [WriteResult(index, nbytes, (shared, record)) for index, nbytes, record in written.items]
+        return cls(found, totals)
 
 
 def placed_items(files: Sequence[WrittenFile], plan: SavePlan) -> PlacedItems:
-    """Return the same in terms of the plan."""
+    """Return where items are, by their positions in the plan."""
     position_of = {id(item.index): position for position, item in enumerate(plan.items)}
     return PlacedItems(
         tuple(tuple(written.file) for written in files),

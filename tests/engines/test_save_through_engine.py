@@ -28,7 +28,7 @@ from dcp_nvcomp.saving import rank_save
 from dcp_nvcomp.saving.data_files import DataFileWriter, PlannedFile
 from dcp_nvcomp.saving.encode import buffers
 from dcp_nvcomp.saving.encode.buffers import BufferMemory, cuda_room_nbytes
-from dcp_nvcomp.saving.encode.pending import PendingRecord
+from dcp_nvcomp.saving.encode.sources import PendingRecord
 from tests.checkpoints import assert_loads, save
 
 from .nvcomp_stand_in import NvcompStandIn

@@ -17,7 +17,7 @@ from dcp_nvcomp.format.framing import TRAILER_NBYTES, check_header, decode_foote
 from dcp_nvcomp.format.record import Record, parse_record
 from dcp_nvcomp.saving import data_files
 from dcp_nvcomp.saving.data_files import DataFileWriter
-from dcp_nvcomp.saving.encode.pending import Member, PendingRecord
+from dcp_nvcomp.saving.encode.sources import Member, PendingRecord
 from dcp_nvcomp.storage.base import OutputStream
 
 PATH = "run/__0_0_00000000000000000000000000000002.distcp"

@@ -18,8 +18,7 @@ from dcp_nvcomp.runs.steps import RunSteps
 from dcp_nvcomp.runs.tiers.durable import BEGUN, DurableTier
 from dcp_nvcomp.runs.tiers.fast import FastTier
 from dcp_nvcomp.runs.tiers.uploads import upload_files
-from dcp_nvcomp.saving.commit import WrittenSave, commit_files
-from dcp_nvcomp.saving.published import LastPublished
+from dcp_nvcomp.saving.commit import LastPublished, WrittenSave, commit_files
 
 logger = logging.getLogger(__name__)
 

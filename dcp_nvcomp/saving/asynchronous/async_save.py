@@ -1,6 +1,6 @@
-"""async_save: the caller waits until its state is staged; it is written and committed behind.
+"""async_save: the caller waits until its state is staged; it is written and committed in the background.
 
-caller's thread                    the save's thread                       behind
+caller's thread                    the save's thread                       in the background
 Stateful.state_dict()
 event on its CUDA streams
 begin (the first: make groups) --> agree: is it the same save everywhere?
@@ -44,7 +44,7 @@ from dcp_nvcomp.saving.asynchronous.shared_memory import is_available
 from dcp_nvcomp.saving.asynchronous.staging import Staging
 from dcp_nvcomp.saving.kept import kept
 from dcp_nvcomp.saving.plans.differences import OnDifference
-from dcp_nvcomp.saving.run_save import call_for, planner_for, run_save, writer_for
+from dcp_nvcomp.saving.save import call_for, planner_for, run_save, writer_for
 from dcp_nvcomp.saving.writer import NvcompWriter
 from dcp_nvcomp.storage.processes import is_known_elsewhere
 
@@ -60,7 +60,7 @@ class AsyncSave:
     Attributes:
         staging_completion: done when the state may change; has the error if staging failed on this rank.
         upload_completion: done when the checkpoint is published; its result is DCP's `Metadata`, from which
-            `SaveStats.of` tells sizes and times. It has the error if the save failed on any rank.
+            `SaveStats.of` has sizes and times. It has the error if the save failed on any rank.
     """
 
     staging_completion: Future[None]
@@ -84,9 +84,9 @@ def async_save(
     Tensors on a GPU are encoded there, and only what they come to is held in host memory until it is written. Tensors
     in host memory are copied and encoded by another process, if training leaves a core for it and it finds the same
     storage (not `memory://`, nor a filesystem whose class was registered with fsspec here), else encoded at once.
-    Collectives run over gloo groups made for the purpose, so those of training may be
-    on NCCL, and never meet those of a save. The next save is staged while this one is still written; the one after that
-    waits until this one is over. Checkpoints are published in order.
+    Collectives run over gloo groups made for the purpose, so those of training may be on NCCL, and never meet those of
+    a save. The next save is staged while this one is still written; the one after that waits until this one is over.
+    Checkpoints are published in order.
 
     Args:
         state_dict: what to save. `state_dict()` of its Stateful values is called here.
@@ -96,21 +96,21 @@ def async_save(
         process_group: the ranks that save; by default all. The first save over a group makes groups of our own: where
             several threads save, let one thread make these first ones, in the same order on all ranks.
         no_dist: if True, save in this process alone.
-        wait: `"staged"` returns when the state may change. `"nothing"` returns at once: whoever changes a tensor of the
-            state before `staging_completion` is done gets a checkpoint that mixes old and new values. Python objects
-            are those of the call in both cases: its thread pickles them.
+        wait: `"staged"` returns when the state may change. `"nothing"` returns at once: if a tensor of the state
+            is changed before `staging_completion` is done, the checkpoint mixes old and new values. Python objects are
+            those of the call in both cases: its thread pickles them.
         on_difference: what to do if ranks have different values under the same key that are not sharded, of which the
             checkpoint keeps one: `"warn"`, once for the same keys, or `"error"`, before anything is written. Large
             tensors are compared by a sample, and with a `planner` of another class nothing is.
         **writer_options: of the `NvcompWriter` to make.
 
     Returns:
-        The futures of the save. An error of this save is in them, and is raised by the next one if nobody looked.
+        The futures of the save. An error of this save is in them; the next one raises it if it was not looked at.
 
     Raises:
         ConfigurationError: the arguments contradict each other; nothing was saved.
-        EarlierSaveError: an earlier save failed and nobody looked at its future, on any rank; raised on all ranks, and
-            nothing was saved. With `wait="nothing"` it is in the futures.
+        EarlierSaveError: an earlier save failed, on any rank, and its future was not looked at; raised on all ranks,
+            and nothing was saved. With `wait="nothing"` it is in the futures.
         RanksDifferError: not all ranks make this save: one did not come within the time limit of the process group, or
             saves to another path; nothing was saved. With `wait="nothing"` it is in the futures, but for the first
             save over a process group.
@@ -216,7 +216,7 @@ def spare_core_count(cores: int, ranks: int, *, threads: int) -> int:
 
 
 def _local_rank_count() -> int:
-    """Return how many ranks this host has: as torchrun says, else all of them, as nobody knows where they are."""
+    """Return how many ranks this host has: as torchrun says, else all of them, as where they are is not known."""
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     if local.isdecimal() and int(local):
         return int(local)

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.errors import CheckpointError
-from dcp_nvcomp.saving.asynchronous.background.process import BackgroundCannotRun, BackgroundProcess, Copy
+from dcp_nvcomp.saving.asynchronous.background import BackgroundCannotRun, BackgroundProcess, Copy
 from dcp_nvcomp.saving.asynchronous.segments import StagingBudget
 from dcp_nvcomp.saving.asynchronous.shared_memory import SharedSegments, can_copy, copied, resolver, room_nbytes
 from dcp_nvcomp.saving.data_files import planned_nbytes

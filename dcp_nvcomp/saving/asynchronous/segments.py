@@ -23,8 +23,7 @@ import numpy as np
 
 from dcp_nvcomp.codecs.encoded import EncodedBlock
 from dcp_nvcomp.engines.memory import PinnedMemory, fresh_allocate, pinned_allocate
-from dcp_nvcomp.saving.encode.buffers import HOST_ROOM_NBYTES
-from dcp_nvcomp.saving.encode.memory import Cancelled, JobMemory, Room, TaskMemory
+from dcp_nvcomp.saving.encode.buffers import HOST_ROOM_NBYTES, Cancelled, JobMemory, Room, TaskMemory
 
 logger = logging.getLogger(__name__)
 
@@ -72,14 +71,7 @@ def _lines(path: Path) -> Iterable[str]:
 
 
 class Segment:
-    """A piece of memory that tasks of one lane fill.
-
-    Attributes:
-        view: the memory.
-        position: where free memory begins.
-        in_use: number of tasks that take memory of it.
-        is_full: True if no task will be added.
-    """
+    """A piece of memory that tasks of one lane fill."""
 
     __slots__ = ("in_use", "is_full", "position", "view")
 
@@ -88,7 +80,9 @@ class Segment:
         self.begin()
 
     def begin(self) -> None:
-        self.position, self.in_use, self.is_full = 0, 0, False
+        self.position = 0  # where free memory begins
+        self.in_use = 0  # tasks that take memory of it
+        self.is_full = False  # no task will be added
 
 
 class SegmentStore:
@@ -152,13 +146,7 @@ class StagingBudget:
 
 
 class SegmentStores:
-    """What the asynchronous saves of a process share.
-
-    Attributes:
-        plain: segments for the CPU engine.
-        pinned: page-locked segments for CUDA engines; plain ones if no more could be had.
-        budget: what is in use.
-    """
+    """What the asynchronous saves of a process share."""
 
     def __init__(self) -> None:
         self.plain, self.pinned, self.budget = SegmentStore(), SegmentStore(), StagingBudget()
@@ -275,11 +263,7 @@ class _LaneMemory(TaskMemory):
 
 
 class StagingMemory(JobMemory):
-    """The memory of one asynchronous save.
-
-    Attributes:
-        staged_nbytes: encoded bytes that were staged so far.
-    """
+    """The memory of one asynchronous save."""
 
     def __init__(self, stores: SegmentStores, budget_nbytes: int, *, state_nbytes: int, may_use_cuda: bool) -> None:
         self.staged_nbytes = 0

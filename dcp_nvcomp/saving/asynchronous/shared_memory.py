@@ -32,15 +32,11 @@ _MADV_POPULATE_WRITE = 23  # since Linux 5.14
 
 
 class SharedSegment:
-    """A piece of shared memory.
-
-    Attributes:
-        view: the memory.
-        there_nbytes: how much of it, from the start, is there: a store to what is not may end the process.
-    """
+    """A piece of shared memory."""
 
     def __init__(self, nbytes: int, number: int, descriptor: int | None = None) -> None:
-        self.nbytes, self.number, self.there_nbytes = nbytes, number, 0
+        self.nbytes, self.number = nbytes, number
+        self.there_nbytes = 0  # from the start: a store to memory that is not there may end the process
         if descriptor is None:
             descriptor = os.memfd_create("dcp_nvcomp", os.MFD_CLOEXEC)
             try:
@@ -177,12 +173,12 @@ def can_copy(value: Any) -> bool:
 
 
 def room_nbytes(sizes: Iterable[int]) -> int:
-    """Return how much room values of these sizes take, one behind the other."""
+    """Return how much room values of these sizes take, one after the other."""
     return sum(-(-nbytes // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES for nbytes in sizes)
 
 
 def copied(values: Iterable[Any], segment: SharedSegment, limit_nbytes: int) -> list[Place] | None:
-    """Copy values one behind the other, each before the next is asked for."""
+    """Copy values one after the other, each before the next is asked for."""
     places, end = list[Place](), 0
     memory = segment.view
     with torch.no_grad():

@@ -36,7 +36,7 @@ class UploadFuture(Future[Metadata]):
     def __init__(self) -> None:
         super().__init__()
         self.was_looked_at = False
-        self.set_running_or_notify_cancel()  # from now on nobody can cancel it
+        self.set_running_or_notify_cancel()  # from now on it can't be cancelled
 
     def result(self, timeout: float | None = None) -> Metadata:
         self._look(timeout)
@@ -55,17 +55,12 @@ class UploadFuture(Future[Metadata]):
         super().exception()
 
     def take_unseen_error(self) -> BaseException | None:
-        """Return the error of a save that failed if nobody has seen it; from now on it counts as seen."""
+        """Return the error of a save that failed if it was not seen; from now on it counts as seen."""
         return None if self.was_looked_at or not self.done() else self.exception()
 
 
 class Staging:
-    """How one save is staged.
-
-    Attributes:
-        completion: done when the state may change; has the error of this rank if staging failed.
-        within_seconds: when a copied save should be done; None if there is no hurry.
-    """
+    """How one save is staged."""
 
     def __init__(
         self,
@@ -80,8 +75,8 @@ class Staging:
         self._copied = copied
         self._is_copied = False
         self._copying_failed: BaseException | None = None
-        self.completion: Future[None] = Future()
-        self.completion.set_running_or_notify_cancel()  # from now on nobody can cancel it
+        self.completion: Future[None] = Future()  # done when the state may change
+        self.completion.set_running_or_notify_cancel()  # from now on it can't be cancelled
         self._asked: SimpleQueue[_Asked | None] = SimpleQueue()
         self._is_waited_for = is_waited_for
         asked = self._asked

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.errors import CheckpointError
-from dcp_nvcomp.saving.asynchronous.background.messages import (
+from dcp_nvcomp.saving.asynchronous.background_messages import (
     OWN_ENVIRONMENT,
     CannotRun,
     Encoded,
@@ -39,8 +39,8 @@ from dcp_nvcomp.saving.asynchronous.background.messages import (
 )
 from dcp_nvcomp.saving.asynchronous.shared_memory import SharedSegment, resolver
 from dcp_nvcomp.saving.data_files import WrittenFile
+from dcp_nvcomp.saving.job import Patience
 from dcp_nvcomp.saving.kept import kept
-from dcp_nvcomp.saving.patience import Patience
 from dcp_nvcomp.saving.rank_save import RankSave
 from dcp_nvcomp.storage.processes import StorageSettings
 
@@ -59,7 +59,7 @@ class Child:
         self._patience: dict[int, Patience] = {}
 
     def serve(self) -> None:
-        """Take messages until there is nobody who sends any."""
+        """Take messages until the pipe closes."""
         with contextlib.suppress(EOFError, ConnectionError):
             while True:
                 self._take(self._messages.recv())
@@ -95,7 +95,7 @@ class Child:
                 self._send(CannotRun(task.number, f"{type(error).__name__}: {error}"))
                 return
             self._send(self._written(task, part, patience))
-        except ConnectionError:  # whoever wanted it is gone
+        except ConnectionError:  # training is gone
             return
         except BaseException as error:
             self._send(Failed(task.number, _picklable(error)))
@@ -118,10 +118,10 @@ class Child:
 
 
 class _Progress:
-    """Adds up what was written, and tells of it now and then."""
+    """Adds up what was written, and reports it now and then."""
 
-    def __init__(self, tell: Any) -> None:
-        self._tell = tell
+    def __init__(self, report: Any) -> None:
+        self._report = report
         self._lock = threading.Lock()
         self._nbytes = 0
         self._told_seconds = time.monotonic()
@@ -133,11 +133,11 @@ class _Progress:
             if now - self._told_seconds < _PROGRESS_SECONDS:
                 return
             self._told_seconds, told, self._nbytes = now, self._nbytes, 0
-        self._tell(told)
+        self._report(told)
 
     def end(self) -> None:
         if self._nbytes:
-            self._tell(self._nbytes)
+            self._report(self._nbytes)
 
 
 def _by_position(files: Sequence[WrittenFile], items: Sequence[WriteItem]) -> tuple[WrittenItems, ...]:

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.format.data_file import DataFileRef
-from dcp_nvcomp.saving.asynchronous.background.messages import (
+from dcp_nvcomp.saving.asynchronous.background_messages import (
     OWN_ENVIRONMENT,
     CannotRun,
     Encoded,
@@ -55,8 +55,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal
 _CHILD = """
 import sys
 sys.path[:] = filter(None, sys.path)
-from dcp_nvcomp.saving.asynchronous.background import child
-child.main(sys.argv[1:])
+from dcp_nvcomp.saving.asynchronous import background_child
+background_child.main(sys.argv[1:])
 """
 _END_SECONDS = 5.0
 
@@ -74,11 +74,7 @@ class Copy:
 
 
 class BackgroundProcess:
-    """A process that encodes and writes. Any thread may call anything.
-
-    Attributes:
-        start_failure: why it did not come to work at all; None if it did, or may yet.
-    """
+    """A process that encodes and writes. Any thread may call anything."""
 
     def __init__(self) -> None:
         if not sys.executable:
@@ -102,7 +98,7 @@ class BackgroundProcess:
         self._started = threading.Event()  # or it never will
         self._has_died = False
         self._is_retired = False
-        self.start_failure: str | None = None
+        self.start_failure: str | None = None  # why it did not come to work at all
         threading.Thread(target=self._listen, name="dcp-background", daemon=True).start()
         threading.Thread(target=self._watch, name="dcp-background", daemon=True).start()
 
@@ -211,7 +207,7 @@ class BackgroundProcess:
             self._post(message)
 
     def _post(self, message: Message) -> None:
-        with contextlib.suppress(OSError):  # it has died: the thread that listens tells all
+        with contextlib.suppress(OSError):  # it has died: the thread that listens ends all waits
             self._connection.send(message)
 
     def _listen(self) -> None:
@@ -278,7 +274,7 @@ class BackgroundProcess:
 
     def abandon(self) -> None:
         """Forget it, in a forked child whose process it is not."""
-        self._process.returncode = 0  # so that nobody waits for it, or warns that it is still running
+        self._process.returncode = 0  # so that it is not waited for, and no warning says that it is still running
         self._segments.close()
         self._connection.close()
 
