@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -59,7 +59,7 @@ class SaveOptions:
     storage_deadline_seconds: float
     staging_budget_nbytes: int | None
     finish_within_seconds: float
-    storage_options: Mapping[str, Any]
+    storage_options: Mapping[str, Any] = field(repr=False)  # with credentials
     known_options: tuple[str, ...]  # the names of all options, to tell a mistyped one from a storage option
 
     def __post_init__(self) -> None:

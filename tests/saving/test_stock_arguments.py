@@ -57,7 +57,7 @@ def test_other_values_are_refused(tmp_path: Path, kind: Any, options: dict[str, 
 def test_positional_arguments_in_the_order_of_stock_dcp(tmp_path: Path) -> None:
     ours, theirs = NvcompWriter(tmp_path, False, False, 3), FileSystemWriter(tmp_path, False, False, 3)
     for name in ("single_file_per_rank", "sync_files", "thread_count"):
-        assert getattr(ours, name) == getattr(theirs, name)
+        assert getattr(ours.options, name) == getattr(theirs, name)
 
 
 @pytest.mark.parametrize("arguments", [("zstd",), (True, "zstd"), (True, True, "zstd")])

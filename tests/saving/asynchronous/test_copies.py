@@ -305,6 +305,7 @@ def _script(text: str, *arguments: Any) -> subprocess.Popen[str]:
 
 _SAVES = """
 import os, sys, time, torch
+from benchmarks.staging import staged_by
 from dcp_nvcomp import async_save
 from dcp_nvcomp.saving.kept import kept
 state = {"w": torch.arange(1000000)}
