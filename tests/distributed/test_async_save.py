@@ -226,7 +226,7 @@ def test_a_process_group_that_was_made_anew(ranks: RankPool, tmp_path: Path) -> 
 def _one_looks(path: Path) -> None:
     """`wait="nothing"`: a save fails, the next one tells of it, and only one rank looks at that."""
     (path / "file").touch()
-    options: dict[str, Any] = {"wait": "nothing", "staging": "encode"}
+    options: dict[str, Any] = {"wait": "nothing"}
     _ended(async_save(_sharded(0), path / "file" / "no directory", **options))
     told = async_save(_sharded(1), path / "latest", **options)
     _ended(told)
