@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from benchmarks.peers import ours, save, stock_fsspec
 from benchmarks.processes import Ranks, quiet
 from benchmarks.results import Plot, Report
 from benchmarks.sinks import LimitedFileSystem
+from benchmarks.staging import Staged, staged_by
 from benchmarks.states import State, build_state, nbytes_of
 from dcp_nvcomp import NvcompReader, async_save
 
@@ -77,11 +78,10 @@ class Cost:
         return self.stall_seconds + background * max(0.0, 1 - 1 / self.slowdown)
 
 
-# The process has to be asked for: the link was registered with fsspec here, and the default does not trust that.
-_STAGING: dict[str, dict[str, Any]] = {
-    "dcp_nvcomp": {"background": "process"},
-    "dcp_nvcomp, copy": {"staging": "copy", "background": "process"},
-    "dcp_nvcomp, encode": {"staging": "encode"},
+_STAGING: dict[str, Staged | None] = {
+    "dcp_nvcomp": None,
+    "dcp_nvcomp, copy": "copy",
+    "dcp_nvcomp, encode": "encode",
 }
 _META = "torch_checkpointing"
 CONTENDERS = ("dcp", "dcp, kept stager", "dcp, process", "dcp_nvcomp behind dcp", *_STAGING, _META)
@@ -237,7 +237,9 @@ def _begin_of(name: str) -> Iterator[Begin]:
         if meta is not None:
             return meta.begin(state, url.removeprefix("limited://"))
         if name in _STAGING:
-            return async_save(state, url, thread_count=threads, rate=RATE, **_STAGING[name]).upload_completion
+            how = _STAGING[name]
+            with nullcontext() if how is None else staged_by(how):
+                return async_save(state, url, thread_count=threads, rate=RATE).upload_completion
         saving: Any = dcp.async_save(state, storage_writer=peer.writer(url), **options)
         future: Future[Any] = getattr(saving, "upload_completion", saving)
         return future

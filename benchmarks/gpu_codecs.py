@@ -30,7 +30,7 @@ from dcp_nvcomp.engines.cuda.device import Device
 from dcp_nvcomp.engines.cuda.engine import CudaEngine, DecodeJob, EncodeJob, EnginePolicy
 from dcp_nvcomp.engines.cuda.pool import ENGINES_PER_DEVICE
 from dcp_nvcomp.engines.tensors import element_type
-from dcp_nvcomp.saving.encode.policy import spread_sample
+from dcp_nvcomp.saving.encode.choices import spread_sample
 
 MIB = 1 << 20
 CODECS = ("auto", "planes-zstd", "planes-deflate", "zstd", "ans")

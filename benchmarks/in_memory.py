@@ -22,7 +22,7 @@ from dcp_nvcomp.codecs.choose import parse_codec, sample_nbytes
 from dcp_nvcomp.codecs.encoded import EncodedBlock
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.tensors import element_type
-from dcp_nvcomp.saving.encode.policy import spread_sample
+from dcp_nvcomp.saving.encode.choices import spread_sample
 
 __all__ = ["EngineCoder", "ZipNNCoder", "as_bytes", "have_zipnn", "zstd_nbytes"]
 

@@ -31,7 +31,7 @@ from benchmarks.results import Plot, Report
 from dcp_nvcomp import NvcompWriter
 from dcp_nvcomp.format.metadata.serialization import parse_metadata
 from dcp_nvcomp.format.names import METADATA_NAME, data_file_name
-from dcp_nvcomp.saving.results import RankResults
+from dcp_nvcomp.saving.rank_save import RankResults
 from dcp_nvcomp.saving.stats import RankTotals, Totals
 
 # ranks, tensors: as many shards again on 8 times the ranks, then twice as many shards

@@ -39,7 +39,7 @@ RESTORES = (OWN, PEER, DURABLE, LOAD)
 
 _TIERS: dict[str, dict[str, Any]] = {DIRECT: {}, FAST: {"fast_every": 1}, COPIES: {"fast_every": 1, "copies": 1}}
 _LOST = {PEER: (1,), DURABLE: (0, 1)}
-_OPTIONS: dict[str, Any] = {"staging": "encode", "thread_count": max(1, core_count() // NODES)}
+_OPTIONS: dict[str, Any] = {"thread_count": max(1, core_count() // NODES)}
 _STEP_SECONDS = 0.03
 _BASELINE_STEPS = 15
 

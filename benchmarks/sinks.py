@@ -148,4 +148,4 @@ class _LimitedFile:
         self._file.close()
 
 
-fsspec.register_implementation("limited", LimitedFileSystem, clobber=True)
+fsspec.register_implementation("limited", "benchmarks.sinks.LimitedFileSystem", clobber=True)

@@ -37,10 +37,10 @@ from dcp_nvcomp.loading.items import load_items
 from dcp_nvcomp.loading.read_plan import Wanted
 from dcp_nvcomp.loading.reader import NvcompReader
 from dcp_nvcomp.reading.items import Destinations, items_of_object
-from dcp_nvcomp.saving.encode.buffers import BufferMemory
+from dcp_nvcomp.saving.data_files import PlannedFile
 from dcp_nvcomp.saving.encode.objects import serialized
-from dcp_nvcomp.saving.file_plan import PlannedFile, planned_nbytes
 from dcp_nvcomp.saving.kept import process_state
+from dcp_nvcomp.saving.rank_save import RankSave
 from dcp_nvcomp.saving.writer import NvcompWriter
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
@@ -84,43 +84,28 @@ def save_compressed_checkpoint(
     text = os.fspath(path)
     parent, name = parent_and_name(text)
     writer = NvcompWriter(parent, overwrite=overwrite, **writer_options)
-    engine = EngineChoice(writer.engine, writer.cuda_zstd)
-    engine.begin(writer.device_memory_budget)
+    options = writer.options
+    engine = EngineChoice(options.engine, options.cuda_zstd)
+    engine.begin(options.device_memory_budget)
     parts = take_apart(state)
     skeleton = _pickled({"state": parts.skeleton, "keys": list(parts.tensors)})
     items = [_item_to_write(key, tensor) for key, tensor in parts.tensors.items()]
     items.append(WriteItem(MetadataIndex(ONE_FILE_KEY), WriteItemType.BYTE_IO))
-    write = writer.rank_write(place_of(parent), uuid.uuid4().hex, rank=0)
-    filesystem = write.open()
-    try:
+    part = RankSave(place_of(parent), uuid.uuid4().hex, 0, items, options)
+    with part.open() as filesystem:
         filesystem.create_directory()
         if not overwrite and filesystem.file_nbytes(name) is not None:
             raise CheckpointExistsError("There is such a file already.", path=filesystem.location(name))
         is_local = isinstance(filesystem, PosixFilesystem)
-        written = f".{name}.{write.save_id}.tmp" if is_local else name
-        state_nbytes = sum(map(planned_nbytes, items))
+        written = f".{name}.{part.save_id}.tmp" if is_local else name
 
         def resolve(item: WriteItem) -> torch.Tensor | io.BytesIO:
             return io.BytesIO(skeleton) if item.tensor_data is None else parts.tensors[item.index.fqn].detach()
 
-        write.job(
-            filesystem,
-            [[PlannedFile(written, tuple(items))]],
-            resolve,
-            BufferMemory(
-                writer.host_memory_budget,
-                threads=writer.thread_count + 1,
-                state_nbytes=state_nbytes,
-                may_use_cuda=engine.may_use_cuda(),
-            ),
-            engine=engine,
-            remembered=process_state().choices,
-            progress=lambda nbytes: None,
-        ).run()
+        lanes = [[PlannedFile(written, tuple(items))]]
+        part.run(resolve, engine=engine, remembered=process_state().choices, filesystem=filesystem, lanes=lanes)
         if is_local:
             _replace(filesystem, written, place_of(text))
-    finally:
-        filesystem.close()
 
 
 def _pickled(skeleton: Any) -> bytes:

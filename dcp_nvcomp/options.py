@@ -16,8 +16,6 @@ from dcp_nvcomp.redaction import without_secrets
 Engine = Literal["auto", "cpu", "cuda"]
 CudaZstd = Literal["auto", "nvcomp", "literals"]
 CheckEncodes = Literal["all", "off"]
-StagingKind = Literal["auto", "encode", "copy"]
-BackgroundKind = Literal["auto", "thread", "process"]
 Verify = Literal["stored", "full", "off"]
 DtypePolicy = Literal["same", "cast"]
 
@@ -36,11 +34,6 @@ def check_budget(name: str, value: int) -> int:
 def check_device_budget(value: int | None) -> int | None:
     """Return the budget of device memory: a positive number of bytes, or None for the default."""
     return None if value is None else check_budget("device_memory_budget", value)
-
-
-def check_staging_budget(value: int | None) -> int | None:
-    """Return the budget of asynchronous saves: a positive number of bytes, or None for the default."""
-    return None if value is None else check_budget("staging_budget_nbytes", value)
 
 
 def check_flag(name: str, value: Any) -> bool:

@@ -22,6 +22,7 @@ from benchmarks.gpu_acceptance.saving import budget, differing, load, on_the_eng
 from benchmarks.gpu_device import host_memory
 from benchmarks.measuring import Spread, available_nbytes
 from benchmarks.peers import data_nbytes, remove
+from benchmarks.staging import staged_by
 from benchmarks.states import nbytes_of
 from dcp_nvcomp import SaveStats, async_save
 
@@ -123,7 +124,8 @@ class _Trial:
     def _async_save(self, state: State, path: Path, wait: str) -> Any:
         options = {"engine": "auto", "sync_files": False, **budget(self._host)}
         # the stand-in's tensors are in host memory, which would be copied
-        return async_save(state, path, no_dist=True, wait=wait, staging="encode", **options)
+        with staged_by("encode"):
+            return async_save(state, path, no_dist=True, wait=wait, **options)
 
     def _row(
         self, how: str, stalls: list[float], staged: list[float], nbytes: int, staged_nbytes: int

@@ -145,7 +145,7 @@ def bench(
     options = dict(storage_options or {})
     base = os.fspath(url)
     path = f"{base if base.endswith(('://', '/')) else base + '/'}dcp-nvcomp-bench-{uuid.uuid4().hex[:12]}"
-    budget = NvcompWriter(".", thread_count=threads).host_memory_budget
+    budget = NvcompWriter(".", thread_count=threads).options.host_memory_budget
 
     with contextlib.closing(open_filesystem(path, storage_options=options)) as filesystem:
 

@@ -36,9 +36,9 @@ from dcp_nvcomp.loading.items import load_items
 from dcp_nvcomp.loading.load import load
 from dcp_nvcomp.loading.read_plan import Wanted
 from dcp_nvcomp.loading.reader import NvcompReader
-from dcp_nvcomp.saving.encode.buffers import BufferMemory
+from dcp_nvcomp.saving.data_files import WrittenFile
 from dcp_nvcomp.saving.encode.choices import RememberedChoices
-from dcp_nvcomp.saving.results import WrittenFile
+from dcp_nvcomp.saving.rank_save import RankSave
 from dcp_nvcomp.saving.save import save
 from dcp_nvcomp.saving.stats import SaveStats
 from dcp_nvcomp.saving.writer import NvcompWriter
@@ -234,10 +234,10 @@ class _Job:
 
     def __init__(self, state: State, codec: str, threads: int) -> None:
         self.nbytes = sum(tensor.nbytes for tensor in state.values())
-        self._writer = NvcompWriter(".", codec=codec, thread_count=threads)  # for its options
+        self._options = NvcompWriter(".", codec=codec, thread_count=threads).options
         self._load_options = NvcompReader(".", thread_count=threads).load_options
         self._engine = EngineChoice("auto")
-        self._engine.check_codec(self._writer.rank_write(".", "", rank=0).chooser)
+        self._engine.check_codec(self._options.chooser)
         self._engine.begin(None)
         self._remembered = RememberedChoices()
         planner = DefaultSavePlanner()
@@ -247,24 +247,11 @@ class _Job:
         self._into = _empty_like(state)
 
     def encode(self, filesystem: MemoryFilesystem) -> list[WrittenFile]:
-        writer = self._writer
-        write = writer.rank_write(".", uuid.uuid4().hex, rank=0)
-        lanes = write.lanes(self._plan.items, filesystem)
-        memory = BufferMemory(
-            writer.host_memory_budget,
-            threads=writer.thread_count + len(lanes),
-            state_nbytes=self.nbytes,
-            may_use_cuda=self._engine.may_use_cuda(),
+        part = RankSave(".", uuid.uuid4().hex, 0, self._plan.items, self._options)
+        files, _ = part.run(
+            self._planner.resolve_data, engine=self._engine, remembered=self._remembered, filesystem=filesystem
         )
-        return write.job(
-            filesystem,
-            lanes,
-            self._planner.resolve_data,
-            memory,
-            engine=self._engine,
-            remembered=self._remembered,
-            progress=lambda nbytes: None,
-        ).run()
+        return files
 
     def decode(self, filesystem: MemoryFilesystem, files: list[WrittenFile]) -> None:
         stored = {index: StoredAt(written.file, record) for written in files for index, _, record in written.items}

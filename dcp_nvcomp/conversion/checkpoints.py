@@ -58,8 +58,8 @@ from dcp_nvcomp.format.names import (
 from dcp_nvcomp.reading.checkpoint import open_checkpoint
 from dcp_nvcomp.reading.stored_tensor import StoredTensor
 from dcp_nvcomp.redaction import without_secrets
-from dcp_nvcomp.saving.file_plan import planned_nbytes
-from dcp_nvcomp.saving.orphans import files_of_current, remove_files
+from dcp_nvcomp.saving.commit import files_of_current, remove_files
+from dcp_nvcomp.saving.data_files import planned_nbytes
 from dcp_nvcomp.saving.writer import NvcompWriter
 from dcp_nvcomp.storage.base import Filesystem, storage_errors
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem

@@ -1,6 +1,6 @@
 """One data file, read: `read_footer` returns its footer, checked against what `.metadata` says of the file.
 
-saving/data_file_writer.py writes data files.
+saving/data_files.py writes data files.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """NvcompAsyncWriter: what the asynchronous saves of Megatron-core and nvidia-resiliency-ext ask of a writer.
 
     set_up_storage_writer, prepare_*_plan    as with stock DCP
-    prepare_write_data                       this rank's part of the save becomes a value, see saving/prepared.py
+    prepare_write_data                       this rank's part of the save becomes a value, see saving/saves.py
     get_save_function_and_args               what to call to write it, and what to call before to copy the data
                                              (both, perhaps, in a forked child or in a process of their queue's)
     retrieve_write_results                   what was written
@@ -27,8 +27,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError, StorageError
-from dcp_nvcomp.saving.prepared import PreparedWrite
-from dcp_nvcomp.saving.results import RankResults
+from dcp_nvcomp.saving.kept import process_state
+from dcp_nvcomp.saving.rank_save import RankResults
+from dcp_nvcomp.saving.saves import PreparedWrite
 from dcp_nvcomp.saving.writer import NvcompWriter
 
 _Data: TypeAlias = list[Any]
@@ -147,13 +148,13 @@ def _write(prepared: PreparedWrite, data: _Data | None, answer: str) -> None:
     result: RankResults | BaseException
     try:
         assert data is not None
-        data_of = {id(item): one for item, one in zip(prepared.items, data, strict=True)}
+        data_of = {id(item): one for item, one in zip(prepared.rank_save.items, data, strict=True)}
 
         def resolve(item: WriteItem) -> Any:
             return data_of[id(item)]
 
         with _one_torch_thread(elsewhere=os.getpid() != prepared.process_id):
-            result = prepared.write(resolve)
+            result = prepared.write(resolve, process_state().choices)
     except BaseException as error:
         result = error
     temporary = f"{answer}.tmp"

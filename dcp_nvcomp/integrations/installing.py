@@ -22,7 +22,7 @@ from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.integrations.stock_classes import Kind, add_maker, remove_maker
 from dcp_nvcomp.loading.reader import NvcompReader
 from dcp_nvcomp.options import STOCK_READER, STOCK_WRITER, option_names
-from dcp_nvcomp.saving.publishers import Publisher
+from dcp_nvcomp.saving.commit import Publisher
 from dcp_nvcomp.saving.writer import NvcompWriter
 
 # What stock DCP's classes call the arguments that tune how they write and read. They mean nothing here.

@@ -22,7 +22,7 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 
 from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.integrations.installing import check_methods, install_here
-from dcp_nvcomp.saving.publishers import FinishedSave, publish_here
+from dcp_nvcomp.saving.commit import FinishedSave, commit_checkpoint
 from dcp_nvcomp.storage.base import Filesystem
 
 _META = "meta.pt"
@@ -36,7 +36,7 @@ def _publish(filesystem: Filesystem, save: FinishedSave) -> None:
     if was_there:
         os.replace(meta, aside)
     try:
-        publish_here(filesystem, save)
+        commit_checkpoint(filesystem, save)
     except CheckpointError as error:
         if was_there and not error.outcome_unknown:  # the old checkpoint is as it was
             os.replace(aside, meta)

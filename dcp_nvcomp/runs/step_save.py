@@ -19,8 +19,7 @@ from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.runs.events import StepFailed, StepSaved, StepSkipped, TierName
 from dcp_nvcomp.runs.own_files import REMOVING
 from dcp_nvcomp.runs.tiers.fast import TO_UPLOAD
-from dcp_nvcomp.saving.commit import WrittenSave, data_files, to_publish
-from dcp_nvcomp.saving.publishers import FinishedSave, publish_here
+from dcp_nvcomp.saving.commit import FinishedSave, WrittenSave, commit_checkpoint, data_files, to_publish
 from dcp_nvcomp.saving.stats import SaveStats
 from dcp_nvcomp.storage.base import Filesystem
 
@@ -162,7 +161,7 @@ class StepPublisher:
         """Publish a save; raises what `commit_checkpoint` does, and RunInUseError if another manager has the run."""
         self.check_lease()
         filesystem.remove([REMOVING])  # of a removal that was cut short: what it left is replaced now
-        publish_here(filesystem, self.named(save))
+        commit_checkpoint(filesystem, self.named(save))
 
     def named(self, save: FinishedSave) -> FinishedSave:
         """Return the save with step, metrics and the rest in its summary."""

@@ -13,11 +13,14 @@ docs/reliability.md has the reason for each step.
 from __future__ import annotations
 
 import errno
+import hashlib
 import logging
+import threading
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import starmap
+from typing import TypeAlias
 
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -33,21 +36,47 @@ from dcp_nvcomp.format.metadata.publishing import metadata_to_publish, publicati
 from dcp_nvcomp.format.metadata.roots import Root, is_missing, read_root
 from dcp_nvcomp.format.metadata.summary import Summary
 from dcp_nvcomp.format.names import (
+    DATA_FILE_SUFFIX,
     METADATA_NAME,
     rank_metadata_name,
     rank_of_metadata_name,
     save_metadata_name,
 )
 from dcp_nvcomp.redaction import without_secrets
-from dcp_nvcomp.saving.orphans import files_of_current, remove_files
 from dcp_nvcomp.saving.plans.global_plan import PlannedMetadata
-from dcp_nvcomp.saving.published import LastPublished
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.reread import is_stored
 
 logger = logging.getLogger(__name__)
 
 _DENIED = (errno.EACCES, errno.EPERM)
+
+
+class LastPublished:
+    """Size and digest of the `.metadata` that one writer published last, and the files that belong to it.
+
+    So it need not parse its own `.metadata`. The place does not matter: where the same bytes are, the same files belong
+    to them. Whatever differs is read and checked like a stranger's.
+    """
+
+    def __init__(self) -> None:
+        self._known: tuple[int, bytes, frozenset[str]] | None = None  # one value, so that saves may overlap
+
+    def note(self, data: bytes, names: Iterable[str]) -> None:
+        """Remember what was published, and the names of all files that belong to it."""
+        self._known = len(data), _digest(data), frozenset(names)
+
+    def names_if_current(self, filesystem: Filesystem, nbytes: int) -> set[str] | None:
+        """Return the files of the current checkpoint if it is the one that was published last; else None."""
+        known = self._known
+        if known is None or nbytes != known[0]:
+            return None
+        data = filesystem.read_all(METADATA_NAME, limit_nbytes=MAX_METADATA_NBYTES)
+        return set(known[2]) if _digest(data) == known[1] else None
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
 
 
 def refuse_existing(filesystem: Filesystem, *, rank: int | None) -> None:
@@ -123,37 +152,36 @@ def _missing(filesystem: Filesystem, name: str, nbytes: int) -> str:
     return ""
 
 
-def commit_checkpoint(
-    filesystem: Filesystem,
-    metadata: Metadata,
-    save_id: str,
-    own_files: Iterable[str],
-    last: LastPublished,
-    *,
-    overwrite: bool,
-    summary: Summary | None = None,
-) -> None:
-    """Publish a checkpoint."""
+@dataclass(frozen=True)
+class FinishedSave:
+    """A save that all ranks have written, and that can't be loaded yet; `own_files` the coordinator wrote itself."""
+
+    metadata: Metadata
+    save_id: str
+    own_files: tuple[str, ...]
+    last: LastPublished
+    overwrite: bool
+    summary: Summary
+
+
+# What publishes a save, on the coordinator, from `NvcompWriter.finish`: `commit_checkpoint`, or a run in its own way.
+Publisher: TypeAlias = Callable[[Filesystem, FinishedSave], None]
+
+
+def commit_checkpoint(filesystem: Filesystem, save: FinishedSave) -> None:
+    """Publish a checkpoint where its files are."""
     try:
-        data = to_publish(metadata, filesystem.location(METADATA_NAME), summary)
+        data = to_publish(save.metadata, filesystem.location(METADATA_NAME), save.summary)
     except CheckpointError:
-        remove_files(filesystem, own_files, "a save that was not published")
+        remove_files(filesystem, save.own_files, "a save that was not published")
         raise
-    commit_files(
-        filesystem, WrittenSave(data, save_id, data_files(metadata), tuple(own_files)), last, overwrite=overwrite
-    )
+    written = WrittenSave(data, save.save_id, data_files(save.metadata), save.own_files)
+    commit_files(filesystem, written, save.last, overwrite=save.overwrite)
 
 
 @dataclass(frozen=True)
 class WrittenSave:
-    """A save whose files are all written.
-
-    Attributes:
-        data: the bytes of its `.metadata`.
-        save_id: its id.
-        files: its data files, and their sizes.
-        own_files: those to remove if it is certainly not published.
-    """
+    """A save with the bytes of its `.metadata`, the sizes of all its data files, and those to remove if it fails."""
 
     data: bytes = field(repr=False)
     save_id: str
@@ -240,3 +268,68 @@ def commit_rank(filesystem: Filesystem, metadata: Metadata, rank: int, own_files
         remove_files(filesystem, own_files, "a save that was not published")
         raise
     filesystem.publish(name, data, overwrite=False)
+
+
+class Orphans:
+    """Files this rank wrote for a save that failed on another rank; DCP does not notify ranks that had finished.
+
+    At the next save, the plans from the coordinator say whether the previous save failed before it was published. If
+    so, a rank reads which files the checkpoint at that path names, and removes its own files that are not among them.
+    A message that is lost or replayed by cached plans does no harm: it only decides whether a rank looks, never what it
+    removes.
+    """
+
+    def __init__(self) -> None:
+        self._path = ""
+        self._names: tuple[str, ...] = ()
+        self._thread = threading.current_thread()
+
+    def wrote(self, path: str, names: Iterable[str]) -> None:
+        """Remember that this thread's save wrote these files to the checkpoint at `path`."""
+        self._path, self._names, self._thread = path, tuple(names), threading.current_thread()
+
+    def remove(self, open_at: Callable[[str], Filesystem]) -> None:
+        """Remove this rank's files of the last save, which failed, unless a checkpoint names them."""
+        if self._thread is not threading.current_thread() and self._thread.is_alive():
+            return  # that save may still be under way: asynchronous saves can overlap
+        names, self._names = self._names, ()
+        if names:
+            filesystem = open_at(self._path)
+            named = files_of_current(filesystem)
+            if named is not None:
+                remove_files(filesystem, set(names) - named, "an earlier, failed save")
+
+
+def files_of_current(
+    filesystem: Filesystem, last: LastPublished | None = None, *, seen: Callable[[Root], None] = lambda root: None
+) -> set[str] | None:
+    """Return the files of the current checkpoint: an empty set if there is none, None if it can't be read."""
+    try:
+        nbytes = filesystem.file_nbytes(METADATA_NAME)
+        if nbytes is None:
+            return set()
+        own = last.names_if_current(filesystem, nbytes) if last is not None else None
+        if own is not None:
+            return own
+        root = read_root(filesystem, METADATA_NAME)
+        seen(root)
+        return root.names()
+    except CheckpointError as error:
+        if isinstance(error, StorageError) and error.errno == errno.ETIMEDOUT:
+            raise
+        logger.warning("The previous checkpoint can't be read, so its files are kept: %s", error)
+        return None
+
+
+def remove_files(filesystem: Filesystem, names: Iterable[str], whose: str) -> None:
+    """Remove leftovers. A failure is only logged: it must not fail the save, or hide why the save failed.
+
+    Metadata is removed first, so that if this is interrupted, no remaining metadata names removed files.
+    """
+    names = set(names)
+    data_files = {name for name in names if name.endswith(DATA_FILE_SUFFIX)}
+    try:
+        filesystem.remove(sorted(names - data_files))
+        filesystem.remove(sorted(data_files))
+    except CheckpointError as error:
+        logger.warning("Files of %s could not be removed: %s", whose, error)

@@ -12,11 +12,17 @@ Two threads encode on a GPU, each with an engine, and therefore a stream, of its
 previous one is copied to the host, and the one before that is written.
 
 The first error stops everything: tasks are no longer encoded, blocks are no longer written, streams are aborted.
+
+In the background process encoding gives way to training, until it has to hurry (`Patience`). Patient threads have the
+lowest priority: they take what cores have left. Without privileges no thread may raise its priority again, so beside
+them wait as many threads of ordinary priority, for the moment at which the save has to hurry. That is for a process of
+its own: beside training's own threads a patient one that holds the GIL, but no core, holds all of them up.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,35 +41,20 @@ from dcp_nvcomp.engines.threads import WorkerGroup
 from dcp_nvcomp.errors import StorageError
 from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.footer import FileIdentity
-from dcp_nvcomp.saving.data_file_writer import DataFileWriter
-from dcp_nvcomp.saving.encode.memory import JobMemory, TaskMemory
+from dcp_nvcomp.saving.data_files import DataFileWriter, PlannedFile, WrittenFile, small_together
+from dcp_nvcomp.saving.encode.buffers import JobMemory, TaskMemory
 from dcp_nvcomp.saving.encode.records import RecordMaker
 from dcp_nvcomp.saving.encode.sources import Source, Workbench, encode_parts
 from dcp_nvcomp.saving.encode.tasks import Task, Tasks
-from dcp_nvcomp.saving.file_plan import PlannedFile, small_together
-from dcp_nvcomp.saving.patience import Patience
-from dcp_nvcomp.saving.results import WrittenFile
 from dcp_nvcomp.saving.stats import RankTotals
 from dcp_nvcomp.storage.base import Filesystem
 
 logger = logging.getLogger(__name__)
 
 _LOOKS_SECONDS = 0.05  # how often it is asked whether to hurry
-
-
-@dataclass(frozen=True)
-class SaveOptions:
-    """A writer's options, as far as a save job needs them.
-
-    Attributes:
-        thread_count: encoding threads.
-        policy: for the CUDA engines.
-        patience: how long encoding gives way to others; None if it does not.
-    """
-
-    thread_count: int
-    policy: EnginePolicy
-    patience: Patience | None = None
+_LOWEST = 19
+_OF_THE_TIME = 0.8  # by then it should be done
+_BEHIND = 0.2  # so much of it may be late: pace is uneven, and the process may still be starting
 
 
 @dataclass(frozen=True)
@@ -91,18 +82,20 @@ class SaveJob:
         lanes: Sequence[Sequence[PlannedFile]],
         new_record_maker: Callable[[], RecordMaker],
         resolve: Callable[[WriteItem], Any],
-        options: SaveOptions,
         *,
+        thread_count: int,
+        policy: EnginePolicy,
         identity: FileIdentity,
         progress: Callable[[int], None],
         memory: JobMemory,
         on_staged: Callable[[], None] | None = None,
+        patience: Patience | None = None,
     ) -> None:
         self._filesystem = filesystem
         self._lanes = [_Lane(number, files) for number, files in enumerate(lanes)]
         self._new_record_maker = new_record_maker
         self._resolve = resolve
-        self._options = options
+        self._thread_count, self._policy, self._patience = thread_count, policy, patience
         self._identity = identity
         self._progress = progress
         self._memory = memory
@@ -140,12 +133,12 @@ class SaveJob:
     def _start_and_feed(self) -> None:
         for lane in self._lanes:
             self._workers.start("dcp-write", self._write_lane, lane)
-        for _ in range(self._options.thread_count):
-            if self._options.patience is None:
+        for _ in range(self._thread_count):
+            if self._patience is None:
                 self._workers.start("dcp-encode", self._encode, self._host_tasks)
             else:
-                self._workers.start("dcp-encode", self._encode_patiently, self._options.patience)
-                self._workers.start("dcp-hurry", self._encode_in_a_hurry, self._options.patience)
+                self._workers.start("dcp-encode", self._encode_patiently, self._patience)
+                self._workers.start("dcp-hurry", self._encode_in_a_hurry, self._patience)
         self._feed()
 
     def _feed(self) -> None:
@@ -216,12 +209,12 @@ class SaveJob:
             try:
                 if self._workers.error is None:
                     # only now: whatever fails, the tasks have to be taken, because writers wait for them
-                    bench = bench or Workbench(self._options.policy)
+                    bench = bench or Workbench(self._policy)
                     assert task.memory is not None
                     task.room = task.memory.take()
                     task.blocks = task.room.keep(*encode_parts(task.parts, task.room.view, bench))
-                    if self._options.patience is not None:
-                        self._options.patience.encoded(sum(block.uncompressed_nbytes for block in task.blocks))
+                    if self._patience is not None:
+                        self._patience.encoded(sum(block.uncompressed_nbytes for block in task.blocks))
                     recoded += sum(block.was_wrong for block in task.blocks)
             except BaseException as error:
                 self._workers.fail(error)
@@ -284,17 +277,67 @@ class SaveJob:
                 output.append(message.blocks[position : position + count])
                 position += count
         else:
-            file = output.finish()
+            written = output.finish()
             with self._lock:
-                self.totals.files[file.name] = file.nbytes
+                self.totals.files[written.file.name] = written.file.nbytes
                 for codec, dtype, totals in output.totals:
                     self.totals.add(codec, dtype, totals)
                 for (component, codec), totals in output.components.items():
                     self.totals.add_component(component, codec, totals)
-                self._written.append(WrittenFile(file, output.items()))
+                self._written.append(written)
             return None
         return output
 
 
 def _are_on_host(resolved: Sequence[tuple[WriteItem, Any]]) -> bool:
     return all(not isinstance(data, torch.Tensor) or data.device.type == "cpu" for _, data in resolved)
+
+
+class Patience:
+    """Whether one save may still give way."""
+
+    def __init__(self, within_seconds: float | None = None) -> None:
+        self._nbytes = 0
+        self._within_seconds = within_seconds
+        self._began_seconds = time.perf_counter()
+        self._done_nbytes = 0
+        self._lock = threading.Lock()
+        self._is_over = threading.Event()
+
+    @property
+    def is_over(self) -> bool:
+        """True once the save has to hurry."""
+        return self._is_over.is_set()
+
+    def begin(self, nbytes: int) -> None:
+        """Note how much there is to encode."""
+        self._nbytes = nbytes
+
+    def hurry(self) -> None:
+        """Give way no longer."""
+        self._is_over.set()
+
+    def encoded(self, nbytes: int) -> None:
+        """Note what was encoded."""
+        with self._lock:
+            self._done_nbytes += nbytes
+
+    def wait(self, seconds: float) -> bool:
+        """Wait, at most so long, until the save has to hurry: if told to, or falling behind. Return whether it has."""
+        if self._is_late():
+            self.hurry()
+        return self._is_over.wait(seconds)
+
+    def _is_late(self) -> bool:
+        if self._within_seconds is None:
+            return False
+        spent = time.perf_counter() - self._began_seconds
+        wanted = spent / (self._within_seconds * _OF_THE_TIME) - _BEHIND
+        return self._done_nbytes < self._nbytes * min(wanted, 1.0)
+
+    def give_way(self) -> None:
+        """Give the calling thread the lowest priority."""
+        try:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
+        except OSError:  # a sandbox may forbid even that
+            self.hurry()

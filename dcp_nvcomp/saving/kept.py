@@ -12,8 +12,8 @@ import threading
 import torch.distributed as dist
 
 from dcp_nvcomp.calls.ranks import Call, own_groups
-from dcp_nvcomp.saving.asynchronous.background.process import BackgroundProcess
-from dcp_nvcomp.saving.asynchronous.segment_stores import SegmentStores
+from dcp_nvcomp.saving.asynchronous.background import BackgroundProcess
+from dcp_nvcomp.saving.asynchronous.segments import SegmentStores
 from dcp_nvcomp.saving.asynchronous.sequence import GROUP_COUNT, SaveSequence
 from dcp_nvcomp.saving.asynchronous.shared_memory import SharedSegments
 from dcp_nvcomp.saving.encode.choices import RememberedChoices
@@ -21,15 +21,7 @@ from dcp_nvcomp.saving.plans.kept_plans import KeptPlans
 
 
 class Kept:
-    """What is kept.
-
-    Attributes:
-        plans: those of our own save calls.
-        choices: what `auto` chose.
-        stores: segments of asynchronous saves.
-        shared: those that the background process reads too.
-        lock: held while an asynchronous save begins.
-    """
+    """What is kept."""
 
     def __init__(self) -> None:
         self.plans = KeptPlans()

@@ -1,20 +1,33 @@
-"""save: one call instead of `dcp.save` with an `NvcompWriter`, and a plan that is kept from save to save."""
+"""save: one call instead of `dcp.save` with an `NvcompWriter`, and a plan that is kept from save to save.
+
+What it has in common with `async_save` follows: the writer, the planner, and the call of DCP.
+"""
 
 from __future__ import annotations
 
 import os
+import posixpath
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.storage import StorageReader
 
-from dcp_nvcomp.calls.ranks import group_of
-from dcp_nvcomp.calls.values import try_check, try_values_of
-from dcp_nvcomp.options import check_choice
+from dcp_nvcomp.calls.ranks import Call, error_of_ranks, group_of, together
+from dcp_nvcomp.calls.unknown_options import refuse_path
+from dcp_nvcomp.calls.values import is_default_planner, try_check, try_values_of, wrapped
+from dcp_nvcomp.errors import CheckpointError, ConfigurationError
+from dcp_nvcomp.options import check_choice, option_names
 from dcp_nvcomp.saving.plans.differences import OnDifference
-from dcp_nvcomp.saving.run_save import call_for, planner_for, run_save, writer_for
+from dcp_nvcomp.saving.plans.global_plan import PlannedMetadata
+from dcp_nvcomp.saving.plans.planner import KeepingPlanner
 from dcp_nvcomp.saving.writer import NvcompWriter
+from dcp_nvcomp.storage.open import real_place
 
 
 def save(
@@ -47,7 +60,7 @@ def save(
         **writer_options: of the `NvcompWriter` to make.
 
     Returns:
-        DCP's metadata; `SaveStats.of` tells sizes and times from it. Where the plan is kept, it describes the tensors
+        DCP's metadata; `SaveStats.of` has sizes and times of it. Where the plan is kept, it describes the tensors
         on the coordinator only.
 
     Raises:
@@ -56,7 +69,7 @@ def save(
         RanksDifferError: not all ranks make this save: one did not come within the time limit of the process group, or
             calls something else, or saves to another path; nothing was saved.
         CheckpointError: the save failed. The same error on all ranks, unless several failed.
-        RankFailedError: it failed on a rank with an error that is none of this package.
+        RankFailedError: it failed on a rank with an error of another package.
 
     Examples:
         >>> import tempfile, torch, dcp_nvcomp
@@ -75,3 +88,81 @@ def save(
     metadata = run_save(values, checkpoint_id, writer, keeping, group)
     keeping.comparison.warn(stacklevel=2)
     return metadata
+
+
+_PLANNING = ("flatten_state_dict", "flatten_sharded_tensors", "dedup_save_to_lowest_rank")
+
+
+def writer_for(
+    call: str,
+    writer: NvcompWriter | None,
+    checkpoint_id: str | os.PathLike[str] | None,
+    options: Mapping[str, Any],
+) -> NvcompWriter:
+    """Return the writer that was given, or one made from the options."""
+    if writer is None:
+        refuse_path(options, option_names(NvcompWriter))
+        if checkpoint_id is None:
+            raise ConfigurationError(f"{call} needs a checkpoint_id or a storage_writer.")
+        return NvcompWriter(checkpoint_id, **options)
+    if not isinstance(writer, NvcompWriter):
+        advice = "it is for loading" if isinstance(writer, StorageReader) else f"use dcp.{call} with other writers"
+        raise ConfigurationError(f"{call} needs an NvcompWriter, not a {type(writer).__name__}: {advice}.")
+    if options:
+        raise ConfigurationError(f"Give {', '.join(sorted(options))} to the writer: there is a storage_writer.")
+    return writer
+
+
+def planner_for(
+    planner: SavePlanner | None,
+    writer: NvcompWriter,
+    failure: CheckpointError | None = None,
+    on_difference: OnDifference = "warn",
+) -> KeepingPlanner:
+    """Return the planner of one save."""
+    is_ours = type(writer) is NvcompWriter
+    return KeepingPlanner(planner, may_keep=is_ours, failure=failure, on_difference=on_difference)
+
+
+def call_for(
+    name: str,
+    writer: NvcompWriter,
+    checkpoint_id: str | os.PathLike[str] | None,
+    planner: SavePlanner | None,
+    on_difference: OnDifference,
+) -> Call:
+    """Return a save as the ranks compare it before it begins."""
+    place = real_place(checkpoint_id or writer.path)
+    if writer.is_of_a_run:
+        place = posixpath.basename(place)
+    terms: dict[str, Any] = {"overwrite": writer.options.overwrite, "on_difference": on_difference}
+    if is_default_planner(planner, DefaultSavePlanner):  # others may be what they are on this rank only
+        usual = vars(DefaultSavePlanner())
+        terms |= {name: value for name, value in vars(planner).items() if name in _PLANNING and value != usual[name]}
+    return Call.of(name, place, **terms)
+
+
+def run_save(
+    values: dict[str, Any],
+    checkpoint_id: str | os.PathLike[str] | None,
+    writer: NvcompWriter,
+    planner: KeepingPlanner,
+    group: dist.ProcessGroup | None,
+) -> Metadata:
+    """Save."""
+    failed: BaseException | None = None
+    try:
+        with together(group):
+            metadata: Metadata = dcp_save(
+                wrapped(values),
+                checkpoint_id=checkpoint_id,
+                storage_writer=writer,
+                planner=planner,
+                process_group=group,
+                no_dist=group is None,
+            )
+    except CheckpointException as error:  # of any ranks, the same on all of them
+        failed = error_of_ranks(error, group)
+    if failed is not None:  # only here: that exception's text is the tracebacks of all ranks
+        raise failed
+    return metadata.plain() if isinstance(metadata, PlannedMetadata) else metadata

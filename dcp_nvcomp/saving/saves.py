@@ -1,55 +1,82 @@
 """The saves of one writer: which save each thread is in, where it goes, and under which id.
 
 A save is announced on a thread, by `reset` or `storage_meta`, and begun there by `set_up_storage_writer`. Asynchronous
-saves of one writer may overlap, each on a thread of its own.
+saves of one writer may overlap, each on a thread of its own. A prepared one belongs to no thread:
+
+    prepared = writer.prepare(plan)                        on the thread that planned
+    results = prepared.write(data, choices)                on any thread and in any process of this machine
+    writer.finish_prepared(prepared, metadata, results)    on the coordinator, with the results of all ranks
+
+`NvcompWriter.write_data` and `finish` are the same for DCP, which runs all of a save on one thread.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from dcp_nvcomp.engines.choice import EngineChoice
+from dcp_nvcomp.errors import CheckpointError
+from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.saving.asynchronous.staging import Staging
+from dcp_nvcomp.saving.commit import LastPublished, Orphans
+from dcp_nvcomp.saving.encode.choices import RememberedChoices
+from dcp_nvcomp.saving.rank_save import RankResults, RankSave, Resolve
+from dcp_nvcomp.saving.stats import RankTotals, SaveStats, summarize
 from dcp_nvcomp.storage.open import place_of
 
 
 @dataclass
 class Save:
-    """One save of this rank.
+    """One save of this rank."""
 
-    Attributes:
-        path: the checkpoint. Empty until it is fixed: by `reset` with a place, or when the save begins.
-        place: where that is, wherever the process moves to until the save is over.
-        save_id: an id of its own, in the names of its files.
-        has_begun: True from `set_up_storage_writer` on.
-        has_ended: True once DCP calls nothing more for it on this rank.
-        rank: this rank.
-        is_coordinator: True if this rank plans and commits for all.
-        use_collectives: as given to `dcp.save`.
-        started_seconds: when it began, on the clock of `time.perf_counter`.
-        own_files: names of the data files that this rank wrote.
-    """
-
-    path: str = ""
-    place: str = ""
-    save_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    path: str = ""  # empty until it is fixed: by `reset` with a place, or when the save begins
+    place: str = ""  # where that is, wherever the process moves to until the save is over
+    save_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # in the names of its files
     has_begun: bool = False
-    has_ended: bool = False
+    has_ended: bool = False  # DCP calls nothing more for it on this rank
     rank: int = 0
     is_coordinator: bool = False
     use_collectives: bool = True
     started_seconds: float = 0.0
-    own_files: tuple[str, ...] = ()
+    own_files: tuple[str, ...] = ()  # the data files that this rank wrote
+
+    def stats(self, totals: Sequence[RankTotals]) -> SaveStats:
+        """Return the statistics of these ranks, up to now."""
+        seconds = time.perf_counter() - self.started_seconds
+        return summarize(without_secrets(self.path), self.save_id, totals, seconds)
+
+
+@dataclass(frozen=True)
+class PreparedWrite:
+    """A `RankSave` whose save was begun and planned by one process, to be written by any."""
+
+    save: Save
+    planned_seconds: float
+    rank_save: RankSave
+    engine: EngineChoice
+    process_id: int
+
+    def write(self, resolve: Resolve, remembered: RememberedChoices) -> RankResults:
+        """Encode and write the items.
+
+        In another process than that which prepared it, the CPU engine encodes: a forked one cannot use CUDA.
+        """
+        engine = self.engine if os.getpid() == self.process_id else EngineChoice("cpu")
+        files, totals = self.rank_save.run(resolve, engine=engine, remembered=remembered)
+        totals.rank, totals.seconds["plan"] = self.save.rank, self.planned_seconds
+        return RankResults.of(files, totals)
 
 
 class Saves:
-    """The latest save of each thread, and the path of saves that are given none.
+    """The latest save of each thread, the path of saves that are given none, and what the earlier ones have left.
 
-    A copy and a pickle of it hold the path, and whether that was set explicitly, but no saves.
+    A copy and a pickle of it hold the path, and whether that was set explicitly, and nothing else.
     """
 
     def __init__(self, path: str, is_explicit: bool = False) -> None:
@@ -58,6 +85,8 @@ class Saves:
         self._local = threading.local()
         self._owner = threading.current_thread()
         self._latest: Save | None = None
+        self.orphans, self.last_published = Orphans(), LastPublished()
+        self.unfinished = False  # True on the coordinator while a save is under way, and if it was not published
 
     def __reduce__(self) -> tuple[type[Saves], tuple[str, bool]]:
         return type(self), (self._path, self._is_explicit)
@@ -100,6 +129,18 @@ class Saves:
     def staging(self) -> Staging | None:
         """How the save of this thread is staged; None if it is not an asynchronous one."""
         return getattr(self._local, "staging", None)
+
+    @contextmanager
+    def published(self) -> Iterator[None]:
+        """Note whether the save that is published meanwhile was."""
+        try:
+            yield
+        except BaseException as error:
+            # it may be published, or may still be: then no rank may remove its files
+            if not isinstance(error, CheckpointError) or error.outcome_unknown:
+                self.unfinished = False
+            raise
+        self.unfinished = False
 
     @contextmanager
     def staged_by(self, staging: Staging) -> Iterator[None]:

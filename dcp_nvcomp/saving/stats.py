@@ -48,23 +48,12 @@ class Totals:
 
 @dataclass
 class RankTotals:
-    """Measurements of one rank, which travel to the coordinator with its write results.
+    """Measurements of one rank, which travel to the coordinator with its write results."""
 
-    Attributes:
-        rank: the rank; None for measurements that are of no rank's part.
-        by: totals by codec and dtype.
-        by_component: totals by component and codec.
-        seconds: time in each stage; of the busiest thread if there are several.
-        files: names and sizes of the data files.
-        recoded_blocks: how many blocks a GPU encoded to wrong bytes, and the CPU engine encoded again.
-        stall_seconds: how long the caller of an asynchronous save waited.
-        staged_nbytes: size of what was staged.
-    """
-
-    rank: int | None = None
-    by: dict[tuple[str, str], Totals] = field(default_factory=dict)
+    rank: int | None = None  # None for measurements that are of no rank's part
+    by: dict[tuple[str, str], Totals] = field(default_factory=dict)  # codec and dtype
     by_component: dict[str, dict[str, Totals]] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)  # of the busiest thread of each stage
     files: dict[str, int] = field(default_factory=dict)
     recoded_blocks: int = 0
     stall_seconds: float = 0.0
@@ -229,12 +218,7 @@ class SaveStats:
         }
 
     def summary(self, ranks: int, metadata: Metadata) -> Summary:
-        """Return what `.metadata` keeps of it.
-
-        Args:
-            ranks: how many wrote it.
-            metadata: of the save.
-        """
+        """Return what `.metadata` keeps of it."""
         return Summary(
             self.save_id,
             time.time(),

@@ -2,7 +2,7 @@
 
     set_up_storage_writer   begins a save with an id of its own, see saves.py
     prepare_local_plan      creates the directory, and refuses to replace a checkpoint that must be kept
-    prepare_global_plan     (coordinator) tells the ranks whether the previous save failed, see orphans.py
+    prepare_global_plan     (coordinator) sends the ranks whether the previous save failed, see `Orphans`
     write_data              plan -> encode -> stage -> write, see job.py
     finish                  (coordinator) commit: publishes `.metadata` last, then removes what it replaced
 
@@ -19,7 +19,8 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -31,25 +32,17 @@ from torch.futures import Future
 
 from dcp_nvcomp.calls.progress import ProgressBar
 from dcp_nvcomp.codecs.base import CodecChain
-from dcp_nvcomp.codecs.choose import CodecChooser, parse_codec
+from dcp_nvcomp.codecs.choose import CodecChooser
 from dcp_nvcomp.engines.choice import EngineChoice
-from dcp_nvcomp.errors import CheckpointError, ConfigurationError, RanksDifferError
-from dcp_nvcomp.format.metadata.summary import Summary
+from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.options import (
     DEADLINE_SECONDS,
     STOCK_WRITER,
-    BackgroundKind,
     CheckEncodes,
     CudaZstd,
     Engine,
-    StagingKind,
-    check_budget,
-    check_choice,
-    check_device_budget,
     check_flag,
     check_path,
-    check_seconds,
-    check_staging_budget,
     check_thread_count,
     drop_stock_arguments,
     option_names,
@@ -57,21 +50,13 @@ from dcp_nvcomp.options import (
 )
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.saving.asynchronous.staging import Staging
-from dcp_nvcomp.saving.commit import commit_rank, refuse_existing
-from dcp_nvcomp.saving.encode.buffers import BufferMemory
-from dcp_nvcomp.saving.encode.memory import JobMemory
-from dcp_nvcomp.saving.file_plan import planned_nbytes
+from dcp_nvcomp.saving.commit import FinishedSave, Publisher, commit_checkpoint, commit_rank, refuse_existing
 from dcp_nvcomp.saving.kept import process_state
-from dcp_nvcomp.saving.orphans import Orphans
+from dcp_nvcomp.saving.plans.kept_plans import check_same_place
 from dcp_nvcomp.saving.plans.planner import KeepingPlanner
-from dcp_nvcomp.saving.prepared import PreparedWrite
-from dcp_nvcomp.saving.published import LastPublished
-from dcp_nvcomp.saving.publishers import FinishedSave, Publisher, publish_here
-from dcp_nvcomp.saving.rank_write import RankWrite
-from dcp_nvcomp.saving.results import RankResults, WrittenFile, placed_items, storage_data, write_results
-from dcp_nvcomp.saving.saves import Save, Saves
-from dcp_nvcomp.saving.stats import RankTotals, SaveStats, summarize
-from dcp_nvcomp.storage.base import Filesystem
+from dcp_nvcomp.saving.rank_save import RankResults, RankSave, SaveOptions, Written, storage_data
+from dcp_nvcomp.saving.saves import PreparedWrite, Save, Saves
+from dcp_nvcomp.saving.stats import RankTotals, SaveStats
 from dcp_nvcomp.storage.open import open_filesystem, real_place
 
 logger = logging.getLogger(__name__)
@@ -113,14 +98,9 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         storage_deadline_seconds: time limit of one storage operation (sending a part, reading a range, publishing) with
             all its retries, after which it raises `StorageError`. It holds for S3, Azure, Google Cloud Storage, SFTP
             and SMB; elsewhere retries are up to the client.
-        staging: what `async_save` does with host tensors while its caller waits. `"copy"` copies them, to be encoded
-            behind; `"encode"` encodes them, which takes longer, but holds less memory and leaves nothing to do behind;
-            `"auto"` copies if a process can encode behind. Tensors on a GPU are encoded there.
-        background: what encodes copies: a `"process"` of its own, with the cores that training leaves, `"thread"`s of
-            this one, which slow training more, or `"auto"`: a process where it finds the same storage (all but
-            `memory://` and filesystems that were registered with fsspec), on Linux.
-        finish_within_seconds: when such a process should be done. While it has time it has the lowest priority. It
-            hurries if it falls behind, and when the next save is there, or expected from how far apart the last were.
+        finish_within_seconds: when the process that encodes what `async_save` copied should be done. While it has time
+            it has the lowest priority. It hurries if it falls behind, and when the next save is there, or expected from
+            how far apart the last were.
         staging_budget_nbytes: bytes of host memory that `async_save` may hold until they are written; by default the
             smaller of twice the state's size and a quarter of what the host has free for each of its ranks. While it is
             full, staging waits for writing. What the asynchronous saves of a process have in use is counted together.
@@ -164,70 +144,53 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         check_encodes: CheckEncodes = "all",
         cuda_zstd: CudaZstd = "auto",
         storage_deadline_seconds: float = DEADLINE_SECONDS,
-        staging: StagingKind = "auto",
-        background: BackgroundKind = "auto",
         staging_budget_nbytes: int | None = None,
         finish_within_seconds: float = 60.0,
         **storage_options: Any,
     ) -> None:
         BlockingAsyncStager.__init__(self)
         drop_stock_arguments(storage_options, STOCK_WRITER, type(self))
-        self.codec = codec
-        self.thread_count = check_thread_count(thread_count)
-        self.single_file_per_rank = check_flag("single_file_per_rank", single_file_per_rank)
-        self.overwrite = check_flag("overwrite", overwrite)
-        self.sync_files = check_flag("sync_files", sync_files)
-        self.host_memory_budget = check_budget("host_memory_budget", host_memory_budget)
-        self.device_memory_budget = check_device_budget(device_memory_budget)
-        self.progress = check_flag("progress", progress)
         if on_save is not None and not callable(on_save):
             raise ConfigurationError(f"on_save={on_save!r} is not callable.")
         self.on_save = on_save
-        self.engine = check_choice("engine", engine, Engine)
-        self.check_encodes = check_choice("check_encodes", check_encodes, CheckEncodes)
-        self.cuda_zstd = check_choice("cuda_zstd", cuda_zstd, CudaZstd)
-        self.storage_deadline_seconds = check_seconds("storage_deadline_seconds", storage_deadline_seconds)
-        self.staging = check_choice("staging", staging, StagingKind)
-        self.background = check_choice("background", background, BackgroundKind)
-        self.staging_budget_nbytes = check_staging_budget(staging_budget_nbytes)
-        self.finish_within_seconds = check_seconds("finish_within_seconds", finish_within_seconds)
-        self.storage_options = storage_options
+        self.progress = check_flag("progress", progress)
+        self.options = SaveOptions(
+            codec=codec,
+            thread_count=check_thread_count(thread_count),
+            single_file_per_rank=single_file_per_rank,
+            overwrite=overwrite,
+            sync_files=sync_files,
+            host_memory_budget=host_memory_budget,
+            device_memory_budget=device_memory_budget,
+            engine=engine,
+            check_encodes=check_encodes,
+            cuda_zstd=cuda_zstd,
+            storage_deadline_seconds=storage_deadline_seconds,
+            staging_budget_nbytes=staging_budget_nbytes,
+            finish_within_seconds=finish_within_seconds,
+            storage_options=storage_options,
+            known_options=tuple(option_names(type(self))),
+        )
         self.last_save: SaveStats | None = None
-        self._chooser = parse_codec(codec)
-        self._engine_choice = EngineChoice(self.engine, self.cuda_zstd)
-        self._reset_runtime_state(Saves(check_path(path)))
-        self._open(self.path)  # fail fast on invalid options
-
-    def _reset_runtime_state(self, saves: Saves) -> None:
-        """Set what belongs to one writer in one process, and no copy shares."""
-        self._saves = saves
-        self._orphans = Orphans()
-        self._unfinished = False
-        self._last_published = LastPublished()
-        self._publisher: Publisher = publish_here
+        self._engine_choice = EngineChoice(self.options.engine, self.options.cuda_zstd)
+        self._saves = Saves(check_path(path))
+        self._publisher: Publisher = commit_checkpoint
+        self.options.open(self.path)  # fail fast on invalid options
 
     def __getstate__(self) -> dict[str, Any]:
         # the process checkpointer of dcp.async_save sends the writer to its child process for each save
-        own = ("_orphans", "_unfinished", "_last_published", "_publisher")
-        return {name: value for name, value in self.__dict__.items() if name not in own}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._reset_runtime_state(copy.copy(state["_saves"]))
+        return {**self.__dict__, "_saves": copy.copy(self._saves), "_publisher": commit_checkpoint}
 
     def __repr__(self) -> str:
-        return shown(type(self), self.path, vars(self), self.storage_options)
+        given = {**vars(self.options), "progress": self.progress, "on_save": self.on_save}
+        return shown(type(self), self.path, given, self.options.storage_options)
 
     @property
     def path(self) -> str:
         """The checkpoint of saves without `checkpoint_id`. It may be set between saves.
 
-        A `checkpoint_id` becomes the path, as with stock DCP. But once the path has been set explicitly, a
-        `checkpoint_id` given on another thread than that which made the writer, such as those of `dcp.async_save`, is
-        the place of that save only.
-
-        An asynchronous save looks it up when its thread begins: give `checkpoint_id=` to `dcp.async_save` instead of
-        setting it.
+        A `checkpoint_id` becomes the path, as with stock DCP; see `reset`. An asynchronous save looks the path up when
+        its thread begins: give `checkpoint_id=` to `dcp.async_save` instead of setting it.
         """
         return self._saves.path
 
@@ -245,16 +208,6 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         """The checkpoint of the save that this thread is in, else of its next one; without passwords: DCP logs it."""
         return without_secrets(self._saves.checkpoint_id)
 
-    def _open(self, path: str) -> Filesystem:
-        # opened for each use: never pickled, and never shared with a forked or spawned process
-        return open_filesystem(
-            path,
-            sync_files=self.sync_files,
-            deadline_seconds=self.storage_deadline_seconds,
-            storage_options=self.storage_options,
-            known_options=tuple(option_names(type(self))),
-        )
-
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Announce another save, perhaps at another place; called by DCP. The options are kept.
 
@@ -266,12 +219,11 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begin a save, at the place and with the id that `storage_meta` announced; called by DCP."""
-        rank = kwargs.get("rank")  # callers other than DCP may not tell it
-        self._saves.begin(
-            rank=_own_rank() if rank is None else rank,
-            is_coordinator=is_coordinator,
-            use_collectives=kwargs.get("use_collectives", True),
-        )
+        rank = kwargs.get("rank")  # callers other than DCP may leave it out
+        if rank is None:
+            rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        use_collectives = kwargs.get("use_collectives", True)
+        self._saves.begin(rank=rank, is_coordinator=is_coordinator, use_collectives=use_collectives)
         self.last_save = None
 
     def staged_by(self, staging: Staging) -> contextlib.AbstractContextManager[None]:
@@ -285,7 +237,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
     @property
     def is_of_a_run(self) -> bool:
         """True if a run publishes what is saved: then each node may have a place of its own for it."""
-        return self._publisher is not publish_here
+        return self._publisher is not commit_checkpoint
 
     def close(self) -> None:
         """Free the host memory that the asynchronous saves of this process keep for the next one, and their process.
@@ -304,12 +256,12 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
             UnsafePathError: a run saves, and the directory of the step is a symbolic link.
         """
         save = self._saves.current
-        self._engine_choice.begin(self.device_memory_budget)
-        self._engine_choice.check_codec(self._chooser)
-        with contextlib.closing(self._open(save.place)) as filesystem:
+        self._engine_choice.begin(self.options.device_memory_budget)
+        self._engine_choice.check_codec(self.options.chooser)
+        with contextlib.closing(self.options.open(save.place)) as filesystem:
             if not save.use_collectives:
                 refuse_existing(filesystem, rank=save.rank)
-            elif save.is_coordinator and not self.overwrite:
+            elif save.is_coordinator and not self.options.overwrite:
                 refuse_existing(filesystem, rank=None)
             if self.is_of_a_run:
                 filesystem.refuse_link()
@@ -322,177 +274,75 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         Raises:
             RanksDifferError: the ranks save to different places.
         """
-        places: dict[str, int] = {}
-        for rank, plan in enumerate(plans):
-            if isinstance(plan.storage_data, str):  # planners may leave it out
-                places.setdefault(plan.storage_data, rank)
-        if len(places) > 1:
-            said = ", ".join(f"{place!r} (rank {rank})" for place, rank in places.items())
-            raise RanksDifferError(f"The ranks save with different values of path: {said}. Give all ranks the same.")
-        earlier_failed, self._unfinished = self._unfinished, True
+        check_same_place(plans)
+        earlier_failed, self._saves.unfinished = self._saves.unfinished, True
         return [dataclasses.replace(plan, storage_data=earlier_failed) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's items; called by DCP.
-
-        Raises:
-            BaseException: the first error of any thread. The files of this save have been removed.
-        """
+        """Write this rank's items, or raise the first error of any thread and remove the files; called by DCP."""
         save, is_kept = self._saves.current, isinstance(planner, KeepingPlanner) and planner.is_kept
         self._remove_orphans(plan)
         planned_seconds = time.perf_counter() - save.started_seconds
-        written, totals = self._written(plan, planner)
-        if is_kept:
-            results = RankResults((), totals, placed_items(written, plan))
-        else:
-            results = RankResults(write_results(written), totals)
+        written, totals = self._write(plan, planner)
+        results = RankResults.of(written, totals, plan if is_kept else None)
         totals.rank, totals.seconds["plan"] = save.rank, planned_seconds
         if self._saves.staging is not None:
             self._saves.staging.measure(totals)
         self._note_written(save, totals)
         if save.use_collectives:
-            self._orphans.wrote(save.place, save.own_files)
+            self._saves.orphans.wrote(save.place, save.own_files)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
     def _remove_orphans(self, plan: SavePlan) -> None:
         if plan.storage_data is True:
-            self._orphans.remove(self._open)
+            self._saves.orphans.remove(self.options.open)
 
     def _note_written(self, save: Save, totals: RankTotals) -> None:
         save.own_files = tuple(totals.files)
-        self.last_save = _summarize(save, [totals])
+        self.last_save = save.stats([totals])
         save.has_ended = save.use_collectives and not save.is_coordinator  # DCP calls nothing more on such a rank
 
     def prepare(self, plan: SavePlan) -> PreparedWrite:
-        """Return this rank's part of the save that this thread has begun, to be written by whom and when you like.
+        """Return this rank's part of the save that this thread has begun, to be written on any thread or process.
 
-        It takes the place of `write_data`. `prepared.write(...)` may run on any thread and in any process of this
-        machine; give its results to `written` on this rank, and those of all ranks to `finish_prepared` on the
-        coordinator. Any number of prepared saves may be under way. What a rank wrote for one that another rank failed
-        stays until `dcp-nvcomp clean` removes it: no later save can know that this one will not be finished. `progress`
-        draws nothing for it.
-
-        Args:
-            plan: of this rank, as `prepare_global_plan` returned it.
+        It takes the place of `write_data`. Give the results of its `write` to `written` on this rank, and those of all
+        ranks to `finish_prepared` on the coordinator. Any number of prepared saves may be under way. What a rank wrote
+        for one that another rank failed stays until `dcp-nvcomp clean` removes it. `progress` draws nothing for it.
         """
         save = self._saves.current
         self._remove_orphans(plan)
         # a later save could not tell whether this one failed or is under way
-        self._unfinished = False
+        self._saves.unfinished = False
         return PreparedWrite(
             save,
-            tuple(plan.items),
             time.perf_counter() - save.started_seconds,
-            self.rank_write(save.place, save.save_id, rank=save.rank),
+            RankSave(save.place, save.save_id, save.rank, tuple(plan.items), self.options),
             self._engine_choice,
             os.getpid(),
         )
 
     def written(self, prepared: PreparedWrite, results: RankResults) -> None:
-        """Note what this rank has written; `last_save` tells it.
-
-        Args:
-            prepared: what was to be written.
-            results: what `prepared.write` returned.
-        """
+        """Note what this rank has written, in `last_save` too; `results` are those of `prepared.write`."""
         self._note_written(prepared.save, results.totals)
 
     def finish_prepared(
         self, prepared: PreparedWrite, metadata: Metadata, results: Sequence[Sequence[WriteResult]]
     ) -> None:
-        """Commit a prepared save, on the coordinator; as `finish`, but for any save, on any thread.
-
-        Args:
-            prepared: the coordinator's part of the save, after `written`.
-            metadata: of all that was saved; `storage_data`, `storage_meta` and `version` are set in place.
-            results: what `prepared.write` returned on each rank.
-
-        Raises:
-            ConcurrentSaveError: `overwrite=False`, and another save was published first.
-            StorageError: the checkpoint could not be published.
-        """
+        """Commit a prepared save, on the coordinator, after `written`; as `finish`, on any thread."""
         self._finish(prepared.save, metadata, results)
 
-    def _written(self, plan: SavePlan, planner: SavePlanner) -> tuple[list[WrittenFile], RankTotals]:
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> Written:
         save, staging = self._saves.current, self._saves.staging
-        write = self.rank_write(save.place, save.save_id, rank=save.rank)
-        nbytes = sum(map(planned_nbytes, plan.items))
-        bar = ProgressBar("saving", nbytes, enabled=self.progress and save.rank == 0)
-        with contextlib.closing(write.open()) as filesystem, bar:
-            lanes = write.lanes(plan.items, filesystem)
-            if staging is not None:
-                done = staging.write_copied(
-                    write,
-                    filesystem,
-                    lanes,
-                    plan.items,
-                    planner.resolve_data,
-                    budget_nbytes=self.staging_budget_nbytes,
-                    remembered=process_state().choices,
-                    progress=bar.update,
-                )
-                if done is not None:
-                    return done
-            with self._memory(nbytes, write_threads=len(lanes)) as memory:
-                job = write.job(
-                    filesystem,
-                    lanes,
-                    planner.resolve_data,
-                    memory,
-                    engine=self._engine_choice,
-                    remembered=process_state().choices,
-                    progress=bar.update,
-                    on_staged=None if staging is None else staging.staged,
-                )
-                return job.run(), job.totals
-
-    def rank_write(self, place: str, save_id: str, *, rank: int) -> RankWrite:
-        """Return what one rank writes in one save with these options.
-
-        Args:
-            place: where to.
-            save_id: id of the save.
-            rank: the rank.
-        """
-        return RankWrite(
-            path=place,
-            save_id=save_id,
-            rank=rank,
-            chooser=self._chooser,
-            thread_count=self.thread_count,
-            single_file_per_rank=self.single_file_per_rank,
-            host_memory_budget=self.host_memory_budget,
-            device_memory_budget=self.device_memory_budget,
-            check_encodes=self.check_encodes == "all",
-            sync_files=self.sync_files,
-            storage_deadline_seconds=self.storage_deadline_seconds,
-            storage_options=self.storage_options,
-            known_options=tuple(option_names(type(self))),
-        )
-
-    @contextlib.contextmanager
-    def _memory(self, state_nbytes: int, *, write_threads: int) -> Iterator[JobMemory]:
-        """Provide what the save of this thread encodes into; note it if the save fails meanwhile."""
-        staging, may_use_cuda = self._saves.staging, self._engine_choice.may_use_cuda()
-        if staging is None:
-            yield BufferMemory(
-                self.host_memory_budget,
-                threads=self.thread_count + write_threads,
-                state_nbytes=state_nbytes,
-                may_use_cuda=may_use_cuda,
-            )
-            return
-        with staging.memory(self.staging_budget_nbytes, state_nbytes=state_nbytes, may_use_cuda=may_use_cuda) as memory:
-            yield memory
+        part = RankSave(save.place, save.save_id, save.rank, plan.items, self.options)
+        engine, remembered = self._engine_choice, process_state().choices
+        with ProgressBar("saving", part.nbytes, enabled=self.progress and save.rank == 0) as bar:
+            write = part.run if staging is None else partial(staging.write, part)
+            return write(planner.resolve_data, engine=engine, remembered=remembered, progress=bar.update)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit the save; called by DCP on the coordinator (with `use_collectives=False`, on each rank).
-
-        Args:
-            metadata: of all that was saved; `storage_data`, `storage_meta` and `version` are set in place.
-            results: the write results of all ranks.
 
         Raises:
             ConcurrentSaveError: `overwrite=False`, and another save was published first.
@@ -508,28 +358,19 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         metadata.version = "1.0.0"
         metadata.storage_data = storage_data(metadata, results)
         metadata.storage_meta = StorageMeta(checkpoint_id=without_secrets(save.path), save_id=save.save_id)
-        with contextlib.closing(self._open(save.place)) as filesystem:
+        with contextlib.closing(self.options.open(save.place)) as filesystem, self._saves.published():
             if save.use_collectives:
-                self._commit(filesystem, metadata, save, _summarize(save, totals).summary(len(totals), metadata))
+                summary = save.stats(totals).summary(len(totals), metadata)
+                last, overwrite = self._saves.last_published, self.options.overwrite
+                self._publisher(
+                    filesystem, FinishedSave(metadata, save.save_id, save.own_files, last, overwrite, summary)
+                )
             else:
                 commit_rank(filesystem, metadata, save.rank, save.own_files)
-        self._unfinished = False
         totals.append(RankTotals(seconds={"commit": time.perf_counter() - start}))
-        stats = _summarize(save, totals)
+        stats = save.stats(totals)
         stats.attach_to(metadata)
         self._report(save, stats)
-
-    def _commit(self, filesystem: Filesystem, metadata: Metadata, save: Save, summary: Summary) -> None:
-        try:
-            self._publisher(
-                filesystem,
-                FinishedSave(metadata, save.save_id, save.own_files, self._last_published, self.overwrite, summary),
-            )
-        except BaseException as error:
-            # it may be published, or may still be: then no rank may remove its files
-            if not isinstance(error, CheckpointError) or error.outcome_unknown:
-                self._unfinished = False
-            raise
 
     def _report(self, save: Save, stats: SaveStats) -> None:
         """Report a published save. Nothing here may make it look as if it had failed."""
@@ -557,11 +398,3 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         except (ConfigurationError, TypeError):
             return False
         return True
-
-
-def _summarize(save: Save, totals: Sequence[RankTotals]) -> SaveStats:
-    return summarize(without_secrets(save.path), save.save_id, totals, time.perf_counter() - save.started_seconds)
-
-
-def _own_rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from benchmarks.staging import staged_by
 from dcp_nvcomp import AsyncSave, NvcompWriter, async_save, errors
 from tests.checkpoints import assert_loads, file_names
 from tests.conformance.sabotage import Sabotage
@@ -118,10 +119,11 @@ class _Moody:
 
 def _fails_while_copying(path: Path, failing: int) -> tuple[str, str]:
     rank, told = dist.get_rank(), ("", "")
-    writer = NvcompWriter(path, staging="copy", background="thread")
+    writer = NvcompWriter(path)
     for seed, is_well in enumerate((True, rank != failing, True)):
         state = {**_sharded(seed), f"rank {rank}": _Moody(is_well=is_well)}
-        saving = async_save(state, storage_writer=writer)
+        with staged_by("copy"):
+            saving = async_save(state, storage_writer=writer)
         _assert_alive()
         _spoil({name: state[name] for name in _full(seed)})
         if seed == 1:
@@ -224,7 +226,7 @@ def test_a_process_group_that_was_made_anew(ranks: RankPool, tmp_path: Path) -> 
 def _one_looks(path: Path) -> None:
     """`wait="nothing"`: a save fails, the next one tells of it, and only one rank looks at that."""
     (path / "file").touch()
-    options: dict[str, Any] = {"wait": "nothing", "staging": "encode"}
+    options: dict[str, Any] = {"wait": "nothing"}
     _ended(async_save(_sharded(0), path / "file" / "no directory", **options))
     told = async_save(_sharded(1), path / "latest", **options)
     _ended(told)
@@ -253,7 +255,7 @@ def _two_groups(path: Path) -> None:
     number = dist.get_rank()  # in another order on the other rank
     state = {f"{number}": torch.full((1000,), float(number))}
     with pytest.raises(errors.RanksDifferError, match="did not call async_save within 3 s"):
-        async_save(state, path / "same", process_group=groups[number], wait="nothing", staging="encode")
+        async_save(state, path / "same", process_group=groups[number], wait="nothing")
     assert not list(path.glob("same/.metadata"))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.staging import staged_by
 from dcp_nvcomp import SaveStats, async_save
 from dcp_nvcomp.engines.cuda.device import Kernels
 from dcp_nvcomp.engines.memory import plain_allocate
@@ -28,8 +29,10 @@ pytestmark = [
 
 @pytest.fixture
 def on_its_own() -> Iterator[None]:
+    """And encoded: the stand-in's tensors are in host memory."""
     keeping.forget_all()
-    yield
+    with staged_by("encode"):
+        yield
     keeping.forget_all()
 
 
@@ -48,7 +51,7 @@ def trained(count: int = 16, seed: int = 0) -> State:
 def test_only_encoded_bytes_are_staged(tmp_path: Path, on_the_engine: StandInPool, budget: int | None) -> None:
     for seed in range(2):
         state = trained(seed=seed)
-        saving = async_save(state, tmp_path, no_dist=True, staging="encode", staging_budget_nbytes=budget)
+        saving = async_save(state, tmp_path, no_dist=True, staging_budget_nbytes=budget)
         saving.staging_completion.result(100)
         for value in state.values():
             value.zero_()
@@ -65,9 +68,7 @@ def test_only_encoded_bytes_are_staged(tmp_path: Path, on_the_engine: StandInPoo
 def test_segments_of_a_large_save_serve_the_next(tmp_path: Path, on_the_engine: StandInPool) -> None:
     nbytes = []
     for seed in range(2):
-        async_save(trained(seed=seed), tmp_path / str(seed), no_dist=True, staging="encode").upload_completion.result(
-            100
-        )
+        async_save(trained(seed=seed), tmp_path / str(seed), no_dist=True).upload_completion.result(100)
         nbytes.append(process_state().stores.pinned.nbytes)
     assert nbytes == nbytes[:1] * 2
 
@@ -75,7 +76,7 @@ def test_segments_of_a_large_save_serve_the_next(tmp_path: Path, on_the_engine: 
 def test_tensors_of_both_engines(tmp_path: Path, on_the_engine: StandInPool) -> None:
     """What is small, or no float, or of a codec that the GPU lacks, is encoded on the CPU."""
     state = {**trained(), "object": [1, 2], "step": torch.tensor(3), **{f"s{n}": torch.randn(5) for n in range(50)}}
-    async_save(state, tmp_path, no_dist=True, staging="encode").upload_completion.result(100)
+    async_save(state, tmp_path, no_dist=True).upload_completion.result(100)
     assert_loads(tmp_path, state, engine="cpu", verify="full")
 
 
@@ -88,7 +89,7 @@ def test_without_page_locked_memory(
     monkeypatch.setattr(segments, "pinned_allocate", none)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        async_save(trained(), tmp_path, no_dist=True, staging="encode").upload_completion.result(100)
+        async_save(trained(), tmp_path, no_dist=True).upload_completion.result(100)
     assert len([one for one in caught if "page-locked memory" in str(one.message)]) == 1
     assert on_the_engine.calls("encode"), "on the GPU all the same"
     assert_loads(tmp_path, trained(), engine="cpu", verify="full")

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from dcp_nvcomp import NvcompReader, NvcompWriter
 from dcp_nvcomp.engines.cuda.support import cuda_unavailable_reason
-from dcp_nvcomp.saving.encode import packing, policy
+from dcp_nvcomp.saving.encode import choices, records
 
 REASON = cuda_unavailable_reason()
 pytestmark = [
@@ -84,7 +84,7 @@ def no_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     def sample(tensor: torch.Tensor, nbytes: int) -> np.ndarray:
         return np.zeros(nbytes, np.uint8)
 
-    for module in (policy, packing):
+    for module in (choices, records):
         monkeypatch.setattr(module, "spread_sample", sample)
 
 

@@ -24,12 +24,11 @@ from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.engines.cuda.device import Kernels
 from dcp_nvcomp.engines.memory import plain_allocate
 from dcp_nvcomp.format.names import data_file_name
-from dcp_nvcomp.saving import rank_write
-from dcp_nvcomp.saving.data_file_writer import DataFileWriter
+from dcp_nvcomp.saving import rank_save
+from dcp_nvcomp.saving.data_files import DataFileWriter, PlannedFile
 from dcp_nvcomp.saving.encode import buffers
 from dcp_nvcomp.saving.encode.buffers import BufferMemory, cuda_room_nbytes
-from dcp_nvcomp.saving.encode.pending import PendingRecord
-from dcp_nvcomp.saving.file_plan import PlannedFile
+from dcp_nvcomp.saving.encode.sources import PendingRecord
 from tests.checkpoints import assert_loads, save
 
 from .nvcomp_stand_in import NvcompStandIn
@@ -128,7 +127,7 @@ def test_lanes_and_a_sink_that_is_slow(
 ) -> None:
     """More lanes than buffers, one of them slow, both engines: nobody waits for ever."""
     monkeypatch.setattr(buffers, "_MIN_CUDA_ROOM_NBYTES", 1 << 20)
-    monkeypatch.setattr(rank_write, "plan_files", three_lanes)
+    monkeypatch.setattr(rank_save, "plan_files", three_lanes)
     monkeypatch.setattr(EngineChoice, "on_cuda", lambda self, device: self.option != "cpu" and next(turn) % 5 != 0)
     turn, append = itertools.count(), DataFileWriter.append
 

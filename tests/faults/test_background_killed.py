@@ -16,6 +16,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from benchmarks.staging import staged_by
 from dcp_nvcomp import NvcompWriter, async_save
 from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.choose import parse_codec
@@ -63,11 +64,10 @@ def _save_killed(stage: str, victim: int, whom: str, directory: Path, checkpoint
     rank = dist.get_rank()
     codec = KillingChooser(stage, whom, directory) if rank == victim else "planes-zstd"
     (directory / f"pid-{rank}").write_text(str(os.getpid()))
-    writer = NvcompWriter(
-        checkpoint, single_file_per_rank=False, thread_count=2, codec=codec, staging="copy", background="process"
-    )
+    writer = NvcompWriter(checkpoint, single_file_per_rank=False, thread_count=2, codec=codec)
     state = sharded("new")
-    saving = async_save(state, storage_writer=writer)
+    with staged_by("copy"):
+        saving = async_save(state, storage_writer=writer)
     for value in state.values():  # training goes on
         if isinstance(value, DTensor):
             value.to_local().fill_(-1)

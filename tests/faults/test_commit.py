@@ -15,8 +15,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from dcp_nvcomp import NvcompReader, NvcompWriter, errors
 from dcp_nvcomp.format.metadata.roots import read_root
-from dcp_nvcomp.saving.commit import commit_checkpoint
-from dcp_nvcomp.saving.published import LastPublished
+from dcp_nvcomp.saving.commit import LastPublished, WrittenSave, commit_files, data_files, to_publish
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.open import open_filesystem
 from tests.checkpoints import assert_loads, save
@@ -103,7 +102,9 @@ def test_an_old_checkpoint_that_names_the_same_files(tmp_path: Path) -> None:
     filesystem = open_filesystem(tmp_path)
     metadata = read_root(filesystem, ".metadata").metadata
     assert metadata.storage_meta is not None
-    commit_checkpoint(filesystem, metadata, str(metadata.storage_meta.save_id), [], LastPublished(), overwrite=True)
+    data, save_id = to_publish(metadata, str(tmp_path), None), str(metadata.storage_meta.save_id)
+    written = WrittenSave(data, save_id, data_files(metadata), ())
+    commit_files(filesystem, written, LastPublished(), overwrite=True)
     assert set(os.listdir(tmp_path)) == before
     assert_loads(tmp_path, constant_state(1))
 

@@ -17,7 +17,7 @@ import pytest
 
 from dcp_nvcomp import errors
 from dcp_nvcomp.loading import reader
-from dcp_nvcomp.saving import rank_write, writer
+from dcp_nvcomp.saving import rank_save
 from dcp_nvcomp.storage.fsspec_files import FsspecFilesystem
 from tests.states import same, small_state
 
@@ -89,7 +89,7 @@ class Trials:
     def __init__(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
         self.place, self._monkeypatch = place, monkeypatch
         self._hook: FaultyClient | None = None
-        for module in (writer, rank_write, reader):
+        for module in (rank_save, reader):
             monkeypatch.setattr(module, "open_filesystem", self._open)
 
     def _open(self, path: str, **_: Any) -> FsspecFilesystem:

@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.staging import staged_by
 from dcp_nvcomp import async_save, load
 from dcp_nvcomp.errors import CheckpointError
 
 SCRIPT = """
 import collections, sys, torch
+from benchmarks.staging import staged_by
 from dcp_nvcomp import CheckpointManager, async_save, save
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
@@ -40,7 +42,7 @@ SAVES = {
         "saving = async_save(state, path, no_dist=True, wait='nothing'); saving.staging_completion.result(); "
         "saving.upload_completion.result()"
     ),
-    "copied": "async_save(state, path, no_dist=True, staging='copy', background='thread').upload_completion.result()",
+    "copied": "with staged_by('copy'): async_save(state, path, no_dist=True).upload_completion.result()",
     "planner": "async_save(state, path, no_dist=True, planner=Own()).upload_completion.result()",
     "manager": (
         "manager = CheckpointManager(path, every=1, preemption_signals=()); manager.save(1, state); manager.close()"
@@ -80,12 +82,12 @@ class Changing:
 @pytest.mark.parametrize("staging", ["encode", "copy"])
 def test_objects_are_pickled_by_the_caller(tmp_path: Path, wait: Any, staging: Any) -> None:
     value = Changing()
-    options: dict[str, Any] = {"wait": wait, "staging": staging, "background": "thread"}
-    for number in range(3):
-        async_save({"x": value}, tmp_path / f"{number}", no_dist=True, **options).upload_completion.result()
-    assert set(value.threads) == {threading.get_ident()}
-    value.error = ValueError("not today")
-    saving = async_save({"x": value}, tmp_path / "4", no_dist=True, **options)
+    with staged_by(staging):
+        for number in range(3):
+            async_save({"x": value}, tmp_path / f"{number}", no_dist=True, wait=wait).upload_completion.result()
+        assert set(value.threads) == {threading.get_ident()}
+        value.error = ValueError("not today")
+        saving = async_save({"x": value}, tmp_path / "4", no_dist=True, wait=wait)
     with pytest.raises(CheckpointError, match=r"can't be pickled.*ValueError: not today.*'x'"):
         saving.upload_completion.result()
 

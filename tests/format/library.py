@@ -15,9 +15,9 @@ from dcp_nvcomp.format.data_file import block_row
 from dcp_nvcomp.format.footer import FileIdentity, Footer, parse_footer
 from dcp_nvcomp.format.framing import TRAILER_NBYTES, check_header, decode_footer, decode_trailer
 from dcp_nvcomp.format.record import Record, parse_record
-from dcp_nvcomp.saving import data_file_writer
-from dcp_nvcomp.saving.data_file_writer import DataFileWriter
-from dcp_nvcomp.saving.encode.pending import Member, PendingRecord
+from dcp_nvcomp.saving import data_files
+from dcp_nvcomp.saving.data_files import DataFileWriter
+from dcp_nvcomp.saving.encode.sources import Member, PendingRecord
 from dcp_nvcomp.storage.base import OutputStream
 
 PATH = "run/__0_0_00000000000000000000000000000002.distcp"
@@ -50,7 +50,7 @@ def write_file(records: Iterable[tuple[dict[str, Any], CodecChain | None, bytes]
     stream, engine = MemoryStream(), CpuEngine()
     writer = DataFileWriter(stream, PATH, IDENTITY, lambda nbytes: None)
     made: list[Record] = []
-    with patch.object(data_file_writer, "LARGE_NBYTES", 0 if align else data_file_writer.LARGE_NBYTES):
+    with patch.object(data_files, "LARGE_NBYTES", 0 if align else data_files.LARGE_NBYTES):
         for description, chain, elements in records:
             if chain is None:
                 made.append(parse_record(description, made, [], 0))

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_nvcomp import ConfigurationError, NvcompReader, NvcompWriter, StorageError, open_checkpoint
 from dcp_nvcomp.integrations.async_writer import NvcompAsyncWriter
+from dcp_nvcomp.saving.kept import process_state
 
 
 def state() -> dict[str, Any]:
@@ -89,7 +90,7 @@ def test_one_writer_prepares_several(tmp_path: Path) -> None:
         resolve = {item.index: planner.resolve_data(item) for item in own.items}
         saves.append((prepared, metadata, resolve))
     for prepared, metadata, resolve in reversed(saves):
-        results = prepared.write(lambda item, data=resolve: data[item.index])
+        results = prepared.write(lambda item, data=resolve: data[item.index], process_state().choices)
         writer.written(prepared, results)
         writer.finish_prepared(prepared, metadata, [results])
     assert [open_checkpoint(tmp_path / str(number))["w"][0] for number in range(2)] == [0, 1]
@@ -129,6 +130,6 @@ def test_misuse_is_explained(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="forked process"):
         NvcompAsyncWriter(tmp_path, engine="cuda")
     writer = NvcompAsyncWriter(tmp_path)
-    assert writer.engine == "cpu"
+    assert writer.options.engine == "cpu"
     with pytest.raises(ConfigurationError, match="no save under way"):
         writer.get_save_function_and_args()

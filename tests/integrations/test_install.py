@@ -70,7 +70,7 @@ def test_by_a_hard_coded_class(tmp_path: Path) -> None:
     with install():
         writer: Any = FileSystemWriter(tmp_path, single_file_per_rank=False, thread_count=16)
         assert type(writer) is NvcompWriter
-        assert writer.single_file_per_rank and writer.thread_count <= 8
+        assert writer.options.single_file_per_rank and writer.options.thread_count <= 8
         dcp.save(STATE, storage_writer=writer, no_dist=True)
         reader: Any = FileSystemReader(tmp_path)
         assert type(reader) is NvcompReader
@@ -81,12 +81,12 @@ def test_by_a_hard_coded_class(tmp_path: Path) -> None:
 def test_options_and_overwrite(tmp_path: Path) -> None:
     with install(writer={"codec": "none"}, reader={"verify": "full"}):
         writer: Any = FileSystemWriter(path=tmp_path, overwrite=False)
-        assert writer.codec == "none" and not writer.overwrite
+        assert writer.options.codec == "none" and not writer.options.overwrite
         reader: Any = FileSystemReader(tmp_path)
         assert reader.load_options.verify == "full"
         with install(writer={"overwrite": True}):
-            assert FileSystemWriter(tmp_path, overwrite=False).overwrite  # the inner one's options win
-        assert FileSystemWriter(tmp_path).codec == "none"  # type: ignore[attr-defined]
+            assert FileSystemWriter(tmp_path, overwrite=False).options.overwrite  # type: ignore[attr-defined]  # the inner one's options win
+        assert FileSystemWriter(tmp_path).options.codec == "none"  # type: ignore[attr-defined]
 
 
 def test_urls(tmp_path: Path) -> None:
@@ -184,8 +184,8 @@ def test_a_block_of_a_framework_is_for_its_thread_alone(tmp_path: Path) -> None:
         with install_here({"codec": "zstd"}, None):
             assert made() is NvcompWriter and pool.submit(made).result() is FileSystemWriter
             with install_here(None, None):
-                assert FileSystemWriter(tmp_path).codec == "auto"  # type: ignore[attr-defined]
-            assert FileSystemWriter(tmp_path).codec == "zstd"  # type: ignore[attr-defined]
+                assert FileSystemWriter(tmp_path).options.codec == "auto"  # type: ignore[attr-defined]
+            assert FileSystemWriter(tmp_path).options.codec == "zstd"  # type: ignore[attr-defined]
             with install():
                 assert pool.submit(made).result() is NvcompWriter
         assert made() is FileSystemWriter

@@ -6,8 +6,7 @@ import threading
 
 import pytest
 
-from dcp_nvcomp.saving.encode.buffers import BufferPool
-from dcp_nvcomp.saving.encode.memory import Cancelled
+from dcp_nvcomp.saving.encode.buffers import BufferPool, Cancelled
 
 
 class Counted:

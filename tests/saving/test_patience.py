@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from dcp_nvcomp.saving import patience as module
-from dcp_nvcomp.saving.patience import Patience
+from dcp_nvcomp.saving import job as module
+from dcp_nvcomp.saving.job import Patience
 
 
 class Clock:

@@ -14,8 +14,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from dcp_nvcomp import NvcompWriter
-from dcp_nvcomp.saving.prepared import PreparedWrite
-from dcp_nvcomp.saving.results import RankResults
+from dcp_nvcomp.saving.kept import process_state
+from dcp_nvcomp.saving.rank_save import RankResults
+from dcp_nvcomp.saving.saves import PreparedWrite
 from tests.checkpoints import assert_loads
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -35,7 +36,7 @@ def prepared(writer: NvcompWriter, path: Path, state: dict[str, Any]) -> tuple[P
     plans, metadata = planner.create_global_plan([local])
     own = planner.finish_plan(writer.prepare_global_plan(plans)[0])
     part = writer.prepare(own)
-    results = part.write(planner.resolve_data)
+    results = part.write(planner.resolve_data, process_state().choices)
     writer.written(part, results)
     return part, results, metadata
 

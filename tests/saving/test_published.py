@@ -11,8 +11,8 @@ import torch.distributed.checkpoint as dcp
 
 from dcp_nvcomp import NvcompWriter
 from dcp_nvcomp.format.metadata.roots import Root, read_root
-from dcp_nvcomp.saving import orphans
-from dcp_nvcomp.saving.published import LastPublished
+from dcp_nvcomp.saving import commit
+from dcp_nvcomp.saving.commit import LastPublished
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.open import open_filesystem
 from tests.checkpoints import assert_loads, file_names, save
@@ -30,7 +30,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append(name)
         return read_root(filesystem, name)
 
-    monkeypatch.setattr(orphans, "read_root", reading)
+    monkeypatch.setattr(commit, "read_root", reading)
     return found
 
 

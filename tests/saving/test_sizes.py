@@ -165,7 +165,7 @@ def test_auto_is_no_larger_than_the_plain_choice(dtype: torch.dtype) -> None:
     from dcp_nvcomp.codecs.choose import parse_codec, sample_nbytes
     from dcp_nvcomp.engines.cpu import CpuEngine
     from dcp_nvcomp.engines.tensors import element_type
-    from dcp_nvcomp.saving.encode.policy import spread_sample
+    from dcp_nvcomp.saving.encode.choices import spread_sample
 
     engine, element = CpuEngine(), element_type(dtype)
     assert element is not None

@@ -28,8 +28,9 @@ def defaults(stock: type) -> dict[str, Any]:
 def test_every_default_of_stock_dcp(tmp_path: Path, path: str) -> None:
     writer = NvcompWriter(path.format(tmp_path), **defaults(FileSystemWriter))
     reader = NvcompReader(path.format(tmp_path), **defaults(FileSystemReader))
-    assert (writer.single_file_per_rank, writer.sync_files, writer.thread_count) == (True, True, 1)
-    assert writer.storage_options == reader.storage_options == {}
+    options = writer.options
+    assert (options.single_file_per_rank, options.sync_files, options.thread_count) == (True, True, 1)
+    assert options.storage_options == reader.storage_options == {}
     into = {"w": torch.zeros(5)}
     dcp.save({"w": torch.ones(5)}, storage_writer=writer, no_dist=True)
     dcp.load(into, storage_reader=reader, no_dist=True)
@@ -56,7 +57,7 @@ def test_other_values_are_refused(tmp_path: Path, kind: Any, options: dict[str, 
 def test_positional_arguments_in_the_order_of_stock_dcp(tmp_path: Path) -> None:
     ours, theirs = NvcompWriter(tmp_path, False, False, 3), FileSystemWriter(tmp_path, False, False, 3)
     for name in ("single_file_per_rank", "sync_files", "thread_count"):
-        assert getattr(ours, name) == getattr(theirs, name)
+        assert getattr(ours.options, name) == getattr(theirs, name)
 
 
 @pytest.mark.parametrize("arguments", [("zstd",), (True, "zstd"), (True, True, "zstd")])

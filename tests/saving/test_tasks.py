@@ -10,8 +10,7 @@ from dcp_nvcomp.codecs.dtypes import ELEMENT_TYPES
 from dcp_nvcomp.format.blocks import BlockGrid
 from dcp_nvcomp.format.record import KIND_TENSOR, Record
 from dcp_nvcomp.saving.encode.buffers import BufferPool
-from dcp_nvcomp.saving.encode.pending import PendingRecord
-from dcp_nvcomp.saving.encode.sources import CudaSource, HostSource, Source
+from dcp_nvcomp.saving.encode.sources import CudaSource, HostSource, PendingRecord, Source
 from dcp_nvcomp.saving.encode.tasks import Task, Tasks
 
 BLOCK = 64

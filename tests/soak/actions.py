@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
 
+from benchmarks.staging import staged_by
 from dcp_nvcomp import NvcompReader, NvcompWriter, async_save
 from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.format.metadata.serialization import parse_metadata
@@ -84,14 +85,14 @@ def save(
     """Save a content, `how` being `sync`, `async` (that of DCP), `staged` or `copied`."""
     state = {"tensors": placed(content(family, seed), seed), "facts": facts(family, seed)}
     _break_system_calls(place, seed)
-    copied = {"staging": "copy", "background": "process"} if how == "copied" else {}
-    writer = NvcompWriter(f"{place.url}/{path}", **writer_options, **place.options, **copied)
+    writer = NvcompWriter(f"{place.url}/{path}", **writer_options, **place.options)
     planner = None if failing_rank is None else FailingPlanner(failing_rank)
     no_dist = not dist.is_initialized()
     if how == "async":
         dcp.async_save(state, storage_writer=writer, planner=planner, no_dist=no_dist).result()
     elif how in ("staged", "copied"):
-        saving = async_save(state, storage_writer=writer, planner=planner, no_dist=no_dist)
+        with staged_by("copy" if how == "copied" else "encode"):
+            saving = async_save(state, storage_writer=writer, planner=planner, no_dist=no_dist)
         for tensor in state["tensors"].values():  # as training would
             own = local(tensor)
             own.copy_(~own)

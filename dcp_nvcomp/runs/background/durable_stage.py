@@ -16,8 +16,7 @@ from dcp_nvcomp.runs.step_save import StepSave
 from dcp_nvcomp.runs.steps import RunSteps
 from dcp_nvcomp.runs.tiers.durable import BEGUN
 from dcp_nvcomp.runs.tiers.transfer import upload_files
-from dcp_nvcomp.saving.commit import WrittenSave, commit_files
-from dcp_nvcomp.saving.published import LastPublished
+from dcp_nvcomp.saving.commit import LastPublished, WrittenSave, commit_files
 
 logger = logging.getLogger(__name__)
 

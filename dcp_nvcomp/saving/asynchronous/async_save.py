@@ -1,6 +1,6 @@
-"""async_save: the caller waits until its state is staged; it is written and committed behind.
+"""async_save: the caller waits until its state is staged; it is written and committed in the background.
 
-caller's thread                    the save's thread                       behind
+caller's thread                    the save's thread                       in the background
 Stateful.state_dict()
 event on its CUDA streams
 begin (the first: make groups) --> agree: is it the same save everywhere?
@@ -13,34 +13,38 @@ returns <----------- staged --------   then copy, if it is to be copied
 returns <----------- staged --------                                     write; of a copy, a process encodes and writes
 training goes on                     gather results, wait for the save before, commit
 
-Staged is what is encoded, in segments (segments.py), or what is copied, in shared memory (copied_write.py).
+Tensors on a GPU are encoded there, and what they came to is staged in segments (segments.py). What is in host memory is
+copied to shared memory (copied_write.py). Where a process of our own does not find the storage, or training leaves no
+core for it, host tensors too are encoded before the call returns: what is encoded in the background would then take as
+much from training, or take for ever (measured with 2 ranks on 2 cores, docs/performance.md).
 """
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from dcp_nvcomp.calls.ranks import group_of
 from dcp_nvcomp.calls.values import try_check, try_values_of
-from dcp_nvcomp.codecs.choose import needs_gpu, parse_codec
+from dcp_nvcomp.codecs.choose import needs_gpu
 from dcp_nvcomp.errors import EarlierSaveError, RanksDifferError
 from dcp_nvcomp.options import check_choice
 from dcp_nvcomp.saving.asynchronous.copied_write import CopiedWrite
-from dcp_nvcomp.saving.asynchronous.cores import has_spare_core
 from dcp_nvcomp.saving.asynchronous.shared_memory import is_available
 from dcp_nvcomp.saving.asynchronous.staging import Staging
-from dcp_nvcomp.saving.asynchronous.streams import CallersStreams
 from dcp_nvcomp.saving.kept import process_state
 from dcp_nvcomp.saving.plans.differences import OnDifference
-from dcp_nvcomp.saving.run_save import call_for, planner_for, run_save, writer_for
+from dcp_nvcomp.saving.save import call_for, planner_for, run_save, writer_for
 from dcp_nvcomp.saving.writer import NvcompWriter
 from dcp_nvcomp.storage.processes import is_known_elsewhere
 
@@ -56,7 +60,7 @@ class AsyncSave:
     Attributes:
         staging_completion: done when the state may change; has the error if staging failed on this rank.
         upload_completion: done when the checkpoint is published; its result is DCP's `Metadata`, from which
-            `SaveStats.of` tells sizes and times. It has the error if the save failed on any rank.
+            `SaveStats.of` has sizes and times. It has the error if the save failed on any rank.
     """
 
     staging_completion: Future[None]
@@ -78,10 +82,11 @@ def async_save(
     """Save a state dict in the background; return when the state may change again. All ranks have to call this.
 
     Tensors on a GPU are encoded there, and only what they come to is held in host memory until it is written. Tensors
-    in host memory are copied and encoded by another process, if training leaves a core for it, else encoded at once;
-    see `staging` of `NvcompWriter`. Collectives run over gloo groups made for the purpose, so those of training may be
-    on NCCL, and never meet those of a save. The next save is staged while this one is still written; the one after that
-    waits until this one is over. Checkpoints are published in order.
+    in host memory are copied and encoded by another process, if training leaves a core for it and it finds the same
+    storage (not `memory://`, nor a filesystem whose class was registered with fsspec here), else encoded at once.
+    Collectives run over gloo groups made for the purpose, so those of training may be on NCCL, and never meet those of
+    a save. The next save is staged while this one is still written; the one after that waits until this one is over.
+    Checkpoints are published in order.
 
     Args:
         state_dict: what to save. `state_dict()` of its Stateful values is called here.
@@ -91,21 +96,21 @@ def async_save(
         process_group: the ranks that save; by default all. The first save over a group makes groups of our own: where
             several threads save, let one thread make these first ones, in the same order on all ranks.
         no_dist: if True, save in this process alone.
-        wait: `"staged"` returns when the state may change. `"nothing"` returns at once: whoever changes a tensor of the
-            state before `staging_completion` is done gets a checkpoint that mixes old and new values. Python objects
-            are those of the call in both cases: its thread pickles them.
+        wait: `"staged"` returns when the state may change. `"nothing"` returns at once: if a tensor of the state
+            is changed before `staging_completion` is done, the checkpoint mixes old and new values. Python objects are
+            those of the call in both cases: its thread pickles them.
         on_difference: what to do if ranks have different values under the same key that are not sharded, of which the
             checkpoint keeps one: `"warn"`, once for the same keys, or `"error"`, before anything is written. Large
             tensors are compared by a sample, and with a `planner` of another class nothing is.
         **writer_options: of the `NvcompWriter` to make.
 
     Returns:
-        The futures of the save. An error of this save is in them, and is raised by the next one if nobody looked.
+        The futures of the save. An error of this save is in them; the next one raises it if it was not looked at.
 
     Raises:
         ConfigurationError: the arguments contradict each other; nothing was saved.
-        EarlierSaveError: an earlier save failed and nobody looked at its future, on any rank; raised on all ranks, and
-            nothing was saved. With `wait="nothing"` it is in the futures.
+        EarlierSaveError: an earlier save failed, on any rank, and its future was not looked at; raised on all ranks,
+            and nothing was saved. With `wait="nothing"` it is in the futures.
         RanksDifferError: not all ranks make this save: one did not come within the time limit of the process group, or
             saves to another path; nothing was saved. With `wait="nothing"` it is in the futures, but for the first
             save over a process group.
@@ -150,13 +155,15 @@ def async_save(
                 is_waited_for=wait == "staged",
             )
             keeping.pickles_by(staging.on_caller)
-            staging.within_seconds = writer.finish_within_seconds
+            staging.within_seconds = writer.options.finish_within_seconds
 
             def save(group: dist.ProcessGroup | None) -> Metadata:
                 with streams.followed(), writer.staged_by(staging):
                     keeping.agree(values, group, call)
                     if keeping.kept_items is not None:
-                        staging.copy_early(keeping.kept_items, keeping.resolve_data, writer.staging_budget_nbytes)
+                        staging.copy_early(
+                            keeping.kept_items, keeping.resolve_data, writer.options.staging_budget_nbytes
+                        )
                     metadata = run_save(values, checkpoint_id, writer, keeping, group)
                 try:
                     keeping.comparison.warn(stacklevel=1)
@@ -190,13 +197,70 @@ def end_sequence(process_group: dist.ProcessGroup) -> None:
 
 def _copied_write(writer: NvcompWriter, checkpoint_id: str | os.PathLike[str] | None) -> CopiedWrite | None:
     """Return what copies the state; None if it is to be encoded while the caller waits."""
-    if writer.staging == "encode" or not is_available() or needs_gpu(parse_codec(writer.codec)):
+    if needs_gpu(writer.options.chooser) or not is_available():
         return None
-    by_process = writer.background == "process" or (
-        writer.background == "auto" and is_known_elsewhere(checkpoint_id or writer.path)
-    )
-    if writer.staging == "auto" and not (by_process and has_spare_core()):
+    if not is_known_elsewhere(checkpoint_id or writer.path) or not has_spare_core():
         return None
-    return CopiedWrite(
-        process_state().shared, process_state().stores.budget, process_state().background if by_process else None
-    )
+    return CopiedWrite(process_state().shared, process_state().stores.budget, process_state().background)
+
+
+def has_spare_core() -> bool:
+    """True if each rank of this host has a core beside those on which it trains."""
+    threads = 1 if torch.cuda.is_available() else torch.get_num_threads()
+    return spare_core_count(len(os.sched_getaffinity(0)), _local_rank_count(), threads=threads) > 0
+
+
+def spare_core_count(cores: int, ranks: int, *, threads: int) -> int:
+    """Return how many cores each rank of a host has to spare."""
+    return cores // ranks - threads
+
+
+def _local_rank_count() -> int:
+    """Return how many ranks this host has: as torchrun says, else all of them, as where they are is not known."""
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if local.isdecimal() and int(local):
+        return int(local)
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+class CallersStreams:
+    """What the caller has queued on the devices of a state by now. To be made on the caller's thread."""
+
+    def __init__(self, state_dict: Mapping[str, Any]) -> None:
+        self._current: int | None = None
+        self._events: dict[torch.device, torch.cuda.Event] = {}
+        if not torch.cuda.is_available() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return
+        self._current = torch.cuda.current_device()
+        for device in _cuda_devices(state_dict) | {torch.device("cuda", self._current)}:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(device))
+            self._events[device] = event
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """On another thread: make streams current that wait for what the caller had queued."""
+        with ExitStack() as stack:
+            if self._current is not None:
+                torch.cuda.set_device(self._current)
+            for device, event in self._events.items():
+                stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                stream.wait_event(event)
+                stack.enter_context(torch.cuda.stream(stream))
+            if self._current is not None:  # the last stream's device became the current one
+                stack.enter_context(torch.cuda.device(self._current))
+            yield
+
+
+def _cuda_devices(value: Any) -> set[torch.device]:
+    """Return the CUDA devices of the tensors in a state."""
+    if isinstance(value, torch.Tensor):
+        return {value.device} if value.device.type == "cuda" else set()
+    found: set[torch.device] = set()
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return found
+    for one in value:
+        found |= _cuda_devices(one)
+    return found

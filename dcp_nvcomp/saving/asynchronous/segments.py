@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
 from dcp_nvcomp.codecs.encoded import EncodedBlock
 from dcp_nvcomp.engines.memory import PinnedMemory, fresh_allocate, pinned_allocate
-from dcp_nvcomp.saving.asynchronous.segment_stores import Segment, SegmentStore, SegmentStores
-from dcp_nvcomp.saving.encode.buffers import HOST_ROOM_NBYTES
-from dcp_nvcomp.saving.encode.memory import Cancelled, JobMemory, Room, TaskMemory
+from dcp_nvcomp.saving.encode.buffers import HOST_ROOM_NBYTES, Cancelled, JobMemory, Room, TaskMemory
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,129 @@ HOST_SEGMENT_NBYTES = 16 << 20
 _ROOMS_OF_CUDA_SEGMENT = 8
 _MIN_CUDA_ROOM_NBYTES = 8 << 20
 _MAX_CUDA_ROOM_NBYTES = 64 << 20
+_MIN_BUDGET_NBYTES = 64 << 20  # so that all threads encode a small state at once
+_PROC = Path("/proc")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def default_budget_nbytes(state_nbytes: int) -> int:
+    """Return the smaller of twice the state's size and a quarter of what the host has free for each of its ranks.
+
+    One save takes what it is encoded to. But the next one is staged while it is still written, and should not wait.
+    """
+    wanted = max(2 * state_nbytes, _MIN_BUDGET_NBYTES)
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")  # torchrun's
+    free = free_nbytes()
+    if free is None:
+        return wanted
+    return min(wanted, free // 4 // (int(ranks) if ranks.isdecimal() and int(ranks) else 1))
+
+
+def free_nbytes(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int | None:
+    """Return how much memory processes may still take: of the machine, or of the container; None if unknown."""
+    found = []
+    for line in _lines(proc / "meminfo"):
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            found.append(int(value.split()[0]) << 10)
+    limit, used = (" ".join(_lines(cgroup / name)) for name in ("memory.max", "memory.current"))
+    if limit.isdecimal() and used.isdecimal():  # else it is "max", or there is no such limit
+        found.append(max(0, int(limit) - int(used)))
+    return min(found, default=None)
+
+
+def _lines(path: Path) -> Iterable[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return ()
+
+
+class Segment:
+    """A piece of memory that tasks of one lane fill."""
+
+    __slots__ = ("in_use", "is_full", "position", "view")
+
+    def __init__(self, view: memoryview) -> None:
+        self.view = view
+        self.begin()
+
+    def begin(self) -> None:
+        self.position = 0  # where free memory begins
+        self.in_use = 0  # tasks that take memory of it
+        self.is_full = False  # no task will be added
+
+
+class SegmentStore:
+    """Segments of one kind of memory that no save uses. Any thread may call anything."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: list[Segment] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the segments that are kept."""
+        with self._lock:
+            return sum(len(segment.view) for segment in self._free)
+
+    def take(self, nbytes: int, allocate: Callable[[int], memoryview]) -> Segment:
+        """Return a segment of `nbytes`: the one that was given back last, or one that `allocate` makes.
+
+        Those of another size, made for a state of another size, are let go.
+        """
+        with self._lock:
+            while self._free:
+                segment = self._free.pop()
+                if len(segment.view) == nbytes:
+                    segment.begin()
+                    return segment
+        return Segment(allocate(nbytes))
+
+    def give_back(self, segment: Segment) -> None:
+        """Keep a segment."""
+        with self._lock:
+            self._free.append(segment)
+
+    def clear(self) -> None:
+        """Free all that is kept."""
+        with self._lock:
+            self._free.clear()
+
+
+class StagingBudget:
+    """What all asynchronous saves of a process have reserved and staged."""
+
+    def __init__(self) -> None:
+        self._in_use_nbytes = 0
+        self._changed = threading.Condition()
+
+    def reserve(self, nbytes: int, limit_nbytes: int, give_up: Callable[[], bool]) -> bool:
+        """Reserve `nbytes` once no more than `limit_nbytes` are in use with them."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._in_use_nbytes + nbytes <= limit_nbytes or give_up())
+            if self._in_use_nbytes + nbytes > limit_nbytes:
+                return False
+            self._in_use_nbytes += nbytes
+            return True
+
+    def give_back(self, nbytes: int) -> None:
+        """Give back what was reserved."""
+        with self._changed:
+            self._in_use_nbytes -= nbytes
+            self._changed.notify_all()
+
+
+class SegmentStores:
+    """What the asynchronous saves of a process share."""
+
+    def __init__(self) -> None:
+        self.plain, self.pinned, self.budget = SegmentStore(), SegmentStore(), StagingBudget()
+
+    def clear(self) -> None:
+        """Free the segments that no save uses."""
+        self.plain.clear()
+        self.pinned.clear()
 
 
 class _Staged(Room):
@@ -140,11 +263,7 @@ class _LaneMemory(TaskMemory):
 
 
 class StagingMemory(JobMemory):
-    """The memory of one asynchronous save.
-
-    Attributes:
-        staged_nbytes: encoded bytes that were staged so far.
-    """
+    """The memory of one asynchronous save."""
 
     def __init__(self, stores: SegmentStores, budget_nbytes: int, *, state_nbytes: int, may_use_cuda: bool) -> None:
         self.staged_nbytes = 0

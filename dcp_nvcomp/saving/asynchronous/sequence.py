@@ -61,7 +61,7 @@ class SaveSequence:
         """
         if self._latest:
             upload, staging = self._latest[-1]
-            if staging.completion.exception() is not None:  # it is over soon: then the next save can tell of it
+            if staging.completion.exception() is not None:  # it is over soon: then the next save can raise it
                 upload.wait()
         if len(self._latest) == _AT_ONCE:
             self._latest[0][0].wait()
@@ -121,7 +121,7 @@ class SaveSequence:
             upload.set_result(metadata)
 
     def _agree(self, number: int, call: Call, earlier: Sequence[UploadFuture]) -> None:
-        """Make sure that all ranks are at the same save, and that none has an earlier error that nobody saw."""
+        """Make sure that all ranks are at the same save, and that none has an earlier error that was not looked at."""
         error = next((error for upload in earlier if (error := upload.take_unseen_error()) is not None), None)
         told = meet(self._for_agreeing, call, (number, error is not None))
         counts, failed = [count for count, _ in told], [has_failed for _, has_failed in told]

@@ -9,25 +9,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 
+from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.saving.asynchronous.copied_write import CopiedWrite
-from dcp_nvcomp.saving.asynchronous.host_memory import default_budget_nbytes
-from dcp_nvcomp.saving.asynchronous.segment_stores import SegmentStores
-from dcp_nvcomp.saving.asynchronous.segments import StagingMemory
+from dcp_nvcomp.saving.asynchronous.segments import SegmentStores, StagingMemory, default_budget_nbytes
+from dcp_nvcomp.saving.data_files import planned_nbytes
 from dcp_nvcomp.saving.encode.choices import RememberedChoices
-from dcp_nvcomp.saving.file_plan import PlannedFile, planned_nbytes
-from dcp_nvcomp.saving.rank_write import RankWrite
-from dcp_nvcomp.saving.results import WrittenFile
+from dcp_nvcomp.saving.rank_save import RankSave, Resolve, Written
 from dcp_nvcomp.saving.stats import RankTotals
-from dcp_nvcomp.storage.base import Filesystem
 
 # Else this thread keeps the interpreter for another millisecond, until DCP first waits for something, and the caller,
 # who may go on, waits for it.
@@ -40,7 +36,7 @@ class UploadFuture(Future[Metadata]):
     def __init__(self) -> None:
         super().__init__()
         self.was_looked_at = False
-        self.set_running_or_notify_cancel()  # from now on nobody can cancel it
+        self.set_running_or_notify_cancel()  # from now on it can't be cancelled
 
     def result(self, timeout: float | None = None) -> Metadata:
         self._look(timeout)
@@ -59,17 +55,12 @@ class UploadFuture(Future[Metadata]):
         super().exception()
 
     def take_unseen_error(self) -> BaseException | None:
-        """Return the error of a save that failed if nobody has seen it; from now on it counts as seen."""
+        """Return the error of a save that failed if it was not seen; from now on it counts as seen."""
         return None if self.was_looked_at or not self.done() else self.exception()
 
 
 class Staging:
-    """How one save is staged.
-
-    Attributes:
-        completion: done when the state may change; has the error of this rank if staging failed.
-        within_seconds: when a copied save should be done; None if there is no hurry.
-    """
+    """How one save is staged."""
 
     def __init__(
         self,
@@ -84,8 +75,8 @@ class Staging:
         self._copied = copied
         self._is_copied = False
         self._copying_failed: BaseException | None = None
-        self.completion: Future[None] = Future()
-        self.completion.set_running_or_notify_cancel()  # from now on nobody can cancel it
+        self.completion: Future[None] = Future()  # done when the state may change
+        self.completion.set_running_or_notify_cancel()  # from now on it can't be cancelled
         self._asked: SimpleQueue[_Asked | None] = SimpleQueue()
         self._is_waited_for = is_waited_for
         asked = self._asked
@@ -99,48 +90,39 @@ class Staging:
         self._began_seconds = time.perf_counter()
         self._stalled_until_seconds: float | None = None
 
-    @contextmanager
-    def memory(self, budget_nbytes: int | None, *, state_nbytes: int, may_use_cuda: bool) -> Iterator[StagingMemory]:
-        """Provide the memory of the save, and note it if the save fails meanwhile."""
-        if budget_nbytes is None:
-            budget_nbytes = default_budget_nbytes(state_nbytes)
-        self._memory = StagingMemory(self._stores, budget_nbytes, state_nbytes=state_nbytes, may_use_cuda=may_use_cuda)
-        try:
-            yield self._memory
-        except BaseException as error:
-            self.failed(error)  # now, and not when the other ranks have written their files
-            raise
-        finally:
-            self._memory.end()
-
-    def write_copied(
+    def write(
         self,
-        write: RankWrite,
-        filesystem: Filesystem,
-        lanes: Sequence[Sequence[PlannedFile]],
-        items: Sequence[WriteItem],
-        resolve: Callable[[WriteItem], Any],
+        part: RankSave,
+        resolve: Resolve,
         *,
-        budget_nbytes: int | None,
+        engine: EngineChoice,
         remembered: RememberedChoices,
         progress: Callable[[int], None],
-    ) -> tuple[list[WrittenFile], RankTotals] | None:
-        """Copy the state and have the copy written, if that is how this save is staged."""
+    ) -> Written:
+        """Copy the state and have the copy written, if that is how this save is staged; else encode it, and write."""
+        budget_nbytes = part.options.staging_budget_nbytes
         try:
             if self._copying_failed is not None:
                 raise self._copying_failed
             if not self._is_copied:
-                self._copy(items, resolve, budget_nbytes, may_wait=True)
-            copied = self._copied
-            if copied is None:
-                return None
-            return copied.run(
-                write,
-                filesystem,
-                lanes,
-                within_seconds=self.within_seconds,
+                self._copy(part.items, resolve, budget_nbytes, may_wait=True)
+            if self._copied is not None:
+                return self._copied.run(
+                    part, within_seconds=self.within_seconds, remembered=remembered, progress=progress
+                )
+            self._memory = StagingMemory(
+                self._stores,
+                default_budget_nbytes(part.nbytes) if budget_nbytes is None else budget_nbytes,
+                state_nbytes=part.nbytes,
+                may_use_cuda=engine.may_use_cuda(),
+            )
+            return part.run(
+                resolve,
+                engine=engine,
                 remembered=remembered,
+                memory=self._memory,
                 progress=progress,
+                on_staged=self.staged,
             )
         except BaseException as error:
             self.failed(error)  # now, and not when the other ranks have written their files
@@ -148,13 +130,13 @@ class Staging:
         finally:
             if self._copied is not None:
                 self._copied.end()
+            if self._memory is not None:
+                self._memory.end()
 
-    def copy_early(
-        self, items: Sequence[WriteItem], resolve: Callable[[WriteItem], Any], budget_nbytes: int | None
-    ) -> None:
+    def copy_early(self, items: Sequence[WriteItem], resolve: Resolve, budget_nbytes: int | None) -> None:
         """Copy the state before DCP's part of the save, which then has nothing to plan.
 
-        Raises nothing: the other ranks are about to meet this one in collectives. `write_copied` raises it.
+        Raises nothing: the other ranks are about to meet this one in collectives. `write` raises it.
         """
         try:
             # memory that is held while others are waited for must not be waited for: two saves could have half each
@@ -164,14 +146,7 @@ class Staging:
             self.failed(error)
         time.sleep(_HANDOVER_SECONDS)
 
-    def _copy(
-        self,
-        items: Sequence[WriteItem],
-        resolve: Callable[[WriteItem], Any],
-        budget_nbytes: int | None,
-        *,
-        may_wait: bool,
-    ) -> None:
+    def _copy(self, items: Sequence[WriteItem], resolve: Resolve, budget_nbytes: int | None, *, may_wait: bool) -> None:
         """Copy the state, if that is how this save is staged and it can be done."""
         if self._copied is None:
             return

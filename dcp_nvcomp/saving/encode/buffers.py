@@ -1,17 +1,21 @@
-"""Memory of a save that writes what it encodes at once: reused buffers, bounded by the user's budget.
+"""Memory that the tasks of a save are encoded into, wherever it comes from.
 
-A buffer is reserved for each task before it is handed out; an encoder takes one, fills it and hands it over; the thread
-that writes it gives it back.
+    feeding thread   reserves room for a task, which may wait: that is how a slow sink holds back the encoders
+    encode thread    takes a room that was reserved, which never waits, fills it, says how much it keeps
+    write thread     releases the room when its blocks are written
+
+`BufferMemory` here lends equal buffers of one save that writes what it encodes at once, bounded by the user's budget;
+`StagingMemory` of asynchronous saves fills segments that are kept for the next.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from queue import SimpleQueue
 
 from dcp_nvcomp.codecs.encoded import EncodedBlock
 from dcp_nvcomp.engines.memory import PinnedMemory, pinned_allocate, plain_allocate
-from dcp_nvcomp.saving.encode.memory import Cancelled, JobMemory, Room, TaskMemory
 
 HOST_ROOM_NBYTES = (1 << 20) + (64 << 10)  # a block of 1 MiB and the padding of its slices
 _BUFFERS_PER_THREAD = 8
@@ -20,6 +24,64 @@ _CUDA_BUFFERS = 8
 _MIN_CUDA_ROOM_NBYTES = 8 << 20
 # Thousands of slices, which is what a large GPU needs to be busy.
 _MAX_CUDA_ROOM_NBYTES = 256 << 20
+
+
+class Cancelled(Exception):
+    """The save failed while a thread waited for memory."""
+
+
+class Room(ABC):
+    """Memory for the encoded blocks of one task."""
+
+    __slots__ = ("view",)
+
+    view: memoryview
+
+    @abstractmethod
+    def keep(self, blocks: list[EncodedBlock], nbytes: int) -> list[EncodedBlock]:
+        """Say what is needed from now on; on the thread that encodes."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give the memory back; any thread may."""
+
+
+class TaskMemory(ABC):
+    """Rooms of one size."""
+
+    room_nbytes: int
+
+    @abstractmethod
+    def reserve(self) -> None:
+        """Reserve a room; wait until there is one. Only for one thread."""
+
+    @abstractmethod
+    def take(self) -> Room:
+        """Return a room that was reserved; any thread may."""
+
+    @abstractmethod
+    def unreserve(self) -> None:
+        """Give up a reservation that was not used; any thread may."""
+
+
+class JobMemory(ABC):
+    """The memory of one save job."""
+
+    @abstractmethod
+    def host(self, lane: int) -> TaskMemory:
+        """Return where tasks of the CPU engine are encoded."""
+
+    @abstractmethod
+    def cuda(self, lane: int) -> TaskMemory:
+        """Return where tasks of CUDA engines are encoded."""
+
+    @abstractmethod
+    def wait_to_write(self) -> None:
+        """Wait until written blocks are wanted; called once by each write thread."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wake all that wait, because the save failed."""
 
 
 def cuda_room_nbytes(budget_nbytes: int, state_nbytes: int) -> int:
@@ -45,13 +107,9 @@ class _Buffer(Room):
 class BufferPool(TaskMemory):
     """A bounded set of equal buffers, allocated as they are first needed.
 
-    Who hands out work reserves a buffer for each piece of it, which may wait, and the thread that does the work takes
+    The thread that hands out work reserves a buffer for each piece, which may wait, and the thread that does it takes
     one of those that are free, which never waits. So work may be handed out far ahead, but only as many buffers are
     ever touched as are full at once; and the one that was given back last, which caches still hold, is the next taken.
-
-    Attributes:
-        room_nbytes: size of each buffer.
-        limit_nbytes: the most that all buffers take together.
     """
 
     def __init__(

@@ -3,6 +3,8 @@
 HostSource          host memory, CPU engine
 AcceleratorSource   memory of a device, CPU engine: each block is copied to the host
 CudaSource          memory of a CUDA device, CUDA engine, many blocks at once; CudaPackSource: many small shards in one
+
+A `PendingRecord` is what such elements become in the file: a record that waits to be encoded and written.
 """
 
 from __future__ import annotations
@@ -10,10 +12,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_nvcomp.codecs.auto import Judge
 from dcp_nvcomp.codecs.base import CodecChain
@@ -24,7 +28,8 @@ from dcp_nvcomp.engines.cuda.encode import EncodeJob
 from dcp_nvcomp.engines.cuda.interface import EnginePolicy
 from dcp_nvcomp.engines.cuda.pool import shared_pool
 from dcp_nvcomp.engines.tensors import HostArray
-from dcp_nvcomp.format.blocks import Box
+from dcp_nvcomp.format.blocks import BlockGrid, Box
+from dcp_nvcomp.format.record import KIND_PACK, Record
 from dcp_nvcomp.format.strips import RowStrip, row_strip, strips
 
 U8 = npt.NDArray[np.uint8]
@@ -241,3 +246,53 @@ def block_bytes(array: HostArray, box: Box, scratch: ScratchArrays) -> U8:
 def device_block(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     """Return the bytes of one block of a shard on an accelerator, as a contiguous uint8 tensor there."""
     return tensor[box.index].contiguous().reshape(-1).view(torch.uint8)
+
+
+class Member(NamedTuple):
+    """One write item of a record: `.metadata` will name its place."""
+
+    item_index: MetadataIndex
+    record: Record  # that of an item in a pack lacks `pack`, which follows when it is written
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PendingRecord:
+    """A record with blocks, ready to be encoded. Its elements are in a `Source`, which may be dropped earlier."""
+
+    record: Record  # without `first_block`, and its codec chain if that is still to be chosen
+    dtype: str
+    members: tuple[Member, ...]
+    later: ChainChoice | None = None  # finds that chain
+
+    @property
+    def grid(self) -> BlockGrid:
+        """Its blocks."""
+        assert self.record.grid is not None
+        return self.record.grid
+
+    @property
+    def choice(self) -> ChainChoice:
+        """The choice of its codec chain."""
+        if self.later is not None:
+            return self.later
+        assert self.record.chain is not None
+        return GivenChain(self.record.chain)
+
+    @property
+    def chain(self) -> CodecChain:
+        """Its codec chain, which is settled once its first block is encoded."""
+        return self.choice.chain
+
+    @property
+    def nbytes(self) -> int:
+        """Its uncompressed size."""
+        return self.record.uncompressed_nbytes
+
+    @property
+    def is_pack(self) -> bool:
+        """True if the members have footer records of their own."""
+        return self.record.kind == KIND_PACK
+
+
+Ready = tuple[PendingRecord, Source]

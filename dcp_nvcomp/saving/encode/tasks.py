@@ -14,33 +14,23 @@ import torch
 from dcp_nvcomp.codecs.auto import most_encoded_nbytes
 from dcp_nvcomp.codecs.encoded import EncodedBlock
 from dcp_nvcomp.format.blocks import Box
-from dcp_nvcomp.saving.encode.memory import Room, TaskMemory
-from dcp_nvcomp.saving.encode.pending import PendingRecord
-from dcp_nvcomp.saving.encode.sources import ChainChoice, Part, Source
+from dcp_nvcomp.saving.encode.buffers import Room, TaskMemory
+from dcp_nvcomp.saving.encode.sources import ChainChoice, Part, PendingRecord, Source
 
 
 class Task:
-    """Blocks of consecutive records of one file, and the records that begin among them.
-
-    Attributes:
-        parts: what to encode, all by one engine; dropped once encoded, so that tensors may be freed while their blocks
-            wait to be written.
-        records: the records in turn, the number of blocks of each, and whether it begins here.
-        memory: where room is reserved for it; None if there is nothing to encode.
-        room: where the encoded blocks are; None until then.
-        blocks: the encoded blocks.
-        done: held until encoded.
-    """
+    """Blocks of consecutive records of one file, and the records that begin among them."""
 
     __slots__ = ("blocks", "done", "memory", "parts", "records", "room")
 
     def __init__(self) -> None:
-        self.parts: list[Part] = []
+        self.parts: list[Part] = []  # by one engine; dropped once encoded, so that tensors may be freed before writing
+        # of each the number of its blocks here, and whether it begins here
         self.records: list[tuple[PendingRecord, int, bool]] = []
         self.memory: TaskMemory | None = None
         self.room: Room | None = None
         self.blocks: list[EncodedBlock] = []
-        # a lock and not an Event, which takes ten times as long (4 us) for each block of 1 MiB
+        # held until encoded: a lock and not an Event, which takes ten times as long (4 us) for each block of 1 MiB
         self.done = threading.Lock()
         self.done.acquire()
 

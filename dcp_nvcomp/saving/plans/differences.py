@@ -56,39 +56,23 @@ _already_told: set[str] = set()
 
 @dataclasses.dataclass(frozen=True)
 class _Sent:
-    """What goes with the local plan of a rank.
-
-    Attributes:
-        planner_data: of the plan.
-        values: fingerprints.
-        keys: of these; None if the coordinator has kept them with the plan.
-    """
+    """What goes with the local plan of a rank."""
 
     planner_data: Any
     values: array[int]
-    keys: Keys | None
+    keys: Keys | None  # None if the coordinator has kept them with the plan
 
 
 @dataclasses.dataclass(frozen=True)
 class _Told:
-    """What goes with the final plan of a rank.
-
-    Attributes:
-        planner_data: of the plan.
-        words: what differs; empty if nothing does.
-    """
+    """What goes with the final plan of a rank."""
 
     planner_data: Any
     words: str
 
 
 class Comparison:
-    """Compares what the ranks of one save have under the same keys.
-
-    Attributes:
-        ranks: the same.
-        words: what differs, once the ranks have planned; empty if nothing does.
-    """
+    """Compares what the ranks of one save have under the same keys."""
 
     def __init__(self, ranks: Sequence[int], on_difference: OnDifference) -> None:
         self.ranks, self._on_difference = ranks or (0,), on_difference

@@ -30,27 +30,16 @@ from dcp_nvcomp.format.collector import collector_paused
 
 @dataclass(frozen=True)
 class PlacedItems:
-    """Where a rank stored the items of its plan.
-
-    Attributes:
-        files: its data files, each as one plain tuple.
-        counts: how many items each file has.
-        positions: of the items in the plan, file after file.
-        records: the record of each, in the same order.
-    """
+    """Where a rank stored the items of its plan."""
 
     files: tuple[tuple[Any, ...], ...]
-    counts: tuple[int, ...]
-    positions: array[int]
+    counts: tuple[int, ...]  # of items in each file
+    positions: array[int]  # in the plan, file after file
     records: array[int]
 
 
 class GlobalPlan:
-    """What was planned for all ranks.
-
-    Attributes:
-        compared_keys: the same.
-    """
+    """What was planned for all ranks."""
 
     def __init__(
         self, plans: Sequence[SavePlan], metadata: Metadata, compared_keys: Sequence[tuple[str, ...]] = ()

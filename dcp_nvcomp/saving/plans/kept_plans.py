@@ -3,18 +3,35 @@
 Each has an id that the ranks agreed on when they made it. It is used again only if all ranks find the plan of one id:
 then each has the structure that it had at that planning, from which the global plan follows. Whatever one rank forgot,
 or failed to plan, or can't plan from a structure, makes all of them plan anew, under another id.
+
+A `Structure` is what the plan of DCP's default planner depends on: everything about a state but its values. Two states
+of the same structure have the same plan, on this rank. A global plan follows from the structures of all ranks and the
+planner's options.
+
+Before a save the ranks `agree`: do all keep the same plan, and may they keep the next one? One small collective, the
+first of a save: it also says whether all ranks make the same one. What a rank answers never decides what it plans, only
+whether all of them plan anew.
 """
 
 from __future__ import annotations
 
 import threading
+import uuid
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
+from dcp_nvcomp.calls.ranks import Call, meet
+from dcp_nvcomp.calls.values import PLAIN_TENSORS
+from dcp_nvcomp.errors import RanksDifferError
 from dcp_nvcomp.saving.plans.global_plan import GlobalPlan
-from dcp_nvcomp.saving.plans.structure import Structure
 
 _MAX_PLANS = 8
 # An item takes about 500 bytes, and its name and place in a coordinator's global plan another 300.
@@ -23,16 +40,9 @@ _MAX_ITEMS = 1 << 20
 
 @dataclass(frozen=True)
 class PlanKey:
-    """What a plan belongs to, beside the structure.
+    """What a plan belongs to, beside the structure."""
 
-    Attributes:
-        ranks: the global ranks that save together; empty without torch.distributed.
-        flatten_state_dict: option of DCP's planner.
-        flatten_sharded_tensors: option of DCP's planner.
-        dedup_save_to_lowest_rank: option of DCP's planner.
-    """
-
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # the global ranks that save together; empty without torch.distributed
     flatten_state_dict: bool = True
     flatten_sharded_tensors: bool = True
     dedup_save_to_lowest_rank: bool = False
@@ -40,21 +50,13 @@ class PlanKey:
 
 @dataclass(frozen=True)
 class KeptPlan:
-    """A plan that all ranks made together.
-
-    Attributes:
-        plan_id: what the ranks call it.
-        key: what it belongs to.
-        structure: of this rank's state.
-        final: this rank's final plan.
-        everyones: the global plan; on the coordinator only.
-    """
+    """A plan that all ranks made together."""
 
     plan_id: str
     key: PlanKey
     structure: Structure
     final: SavePlan
-    everyones: GlobalPlan | None
+    everyones: GlobalPlan | None  # on the coordinator only
 
     @property
     def item_count(self) -> int:
@@ -92,3 +94,98 @@ class KeptPlans:
             self._plans.append(plan)
             while sum(kept.item_count for kept in self._plans) > self._max_items:
                 self._plans.popleft()
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A state without its values; equal to another one if both have the same plan."""
+
+    entries: tuple[tuple[Any, ...], ...]
+    paths: Mapping[str, Any] | None
+    needs_grad: bool
+
+
+def structure_of(state: Mapping[str, Any], paths: Mapping[str, Any] | None) -> Structure | None:
+    """Describe a flattened state.
+
+    Examples:
+        >>> structure_of({"w": torch.zeros(2)}, None) == structure_of({"w": torch.ones(2)}, None)
+        True
+        >>> structure_of({"w": torch.zeros(2)}, None) == structure_of({"w": torch.zeros(2).half()}, None)
+        False
+    """
+    meshes: dict[int, tuple[Any, ...]] = {}
+    entries = []
+    needs_grad = torch.is_grad_enabled()
+    with torch.no_grad():  # then a DTensor's shard is had without a node in the graph
+        for fqn, value in state.items():
+            if type(value) in PLAIN_TENSORS:
+                entries.append((fqn, value.shape, *_properties(value)))
+            elif type(value) is DTensor:
+                mesh = meshes.get(id(value.device_mesh))
+                if mesh is None:
+                    mesh = meshes[id(value.device_mesh)] = _described(value.device_mesh)
+                shard = value.to_local()
+                entries.append(
+                    (fqn, value.shape, mesh, value.placements, shard.shape, value.requires_grad, *_properties(shard))
+                )
+            elif isinstance(value, torch.Tensor) or hasattr(value, "__create_write_items__"):
+                return None
+            else:
+                entries.append((fqn,))
+    return Structure(tuple(entries), paths, needs_grad)
+
+
+def _properties(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.layout, tensor.requires_grad, tensor.is_pinned()
+
+
+def _described(mesh: DeviceMesh) -> tuple[Any, ...]:
+    """Return what a plan depends on, without holding the mesh, and with it its process groups."""
+    coordinate = mesh.get_coordinate()
+    return (
+        mesh.device_type,
+        mesh.mesh_dim_names,
+        tuple(mesh.mesh.shape),
+        tuple(mesh.mesh.flatten().tolist()),
+        None if coordinate is None else tuple(coordinate),
+    )
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What one rank brings."""
+
+    kept_id: str | None  # of the plan that it keeps for its state
+    may_keep: bool
+    fresh_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What the ranks do."""
+
+    use_kept: bool
+    plan_id: str | None
+
+
+def agree(mine: Proposal, group: dist.ProcessGroup | None, call: Call) -> Agreement:
+    """Agree with the other ranks."""
+    proposals = meet(group, call, mine)
+    if not all(proposal.may_keep for proposal in proposals):
+        return Agreement(False, None)
+    kept_ids = {proposal.kept_id for proposal in proposals}
+    if len(kept_ids) == 1 and mine.kept_id is not None:
+        return Agreement(True, mine.kept_id)
+    return Agreement(False, proposals[0].fresh_id)
+
+
+def check_same_place(plans: Sequence[SavePlan]) -> None:
+    """Raise if the local plans of the ranks are for different places; planners may leave these out."""
+    places: dict[str, int] = {}
+    for rank, plan in enumerate(plans):
+        if isinstance(plan.storage_data, str):
+            places.setdefault(plan.storage_data, rank)
+    if len(places) > 1:
+        said = ", ".join(f"{place!r} (rank {rank})" for place, rank in places.items())
+        raise RanksDifferError(f"The ranks save with different values of path: {said}. Give all ranks the same.")

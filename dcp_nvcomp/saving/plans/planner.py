@@ -35,22 +35,15 @@ from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.format.metadata.paths import merged_paths, paths_to_store
 from dcp_nvcomp.saving.encode.objects import serialized
 from dcp_nvcomp.saving.kept import process_state
-from dcp_nvcomp.saving.plans.agreement import Proposal, agree
 from dcp_nvcomp.saving.plans.differences import Comparison, OnDifference, expect_same_kinds
 from dcp_nvcomp.saving.plans.global_plan import GlobalPlan
-from dcp_nvcomp.saving.plans.kept_plans import KeptPlan, PlanKey
-from dcp_nvcomp.saving.plans.structure import Structure, structure_of
+from dcp_nvcomp.saving.plans.kept_plans import KeptPlan, PlanKey, Proposal, Structure, agree, structure_of
 
 logger = logging.getLogger(__name__)
 
 
 class KeepingPlanner(SavePlanner):
-    """Plans one save.
-
-    Attributes:
-        comparison: of what the ranks have under the same keys.
-        is_kept: True if the plan of this save is kept, on all ranks. Then results are positions in it.
-    """
+    """Plans one save."""
 
     def __init__(
         self,

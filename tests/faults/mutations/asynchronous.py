@@ -41,7 +41,7 @@ MUTATIONS = (
     Mutation(
         row="asynchronous: the files of a background process that died go",
         file=COPIED,
-        old="                _remove(filesystem, [file.name for lane in lanes for file in lane])\n",
+        old="            _remove_files(part)\n",
         new="",
         tests="tests/faults/test_background_killed.py",
     ),

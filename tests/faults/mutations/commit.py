@@ -39,7 +39,7 @@ MUTATIONS = (
     ),
     Mutation(
         row="commit: metadata is removed before data files",
-        file="dcp_nvcomp/saving/orphans.py",
+        file="dcp_nvcomp/saving/commit.py",
         old="        filesystem.remove(sorted(names - data_files))\n        filesystem.remove(sorted(data_files))\n",
         new="        filesystem.remove(sorted(data_files))\n        filesystem.remove(sorted(names - data_files))\n",
         tests="tests/faults/test_commit.py -k metadata_first",
@@ -53,7 +53,7 @@ MUTATIONS = (
     ),
     Mutation(
         row="commit: a writer knows its own metadata by all of its bytes",
-        file="dcp_nvcomp/saving/published.py",
+        file="dcp_nvcomp/saving/commit.py",
         old="return set(known[2]) if _digest(data) == known[1] else None",
         new="return set(known[2])",
         tests="tests/saving/test_published.py -k same_size",

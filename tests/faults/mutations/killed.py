@@ -39,7 +39,7 @@ MUTATIONS = (
     ),
     Mutation(
         row="SIGKILL: the immutable copy goes before the files that it names",
-        file="dcp_nvcomp/saving/orphans.py",
+        file="dcp_nvcomp/saving/commit.py",
         old="        filesystem.remove(sorted(names - data_files))\n        filesystem.remove(sorted(data_files))\n",
         new="        filesystem.remove(sorted(data_files))\n        filesystem.remove(sorted(names - data_files))\n",
         tests=KILLED + "sync-overwrite-one_old_file_removed-rank_0",
@@ -99,7 +99,7 @@ MUTATIONS = (
     ),
     Mutation(
         row="one rank raises: what fails after publication fails no save",
-        file="dcp_nvcomp/saving/orphans.py",
+        file="dcp_nvcomp/saving/commit.py",
         old='        logger.warning("Files of %s could not be removed: %s", whose, error)\n',
         new="        raise\n",
         tests=RAISES + "can_not_be_removed",

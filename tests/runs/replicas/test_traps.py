@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.staging import staged_by
 from dcp_nvcomp import ConfigurationError, NvcompReader, async_save, verify_checkpoint
 from dcp_nvcomp.saving.asynchronous.copied_write import CopiedWrite
 from tests.distributed.launch import RankPool
@@ -200,9 +201,10 @@ def _two_groups(place: Path) -> str:
     """Each rank copies the other save first, and there is memory for one copy."""
     groups, rank = [dist.new_group([0, 1]) for _ in range(2)], dist.get_rank()
     states = [{f"{name}{rank}": torch.randn(1 << 18)} for name in "ab"]
-    options: dict[str, Any] = {"staging": "copy", "background": "thread", "staging_budget_nbytes": 3 << 19}
-    for at, group in enumerate(groups):
-        async_save(states[at], place / f"{at}-0", process_group=group, **options).upload_completion.result(100)
+    options: dict[str, Any] = {"staging_budget_nbytes": 3 << 19}
+    with staged_by("copy"):
+        for at, group in enumerate(groups):
+            async_save(states[at], place / f"{at}-0", process_group=group, **options).upload_completion.result(100)
     copy = CopiedWrite.copy
 
     def slowly(write: CopiedWrite, items: Any, *arguments: Any, **more: Any) -> Any:
@@ -210,7 +212,7 @@ def _two_groups(place: Path) -> str:
             time.sleep(1)
         return copy(write, items, *arguments, **more)
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, staged_by("copy"):
         patch.setattr(CopiedWrite, "copy", slowly)
         savings = [
             async_save(states[at], place / f"{at}-1", process_group=group, wait="nothing", **options)

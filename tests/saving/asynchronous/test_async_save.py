@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_nvcomp import AsyncSave, NvcompWriter, SaveStats, async_save, errors
 from dcp_nvcomp.saving import kept as keeping
-from dcp_nvcomp.saving.data_file_writer import DataFileWriter
+from dcp_nvcomp.saving.data_files import DataFileWriter
 from dcp_nvcomp.saving.encode import sources
 from dcp_nvcomp.saving.kept import process_state
 from dcp_nvcomp.storage.local.output import PosixOutput
@@ -322,7 +322,7 @@ def test_a_writer_that_saved_can_be_pickled(tmp_path: Path) -> None:
     writer = NvcompWriter(tmp_path, staging_budget_nbytes=1 << 24)
     async_save(constant_state(1), storage_writer=writer, no_dist=True).upload_completion.result(PATIENCE_SECONDS)
     copied = pickle.loads(pickle.dumps(writer))
-    assert copied.staging_budget_nbytes == 1 << 24
+    assert copied.options.staging_budget_nbytes == 1 << 24
     async_save(constant_state(2), storage_writer=copied, no_dist=True).upload_completion.result(PATIENCE_SECONDS)
     assert_loads(tmp_path, constant_state(2))
 

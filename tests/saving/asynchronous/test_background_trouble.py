@@ -20,9 +20,12 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 
 from benchmarks.sinks import LimitedFileSystem
+from benchmarks.staging import staged_by
 from dcp_nvcomp import AsyncSave, NvcompWriter, async_save, errors
-from dcp_nvcomp.saving.asynchronous.background import messages, process
-from dcp_nvcomp.saving.asynchronous.background.process import BackgroundProcess
+from dcp_nvcomp.saving.asynchronous import background as module
+from dcp_nvcomp.saving.asynchronous import background_child
+from dcp_nvcomp.saving.asynchronous.background import BackgroundProcess
+from dcp_nvcomp.saving.asynchronous.background_messages import own_package
 from dcp_nvcomp.saving.kept import forget_all, process_state
 from dcp_nvcomp.storage.processes import StorageSettings, storage_of
 from tests.checkpoints import assert_loads
@@ -34,7 +37,8 @@ PATIENCE_SECONDS = 120.0
 
 
 def begin(state: State, path: Path | str, **options: Any) -> AsyncSave:
-    return async_save(state, path, no_dist=True, staging="copy", background="process", **options)
+    with staged_by("copy"):
+        return async_save(state, path, no_dist=True, **options)
 
 
 def finish(saving: AsyncSave) -> None:
@@ -58,13 +62,13 @@ def _wait_until(holds: Any) -> None:
 
 def test_its_death_is_noticed_though_a_fork_holds_its_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A data loader's worker that is forked just then inherits the other ends, which so are never closed."""
-    start, held = process._start, list[int]()
+    start, held = module._start, list[int]()
 
     def forking(descriptors: Any) -> Any:
         held.extend(map(os.dup, descriptors))
         return start(descriptors)
 
-    monkeypatch.setattr(process, "_start", forking)
+    monkeypatch.setattr(module, "_start", forking)
     saving = begin({"w": torch.randn(1 << 22)}, f"limited://{tmp_path}", rate=1e6)
     _wait_until(lambda: process_state().background()._started.is_set())
     os.kill(process_state().background().pid, signal.SIGKILL)
@@ -109,7 +113,7 @@ def test_closing_lets_a_save_under_way_go_on(tmp_path: Path, started: Background
 
 
 @pytest.mark.parametrize("command", ["/bin/false", "/nonexistent/python"])
-def test_without_a_process_threads_write_the_copy(
+def test_without_a_process_the_state_is_saved_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, command: str
 ) -> None:
     before = set(multiprocessing.active_children())  # the ranks of other tests
@@ -117,17 +121,17 @@ def test_without_a_process_threads_write_the_copy(
     for number in range(2):
         finish(begin(small_state(number), tmp_path / str(number)))
         assert_loads(tmp_path / str(number), small_state(number))
-    assert "so threads" in caplog.text
+    assert "no background process can start" in caplog.text
     assert not set(multiprocessing.active_children()) - before
 
 
 def test_another_installation_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(process, "own_package", lambda: "another version")
+    monkeypatch.setattr(module, "own_package", lambda: "another version")
     finish(begin(small_state(), tmp_path))
     assert_loads(tmp_path, small_state())
-    assert f"another installation, {messages.own_package()}" in caplog.text
+    assert f"another installation, {own_package()}" in caplog.text
 
 
 def test_what_import_ignores_in_its_path_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +146,7 @@ def test_what_cannot_be_heard_ends_the_save(tmp_path: Path, monkeypatch: pytest.
         raise ImportError("a class that only the process has")
 
     monkeypatch.setattr(BackgroundProcess, "_hear", deaf)
-    finish(begin(small_state(), tmp_path))  # it never said that it is ready, so threads do it
+    finish(begin(small_state(), tmp_path))  # it never said that it is ready
     assert_loads(tmp_path, small_state())
 
 
@@ -226,8 +230,6 @@ def test_settings_of_fsspec_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_credentials_that_were_renewed_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dcp_nvcomp.saving.asynchronous.background import child
-
     monkeypatch.setenv("TOKEN", "old")
     monkeypatch.setenv("GONE", "1")
     monkeypatch.setenv("PYTHONPATH", "own")
@@ -235,7 +237,7 @@ def test_credentials_that_were_renewed_reach_it(monkeypatch: pytest.MonkeyPatch)
     del wanted["GONE"]
     before = dict(os.environ)
     try:
-        child._take_environment(wanted)
+        background_child._take_environment(wanted)
         assert os.environ["TOKEN"] == "new"
         assert "GONE" not in os.environ
         assert os.environ["PYTHONPATH"] == "own"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.staging import staged_by
 from dcp_nvcomp import AsyncSave, NvcompWriter, async_save, errors
 from dcp_nvcomp.saving.asynchronous.shared_memory import SharedSegment
 from dcp_nvcomp.saving.kept import forget_all, process_state
@@ -37,7 +38,8 @@ def state_of(seed: int) -> State:
 
 
 def begin(state: State, path: Path, **options: Any) -> AsyncSave:
-    return async_save(state, path, no_dist=True, staging="copy", background="process", **options)
+    with staged_by("copy"):
+        return async_save(state, path, no_dist=True, **options)
 
 
 def finish(saving: AsyncSave) -> None:

@@ -1,4 +1,4 @@
-"""async_save that copies the state, and has the copy encoded behind: by a process of its own, or by threads."""
+"""async_save that copies the state, and has the copy encoded in the background by a process of its own."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+from fsspec.registry import known_implementations
 
 from benchmarks.sinks import LimitedFileSystem
+from benchmarks.staging import Staged, staged_by
 from dcp_nvcomp import AsyncSave, NvcompWriter, SaveStats, async_save, errors
 from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.choose import parse_codec
-from dcp_nvcomp.saving.asynchronous import cores
+from dcp_nvcomp.saving.asynchronous.async_save import spare_core_count
 from dcp_nvcomp.saving.asynchronous.shared_memory import SharedSegment
 from dcp_nvcomp.saving.kept import forget_all, process_state
 from tests.checkpoints import assert_loads, file_names, save
@@ -29,7 +31,6 @@ from tests.states import State, constant_state, small_state
 assert LimitedFileSystem.protocol == "limited"
 
 PATIENCE_SECONDS = 120.0  # on a busy machine
-WAYS = ["process", "thread"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,8 +45,9 @@ def like_a_new_process() -> None:
     """Instead of the fixture that forgets what is kept after each test."""
 
 
-def begin(state: State, path: Path | str, background: str = "process", **options: Any) -> AsyncSave:
-    return async_save(state, path, no_dist=True, staging="copy", background=background, **options)
+def begin(state: State, path: Path | str, **options: Any) -> AsyncSave:
+    with staged_by("copy"):
+        return async_save(state, path, no_dist=True, **options)
 
 
 def finish(saving: AsyncSave) -> SaveStats:
@@ -76,22 +78,20 @@ def many_kinds() -> State:
 # --- what is saved ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("background", WAYS)
 @pytest.mark.parametrize("wait", ["staged", "nothing"])
 @pytest.mark.parametrize("options", [{}, {"single_file_per_rank": False}, {"codec": "none"}, {"codec": "zstd"}])
-def test_the_checkpoint_is_that_of_save(tmp_path: Path, background: str, wait: str, options: dict[str, Any]) -> None:
+def test_the_checkpoint_is_that_of_save(tmp_path: Path, wait: str, options: dict[str, Any]) -> None:
     state = many_kinds()
     expected = {**state, "parameter": torch.ones(5)}
     for number in range(2):  # into fresh memory, then into what is there
-        stats = finish(begin(state, tmp_path / str(number), background, wait=wait, **options))
+        stats = finish(begin(state, tmp_path / str(number), wait=wait, **options))
         assert_loads(tmp_path / str(number), expected, verify="full")
         assert stats.stall_seconds > 0 and stats.staged_nbytes > stats.uncompressed_nbytes * 0.99
     like = save(tmp_path / "like", state, **options).last_save
     assert like is not None and like.totals == stats.totals and len(like.files) == len(stats.files)
 
 
-@pytest.mark.parametrize("background", WAYS)
-def test_a_state_that_changes_at_once_does_not_show(tmp_path: Path, background: str) -> None:
+def test_a_state_that_changes_at_once_does_not_show(tmp_path: Path) -> None:
     state = {f"w{number}": torch.randn(300, 1000 + number) for number in range(4)}
     stop, changes = threading.Event(), list[int]()
 
@@ -103,7 +103,7 @@ def test_a_state_that_changes_at_once_does_not_show(tmp_path: Path, background: 
 
     for number in range(6):
         expected = {name: value.clone() for name, value in state.items()}
-        saving = begin(state, tmp_path / str(number), background)
+        saving = begin(state, tmp_path / str(number))
         stop.clear()
         thread = threading.Thread(target=change)
         thread.start()
@@ -155,8 +155,9 @@ def test_memory_that_cannot_be_had(
 def test_memory_and_process_are_kept_until_close(tmp_path: Path) -> None:
     writers, pids, sizes = [], set(), set()
     for number in range(3):
-        writers.append(NvcompWriter(tmp_path / str(number), staging="copy", background="process"))
-        finish(async_save(many_kinds(), storage_writer=writers[-1], no_dist=True))
+        writers.append(NvcompWriter(tmp_path / str(number)))
+        with staged_by("copy"):
+            finish(async_save(many_kinds(), storage_writer=writers[-1], no_dist=True))
         pids.add(process_state().background().pid)
         sizes.add(process_state().shared.nbytes)
     (pid,), (size,) = pids, sizes
@@ -164,7 +165,8 @@ def test_memory_and_process_are_kept_until_close(tmp_path: Path) -> None:
     writers[0].close()
     assert process_state().shared.nbytes == 0
     assert not _is_running(pid)
-    finish(async_save(many_kinds(), storage_writer=writers[0], no_dist=True))
+    with staged_by("copy"):
+        finish(async_save(many_kinds(), storage_writer=writers[0], no_dist=True))
     assert process_state().background().pid != pid
 
 
@@ -185,13 +187,19 @@ def test_the_callback_runs_here(tmp_path: Path) -> None:
 
 def test_storage_that_only_this_process_has(tmp_path: Path) -> None:
     url = f"memory://{tmp_path}"
-    finish(async_save(small_state(1), url, no_dist=True, staging="copy"))
+    finish(begin(small_state(1), url))
     assert_loads(url, small_state(1))
 
 
-def test_a_filesystem_that_was_registered_here(tmp_path: Path) -> None:
-    finish(begin(small_state(2), f"limited://{tmp_path}", rate=1e9))
-    assert_loads(tmp_path, small_state(2))
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_filesystem_that_was_registered_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_name: bool) -> None:
+    """A class that fsspec knows by its name is found elsewhere; where another one keeps things is not known."""
+    if not by_name:
+        monkeypatch.delitem(known_implementations, "limited")
+    state = {"w": torch.zeros(1 << 20)}
+    stats = finish(begin(state, f"limited://{tmp_path}", rate=1e9))
+    assert (stats.staged_nbytes == 4 << 20) == by_name
+    assert_loads(tmp_path, state)
 
 
 class _Unpicklable:
@@ -208,7 +216,7 @@ class _Unpicklable:
 
 def test_a_codec_that_only_this_process_has(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     finish(begin(many_kinds(), tmp_path, codec=_Unpicklable()))
-    assert "so threads do" in caplog.text
+    assert "so training's process does" in caplog.text
     assert_loads(tmp_path, {**many_kinds(), "parameter": torch.ones(5)})
 
 
@@ -216,18 +224,16 @@ def test_a_codec_that_only_this_process_has(tmp_path: Path, caplog: pytest.LogCa
     ("count", "ranks", "threads", "spare"), [(2, 1, 1, 1), (2, 2, 1, 0), (96, 8, 1, 11), (8, 1, 8, 0), (2, 4, 1, -1)]
 )
 def test_spare_cores(count: int, ranks: int, threads: int, spare: int) -> None:
-    assert cores.spare_core_count(count, ranks, threads=threads) == spare
+    assert spare_core_count(count, ranks, threads=threads) == spare
 
 
-@pytest.mark.parametrize(("is_spare", "copies"), [(True, True), (False, False)])
-def test_auto_copies_if_a_core_is_spare(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_spare: bool, copies: bool
-) -> None:
-    monkeypatch.setattr("dcp_nvcomp.saving.asynchronous.async_save.has_spare_core", lambda: is_spare)
+@pytest.mark.parametrize(("how", "copies"), [("copy", True), ("encode", False)])
+def test_the_state_is_copied_if_a_core_is_spare(tmp_path: Path, how: Staged, copies: bool) -> None:
     state = {"w": torch.zeros(1 << 20)}
-    stats = finish(async_save(state, tmp_path / "disk", no_dist=True))
-    assert (stats.staged_nbytes == 4 << 20) == copies
-    stats = finish(async_save(state, f"memory://{tmp_path}", no_dist=True))
+    with staged_by(how):
+        stats = finish(async_save(state, tmp_path / "disk", no_dist=True))
+        assert (stats.staged_nbytes == 4 << 20) == copies
+        stats = finish(async_save(state, f"memory://{tmp_path}", no_dist=True))
     assert stats.staged_nbytes < 1 << 20
 
 
@@ -299,11 +305,13 @@ def _script(text: str, *arguments: Any) -> subprocess.Popen[str]:
 
 _SAVES = """
 import os, sys, time, torch
+from benchmarks.staging import staged_by
 from dcp_nvcomp import async_save
 from dcp_nvcomp.saving.kept import process_state
 state = {"w": torch.arange(1000000)}
 def begin(path):
-    return async_save(state, path, no_dist=True, staging="copy", background="process")
+    with staged_by("copy"):
+        return async_save(state, path, no_dist=True)
 """
 
 

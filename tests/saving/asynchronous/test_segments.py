@@ -9,10 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from dcp_nvcomp.codecs.encoded import BlockRow, EncodedBlock
-from dcp_nvcomp.saving.asynchronous.segment_stores import SegmentStores
-from dcp_nvcomp.saving.asynchronous.segments import HOST_SEGMENT_NBYTES, StagingMemory
-from dcp_nvcomp.saving.encode.buffers import HOST_ROOM_NBYTES
-from dcp_nvcomp.saving.encode.memory import Cancelled, Room
+from dcp_nvcomp.saving.asynchronous.segments import HOST_SEGMENT_NBYTES, SegmentStores, StagingMemory
+from dcp_nvcomp.saving.encode.buffers import HOST_ROOM_NBYTES, Cancelled, Room
 
 LARGE = 1 << 40
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.errors import CheckpointError
-from dcp_nvcomp.saving.asynchronous.background.messages import (
+from dcp_nvcomp.saving.asynchronous.background_messages import (
     OWN_ENVIRONMENT,
     CannotRun,
     Encoded,
@@ -33,18 +33,15 @@ from dcp_nvcomp.saving.asynchronous.background.messages import (
     Progress,
     Ready,
     WriteTask,
-    Written,
+    WrittenFiles,
     WrittenItems,
     own_package,
 )
-from dcp_nvcomp.saving.asynchronous.copies import Place, resolver
-from dcp_nvcomp.saving.asynchronous.shared_memory import SharedSegment
-from dcp_nvcomp.saving.encode.buffers import BufferMemory
-from dcp_nvcomp.saving.file_plan import PlannedFile
+from dcp_nvcomp.saving.asynchronous.shared_memory import SharedSegment, resolver
+from dcp_nvcomp.saving.data_files import WrittenFile
+from dcp_nvcomp.saving.job import Patience
 from dcp_nvcomp.saving.kept import process_state
-from dcp_nvcomp.saving.patience import Patience
-from dcp_nvcomp.saving.rank_write import RankWrite
-from dcp_nvcomp.saving.results import WrittenFile
+from dcp_nvcomp.saving.rank_save import RankSave
 from dcp_nvcomp.storage.processes import StorageSettings
 
 _PROGRESS_SECONDS = 0.2
@@ -62,7 +59,7 @@ class Child:
         self._patience: dict[int, Patience] = {}
 
     def serve(self) -> None:
-        """Take messages until there is nobody who sends any."""
+        """Take messages until the pipe closes."""
         with contextlib.suppress(EOFError, ConnectionError):
             while True:
                 self._take(self._messages.recv())
@@ -93,57 +90,38 @@ class Child:
                 _take_environment(task.environment)
                 settings: StorageSettings = pickle.loads(task.storage)
                 settings.apply()
-                write: RankWrite = pickle.loads(task.write)
-                items: list[WriteItem] = pickle.loads(task.items)
+                part: RankSave = pickle.loads(task.part)
             except Exception as error:
                 self._send(CannotRun(task.number, f"{type(error).__name__}: {error}"))
                 return
-            self._send(self._written(task, write, items, task.places, patience))
-        except ConnectionError:  # whoever wanted it is gone
+            self._send(self._written(task, part, patience))
+        except ConnectionError:  # training is gone
             return
         except BaseException as error:
             self._send(Failed(task.number, _picklable(error)))
         finally:
             del self._patience[task.number]
 
-    def _written(
-        self, task: WriteTask, write: RankWrite, items: Sequence[WriteItem], places: Sequence[Place], patience: Patience
-    ) -> Written:
-        memory = self._segments[task.segment].view
-        lanes = [
-            [PlannedFile(name, tuple(items[position] for position in positions)) for name, positions in lane]
-            for lane in task.lanes
-        ]
+    def _written(self, task: WriteTask, part: RankSave, patience: Patience) -> WrittenFiles:
         progress = _Progress(lambda nbytes: self._send(Progress(task.number, nbytes)))
-        state_nbytes = sum(place.nbytes for place in places)
-        patience.begin(state_nbytes)
-        with contextlib.closing(write.open()) as filesystem:
-            job = write.job(
-                filesystem,
-                lanes,
-                resolver(items, places, memory),
-                BufferMemory(
-                    write.host_memory_budget,
-                    threads=2 * write.thread_count + len(lanes),
-                    state_nbytes=state_nbytes,
-                    may_use_cuda=False,
-                ),
-                engine=EngineChoice("cpu"),
-                remembered=process_state().choices,
-                progress=progress.add,
-                on_staged=lambda: self._send(Encoded(task.number)),
-                patience=patience,
-            )
-            files = job.run()
+        patience.begin(sum(place.nbytes for place in task.places))
+        files, totals = part.run(
+            resolver(part.items, task.places, self._segments[task.segment].view),
+            engine=EngineChoice("cpu"),
+            remembered=process_state().choices,
+            progress=progress.add,
+            on_staged=lambda: self._send(Encoded(task.number)),
+            patience=patience,
+        )
         progress.end()
-        return Written(task.number, _by_position(files, items), job.totals)
+        return WrittenFiles(task.number, _by_position(files, part.items), totals)
 
 
 class _Progress:
-    """Adds up what was written, and tells of it now and then."""
+    """Adds up what was written, and reports it now and then."""
 
-    def __init__(self, tell: Any) -> None:
-        self._tell = tell
+    def __init__(self, report: Any) -> None:
+        self._report = report
         self._lock = threading.Lock()
         self._nbytes = 0
         self._told_seconds = time.monotonic()
@@ -155,11 +133,11 @@ class _Progress:
             if now - self._told_seconds < _PROGRESS_SECONDS:
                 return
             self._told_seconds, told, self._nbytes = now, self._nbytes, 0
-        self._tell(told)
+        self._report(told)
 
     def end(self) -> None:
         if self._nbytes:
-            self._tell(self._nbytes)
+            self._report(self._nbytes)
 
 
 def _by_position(files: Sequence[WrittenFile], items: Sequence[WriteItem]) -> tuple[WrittenItems, ...]:

@@ -1,13 +1,20 @@
-"""One data file, written front to back: header, blocks, footer, trailer; and the place of each item in it."""
+"""The data files of a rank: which items each of them holds, and how one is written.
+
+A file is written front to back: header, blocks, footer, trailer.
+"""
 
 from __future__ import annotations
 
+import heapq
+import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.encoded import EncodedBlock, checksum
@@ -23,25 +30,101 @@ from dcp_nvcomp.format.framing import (
     encode_footer,
     encode_header,
 )
+from dcp_nvcomp.format.names import data_file_name
 from dcp_nvcomp.format.record import Record
-from dcp_nvcomp.saving.encode.pending import Member, PendingRecord
+from dcp_nvcomp.saving.encode.sources import Member, PendingRecord
 from dcp_nvcomp.saving.stats import Totals, component_of
 from dcp_nvcomp.storage.base import OutputStream
 
 # Records from here on begin at multiples of 4096 in the file.
 LARGE_NBYTES = 1 << 20
 
+_TOGETHER_NBYTES = 1 << 20
 _ZEROS = bytes(DIRECT_IO_NBYTES)
 
 
-class DataFileWriter:
-    """Writes one data file. Blocks must come in the order of their records.
+@dataclass(frozen=True)
+class PlannedFile:
+    """A data file to write: its name and its items, the largest first."""
 
-    Attributes:
-        stream: where the bytes go.
-        totals: codec name, dtype name and totals of each record that is complete.
-        components: component, codec name and totals of the same.
-    """
+    name: str
+    items: tuple[WriteItem, ...]
+
+
+def planned_nbytes(item: WriteItem) -> int:
+    """Return the planned size of an item; 0 for bytes items, whose size is unknown until they are resolved."""
+    if item.tensor_data is None:
+        return 0
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+
+
+def small_together(items: Iterable[WriteItem]) -> Iterator[list[WriteItem]]:
+    """Yield items in their order, as many at once as come to 1 MiB; bytes items, of unknown size, count as that."""
+    together, nbytes = list[WriteItem](), 0
+    for item in items:
+        size = _TOGETHER_NBYTES if item.tensor_data is None else planned_nbytes(item)
+        if together and nbytes + size > _TOGETHER_NBYTES:
+            yield together
+            together, nbytes = [], 0
+        together.append(item)
+        nbytes += size
+    if together:
+        yield together
+
+
+def plan_files(
+    items: Sequence[WriteItem],
+    rank: int,
+    file_id: str,
+    *,
+    single_file_per_rank: bool,
+    streams: int,
+    file_nbytes: int,
+) -> list[list[PlannedFile]]:
+    """Plan the data files of one rank."""
+    if not items:
+        return []
+    sizes = [planned_nbytes(item) for item in items]
+    if single_file_per_rank:
+        count = file_count(sum(sizes), streams, file_nbytes)
+        bins = distribute(sizes, count)
+        return [
+            [PlannedFile(data_file_name(rank, number, file_id), tuple(items[i] for i in chosen))]
+            for number, chosen in enumerate(bins)
+        ]
+    lanes = distribute(sizes, min(streams, len(items)))
+    return [[PlannedFile(data_file_name(rank, i, file_id), (items[i],)) for i in lane] for lane in lanes]
+
+
+def file_count(total_nbytes: int, streams: int, file_nbytes: int) -> int:
+    """Return the number of data files of a rank: one for each stream unless they would be tiny, and at least one."""
+    return max(1, min(streams, total_nbytes // file_nbytes))
+
+
+def distribute(sizes: Sequence[int], bins: int) -> list[list[int]]:
+    """Distribute items over bins of about equal size."""
+    order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
+    if bins == 1:
+        return [order]
+    filled: list[list[int]] = [[] for _ in range(bins)]
+    heap = [(0, number) for number in range(bins)]
+    for index in order:
+        nbytes, number = heapq.heappop(heap)
+        filled[number].append(index)
+        heapq.heappush(heap, (nbytes + sizes[index], number))
+    return filled
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """A data file as `.metadata` names it, and of each item in it DCP's index, encoded size and number of record."""
+
+    file: DataFileRef
+    items: Sequence[tuple[MetadataIndex, int, int]]
+
+
+class DataFileWriter:
+    """Writes one data file. Blocks must come in the order of their records."""
 
     def __init__(
         self, stream: OutputStream, name: str, identity: FileIdentity, progress: Callable[[int], None]
@@ -109,7 +192,7 @@ class DataFileWriter:
             self._slices.extend(block.row.slice_nbytes)
             self._progress(block.uncompressed_nbytes)
 
-    def finish(self) -> DataFileRef:
+    def finish(self) -> WrittenFile:
         """Write the footer and the trailer, and make the file durable."""
         self._write_header(False)
         self._end_record(False)
@@ -120,11 +203,10 @@ class DataFileWriter:
         nbytes = self._position + len(tail)
         trailer = decode_trailer(tail[-TRAILER_NBYTES:], path=self._name, file_nbytes=nbytes)
         self.stream.close()
-        return DataFileRef(self._name, nbytes, trailer.footer_nbytes, trailer.footer_crc)
-
-    def items(self) -> list[tuple[MetadataIndex, int, int]]:
-        """Return of each item the index of DCP, its encoded size, and the number of its record; after `finish`."""
-        return [(member.item_index, nbytes, number) for member, number, nbytes in self._items]
+        return WrittenFile(
+            DataFileRef(self._name, nbytes, trailer.footer_nbytes, trailer.footer_crc),
+            [(member.item_index, nbytes, number) for member, number, nbytes in self._items],
+        )
 
     def _write_header(self, is_large: bool) -> None:
         """Write the header before the first record, so that a large one begins at a multiple of 4096."""

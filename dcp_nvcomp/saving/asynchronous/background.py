@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.format.data_file import DataFileRef
-from dcp_nvcomp.saving.asynchronous.background.messages import (
+from dcp_nvcomp.saving.asynchronous.background_messages import (
     OWN_ENVIRONMENT,
     CannotRun,
     Encoded,
@@ -39,15 +39,12 @@ from dcp_nvcomp.saving.asynchronous.background.messages import (
     Progress,
     Ready,
     WriteTask,
-    Written,
+    WrittenFiles,
     own_package,
 )
-from dcp_nvcomp.saving.asynchronous.copies import Place
-from dcp_nvcomp.saving.asynchronous.shared_memory import SharedSegment
-from dcp_nvcomp.saving.file_plan import PlannedFile
-from dcp_nvcomp.saving.rank_write import RankWrite
-from dcp_nvcomp.saving.results import WrittenFile
-from dcp_nvcomp.saving.stats import RankTotals
+from dcp_nvcomp.saving.asynchronous.shared_memory import Place, SharedSegment
+from dcp_nvcomp.saving.data_files import WrittenFile
+from dcp_nvcomp.saving.rank_save import RankSave, Written
 from dcp_nvcomp.storage.processes import storage_of
 
 logger = logging.getLogger(__name__)
@@ -58,8 +55,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal
 _CHILD = """
 import sys
 sys.path[:] = filter(None, sys.path)
-from dcp_nvcomp.saving.asynchronous.background import child
-child.main(sys.argv[1:])
+from dcp_nvcomp.saving.asynchronous import background_child
+background_child.main(sys.argv[1:])
 """
 _END_SECONDS = 5.0
 
@@ -69,26 +66,15 @@ class BackgroundCannotRun(Exception):
 
 
 @dataclass(frozen=True)
-class CopiedItems:
-    """Items of a plan whose data was copied.
+class Copy:
+    """The copied data of the items of a `RankSave`, in their order."""
 
-    Attributes:
-        items: of the plan.
-        places: where the data of each is.
-        segment: in which memory.
-    """
-
-    items: Sequence[WriteItem]
     places: Sequence[Place]
     segment: SharedSegment
 
 
 class BackgroundProcess:
-    """A process that encodes and writes. Any thread may call anything.
-
-    Attributes:
-        start_failure: why it did not come to work at all; None if it did, or may yet.
-    """
+    """A process that encodes and writes. Any thread may call anything."""
 
     def __init__(self) -> None:
         if not sys.executable:
@@ -112,7 +98,7 @@ class BackgroundProcess:
         self._started = threading.Event()  # or it never will
         self._has_died = False
         self._is_retired = False
-        self.start_failure: str | None = None
+        self.start_failure: str | None = None  # why it did not come to work at all
         threading.Thread(target=self._listen, name="dcp-background", daemon=True).start()
         threading.Thread(target=self._watch, name="dcp-background", daemon=True).start()
 
@@ -128,15 +114,14 @@ class BackgroundProcess:
 
     def write(
         self,
-        write: RankWrite,
-        lanes: Sequence[Sequence[PlannedFile]],
-        copied: CopiedItems,
+        part: RankSave,
+        copy: Copy,
         *,
         within_seconds: float | None,
         begun: Callable[[Callable[[], None]], None],
         encoded: Callable[[], None],
         progress: Callable[[int], None],
-    ) -> tuple[list[WrittenFile], RankTotals]:
+    ) -> Written:
         """Let it write the files of a rank, and wait until they are written."""
         number, answers = next(self._numbers), SimpleQueue[Message | None]()
         with self._lock:
@@ -145,16 +130,16 @@ class BackgroundProcess:
             self._waiting[number] = answers  # first of all: from now on `retire` waits for it
         try:
             try:
-                task = _task(number, write, lanes, copied, within_seconds)
+                task = _task(number, part, copy, within_seconds)
             except Exception as error:
                 raise BackgroundCannotRun(f"{type(error).__name__}: {error}") from error
             self._started.wait()  # until then it may turn out that it can't, and must have done nothing
             if self.start_failure is not None:
                 raise BackgroundCannotRun(self.start_failure)
-            self._lend(copied.segment)
+            self._lend(copy.segment)
             self._send(task)
             begun(lambda: self._hurry(number))
-            return self._follow(answers, copied.items, encoded, progress)
+            return self._follow(answers, part.items, encoded, progress)
         finally:
             with self._lock:
                 self._waiting.pop(number, None)
@@ -168,7 +153,7 @@ class BackgroundProcess:
         items: Sequence[WriteItem],
         encoded: Callable[[], None],
         progress: Callable[[int], None],
-    ) -> tuple[list[WrittenFile], RankTotals]:
+    ) -> Written:
         while (answer := answers.get()) is not None:
             if isinstance(answer, Progress):
                 progress(answer.nbytes)
@@ -179,7 +164,7 @@ class BackgroundProcess:
             elif isinstance(answer, Failed):
                 raise answer.error
             else:
-                assert isinstance(answer, Written)
+                assert isinstance(answer, WrittenFiles)
                 return [_with_indices(written, items) for written in answer.files], answer.totals
         raise self._death()
 
@@ -187,7 +172,7 @@ class BackgroundProcess:
         status = self._ended()
         advice = ""
         if status == -signal.SIGKILL:
-            advice = ' If that was for want of memory, a smaller host_memory_budget or staging="encode" needs less.'
+            advice = " If that was for want of memory, a smaller host_memory_budget needs less."
         return CheckpointError(
             f"The background process {self.pid} of asynchronous saves died (exit status {status}): this save was not "
             f"published, and the next one starts another process.{advice}"
@@ -222,7 +207,7 @@ class BackgroundProcess:
             self._post(message)
 
     def _post(self, message: Message) -> None:
-        with contextlib.suppress(OSError):  # it has died: the thread that listens tells all
+        with contextlib.suppress(OSError):  # it has died: the thread that listens ends all waits
             self._connection.send(message)
 
     def _listen(self) -> None:
@@ -289,7 +274,7 @@ class BackgroundProcess:
 
     def abandon(self) -> None:
         """Forget it, in a forked child whose process it is not."""
-        self._process.returncode = 0  # so that nobody waits for it, or warns that it is still running
+        self._process.returncode = 0  # so that it is not waited for, and no warning says that it is still running
         self._segments.close()
         self._connection.close()
 
@@ -314,22 +299,13 @@ def _start(descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _task(
-    number: int,
-    write: RankWrite,
-    lanes: Sequence[Sequence[PlannedFile]],
-    copied: CopiedItems,
-    within_seconds: float | None,
-) -> WriteTask:
-    position_of = {id(item): position for position, item in enumerate(copied.items)}
+def _task(number: int, part: RankSave, copy: Copy, within_seconds: float | None) -> WriteTask:
     return WriteTask(
         number,
-        pickle.dumps(write),
-        pickle.dumps(storage_of(write.path)),
-        pickle.dumps(list(copied.items)),
-        [[(file.name, [position_of[id(item)] for item in file.items]) for file in lane] for lane in lanes],
-        copied.segment.number,
-        copied.places,
+        pickle.dumps(part),
+        pickle.dumps(storage_of(part.path)),
+        copy.segment.number,
+        copy.places,
         within_seconds,
         dict(os.environ),
     )

@@ -1,9 +1,9 @@
-"""What the two processes tell each other, by pickle over a socket. A task has a number, which all about it carry.
+"""What training and the background process send each other, by pickle over a socket.
 
 training -> background     Memory, WriteTask, Hurry, Forget
-background -> training     Ready at the beginning; Progress, Encoded, and at the end one of Written, Failed, CannotRun
+background -> training     Ready at the beginning; Progress, Encoded, and at the end WrittenFiles, Failed or CannotRun
 
-The descriptor of a segment follows `Memory` over a second socket.
+A task has a number, which all about it carry. The descriptor of a segment follows `Memory` over a second socket.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dcp_nvcomp.saving.asynchronous.copies import Place
+from dcp_nvcomp.saving.asynchronous.shared_memory import Place
 from dcp_nvcomp.saving.stats import RankTotals
 from dcp_nvcomp.version import VERSION
 
@@ -47,29 +47,15 @@ class Forget:
 
 @dataclass(frozen=True)
 class WriteTask:
-    """A rank's part of a save.
-
-    Attributes:
-        number: of the task.
-        write: the pickled `RankWrite`. A pickle within the message, as it may hold classes that only training knows.
-        storage: pickled `StorageSettings`.
-        items: the pickled items of the plan.
-        lanes: of each lane the files: name, and positions of the items in the plan.
-        segment: number of the segment that holds the data.
-        places: of the items in it.
-        within_seconds: when it should be done; None if there is no hurry.
-        environment: variables as they are now: credentials in them may have been renewed.
-    """
+    """A rank's part of a save."""
 
     number: int
-    write: bytes
-    storage: bytes
-    items: bytes
-    lanes: Sequence[Sequence[tuple[str, Sequence[int]]]]
+    part: bytes  # a pickled `RankSave`: it may hold classes that only training knows
+    storage: bytes  # pickled `StorageSettings`
     segment: int
     places: Sequence[Place]
     within_seconds: float | None
-    environment: dict[str, str]
+    environment: dict[str, str]  # as it is now: credentials in it may have been renewed
 
 
 @dataclass(frozen=True)
@@ -81,13 +67,9 @@ class Hurry:
 
 @dataclass(frozen=True)
 class Ready:
-    """It takes tasks.
+    """It takes tasks."""
 
-    Attributes:
-        package: `own_package()` there.
-    """
-
-    package: str
+    package: str  # `own_package()` there
 
 
 @dataclass(frozen=True)
@@ -107,23 +89,16 @@ class Encoded:
 
 @dataclass(frozen=True)
 class WrittenItems:
-    """A data file and what is in it.
-
-    Attributes:
-        file: how `.metadata` names it.
-        positions: of its items in the plan.
-        nbytes: encoded size of each.
-        records: record of each.
-    """
+    """A data file and what is in it."""
 
     file: tuple[Any, ...]
-    positions: array[int]
+    positions: array[int]  # in the plan
     nbytes: array[int]
     records: array[int]
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenFiles:
     """All files are written."""
 
     number: int
@@ -147,4 +122,4 @@ class CannotRun:
     reason: str
 
 
-Message = Memory | Forget | WriteTask | Hurry | Ready | Progress | Encoded | Written | Failed | CannotRun
+Message = Memory | Forget | WriteTask | Hurry | Ready | Progress | Encoded | WrittenFiles | Failed | CannotRun
