@@ -46,15 +46,10 @@ _REPETITIVE = 200
 
 
 class Look(NamedTuple):
-    """What a few elements look like.
+    """What a few elements look like."""
 
-    Attributes:
-        coded: coded size over size of their exponents, as literals; of their bytes where they are not split.
-        commonest: how many of all other bytes are the commonest one; 0 where they are not split.
-    """
-
-    coded: float
-    commonest: float
+    coded: float  # coded size over size of their exponents, as literals; of their bytes where they are not split
+    commonest: float  # how many of all other bytes are the commonest one; 0 where they are not split
 
     def resembles(self, other: Look) -> bool:
         """Return True if a chain that was chosen for one serves the other."""

@@ -64,31 +64,18 @@ class Plane:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A contiguous run of a plane in the encoded block: a whole stored plane, or one slice.
+    """A contiguous run of a plane in the encoded block: a whole stored plane, or one slice."""
 
-    Attributes:
-        plane: index of the plane.
-        start: first byte of the piece in the plane.
-        nbytes: its length when decoded.
-        coded: whether a coder may have coded it (its encoded size is then in the slice table).
-    """
-
-    plane: int
-    start: int
-    nbytes: int
-    coded: bool
+    plane: int  # index of the plane
+    start: int  # first byte of the piece in the plane
+    nbytes: int  # its length when decoded
+    coded: bool  # whether a coder may have coded it (its encoded size is then in the slice table)
 
 
 class ArrayToBytes(ABC):
-    """An array -> bytes codec: the planes of a block, and the way there and back.
+    """An array -> bytes codec: the planes of a block, and the way there and back."""
 
-    Attributes:
-        name: its name in a footer, a promise: what it once decoded, it always will.
-        is_plain: True if the only plane is the block itself, byte for byte. Engines then fill and read it in place,
-            without `split` and `merge`.
-    """
-
-    name: ClassVar[str]
+    name: ClassVar[str]  # its name in a footer, a promise: what it once decoded, it always will
     is_plain: ClassVar[bool] = False
 
     @abstractmethod
@@ -147,21 +134,13 @@ class ArrayToBytes(ABC):
 
 
 class Coder(ABC):
-    """A bytes -> bytes codec: the entropy coder of slices.
+    """A bytes -> bytes codec: the entropy coder of slices."""
 
-    Attributes:
-        name: its name in a footer, a promise: what it once decoded, it always will.
-        slice_nbytes: how many bytes of a plane one slice covers, a multiple of 16.
-        block_nbytes: preferred size of blocks.
-        needs_gpu: True if only the CUDA engine runs it.
-        needs_plain: True if it must follow an array -> bytes codec that is plain.
-    """
-
-    name: ClassVar[str]
-    slice_nbytes: int
-    block_nbytes: ClassVar[int] = BLOCK_NBYTES
-    needs_gpu: ClassVar[bool] = False
-    needs_plain: ClassVar[bool] = False
+    name: ClassVar[str]  # its name in a footer, a promise: what it once decoded, it always will
+    slice_nbytes: int  # how many bytes of a plane one slice covers, a multiple of 16
+    block_nbytes: ClassVar[int] = BLOCK_NBYTES  # preferred size of blocks
+    needs_gpu: ClassVar[bool] = False  # True if only the CUDA engine runs it
+    needs_plain: ClassVar[bool] = False  # True if it must follow an array -> bytes codec that is plain
 
     @abstractmethod
     def configuration(self) -> dict[str, Any]:

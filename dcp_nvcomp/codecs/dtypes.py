@@ -7,17 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ElementType:
-    """Memory layout of the elements of one dtype.
+    """Memory layout of the elements of one dtype."""
 
-    Attributes:
-        name: PyTorch's name of the dtype, without `torch.`.
-        nbytes: bytes of one element.
-        float_nbytes: bytes of each float in it; 0 if it has no float of two bytes or more to split.
-    """
-
-    name: str
-    nbytes: int
-    float_nbytes: int = 0
+    name: str  # PyTorch's name of the dtype, without `torch.`
+    nbytes: int  # bytes of one element
+    float_nbytes: int = 0  # bytes of each float in it; 0 if it has no float of two bytes or more to split
 
 
 ELEMENT_TYPES: dict[str, ElementType] = {

@@ -16,36 +16,22 @@ from crc32c import crc32c
 
 
 class BlockRow(NamedTuple):
-    """One block's rows of the footer's tables.
-
-    Attributes:
-        flags: the block's flags.
-        slice_nbytes: encoded size of each of its slices.
-        encoded_crc: CRC32C of the encoded block.
-        uncompressed_crc: CRC32C of the decoded block.
-    """
+    """One block's rows of the footer's tables."""
 
     flags: int
-    slice_nbytes: tuple[int, ...]
-    encoded_crc: int
-    uncompressed_crc: int
+    slice_nbytes: tuple[int, ...]  # encoded size of each of its slices
+    encoded_crc: int  # CRC32C of the encoded block
+    uncompressed_crc: int  # CRC32C of the decoded block
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedBlock:
-    """One encoded block.
+    """One encoded block."""
 
-    Attributes:
-        data: its bytes on the host, a multiple of 16 long, valid as long as the buffer it was encoded into.
-        row: its rows of the footer's tables.
-        uncompressed_nbytes: its decoded size.
-        was_wrong: True if a GPU encoded it to wrong bytes before; these are the CPU engine's.
-    """
-
-    data: memoryview
-    row: BlockRow
+    data: memoryview  # its bytes on the host, a multiple of 16 long, valid as long as the buffer it was encoded into
+    row: BlockRow  # its rows of the footer's tables
     uncompressed_nbytes: int
-    was_wrong: bool = False
+    was_wrong: bool = False  # True if a GPU encoded it to wrong bytes before; these are the CPU engine's
 
 
 U8 = npt.NDArray[np.uint8]

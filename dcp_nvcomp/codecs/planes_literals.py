@@ -26,30 +26,20 @@ except ImportError:  # not compiled, or not for this processor
 
 
 class Outcome(NamedTuple):
-    """The result of decoding some blocks.
+    """The result of decoding some blocks."""
 
-    Attributes:
-        decoded: whether all of them were decoded.
-        is_foreign: whether one was not, as it has frames or flags that are not written here.
-        problem: what is wrong with one of them, for an error message; None if the kernel declined the block.
-    """
-
-    decoded: bool
-    is_foreign: bool = False
+    decoded: bool  # whether all of them were decoded
+    is_foreign: bool = False  # whether one was not, as it has frames or flags that are not written here
+    # what is wrong with one of them, for an error message; None if the kernel declined the block
     problem: str | None = None
 
 
 @dataclass(frozen=True)
 class PlanesLiterals:
-    """Encodes and decodes blocks of one chain. Any thread may use it.
+    """Encodes and decodes blocks of one chain. Any thread may use it."""
 
-    Attributes:
-        float_nbytes: bytes of a float, 2, 4 or 8.
-        slice_nbytes: bytes of an exponent plane in one slice.
-    """
-
-    float_nbytes: int
-    slice_nbytes: int
+    float_nbytes: int  # bytes of a float, 2, 4 or 8
+    slice_nbytes: int  # bytes of an exponent plane in one slice
 
     def encode(self, rows: U8, widths: tuple[int, ...], out: memoryview) -> tuple[list[EncodedBlock], int] | None:
         """Encode blocks that lie beside each other."""

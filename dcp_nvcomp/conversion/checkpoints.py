@@ -251,9 +251,6 @@ class _StockSave:
     """A save with stock DCP's writer, as many ranks would make it that have a little each.
 
     It holds what it has written of each key until its file is complete, so files have to be small.
-
-    Attributes:
-        names: of the data files, as far as they may exist.
     """
 
     def __init__(self, planner: ConvertingPlanner) -> None:

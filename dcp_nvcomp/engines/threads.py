@@ -43,9 +43,6 @@ class WorkerGroup:
     A worker keeps taking messages after a failure, without acting on them, so that nothing waits for it. It reports its
     errors to `fail`, and ends at the message None; if workers share a queue, each passes that message on. An error that
     it raises counts too, but what waits for the messages that it no longer takes has to look at `error`.
-
-    Attributes:
-        error: the first error of any thread; None as long as there is none.
     """
 
     def __init__(self, queues: Iterable[SimpleQueue[Any]], on_failure: Callable[[], None] | None = None) -> None:

@@ -23,19 +23,12 @@ from dcp_nvcomp.storage.reread import twice
 
 
 class DataFileRef(NamedTuple):
-    """A data file as `.metadata` names it, there as a plain tuple.
+    """A data file as `.metadata` names it, there as a plain tuple."""
 
-    Attributes:
-        name: its path, relative to the checkpoint.
-        nbytes: its size.
-        footer_nbytes: the size of its footer.
-        footer_crc: the CRC of its footer: another file of the same name has another.
-    """
-
-    name: str
+    name: str  # its path, relative to the checkpoint
     nbytes: int
-    footer_nbytes: int
-    footer_crc: int
+    footer_nbytes: int  # the size of its footer
+    footer_crc: int  # the CRC of its footer: another file of the same name has another
 
 
 def block_row(footer: Footer, number: int) -> BlockRow:

@@ -28,19 +28,12 @@ MAX_BLOCK_SLICES = 1 << 16
 
 @dataclass(frozen=True)
 class FileIdentity:
-    """Origin of a data file.
+    """Origin of a data file."""
 
-    Attributes:
-        save_id: id of the writing process's save.
-        file_id: id of the file.
-        rank: rank that writes it.
-        writer: versions of the packages that write it, for people.
-    """
-
-    save_id: str
-    file_id: str
-    rank: int
-    writer: dict[str, str]
+    save_id: str  # id of the writing process's save
+    file_id: str  # id of the file
+    rank: int  # rank that writes it
+    writer: dict[str, str]  # versions of the packages that write it, for people
 
 
 def footer_json(
@@ -63,29 +56,17 @@ def footer_json(
 
 @dataclass(frozen=True)
 class Footer:
-    """A checked footer.
+    """A checked footer."""
 
-    Attributes:
-        path: the file, for messages.
-        save_id: id of the writing process's save.
-        file_id: id of the file.
-        rank: rank that wrote it.
-        records: the records, in the order in which `.metadata` numbers them.
-        tables: the block and slice tables.
-        block_offsets: offset of each block in the file and, last, the end of the last one.
-        slice_starts: row of each block's first slice in the slice table, and, last, the number of rows.
-        block_nbytes: decoded size of each block.
-    """
-
-    path: str
-    save_id: str
-    file_id: str
-    rank: int
-    records: tuple[Record, ...]
-    tables: Tables = field(repr=False)
+    path: str  # the file, for messages
+    save_id: str  # id of the writing process's save
+    file_id: str  # id of the file
+    rank: int  # rank that wrote it
+    records: tuple[Record, ...]  # the records, in the order in which `.metadata` numbers them
+    tables: Tables = field(repr=False)  # the block and slice tables
     block_offsets: npt.NDArray[np.int64] = field(repr=False)
     slice_starts: npt.NDArray[np.int64] = field(repr=False)
-    block_nbytes: npt.NDArray[np.int64] = field(repr=False)
+    block_nbytes: npt.NDArray[np.int64] = field(repr=False)  # decoded size of each block
 
     def record_encoded_nbytes(self, record: Record) -> int:
         """Return the size of the record's blocks in the file. A packed record has none of its own."""

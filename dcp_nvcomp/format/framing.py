@@ -42,21 +42,13 @@ U32 = npt.NDArray[np.uint32]
 
 @dataclass(frozen=True)
 class Tables:
-    """The footer's columns.
+    """The footer's columns."""
 
-    Attributes:
-        encoded_nbytes: of each block, its padding included.
-        flags: of each block.
-        encoded_crc: CRC32C of each encoded block.
-        uncompressed_crc: CRC32C of each decoded block.
-        slice_nbytes: encoded size of each slice.
-    """
-
-    encoded_nbytes: U32
+    encoded_nbytes: U32  # of each block, its padding included
     flags: U32
-    encoded_crc: U32
-    uncompressed_crc: U32
-    slice_nbytes: U32
+    encoded_crc: U32  # CRC32C of each encoded block
+    uncompressed_crc: U32  # CRC32C of each decoded block
+    slice_nbytes: U32  # encoded size of each slice
 
 
 @dataclass(frozen=True)

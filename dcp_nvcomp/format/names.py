@@ -80,15 +80,10 @@ def save_id_of_copy(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class OwnFile:
-    """What the name of a file says, if only this package gives such names, and each of them once.
+    """What the name of a file says, if only this package gives such names, and each of them once."""
 
-    Attributes:
-        kind: `data`, `metadata` (an immutable copy), `temporary` or `upload`.
-        file_id: the id in the name, of the rank and save that wrote the file; empty if the name has none.
-    """
-
-    kind: str
-    file_id: str
+    kind: str  # `data`, `metadata` (an immutable copy), `temporary` or `upload`
+    file_id: str  # the id in the name, of the rank and save that wrote the file; empty if the name has none
 
 
 def own_file(name: str) -> OwnFile | None:

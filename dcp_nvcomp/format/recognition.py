@@ -69,17 +69,11 @@ _CONVERTS: Final = "`dcp_nvcomp.convert` (or `dcp-nvcomp convert`) makes a check
 
 @dataclass(frozen=True)
 class Found:
-    """What is at a path.
-
-    Attributes:
-        kind: for code.
-        what: for people, such as "a file of torch.save".
-        advice: which call takes it, or what to give instead.
-    """
+    """What is at a path."""
 
     kind: Kind
-    what: str
-    advice: str
+    what: str  # for people, such as "a file of torch.save"
+    advice: str  # which call takes it, or what to give instead
 
 
 def is_local(path: str) -> bool:

@@ -32,33 +32,20 @@ MAX_INTEGER = 1 << 62  # of any other number
 
 @dataclass(frozen=True)
 class Record:
-    """One record of a footer.
+    """One record of a footer."""
 
-    Attributes:
-        kind: `tensor`, `bytes`, `torch_save` or `pack`.
-        fqn: the state-dict key; empty for a pack.
-        shape: shape of the shard.
-        offsets: its first element in the global tensor.
-        global_shape: the global tensor's shape.
-        element: the element type.
-        pack: index of the pack it lies in and its first element there; None for a record with blocks of its own.
-        grid: its blocks; None in a pack.
-        chain: its codec chain; None in a pack.
-        first_block: row of its first block in the block table; 0 until the record is read.
-        block_count: number of its rows there.
-    """
-
-    kind: str
-    fqn: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    global_shape: tuple[int, ...]
+    kind: str  # `tensor`, `bytes`, `torch_save` or `pack`
+    fqn: str  # the state-dict key; empty for a pack
+    shape: tuple[int, ...]  # shape of the shard
+    offsets: tuple[int, ...]  # its first element in the global tensor
+    global_shape: tuple[int, ...]  # the global tensor's shape
     element: ElementType
+    # index of the pack it lies in and its first element there; None for a record with blocks of its own
     pack: tuple[int, int] | None = None
-    grid: BlockGrid | None = None
-    chain: CodecChain | None = None
-    first_block: int = 0
-    block_count: int = 0
+    grid: BlockGrid | None = None  # its blocks; None in a pack
+    chain: CodecChain | None = None  # its codec chain; None in a pack
+    first_block: int = 0  # row of its first block in the block table; 0 until the record is read
+    block_count: int = 0  # number of its rows there
 
     @property
     def elements(self) -> int:

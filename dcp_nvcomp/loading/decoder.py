@@ -35,12 +35,7 @@ _Pair = tuple[BlockRead, DecodeJob]
 
 
 class GpuShare:
-    """A load's part of the GPUs, for all of its threads.
-
-    Attributes:
-        scratch_nbytes: the part of an engine's memory for blocks that cannot be decoded in their destination.
-        pinned: page-locked memory for what is fetched.
-    """
+    """A load's part of the GPUs, for all of its threads."""
 
     def __init__(self, policy: EnginePolicy, read_nbytes: int, device: torch.device | None) -> None:
         self.read_nbytes = read_nbytes
@@ -56,16 +51,11 @@ class GpuShare:
 
 @dataclass(frozen=True)
 class Fetched:
-    """A range of a file in memory.
-
-    Attributes:
-        read: the range.
-        data: its bytes, in the buffer of the thread that fetched it.
-        devices: for each block, the device whose engine decodes it; None for the CPU engine.
-    """
+    """A range of a file in memory."""
 
     read: Read
-    data: memoryview
+    data: memoryview  # its bytes, in the buffer of the thread that fetched it
+    # for each block, the device whose engine decodes it; None for the CPU engine
     devices: Sequence[torch.device | None]
 
     def block(self, block: BlockRead) -> memoryview:

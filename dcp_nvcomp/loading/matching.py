@@ -35,17 +35,11 @@ _EXTRA_STATE: Final = "_extra_state"
 
 @dataclass(frozen=True)
 class Matched:
-    """The values of a destination.
+    """The values of a destination."""
 
-    Attributes:
-        values: by the names of the checkpoint; those that it lacks by their own.
-        paths: their places in the destination.
-        made: the names of tensors that are not in the destination, and have to take the place of what is.
-    """
-
-    values: dict[str, Any]
-    paths: dict[str, Path]
-    made: frozenset[str]
+    values: dict[str, Any]  # by the names of the checkpoint; those that it lacks by their own
+    paths: dict[str, Path]  # their places in the destination
+    made: frozenset[str]  # the names of tensors that are not in the destination, and have to take the place of what is
 
 
 def match(state: Mapping[str, Any], metadata: Metadata) -> Matched:

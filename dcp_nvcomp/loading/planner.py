@@ -60,11 +60,7 @@ def planner_for(
 
 
 class UnwrappingPlanner(LoadPlanner):
-    """Plans a load into what lies under one key.
-
-    Attributes:
-        failure: why nothing can be loaded; raised where DCP tells the other ranks of it.
-    """
+    """Plans a load into what lies under one key."""
 
     def __init__(self, planner: LoadPlanner, failure: CheckpointError | None) -> None:
         self._planner = planner

@@ -51,25 +51,15 @@ class Wanted:
 
 @dataclass
 class Target:
-    """A read item with the blocks that hold it and, once resolved, its destination.
-
-    Attributes:
-        item: DCP's read item.
-        record: its record.
-        holder: the record whose blocks hold it: `record` itself, or its pack.
-        region: the region to load, in the coordinates of `record`; all of a bytes item or a payload.
-        blocks: numbers of the holder's blocks that it needs.
-        missing: how many of them are not placed yet.
-        payload: for the planner: the tensor that it resolved, or the bytes of an object.
-    """
+    """A read item with the blocks that hold it and, once resolved, its destination."""
 
     item: ReadItem
     record: Record
-    holder: Record
-    region: Box
-    blocks: tuple[int, ...]
-    missing: int
-    payload: Any = None
+    holder: Record  # the record whose blocks hold it: `record` itself, or its pack
+    region: Box  # the region to load, in the coordinates of `record`; all of a bytes item or a payload
+    blocks: tuple[int, ...]  # numbers of the holder's blocks that it needs
+    missing: int  # how many of them are not placed yet
+    payload: Any = None  # for the planner: the tensor that it resolved, or the bytes of an object
     _destination: Destination | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -106,23 +96,14 @@ class Target:
 
 @dataclass(frozen=True)
 class BlockRead:
-    """A block to read, and the targets that need it.
+    """A block to read, and the targets that need it."""
 
-    Attributes:
-        number: its row in the block table.
-        record: the record that it is part of.
-        box: its box in the record.
-        start: its first byte in the file.
-        stop: its end in the file.
-        targets: the targets that need it.
-    """
-
-    number: int
-    record: Record
-    box: Box
-    start: int
-    stop: int
-    targets: list[Target]
+    number: int  # its row in the block table
+    record: Record  # the record that it is part of
+    box: Box  # its box in the record
+    start: int  # its first byte in the file
+    stop: int  # its end in the file
+    targets: list[Target]  # the targets that need it
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,7 @@ from dcp_nvcomp.loading.parameter_names import ParameterNames, is_place_of_names
 
 
 class WholeValue:
-    """A value of a state dict that is loaded as a whole; Stateful, for `load`.
-
-    Attributes:
-        value: what to have in its place after the load.
-    """
+    """A value of a state dict that is loaded as a whole; Stateful, for `load`."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

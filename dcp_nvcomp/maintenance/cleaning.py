@@ -157,15 +157,10 @@ def _still_orphans(filesystem: Filesystem, older_than_seconds: float, batch: Seq
 
 @dataclass(frozen=True)
 class Refusal:
-    """A checkpoint in which nothing was removed.
-
-    Attributes:
-        path: the checkpoint.
-        error: why, in one line.
-    """
+    """A checkpoint in which nothing was removed."""
 
     path: str
-    error: str
+    error: str  # why, in one line
 
 
 @dataclass(frozen=True)

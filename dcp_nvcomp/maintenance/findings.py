@@ -13,22 +13,13 @@ WARNING = "warning"
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong.
-
-    Attributes:
-        severity: `error` if stored bytes are corrupt, contradict each other, or are missing for a load; `warning` if
-            everything loads and at most a precaution is lost.
-        what: what is wrong.
-        file: the file's name in the checkpoint; None if no file is at fault.
-        fqns: the keys that are concerned, as far as it is known; of a block of small tensors, all that lie in it.
-        byte_range: half-open range of bytes in the file, if known.
-    """
+    """One thing that is wrong."""
 
     severity: str
     what: str
-    file: str | None = None
+    file: str | None = None  # the file's name in the checkpoint; None if no file is at fault
     fqns: tuple[str, ...] = ()
-    byte_range: tuple[int, int] | None = None
+    byte_range: tuple[int, int] | None = None  # half-open range of bytes in the file, if known
 
     def to_json(self) -> dict[str, Any]:
         """All of it as JSON values."""

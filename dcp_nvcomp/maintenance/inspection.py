@@ -36,41 +36,24 @@ LAYOUT_STOCK = "stock"
 
 @dataclass(frozen=True)
 class Item:
-    """One key of the state dict, all its shards together.
-
-    Attributes:
-        fqn: the key.
-        kind: `tensor`, `bytes` (a Python object) or `torch_save` (a tensor stored as `torch.save` wrote it).
-        dtype: name of the dtype; `bytes` for a Python object.
-        shape: the global shape; None for a Python object.
-        codecs: short names of its shards' codec chains, such as `planes-zstd`; of stock checkpoints `stock` and what
-            the items went through, such as `stock-zstd`.
-        packed: whether shards share a block with other small ones.
-        totals: shards and sizes.
-    """
+    """One key of the state dict, all its shards together."""
 
     fqn: str
-    kind: str
-    dtype: str
-    shape: tuple[int, ...] | None
+    kind: str  # `tensor`, `bytes` (a Python object) or `torch_save` (a tensor stored as `torch.save` wrote it)
+    dtype: str  # name of the dtype; `bytes` for a Python object
+    shape: tuple[int, ...] | None  # the global shape; None for a Python object
     codecs: tuple[str, ...]
-    packed: bool
+    packed: bool  # whether shards share a block with other small ones
     totals: Totals
 
 
 @dataclass(frozen=True)
 class DataFile:
-    """One data file.
+    """One data file."""
 
-    Attributes:
-        name: its name in the checkpoint.
-        nbytes: its size.
-        footer_nbytes: size of its footer; 0 for stock files, which have none.
-    """
-
-    name: str
+    name: str  # its name in the checkpoint
     nbytes: int
-    footer_nbytes: int
+    footer_nbytes: int  # size of its footer; 0 for stock files, which have none
 
 
 @dataclass(frozen=True)

@@ -37,19 +37,12 @@ ATTEMPTS: Final = 5
 
 @dataclass(frozen=True)
 class Orphan:
-    """Something that no checkpoint needs.
+    """Something that no checkpoint needs."""
 
-    Attributes:
-        kind: `data`, `metadata` (an immutable copy), `temporary` or `upload`.
-        name: the file; of an upload, the one it was to become.
-        nbytes: its size; 0 for an upload, whose size is unknown.
-        age_seconds: by the storage's clock, since it or what belongs to it was last written.
-    """
-
-    kind: str
-    name: str
-    nbytes: int
-    age_seconds: float
+    kind: str  # `data`, `metadata` (an immutable copy), `temporary` or `upload`
+    name: str  # the file; of an upload, the one it was to become
+    nbytes: int  # its size; 0 for an upload, whose size is unknown
+    age_seconds: float  # by the storage's clock, since it or what belongs to it was last written
 
 
 @dataclass

@@ -61,23 +61,15 @@ IMPOSSIBLE = "impossible"
 
 @dataclass(frozen=True)
 class Candidate:
-    """A save that left an immutable metadata file, or a checkpoint whose `.metadata` was moved aside.
+    """A save that left an immutable metadata file, or a checkpoint whose `.metadata` was moved aside."""
 
-    Attributes:
-        save_id: its id; of a checkpoint of stock DCP, which has none, the name of the file that was moved aside.
-        name: the metadata file.
-        modified_seconds: when that was written, in seconds since 1970 by the storage's clock; None if unknown.
-        keys: number of its keys; 0 if it can't be read.
-        nbytes: size of its data files together.
-        problems: what is missing or corrupt; empty if it is complete.
-    """
-
-    save_id: str
+    save_id: str  # its id; of a checkpoint of stock DCP, which has none, the name of the file that was moved aside
     name: str
+    # when that was written, in seconds since 1970 by the storage's clock; None if unknown
     modified_seconds: float | None
-    keys: int
-    nbytes: int
-    problems: tuple[str, ...]
+    keys: int  # number of its keys; 0 if it can't be read
+    nbytes: int  # size of its data files together
+    problems: tuple[str, ...]  # what is missing or corrupt; empty if it is complete
 
     @property
     def is_complete(self) -> bool:

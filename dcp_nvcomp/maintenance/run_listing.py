@@ -37,43 +37,24 @@ _LARGE_NBYTES: Final = 64 << 20  # of metadata: such are parsed one at a time
 
 @dataclass(frozen=True)
 class Step:
-    """One checkpoint of a run.
+    """One checkpoint of a run."""
 
-    Attributes:
-        name: its path below the run; empty for a checkpoint at the run's own path.
-        step: the step that a run saved it for; else the number at the end of its name, None if there is none.
-        state: `complete`: its `.metadata` can be read, and the data files that it names are there with their sizes;
-            `incomplete`: data files without `.metadata`, of a save that died or is under way; `damaged`: neither;
-            `misnamed`: its directory has the name of another step than the one that was saved. `verify` finds what this
-            can't: damage within files.
-        saved_seconds: when its `.metadata` was written, else its last file, in seconds since 1970 by the storage's
-            clock; None if the storage does not tell.
-        stored_nbytes: size of its data files.
-        uncompressed_nbytes: size of the state in memory; None if the checkpoint has no summary, as stock DCP's.
-        ranks: how many ranks wrote it; by the names of the files if there is no summary.
-        keys: number of keys; None without a summary.
-        save_id: id of the save; None without a summary.
-        metrics: of that step, if a run saved it with any.
-        replica_id: what it has in common with what other replicas of the state saved; empty if there are none.
-        problem: why it is damaged or misnamed; empty if it is not.
-        run_seconds: how long the run had been under way, without breaks; None if the step does not say.
-        lease: which of the run's managers saved it, counted by their leases; 0 if the step does not say.
-    """
-
-    name: str
-    step: int | None
+    name: str  # its path below the run; empty for a checkpoint at the run's own path
+    step: int | None  # the step that a run saved it for; else the number at the end of its name, None if there is none
     state: str
     saved_seconds: float | None
-    stored_nbytes: int
+    stored_nbytes: int  # size of its data files
+    # size of the state in memory; None if the checkpoint has no summary, as stock DCP's
     uncompressed_nbytes: int | None
-    ranks: int
-    keys: int | None
-    save_id: str | None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    replica_id: str = ""
-    problem: str = ""
+    ranks: int  # how many ranks wrote it; by the names of the files if there is no summary
+    keys: int | None  # number of keys; None without a summary
+    save_id: str | None  # id of the save; None without a summary
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of that step, if a run saved it with any
+    replica_id: str = ""  # what it has in common with what other replicas of the state saved; empty if there are none
+    problem: str = ""  # why it is damaged or misnamed; empty if it is not
+    # how long the run had been under way, without breaks; None if the step does not say
     run_seconds: float | None = None
-    lease: int = 0
+    lease: int = 0  # which of the run's managers saved it, counted by their leases; 0 if the step does not say
 
     @property
     def ratio(self) -> float | None:

@@ -29,23 +29,12 @@ _BITS_ONLY: Final = ("float4_e2m1fn_x2",)
 
 @dataclass(frozen=True)
 class Difference:
-    """How one key differs.
-
-    Attributes:
-        fqn: the key.
-        kind: `only in a`, `only in b`, `kind` (one is a tensor, one an object), `place` (keys of dicts that only look
-            alike, such as 0 and "0"), `dtype`, `shape`, `values`, or `unknown` (an object that is stored in other
-            bytes, and not read because it could run code).
-        what: both sides, in a few words.
-        elements: how many elements differ in their bits; None if values were not compared.
-        max_difference: the largest absolute difference of two of them; NaN if one is NaN where the other is not; None
-            also of dtypes with which nothing can be computed.
-    """
+    """How one key differs."""
 
     fqn: str
     kind: str
-    what: str
-    elements: int | None = None
+    what: str  # both sides, in a few words
+    elements: int | None = None  # how many elements differ in their bits; None if values were not compared
     max_difference: float | None = None
 
 

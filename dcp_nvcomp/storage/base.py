@@ -36,50 +36,30 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class FileInfo:
-    """A plain file directly in the directory.
-
-    Attributes:
-        name: its name.
-        nbytes: its size.
-        modified_seconds: when it was last written, in seconds since 1970 by the storage's clock; None if the storage
-            does not report it.
-        changed_seconds: on local disks its ctime, by the same clock: a copy that keeps the time of writing, as of
-            `cp -a`, is not older here than itself. None elsewhere.
-    """
+    """A plain file directly in the directory."""
 
     name: str
     nbytes: int
+    # when it was last written, in seconds since 1970 by the storage's clock; None if the storage does not report it
     modified_seconds: float | None
     changed_seconds: float | None = None
 
 
 @dataclass(frozen=True)
 class UnfinishedUpload:
-    """A multipart upload that was begun and neither completed nor aborted: an object store keeps its parts until then.
+    """A multipart upload that was neither completed nor aborted: an object store keeps its parts until then."""
 
-    Attributes:
-        name: the file it was to become.
-        upload_id: what the store calls it.
-        begun_seconds: when it was begun, in seconds since 1970 by the storage's clock.
-    """
-
-    name: str
-    upload_id: str
-    begun_seconds: float
+    name: str  # the file it was to become
+    upload_id: str  # what the store calls it
+    begun_seconds: float  # when it was begun, in seconds since 1970 by the storage's clock
 
 
 class Below(NamedTuple):
-    """What is below a directory, at any depth.
+    """What is below a directory, at any depth."""
 
-    Attributes:
-        files: all files, each by its relative path.
-        uploads: relative paths of what unfinished uploads are to become.
-        failed: why a folder could not be listed, by its relative path.
-    """
-
-    files: list[FileInfo]
-    uploads: list[str]
-    failed: dict[str, StorageError]
+    files: list[FileInfo]  # all files, each by its relative path
+    uploads: list[str]  # relative paths of what unfinished uploads are to become
+    failed: dict[str, StorageError]  # why a folder could not be listed, by its relative path
 
 
 class OutputStream(ABC):

@@ -42,15 +42,10 @@ def is_known_elsewhere(path: str | os.PathLike[str]) -> bool:
 
 @dataclass(frozen=True)
 class StorageSettings:
-    """What this process has told fsspec of a URL's storage.
+    """What this process has told fsspec of a URL's storage."""
 
-    Attributes:
-        classes: its classes by protocol.
-        config: fsspec's configuration, from its files and what was set since.
-    """
-
-    classes: Mapping[str, type]
-    config: Mapping[str, Any]
+    classes: Mapping[str, type]  # its classes by protocol
+    config: Mapping[str, Any]  # fsspec's configuration, from its files and what was set since
 
     def apply(self) -> None:
         """Let URLs with these protocols be opened in this process as they are in the other one."""

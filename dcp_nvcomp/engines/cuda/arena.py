@@ -54,11 +54,7 @@ class _Region:
 
 
 class Piece:
-    """Memory of an arena for as long as this object is held.
-
-    Attributes:
-        ptr: its address.
-    """
+    """Memory of an arena for as long as this object is held."""
 
     __slots__ = ("_region", "_start", "_stop", "ptr")
 

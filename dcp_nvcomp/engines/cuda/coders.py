@@ -33,27 +33,16 @@ from dcp_nvcomp.errors import UnsupportedVersionError
 
 @dataclass(frozen=True)
 class _EncodedGroup:
-    """Slices of one size class while they are encoded.
-
-    Attributes:
-        members: their numbers.
-        batch: nvCOMP's, of the frames.
-        source: nvCOMP's, of the slices: its tables must live until the work is done.
-        room_nbytes: the room of each frame.
-    """
+    """Slices of one size class while they are encoded."""
 
     members: I64
-    batch: Any
-    source: Any
-    room_nbytes: int
+    batch: Any  # nvCOMP's, of the frames
+    source: Any  # nvCOMP's, of the slices: its tables must live until the work is done
+    room_nbytes: int  # the room of each frame
 
 
 class Frames:
-    """Frames of slices, encoded or under way, each in a slot of its own.
-
-    Attributes:
-        addresses: address of each slice's frame; 0 for a slice that nvCOMP was not given.
-    """
+    """Frames of slices, encoded or under way, each in a slot of its own."""
 
     def __init__(self, lengths: I64) -> None:
         self._lengths = lengths
@@ -140,19 +129,12 @@ _ANS_ITEM_NBYTES = {"<f2": 2, "<f4": 4}
 
 @dataclass(frozen=True)
 class _Algorithm:
-    """The algorithm of nvCOMP that serves a coder.
-
-    Attributes:
-        kind: names its workspaces.
-        options: arguments of nvCOMP's codec.
-        item_nbytes: nvCOMP takes slices of whole items only; others are stored.
-        version: the version of nvCOMP that wrote the slices, if no other major version decodes them.
-    """
+    """The algorithm of nvCOMP that serves a coder."""
 
     kind: str
-    options: dict[str, Any]
-    item_nbytes: int = 1
-    version: str | None = None
+    options: dict[str, Any]  # arguments of nvCOMP's codec
+    item_nbytes: int = 1  # nvCOMP takes slices of whole items only; others are stored
+    version: str | None = None  # the version of nvCOMP that wrote the slices, if no other major version decodes them
 
 
 def _zstd(coder: Zstd) -> _Algorithm:

@@ -49,25 +49,15 @@ _OVERHEAD_NBYTES = 2048
 
 @dataclass(frozen=True, slots=True)
 class DecodeJob:
-    """One block to decode.
+    """One block to decode."""
 
-    Attributes:
-        data: the encoded block in host memory.
-        row: its rows of the footer's tables.
-        chain: its codec chain.
-        out: receives the block: 1-D contiguous uint8 on the device, exactly its decoded size.
-        path: the file it is from, for messages.
-        fqn: the state-dict key it is of, for messages.
-        byte_range: where in the file it lies, for messages.
-    """
-
-    data: memoryview
-    row: BlockRow
+    data: memoryview  # the encoded block in host memory
+    row: BlockRow  # its rows of the footer's tables
     chain: CodecChain
-    out: Tensor
-    path: str | None = None
-    fqn: str | None = None
-    byte_range: tuple[int, int] | None = None
+    out: Tensor  # receives the block: 1-D contiguous uint8 on the device, exactly its decoded size
+    path: str | None = None  # the file it is from, for messages
+    fqn: str | None = None  # the state-dict key it is of, for messages
+    byte_range: tuple[int, int] | None = None  # where in the file it lies, for messages
 
 
 def _refuse(job: DecodeJob, message: str) -> NoReturn:
@@ -76,23 +66,14 @@ def _refuse(job: DecodeJob, message: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Addresses of all parts of a batch in device memory.
+    """Addresses of all parts of a batch in device memory."""
 
-    Attributes:
-        out: of each block, its destination.
-        scratch: of each block, its scratch memory.
-        frames: of each piece, its stored form.
-        stored_nbytes: of each piece, the length of its stored form.
-        places: of each piece, its destination: scratch memory, or the block itself.
-        plain: of each piece, True if its block is not split into planes.
-    """
-
-    out: I64
-    scratch: I64
-    frames: I64
-    stored_nbytes: I64
-    places: I64
-    plain: Bools
+    out: I64  # of each block, its destination
+    scratch: I64  # of each block, its scratch memory
+    frames: I64  # of each piece, its stored form
+    stored_nbytes: I64  # of each piece, the length of its stored form
+    places: I64  # of each piece, its destination: scratch memory, or the block itself
+    plain: Bools  # of each piece, True if its block is not split into planes
 
 
 class JobChecks:
@@ -152,16 +133,10 @@ class JobChecks:
 
 @dataclass(frozen=True)
 class Doubt:
-    """What is wrong with a block that was decoded.
+    """What is wrong with a block that was decoded."""
 
-    Attributes:
-        crc: the CRC of what came out, which is not the row's; None if a slice did not decode at all.
-        what: a sentence on the slice.
-        is_known: False if nothing need be wrong: a frame is of an encoder whose frames this GPU does not decode.
-    """
-
-    crc: int | None
-    what: str = "The decoded bytes fail their CRC."
+    crc: int | None  # the CRC of what came out, which is not the row's; None if a slice did not decode at all
+    what: str = "The decoded bytes fail their CRC."  # a sentence on the slice
     is_known: bool = True
 
 

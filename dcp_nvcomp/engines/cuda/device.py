@@ -63,25 +63,15 @@ class Kernels(Protocol):
 
 
 class Device(Protocol):
-    """A device on which batches are encoded and decoded.
+    """A device on which batches are encoded and decoded."""
 
-    Attributes:
-        torch_device: the device of the blocks' tensors.
-        name: the kind of GPU, as its driver names it.
-        stream_handle: the `cudaStream_t` of its stream.
-        kernels: the kernels, on that stream.
-        nvcomp: nvCOMP's module.
-        nvcomp_memory: what nvCOMP holds.
-        arena: the device memory of all batches.
-    """
-
-    torch_device: torch.device
-    name: str
-    stream_handle: int
-    kernels: Kernels
+    torch_device: torch.device  # the device of the blocks' tensors
+    name: str  # the kind of GPU, as its driver names it
+    stream_handle: int  # the `cudaStream_t` of its stream
+    kernels: Kernels  # the kernels, on that stream
     nvcomp: Any
     nvcomp_memory: NvcompMemory
-    arena: Arena
+    arena: Arena  # the device memory of all batches
 
     def session(
         self, tensors: Sequence[Tensor], after: Sequence[torch.cuda.Event] = ()

@@ -48,16 +48,11 @@ _MARK_NBYTES = 512
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodeJob:
-    """One block to encode.
-
-    Attributes:
-        tensors: the block's elements on the device: those of these tensors one after the other, each in C order.
-        chain: its codec chain; ANS names the version of nvCOMP that is here.
-        ready: what the work waits for, so that the elements are there; None for the current stream.
-    """
+    """One block to encode."""
 
     tensors: tuple[Tensor, ...]
-    chain: CodecChain
+    chain: CodecChain  # its codec chain; ANS names the version of nvCOMP that is here
+    # what the work waits for, so that the elements are there; None for the current stream
     ready: torch.cuda.Event | None = None
 
     @property
@@ -94,15 +89,10 @@ class _Blocks:
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """The encoded blocks of a batch.
+    """The encoded blocks of a batch."""
 
-    Attributes:
-        blocks: in the order of the jobs.
-        wrong: the numbers of those that do not decode to their block.
-    """
-
-    blocks: list[EncodedBlock]
-    wrong: list[int]
+    blocks: list[EncodedBlock]  # in the order of the jobs
+    wrong: list[int]  # the numbers of those that do not decode to their block
 
 
 class BatchEncoder:

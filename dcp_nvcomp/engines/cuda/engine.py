@@ -46,11 +46,6 @@ class CudaEngine:
     If the GPU runs out of memory or anything fails, batches become smaller, and a block that fails alone is left to the
     CPU engine, with one warning. So is a block that came out wrong. Blocks of codecs that it does not know are always
     left to the CPU engine.
-
-    Attributes:
-        health: what is known of the device.
-        coders: the device's coders.
-        memory: its device memory.
     """
 
     def __init__(

@@ -83,14 +83,7 @@ def _those(mask: Bools) -> slice | I64:
 
 
 class _Frames:
-    """Frames that are looked at, and the faults that were found.
-
-    Attributes:
-        numbers: of all frames.
-        stops: where each ends.
-        faults: what is wrong with those that have a fault.
-        good: False for these.
-    """
+    """Frames that are looked at, and the faults that were found."""
 
     def __init__(self, memory: U8, starts: I64, nbytes: I64, lengths: I64) -> None:
         if memory.size < 8:

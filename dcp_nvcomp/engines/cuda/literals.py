@@ -61,11 +61,7 @@ class LiteralKernels:
 
 
 class LiteralFrames:
-    """Frames of slices, which are measured, but not written yet.
-
-    Attributes:
-        addresses: 0 for each, as none is written yet.
-    """
+    """Frames of slices, which are measured, but not written yet."""
 
     def __init__(
         self, device: Device, kernels: LiteralKernels, lengths: I64, slices: Tensor, plans: Tensor, frame_nbytes: Tensor

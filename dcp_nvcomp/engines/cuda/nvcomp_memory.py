@@ -17,11 +17,7 @@ from dcp_nvcomp.engines.cuda.support import load_nvcomp
 
 
 class Held(Protocol):
-    """Device memory that is held.
-
-    Attributes:
-        ptr: its address.
-    """
+    """Device memory that is held."""
 
     ptr: int
 

@@ -38,16 +38,7 @@ _MOST_BUDGET_NBYTES: Final = 2 << 30
 
 
 class _DeviceEngines:
-    """The engines of one device; None stands for one that was not made yet.
-
-    Attributes:
-        health: what is known of the device.
-        making: held while an engine is made, tested, or given another policy.
-        tested: the choices for Zstd with which the self-test was done.
-        free: the engines that are not lent.
-        made: all that were made.
-        aside: those that can't work, for lack of memory, say, until another save or load begins.
-    """
+    """The engines of one device; None stands for one that was not made yet."""
 
     def __init__(self, device: torch.device) -> None:
         self.health = DeviceHealth(str(device))

@@ -35,13 +35,9 @@ DECODE: Final = "decode"
 
 
 class SliceFrames(Protocol):
-    """Frames of slices, under way.
+    """Frames of slices, under way."""
 
-    Attributes:
-        addresses: where each lies; 0 for one that is not written yet.
-    """
-
-    addresses: I64
+    addresses: I64  # where each lies; 0 for one that is not written yet
 
     def nbytes(self) -> I64:
         """Wait, and return the length of each frame; the slice's own length if there is no shorter frame."""

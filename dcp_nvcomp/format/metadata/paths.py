@@ -32,17 +32,10 @@ _Stored = tuple["str | int", ...]
 
 @dataclass(frozen=True)
 class SavedEntry:
-    """A value of a checkpoint, as `.metadata` describes it.
-
-    Attributes:
-        fqn: its name.
-        path: its place in the nested state.
-        item: DCP's description.
-        has_keys: whether the place has the keys of dicts as they were; else they are text, whatever they were.
-    """
+    """A value of a checkpoint, as `.metadata` describes it."""
 
     fqn: str
-    path: Path
+    path: Path  # its place in the nested state
     item: TensorStorageMetadata | BytesStorageMetadata
     has_keys: bool = True
 

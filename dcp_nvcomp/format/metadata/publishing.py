@@ -54,16 +54,9 @@ _INDEX_FIELDS: Final = ({"fqn", "index", "offset"}, {"fqn", "index"})
 
 
 class Publication(NamedTuple):
-    """Metadata to publish.
+    """Metadata to publish."""
 
-    Attributes:
-        data: the bytes of the file.
-        settled: the same metadata in the form that was pickled; None if it holds what only the reader could judge.
-            That of a later save, which differs in nothing but where its shards are stored, needs no more than
-            `settled_to_publish`.
-    """
-
-    data: bytes
+    data: bytes  # the bytes of the file
     settled: Metadata | None
 
 

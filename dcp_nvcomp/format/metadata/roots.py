@@ -46,13 +46,7 @@ _PICKLE: Final = pickle.PROTO
 
 @dataclass(frozen=True)
 class Root:
-    """One metadata file as it was read.
-
-    Attributes:
-        name: its name.
-        data: its bytes.
-        metadata: the parsed metadata.
-    """
+    """One metadata file as it was read."""
 
     name: str
     data: bytes = field(repr=False)

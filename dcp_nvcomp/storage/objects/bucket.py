@@ -31,13 +31,7 @@ _ERRNO: Final = {
 
 
 class AnswerError(Exception):
-    """The server refused a request.
-
-    Attributes:
-        errno: what the status means.
-        response: the status, where redaction.py keeps it.
-        transient: whether the same request may succeed a moment later.
-    """
+    """The server refused a request."""
 
     def __init__(self, status: int, words: str, *, garbled: bool = False) -> None:
         super().__init__(words)

@@ -44,19 +44,12 @@ _AZURE_URL: Final = re.compile(r"[A-Za-z]+://(?:(?P<container>[^/@]+)@)?(?P<host
 
 @dataclass(frozen=True)
 class Place:
-    """Where a checkpoint is, and how to get there.
+    """Where a checkpoint is, and how to get there."""
 
-    Attributes:
-        bucket: name of the bucket or container.
-        prefix: its names' beginning.
-        part_nbytes: how long the parts of an upload are.
-        client: settings of the client; they hold secrets.
-    """
-
-    bucket: str
+    bucket: str  # name of the bucket or container
     prefix: str
-    part_nbytes: int
-    client: Mapping[str, Any]
+    part_nbytes: int  # how long the parts of an upload are
+    client: Mapping[str, Any]  # settings of the client; they hold secrets
 
 
 def _refuse_unknown(

@@ -27,18 +27,12 @@ class S3Object:
     """An object that need not exist yet.
 
     `send`, `head` and `get` are one attempt each, for `perform`; the others retry until the deadline.
-
-    Attributes:
-        client: sends the requests.
-        bucket: its bucket.
-        key: its key.
-        location: its name in messages.
     """
 
     client: S3Client
     bucket: str
     key: str
-    location: str
+    location: str  # its name in messages
 
     def perform(self, what: str, attempt: Callable[[], Awaitable[T]]) -> T:
         """Retry an attempt as `S3Client.perform` does."""
