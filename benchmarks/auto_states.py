@@ -15,8 +15,7 @@ import torch
 
 from benchmarks.states import State, component, load_state
 from dcp_nvcomp.codecs import Bytes, CodecChain, Planes, Zstd
-from dcp_nvcomp.codecs.base import Coder
-from dcp_nvcomp.codecs.dtypes import ElementType
+from dcp_nvcomp.codecs.base import Coder, ElementType
 
 __all__ = ["FIXED_CODECS", "Fixed", "auto_states"]
 

@@ -23,9 +23,9 @@ from benchmarks.results import Plot, Report
 from benchmarks.slices import EXPONENT_CODERS, exponents
 from benchmarks.states import State, build_state, component, nbytes_of
 from dcp_nvcomp.codecs import Ans, CodecChain
+from dcp_nvcomp.codecs.base import EncodedBlock
 from dcp_nvcomp.codecs.choose import parse_codec, sample_nbytes
-from dcp_nvcomp.codecs.coders.zstd import DEFAULT_SLICE_NBYTES
-from dcp_nvcomp.codecs.encoded import EncodedBlock
+from dcp_nvcomp.codecs.coders import DEFAULT_SLICE_NBYTES
 from dcp_nvcomp.engines.cuda.device import Device
 from dcp_nvcomp.engines.cuda.engine import CudaEngine, DecodeJob, EncodeJob, EnginePolicy
 from dcp_nvcomp.engines.cuda.pool import ENGINES_PER_DEVICE

@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu_rates     # from benchmarks/results/gpu-acceptance.json to the package's zstd_rates.json
 
-`cuda_zstd="auto"` decides by it; see dcp_nvcomp/engines/cuda/rates.py. Compared are the coders alone on slices as the
-writer cuts them, many at once.
+`cuda_zstd="auto"` decides by it; see dcp_nvcomp/engines/cuda/slice_coders.py. Compared are the coders alone on
+slices as the writer cuts them, many at once.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 
 from benchmarks.gpu_acceptance.results import median_of
 from benchmarks.gpu_pages import RESULT_NAME, checked_result
-from dcp_nvcomp.codecs.coders.zstd import DEFAULT_SLICE_NBYTES
-from dcp_nvcomp.engines.cuda.rates import RATES_NAME
+from dcp_nvcomp.codecs.coders import DEFAULT_SLICE_NBYTES
+from dcp_nvcomp.engines.cuda.slice_coders import RATES_NAME
 
 __all__ = ["main", "rates_of"]
 

@@ -17,9 +17,8 @@ import zstandard
 
 from benchmarks.states import State
 from dcp_nvcomp.codecs import CodecChain
-from dcp_nvcomp.codecs.base import BLOCK_NBYTES
+from dcp_nvcomp.codecs.base import BLOCK_NBYTES, EncodedBlock
 from dcp_nvcomp.codecs.choose import parse_codec, sample_nbytes
-from dcp_nvcomp.codecs.encoded import EncodedBlock
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.tensors import element_type
 from dcp_nvcomp.saving.encode.choices import spread_sample

@@ -22,7 +22,7 @@ from benchmarks.peers import Peer, load, ours, save, stock
 from benchmarks.processes import watch
 from benchmarks.results import Plot, Report
 from benchmarks.states import State, build_state
-from dcp_nvcomp.codecs.encoded import checksum
+from dcp_nvcomp.codecs.base import checksum
 
 MIB = 1 << 20
 BUDGETS = {256 * MIB: (0.5, 1.0, 2.0, 4.0, 8.0), 512 * MIB: (0.5, 2.0, 8.0), 1024 * MIB: (0.5, 1.0, 4.0, 8.0)}

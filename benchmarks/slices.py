@@ -19,7 +19,7 @@ from benchmarks.measuring import NotHere, Settings, Spread
 from benchmarks.results import Plot, Report
 from benchmarks.states import State, build_state
 from dcp_nvcomp.codecs import Planes
-from dcp_nvcomp.codecs.coders.ans import ANS_DATA_TYPES
+from dcp_nvcomp.codecs.coders import ANS_DATA_TYPES
 from dcp_nvcomp.engines.cuda.device import CudaDevice, Device
 from dcp_nvcomp.engines.cuda.support import cuda_unavailable_reason
 from tests.codecs import planes_reference

@@ -28,8 +28,7 @@ from dcp_nvcomp.engines.tensors import is_transparent, memory_of, torch_dtype
 from dcp_nvcomp.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, FormatError, StorageError
 from dcp_nvcomp.format.data_file import DataFileRef, find_data_file, read_footer
 from dcp_nvcomp.format.footer import Footer
-from dcp_nvcomp.format.metadata.shards import Shard
-from dcp_nvcomp.format.metadata.stored import StoredAt
+from dcp_nvcomp.format.metadata.shards import Shard, StoredAt
 from dcp_nvcomp.format.names import ONE_FILE_KEY
 from dcp_nvcomp.format.recognition import recognize
 from dcp_nvcomp.format.record import KIND_BYTES, KIND_TENSOR, Record

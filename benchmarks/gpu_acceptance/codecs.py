@@ -18,7 +18,7 @@ from benchmarks.gpu_acceptance.host import MIB, Host
 from benchmarks.gpu_acceptance.results import Probe
 from benchmarks.gpu_device import host_memory
 from dcp_nvcomp.codecs import Ans, Bytes, CodecChain, Deflate, Planes, Zstd
-from dcp_nvcomp.codecs.encoded import EncodedBlock
+from dcp_nvcomp.codecs.base import EncodedBlock
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda.engine import CudaEngine, DecodeJob, EncodeJob
 from tests.engines.cases import cpu_encode, floats, weights

@@ -17,8 +17,7 @@ from benchmarks.gpu_acceptance.results import Probe
 from benchmarks.gpu_acceptance.saving import warnings_of
 from benchmarks.gpu_acceptance.tampering import SLICE_NBYTES, TAMPERED_CODERS, TAMPERINGS, a_slice
 from dcp_nvcomp.codecs import Bytes, CodecChain
-from dcp_nvcomp.codecs.base import padded
-from dcp_nvcomp.codecs.encoded import checksum
+from dcp_nvcomp.codecs.base import checksum, padded
 from dcp_nvcomp.engines.cuda.engine import DecodeJob
 from dcp_nvcomp.errors import CheckpointError
 from tests.engines.cases import cpu_encode

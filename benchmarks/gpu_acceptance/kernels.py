@@ -13,8 +13,8 @@ from torch import Tensor
 from benchmarks.gpu_acceptance.host import Host
 from benchmarks.gpu_acceptance.literals import literal_probes
 from benchmarks.gpu_acceptance.results import Probe
-from dcp_nvcomp.codecs.encoded import checksum
-from dcp_nvcomp.codecs.transforms.planes import PLANE_NAMES, Planes
+from dcp_nvcomp.codecs.base import checksum
+from dcp_nvcomp.codecs.transforms import PLANE_NAMES, Planes
 from dcp_nvcomp.engines.cuda.batches import block_table, copy_table
 from dcp_nvcomp.engines.cuda.device import Device
 from tests.codecs import planes_reference

@@ -22,9 +22,7 @@ from benchmarks.gpu_acceptance.host import Host
 from benchmarks.gpu_acceptance.made import exponents
 from benchmarks.gpu_acceptance.results import Probe
 from dcp_nvcomp.codecs.base import padded
-from dcp_nvcomp.codecs.coders.ans import Ans
-from dcp_nvcomp.codecs.coders.deflate import Deflate
-from dcp_nvcomp.codecs.coders.zstd import Zstd
+from dcp_nvcomp.codecs.coders import Ans, Deflate, Zstd
 from dcp_nvcomp.engines.cuda.coders import NvcompCoders
 from dcp_nvcomp.engines.cuda.device import Device
 

@@ -32,7 +32,7 @@ def on_the_engine(host: Host, *, capacity_nbytes: int = 1 << 40) -> Iterator[Mem
         return
     import pytest
 
-    from dcp_nvcomp.engines.memory import plain_allocate
+    from dcp_nvcomp.engines.tensors import plain_allocate
     from dcp_nvcomp.loading import decoder
     from dcp_nvcomp.saving.asynchronous import segments
     from dcp_nvcomp.saving.encode import buffers

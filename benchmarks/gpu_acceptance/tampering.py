@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from dcp_nvcomp.codecs.base import Coder
-from dcp_nvcomp.codecs.coders.deflate import Deflate
-from dcp_nvcomp.codecs.coders.zstd import Zstd
+from dcp_nvcomp.codecs.coders import Deflate, Zstd
 
 __all__ = ["SLICE_NBYTES", "TAMPERED_CODERS", "TAMPERINGS", "a_slice"]
 

@@ -30,8 +30,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from dcp_nvcomp.choosing.model import CodecRates, StorageRates, Trial
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.errors import CheckpointError, StorageError
-from dcp_nvcomp.format.metadata.shards import ShardIndex
-from dcp_nvcomp.format.metadata.stored import StoredAt
+from dcp_nvcomp.format.metadata.shards import ShardIndex, StoredAt
 from dcp_nvcomp.loading.items import load_items
 from dcp_nvcomp.loading.load import load
 from dcp_nvcomp.loading.read_plan import Wanted

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from dcp_nvcomp.codecs.base import CodecChain
-from dcp_nvcomp.codecs.coders.ans import Ans
-from dcp_nvcomp.codecs.coders.deflate import Deflate
-from dcp_nvcomp.codecs.coders.zstd import Zstd
-from dcp_nvcomp.codecs.transforms.planes import Planes
-from dcp_nvcomp.codecs.transforms.stored import Bytes
+from dcp_nvcomp.codecs.coders import Ans, Deflate, Zstd
+from dcp_nvcomp.codecs.transforms import Bytes, Planes
 
 __all__ = ["Ans", "Bytes", "CodecChain", "Deflate", "Planes", "Zstd"]

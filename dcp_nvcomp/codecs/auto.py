@@ -19,12 +19,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dcp_nvcomp.codecs.base import ALIGNMENT_NBYTES, CodecChain, Coder, SliceEncoder, padded
-from dcp_nvcomp.codecs.coders.zstd import DEFAULT_SLICE_NBYTES, Zstd
-from dcp_nvcomp.codecs.dtypes import ElementType
-from dcp_nvcomp.codecs.scratch import ScratchArrays
-from dcp_nvcomp.codecs.transforms.planes import PLANE_NAMES, Planes
-from dcp_nvcomp.codecs.transforms.stored import Bytes
+from dcp_nvcomp.codecs.base import ALIGNMENT_NBYTES, CodecChain, Coder, ElementType, ScratchArrays, SliceEncoder, padded
+from dcp_nvcomp.codecs.coders import DEFAULT_SLICE_NBYTES, Zstd
+from dcp_nvcomp.codecs.transforms import PLANE_NAMES, Bytes, Planes
 
 U8 = npt.NDArray[np.uint8]
 

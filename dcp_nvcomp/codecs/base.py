@@ -1,13 +1,14 @@
-"""The codec contract: the stored bytes of a block, without IO, threads or DCP.
+"""The codec contract: the stored bytes of a block, without IO, threads, torch or DCP.
 
     block's bytes  --ArrayToBytes.split-->  planes, stored or coded  --Coder-->  slices  -->  one encoded block
 
 A `CodecChain` describes all of it and is what a footer names, as in Zarr v3: a list of `{"name", "configuration"}`. The
 engines (engines/) run chains; `layout_block` decides where each piece of a block lies, and what is compiled for a
-whole chain (planes_literals.py) follows it.
+whole chain (planes_literals.py) follows it. They make and take `EncodedBlock`s, which may outlive the tensor.
 
 Codecs carry their behaviour: the format and a save or load know these classes only, never a particular codec, and the
-engines need no more. registry.py lists the codecs there are.
+engines need no more. registry.py lists the codecs there are. `integer`, `text` and `slice_nbytes` check what a footer
+says of a codec.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from reprlib import repr as shown  # short and shallow: what is shown may be long, and nested too deep for repr
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from crc32c import crc32c
 
-from dcp_nvcomp.codecs.dtypes import ElementType
-from dcp_nvcomp.codecs.scratch import ScratchArrays
-from dcp_nvcomp.errors import ConfigurationError
+from dcp_nvcomp.errors import ConfigurationError, FormatError
 
 U8 = npt.NDArray[np.uint8]
 
@@ -42,10 +43,95 @@ SliceEncoder = Callable[[memoryview], bytes | memoryview]
 SliceDecoder = Callable[[memoryview, memoryview], None]
 
 
+_RELEASE_GIL = 1
+
+
+@dataclass(frozen=True)
+class ElementType:
+    """Memory layout of the elements of one dtype.
+
+    Attributes:
+        name: PyTorch's name of the dtype, without `torch.`.
+        nbytes: bytes of one element.
+        float_nbytes: bytes of each float in it; 0 if it has no float of two bytes or more to split.
+    """
+
+    name: str
+    nbytes: int
+    float_nbytes: int = 0
+
+
+ELEMENT_TYPES: dict[str, ElementType] = {
+    kind.name: kind
+    for kind in (
+        ElementType("bool", 1),
+        ElementType("uint8", 1),
+        ElementType("int8", 1),
+        ElementType("uint16", 2),
+        ElementType("int16", 2),
+        ElementType("uint32", 4),
+        ElementType("int32", 4),
+        ElementType("uint64", 8),
+        ElementType("int64", 8),
+        ElementType("float4_e2m1fn_x2", 1),
+        ElementType("float8_e4m3fn", 1),
+        ElementType("float8_e4m3fnuz", 1),
+        ElementType("float8_e5m2", 1),
+        ElementType("float8_e5m2fnuz", 1),
+        ElementType("float8_e8m0fnu", 1),
+        ElementType("float16", 2, 2),
+        ElementType("bfloat16", 2, 2),
+        ElementType("float32", 4, 4),
+        ElementType("float64", 8, 8),
+        ElementType("complex32", 4, 2),
+        ElementType("complex64", 8, 4),
+        ElementType("complex128", 16, 8),
+    )
+}
+
+
+class ScratchArrays:
+    """Arrays that are reused from block to block; one of these per thread, grown as needed."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, npt.NDArray[Any]] = {}
+
+    def array(self, name: str, count: int, dtype: type[np.generic]) -> npt.NDArray[Any]:
+        """An uninitialised array of `count` elements that the next call with the same name overwrites."""
+        held = self._arrays.get(name)
+        if held is None or held.size < count or held.dtype != dtype:
+            held = self._arrays[name] = np.empty(count, dtype)
+        return held[:count]
+
+
 def check_slice_nbytes(slice_nbytes: int) -> None:
     """Refuse a slice size that the format does not allow."""
     if not isinstance(slice_nbytes, int) or not 0 < slice_nbytes <= MAX_SLICE_NBYTES or slice_nbytes % ALIGNMENT_NBYTES:
         raise ConfigurationError(f"slice_nbytes={slice_nbytes!r} must be a multiple of 16 from 16 to 16 MiB.")
+
+
+def integer(configuration: dict[str, Any], key: str, codec: str) -> int:
+    """Return an integer of a configuration."""
+    value = configuration.get(key)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise FormatError(f"Codec {codec!r} has {key}={shown(value)}, which must be an integer.")
+    return value
+
+
+def text(configuration: dict[str, Any], key: str, codec: str) -> str:
+    """Return a text of a configuration."""
+    value = configuration.get(key)
+    if not isinstance(value, str):
+        raise FormatError(f"Codec {codec!r} has {key}={shown(value)}, which must be text.")
+    return value
+
+
+def slice_nbytes(configuration: dict[str, Any], codec: str) -> int:
+    """Return the `slice_nbytes` of a coder's configuration."""
+    value = integer(configuration, "slice_nbytes", codec)
+    if not 0 < value <= MAX_SLICE_NBYTES or value % ALIGNMENT_NBYTES:
+        raise FormatError(f"Codec {codec!r} has slice_nbytes={shown(value)}, not a multiple of 16 from 16 to 16 MiB.")
+    return value
 
 
 def padded(nbytes: int) -> int:
@@ -72,6 +158,44 @@ class Piece:
     coded: bool  # whether a coder may have coded it (its encoded size is then in the slice table)
 
 
+class BlockRow(NamedTuple):
+    """One block's rows of the footer's tables.
+
+    Attributes:
+        flags: the block's flags.
+        slice_nbytes: encoded size of each of its slices.
+        encoded_crc: CRC32C of the encoded block.
+        uncompressed_crc: CRC32C of the decoded block.
+    """
+
+    flags: int
+    slice_nbytes: tuple[int, ...]
+    encoded_crc: int
+    uncompressed_crc: int
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedBlock:
+    """One encoded block.
+
+    Attributes:
+        data: its bytes on the host, a multiple of 16 long, valid as long as the buffer it was encoded into.
+        row: its rows of the footer's tables.
+        uncompressed_nbytes: its decoded size.
+        was_wrong: True if a GPU encoded it to wrong bytes before; these are the CPU engine's.
+    """
+
+    data: memoryview
+    row: BlockRow
+    uncompressed_nbytes: int
+    was_wrong: bool = False
+
+
+def checksum(data: U8 | memoryview | bytes, value: int = 0) -> int:
+    """Return the CRC32C of `data`, without holding the GIL. `value` is the CRC of the bytes before it."""
+    return crc32c(data.data if isinstance(data, np.ndarray) else data, value, _RELEASE_GIL)
+
+
 class ArrayToBytes(ABC):
     """An array -> bytes codec: the planes of a block, and the way there and back."""
 
@@ -88,7 +212,7 @@ class ArrayToBytes(ABC):
         """Return the codec that a footer's configuration describes.
 
         Args:
-            configuration: JSON values from a file, which can be anything; configuration.py has the usual checks.
+            configuration: JSON values from a file, which can be anything; `integer`, `text` and `slice_nbytes` check.
 
         Raises:
             FormatError: it does not describe this codec.
@@ -152,7 +276,7 @@ class Coder(ABC):
         """Return the coder that a footer's configuration describes.
 
         Args:
-            configuration: JSON values from a file, which can be anything; configuration.py has the usual checks.
+            configuration: JSON values from a file, which can be anything; `integer`, `text` and `slice_nbytes` check.
 
         Raises:
             FormatError: it does not describe this coder.
@@ -247,3 +371,6 @@ def layout_block(chain: CodecChain, nbytes: int, flags: int) -> tuple[Piece, ...
         for start in range(0, plane.nbytes, step):
             pieces.append(Piece(index, start, min(step, plane.nbytes - start), True))
     return tuple(pieces)
+
+
+# verify: "stored" checks each block's encoded CRC before a decoder sees it, "full" the decoded block's CRC too.

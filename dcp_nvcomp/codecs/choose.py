@@ -16,13 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp_nvcomp.codecs.auto import PLAIN, STORED, Judge, judged_nbytes
-from dcp_nvcomp.codecs.base import CodecChain, Coder
-from dcp_nvcomp.codecs.coders.ans import ANS_DATA_TYPES, Ans
-from dcp_nvcomp.codecs.coders.deflate import Deflate
-from dcp_nvcomp.codecs.coders.zstd import Zstd
-from dcp_nvcomp.codecs.dtypes import ElementType
-from dcp_nvcomp.codecs.transforms.planes import Planes
-from dcp_nvcomp.codecs.transforms.stored import Bytes
+from dcp_nvcomp.codecs.base import CodecChain, Coder, ElementType
+from dcp_nvcomp.codecs.coders import ANS_DATA_TYPES, Ans, Deflate, Zstd
+from dcp_nvcomp.codecs.transforms import Bytes, Planes
 from dcp_nvcomp.errors import ConfigurationError
 
 U8 = npt.NDArray[np.uint8]

@@ -14,10 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dcp_nvcomp.codecs.base import U8, CodecChain
-from dcp_nvcomp.codecs.coders.zstd import Zstd
-from dcp_nvcomp.codecs.encoded import BlockRow, EncodedBlock
-from dcp_nvcomp.codecs.transforms.planes import Planes
+from dcp_nvcomp.codecs.base import U8, BlockRow, CodecChain, EncodedBlock
+from dcp_nvcomp.codecs.coders import Zstd
+from dcp_nvcomp.codecs.transforms import Planes
 
 try:
     from dcp_nvcomp.codecs import _planes_literals as kernels

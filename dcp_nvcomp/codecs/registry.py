@@ -5,13 +5,9 @@ from __future__ import annotations
 from reprlib import repr as shown  # short and shallow: what is shown may be long, and nested too deep for repr
 from typing import Any
 
-from dcp_nvcomp.codecs.base import ArrayToBytes, CodecChain, Coder
-from dcp_nvcomp.codecs.coders.ans import Ans
-from dcp_nvcomp.codecs.coders.deflate import Deflate
-from dcp_nvcomp.codecs.coders.zstd import Zstd
-from dcp_nvcomp.codecs.dtypes import ElementType
-from dcp_nvcomp.codecs.transforms.planes import Planes
-from dcp_nvcomp.codecs.transforms.stored import Bytes
+from dcp_nvcomp.codecs.base import ArrayToBytes, CodecChain, Coder, ElementType
+from dcp_nvcomp.codecs.coders import Ans, Deflate, Zstd
+from dcp_nvcomp.codecs.transforms import Bytes, Planes
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError, FormatError, UnknownCodecError
 
 # All codecs there are, by name.

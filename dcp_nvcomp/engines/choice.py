@@ -9,7 +9,7 @@ import torch
 
 from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.choose import CodecChooser, needs_gpu
-from dcp_nvcomp.engines.cuda.interface import EnginePolicy
+from dcp_nvcomp.engines.cuda.fallback import EnginePolicy
 from dcp_nvcomp.engines.cuda.pool import ENGINES_PER_DEVICE, shared_pool
 from dcp_nvcomp.engines.cuda.slice_coders import refusal_of
 from dcp_nvcomp.engines.cuda.support import cuda_unavailable_reason

@@ -13,10 +13,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dcp_nvcomp.codecs.base import CodecChain, Coder, Plane, SliceDecoder, SliceEncoder, padded
-from dcp_nvcomp.codecs.encoded import U8, BlockRow, EncodedBlock, checksum
+from dcp_nvcomp.codecs.base import (
+    U8,
+    BlockRow,
+    CodecChain,
+    Coder,
+    EncodedBlock,
+    Plane,
+    ScratchArrays,
+    SliceDecoder,
+    SliceEncoder,
+    checksum,
+    padded,
+)
 from dcp_nvcomp.codecs.planes_literals import PlanesLiterals, planes_literals
-from dcp_nvcomp.codecs.scratch import ScratchArrays
 from dcp_nvcomp.errors import CorruptDataError
 
 _SKIPPED_BLOCKS = 15

@@ -1,7 +1,12 @@
-"""Pure geometry: the blocks of a shard's box, and those that a region needs.
+"""Pure geometry: the blocks of a shard's box, those that a region needs, and runs of blocks in memory.
 
 row_grid   blocks of whole rows, which are runs of memory
 box_grid   boxes of large matrices, so that a load of columns reads columns; of everything else rows
+strips     consecutive blocks that follow each other in memory, which the CPU engine codes together
+row_strip  a strip as the rows of an array: its boxes are columns of them
+
+Boxes side by side are columns of the rows that they share. Boxes that each are a run of memory, one after the other,
+are columns of a single row. So memory is passed through in its order, however narrow the boxes.
 """
 
 from __future__ import annotations
@@ -11,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +31,9 @@ _MIN_HEIGHT, _MAX_HEIGHT = 8, 128
 # Maximum width of a box, unless the matrix has few rows.
 _MAX_RUN_NBYTES = 4 << 10
 _PARTS = 4
+
+
+U8 = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -202,3 +210,88 @@ def _equal(size: int, part: int) -> int:
 def box_grid(shape: tuple[int, ...], element_nbytes: int) -> BlockGrid:
     """Return the grid of blocks of `box_block_shape`, one object for all shards of a shape."""
     return BlockGrid(shape, box_block_shape(shape, element_nbytes))
+
+
+class Strip(NamedTuple):
+    """Consecutive boxes that follow each other along one dimension, or one box.
+
+    Attributes:
+        box: all of them together.
+        dim: the dimension.
+        sizes: the size of each along it.
+    """
+
+    box: Box
+    dim: int
+    sizes: tuple[int, ...]
+
+
+class RowStrip(NamedTuple):
+    """The bytes of a strip in host memory.
+
+    Attributes:
+        rows: a matrix, in which the bytes of a row are next to each other.
+        widths: how many bytes of each row belong to each box.
+    """
+
+    rows: U8
+    widths: tuple[int, ...]
+
+
+def strips(boxes: Sequence[Box], element_nbytes: int) -> Iterator[Strip]:
+    """Yield strips of at most 1 MiB, unless a single box has more."""
+    start, most_elements = 0, BLOCK_NBYTES // element_nbytes
+    while start < len(boxes):
+        first, dim, stop = boxes[start], len(boxes[start].sizes) - 1, start + 1
+        elements = first.elements
+        while stop < len(boxes):
+            along = _following(boxes[stop - 1], boxes[stop])
+            elements += boxes[stop].elements
+            if along is None or elements > most_elements or (stop > start + 1 and along != dim):
+                break
+            dim, stop = along, stop + 1
+        yield _strip(boxes[start:stop], dim)
+        start = stop
+
+
+def alone(box: Box) -> Strip:
+    """Return a strip of one box."""
+    return Strip(box, len(box.sizes) - 1, box.sizes[-1:] or (1,))
+
+
+def _following(box: Box, other: Box) -> int | None:
+    """Return the dimension along which a box follows another; None if it does not."""
+    offsets, sizes, next_offsets, next_sizes = box.offsets, box.sizes, other.offsets, other.sizes
+    found = None
+    for dim, offset in enumerate(offsets):
+        if offset == next_offsets[dim] and sizes[dim] == next_sizes[dim]:
+            continue
+        if found is not None or offset + sizes[dim] != next_offsets[dim]:
+            return None
+        found = dim
+    return found
+
+
+def _strip(boxes: Sequence[Box], dim: int) -> Strip:
+    if len(boxes) == 1:
+        return alone(boxes[0])
+    sizes = tuple(box.sizes[dim] for box in boxes)
+    first = boxes[0].sizes
+    return Strip(Box(boxes[0].offsets, (*first[:dim], sum(sizes), *first[dim + 1 :])), dim, sizes)
+
+
+def row_strip(array: npt.NDArray[Any], strip: Strip) -> RowStrip | None:
+    """Return the bytes of a strip."""
+    part = array[strip.box.index]
+    count, last = len(strip.sizes), part.ndim - 1
+    if part.flags.c_contiguous and (count == 1 or strip.dim < last):
+        if count == 1:
+            return RowStrip(part.reshape(1, -1).view(np.uint8), (part.nbytes,))
+        if any(size != 1 for size in part.shape[: strip.dim]):  # the boxes' bytes are interleaved
+            return None
+        each = part.nbytes // part.shape[strip.dim]
+        return RowStrip(part.reshape(1, -1).view(np.uint8), tuple(each * size for size in strip.sizes))
+    if last < 0 or part.strides[-1] != part.itemsize or strip.dim < last or any(size != 1 for size in part.shape[:-2]):
+        return None
+    rows = part.reshape(part.shape[-2:] if last else (1, -1)).view(np.uint8)
+    return RowStrip(rows, tuple(size * part.itemsize for size in strip.sizes))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from dcp_nvcomp.codecs.encoded import BlockRow
+from dcp_nvcomp.codecs.base import BlockRow
 from dcp_nvcomp.errors import FileMismatchError, TruncatedFileError
 from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.footer import Footer, parse_footer

@@ -12,8 +12,7 @@ from functools import lru_cache
 from reprlib import repr as shown  # short and shallow: what is shown may be long, and nested too deep for repr
 from typing import Any
 
-from dcp_nvcomp.codecs.base import CodecChain
-from dcp_nvcomp.codecs.dtypes import ELEMENT_TYPES, ElementType
+from dcp_nvcomp.codecs.base import ELEMENT_TYPES, CodecChain, ElementType
 from dcp_nvcomp.errors import UnsupportedVersionError
 from dcp_nvcomp.format.blocks import BlockGrid
 

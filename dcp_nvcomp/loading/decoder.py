@@ -12,19 +12,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dcp_nvcomp.codecs.scratch import ScratchArrays
+from dcp_nvcomp.codecs.base import ScratchArrays
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda.batches import fitting
 from dcp_nvcomp.engines.cuda.decode import DecodeJob, JobChecks
-from dcp_nvcomp.engines.cuda.interface import BlockEngine, EnginePolicy
+from dcp_nvcomp.engines.cuda.fallback import BlockEngine, EnginePolicy
 from dcp_nvcomp.engines.cuda.pool import shared_pool
 from dcp_nvcomp.engines.cuda.slice_coders import DECODE
-from dcp_nvcomp.engines.memory import PinnedMemory, pinned_allocate, plain_allocate
+from dcp_nvcomp.engines.tensors import PinnedMemory, pinned_allocate, plain_allocate
 from dcp_nvcomp.errors import CheckpointError, CodecUnavailableError, CorruptDataError
+from dcp_nvcomp.format.blocks import Strip, alone, strips
 from dcp_nvcomp.format.data_file import block_row
 from dcp_nvcomp.format.framing import check_header
-from dcp_nvcomp.format.strips import Strip, alone, strips
 from dcp_nvcomp.loading.read_plan import BlockRead, Read
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.reread import twice

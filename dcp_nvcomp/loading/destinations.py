@@ -16,8 +16,7 @@ from dcp_nvcomp.engines.tensors import (
     host_array,
     is_transparent,
 )
-from dcp_nvcomp.format.blocks import Box
-from dcp_nvcomp.format.strips import RowStrip, Strip, row_strip
+from dcp_nvcomp.format.blocks import Box, RowStrip, Strip, row_strip
 
 U8 = npt.NDArray[np.uint8]
 

@@ -2,11 +2,15 @@
 
 DCP finds out for each tensor which of its saved shards it overlaps, in about 20 us. A plain tensor that was saved as
 one shard of the same size overlaps that, as a whole. Everything else is left to DCP's default planner.
+
+Where `dcp.load` plans with DCP's own planner, `with_own_keys` puts objects under keys that are not text, such as 7,
+into the caller's state; DCP itself would look for "7".
 """
 
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, Final
@@ -18,7 +22,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, cre
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from dcp_nvcomp.calls.flattening import Flattened, Path, replace_at
+from dcp_nvcomp.calls.flattening import Flattened, Key, Path, flatten_as_stock, replace_at
 from dcp_nvcomp.calls.suggestions import missing_key
 from dcp_nvcomp.calls.values import PLAIN_TENSORS, is_default_planner, unwrapped
 from dcp_nvcomp.errors import (
@@ -29,9 +33,8 @@ from dcp_nvcomp.errors import (
     ShapeMismatchError,
 )
 from dcp_nvcomp.format.collector import collector_paused
-from dcp_nvcomp.loading.left import warn_of_left
-from dcp_nvcomp.loading.matching import Matched, match
-from dcp_nvcomp.loading.parameter_names import ParameterNames
+from dcp_nvcomp.format.metadata.paths import paths_of
+from dcp_nvcomp.loading.matching import Matched, ParameterNames, match
 
 # What certainly takes no tensor. Other values may: a ShardedTensor is none of torch's tensors.
 _NO_TENSORS: Final = (bool, int, float, complex, str, bytes, type(None), np.ndarray, np.generic)
@@ -245,3 +248,67 @@ def _whole(fqn: str, tensor: torch.Tensor) -> ReadItem:
     origin, size = torch.Size([0] * tensor.dim()), tensor.shape
     index = MetadataIndex(fqn, origin, 0)
     return ReadItem(LoadItemType.TENSOR, index, origin, index, origin, size)
+
+
+def warn_of_left(state: Mapping[str, Any], metadata: Metadata, loaded: Collection[str]) -> None:
+    """Warn of saved values that have no place in the dicts and lists of a destination."""
+    if metadata.state_dict_metadata.keys() <= set(loaded):
+        return
+    containers = {key for key, value in state.items() if isinstance(value, Mapping | list)}
+    left = {fqn: path for fqn, path in paths_of(metadata).items() if fqn not in loaded and path[0] in containers}
+    if not left:
+        return
+    shown = ", ".join(map(repr, list(left)[:3]))
+    more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+    message = (
+        f"{len(left)} saved value(s) were not loaded, as the destination has no place for them: {shown}{more}. A load "
+        "fills what the state dict has; CheckpointManager.restore brings back all that was saved, and open_checkpoint "
+        "reads any of it."
+    )
+    if any(_is_below_empty(state, path) for path in left.values()):
+        message += (
+            " A dict that they belong to is empty: an optimizer has its state from the first step on; get_state_dict "
+            "of torch.distributed.checkpoint.state_dict makes it before."
+        )
+    warnings.warn(message, UserWarning, stacklevel=2)
+
+
+def _is_below_empty(state: Mapping[str, Any], path: Path) -> bool:
+    value: Any = state
+    for part in path:
+        if not isinstance(value, Mapping):
+            return False
+        if not value:
+            return True
+        value = value.get(part if isinstance(part, str) else getattr(part, "value", None))
+    return False
+
+
+def with_own_keys(planner: LoadPlanner) -> LoadPlanner:
+    """Return a planner that knows the destination's keys; the given one, unless it is DCP's and some are no text."""
+    if not is_default_planner(planner, DefaultLoadPlanner):
+        return planner
+    assert isinstance(planner, DefaultLoadPlanner)
+    if not planner.flatten_state_dict:
+        return planner
+    try:
+        paths = flatten_as_stock(planner.original_state_dict).paths
+    except ConfigurationError:  # two keys of one name, of which DCP knows one
+        return planner
+    odd = {fqn: path for fqn, path in paths.items() if any(type(part) is Key for part in path)}
+    return _OwnKeys(planner, odd) if odd else planner
+
+
+class _OwnKeys(UnwrappingPlanner):
+    """DCP's planner for all but objects under such keys."""
+
+    def __init__(self, planner: DefaultLoadPlanner, paths: dict[str, Path]) -> None:
+        super().__init__(planner, None)
+        self._state_dict, self._paths = planner.original_state_dict, paths
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        path = self._paths.get(read_item.dest_index.fqn)
+        if path is None:
+            super().load_bytes(read_item, value)
+        else:
+            replace_at(self._state_dict, path, torch.load(value, weights_only=False))

@@ -3,7 +3,7 @@
 read_metadata           reads `.metadata` without executing anything in it; or merges all rank-local metadata
 prepare_local_plan      reports which save this rank saw
 prepare_global_plan     (coordinator) refuses a mixture of saves
-read_data               fetch -> decode -> place, see job.py; stock checkpoints item by item, see stock/load.py
+read_data               fetch -> decode -> place, see job.py; stock checkpoints item by item, see items.py
 """
 
 from __future__ import annotations
@@ -34,12 +34,11 @@ from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.metadata.ranks import merge_rank_metadata, prefer_rank
 from dcp_nvcomp.format.metadata.roots import is_missing, nothing_there, read_current, read_root
-from dcp_nvcomp.format.metadata.shards import ShardIndex
-from dcp_nvcomp.format.metadata.stored import StoredAt
+from dcp_nvcomp.format.metadata.shards import ShardIndex, StoredAt
 from dcp_nvcomp.format.names import METADATA_NAME, rank_of_metadata_name
 from dcp_nvcomp.loading.items import load_items
 from dcp_nvcomp.loading.job import LoadOptions
-from dcp_nvcomp.loading.own_keys import with_own_keys
+from dcp_nvcomp.loading.planner import with_own_keys
 from dcp_nvcomp.loading.read_plan import Wanted
 from dcp_nvcomp.loading.safe_objects import SafeLoader
 from dcp_nvcomp.loading.seen import Seen, check_same_save

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from dcp_nvcomp.errors import CheckpointError, CorruptDataError, StorageError, UnsafeObjectError
-from dcp_nvcomp.format.metadata.trusted_globals import resolve_trusted_globals
+from dcp_nvcomp.format.metadata.allowed_globals import resolve_trusted_globals
 
 _ZIP = b"PK\x03\x04"
 _NEEDS_BYTEARRAY = (

@@ -18,8 +18,7 @@ from dcp_nvcomp.calls.flattening import Flattened, Key, Path, Vacant, flatten, n
 from dcp_nvcomp.calls.values import check_given, give, is_stateful, values_of
 from dcp_nvcomp.errors import CheckpointError, MissingKeyError
 from dcp_nvcomp.format.metadata.paths import SavedEntry
-from dcp_nvcomp.loading.matching import is_extra_state, saved_names
-from dcp_nvcomp.loading.parameter_names import ParameterNames, is_place_of_names
+from dcp_nvcomp.loading.matching import ParameterNames, is_extra_state, is_place_of_names, saved_names
 
 
 class WholeValue:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from dcp_nvcomp.codecs.encoded import checksum
+from dcp_nvcomp.codecs.base import checksum
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.tensors import dtype_name
 from dcp_nvcomp.errors import CheckpointError, CodecUnavailableError, CorruptDataError, FormatError
@@ -22,8 +22,7 @@ from dcp_nvcomp.format.data_file import DataFileRef, block_row, read_footer
 from dcp_nvcomp.format.footer import Footer
 from dcp_nvcomp.format.framing import HEADER_NBYTES, check_header
 from dcp_nvcomp.format.metadata.ranks import check_cover
-from dcp_nvcomp.format.metadata.shards import Shard, ShardIndex, described, matches
-from dcp_nvcomp.format.metadata.stored import StoredAt
+from dcp_nvcomp.format.metadata.shards import Shard, ShardIndex, StoredAt, described, matches
 from dcp_nvcomp.format.record import KIND_PACK, KIND_TENSOR, MAX_BLOCK_NBYTES, Record
 from dcp_nvcomp.maintenance.findings import ERROR, WARNING, Finding, finding_of
 from dcp_nvcomp.storage.base import Filesystem

@@ -29,8 +29,7 @@ from typing import TYPE_CHECKING, Final
 from dcp_nvcomp.calls.json_text import parse_json
 from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
-from dcp_nvcomp.format.metadata.summary import SUMMARY_NBYTES, Summary, summary_at_end
-from dcp_nvcomp.format.metadata.trailer import end_of_pickle, has_trailer
+from dcp_nvcomp.format.metadata.summary import SUMMARY_NBYTES, Summary, end_of_pickle, has_trailer, summary_at_end
 from dcp_nvcomp.format.names import DATA_FILE_SUFFIX, METADATA_NAME
 from dcp_nvcomp.storage.base import Below, FileInfo, Filesystem
 
@@ -122,7 +121,7 @@ def _lacking(root: Root, below: str, sizes: Mapping[str, int]) -> str:
 
 def _least_sizes(root: Root) -> dict[str, int]:
     """Return how long the data files of stock DCP are at least."""
-    from dcp_nvcomp.format.metadata.stored import StockItem
+    from dcp_nvcomp.format.metadata.shards import StockItem
 
     found: dict[str, int] = {}
     for item in (root.metadata.storage_data or {}).values():

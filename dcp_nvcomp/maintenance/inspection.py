@@ -22,8 +22,7 @@ from dcp_nvcomp.engines.tensors import dtype_name
 from dcp_nvcomp.errors import FileMismatchError, MetadataError, StorageError
 from dcp_nvcomp.format.data_file import DataFileRef, read_footers
 from dcp_nvcomp.format.footer import Footer
-from dcp_nvcomp.format.metadata.shards import ShardIndex
-from dcp_nvcomp.format.metadata.stored import StockItem, StoredAt
+from dcp_nvcomp.format.metadata.shards import ShardIndex, StockItem, StoredAt
 from dcp_nvcomp.format.record import KIND_BYTES, KIND_TENSOR, Record
 from dcp_nvcomp.loading.reader import NvcompReader
 from dcp_nvcomp.maintenance.opening import checked_storage_options, natural_order, opened

@@ -30,9 +30,9 @@ from dcp_nvcomp.errors import CheckpointError, CheckpointReplacedError, Metadata
 from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.format.metadata.ranks import merge_rank_metadata
 from dcp_nvcomp.format.metadata.roots import Root, is_missing, read_current, read_roots
-from dcp_nvcomp.format.metadata.stored import StockItem, StoredAt
+from dcp_nvcomp.format.metadata.shards import StockItem, StoredAt
 from dcp_nvcomp.format.names import METADATA_NAME, copy_name_of, rank_of_metadata_name
-from dcp_nvcomp.loading.stock.items import most_nbytes, read_stock_bytes, read_stock_tensor
+from dcp_nvcomp.loading.items import most_nbytes, read_stock_bytes, read_stock_tensor
 from dcp_nvcomp.maintenance.checks import (
     BlockChecker,
     Checked,

@@ -25,8 +25,7 @@ from dcp_nvcomp.errors import CheckpointError, ConfigurationError, MetadataError
 from dcp_nvcomp.format.blocks import Box
 from dcp_nvcomp.format.data_file import DataFileRef, read_footers
 from dcp_nvcomp.format.footer import Footer
-from dcp_nvcomp.format.metadata.shards import ShardIndex
-from dcp_nvcomp.format.metadata.stored import StoredAt
+from dcp_nvcomp.format.metadata.shards import ShardIndex, StoredAt
 from dcp_nvcomp.format.names import METADATA_NAME
 from dcp_nvcomp.loading.items import load_items
 from dcp_nvcomp.loading.job import LoadOptions

@@ -16,8 +16,7 @@ import numpy as np
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
-from dcp_nvcomp.codecs.base import CodecChain
-from dcp_nvcomp.codecs.encoded import EncodedBlock, checksum
+from dcp_nvcomp.codecs.base import CodecChain, EncodedBlock, checksum
 from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.format.footer import FileIdentity, footer_json

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.planner import WriteItem
 
-from dcp_nvcomp.engines.cuda.interface import EnginePolicy
+from dcp_nvcomp.engines.cuda.fallback import EnginePolicy
 from dcp_nvcomp.engines.cuda.pool import ENGINES_PER_DEVICE
 from dcp_nvcomp.engines.threads import WorkerGroup
 from dcp_nvcomp.errors import StorageError

@@ -15,7 +15,7 @@ from benchmarks import gpu_pages, gpu_rates, pages
 from benchmarks.gpu_acceptance.results import TABLES
 from benchmarks.gpu_acceptance.runner import FILE_NAME, Runner
 from benchmarks.gpu_acceptance.steps import STEPS, Step
-from dcp_nvcomp.engines.cuda import rates
+from dcp_nvcomp.engines.cuda import slice_coders as rates
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dcp_nvcomp.codecs.base import FLAG_NEGATIVE, FLAG_PACKED_REST
-from dcp_nvcomp.codecs.transforms.planes import Planes
+from dcp_nvcomp.codecs.transforms import Planes
 
 __all__ = ["merge", "split"]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dcp_nvcomp.codecs import Bytes, CodecChain, Planes, Zstd
-from dcp_nvcomp.codecs.dtypes import ELEMENT_TYPES
+from dcp_nvcomp.codecs.base import ELEMENT_TYPES
 from dcp_nvcomp.codecs.registry import check_chain
 from dcp_nvcomp.errors import ConfigurationError
 from tests.checkpoints import assert_loads, save

@@ -12,8 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from dcp_nvcomp.codecs import Planes, Zstd
-from dcp_nvcomp.codecs.coders import zstd
+from dcp_nvcomp.codecs import Planes, Zstd, coders
 from tests.codecs.zstd_oracle import Block, blocks_of
 from tests.effort import examples
 from tests.faults import forked
@@ -249,7 +248,7 @@ def test_the_codec_has_room_for_all_frames(slice_nbytes: int, monkeypatch: pytes
         made.append(encode_literals(data, out))
         return made[-1]
 
-    monkeypatch.setattr(zstd._literals, "encode_literals", encode)
+    monkeypatch.setattr(coders._literals, "encode_literals", encode)
     noise = np.random.default_rng(1).integers(0, 256, slice_nbytes).astype(np.uint8)
     frame = bytes(Zstd(literals_only=True, slice_nbytes=slice_nbytes).encoder()(noise.data))
     assert made == [bound(slice_nbytes)] == [len(frame)]
@@ -290,7 +289,7 @@ def test_an_encoder_may_use_its_buffer_again() -> None:
 def test_without_a_compiler_libzstd_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
     data = skewed(128 * KIB, 30, 95, 1.3, 1)
     compiled = bytes(Zstd(literals_only=True).encoder()(memoryview(data)))
-    monkeypatch.setattr(zstd, "_literals", None)
+    monkeypatch.setattr(coders, "_literals", None)
     frame = bytes(Zstd(literals_only=True).encoder()(memoryview(data)))
     assert frame != compiled and by_libzstd(frame) == data
 

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from dcp_nvcomp.codecs import Zstd
-from dcp_nvcomp.codecs.coders import zstd
+from dcp_nvcomp.codecs import Zstd, coders
 from dcp_nvcomp.errors import CorruptDataError
 from tests.effort import THOROUGH
 
@@ -264,7 +263,7 @@ def test_with_and_without_it(monkeypatch: pytest.MonkeyPatch, random: np.random.
     data = skewed(random, 50_000, 30, 90, 1.3).tobytes()
     frames = [framed(data), zstandard.ZstdCompressor().compress(data)]
     if not compiled:
-        monkeypatch.setattr(zstd, "_literals", None)
+        monkeypatch.setattr(coders, "_literals", None)
     for frame in frames:
         out = bytearray(len(data))
         Zstd().decoder()(memoryview(frame), memoryview(out))

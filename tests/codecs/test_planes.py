@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dcp_nvcomp.codecs.scratch import ScratchArrays
-from dcp_nvcomp.codecs.transforms import planes, planes_numpy
-from dcp_nvcomp.codecs.transforms.planes import Planes
+from dcp_nvcomp.codecs import transforms
+from dcp_nvcomp.codecs.base import ScratchArrays
+from dcp_nvcomp.codecs.transforms import Planes, planes_numpy
 from tests.effort import examples
 
 DRAWN = settings(
@@ -27,13 +27,13 @@ DRAWN = settings(
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Every test here runs with the kernels in numpy, and, where they are compiled, with those in C."""
     module: ModuleType = pytest.importorskip(f"dcp_nvcomp.codecs.transforms.{request.param}")
-    monkeypatch.setattr(planes, "kernels", module)
+    monkeypatch.setattr(transforms, "kernels", module)
     return module
 
 
 def imported_again() -> ModuleType:
-    """The module `planes`, executed once more."""
-    spec = importlib.util.find_spec(planes.__name__)
+    """The module executed once more."""
+    spec = importlib.util.find_spec(transforms.__name__)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

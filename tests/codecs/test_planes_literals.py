@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dcp_nvcomp.codecs import CodecChain, Planes, Zstd
 from dcp_nvcomp.codecs import planes_literals as module
-from dcp_nvcomp.codecs.encoded import U8, BlockRow, EncodedBlock
+from dcp_nvcomp.codecs.base import U8, BlockRow, EncodedBlock
 from dcp_nvcomp.codecs.planes_literals import PlanesLiterals, planes_literals
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.errors import CorruptDataError

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp_nvcomp.codecs.scratch import ScratchArrays
-from dcp_nvcomp.codecs.transforms.planes import Planes
+from dcp_nvcomp.codecs.base import ScratchArrays
+from dcp_nvcomp.codecs.transforms import Planes
 from tests.codecs import planes_reference
 from tests.effort import examples
 from tests.engines.cases import SIGNS, floats

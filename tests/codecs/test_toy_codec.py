@@ -14,12 +14,19 @@ from torch.distributed.checkpoint import CheckpointException
 
 from dcp_nvcomp import NvcompWriter, UnknownCodecError
 from dcp_nvcomp.codecs import Bytes, CodecChain, Zstd
-from dcp_nvcomp.codecs.base import U8, ArrayToBytes, Coder, Plane, SliceDecoder, SliceEncoder
-from dcp_nvcomp.codecs.configuration import slice_nbytes
-from dcp_nvcomp.codecs.dtypes import ElementType
+from dcp_nvcomp.codecs.base import (
+    U8,
+    ArrayToBytes,
+    Coder,
+    ElementType,
+    Plane,
+    ScratchArrays,
+    SliceDecoder,
+    SliceEncoder,
+    slice_nbytes,
+)
 from dcp_nvcomp.codecs.registry import CODECS
-from dcp_nvcomp.codecs.scratch import ScratchArrays
-from dcp_nvcomp.engines.memory import plain_allocate
+from dcp_nvcomp.engines.tensors import plain_allocate
 from dcp_nvcomp.errors import CorruptDataError, FormatError
 from dcp_nvcomp.loading import decoder
 from dcp_nvcomp.saving.encode import buffers

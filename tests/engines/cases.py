@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from dcp_nvcomp.codecs import CodecChain, Planes, Zstd
-from dcp_nvcomp.codecs.encoded import EncodedBlock
+from dcp_nvcomp.codecs.base import EncodedBlock
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda.engine import CudaEngine, DecodeJob, EncodeJob, EnginePolicy
 

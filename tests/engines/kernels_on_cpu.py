@@ -11,7 +11,7 @@ import torch
 from crc32c import crc32c
 from torch import Tensor
 
-from dcp_nvcomp.codecs.transforms.planes import PLANE_NAMES, Planes
+from dcp_nvcomp.codecs.transforms import PLANE_NAMES, Planes
 from dcp_nvcomp.engines.cuda.batches import THREADS, RowTable
 from dcp_nvcomp.engines.cuda.device import KERNEL_OPTIONS, Launch, LaunchedKernels, kernel_source
 from dcp_nvcomp.engines.cuda.literals import LITERALS_OPTIONS, LITERALS_SOURCES

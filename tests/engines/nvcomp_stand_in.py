@@ -24,10 +24,9 @@ import torch
 import zstandard
 from torch import Tensor
 
-from dcp_nvcomp.engines.cuda.arena import Arena, Piece
+from dcp_nvcomp.engines.cuda.arena import Arena, Held, NvcompMemory, Piece
 from dcp_nvcomp.engines.cuda.device import Kernels, Launch, host_tensor
 from dcp_nvcomp.engines.cuda.literals import LITERALS_KERNELS
-from dcp_nvcomp.engines.cuda.nvcomp_memory import Held, NvcompMemory
 from dcp_nvcomp.errors import CodecUnavailableError
 
 U8 = npt.NDArray[np.uint8]

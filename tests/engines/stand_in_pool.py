@@ -13,8 +13,7 @@ from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.engines.cuda import pool
 from dcp_nvcomp.engines.cuda.device import Device, Kernels, Launch
 from dcp_nvcomp.engines.cuda.engine import CudaEngine
-from dcp_nvcomp.engines.cuda.pool import EnginePool
-from dcp_nvcomp.engines.cuda.self_test import run_self_test
+from dcp_nvcomp.engines.cuda.pool import EnginePool, run_self_test
 
 from .nvcomp_stand_in import NvcompStandIn, StandInDevice
 

@@ -10,8 +10,7 @@ import torch
 import zstandard
 
 from dcp_nvcomp.codecs import Bytes, CodecChain, Deflate, Planes, Zstd
-from dcp_nvcomp.codecs.base import padded
-from dcp_nvcomp.codecs.encoded import BlockRow, checksum
+from dcp_nvcomp.codecs.base import BlockRow, checksum, padded
 from dcp_nvcomp.engines.cuda.engine import DecodeJob
 from dcp_nvcomp.errors import CorruptDataError
 

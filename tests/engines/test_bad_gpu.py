@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dcp_nvcomp.engines.cuda.batches import RowTable
 from dcp_nvcomp.engines.cuda.device import Kernels
-from dcp_nvcomp.engines.memory import plain_allocate
+from dcp_nvcomp.engines.tensors import plain_allocate
 from dcp_nvcomp.loading import decoder as decoding
 from dcp_nvcomp.saving.encode import buffers
 from tests.checkpoints import assert_loads, load, save

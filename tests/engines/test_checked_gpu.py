@@ -17,15 +17,14 @@ from torch.distributed.checkpoint import CheckpointException
 import dcp_nvcomp
 from dcp_nvcomp import NvcompWriter, SaveStats
 from dcp_nvcomp.codecs import Bytes, CodecChain, Deflate, Planes, Zstd
-from dcp_nvcomp.codecs.encoded import EncodedBlock
+from dcp_nvcomp.codecs.base import EncodedBlock
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda.batches import RowTable
-from dcp_nvcomp.engines.cuda.copying import CopyingEngine
 from dcp_nvcomp.engines.cuda.engine import CudaEngine, EnginePolicy
+from dcp_nvcomp.engines.cuda.fallback import CopyingEngine
 from dcp_nvcomp.engines.cuda.health import FAILURES_IN_A_ROW, LITERALS, NVCOMP
-from dcp_nvcomp.engines.cuda.pool import EnginePool
-from dcp_nvcomp.engines.cuda.self_test import SELF_TEST_CHAINS, run_self_test
-from dcp_nvcomp.engines.memory import plain_allocate
+from dcp_nvcomp.engines.cuda.pool import SELF_TEST_CHAINS, EnginePool, run_self_test
+from dcp_nvcomp.engines.tensors import plain_allocate
 from dcp_nvcomp.errors import CodecUnavailableError, CorruptDataError
 from dcp_nvcomp.loading import decoder as decoding
 from dcp_nvcomp.saving.encode import buffers

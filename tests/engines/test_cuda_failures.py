@@ -13,8 +13,8 @@ import torch
 import zstandard
 
 from dcp_nvcomp.codecs import Ans, Bytes, CodecChain, Deflate, Planes, Zstd
-from dcp_nvcomp.codecs.encoded import BlockRow, EncodedBlock, checksum
-from dcp_nvcomp.codecs.transforms.planes import PLANE_NAMES
+from dcp_nvcomp.codecs.base import BlockRow, EncodedBlock, checksum
+from dcp_nvcomp.codecs.transforms import PLANE_NAMES
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda.device import Kernels
 from dcp_nvcomp.engines.cuda.engine import CudaEngine, DecodeJob, EncodeJob

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from dcp_nvcomp.codecs import Ans, Bytes, CodecChain, Deflate, Planes, Zstd
-from dcp_nvcomp.codecs.encoded import EncodedBlock, checksum
-from dcp_nvcomp.codecs.transforms.planes import PLANE_NAMES
+from dcp_nvcomp.codecs.base import EncodedBlock, checksum
+from dcp_nvcomp.codecs.transforms import PLANE_NAMES
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda.batches import block_table, copy_table
 from dcp_nvcomp.engines.cuda.device import CudaDevice

@@ -19,14 +19,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dcp_nvcomp.codecs import Ans, Bytes, CodecChain, Deflate, Planes, Zstd
-from dcp_nvcomp.codecs.encoded import EncodedBlock
+from dcp_nvcomp.codecs.base import EncodedBlock
 from dcp_nvcomp.engines.cpu import CpuEngine
+from dcp_nvcomp.engines.cuda.arena import NvcompMemory
 from dcp_nvcomp.engines.cuda.batches import RowTable, fitting, size_classes
 from dcp_nvcomp.engines.cuda.coders import NvcompCoders
 from dcp_nvcomp.engines.cuda.device import Kernels
 from dcp_nvcomp.engines.cuda.encode import BatchEncoder
 from dcp_nvcomp.engines.cuda.engine import CudaEngine, EncodeJob
-from dcp_nvcomp.engines.cuda.nvcomp_memory import NvcompMemory
 from tests.effort import examples
 
 from .cases import BUDGET, SLICE, U8, assert_nothing_held, cpu_encode, encode, engine_on, job, tensor, weights

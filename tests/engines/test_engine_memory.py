@@ -14,13 +14,11 @@ import dcp_nvcomp
 from dcp_nvcomp.engines import choice
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.engines.cuda import pool
-from dcp_nvcomp.engines.cuda.arena import Arena
-from dcp_nvcomp.engines.cuda.copying import CopyingEngine
-from dcp_nvcomp.engines.cuda.engine import CudaEngine, EnginePolicy
-from dcp_nvcomp.engines.cuda.engine_memory import EngineMemory
-from dcp_nvcomp.engines.cuda.nvcomp_memory import NvcompMemory
+from dcp_nvcomp.engines.cuda.arena import Arena, NvcompMemory
+from dcp_nvcomp.engines.cuda.engine import CudaEngine, EngineMemory, EnginePolicy
+from dcp_nvcomp.engines.cuda.fallback import CopyingEngine
 from dcp_nvcomp.engines.cuda.pool import ENGINES_PER_DEVICE, EnginePool, shared_pool
-from dcp_nvcomp.engines.memory import plain_allocate
+from dcp_nvcomp.engines.tensors import plain_allocate
 from dcp_nvcomp.loading import decoder as decoding
 from dcp_nvcomp.saving.encode import buffers
 from tests.checkpoints import load_into, save

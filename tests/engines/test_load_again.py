@@ -11,7 +11,7 @@ import torch
 
 from dcp_nvcomp.engines.cuda.engine import CudaEngine
 from dcp_nvcomp.engines.cuda.pool import ENGINES_PER_DEVICE, shared_pool
-from dcp_nvcomp.engines.memory import plain_allocate
+from dcp_nvcomp.engines.tensors import plain_allocate
 from dcp_nvcomp.errors import CorruptDataError
 from dcp_nvcomp.loading import decoder as decoding
 from dcp_nvcomp.loading.destinations import Region

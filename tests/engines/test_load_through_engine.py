@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint import CheckpointException
 
 from dcp_nvcomp.engines.cuda.engine import CudaEngine
-from dcp_nvcomp.engines.memory import plain_allocate
+from dcp_nvcomp.engines.tensors import plain_allocate
 from dcp_nvcomp.loading import decoder as decoding
 from dcp_nvcomp.loading import job as loading
 from dcp_nvcomp.loading.job import LoadJob, LoadOptions

@@ -13,12 +13,12 @@ import torch
 from torch.distributed.checkpoint import CheckpointException
 
 from dcp_nvcomp.codecs import CodecChain, Deflate, Planes, Zstd
-from dcp_nvcomp.codecs.encoded import EncodedBlock
+from dcp_nvcomp.codecs.base import EncodedBlock
 from dcp_nvcomp.engines.cpu import CpuEngine
-from dcp_nvcomp.engines.cuda.copying import CopyingEngine
 from dcp_nvcomp.engines.cuda.engine import CudaEngine, EnginePolicy
+from dcp_nvcomp.engines.cuda.fallback import CopyingEngine
 from dcp_nvcomp.engines.cuda.health import LITERALS, NVCOMP
-from dcp_nvcomp.engines.memory import plain_allocate
+from dcp_nvcomp.engines.tensors import plain_allocate
 from dcp_nvcomp.errors import CodecUnavailableError
 from dcp_nvcomp.loading import decoder as decoding
 from dcp_nvcomp.saving.encode import buffers

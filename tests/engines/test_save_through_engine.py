@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_nvcomp import NvcompWriter
-from dcp_nvcomp.codecs.encoded import EncodedBlock
+from dcp_nvcomp.codecs.base import EncodedBlock
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.engines.cuda.device import Kernels
-from dcp_nvcomp.engines.memory import plain_allocate
+from dcp_nvcomp.engines.tensors import plain_allocate
 from dcp_nvcomp.format.names import data_file_name
 from dcp_nvcomp.saving import rank_save
 from dcp_nvcomp.saving.data_files import DataFileWriter, PlannedFile

@@ -13,16 +13,15 @@ import zstandard
 
 from dcp_nvcomp import ConfigurationError, NvcompReader, NvcompWriter
 from dcp_nvcomp.codecs import Bytes, CodecChain, Deflate, Planes, Zstd
-from dcp_nvcomp.codecs.base import padded
-from dcp_nvcomp.codecs.encoded import BlockRow, EncodedBlock, checksum
+from dcp_nvcomp.codecs.base import BlockRow, EncodedBlock, checksum, padded
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda import slice_coders
 from dcp_nvcomp.engines.cuda.device import Launch
 from dcp_nvcomp.engines.cuda.engine import CudaEngine, EnginePolicy
 from dcp_nvcomp.engines.cuda.health import LITERALS, NVCOMP
-from dcp_nvcomp.engines.cuda.rates import faster_literals
-from dcp_nvcomp.engines.cuda.self_test import run_self_test
-from dcp_nvcomp.engines.memory import plain_allocate
+from dcp_nvcomp.engines.cuda.pool import run_self_test
+from dcp_nvcomp.engines.cuda.slice_coders import faster_literals
+from dcp_nvcomp.engines.tensors import plain_allocate
 from dcp_nvcomp.loading import decoder as decoding
 from dcp_nvcomp.saving.encode import buffers
 from tests.checkpoints import load, save
@@ -120,7 +119,7 @@ def test_a_gpu_on_which_literals_were_measured_to_be_faster(launch: Launch, monk
 
 def test_rates_that_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = {"A": {"encode": {"nvcomp": 2.0, "literals": 3.0}, "decode": {"nvcomp": 2.0, "literals": 2.0}}}
-    monkeypatch.setattr("dcp_nvcomp.engines.cuda.rates._rates", lambda: measured)
+    monkeypatch.setattr("dcp_nvcomp.engines.cuda.slice_coders._rates", lambda: measured)
     assert faster_literals("A") == {"encode"} and faster_literals("B") == frozenset()
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dcp_nvcomp.codecs import Bytes, CodecChain, Zstd
-from dcp_nvcomp.codecs.encoded import EncodedBlock
+from dcp_nvcomp.codecs.base import EncodedBlock
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda.arena import Arena
 from dcp_nvcomp.engines.cuda.batches import RowTable

@@ -13,7 +13,7 @@ from crc32c import crc32c
 
 from dcp_nvcomp import errors
 from dcp_nvcomp.codecs import Bytes, CodecChain, Deflate, Planes, Zstd
-from dcp_nvcomp.codecs.encoded import BlockRow
+from dcp_nvcomp.codecs.base import BlockRow
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.format.footer import parse_footer
 from dcp_nvcomp.format.framing import TRAILER_NBYTES, decode_footer, decode_trailer, encode_footer

@@ -19,10 +19,10 @@ import torch.distributed.checkpoint as dcp
 
 from dcp_nvcomp import NvcompReader, NvcompWriter, errors
 from dcp_nvcomp.engines.choice import EngineChoice
-from dcp_nvcomp.engines.cuda import copying
+from dcp_nvcomp.engines.cuda import fallback as copying
 from dcp_nvcomp.engines.cuda.engine import EnginePolicy
 from dcp_nvcomp.engines.cuda.support import cuda_unavailable_reason
-from dcp_nvcomp.engines.memory import plain_allocate
+from dcp_nvcomp.engines.tensors import plain_allocate
 from dcp_nvcomp.loading import decoder as decoding
 from dcp_nvcomp.saving.encode import buffers
 from tests.checkpoints import file_names, load, save

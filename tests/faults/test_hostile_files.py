@@ -20,9 +20,9 @@ from dcp_nvcomp.codecs import Bytes, CodecChain, Zstd
 from dcp_nvcomp.codecs.base import layout_block
 from dcp_nvcomp.format.data_file import read_footer
 from dcp_nvcomp.format.framing import MAX_FOOTER_NBYTES, TRAILER_NBYTES, decode_trailer
-from dcp_nvcomp.format.metadata.stored import StockItem
+from dcp_nvcomp.format.metadata.shards import StockItem
 from dcp_nvcomp.format.names import METADATA_NAME
-from dcp_nvcomp.loading.stock.items import read_stock_bytes, read_stock_tensor
+from dcp_nvcomp.loading.items import read_stock_bytes, read_stock_tensor
 from dcp_nvcomp.storage.base import check_relative_path
 from dcp_nvcomp.storage.open import open_filesystem
 from tests.checkpoints import assert_loads, data_file

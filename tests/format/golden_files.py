@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dcp_nvcomp.codecs import Bytes, CodecChain, Deflate, Planes, Zstd
-from dcp_nvcomp.codecs.dtypes import ELEMENT_TYPES
+from dcp_nvcomp.codecs.base import ELEMENT_TYPES
 
 Records = list[tuple[dict[str, Any], CodecChain | None, bytes]]
 

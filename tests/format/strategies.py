@@ -6,9 +6,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from dcp_nvcomp.codecs import Bytes, CodecChain, Deflate, Planes, Zstd
-from dcp_nvcomp.codecs.base import Coder
-from dcp_nvcomp.codecs.dtypes import ELEMENT_TYPES, ElementType
-from dcp_nvcomp.codecs.transforms.planes import PLANE_NAMES
+from dcp_nvcomp.codecs.base import ELEMENT_TYPES, Coder, ElementType
+from dcp_nvcomp.codecs.transforms import PLANE_NAMES
 
 slice_sizes = st.sampled_from([16, 32, 48, 112, 1024, 131072])
 coders: st.SearchStrategy[Coder] = st.one_of(

@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_nvcomp import NvcompWriter
-from dcp_nvcomp.codecs.dtypes import ELEMENT_TYPES
+from dcp_nvcomp.codecs.base import ELEMENT_TYPES
 from tests.format.independent_reader import read_data_file
 
 

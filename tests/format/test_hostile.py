@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dcp_nvcomp.codecs import Ans, Bytes, CodecChain, Deflate, Planes, Zstd
-from dcp_nvcomp.codecs.encoded import BlockRow
+from dcp_nvcomp.codecs.base import BlockRow
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.errors import CheckpointError, CodecUnavailableError, CorruptDataError, FormatError
 from tests.cpu_time import within_cpu_seconds

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dcp_nvcomp.codecs import Bytes, CodecChain, Deflate, Planes, Zstd
-from dcp_nvcomp.codecs.dtypes import ELEMENT_TYPES
+from dcp_nvcomp.codecs.base import ELEMENT_TYPES
 from tests.effort import examples
 from tests.format.independent_reader import read_data_file
 from tests.format.library import read_file, read_footer, write_file

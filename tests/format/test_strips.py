@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcp_nvcomp.codecs.base import BLOCK_NBYTES
-from dcp_nvcomp.format.blocks import BlockGrid, Box, box_grid
-from dcp_nvcomp.format.strips import Strip, alone, row_strip, strips
+from dcp_nvcomp.format.blocks import BlockGrid, Box, Strip, alone, box_grid, row_strip, strips
 from tests.effort import examples
 
 DRAWN = settings(max_examples=examples(200), deadline=None)

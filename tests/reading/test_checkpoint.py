@@ -18,7 +18,7 @@ from torch.distributed.checkpoint._extension import ZStandard
 
 from dcp_nvcomp import StoredTensor, convert, errors, open_checkpoint, save
 from dcp_nvcomp.format.data_file import read_footers
-from dcp_nvcomp.format.metadata.stored import StockItem
+from dcp_nvcomp.format.metadata.shards import StockItem
 from dcp_nvcomp.loading.reader import NvcompReader
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.s3.filesystem import S3Filesystem

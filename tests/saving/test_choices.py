@@ -12,8 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from dcp_nvcomp import NvcompWriter
 from dcp_nvcomp.codecs.auto import Judge, Look
-from dcp_nvcomp.codecs.dtypes import ElementType
-from dcp_nvcomp.codecs.encoded import U8
+from dcp_nvcomp.codecs.base import U8, ElementType
 from dcp_nvcomp.saving.encode.choices import AutoChoice
 from dcp_nvcomp.saving.encode.sources import Workbench
 from dcp_nvcomp.saving.kept import forget_all

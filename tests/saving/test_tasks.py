@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from dcp_nvcomp.codecs import Bytes, CodecChain
-from dcp_nvcomp.codecs.dtypes import ELEMENT_TYPES
+from dcp_nvcomp.codecs.base import ELEMENT_TYPES
 from dcp_nvcomp.format.blocks import BlockGrid
 from dcp_nvcomp.format.record import KIND_TENSOR, Record
 from dcp_nvcomp.saving.encode.buffers import BufferPool

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp_nvcomp.codecs.base import ALIGNMENT_NBYTES, ArrayToBytes, CodecChain, Coder, padded
-from dcp_nvcomp.codecs.transforms.planes import PLANE_NAMES, Planes
+from dcp_nvcomp.codecs.transforms import PLANE_NAMES, Planes
 
 I64 = npt.NDArray[np.int64]
 

@@ -20,11 +20,8 @@ import numpy.typing as npt
 from torch import Tensor
 
 from dcp_nvcomp.codecs.base import CodecChain, Coder, padded
-from dcp_nvcomp.codecs.coders.ans import Ans
-from dcp_nvcomp.codecs.coders.deflate import Deflate
-from dcp_nvcomp.codecs.coders.zstd import Zstd
-from dcp_nvcomp.codecs.transforms.planes import Planes
-from dcp_nvcomp.codecs.transforms.stored import Bytes
+from dcp_nvcomp.codecs.coders import Ans, Deflate, Zstd
+from dcp_nvcomp.codecs.transforms import Bytes, Planes
 from dcp_nvcomp.engines.cuda.batches import I64, size_classes
 from dcp_nvcomp.engines.cuda.device import Device
 from dcp_nvcomp.engines.cuda.support import nvcomp_version

@@ -22,8 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dcp_nvcomp.codecs.base import CodecChain, padded
-from dcp_nvcomp.codecs.encoded import BlockRow, checksum
+from dcp_nvcomp.codecs.base import BlockRow, CodecChain, checksum, padded
 from dcp_nvcomp.engines.cuda.batches import (
     I64,
     BlockLayout,

@@ -21,8 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dcp_nvcomp.codecs.base import FLAG_PACKED_REST, CodecChain
-from dcp_nvcomp.codecs.encoded import BlockRow, EncodedBlock, checksum
+from dcp_nvcomp.codecs.base import FLAG_PACKED_REST, BlockRow, CodecChain, EncodedBlock, checksum
 from dcp_nvcomp.engines.cuda.batches import (
     I64,
     BlockLayout,

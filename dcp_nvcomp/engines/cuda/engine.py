@@ -4,9 +4,9 @@ CudaEngine   batches under a budget, what happens when the GPU fails or is wrong
 encode       a batch of blocks --> encoded blocks        decode     and back
 slice_coders slices --> frames --> slices, by nvCOMP (coders) or our own kernels (literals)
 batches      where everything of a batch lies            device     memory, stream, kernels
-copying      blocks through the CPU engine               health     what was seen of a GPU
-pool         the engines of a process                    support    what is installed
-interface    what saves and loads see                    engine_memory, fallback  memory, and what the CPU may do
+fallback     what saves and loads ask of an engine, and the CPU engine in its place
+pool         the engines of a process, tested            support    what is installed
+health       what was seen of a GPU                      arena      device memory
 
 Nothing that a GPU makes is believed. A batch that was encoded is decoded again and its CRCs compared, a decoded block's
 CRC is compared with the one in the file; what differs is left to the CPU engine, as is what fails.
@@ -15,7 +15,7 @@ CRC is compared with the one in the file; what differs is left to the CPU engine
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from typing import TypeVar
 
@@ -23,21 +23,92 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dcp_nvcomp.codecs.base import CodecChain
-from dcp_nvcomp.codecs.encoded import EncodedBlock, checksum
-from dcp_nvcomp.engines.cuda.batches import padded_nbytes, starts_of
-from dcp_nvcomp.engines.cuda.copying import CopyingEngine
+from dcp_nvcomp.codecs.base import CodecChain, EncodedBlock, checksum
+from dcp_nvcomp.engines.cuda.batches import fitting, padded_nbytes, starts_of
 from dcp_nvcomp.engines.cuda.decode import BatchDecoder, DecodeJob, Doubt, JobChecks
 from dcp_nvcomp.engines.cuda.device import CudaDevice, Device
 from dcp_nvcomp.engines.cuda.encode import BatchEncoder, EncodeJob
-from dcp_nvcomp.engines.cuda.engine_memory import EngineMemory
-from dcp_nvcomp.engines.cuda.fallback import FallBack
+from dcp_nvcomp.engines.cuda.fallback import CopyingEngine, EnginePolicy, FallBack
 from dcp_nvcomp.engines.cuda.health import DeviceHealth
-from dcp_nvcomp.engines.cuda.interface import EnginePolicy
 from dcp_nvcomp.engines.cuda.slice_coders import DECODE, ENCODE, DeviceCoders
 from dcp_nvcomp.errors import CheckpointError, CorruptDataError
 
 T = TypeVar("T")
+
+
+class EngineMemory:
+    """Memory of an engine. Only `retry` may be called by several threads at once."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._arena = device.arena
+        self._budget_nbytes = 0
+        self._scratch_nbytes = 0
+
+    def set_budget(self, nbytes: int) -> None:
+        """Work for another save or load, which allows so much; what is held beyond that is given back."""
+        assert nbytes > 0
+        self._budget_nbytes = nbytes
+        with self._device.current():
+            self._arena.set_limit(nbytes)
+
+    def reserve(self) -> None:
+        """Reserve what the budget allows, or what there is of it."""
+        try:
+            with self._device.current():
+                nbytes = self._arena.capacity_nbytes
+        except Exception as error:
+            raise torch.OutOfMemoryError(f"no memory can be reserved ({type(error).__name__}: {error})") from error
+        if nbytes == 0:
+            raise torch.OutOfMemoryError("the device has no memory left for an engine")
+
+    def make_room(self, nbytes: int) -> None:
+        """Have room for one batch, be it more than the budget."""
+        with self._device.current():
+            self._arena.grow(nbytes + self._scratch_nbytes)
+
+    def fitting(self, costs: Sequence[int], start: int, most: int) -> int:
+        """Return how many blocks make the next batch, and have room for them."""
+        with self._device.current():
+            room_nbytes = min(self._arena.capacity_nbytes, self._budget_nbytes) - self._scratch_nbytes
+        count = fitting(costs, start, most, room_nbytes)
+        if count == 1:
+            self.make_room(costs[start])
+        return count
+
+    def take_scratch(self, nbytes: int, costs: Sequence[int]) -> Tensor:
+        """Return memory for decoded blocks, beside which each can be decoded."""
+        need_nbytes = nbytes + max(costs)
+        with self._device.current():
+            if len(costs) == 1:
+                self._arena.grow(need_nbytes)
+            elif need_nbytes > min(self._arena.capacity_nbytes, self._budget_nbytes):
+                raise torch.OutOfMemoryError(f"an engine does not have {need_nbytes} bytes")
+            return self._arena.empty(nbytes)
+
+    @contextmanager
+    def beside(self, scratch: Tensor) -> Iterator[None]:
+        """Batches meanwhile make do with what this leaves of the budget."""
+        self._scratch_nbytes = scratch.numel()
+        try:
+            yield
+        finally:
+            self._scratch_nbytes = 0
+
+    def retry(self) -> None:
+        """Ask the device again for what it did not have; any thread may call this."""
+        self._arena.retry()
+
+    def settle(self, most_nbytes: int | None = None) -> None:
+        """Give back what is held beyond the budget, or beyond `most_nbytes`."""
+        # what can't be given back is no reason to fail: if the GPU is broken, the next batch finds out
+        with suppress(Exception), self._device.current():
+            self._arena.settle() if most_nbytes is None else self._arena.shrink(most_nbytes)
+
+    def release(self) -> None:
+        """Give back everything that is not in use."""
+        with self._device.current():
+            self._arena.release()
 
 
 class CudaEngine:

@@ -1,12 +1,64 @@
-"""Before the CPU engine does a GPU's work: a warning, or, where the CPU may not or can't, an error."""
+"""What saves and loads ask of an engine for blocks of a GPU, and the CPU engine in its place.
+
+BlockEngine     the engine, whether it works on the GPU or leaves everything to the CPU
+FallBack        before the CPU engine does a GPU's work: a warning, or, where the CPU may not or can't, an error
+CopyingEngine   blocks of a GPU through the CPU engine. It uses nothing but torch's own copies on the calling thread's
+                stream, so that whatever is wrong with nvCOMP, CuPy or the kernels does not matter here
+"""
 
 from __future__ import annotations
 
-from dcp_nvcomp.codecs.base import CodecChain
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dcp_nvcomp.codecs.base import U8, CodecChain, EncodedBlock
+from dcp_nvcomp.engines.cpu import CpuEngine
+from dcp_nvcomp.engines.cuda.decode import DecodeJob
+from dcp_nvcomp.engines.cuda.encode import EncodeJob
 from dcp_nvcomp.engines.cuda.health import DeviceHealth
-from dcp_nvcomp.engines.cuda.interface import EnginePolicy
 from dcp_nvcomp.engines.cuda.slice_coders import refusal_of
-from dcp_nvcomp.errors import CodecUnavailableError
+from dcp_nvcomp.errors import CheckpointError, CodecUnavailableError, CorruptDataError
+
+
+@dataclass(frozen=True)
+class EnginePolicy:
+    """What a save or load asks of an engine.
+
+    Attributes:
+        device_memory_budget: bytes of device memory that the engine holds at most, for its batches and for `scratch`;
+            the small tables of a batch come on top. For a block that alone takes more it holds what that takes, until
+            it goes back to the pool.
+        check_encodes: True if each batch that was encoded is decoded again.
+        may_fall_back: True if the CPU may take what the GPU fails at; else that is an error.
+        zstd: who codes Zstd, one of `options.CudaZstd`.
+    """
+
+    device_memory_budget: int
+    check_encodes: bool = True
+    may_fall_back: bool = True
+    zstd: str = "auto"
+
+
+class BlockEngine(Protocol):
+    """What a save or load does with an engine for blocks of a GPU."""
+
+    def encode(self, jobs: Sequence[EncodeJob], out: memoryview) -> list[EncodedBlock]:
+        """Encode blocks; see `CudaEngine.encode`."""
+
+    def decode_checked(self, jobs: Sequence[DecodeJob], *, verify: str) -> None:
+        """Decode blocks that passed `JobChecks`; see `CudaEngine.decode`."""
+
+    def scratch(self, jobs: Sequence[DecodeJob]) -> AbstractContextManager[Sequence[DecodeJob] | None]:
+        """Lend memory for blocks that have no destination of their own; see `CudaEngine.scratch`."""
+
+    def session(self, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """Copies between these tensors, complete at the end."""
 
 
 class FallBack:
@@ -47,3 +99,95 @@ class FallBack:
                 "written, and only a GPU runs nvCOMP's ANS. Save with codec='auto', of which the CPU engine does again "
                 "what comes out wrong, and report this, with the versions of nvCOMP and of the driver."
             )
+
+
+class CopyingEngine:
+    """Encodes and decodes blocks of any device on the CPU. Not for several threads at once."""
+
+    def __init__(self, reason: str = "") -> None:
+        self.reason = reason
+        self._cpu = CpuEngine()
+
+    def encode(self, jobs: Sequence[EncodeJob], out: memoryview) -> list[EncodedBlock]:
+        """Encode blocks, as `CudaEngine.encode` does."""
+        encoded: list[EncodedBlock] = []
+        position = 0
+        for job in jobs:
+            encoded.append(self.encode_block(job, out[position:]))
+            position += encoded[-1].data.nbytes
+        return encoded
+
+    def encode_block(self, job: EncodeJob, out: memoryview) -> EncodedBlock:
+        """Encode a block to the start of `out`."""
+        self._check(job.chain)
+        with self._copies(job.tensors[0].device):
+            if job.ready is not None:
+                torch.cuda.current_stream(job.tensors[0].device).wait_event(job.ready)
+            host = to_host(job.tensors)
+        return self._cpu.encode(host, job.chain, out)
+
+    def decode_checked(self, jobs: Sequence[DecodeJob], *, verify: str) -> None:
+        """Decode blocks, as `CudaEngine.decode_checked` does."""
+        for job in jobs:
+            self.place(self.decoded(job, verify=verify), job)
+
+    def decoded(self, job: DecodeJob, *, verify: str) -> U8:
+        """Return a decoded block in host memory."""
+        self._check(job.chain)
+        host = np.empty(job.out.numel(), np.uint8)
+        try:
+            self._cpu.decode(job.data, job.row, job.chain, host, verify=verify)
+        except CorruptDataError as error:
+            raise CorruptDataError(error.message, path=job.path, fqn=job.fqn, byte_range=job.byte_range) from error
+        return host
+
+    def place(self, host: U8, job: DecodeJob) -> None:
+        """Copy a decoded block to its destination; complete on return."""
+        with self.session([job.out]):
+            to_device(host, job.out)
+
+    @contextmanager
+    def scratch(self, jobs: Sequence[DecodeJob]) -> Iterator[Sequence[DecodeJob] | None]:
+        """As `CudaEngine.scratch`, in host memory: that is where the blocks come from here."""
+        yield [replace(job, out=torch.empty(job.out.numel(), dtype=torch.uint8)) for job in jobs]
+
+    @contextmanager
+    def session(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Copies between these tensors, complete at the end."""
+        device = tensors[0].device
+        with self._copies(device):
+            yield
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+
+    @contextmanager
+    def _copies(self, device: torch.device) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except Exception as error:
+            earlier = f", after {self.reason}" if self.reason else ""
+            what = f"{type(error).__name__}: {error}{earlier}"
+            raise CodecUnavailableError(
+                f"The GPU can't even copy data ({device}: {what}). Free GPU memory, or check the GPU with nvidia-smi."
+            ) from error
+
+    def _check(self, chain: CodecChain) -> None:
+        if chain.needs_gpu:
+            raise CodecUnavailableError(
+                f"The GPU could not run nvCOMP's ANS ({self.reason}), and nothing else can. If it is short of memory, "
+                "free some or lower device_memory_budget. With codec='auto' the CPU engine takes over what a GPU can't."
+            )
+
+
+def to_host(tensors: Sequence[Tensor]) -> U8:
+    """Return the bytes of tensors, one after the other, in host memory."""
+    runs = [tensor.contiguous().reshape(-1).view(torch.uint8).cpu() for tensor in tensors]
+    host: U8 = (runs[0] if len(runs) == 1 else torch.cat(runs)).numpy()
+    return host
+
+
+def to_device(host: U8, out: Tensor) -> None:
+    """Copy bytes to a tensor."""
+    out.copy_(torch.from_numpy(host))

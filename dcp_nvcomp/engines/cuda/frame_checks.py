@@ -21,8 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp_nvcomp.codecs.base import Coder
-from dcp_nvcomp.codecs.coders.deflate import Deflate
-from dcp_nvcomp.codecs.coders.zstd import Zstd
+from dcp_nvcomp.codecs.coders import Deflate, Zstd
 from dcp_nvcomp.engines.cuda.batches import I64
 
 U8 = npt.NDArray[np.uint8]

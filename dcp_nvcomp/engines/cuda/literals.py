@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dcp_nvcomp.codecs.base import Coder
-from dcp_nvcomp.codecs.coders.zstd import Zstd
+from dcp_nvcomp.codecs.coders import Zstd
 from dcp_nvcomp.engines.cuda.batches import I64, padded_nbytes
 from dcp_nvcomp.engines.cuda.device import KERNEL_OPTIONS, Device, Launch
 

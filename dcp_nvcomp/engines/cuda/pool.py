@@ -3,6 +3,9 @@
 Engines own streams, compiled kernels, nvCOMP's codecs and device memory. Made anew for each save they would leave
 memory reserved behind for streams that are no longer used; kept here, the twentieth save reserves no more than the
 first. `release_device_memory` gives the memory back.
+
+Before a GPU is given anything that matters, `run_self_test` codes a known block there in both directions, and on the
+CPU.
 """
 
 from __future__ import annotations
@@ -17,14 +20,19 @@ from contextlib import contextmanager, suppress
 from queue import Empty, LifoQueue
 from typing import Final
 
+import numpy as np
 import torch
 
-from dcp_nvcomp.engines.cuda.copying import CopyingEngine
+from dcp_nvcomp.codecs.base import U8, CodecChain
+from dcp_nvcomp.codecs.coders import Deflate, Zstd
+from dcp_nvcomp.codecs.transforms import Planes
+from dcp_nvcomp.engines.cpu import CpuEngine
+from dcp_nvcomp.engines.cuda.decode import DecodeJob
 from dcp_nvcomp.engines.cuda.device import CudaDevice, Device, free_memory_nbytes
+from dcp_nvcomp.engines.cuda.encode import EncodeJob
 from dcp_nvcomp.engines.cuda.engine import CudaEngine
-from dcp_nvcomp.engines.cuda.health import DeviceHealth
-from dcp_nvcomp.engines.cuda.interface import BlockEngine, EnginePolicy
-from dcp_nvcomp.engines.cuda.self_test import run_self_test
+from dcp_nvcomp.engines.cuda.fallback import BlockEngine, CopyingEngine, EnginePolicy
+from dcp_nvcomp.engines.cuda.health import LITERALS, NVCOMP, DeviceHealth
 from dcp_nvcomp.errors import CodecUnavailableError
 
 logger = logging.getLogger(__name__)
@@ -35,6 +43,12 @@ ENGINES_PER_DEVICE: Final = 2
 _SELF_TEST_NBYTES: Final = 1 << 20
 # Room for two batches of some 200 MiB, which have enough slices for every multiprocessor of a large GPU.
 _MOST_BUDGET_NBYTES: Final = 2 << 30
+
+
+# One of each kind of coder that several engines have; ANS is left out, as nothing else could tell if it is right.
+_ZSTD = CodecChain(Planes(2), Zstd(literals_only=True))
+SELF_TEST_CHAINS = (_ZSTD, CodecChain(Planes(2), Deflate(literals_only=True)))
+_TEST_NBYTES = 1 << 20
 
 
 class _DeviceEngines:
@@ -77,6 +91,58 @@ class _DeviceEngines:
         finally:
             for engine in reversed(taken):
                 self.free.put(engine)
+
+
+def run_self_test(engine: CudaEngine, device: torch.device) -> None:
+    """Test what was not tested before: nvCOMP's coders, and our own kernels once an engine is to use them.
+
+    Records in the engine's health which of them do not work, and if none does, that the device is broken.
+    """
+    health, before = engine.health, len(engine.health.tested)
+    for chain in SELF_TEST_CHAINS:
+        _test(engine, NVCOMP, chain, device)
+    # asked after nvCOMP's own test: if that fails, ours take its place
+    if engine.coders.may_use_literals(_ZSTD):
+        _test(engine, LITERALS, _ZSTD, device)
+    if len(health.tested) > before:
+        engine.memory.release()  # it may be more than the budget
+    if health.refused.keys() >= health.tested:
+        health.broken = f"its self-test failed ({next(iter(health.refused.values()))})"
+
+
+def _test(engine: CudaEngine, who: str, chain: CodecChain, device: torch.device) -> None:
+    assert chain.coder is not None
+    health, coder = engine.health, type(chain.coder)
+    if (who, coder) in health.tested:
+        return
+    try:
+        with engine.coders.preferring(who):
+            if engine.coders.encodes(chain):
+                _check(engine, chain, _bfloat16_weights(), device)
+    except (torch.OutOfMemoryError, MemoryError):
+        raise  # says nothing of the coder
+    except Exception as error:  # whatever it is, this coder can't be used
+        health.refuse(who, coder, error)
+    health.tested.add((who, coder))
+
+
+def _bfloat16_weights() -> U8:
+    """1 MiB of what this package is for: exponents with some ten values, mantissas that are random."""
+    values = np.random.default_rng(0).normal(0, 0.02, _TEST_NBYTES // 2).astype(np.float32)
+    return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+
+
+def _check(engine: CudaEngine, chain: CodecChain, block: U8, device: torch.device) -> None:
+    """Raise an error of any type if the GPU does not code the block as the CPU engine does: CRCs tell."""
+    cpu, room = CpuEngine(), chain.max_encoded_nbytes(block.nbytes)
+    (ours,) = engine.encode_unaided(
+        [EncodeJob((torch.from_numpy(block).to(device),), chain)], memoryview(bytearray(room))
+    )
+    decoded = np.empty_like(block)
+    cpu.decode(ours.data, ours.row, chain, decoded, verify="full")
+    theirs = cpu.encode(block, chain, memoryview(bytearray(room)))
+    out = torch.zeros(block.nbytes, dtype=torch.uint8, device=device)
+    engine.decode_unaided([DecodeJob(theirs.data, theirs.row, chain, out)])
 
 
 class EnginePool:

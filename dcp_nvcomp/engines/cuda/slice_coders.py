@@ -1,18 +1,24 @@
 """Who codes a slice on a GPU: nvCOMP, or for literals-only zstd frames our own kernels.
 
 nvCOMP codes whatever it can. The kernels of literals.py take its place where its Zstd failed the self-test, on GPUs for
-which they were measured to be faster (rates.py), or if they are asked for by name. Both write frames that every zstd
-decoder reads.
+which they were measured to be faster, or if they are asked for by name. Both write frames that every zstd decoder
+reads.
 
     encode   slices --> frames under way: their lengths, and then where they are to be written
     decode   frames --> slices, by the kernels if those are chosen; frames of other encoders are nvCOMP's all the same
+
+`zstd_rates.json` has what was measured of both on each kind of GPU, by the name that its driver gives it, in bytes of
+slices per second. Only `python -m benchmarks.gpu_rates` writes it, from a run of benchmarks.gpu_acceptance there.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.resources
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final, Protocol, get_args
+from typing import Any, Final, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +30,6 @@ from dcp_nvcomp.engines.cuda.coders import NvcompCoders, is_served
 from dcp_nvcomp.engines.cuda.device import Device
 from dcp_nvcomp.engines.cuda.health import LITERALS, NVCOMP, DeviceHealth
 from dcp_nvcomp.engines.cuda.literals import LiteralCoders
-from dcp_nvcomp.engines.cuda.rates import faster_literals
 from dcp_nvcomp.errors import CodecUnavailableError
 from dcp_nvcomp.options import CudaZstd
 
@@ -32,6 +37,9 @@ Bools = npt.NDArray[np.bool_]
 
 ENCODE: Final = "encode"
 DECODE: Final = "decode"
+
+
+RATES_NAME = "zstd_rates.json"
 
 
 class SliceFrames(Protocol):
@@ -95,7 +103,7 @@ class _TwoDecodings:
 
 
 class DeviceCoders:
-    """The coders of one device behind one interface."""
+    """All coders of one device."""
 
     def __init__(self, device: Device, health: DeviceHealth) -> None:
         self._device = device
@@ -204,3 +212,16 @@ def refusal_of(health: DeviceHealth, chain: CodecChain, zstd: str, direction: st
     if zstd != NVCOMP and serves(chain.coder):
         who = [LITERALS] if zstd == LITERALS else [NVCOMP, LITERALS]
     return health.refusal(chain.coder, who)
+
+
+@functools.cache
+def _rates() -> dict[str, Any]:
+    text = importlib.resources.files("dcp_nvcomp.engines.cuda").joinpath(RATES_NAME).read_text(encoding="utf-8")
+    rates: dict[str, Any] = json.loads(text)
+    return rates
+
+
+def faster_literals(gpu: str) -> frozenset[str]:
+    """Return the directions, `"encode"` and `"decode"`, in which our kernels were measured to be faster on a GPU."""
+    measured = _rates().get(gpu, {})
+    return frozenset(direction for direction, rates in measured.items() if rates["literals"] > rates["nvcomp"])

@@ -1,13 +1,26 @@
-"""The globals that `.metadata` may name, and what each of them stands for.
+"""The globals that `.metadata` may name, and the inert tree that pickle_machine.py makes of a pickle.
 
-None of them executes anything: a class only marks an `Instance`, and the few callables are functions of this module
-that check their arguments: a size is a tuple of ints, a layout is one of torch's.
+None of the globals executes anything: a class only marks an `Instance`, and the few callables are functions of this
+module that check their arguments: a size is a tuple of ints, a layout is one of torch's. The user may allow others,
+with `trusted_globals=` of the readers.
+
+pickled                 in the tree
+----------------------  -----------------------------------------------------------------------------
+None, bool, int, ...    themselves; a tuple is a tuple
+list                    `PickledList`
+dict                    `PickledDict`, the flat list of its keys and values: no key is ever hashed here
+a global that is listed `Global`, our description of it; nothing is imported
+NEWOBJ, then BUILD      `Instance` of that global, with its state beside it
+REDUCE                  the answer of our own `Global.reduce` to the arguments, which must be immutable
+a global that the user  `TrustedCall`: what would be called with what; the reader of the tree decides
+trusts, called
 """
 
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable
+import pkgutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -15,14 +28,82 @@ from typing import Any, Final
 import torch
 from torch.distributed.checkpoint.planner import WriteItemType
 
-from dcp_nvcomp.errors import MetadataError, UnsafeMetadataError
-from dcp_nvcomp.format.metadata.inert import Global, Instance
+from dcp_nvcomp.errors import ConfigurationError, MetadataError, UnsafeMetadataError
 
 LIMIT: Final = 1 << 63  # sizes and offsets are int64 in torch
 MAX_DIMS: Final = 64  # torch's own kernels stop there
 _MODULE: Final = "torch.distributed.checkpoint.metadata"
 _PLANS: Final = "torch.distributed.checkpoint.planner"  # Megatron-core keeps the plans of a save in its metadata
 _OLD_MODULE: Final = "torch.distributed._shard.sharded_tensor.metadata"  # TensorProperties of older releases
+
+
+# Ends the error for a global; only readers have the option.
+TRUST_ADVICE: Final = " If you know what it is and who wrote this checkpoint, allow it with trusted_globals=."
+
+
+class PickledList(list[Any]):
+    """A pickled list."""
+
+    __slots__ = ()
+
+
+class PickledDict(list[Any]):
+    """A pickled dict, as key, value, key, value, ..."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Global:
+    """What one exact "module.name" stands for.
+
+    Attributes:
+        name: "module.name".
+        is_class: NEWOBJ without arguments may make an `Instance` of it, which BUILD may fill once.
+        reduce: gives the value of REDUCE; it must check the arguments, and what it returns must be immutable.
+        value: what the name itself means: a dtype, or the object that the user trusts.
+        is_trusted: named by the user; REDUCE and NEWOBJ make a `TrustedCall`.
+    """
+
+    name: str
+    is_class: bool = False
+    reduce: Callable[[tuple[Any, ...]], Any] | None = None
+    value: Any = None
+    is_trusted: bool = False
+
+
+class Instance:
+    """A fresh object of a listed class; `state` is what BUILD gave it, None before."""
+
+    __slots__ = ("built", "kind", "state")
+
+    def __init__(self, kind: Global) -> None:
+        self.kind = kind
+        self.state: Any = None
+        self.built: Any = None  # what tree.py made of it
+
+
+class TrustedCall(Instance):
+    """A call of a global that the user trusts; not made yet."""
+
+    __slots__ = ("args", "dict_items", "is_new", "list_items")
+
+    def __init__(self, kind: Global, args: tuple[Any, ...], *, is_new: bool) -> None:
+        super().__init__(kind)
+        self.args = args
+        self.is_new = is_new
+        self.list_items: list[Any] = []
+        self.dict_items: list[Any] = []
+
+
+def shown(value: object) -> str:
+    """Describe a part of the tree briefly, for messages: it may be huge, or contain itself."""
+    if isinstance(value, Instance | Global):
+        return (value.kind if isinstance(value, Instance) else value).name
+    if isinstance(value, str | int | float | bytes) or value is None:
+        text = repr(value) if not isinstance(value, str | bytes) else repr(value[:80])
+        return text if len(text) <= 100 else text[:100] + "..."
+    return f"a {type(value).__name__.removeprefix('Pickled').lower()}"
 
 
 def size_of(dims: object) -> torch.Size:
@@ -126,11 +207,19 @@ SHARD: Final = _class("ChunkStorageMetadata")
 STORAGE_INFO: Final = _class("_StorageInfo", "torch.distributed.checkpoint.filesystem")
 
 
-def shown(value: object) -> str:
-    """Describe a part of the tree briefly, for messages: it may be huge, or contain itself."""
-    if isinstance(value, Instance | Global):
-        return (value.kind if isinstance(value, Instance) else value).name
-    if isinstance(value, str | int | float | bytes) or value is None:
-        text = repr(value) if not isinstance(value, str | bytes) else repr(value[:80])
-        return text if len(text) <= 100 else text[:100] + "..."
-    return f"a {type(value).__name__.removeprefix('Pickled').lower()}"
+def resolve_trusted_globals(names: Sequence[str]) -> dict[str, Any]:
+    """Import the globals of `trusted_globals=`, each named "module.name".
+
+    The file never decides what is imported: it can only name one of these, letter by letter.
+    """
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise ConfigurationError(f"trusted_globals= takes a sequence of 'module.name' strings, not {names!r}.")
+    found = {}
+    for name in names:
+        try:
+            if "." not in name or ":" in name:
+                raise ValueError("not of the form 'module.name'")
+            found[name] = pkgutil.resolve_name(name)
+        except (ValueError, ImportError, AttributeError) as error:
+            raise ConfigurationError(f"trusted_globals= names {name!r}, which can't be imported: {error}.") from error
+    return found

@@ -1,7 +1,7 @@
 """Runs the pickle opcodes of `.metadata` without ever calling what the file names.
 
 Python's unpickler executes: with GLOBAL and REDUCE any function that it can import, with BUILD any change to it. This
-machine knows only the opcodes that DCP's metadata needs, and turns them into the inert tree of inert.py. Everything
+machine knows only the opcodes that DCP's metadata needs, and turns them into the inert tree of allowed_globals.py. Everything
 else raises `UnsafeMetadataError`. Time and memory are linear in the input: strings and integers are slices of it, the
 memo grows by one at a time, marks nest `MAX_MARKS` deep, and a container takes three bytes of input or more. That may
 still be thirty times as much as the input, so the memory that the tree takes is looked at as it grows, and has a limit.
@@ -18,8 +18,14 @@ from itertools import repeat
 from typing import Any, Final
 
 from dcp_nvcomp.errors import MetadataError, UnsafeMetadataError
-from dcp_nvcomp.format.metadata.inert import Global, Instance, PickledDict, PickledList, TrustedCall
-from dcp_nvcomp.format.metadata.trusted_globals import TRUST_ADVICE
+from dcp_nvcomp.format.metadata.allowed_globals import (
+    TRUST_ADVICE,
+    Global,
+    Instance,
+    PickledDict,
+    PickledList,
+    TrustedCall,
+)
 
 MAX_MARKS: Final = 64
 # Opcodes from one look at the memory to the next, each of which may make an object of a hundred bytes or so. A look

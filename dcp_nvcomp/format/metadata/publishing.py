@@ -35,11 +35,14 @@ from torch.distributed.checkpoint.metadata import (
 from dcp_nvcomp.errors import CheckpointError, MetadataError
 from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
-from dcp_nvcomp.format.metadata.allowed_globals import LIMIT, MAX_DIMS
-from dcp_nvcomp.format.metadata.serialization import parse_metadata, serialize_metadata
-from dcp_nvcomp.format.metadata.sharing import fits_earlier_readers, share_equal
+from dcp_nvcomp.format.metadata.allowed_globals import LIMIT, MAX_DIMS, TRUST_ADVICE
+from dcp_nvcomp.format.metadata.serialization import (
+    fits_earlier_readers,
+    parse_metadata,
+    serialize_metadata,
+    share_equal,
+)
 from dcp_nvcomp.format.metadata.summary import Summary
-from dcp_nvcomp.format.metadata.trusted_globals import TRUST_ADVICE
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from dcp_nvcomp.errors import (
 from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.metadata.serialization import parse_metadata
-from dcp_nvcomp.format.metadata.stored import StoredAt
+from dcp_nvcomp.format.metadata.shards import StoredAt
 from dcp_nvcomp.format.names import (
     DATA_FILE_SUFFIX,
     METADATA_NAME,

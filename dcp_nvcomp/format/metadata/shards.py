@@ -1,16 +1,66 @@
-"""Shards as `.metadata` describes them: find the one that an index means, and compare it with a footer's record."""
+"""What `.metadata` says of shards: where each is stored, which of them an index means, and if a footer's record agrees.
+
+    in memory   StoredAt(DataFileRef(...), record)         ours
+                StockItem(relative_path, offset, ...)      stock DCP's
+    on disk     ((name, nbytes, footer_nbytes, footer_crc), record), plain tuples, so that torch alone can unpickle them
+
+All items of a data file share one tuple by identity, so that pickle writes it once.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
+from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.format.record import KIND_BYTES, KIND_TENSOR, KIND_TORCH_SAVE, Record
+
+PlainStoredAt = tuple[tuple[str, int, int, int], int]
+
+
+class StoredAt(NamedTuple):
+    """The place of an item that this package wrote.
+
+    Attributes:
+        file: its data file.
+        record: the index of its record in that file's footer.
+    """
+
+    file: DataFileRef
+    record: int
+
+
+@dataclass(frozen=True, slots=True)
+class StockItem:
+    """The place of an item that stock DCP wrote.
+
+    Attributes:
+        relative_path: the data file.
+        offset: the item's first byte in it.
+        length: its stored size in bytes.
+        transform_descriptors: the transforms it went through, in the order in which reading undoes them.
+    """
+
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: tuple[str, ...]
+
+
+def plain_storage_data(storage_data: Mapping[MetadataIndex, Any]) -> dict[MetadataIndex, PlainStoredAt]:
+    """Return `storage_data` as it is pickled: each `StoredAt` as plain tuples, one for each file."""
+    files: dict[int, tuple[str, int, int, int]] = {}  # by the id of what is shared
+    plain: dict[MetadataIndex, PlainStoredAt] = {}
+    for index, value in storage_data.items():
+        assert isinstance(value, tuple), "only what this package wrote is written"
+        file, record = value
+        plain[index] = (files.setdefault(id(file), tuple(file)), record)
+    return plain
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""The summary of a save, at the end of its `.metadata`: what a list of a thousand checkpoints shows of each.
+"""The end of a `.metadata`: the summary of its save, and the CRC of the pickle.
 
 The last attribute of the pickled Metadata is a text that begins with a mark, by which it is found in the file's last
-few KB; nothing else has to be read. Stock DCP, and readers that don't know it, take it for an attribute of no meaning.
+few KB; a list of a thousand checkpoints reads nothing else. Stock DCP, and readers that don't know it, take it for an
+attribute of no meaning. Unpicklers stop before the CRC, so stock tools never see it.
 
     "DCPNVsum" + CRC32C of the rest as 8 hexadecimal digits + a JSON object
 """
@@ -9,10 +10,13 @@ few KB; nothing else has to be read. Stock DCP, and readers that don't know it, 
 from __future__ import annotations
 
 import json
+import struct
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from crc32c import crc32c
+
+from dcp_nvcomp.errors import MetadataError
 
 SUMMARY_ATTRIBUTE: Final = "dcp_nvcomp_summary"
 # As much of the end of a file is read to find a summary; one that would not fit is not written.
@@ -27,6 +31,10 @@ _MARK: Final = "DCPNVsum"
 _CRC_DIGITS: Final = 8
 _MOST: Final = (1 << 63) - 1  # of whole numbers and times, which else no float might be
 _MOST_TEXT_NBYTES: Final = SUMMARY_NBYTES - 128
+
+
+_TRAILER: Final = struct.Struct("<I8s")
+_MAGIC: Final = b"DCPNVcrc"
 
 
 @dataclass(frozen=True)
@@ -105,3 +113,24 @@ def summary_at_end(data: bytes) -> Summary | None:
         return found if found._is_sane() else None
     except (ValueError, TypeError, AttributeError, RecursionError):
         return None
+
+
+def with_trailer(data: bytes) -> bytes:
+    """Return a pickle followed by its CRC."""
+    return b"".join([data, _TRAILER.pack(crc32c(data), _MAGIC)])
+
+
+def has_trailer(data: bytes) -> bool:
+    """Return whether a CRC follows the pickle. Stock DCP writes none."""
+    return data.endswith(_MAGIC)
+
+
+def end_of_pickle(data: bytes) -> int:
+    """Return where the pickle ends, and its CRC begins, which must match if there is one."""
+    if not has_trailer(data):
+        return len(data)
+    crc, _ = _TRAILER.unpack(data[-_TRAILER.size :].rjust(_TRAILER.size))
+    end = max(len(data) - _TRAILER.size, 0)
+    if crc32c(memoryview(data)[:end]) != crc:
+        raise MetadataError("`.metadata` fails its CRC: it is corrupt. `dcp-nvcomp recover` may restore it.")
+    return end

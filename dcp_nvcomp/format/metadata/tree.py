@@ -29,12 +29,16 @@ from dcp_nvcomp.format.metadata.allowed_globals import (
     STORAGE_INFO,
     STORAGE_META,
     TENSOR,
+    Global,
+    Instance,
+    PickledDict,
+    PickledList,
     PickledPath,
+    TrustedCall,
     shown,
     size_of,
 )
-from dcp_nvcomp.format.metadata.inert import Global, Instance, PickledDict, PickledList, TrustedCall
-from dcp_nvcomp.format.metadata.stored import StockItem, StoredAt
+from dcp_nvcomp.format.metadata.shards import StockItem, StoredAt
 from dcp_nvcomp.format.metadata.values import ValueReader, check_hashes, pairs_of
 from dcp_nvcomp.storage.base import check_relative_path
 

@@ -7,8 +7,7 @@ from typing import Any, Final
 import torch
 
 from dcp_nvcomp.errors import MetadataError, UnsafeMetadataError
-from dcp_nvcomp.format.metadata.allowed_globals import PickledPath, shown
-from dcp_nvcomp.format.metadata.inert import Global, PickledDict, PickledList, TrustedCall
+from dcp_nvcomp.format.metadata.allowed_globals import Global, PickledDict, PickledList, PickledPath, TrustedCall, shown
 
 _MAX_DEPTH: Final = 32
 _SCALARS: Final = (bool, int, float, str, bytes, torch.Size, torch.layout, torch.memory_format)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from dcp_nvcomp.codecs.encoded import checksum
+from dcp_nvcomp.codecs.base import checksum
 from dcp_nvcomp.format.data_file import find_data_file, read_footer
 from dcp_nvcomp.format.footer import Footer
 from dcp_nvcomp.format.names import data_file_rank

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from dcp_nvcomp.errors import CheckpointError, CorruptDataError
-from dcp_nvcomp.format.metadata.stored import StoredAt
+from dcp_nvcomp.format.metadata.shards import StoredAt
 from dcp_nvcomp.loading.reader import NvcompReader
 from dcp_nvcomp.loading.seen import seen_by
 from dcp_nvcomp.runs.events import Source

@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from dcp_nvcomp.codecs.encoded import checksum
+from dcp_nvcomp.codecs.base import checksum
 from dcp_nvcomp.errors import CheckpointError, CorruptDataError, StorageError
 from dcp_nvcomp.runs.ranks import Ranks
 from dcp_nvcomp.runs.tiers.nodes import Transfer, rounds

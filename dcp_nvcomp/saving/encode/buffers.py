@@ -14,8 +14,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from dcp_nvcomp.codecs.encoded import EncodedBlock
-from dcp_nvcomp.engines.memory import PinnedMemory, pinned_allocate, plain_allocate
+from dcp_nvcomp.codecs.base import EncodedBlock
+from dcp_nvcomp.engines.tensors import PinnedMemory, pinned_allocate, plain_allocate
 
 HOST_ROOM_NBYTES = (1 << 20) + (64 << 10)  # a block of 1 MiB and the padding of its slices
 _BUFFERS_PER_THREAD = 8

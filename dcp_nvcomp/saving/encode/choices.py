@@ -26,11 +26,9 @@ import numpy.typing as npt
 import torch
 
 from dcp_nvcomp.codecs.auto import STORED, Look, judged_nbytes, literal_exponents
-from dcp_nvcomp.codecs.base import CodecChain
+from dcp_nvcomp.codecs.base import CodecChain, ElementType, ScratchArrays
 from dcp_nvcomp.codecs.choose import TINY_NBYTES, Auto, CodecChooser, sample_nbytes
-from dcp_nvcomp.codecs.dtypes import ElementType
 from dcp_nvcomp.codecs.registry import check_chain
-from dcp_nvcomp.codecs.scratch import ScratchArrays
 from dcp_nvcomp.engines.cuda.coders import stamped_chain
 from dcp_nvcomp.engines.tensors import HostArray, host_array
 from dcp_nvcomp.format.blocks import BlockGrid

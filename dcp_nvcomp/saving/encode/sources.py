@@ -20,17 +20,14 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_nvcomp.codecs.auto import Judge
-from dcp_nvcomp.codecs.base import CodecChain
-from dcp_nvcomp.codecs.encoded import EncodedBlock
-from dcp_nvcomp.codecs.scratch import ScratchArrays
+from dcp_nvcomp.codecs.base import CodecChain, EncodedBlock, ScratchArrays
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda.encode import EncodeJob
-from dcp_nvcomp.engines.cuda.interface import EnginePolicy
+from dcp_nvcomp.engines.cuda.fallback import EnginePolicy
 from dcp_nvcomp.engines.cuda.pool import shared_pool
 from dcp_nvcomp.engines.tensors import HostArray
-from dcp_nvcomp.format.blocks import BlockGrid, Box
+from dcp_nvcomp.format.blocks import BlockGrid, Box, RowStrip, row_strip, strips
 from dcp_nvcomp.format.record import KIND_PACK, Record
-from dcp_nvcomp.format.strips import RowStrip, row_strip, strips
 
 U8 = npt.NDArray[np.uint8]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from dcp_nvcomp.codecs.auto import most_encoded_nbytes
-from dcp_nvcomp.codecs.encoded import EncodedBlock
+from dcp_nvcomp.codecs.base import EncodedBlock
 from dcp_nvcomp.format.blocks import Box
 from dcp_nvcomp.saving.encode.buffers import Room, TaskMemory
 from dcp_nvcomp.saving.encode.sources import ChainChoice, Part, PendingRecord, Source

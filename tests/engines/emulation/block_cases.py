@@ -10,10 +10,9 @@ import numpy.typing as npt
 import torch
 from crc32c import crc32c
 
-from dcp_nvcomp.codecs.transforms.planes import PLANE_NAMES, Planes
+from dcp_nvcomp.codecs.transforms import PLANE_NAMES, Planes
 from dcp_nvcomp.engines.cuda.batches import THREADS, RowTable, block_table, copy_table
-from dcp_nvcomp.engines.cuda.crc_tables import power_table, stride_table
-from dcp_nvcomp.engines.cuda.device import Launch
+from dcp_nvcomp.engines.cuda.device import Launch, power_table, stride_table
 from tests.codecs import planes_reference
 
 from ..cases import floats

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_nvcomp.codecs.coders.ans import Ans
+from dcp_nvcomp.codecs.coders import Ans
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.format.blocks import Box
 from dcp_nvcomp.format.data_file import DataFileRef, block_row, read_footer
@@ -25,9 +25,9 @@ from dcp_nvcomp.format.footer import Footer
 from dcp_nvcomp.format.framing import TRAILER_NBYTES, check_header, decode_trailer
 from dcp_nvcomp.format.metadata.ranks import merge_rank_metadata, prefer_rank
 from dcp_nvcomp.format.metadata.serialization import parse_metadata
-from dcp_nvcomp.format.metadata.stored import StockItem
+from dcp_nvcomp.format.metadata.shards import StockItem
+from dcp_nvcomp.loading.items import read_stock_bytes, read_stock_tensor
 from dcp_nvcomp.loading.safe_objects import SafeLoader
-from dcp_nvcomp.loading.stock.items import read_stock_bytes, read_stock_tensor
 
 from .parts import FileParts, Tail
 

@@ -95,7 +95,7 @@ MUTATIONS = (
     ),
     Mutation(
         row="every byte flipped: the CRC of `.metadata`",
-        file="dcp_nvcomp/format/metadata/trailer.py",
+        file="dcp_nvcomp/format/metadata/summary.py",
         old="    if crc32c(memoryview(data)[:end]) != crc:",
         new="    if False:",
         tests="tests/format/metadata/test_serialize.py -k flipped",

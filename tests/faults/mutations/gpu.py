@@ -125,7 +125,7 @@ MUTATIONS = (
     ),
     Mutation(
         row="GPU: page-locked memory that can't be had",
-        file="dcp_nvcomp/engines/memory.py",
+        file="dcp_nvcomp/engines/tensors.py",
         old="            except Exception as error:\n",
         new="            except ValueError as error:\n",
         tests="tests/engines/test_notices.py -k page_locked",
@@ -174,14 +174,14 @@ MUTATIONS = (
     ),
     Mutation(
         row="GPU: scratch memory is within the budget",
-        file="dcp_nvcomp/engines/cuda/engine_memory.py",
+        file="dcp_nvcomp/engines/cuda/engine.py",
         old="        self._scratch_nbytes = scratch.numel()\n",
         new="",
         tests="tests/engines/test_engine_memory.py",
     ),
     Mutation(
         row="GPU: scratch memory is the engine's",
-        file="dcp_nvcomp/engines/cuda/engine_memory.py",
+        file="dcp_nvcomp/engines/cuda/engine.py",
         old="            return self._arena.empty(nbytes)\n",
         new="            return torch.empty(nbytes, dtype=torch.uint8, device=self._device.torch_device)\n",
         tests="tests/engines/test_engine_memory.py -k scratch",

@@ -96,14 +96,14 @@ MUTATIONS = (
     ),
     *_mutations(
         "frames",
-        "codecs/coders/zstd.py",
+        "codecs/coders/__init__.py",
         ("if claimed not in (len(out), zstandard.CONTENTSIZE_UNKNOWN) or", "if", f"{_SLICES} -k forged_slice_that"),
         ("allow_extra_data=False", "allow_extra_data=True", f"{_SLICES} -k forged_slice_that"),
         ("if len(decoded) != len(out):", "if False:", f"{_HOSTILE} -k bad_zstd"),
     ),
     *_mutations(
         "frames",
-        "codecs/coders/deflate.py",
+        "codecs/coders/__init__.py",
         ("decompress(stream, len(out) + 1)", "decompress(stream)", f"{_SLICES} -k a_thousandfold"),
         (" or decompressor.unused_data:", ":", f"{_SLICES} -k forged_slice_that"),
         ("not decompressor.eof or", "False or", f"{_HOSTILE} -k bad_deflate"),
@@ -124,7 +124,7 @@ MUTATIONS = (
     ),
     *_mutations(
         "stock items",
-        "loading/stock/items.py",
+        "loading/items.py",
         ("_SMALL_NBYTES: Final = 16 << 20", "_SMALL_NBYTES: Final = 1 << 40", f"{_FILES} -k bombs_of_stock"),
         ("max_window_size=_WINDOW_NBYTES", "", f"{_FILES} -k stock_window"),
         ("_STEP_NBYTES: Final = 256", "_STEP_NBYTES: Final = 1 << 12", f"{_FILES} -k bombs_of_stock"),

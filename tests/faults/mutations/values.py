@@ -31,7 +31,7 @@ MUTATIONS = (
     ),
     Mutation(
         row="values: what a load leaves is said",
-        file="dcp_nvcomp/loading/left.py",
+        file="dcp_nvcomp/loading/planner.py",
         old="    if not left:\n",
         new="    if True:\n",
         tests=_VALUES,

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError, MetadataError, UnsafeMetadataError
 from dcp_nvcomp.format.metadata.serialization import parse_metadata, serialize_metadata
-from dcp_nvcomp.format.metadata.stored import StockItem
+from dcp_nvcomp.format.metadata.shards import StockItem
 from tests.effort import examples
 
 from . import assembler as asm

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_nvcomp.errors import MetadataError
 from dcp_nvcomp.format.metadata.serialization import parse_metadata, serialize_metadata
-from dcp_nvcomp.format.metadata.stored import StockItem
+from dcp_nvcomp.format.metadata.shards import StockItem
 from dcp_nvcomp.format.names import METADATA_NAME, rank_metadata_name, rank_of_metadata_name, save_metadata_name
 
 STOCK_READER = """

@@ -20,8 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_nvcomp.errors import UnsafeMetadataError
 from dcp_nvcomp.format.metadata.publishing import metadata_to_publish
-from dcp_nvcomp.format.metadata.serialization import parse_metadata, serialize_metadata
-from dcp_nvcomp.format.metadata.sharing import share_equal
+from dcp_nvcomp.format.metadata.serialization import parse_metadata, serialize_metadata, share_equal
 
 
 def tensor(size: tuple[int, ...], shards: int, **properties: Any) -> TensorStorageMetadata:

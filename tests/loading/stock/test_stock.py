@@ -29,9 +29,9 @@ from dcp_nvcomp.errors import (
     UnsafeObjectError,
 )
 from dcp_nvcomp.format.metadata.serialization import parse_metadata
-from dcp_nvcomp.format.metadata.stored import StockItem
+from dcp_nvcomp.format.metadata.shards import StockItem
 from dcp_nvcomp.format.names import METADATA_NAME
-from dcp_nvcomp.loading.stock.items import read_stock_bytes, read_stock_tensor
+from dcp_nvcomp.loading.items import read_stock_bytes, read_stock_tensor
 from dcp_nvcomp.storage.open import open_filesystem
 from tests.effort import sampled
 from tests.faults import forked

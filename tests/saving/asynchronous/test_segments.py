@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from dcp_nvcomp.codecs.encoded import BlockRow, EncodedBlock
+from dcp_nvcomp.codecs.base import BlockRow, EncodedBlock
 from dcp_nvcomp.saving.asynchronous.segments import HOST_SEGMENT_NBYTES, SegmentStores, StagingMemory
 from dcp_nvcomp.saving.encode.buffers import HOST_ROOM_NBYTES, Cancelled, Room
 

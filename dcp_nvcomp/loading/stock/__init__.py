@@ -1,1 +1,0 @@
-"""Checkpoints that stock DCP wrote."""
