@@ -150,12 +150,19 @@ class Plane:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A contiguous run of a plane in the encoded block: a whole stored plane, or one slice."""
+    """A contiguous run of a plane in the encoded block: a whole stored plane, or one slice.
 
-    plane: int  # index of the plane
-    start: int  # first byte of the piece in the plane
-    nbytes: int  # its length when decoded
-    coded: bool  # whether a coder may have coded it (its encoded size is then in the slice table)
+    Attributes:
+        plane: index of the plane.
+        start: first byte of the piece in the plane.
+        nbytes: its length when decoded.
+        coded: whether a coder may have coded it (its encoded size is then in the slice table).
+    """
+
+    plane: int
+    start: int
+    nbytes: int
+    coded: bool
 
 
 class BlockRow(NamedTuple):
@@ -196,11 +203,14 @@ def checksum(data: U8 | memoryview | bytes, value: int = 0) -> int:
     return crc32c(data.data if isinstance(data, np.ndarray) else data, value, _RELEASE_GIL)
 
 
-class ArrayToBytes(ABC):
-    """An array -> bytes codec: the planes of a block, and the way there and back."""
+class Codec(ABC):
+    """A codec as a footer describes it.
 
-    name: ClassVar[str]  # its name in a footer, a promise: what it once decoded, it always will
-    is_plain: ClassVar[bool] = False
+    Attributes:
+        name: its name in a footer, a promise: what it once decoded, it always will.
+    """
+
+    name: ClassVar[str]
 
     @abstractmethod
     def configuration(self) -> dict[str, Any]:
@@ -208,7 +218,7 @@ class ArrayToBytes(ABC):
 
     @classmethod
     @abstractmethod
-    def from_configuration(cls, configuration: dict[str, Any]) -> ArrayToBytes:
+    def from_configuration(cls, configuration: dict[str, Any]) -> Codec:
         """Return the codec that a footer's configuration describes.
 
         Args:
@@ -217,6 +227,17 @@ class ArrayToBytes(ABC):
         Raises:
             FormatError: it does not describe this codec.
         """
+
+
+class ArrayToBytes(Codec):
+    """An array -> bytes codec: the planes of a block, and the way there and back.
+
+    Attributes:
+        is_plain: True if the only plane is the block itself, byte for byte. Engines then fill and read it in place,
+            without `split` and `merge`.
+    """
+
+    is_plain: ClassVar[bool] = False
 
     @abstractmethod
     def layout(self, nbytes: int, flags: int, has_coder: bool) -> tuple[Plane, ...]:
@@ -257,30 +278,20 @@ class ArrayToBytes(ABC):
         return True
 
 
-class Coder(ABC):
-    """A bytes -> bytes codec: the entropy coder of slices."""
+class Coder(Codec):
+    """A bytes -> bytes codec: the entropy coder of slices.
 
-    name: ClassVar[str]  # its name in a footer, a promise: what it once decoded, it always will
-    slice_nbytes: int  # how many bytes of a plane one slice covers, a multiple of 16
-    block_nbytes: ClassVar[int] = BLOCK_NBYTES  # preferred size of blocks
-    needs_gpu: ClassVar[bool] = False  # True if only the CUDA engine runs it
-    needs_plain: ClassVar[bool] = False  # True if it must follow an array -> bytes codec that is plain
+    Attributes:
+        slice_nbytes: how many bytes of a plane one slice covers, a multiple of 16.
+        block_nbytes: preferred size of blocks.
+        needs_gpu: True if only the CUDA engine runs it.
+        needs_plain: True if it must follow an array -> bytes codec that is plain.
+    """
 
-    @abstractmethod
-    def configuration(self) -> dict[str, Any]:
-        """Return what a decoder must know, as JSON values."""
-
-    @classmethod
-    @abstractmethod
-    def from_configuration(cls, configuration: dict[str, Any]) -> Coder:
-        """Return the coder that a footer's configuration describes.
-
-        Args:
-            configuration: JSON values from a file, which can be anything; `integer`, `text` and `slice_nbytes` check.
-
-        Raises:
-            FormatError: it does not describe this coder.
-        """
+    slice_nbytes: int
+    block_nbytes: ClassVar[int] = BLOCK_NBYTES
+    needs_gpu: ClassVar[bool] = False
+    needs_plain: ClassVar[bool] = False
 
     @abstractmethod
     def encoder(self) -> SliceEncoder:
@@ -318,9 +329,7 @@ class CodecChain:
 
     def to_json(self) -> list[dict[str, Any]]:
         """Return the chain as a footer describes it."""
-        codecs: list[ArrayToBytes | Coder] = [self.array_to_bytes]
-        if self.coder is not None:
-            codecs.append(self.coder)
+        codecs: list[Codec] = [self.array_to_bytes] if self.coder is None else [self.array_to_bytes, self.coder]
         return [{"name": codec.name, "configuration": codec.configuration()} for codec in codecs]
 
     @property

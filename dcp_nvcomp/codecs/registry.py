@@ -5,18 +5,16 @@ from __future__ import annotations
 from reprlib import repr as shown  # short and shallow: what is shown may be long, and nested too deep for repr
 from typing import Any
 
-from dcp_nvcomp.codecs.base import ArrayToBytes, CodecChain, Coder, ElementType
+from dcp_nvcomp.codecs.base import ArrayToBytes, Codec, CodecChain, Coder, ElementType
 from dcp_nvcomp.codecs.coders import Ans, Deflate, Zstd
 from dcp_nvcomp.codecs.transforms import Bytes, Planes
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError, FormatError, UnknownCodecError
 
 # All codecs there are, by name.
-CODECS: dict[str, type[ArrayToBytes] | type[Coder]] = {
-    codec.name: codec for codec in (Bytes, Planes, Zstd, Deflate, Ans)
-}
+CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (Bytes, Planes, Zstd, Deflate, Ans)}
 
 
-def _codec(description: Any) -> ArrayToBytes | Coder:
+def _codec(description: Any) -> Codec:
     if not isinstance(description, dict) or not isinstance(description.get("configuration"), dict):
         raise FormatError("A codec must be an object with a name and a configuration.")
     name = description.get("name")
@@ -34,7 +32,7 @@ def chain_from_json(description: Any) -> CodecChain:
         raise FormatError("A codec chain must be a list of one or two codecs.")
     codecs = [_codec(codec) for codec in description]
     first, coder = codecs[0], codecs[1] if len(codecs) == 2 else None
-    if not isinstance(first, ArrayToBytes) or isinstance(coder, ArrayToBytes):
+    if not isinstance(first, ArrayToBytes) or not isinstance(coder, Coder | None):
         raise FormatError("A codec chain must be an array -> bytes codec and then at most one bytes -> bytes codec.")
     if coder is None and any(plane.coded for plane in first.layout(0, 0, False)):
         raise FormatError("Planes are to be coded, but the chain has no coder.")

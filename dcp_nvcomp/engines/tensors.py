@@ -120,8 +120,6 @@ def fresh_allocate(nbytes: int) -> memoryview:
 
 def pinned_allocate(nbytes: int) -> memoryview:
     """Page-locked host memory, which a GPU copies to at full speed."""
-    import torch
-
     view: memoryview = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy().data
     return view
 

@@ -78,14 +78,7 @@ class Box:
 
 
 def row_block_shape(shape: Sequence[int], element_nbytes: int, block_nbytes: int = BLOCK_NBYTES) -> tuple[int, ...]:
-    """Return blocks of whole rows, about `block_nbytes` together; of pieces of a row if a row is larger.
-
-    Examples:
-        >>> row_block_shape((8192, 4096), 2)
-        (128, 4096)
-        >>> row_block_shape((4, 1000000), 2, 1 << 20)
-        (1, 500000)
-    """
+    """Return blocks of whole rows, about `block_nbytes` together; of pieces of a row if a row is larger."""
     block = [max(size, 1) for size in shape]
     room = max(block_nbytes // element_nbytes, 1)
     for dim in range(len(block)):
@@ -178,12 +171,6 @@ def box_block_shape(shape: Sequence[int], element_nbytes: int) -> tuple[int, ...
     A box is a quarter of a row wide, less if that is more than 4 KiB, and more if it would be more than 128 rows high.
     A row has a power of two of them, as ranks that hold columns are often as many. A matrix of few rows, or of short
     ones, has blocks of rows.
-
-    Examples:
-        >>> box_block_shape((1024, 4096), 4)
-        (64, 1024)
-        >>> box_block_shape((1 << 20, 64), 4)
-        (4096, 64)
     """
     nbytes = math.prod(shape[-2:]) * element_nbytes
     box_nbytes = _BOX_NBYTES if nbytes < _LARGE_NBYTES else _LARGE_BOX_NBYTES

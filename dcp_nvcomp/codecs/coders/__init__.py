@@ -36,7 +36,24 @@ ANS_DATA_TYPES = {
 
 
 @dataclass(frozen=True)
-class Zstd(Coder):
+class _OpenCoder(Coder):
+    """A coder of which a decoder need only know how long slices are."""
+
+    slice_nbytes: int = DEFAULT_SLICE_NBYTES
+
+    def __post_init__(self) -> None:
+        check_slice_nbytes(self.slice_nbytes)
+
+    def configuration(self) -> dict[str, Any]:
+        return {"slice_nbytes": self.slice_nbytes}
+
+    @classmethod
+    def from_configuration(cls, configuration: dict[str, Any]) -> _OpenCoder:
+        return cls(slice_nbytes(configuration, cls.name))
+
+
+@dataclass(frozen=True)
+class Zstd(_OpenCoder):
     """Zstandard.
 
     Attributes:
@@ -49,19 +66,8 @@ class Zstd(Coder):
     """
 
     name: ClassVar[str] = "zstd"
-    slice_nbytes: int = DEFAULT_SLICE_NBYTES
     level: int = 3
     literals_only: bool = False
-
-    def __post_init__(self) -> None:
-        check_slice_nbytes(self.slice_nbytes)
-
-    def configuration(self) -> dict[str, Any]:
-        return {"slice_nbytes": self.slice_nbytes}
-
-    @classmethod
-    def from_configuration(cls, configuration: dict[str, Any]) -> Zstd:
-        return cls(slice_nbytes(configuration, cls.name))
 
     def encoder(self) -> SliceEncoder:
         if self.literals_only:
@@ -110,7 +116,7 @@ def _literals_encoder(slice_nbytes: int, otherwise: SliceEncoder) -> SliceEncode
 
 
 @dataclass(frozen=True)
-class Deflate(Coder):
+class Deflate(_OpenCoder):
     """Deflate.
 
     Attributes:
@@ -120,19 +126,8 @@ class Deflate(Coder):
     """
 
     name: ClassVar[str] = "deflate"
-    slice_nbytes: int = DEFAULT_SLICE_NBYTES
     level: int = 1
     literals_only: bool = False
-
-    def __post_init__(self) -> None:
-        check_slice_nbytes(self.slice_nbytes)
-
-    def configuration(self) -> dict[str, Any]:
-        return {"slice_nbytes": self.slice_nbytes}
-
-    @classmethod
-    def from_configuration(cls, configuration: dict[str, Any]) -> Deflate:
-        return cls(slice_nbytes(configuration, cls.name))
 
     def encoder(self) -> SliceEncoder:
         strategy = zlib.Z_HUFFMAN_ONLY if self.literals_only else zlib.Z_DEFAULT_STRATEGY

@@ -1,10 +1,11 @@
 """Runs the pickle opcodes of `.metadata` without ever calling what the file names.
 
 Python's unpickler executes: with GLOBAL and REDUCE any function that it can import, with BUILD any change to it. This
-machine knows only the opcodes that DCP's metadata needs, and turns them into the inert tree of allowed_globals.py. Everything
-else raises `UnsafeMetadataError`. Time and memory are linear in the input: strings and integers are slices of it, the
-memo grows by one at a time, marks nest `MAX_MARKS` deep, and a container takes three bytes of input or more. That may
-still be thirty times as much as the input, so the memory that the tree takes is looked at as it grows, and has a limit.
+machine knows only the opcodes that DCP's metadata needs, and turns them into the inert tree of allowed_globals.py.
+Everything else raises `UnsafeMetadataError`. Time and memory are linear in the input: strings and integers are slices
+of it, the memo grows by one at a time, marks nest `MAX_MARKS` deep, and a container takes three bytes of input or more.
+That may still be thirty times as much as the input, so the memory that the tree takes is looked at as it grows, and has
+a limit.
 """
 
 from __future__ import annotations
@@ -35,59 +36,26 @@ _BLOCK_NBYTES: Final = 64  # of the interpreter's small blocks, on average
 _LONG_NBYTES: Final = 128  # text from here on may be no small block
 _MAX_NAME_NBYTES: Final = 1000
 
-_MEMOIZE: Final = pickle.MEMOIZE[0]
-_BINGET: Final = pickle.BINGET[0]
-_LONG_BINGET: Final = pickle.LONG_BINGET[0]
-_BININT1: Final = pickle.BININT1[0]
-_TUPLE1: Final = pickle.TUPLE1[0]
-_TUPLE2: Final = pickle.TUPLE2[0]
-_EMPTY_TUPLE: Final = pickle.EMPTY_TUPLE[0]
-_NEWOBJ: Final = pickle.NEWOBJ[0]
-_REDUCE: Final = pickle.REDUCE[0]
-_EMPTY_DICT: Final = pickle.EMPTY_DICT[0]
-_MARK: Final = pickle.MARK[0]
-_SETITEMS: Final = pickle.SETITEMS[0]
-_APPENDS: Final = pickle.APPENDS[0]
-_BUILD: Final = pickle.BUILD[0]
-_SHORT_BINUNICODE: Final = pickle.SHORT_BINUNICODE[0]
-_BININT2: Final = pickle.BININT2[0]
-_TUPLE: Final = pickle.TUPLE[0]
-_EMPTY_LIST: Final = pickle.EMPTY_LIST[0]
-_APPEND: Final = pickle.APPEND[0]
-_SETITEM: Final = pickle.SETITEM[0]
-_TUPLE3: Final = pickle.TUPLE3[0]
-_STACK_GLOBAL: Final = pickle.STACK_GLOBAL[0]
-_GLOBAL: Final = pickle.GLOBAL[0]
-_BINPUT: Final = pickle.BINPUT[0]
-_LONG_BINPUT: Final = pickle.LONG_BINPUT[0]
-_FRAME: Final = pickle.FRAME[0]
-_PROTO: Final = pickle.PROTO[0]
-_STOP: Final = pickle.STOP[0]
-_INST: Final = pickle.INST[0]
-_NONE: Final = pickle.NONE[0]
-_NEWTRUE: Final = pickle.NEWTRUE[0]
-_NEWFALSE: Final = pickle.NEWFALSE[0]
-_BININT: Final = pickle.BININT[0]
-_BINFLOAT: Final = pickle.BINFLOAT[0]
-_BINUNICODE: Final = pickle.BINUNICODE[0]
-_LONG1: Final = pickle.LONG1[0]
-_SHORT_BINBYTES: Final = pickle.SHORT_BINBYTES[0]
-_BINBYTES: Final = pickle.BINBYTES[0]
+
+def _opcodes(names: str) -> list[int]:
+    """Return opcodes as an index into the data gives them."""
+    return [getattr(pickle, name)[0] for name in names.split()]
+
+
+_MEMOIZE, _BINGET, _LONG_BINGET, _BININT1, _TUPLE1 = _opcodes("MEMOIZE BINGET LONG_BINGET BININT1 TUPLE1")
+_TUPLE2, _EMPTY_TUPLE, _NEWOBJ, _REDUCE, _EMPTY_DICT = _opcodes("TUPLE2 EMPTY_TUPLE NEWOBJ REDUCE EMPTY_DICT")
+_MARK, _SETITEMS, _APPENDS, _BUILD, _SHORT_BINUNICODE = _opcodes("MARK SETITEMS APPENDS BUILD SHORT_BINUNICODE")
+_BININT2, _TUPLE, _EMPTY_LIST, _APPEND, _SETITEM, _TUPLE3 = _opcodes("BININT2 TUPLE EMPTY_LIST APPEND SETITEM TUPLE3")
+_STACK_GLOBAL, _GLOBAL, _BINPUT, _LONG_BINPUT, _FRAME = _opcodes("STACK_GLOBAL GLOBAL BINPUT LONG_BINPUT FRAME")
+_PROTO, _STOP, _INST, _NONE, _NEWTRUE, _NEWFALSE = _opcodes("PROTO STOP INST NONE NEWTRUE NEWFALSE")
+_SHORT_BINBYTES, _BININT = _opcodes("SHORT_BINBYTES BININT")
+_BINFLOAT, _BINUNICODE, _LONG1, _BINBYTES = _opcodes("BINFLOAT BINUNICODE LONG1 BINBYTES")
 _CALLS: Final = (_NEWOBJ, _REDUCE)
 _EXTENSIONS: Final = (_SETITEMS, _APPENDS)
 _PUTS: Final = (_BINPUT, _LONG_BINPUT)
 # `_run` has these in local variables.
 _FREQUENT: Final = (_MEMOIZE, _BINGET, _LONG_BINGET, _BININT1, _TUPLE1, _TUPLE2, _EMPTY_TUPLE, _NEWOBJ)
-_LESS_FREQUENT: Final = (
-    _CALLS,
-    _EMPTY_DICT,
-    _MARK,
-    _EXTENSIONS,
-    _SETITEMS,
-    _BUILD,
-    _SHORT_BINUNICODE,
-    _BININT2,
-)
+_LESS_FREQUENT: Final = (_CALLS, _EMPTY_DICT, _MARK, _EXTENSIONS, _SETITEMS, _BUILD, _SHORT_BINUNICODE, _BININT2)
 
 _CONSTANTS: Final = {_NONE: None, _NEWTRUE: True, _NEWFALSE: False}
 
@@ -288,9 +256,8 @@ def _run(data: bytes, find: Callable[[object, object], Global], end: int, most_n
             elif opcode in _COUNTED:
                 width, read = _COUNTED[opcode]
                 stop = pos + width + int.from_bytes(data[pos : pos + width], "little")
-                if (
-                    long_nbytes + 5 * (min(stop, end) - pos) > most_nbytes
-                ):  # a slice, and text of four bytes a character
+                # a slice, and text of four bytes a character
+                if long_nbytes + 5 * (min(stop, end) - pos) > most_nbytes:
                     raise _too_much(most_nbytes)
                 push(read(data[pos + width : stop]))
                 long_nbytes += sys.getsizeof(stack[-1])
