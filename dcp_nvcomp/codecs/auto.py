@@ -1,6 +1,6 @@
 """`auto`: which of the open chains makes a record smallest, found on parts of it.
 
-look    a few thousand elements from all over the record, their exponents coded as literals: microseconds. It tells
+look    a few thousand elements from all over the record, their exponents coded as literals: microseconds. Tells
         dense floats from zeros, constants, sparse tensors and floats of few values, but sees no repetition.
 judge   slices, cut and coded as those of the record will be, by every chain that could win. A match search never sees
         more than one slice, as it never will in a block.

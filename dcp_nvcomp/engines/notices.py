@@ -1,7 +1,7 @@
 """Warnings of what costs time and nothing else: a GPU that is left out, memory that is not page-locked.
 
-Who turns warnings into errors (`-W error`) asks to hear of mistakes in his code. A GPU that fails is none, and the save
-or load goes on without it: so here the warning is logged instead of raised, and no checkpoint is lost to it.
+Users who turn warnings into errors (`-W error`) want to find mistakes in their code. A GPU that fails is not one, and
+the save or load goes on without it: so the warning is logged there instead of raised, and no checkpoint is lost.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ from dcp_nvcomp.errors import CheckpointError
 
 HostArray = npt.NDArray[Any]
 
-
 # Integers of the same width: a view through them keeps every bit and never meets float arithmetic.
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _KNOWN_TO_NUMPY = frozenset(
@@ -43,13 +42,11 @@ def element_type(dtype: torch.dtype) -> ElementType | None:
     return ELEMENT_TYPES.get(dtype_name(dtype))
 
 
-def torch_dtype(element: ElementType, *, path: str | None = None) -> torch.dtype:
+def torch_dtype(element: ElementType) -> torch.dtype:
     """Return the torch dtype of an element type."""
     dtype = getattr(torch, element.name, None)
     if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(
-            f"The dtype {element.name} is unknown to torch {torch.__version__}. Update torch.", path=path
-        )
+        raise CheckpointError(f"The dtype {element.name} is unknown to torch {torch.__version__}. Update torch.")
     return dtype
 
 

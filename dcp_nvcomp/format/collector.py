@@ -23,7 +23,7 @@ def collector_paused() -> Iterator[None]:
     """No collection while this lasts, on any thread.
 
     Only around work of our own that neither waits for anything nor leaves reference cycles. Where the collector was
-    disabled before, it stays so; another thread must not disable it for good meanwhile, as that would be undone.
+    disabled before, it stays so; another thread must not disable it permanently meanwhile, as that would be undone.
     """
     global _waiting_for, _was_enabled
     is_counted = False

@@ -184,7 +184,7 @@ class Decoder:
                 again.add(error.byte_range)
             else:
                 break
-            # only now: nobody else should have to wait for the storage, and the engine's memory is free again
+            # only now: no other thread should wait for the storage, and the engine's memory is free again
             block, job = todo[at]
             todo[at] = block, self._check(self._read_again(job, read))
         for block, job in for_cpu:

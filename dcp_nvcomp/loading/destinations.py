@@ -77,7 +77,7 @@ class Destination(ABC):
         return torch.device("cpu")
 
     def direct(self, strip: Strip) -> RowStrip | None:
-        """Return the host memory that some blocks fill, as rows of bytes, to decode them there; None if it is none."""
+        """Return the host memory of some blocks, as rows of bytes, to decode them there; None if there is none."""
         return None
 
     def direct_on_device(self, block: Box) -> torch.Tensor | None:

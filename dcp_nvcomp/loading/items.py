@@ -156,10 +156,8 @@ def _load_tensor(
 
 def read_stock_bytes(filesystem: Filesystem, item: StockItem, *, limit_nbytes: int | None = None) -> io.BytesIO:
     """Read a bytes item as DCP's planner gave it to the stock writer."""
-    if limit_nbytes is None:
-        limit_nbytes = _likely_nbytes(item)
     try:
-        stream = _read(filesystem, item, limit_nbytes)
+        stream = _read(filesystem, item, _likely_nbytes(item) if limit_nbytes is None else limit_nbytes)
         check_crcs(stream)
     except CheckpointError as error:
         raise _located(error, filesystem, item) from error.__cause__
@@ -171,16 +169,13 @@ def read_stock_tensor(
     item: StockItem,
     *,
     sizes: Sequence[int] | None = None,
-    dtype: torch.dtype | None = None,
     trusted: Sequence[Any] = (),
 ) -> torch.Tensor:
     """Read a shard that `torch.save` wrote, on the CPU, with `weights_only=True`, so nothing in it is executed."""
-    limit_nbytes = _likely_nbytes(item)
-    if sizes is not None:
-        limit_nbytes = most_nbytes(sizes, dtype)
+    limit_nbytes = _likely_nbytes(item) if sizes is None else most_nbytes(sizes)
     try:
         tensor = load_tensor_safely(_read(filesystem, item, limit_nbytes), trusted, crcs=True)
-        if (sizes is not None and tensor.shape != torch.Size(sizes)) or (dtype is not None and tensor.dtype != dtype):
+        if sizes is not None and tensor.shape != torch.Size(sizes):
             raise CorruptDataError(
                 f"The item holds {tensor.dtype} of {tuple(tensor.shape)}, not what `.metadata` says."
             )
@@ -189,9 +184,9 @@ def read_stock_tensor(
     return tensor
 
 
-def most_nbytes(sizes: Sequence[int], dtype: torch.dtype | None = None) -> int:
-    """Return the most bytes that `torch.save` writes for a tensor of this shape, of any dtype if none is given."""
-    return math.prod(sizes) * (_MAX_ITEMSIZE if dtype is None else dtype.itemsize) + _TORCH_SAVE_NBYTES
+def most_nbytes(sizes: Sequence[int]) -> int:
+    """Return the most bytes that `torch.save` writes for a tensor of this shape, of any dtype."""
+    return math.prod(sizes) * _MAX_ITEMSIZE + _TORCH_SAVE_NBYTES
 
 
 def _read(filesystem: Filesystem, item: StockItem, limit_nbytes: int) -> io.BytesIO:
@@ -254,7 +249,7 @@ def read_part(
     if (last - first) * dtype.itemsize > item.length - _WORTHWHILE_NBYTES:
         return None
     try:
-        start = _Archive(filesystem, item).start_of_elements(sizes, dtype)
+        start = _start_of_elements(_ItemFile(filesystem, item), sizes, dtype)
     except StorageError:
         raise
     except Exception:  # zipfile and pickle raise almost anything; the whole item says what is wrong
@@ -266,9 +261,7 @@ def read_part(
         return None
     data = bytearray(end - begin)
     filesystem.read_into(item.relative_path, item.offset + begin, memoryview(data))
-    flat = torch.frombuffer(data, dtype=torch.uint8).view(dtype)
-    strides = _strides(sizes)
-    return flat.as_strided(region.sizes, strides)
+    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).as_strided(region.sizes, _strides(sizes))
 
 
 def _strides(sizes: tuple[int, ...]) -> list[int]:
@@ -301,34 +294,28 @@ class _Tensor:
     stride: tuple[int, ...]
 
 
-class _Archive:
-    """An archive of `torch.save` inside a data file."""
-
-    def __init__(self, filesystem: Filesystem, item: StockItem) -> None:
-        self._file = _ItemFile(filesystem, item)
-        self._zip = zipfile.ZipFile(self._file)
-
-    def start_of_elements(self, sizes: tuple[int, ...], dtype: torch.dtype) -> int | None:
-        """Return where in the item the tensor's first element is; None if it is not such a tensor."""
-        (described,) = (info for info in self._zip.infolist() if info.filename.endswith("/data.pkl"))
-        folder = described.filename.removesuffix("data.pkl")
-        order = self._zip.getinfo(f"{folder}byteorder")
-        if not all(_is_small_and_stored(info) for info in (described, order)):
-            return None
-        tensor = _Description(io.BytesIO(self._zip.read(described))).load()
-        if not isinstance(tensor, _Tensor) or self._zip.read(order) != b"little":
-            return None
-        if tensor.size != sizes or tensor.stride != tuple(_strides(sizes)) or _DTYPES.get(tensor.storage.kind) != dtype:
-            return None
-        data = self._zip.getinfo(f"{folder}data/{tensor.storage.key}")
-        if data.compress_type != zipfile.ZIP_STORED:
-            return None
-        if not 0 <= tensor.offset * dtype.itemsize <= data.file_size - math.prod(sizes) * dtype.itemsize:
-            return None
-        self._file.seek(data.header_offset)
-        header = self._file.read(_LOCAL_HEADER_NBYTES)
-        names_nbytes = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-        return data.header_offset + _LOCAL_HEADER_NBYTES + names_nbytes + tensor.offset * dtype.itemsize
+def _start_of_elements(file: _ItemFile, sizes: tuple[int, ...], dtype: torch.dtype) -> int | None:
+    """Return where in the item the tensor's first element is; None if it is not such a tensor."""
+    archive = zipfile.ZipFile(file)
+    (described,) = (info for info in archive.infolist() if info.filename.endswith("/data.pkl"))
+    folder = described.filename.removesuffix("data.pkl")
+    order = archive.getinfo(f"{folder}byteorder")
+    if not all(_is_small_and_stored(info) for info in (described, order)):
+        return None
+    tensor = _Description(io.BytesIO(archive.read(described))).load()
+    if not isinstance(tensor, _Tensor) or archive.read(order) != b"little":
+        return None
+    if tensor.size != sizes or tensor.stride != tuple(_strides(sizes)) or _DTYPES.get(tensor.storage.kind) != dtype:
+        return None
+    data = archive.getinfo(f"{folder}data/{tensor.storage.key}")
+    if data.compress_type != zipfile.ZIP_STORED:
+        return None
+    if not 0 <= tensor.offset * dtype.itemsize <= data.file_size - math.prod(sizes) * dtype.itemsize:
+        return None
+    file.seek(data.header_offset)
+    header = file.read(_LOCAL_HEADER_NBYTES)
+    names_nbytes = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+    return data.header_offset + _LOCAL_HEADER_NBYTES + names_nbytes + tensor.offset * dtype.itemsize
 
 
 def _is_small_and_stored(info: zipfile.ZipInfo) -> bool:
@@ -336,7 +323,7 @@ def _is_small_and_stored(info: zipfile.ZipInfo) -> bool:
 
 
 class _Description(pickle.Unpickler):
-    """Reads the description of one tensor. All that it may name are two functions of ours, which only take notes."""
+    """Reads the description of one tensor. It may name two functions only, which call nothing."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):

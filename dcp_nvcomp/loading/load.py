@@ -68,11 +68,11 @@ def load(
         ConfigurationError: the arguments contradict each other, or nothing can be loaded into a tensor; nothing was.
         RanksDifferError: not all ranks call this within the time limit of the process group; nothing was loaded.
         MissingKeyError: the checkpoint has no such key; nothing was loaded.
-        ShapeMismatchError: a tensor has another shape, or is none; nothing was loaded.
+        ShapeMismatchError: a tensor has another shape, or an object was saved; nothing was loaded.
         DtypeMismatchError: a tensor has another dtype; nothing was loaded.
         CheckpointError: the load failed; the contents of the tensors may be undefined. The same error on all ranks,
             unless several failed.
-        RankFailedError: it failed on a rank with an error that is none of this package.
+        RankFailedError: it failed on a rank with an error of another package.
 
     Examples:
         >>> import tempfile, torch, dcp_nvcomp
@@ -129,13 +129,13 @@ def load(
 def _has_some_below(value: Any) -> bool:
     try:
         return isinstance(value, Mapping | list) and not is_stateful(value) and has_stateful(value)
-    except Exception:  # `try_values_of` says so, and tells the other ranks
+    except Exception:  # `try_values_of` reports it, to the other ranks too
         return False
 
 
 def _saved_objects(reader: NvcompReader) -> set[str]:
     """Return the names of what was saved as an object."""
-    # an error is found by the load itself, which tells all ranks
+    # the load itself meets the same error, and reports it to all ranks
     with suppress(Exception):
         items = reader.read_metadata().state_dict_metadata.items()
         return {fqn for fqn, item in items if not isinstance(item, TensorStorageMetadata)}
@@ -148,7 +148,7 @@ def _announced(state_dict: Mapping[str, Any], reader: NvcompReader) -> Iterator[
     waiting = {key: value for key, value in state_dict.items() if isinstance(value, ExpectsCheckpoint)}
     try:
         if waiting:
-            # an error is found by the load itself, which tells all ranks
+            # the load itself meets the same error, and reports it to all ranks
             with suppress(Exception):
                 for key, entries in saved_entries(reader.read_metadata(), waiting).items():
                     waiting[key].expect(entries)

@@ -36,7 +36,7 @@ from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.metadata.paths import paths_of
 from dcp_nvcomp.loading.matching import Matched, ParameterNames, match
 
-# What certainly takes no tensor. Other values may: a ShardedTensor is none of torch's tensors.
+# What certainly takes no tensor. Other values may: a ShardedTensor is not a torch.Tensor.
 _NO_TENSORS: Final = (bool, int, float, complex, str, bytes, type(None), np.ndarray, np.generic)
 
 
@@ -63,7 +63,11 @@ def planner_for(
 
 
 class UnwrappingPlanner(LoadPlanner):
-    """Plans a load into what lies under one key."""
+    """Plans a load into what lies under one key.
+
+    Attributes:
+        failure: why nothing can be loaded; raised where DCP reports it to the other ranks.
+    """
 
     def __init__(self, planner: LoadPlanner, failure: CheckpointError | None) -> None:
         self._planner = planner
@@ -285,7 +289,7 @@ def _is_below_empty(state: Mapping[str, Any], path: Path) -> bool:
 
 
 def with_own_keys(planner: LoadPlanner) -> LoadPlanner:
-    """Return a planner that knows the destination's keys; the given one, unless it is DCP's and some are no text."""
+    """Return a planner that knows the destination's keys; the given one, unless it is DCP's and some are not text."""
     if not is_default_planner(planner, DefaultLoadPlanner):
         return planner
     assert isinstance(planner, DefaultLoadPlanner)

@@ -90,8 +90,8 @@ class NvcompReader(StorageReader):
         engine: `"auto"` decodes what goes to a GPU on that GPU if nvCOMP is installed, `"cuda"` fails the load
             if that is impossible on this machine, `"cpu"` never uses the GPU. Read checkpoints from someone else with
             `"cpu"`.
-        cuda_zstd: who decodes Zstandard frames on a GPU: `"nvcomp"`, `"literals"`, which are this package's own kernels
-            (nvCOMP decodes frames with more than literals all the same), or `"auto"`: nvCOMP, unless it fails its
+        cuda_zstd: what decodes Zstandard frames on a GPU: `"nvcomp"`, `"literals"`, this package's own kernels (nvCOMP
+            decodes frames with more than literals all the same), or `"auto"`: nvCOMP, unless it fails its
             self-test or was measured to be slower on this kind of GPU.
         progress: if True, rank 0 draws a progress bar; where standard error is no terminal, it logs a line every 10 s.
         on_load: called with the `LoadStats` of this rank after each load. An exception that it raises becomes a

@@ -14,10 +14,15 @@ from dcp_nvcomp.errors import CheckpointReplacedError, ConfigurationError
 
 
 class Seen(NamedTuple):
-    """What a rank saw."""
+    """What a rank saw.
 
-    save_id: str | None  # id of the save; None if the checkpoint does not tell, as those of stock DCP
-    place: str  # path or URL, without passwords
+    Attributes:
+        save_id: id of the save; None if the checkpoint has none, as those of stock DCP.
+        place: path or URL, without passwords.
+    """
+
+    save_id: str | None
+    place: str
 
 
 def seen_by(plans: Sequence[LoadPlan]) -> list[Seen]:

@@ -1,4 +1,4 @@
-"""What a load came to."""
+"""Statistics of a load."""
 
 from __future__ import annotations
 

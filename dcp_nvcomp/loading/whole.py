@@ -75,7 +75,7 @@ def completed(own: Any, entries: Sequence[SavedEntry], given: Collection[Path] =
         fits = is_own and not (is_data and _has_another_shape(value, entry))
         values[fqn] = _place_for(entry, value if fits else None)
         if fits and isinstance(value, torch.Tensor) and not is_data and not _is_below(paths[fqn], given):
-            values[fqn] = value  # of which the load will say so, if it was no tensor
+            values[fqn] = value  # if an object was saved, the load raises
     places = {entry.path: entry for entry in entries}
     containers = {entry.path[:end]: entry for entry in entries for end in range(len(entry.path))}
     for name, own_fqn in names.items():
@@ -85,7 +85,7 @@ def completed(own: Any, entries: Sequence[SavedEntry], given: Collection[Path] =
             continue
         above = next((places[path[:end]] for end in range(len(path)) if path[:end] in places), None)
         if above is None and path not in containers:
-            values[name], paths[name] = flat.values[own_fqn], path  # of which the load will say that it is missing
+            values[name], paths[name] = flat.values[own_fqn], path  # which the load reports as missing
         elif not _is_below(path, given):
             there = _kind_of(above) if above else f"a dict or list in its place, with {containers[path].fqn!r}"
             raise MissingKeyError(

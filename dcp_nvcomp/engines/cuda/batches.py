@@ -69,16 +69,27 @@ def split_width(codec: ArrayToBytes) -> int:
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """The pieces of a block of one length, and its planes in scratch memory."""
+    """The pieces of a block of one length, and its planes in scratch memory.
 
-    lengths: I64  # decoded length of each piece, in stored order
-    coded: npt.NDArray[np.bool_]  # whether each piece is a slice
-    places: I64  # where each piece lies in the block's scratch memory; in the block itself for a chain without planes
-    scratch_nbytes: int  # how much scratch memory the block takes
+    Attributes:
+        lengths: decoded length of each piece, in stored order.
+        coded: whether each piece is a slice.
+        places: where each piece lies in the block's scratch memory; in the block itself for a chain without planes.
+        scratch_nbytes: how much scratch memory the block takes.
+        planes: where in it the planes `low`, `rest` and `exponent` begin; -1 for one that has no place there.
+        first_pieces: the piece with which each of these planes begins; -1 for one that is not there.
+        slice_nbytes: decoded length of each slice.
+        stored_nbytes: room of the pieces that are not slices.
+    """
+
+    lengths: I64
+    coded: npt.NDArray[np.bool_]
+    places: I64
+    scratch_nbytes: int
     planes: tuple[int, int, int]
-    first_pieces: tuple[int, int, int]  # the piece with which each of these planes begins; -1 for one that is not there
-    slice_nbytes: tuple[int, ...]  # decoded length of each slice
-    stored_nbytes: int  # room of the pieces that are none
+    first_pieces: tuple[int, int, int]
+    slice_nbytes: tuple[int, ...]
+    stored_nbytes: int
 
 
 def _layout(chain: CodecChain, nbytes: int, flags: int, every_plane: bool) -> BlockLayout:
@@ -133,13 +144,21 @@ class Layouts:
 
 @dataclass(frozen=True)
 class Pieces:
-    """The pieces of all blocks of a batch."""
+    """The pieces of all blocks of a batch.
 
-    block: I64  # the number of each piece's block
-    bounds: I64  # of each block, its first piece; one more at the end
+    Attributes:
+        block: the number of each piece's block.
+        bounds: of each block, its first piece; one more at the end.
+        lengths: decoded lengths.
+        coded: whether each piece is a slice.
+        places: their places in scratch memory, relative to their block's.
+    """
+
+    block: I64
+    bounds: I64
     lengths: I64
-    coded: npt.NDArray[np.bool_]  # whether each piece is a slice
-    places: I64  # their places in scratch memory, relative to their block's
+    coded: npt.NDArray[np.bool_]
+    places: I64
 
 
 def join_pieces(layouts: Sequence[BlockLayout]) -> Pieces:
@@ -165,7 +184,7 @@ def number_coders(chains: Sequence[CodecChain]) -> tuple[dict[Coder, int], I64]:
 
 
 def size_classes(lengths: I64, slice_nbytes: int) -> list[tuple[int, I64]]:
-    """Slices grouped by length, as nvCOMP wants output room for the longest input of a batch behind each of them."""
+    """Slices grouped by length, as nvCOMP wants output room for the longest input of a batch for each of them."""
     remaining = np.arange(lengths.size)
     groups: list[tuple[int, I64]] = []
     ceiling = slice_nbytes

@@ -68,7 +68,7 @@ class Frames:
         return self._nbytes
 
     def write(self, addresses: I64) -> None:
-        """Do nothing: all frames are written."""
+        """Start to write each frame to its address, a multiple of 16, unless it is written: here all are."""
 
 
 class Decoding:

@@ -7,7 +7,7 @@ merge     planes --> blocks, in the caller's memory
 inspect   each block's CRC, which is compared on the host
 
 A block that does not come out as its row says is reported, not refused: whether it is corrupt or the GPU wrong, only
-another decoder can tell. Encoding decodes each batch again, from where it was coded to, to find the same out.
+another decoder can tell. Encoding decodes each batch again, from where it was coded to, as a check.
 """
 
 from __future__ import annotations

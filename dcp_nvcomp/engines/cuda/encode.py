@@ -180,10 +180,10 @@ class BatchEncoder:
         return again, sorted(self._decoder.decode_on_device(again, run, starts, scratch))
 
     def _arrived_wrong(self, again: Sequence[DecodeJob], encoded: Sequence[EncodedBlock]) -> list[int]:
-        """Return the blocks that are not in host memory as they were checked, or have a frame that is none.
+        """Return the blocks that are not in host memory as they were checked, or have an invalid frame.
 
         Neither the copy nor the device's CRCs are believed. And a decoder on a GPU may not mind what others refuse,
-        such as a byte behind a frame.
+        such as a byte after a frame.
         """
         arrived = {at: checksum(encoded[at].data) == encoded[at].row.encoded_crc for at in range(len(again))}
         whole = [at for at, same in arrived.items() if same]

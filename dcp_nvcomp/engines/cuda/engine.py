@@ -88,7 +88,7 @@ class EngineMemory:
 
     @contextmanager
     def beside(self, scratch: Tensor) -> Iterator[None]:
-        """Batches meanwhile make do with what this leaves of the budget."""
+        """Limit batches meanwhile to what this leaves of the budget."""
         self._scratch_nbytes = scratch.numel()
         try:
             yield

@@ -36,7 +36,7 @@ class EnginePolicy:
             it goes back to the pool.
         check_encodes: True if each batch that was encoded is decoded again.
         may_fall_back: True if the CPU may take what the GPU fails at; else that is an error.
-        zstd: who codes Zstd, one of `options.CudaZstd`.
+        zstd: what codes Zstd, one of `options.CudaZstd`.
     """
 
     device_memory_budget: int
@@ -83,7 +83,7 @@ class FallBack:
             self._health.left_out(chain, refusal)
 
     def of_block(self, chain: CodecChain, reason: str) -> None:
-        """A block failed alone. One that needs a GPU is left to `CopyingEngine`, which says so."""
+        """A block failed alone. One that needs a GPU is left to `CopyingEngine`, which raises."""
         if not self._policy.may_fall_back and not chain.needs_gpu:
             raise CodecUnavailableError(
                 f"The GPU failed on a block ({reason}), and engine='cuda' rules the CPU engine out."

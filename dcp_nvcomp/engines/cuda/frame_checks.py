@@ -4,7 +4,7 @@ A decoder on a GPU may take its input for valid, and do anything with what is no
 was written, not what was written wrong. So all is checked that can be read without decoding:
 
 zstd      frame header, chain of blocks, literals section, lengths of its streams, sequences header
-deflate   chain of stored blocks at the beginning, header of the block behind it
+deflate   chain of stored blocks at the beginning, header of the block after it
 
 A fault does not prove that a frame is corrupt: libzstd takes a few that the RFC forbids, and what no encoder has a
 reason to write is a fault too. The CPU engine has the last word on it.
@@ -61,7 +61,7 @@ _MODES = [(modes >> 6, modes >> 4 & 3, modes >> 2 & 3) for modes in range(256)]
 _TABLES_NBYTES = _table(*(sum(mode in (1, 2) for mode in modes) for modes in _MODES))
 _REPEATS = np.array([3 in modes for modes in _MODES])
 
-_BEHIND_SEQUENCES: Final = "there is more behind the last zstd sequence"
+_AFTER_SEQUENCES: Final = "there is more after the last zstd sequence"
 
 _BIT_LENGTHS = _table(*(byte.bit_length() for byte in range(256)))
 
@@ -96,7 +96,7 @@ class _Frames:
         self.good = np.ones(starts.shape, np.bool_)
 
     def words(self, at: I64) -> I64:
-        """Return the eight bytes from each place on as numbers; of those behind the memory, anything."""
+        """Return the eight bytes from each place on as numbers; of those after the memory, anything."""
         inside = np.minimum(at, self._last_word)
         words: I64 = self._words[inside] >> (at - inside << 3)
         return words
@@ -145,7 +145,7 @@ def _check_zstd(frames: _Frames) -> None:
             (following <= stop, "a zstd block does not fit into its frame"),
             (kind != _RESERVED, "a zstd block is of the reserved type"),
             (size <= limit, "a zstd block is longer than its frame allows"),
-            (is_last <= (following == stop), "there is more behind the last zstd block"),
+            (is_last <= (following == stop), "there is more after the last zstd block"),
         )
         at[live] = following
         shortest, longest = size, size
@@ -266,7 +266,7 @@ class _Blocks:
 
     def _check_sequences(self, at: I64, count: I64, has_sequences: Bools) -> tuple[I64, I64]:
         if not self._frames.bytes_at(at).any():
-            self._frames.demand(self._numbers, (at + 1 == self._stop, _BEHIND_SEQUENCES))
+            self._frames.demand(self._numbers, (at + 1 == self._stop, _AFTER_SEQUENCES))
             return count, count
         word = self._frames.words(at)
         first = word & 0xFF
@@ -278,7 +278,7 @@ class _Blocks:
         none, shortest = sequences == 0, count + 3 * sequences
         self._frames.demand(
             self._numbers,
-            (~none | (at == self._stop), _BEHIND_SEQUENCES),
+            (~none | (at == self._stop), _AFTER_SEQUENCES),
             (none | (at + 1 + _TABLES_NBYTES[modes] < self._stop), "zstd sequences do not fit into their block"),
             (none | (modes & 3 == 0), "a reserved bit of zstd sequences is set"),
             (
@@ -321,7 +321,7 @@ def _check_deflate(frames: _Frames) -> None:
             live,
             (left[live] >= 0, "its stored deflate blocks are more than the slice"),
             (~ends | (left[live] == 0), "its stored deflate blocks are less than the slice"),
-            (~ends | (following == stop), "there is more behind the last deflate block"),
+            (~ends | (following == stop), "there is more after the last deflate block"),
             (left[live] <= (stop - begin) * _DEFLATE_RATIO, "it is too short for the slice"),
         )
         live = live[is_stored & ~is_last & frames.good[live]]

@@ -13,7 +13,7 @@ from typing import Final
 from dcp_nvcomp.codecs.base import CodecChain, Coder
 from dcp_nvcomp.engines.notices import warn
 
-# Who codes on a GPU: nvCOMP, and the kernels of literals.py.
+# What codes on a GPU: nvCOMP, and the kernels of literals.py.
 NVCOMP: Final = "nvcomp"
 LITERALS: Final = "literals"
 
@@ -21,7 +21,14 @@ FAILURES_IN_A_ROW: Final = 3
 
 
 class DeviceHealth:
-    """The state of one device, shared by all its engines."""
+    """The state of one device, shared by all its engines.
+
+    Attributes:
+        broken: why the device can't be used in this process; None if it can.
+        refused: the coders that failed the self-test, by what runs them, and how.
+        tested: those that were tested.
+        wrong_blocks: how many blocks it encoded or decoded to wrong bytes. None of these was kept.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -43,13 +50,13 @@ class DeviceHealth:
             return f"it failed {FAILURES_IN_A_ROW} times in a row, last: {self._last}"
         return None
 
-    def refuse(self, who: str, coder: type[Coder], error: Exception) -> None:
+    def refuse(self, provider: str, coder: type[Coder], error: Exception) -> None:
         """Leave a coder alone from now on."""
-        self.refused[who, coder] = f"{type(error).__name__}: {error}"
+        self.refused[provider, coder] = f"{type(error).__name__}: {error}"
 
-    def refusal(self, coder: Coder, who: Sequence[str]) -> str | None:
+    def refusal(self, coder: Coder, providers: Sequence[str]) -> str | None:
         """Return why a coder is not run here; None if one of these may run it."""
-        found = [self.refused.get((one, type(coder))) for one in who]
+        found = [self.refused.get((one, type(coder))) for one in providers]
         return None if None in found else f"{coder.name} failed its self-test ({found[0]})"
 
     def left_out(self, chain: CodecChain, refusal: str) -> None:
@@ -101,7 +108,7 @@ class DeviceHealth:
         )
 
     def fell_back(self, reason: str) -> None:
-        """Warn that the CPU takes everything, unless a warning told of the trouble before."""
+        """Warn that the CPU takes everything, unless there was a warning before."""
         if self._warned:
             return
         self._warn(

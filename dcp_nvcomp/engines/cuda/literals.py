@@ -48,7 +48,7 @@ class LiteralKernels:
         self._run("measure_slices", len(slices), slices, plans, frame_nbytes)
 
     def write(self, slices: Tensor, plans: Tensor, addresses: Tensor) -> None:
-        """Write each frame to its address (int64), and zeros behind it up to a multiple of 16."""
+        """Write each frame to its address (int64), and zeros after it up to a multiple of 16."""
         self._run("write_slices", len(slices), slices, plans, addresses)
 
     def decode(self, rows: Tensor, corrupt: Tensor) -> None:

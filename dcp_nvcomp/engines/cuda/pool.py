@@ -1,7 +1,7 @@
 """The CUDA engines of a process: at most two for each device, made when first needed, lent to one thread at a time.
 
 Engines own streams, compiled kernels, nvCOMP's codecs and device memory. Made anew for each save they would leave
-memory reserved behind for streams that are no longer used; kept here, the twentieth save reserves no more than the
+memory reserved for streams that are no longer used; kept here, the twentieth save reserves no more than the
 first. `release_device_memory` gives the memory back.
 
 Before a GPU is given anything that matters, `run_self_test` codes a known block there in both directions, and on the
@@ -45,7 +45,7 @@ _SELF_TEST_NBYTES: Final = 1 << 20
 _MOST_BUDGET_NBYTES: Final = 2 << 30
 
 
-# One of each kind of coder that several engines have; ANS is left out, as nothing else could tell if it is right.
+# One of each kind of coder that several engines have; ANS is left out, as nothing else could check it.
 _ZSTD = CodecChain(Planes(2), Zstd(literals_only=True))
 SELF_TEST_CHAINS = (_ZSTD, CodecChain(Planes(2), Deflate(literals_only=True)))
 _TEST_NBYTES = 1 << 20
@@ -58,7 +58,7 @@ class _DeviceEngines:
         self.health = DeviceHealth(str(device))
         self.making = threading.Lock()
         self.tested: set[str] = set()
-        # last in, first out: one thread alone makes do with one engine
+        # last in, first out: one thread alone needs one engine only
         self.free: LifoQueue[CudaEngine | None] = LifoQueue()
         for _ in range(ENGINES_PER_DEVICE):
             self.free.put(None)
@@ -110,20 +110,20 @@ def run_self_test(engine: CudaEngine, device: torch.device) -> None:
         health.broken = f"its self-test failed ({next(iter(health.refused.values()))})"
 
 
-def _test(engine: CudaEngine, who: str, chain: CodecChain, device: torch.device) -> None:
+def _test(engine: CudaEngine, provider: str, chain: CodecChain, device: torch.device) -> None:
     assert chain.coder is not None
     health, coder = engine.health, type(chain.coder)
-    if (who, coder) in health.tested:
+    if (provider, coder) in health.tested:
         return
     try:
-        with engine.coders.preferring(who):
+        with engine.coders.preferring(provider):
             if engine.coders.encodes(chain):
                 _check(engine, chain, _bfloat16_weights(), device)
     except (torch.OutOfMemoryError, MemoryError):
         raise  # says nothing of the coder
     except Exception as error:  # whatever it is, this coder can't be used
-        health.refuse(who, coder, error)
-    health.tested.add((who, coder))
+        health.refuse(provider, coder, error)
+    health.tested.add((provider, coder))
 
 
 def _bfloat16_weights() -> U8:
@@ -133,7 +133,7 @@ def _bfloat16_weights() -> U8:
 
 
 def _check(engine: CudaEngine, chain: CodecChain, block: U8, device: torch.device) -> None:
-    """Raise an error of any type if the GPU does not code the block as the CPU engine does: CRCs tell."""
+    """Raise an error of any type if the GPU does not code the block as the CPU engine does, by CRCs."""
     cpu, room = CpuEngine(), chain.max_encoded_nbytes(block.nbytes)
     (ours,) = engine.encode_unaided(
         [EncodeJob((torch.from_numpy(block).to(device),), chain)], memoryview(bytearray(room))
@@ -302,8 +302,8 @@ def _drop_engines() -> None:
 def _leave_to_parent() -> None:
     """In a forked child: never touch the parent's engines, and do not end them either.
 
-    Their destructors call CUDA, which does not work in a child. One more reference, which nobody holds, keeps them from
-    running, even when the interpreter ends and takes modules apart.
+    Their destructors call CUDA, which does not work in a child. One more reference, which is never dropped, keeps
+    them from running, even when the interpreter ends and takes modules apart.
     """
     global _pool, _pool_lock
     _pool_lock = threading.Lock()  # a thread that is not here may have held it

@@ -1,4 +1,4 @@
-"""Who codes a slice on a GPU: nvCOMP, or for literals-only zstd frames our own kernels.
+"""What codes slices on a GPU: nvCOMP, or for literals-only zstd frames our own kernels.
 
 nvCOMP codes whatever it can. The kernels of literals.py take its place where its Zstd failed the self-test, on GPUs for
 which they were measured to be faster, or if they are asked for by name. Both write frames that every zstd decoder
@@ -18,7 +18,7 @@ import importlib.resources
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final, Protocol, get_args
+from typing import Any, Final, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -26,10 +26,10 @@ from torch import Tensor
 
 from dcp_nvcomp.codecs.base import CodecChain, Coder
 from dcp_nvcomp.engines.cuda.batches import I64
-from dcp_nvcomp.engines.cuda.coders import NvcompCoders, is_served
+from dcp_nvcomp.engines.cuda.coders import Decoding, Frames, NvcompCoders, is_served
 from dcp_nvcomp.engines.cuda.device import Device
 from dcp_nvcomp.engines.cuda.health import LITERALS, NVCOMP, DeviceHealth
-from dcp_nvcomp.engines.cuda.literals import LiteralCoders
+from dcp_nvcomp.engines.cuda.literals import LiteralCoders, LiteralDecoding, LiteralFrames
 from dcp_nvcomp.errors import CodecUnavailableError
 from dcp_nvcomp.options import CudaZstd
 
@@ -38,51 +38,7 @@ Bools = npt.NDArray[np.bool_]
 ENCODE: Final = "encode"
 DECODE: Final = "decode"
 
-
 RATES_NAME = "zstd_rates.json"
-
-
-class SliceFrames(Protocol):
-    """Frames of slices, under way."""
-
-    addresses: I64  # where each lies; 0 for one that is not written yet
-
-    def nbytes(self) -> I64:
-        """Wait, and return the length of each frame; the slice's own length if there is no shorter frame."""
-
-    def write(self, addresses: I64) -> None:
-        """Start to write each frame that is shorter than its slice, and not written yet, to its address.
-
-        The address is a multiple of 16, and zeros follow the frame up to the next one.
-        """
-
-
-class SliceDecoding(Protocol):
-    """Slices while they are decoded."""
-
-    def good(self) -> Bools:
-        """Wait, and return for each slice True if it was decoded to its length."""
-
-    def known(self) -> Bools:
-        """Return for each slice False if its frame may be right, but of an encoder that nothing here decodes."""
-
-
-class SliceCoders(Protocol):
-    """What codes slices in device memory; see `NvcompCoders` for the arguments."""
-
-    def encode_nbytes(self, coder: Coder, lengths: I64) -> int:
-        """Return the device memory that encoding slices of these lengths takes, in addition to slices and frames."""
-
-    def decode_nbytes(self, coder: Coder, lengths: I64) -> int:
-        """Return the device memory that decoding slices of these lengths takes, in addition to slices and frames."""
-
-    def encode(self, coder: Coder, scratch: Tensor, places: I64, lengths: I64) -> SliceFrames:
-        """Start to encode slices."""
-
-    def decode(
-        self, coder: Coder, encoded: Tensor, at: I64, nbytes: I64, scratch: Tensor, places: I64, lengths: I64
-    ) -> SliceDecoding:
-        """Start to decode slices."""
 
 
 class _TwoDecodings:
@@ -102,6 +58,12 @@ class _TwoDecodings:
         return self._good.copy() if self._rest is None else np.ones_like(self._good)
 
 
+# Frames of slices, under way; slices while they are decoded; and what codes slices in device memory.
+SliceFrames = Frames | LiteralFrames
+SliceDecoding = Decoding | LiteralDecoding | _TwoDecodings
+SliceCoders = NvcompCoders | LiteralCoders
+
+
 class DeviceCoders:
     """All coders of one device."""
 
@@ -114,7 +76,7 @@ class DeviceCoders:
         self._faster = faster_literals(device.name)
 
     def prefer(self, zstd: str) -> None:
-        """Choose from now on who codes Zstd: one of `options.CudaZstd`."""
+        """Choose what codes Zstd from now on: one of `options.CudaZstd`."""
         assert zstd in get_args(CudaZstd)
         self._zstd = zstd
 
@@ -145,11 +107,11 @@ class DeviceCoders:
         self._nvcomp.check_decodable(coder)
 
     def encode_nbytes(self, coder: Coder, lengths: I64) -> int:
-        """See `SliceCoders`."""
+        """See `NvcompCoders`."""
         return self._served_by(coder, ENCODE).encode_nbytes(coder, lengths)
 
     def decode_nbytes(self, coder: Coder, lengths: I64) -> int:
-        """See `SliceCoders`."""
+        """See `NvcompCoders`."""
         return self._served_by(coder, DECODE).decode_nbytes(coder, lengths)
 
     def encode(self, coder: Coder, scratch: Tensor, places: I64, lengths: I64) -> SliceFrames:
@@ -171,18 +133,18 @@ class DeviceCoders:
             )
         return _TwoDecodings(good, rest)
 
-    def _works(self, who: str, coder: Coder) -> bool:
-        return (who, type(coder)) not in self._health.refused
+    def _works(self, provider: str, coder: Coder) -> bool:
+        return (provider, type(coder)) not in self._health.refused
 
     def _wants_literals(self, coder: Coder, direction: str) -> bool:
-        # what a file says of its coder does not tell whether the frames are of literals only
+        # what a file says of its coder does not say whether the frames are of literals only
         serves = LiteralCoders.encodes if direction == ENCODE else LiteralCoders.decodes
         if self._zstd == NVCOMP or not serves(coder):
             return False
         return self._zstd == LITERALS or direction in self._faster or not self._works(NVCOMP, coder)
 
     def _of(self, coder: Coder, direction: str) -> SliceCoders | None:
-        """Return who codes for a coder; None if nobody on this device may."""
+        """Return what codes for a coder; None if nothing on this device may."""
         if self._wants_literals(coder, direction):
             literals = self._working_literals(coder)
             if literals is not None or self._zstd == LITERALS:
@@ -208,10 +170,10 @@ def refusal_of(health: DeviceHealth, chain: CodecChain, zstd: str, direction: st
     """Return why a device must not code blocks of a chain; None if it may, or never does."""
     if chain.coder is None or not is_served(chain):
         return None
-    who, serves = [NVCOMP], LiteralCoders.encodes if direction == ENCODE else LiteralCoders.decodes
+    providers, serves = [NVCOMP], LiteralCoders.encodes if direction == ENCODE else LiteralCoders.decodes
     if zstd != NVCOMP and serves(chain.coder):
-        who = [LITERALS] if zstd == LITERALS else [NVCOMP, LITERALS]
-    return health.refusal(chain.coder, who)
+        providers = [LITERALS] if zstd == LITERALS else [NVCOMP, LITERALS]
+    return health.refusal(chain.coder, providers)
 
 
 @functools.cache

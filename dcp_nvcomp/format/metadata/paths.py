@@ -1,11 +1,11 @@
 """Where each value was in the nested state, as `.metadata` has it: in planner_data, which is DCP's own place for that.
 
     planner_data["seen.7"] = ("seen", "7")                        as DCP stores it: keys of dicts are text
-    planner_data[".keys"]  = ((("seen", "7"), 7), ...)            those of them that were none
+    planner_data[".keys"]  = ((("seen", "7"), 7), ...)            those that were not text
 
 DCP looks up only the paths of values, so it takes no notice of `.keys`. A value may have that name itself: then the
-first of `..keys`, `...keys` that none has is taken. Where there is none of these, as in stock checkpoints, it is not
-known what the keys were.
+first of `..keys`, `...keys` that is free is taken. Without any of these, as in stock checkpoints, it is not known what
+the keys were.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SavedEntry:
 
 
 def paths_to_store(paths: Mapping[str, Path]) -> dict[str, Any]:
-    """Return paths as DCP stores them, and which of their parts were no text."""
+    """Return paths as DCP stores them, and which of their parts were not text."""
     stored: dict[str, Any] = {fqn: _as_stored(path) for fqn, path in paths.items()}
     keys: dict[_Stored, Any] = {}
     for path in paths.values():
@@ -62,7 +62,7 @@ def paths_to_store(paths: Mapping[str, Path]) -> dict[str, Any]:
 
 
 def merged_paths(parts: Iterable[Mapping[str, Any]], fqns: Collection[str]) -> dict[str, Any]:
-    """Return the stored paths of several ranks as one; where they differ, the first has the say."""
+    """Return the stored paths of several ranks as one; where they differ, the first rank's count."""
     merged: dict[str, Any] = {}
     keys: dict[_Stored, Any] = {}
     of_ranks: list[tuple[Iterable[_Stored], dict[_Stored, Any]]] = []
@@ -103,7 +103,7 @@ def _planner_data(metadata: Metadata) -> Mapping[str, Any]:
 
 
 def has_keys(metadata: Metadata) -> bool:
-    """Return True if a checkpoint says which keys were no text; False for those of stock DCP."""
+    """Return True if a checkpoint says which keys were not text; False for those of stock DCP."""
     return _name_of_keys(metadata.state_dict_metadata) in _planner_data(metadata)
 
 
@@ -126,7 +126,7 @@ def paths_of(metadata: Metadata) -> dict[str, Path]:
 
 
 def _keys_of(metadata: Metadata) -> dict[_Stored, Any]:
-    """Return the keys that were no text by their stored paths; only those that a path can have, as DCP writes them."""
+    """Return the keys that were not text by their stored paths; only those that a path can have, as DCP writes them."""
     stored = _planner_data(metadata)
     noted = stored.get(_name_of_keys(metadata.state_dict_metadata))
     if noted is None and _INT_KEYS not in metadata.state_dict_metadata:

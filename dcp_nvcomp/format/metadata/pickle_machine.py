@@ -324,7 +324,7 @@ def _global_lines(data: bytes, pos: int) -> tuple[str, str, int]:
     for _ in range(2):
         stop = data.find(b"\n", pos, pos + _MAX_NAME_NBYTES)
         if stop < 0:
-            raise MetadataError("The pickle has a name without an end: it was cut off, or is none.")
+            raise MetadataError("The pickle has a name without an end: it was cut off, or is not a pickle.")
         lines.append(data[pos:stop].decode())
         pos = stop + 1
     return lines[0], lines[1], pos

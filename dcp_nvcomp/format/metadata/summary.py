@@ -39,18 +39,31 @@ _MAGIC: Final = b"DCPNVcrc"
 
 @dataclass(frozen=True)
 class Summary:
-    """What a save came to."""
+    """What a save wrote.
+
+    Attributes:
+        save_id: its id.
+        saved_seconds: when it was about to be published, in seconds since 1970 by the coordinator's clock.
+        ranks: how many ranks wrote it.
+        keys: number of keys.
+        uncompressed_nbytes: size of the state in memory.
+        stored_nbytes: size of the data files.
+        version: of the package that wrote it.
+        step: the step of training, if a run saved it.
+        metrics: of that step, such as `{"loss": 2.5}`.
+        more: what later versions add.
+    """
 
     save_id: str
-    saved_seconds: float  # when it was about to be published, in seconds since 1970 by the coordinator's clock
-    ranks: int  # how many ranks wrote it
+    saved_seconds: float
+    ranks: int
     keys: int
-    uncompressed_nbytes: int  # size of the state in memory
-    stored_nbytes: int  # size of the data files
-    version: str = ""  # of the package that wrote it
-    step: int | None = None  # the step of training, if a run saved it
-    metrics: dict[str, float] = field(default_factory=dict)  # of that step, such as `{"loss": 2.5}`
-    more: dict[str, Any] = field(default_factory=dict)  # what later versions add
+    uncompressed_nbytes: int
+    stored_nbytes: int
+    version: str = ""
+    step: int | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    more: dict[str, Any] = field(default_factory=dict)
 
     @property
     def ratio(self) -> float:
@@ -59,7 +72,7 @@ class Summary:
 
     @property
     def run_seconds(self) -> float | None:
-        """How long the run had been under way, without breaks; None if no manager of a run says so."""
+        """How long the run had been under way, without breaks; None if it was not a run's manager that saved it."""
         found = self.more.get(RUN_SECONDS)
         if not isinstance(found, int | float) or isinstance(found, bool):
             return None
@@ -67,7 +80,7 @@ class Summary:
 
     @property
     def lease(self) -> int:
-        """The number of the lease under which a run's manager saved it; 0 if none says so."""
+        """The number of the lease under which a run's manager saved it; 0 if it had none."""
         found = self.more.get(LEASE)
         return found if type(found) is int and found > 0 else 0
 

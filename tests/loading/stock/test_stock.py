@@ -55,7 +55,7 @@ def load_all(path: Path) -> dict[str, Any]:
             continue
         (shard,) = item.chunks
         where = metadata.storage_data[MetadataIndex(fqn, shard.offsets)]
-        state[fqn] = read_stock_tensor(filesystem, where, sizes=shard.sizes, dtype=item.properties.dtype)
+        state[fqn] = read_stock_tensor(filesystem, where, sizes=shard.sizes)
     return state
 
 
@@ -219,9 +219,7 @@ def test_zstd_bomb(store: Store) -> None:
     tracemalloc.start()
     try:
         match = "decodes to more than"
-        located(
-            lambda: store.tensor(bomb, "stream.zstd/1", sizes=[8], dtype=torch.int8), CorruptDataError, match, store
-        )
+        located(lambda: store.tensor(bomb, "stream.zstd/1", sizes=[8]), CorruptDataError, match, store)
         located(lambda: store.bytes(bomb, "stream.zstd/1", limit_nbytes=1 << 20), CorruptDataError, match, store)
         assert tracemalloc.get_traced_memory()[1] < 256 << 20
     finally:
@@ -304,11 +302,9 @@ def test_archive_whose_files_overlap(store: Store) -> None:
     located(lambda: store.bytes(stream.getvalue()), CorruptDataError, "overlap|corrupt", store)
 
 
-@pytest.mark.parametrize(
-    "options", [{"sizes": [999]}, {"sizes": [1000, 1]}, {"dtype": torch.int32}, {"sizes": [10], "dtype": torch.float32}]
-)
+@pytest.mark.parametrize("options", [{"sizes": [999]}, {"sizes": [1000, 1]}, {"sizes": [10]}])
 def test_not_the_tensor_that_metadata_names(store: Store, options: dict[str, Any]) -> None:
-    assert torch.equal(store.tensor(archive(TENSOR), sizes=[1000], dtype=torch.float32), TENSOR)
+    assert torch.equal(store.tensor(archive(TENSOR), sizes=[1000]), TENSOR)
     located(lambda: store.tensor(archive(TENSOR), **options), CorruptDataError, "not what `.metadata` says", store)
 
 
