@@ -11,8 +11,8 @@ from typing import Any
 class _Worker:
     """A thread of a group, and whether it has ended.
 
-    `Thread.is_alive` is of no use: in CPython 3.11 it is False after an interrupted `join`, whatever the thread does. So
-    is an Event, as an interrupt of the waiting thread may leave its lock held.
+    `Thread.is_alive` is of no use: in CPython 3.11 it is False after an interrupted `join`, whatever the thread does.
+    So is an Event: an interrupt of the waiting thread may leave its lock held.
     """
 
     def __init__(self) -> None:

@@ -12,12 +12,7 @@ from dcp_nvcomp.codecs.base import BlockRow
 from dcp_nvcomp.errors import FileMismatchError, TruncatedFileError
 from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.footer import Footer, parse_footer
-from dcp_nvcomp.format.framing import (
-    MAX_FOOTER_NBYTES,
-    TRAILER_NBYTES,
-    decode_footer,
-    decode_trailer,
-)
+from dcp_nvcomp.format.framing import MAX_FOOTER_NBYTES, TRAILER_NBYTES, decode_footer, decode_trailer
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.reread import twice
 

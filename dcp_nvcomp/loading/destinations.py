@@ -11,11 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dcp_nvcomp.engines.tensors import (
-    HostArray,
-    host_array,
-    is_transparent,
-)
+from dcp_nvcomp.engines.tensors import HostArray, host_array, is_transparent
 from dcp_nvcomp.format.blocks import Box, RowStrip, Strip, row_strip
 
 U8 = npt.NDArray[np.uint8]

@@ -37,15 +37,7 @@ from dcp_nvcomp.format.data_file import DataFileRef, read_footers
 from dcp_nvcomp.format.footer import Footer
 from dcp_nvcomp.format.record import KIND_BYTES, KIND_TENSOR, KIND_TORCH_SAVE
 from dcp_nvcomp.loading.decoder import Decoder, GpuShare
-from dcp_nvcomp.loading.destinations import (
-    Conversions,
-    Destination,
-    PackMember,
-    Region,
-    Run,
-    dense_part_of,
-    part_of,
-)
+from dcp_nvcomp.loading.destinations import Conversions, Destination, PackMember, Region, Run, dense_part_of, part_of
 from dcp_nvcomp.loading.read_plan import Read, Target, Wanted, locate, plan_reads
 from dcp_nvcomp.loading.safe_objects import SafeLoader
 from dcp_nvcomp.storage.base import Filesystem

@@ -24,15 +24,7 @@ from typing import Any, Final
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from dcp_nvcomp.calls.flattening import (
-    Flattened,
-    Key,
-    Path,
-    canonical_name,
-    flatten,
-    flatten_as_2_3,
-    flatten_as_stock,
-)
+from dcp_nvcomp.calls.flattening import Flattened, Key, Path, canonical_name, flatten, flatten_as_2_3, flatten_as_stock
 from dcp_nvcomp.calls.values import PLAIN_TENSORS
 from dcp_nvcomp.errors import MissingKeyError
 from dcp_nvcomp.format.metadata.paths import has_keys, paths_of

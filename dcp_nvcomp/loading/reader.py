@@ -24,12 +24,7 @@ from torch.futures import Future
 
 from dcp_nvcomp.calls.progress import ProgressBar
 from dcp_nvcomp.engines.choice import EngineChoice
-from dcp_nvcomp.errors import (
-    CheckpointError,
-    CheckpointReplacedError,
-    ConfigurationError,
-    MetadataError,
-)
+from dcp_nvcomp.errors import CheckpointError, CheckpointReplacedError, ConfigurationError, MetadataError
 from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.metadata.ranks import merge_rank_metadata, prefer_rank
