@@ -95,7 +95,6 @@ class Judge:
         return Look(self._coded_nbytes(exponents, LITERALS) / count, commonest)
 
     def judge(self, element: ElementType, slices: Sequence[U8]) -> CodecChain:
-        """Return the chain for a record."""
         if not any(part.size for part in slices):
             return STORED
         if element.float_nbytes:

@@ -41,7 +41,6 @@ class PlanesLiterals:
     slice_nbytes: int  # bytes of an exponent plane in one slice
 
     def encode(self, rows: U8, widths: tuple[int, ...], out: memoryview) -> tuple[list[EncodedBlock], int] | None:
-        """Encode blocks that lie beside each other."""
         found = kernels.encode_rows(rows, widths, self.float_nbytes, self.slice_nbytes, out)
         if found is None:
             return None
@@ -55,7 +54,6 @@ class PlanesLiterals:
     def decode(
         self, blocks: Sequence[tuple[memoryview, BlockRow]], widths: tuple[int, ...], rows: U8, *, verify: str
     ) -> Outcome:
-        """Check and decode blocks that lie beside each other."""
         given = [(data, row.flags, row.slice_nbytes, row.encoded_crc, row.uncompressed_crc) for data, row in blocks]
         outcome = kernels.decode_rows(
             given, widths, rows, self.float_nbytes, self.slice_nbytes, verify != "off", verify == "full"

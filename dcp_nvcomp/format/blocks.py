@@ -45,7 +45,6 @@ class Box:
 
     @property
     def elements(self) -> int:
-        """Number of elements in it."""
         return math.prod(self.sizes)
 
     @property
@@ -64,7 +63,6 @@ class Box:
         return None if any(size <= 0 for size in sizes) else Box(starts, sizes)
 
     def contains(self, other: Box) -> bool:
-        """Return True if all of `other` is in this one."""
         if self.offsets == other.offsets and self.sizes == other.sizes:
             return True
         for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
@@ -73,7 +71,6 @@ class Box:
         return True
 
     def relative_to(self, origin: Sequence[int]) -> Box:
-        """Return the same region relative to `origin`."""
         return Box(tuple(a - b for a, b in zip(self.offsets, origin, strict=True)), self.sizes)
 
 
@@ -102,12 +99,10 @@ class BlockGrid:
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """Blocks along each dimension."""
         return tuple(-(-size // block) for size, block in zip(self.shape, self.block_shape, strict=True))
 
     @cached_property
     def block_count(self) -> int:
-        """Blocks in all."""
         return math.prod(self.counts)
 
     @cached_property

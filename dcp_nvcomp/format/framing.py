@@ -62,7 +62,6 @@ class Trailer:
 
     @property
     def file_nbytes(self) -> int:
-        """Size of the file that this trailer ends."""
         return self.footer_offset + self.footer_nbytes + TRAILER_NBYTES
 
 

@@ -48,12 +48,10 @@ class Record:
 
     @property
     def elements(self) -> int:
-        """Number of elements of the shard."""
         return math.prod(self.shape)
 
     @property
     def uncompressed_nbytes(self) -> int:
-        """Size of the shard."""
         return self.elements * self.element.nbytes
 
     def to_json(self, place: int | tuple[int, int]) -> dict[str, Any]:

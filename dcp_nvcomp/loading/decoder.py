@@ -59,7 +59,6 @@ class Fetched:
     devices: Sequence[torch.device | None]
 
     def block(self, block: BlockRead) -> memoryview:
-        """The stored bytes of a block."""
         return self.data[block.start - self.read.start : block.stop - self.read.start]
 
 

@@ -69,7 +69,6 @@ class Destination(ABC):
 
     @property
     def device(self) -> torch.device:
-        """The device of its memory."""
         return torch.device("cpu")
 
     def direct(self, strip: Strip) -> RowStrip | None:

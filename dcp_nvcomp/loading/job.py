@@ -124,7 +124,6 @@ class LoadJob:
         self._busy: dict[str, list[float]] = {"fetch": [], "decode": []}
 
     def run(self, items: Sequence[Wanted]) -> Loaded:
-        """Load some items."""
         by_file: dict[DataFileRef, list[Wanted]] = {}
         for item in items:
             by_file.setdefault(item.stored.file, []).append(item)

@@ -65,7 +65,6 @@ class Target:
 
     @property
     def nbytes(self) -> int:
-        """Decoded size of the region."""
         return math.prod(self.region.sizes) * self.record.element.nbytes
 
     @property
@@ -75,16 +74,13 @@ class Target:
 
     @property
     def destination(self) -> Destination:
-        """The destination of its blocks."""
         assert self._destination is not None, "resolved before its first block is fetched"
         return self._destination
 
     def resolve(self, destination: Destination) -> None:
-        """Set the destination of its blocks."""
         self._destination = destination
 
     def keep(self, data: U8) -> None:
-        """Keep a copy of an object's bytes."""
         self.payload = data.tobytes()
 
     def block_placed(self) -> bool:

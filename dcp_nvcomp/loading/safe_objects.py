@@ -8,8 +8,8 @@ import os
 import pickle
 import re
 import zipfile
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -34,29 +34,28 @@ class SafeLoader:
     def checked(self, data: io.BytesIO, fqn: str) -> io.BytesIO:
         """Return a bytes item unchanged, after loading it safely once if `check_objects` asked for that."""
         if self.checks_objects:
-            try:
-                _load(data, self.trusted)
-            except CheckpointError as error:
-                error.fqn = fqn
-                raise
+            self.load_object(data, fqn)
             data.seek(0)
         return data
 
     def load_object(self, data: io.BytesIO, fqn: str) -> Any:
-        """Load a bytes item."""
-        try:
+        with _naming(fqn):
             return _load(data, self.trusted)
-        except CheckpointError as error:
-            error.fqn = fqn
-            raise
 
     def load_tensor(self, data: io.BytesIO, fqn: str) -> torch.Tensor:
         """Load a tensor that is stored as `torch.save` writes it."""
-        try:
+        with _naming(fqn):
             return load_tensor_safely(data, self.trusted)
-        except CheckpointError as error:
-            error.fqn = fqn
-            raise
+
+
+@contextmanager
+def _naming(fqn: str) -> Iterator[None]:
+    """Add the key to an error."""
+    try:
+        yield
+    except CheckpointError as error:
+        error.fqn = fqn
+        raise
 
 
 def load_tensor_safely(data: io.BytesIO, trusted: Sequence[Any] = (), *, crcs: bool = False) -> torch.Tensor:

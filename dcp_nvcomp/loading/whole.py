@@ -34,13 +34,11 @@ class WholeValue:
         self._entries = entries
 
     def state_dict(self) -> Any:
-        """Return what to load into."""
         objects = [one.fqn for one in self._entries or () if not isinstance(one.item, TensorStorageMetadata)]
         self._own = self.value.state_dict() if is_stateful(self.value) else values_of(self.value, objects)
         return self._own if self._entries is None else completed(self._own, self._entries, _stateful_in(self.value))
 
     def load_state_dict(self, loaded: Any) -> None:
-        """Take over what was loaded."""
         if is_stateful(self.value):
             # in new containers: what it gave may be its own
             self.value.load_state_dict(_of_its_kind(self._own, loaded))

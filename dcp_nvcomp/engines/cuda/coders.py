@@ -181,7 +181,6 @@ class NvcompCoders:
 
     @property
     def version(self) -> str:
-        """Version of nvCOMP."""
         return str(self._device.nvcomp.__version__)
 
     def check_decodable(self, coder: Coder | None) -> None:

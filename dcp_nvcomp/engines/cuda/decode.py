@@ -170,7 +170,6 @@ class BatchDecoder:
         return cost
 
     def decode(self, jobs: Sequence[DecodeJob]) -> dict[int, Doubt]:
-        """Decode a batch of checked blocks."""
         with self._device.session([job.out for job in jobs]):
             encoded, encoded_starts = self._fetch(jobs)
             scratch = self._device.arena.empty(self.scratch_nbytes(jobs))

@@ -56,7 +56,6 @@ class EncodeJob:
 
     @property
     def nbytes(self) -> int:
-        """Size of the block."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
 
     @property
@@ -129,7 +128,6 @@ class BatchEncoder:
         return cost if self._decoder is None else cost + nbytes
 
     def encode(self, jobs: Sequence[EncodeJob], out: memoryview) -> EncodedBatch:
-        """Encode a batch."""
         order = sorted(range(len(jobs)), key=lambda index: jobs[index].chain.array_to_bytes.is_plain)
         encoded, wrong = self._encode([jobs[index] for index in order], out)
         in_order = dict(zip(order, encoded, strict=True))

@@ -145,7 +145,6 @@ class CudaEngine:
         self._encoder = BatchEncoder(self._device, self.coders, self._decoder if policy.check_encodes else None)
 
     def encode(self, jobs: Sequence[EncodeJob], out: memoryview) -> list[EncodedBlock]:
-        """Encode blocks."""
         served = _served([job.chain for job in jobs], self.coders.encodes)
         encoded = dict(zip(served, self._encode_served([jobs[at] for at in served], out), strict=True))
         position = sum(block.data.nbytes for block in encoded.values())

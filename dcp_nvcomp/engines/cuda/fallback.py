@@ -109,7 +109,6 @@ class CopyingEngine:
         self._cpu = CpuEngine()
 
     def encode(self, jobs: Sequence[EncodeJob], out: memoryview) -> list[EncodedBlock]:
-        """Encode blocks, as `CudaEngine.encode` does."""
         encoded: list[EncodedBlock] = []
         position = 0
         for job in jobs:
@@ -127,7 +126,6 @@ class CopyingEngine:
         return self._cpu.encode(host, job.chain, out)
 
     def decode_checked(self, jobs: Sequence[DecodeJob], *, verify: str) -> None:
-        """Decode blocks, as `CudaEngine.decode_checked` does."""
         for job in jobs:
             self.place(self.decoded(job, verify=verify), job)
 

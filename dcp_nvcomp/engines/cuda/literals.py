@@ -123,15 +123,12 @@ class LiteralCoders:
         return isinstance(coder, Zstd)
 
     def encode_nbytes(self, coder: Coder, lengths: I64) -> int:
-        """Return the device memory that encoding slices of these lengths takes, in addition to slices and frames."""
         return lengths.size * (PLAN_NBYTES + 4 + 8 + 2 * 8)
 
     def decode_nbytes(self, coder: Coder, lengths: I64) -> int:
-        """Return the device memory that decoding slices of these lengths takes, in addition to slices and frames."""
         return lengths.size * (4 * 8 + 4)
 
     def encode(self, coder: Coder, scratch: Tensor, places: I64, lengths: I64) -> LiteralFrames:
-        """Start to encode slices."""
         assert self.encodes(coder) and (places % 16 == 0).all() and (lengths >= 1).all()
         assert int(lengths.max()) <= MAX_SLICE_NBYTES
         assert int((places + padded_nbytes(lengths)).max()) <= scratch.numel()
@@ -145,7 +142,6 @@ class LiteralCoders:
     def decode(
         self, coder: Coder, encoded: Tensor, at: I64, nbytes: I64, scratch: Tensor, places: I64, lengths: I64
     ) -> LiteralDecoding:
-        """Start to decode slices."""
         assert self.decodes(coder) and (places % 16 == 0).all() and encoded.numel() % 4 == 0
         assert int((places + lengths).max()) <= scratch.numel() and int((at + nbytes).max()) <= encoded.numel()
         rows = self._upload(at + encoded.data_ptr(), nbytes, places + scratch.data_ptr(), lengths)

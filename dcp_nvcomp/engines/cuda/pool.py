@@ -168,7 +168,6 @@ class EnginePool:
             return self._devices[device]
 
     def health(self, device: torch.device) -> DeviceHealth:
-        """Return what is known of a device."""
         return self._engines(device).health
 
     def tested(self, device: torch.device, zstd: str) -> DeviceHealth:
@@ -223,7 +222,6 @@ class EnginePool:
     def _take(
         self, engines: _DeviceEngines, device: torch.device, policy: EnginePolicy
     ) -> tuple[CudaEngine | None, CudaEngine | None]:
-        """Wait for a free engine."""
         while True:
             engine = engines.free.get()
             try:
@@ -238,7 +236,6 @@ class EnginePool:
     def _ready(
         self, engine: CudaEngine | None, engines: _DeviceEngines, device: torch.device, policy: EnginePolicy
     ) -> tuple[CudaEngine | None, bool]:
-        """Make an engine ready."""
         health, made = engines.health, engine
         if health.broken is not None or (engine is None and health.unusable is not None):
             return None, False

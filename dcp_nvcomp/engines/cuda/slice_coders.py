@@ -103,19 +103,15 @@ class DeviceCoders:
         return is_served(chain) and (chain.coder is None or self._of(chain.coder, DECODE) is not None)
 
     def check_decodable(self, coder: Coder | None) -> None:
-        """See `NvcompCoders.check_decodable`."""
         self._nvcomp.check_decodable(coder)
 
     def encode_nbytes(self, coder: Coder, lengths: I64) -> int:
-        """See `NvcompCoders`."""
         return self._served_by(coder, ENCODE).encode_nbytes(coder, lengths)
 
     def decode_nbytes(self, coder: Coder, lengths: I64) -> int:
-        """See `NvcompCoders`."""
         return self._served_by(coder, DECODE).decode_nbytes(coder, lengths)
 
     def encode(self, coder: Coder, scratch: Tensor, places: I64, lengths: I64) -> SliceFrames:
-        """See `NvcompCoders.encode`."""
         return self._served_by(coder, ENCODE).encode(coder, scratch, places, lengths)
 
     def decode(

@@ -74,7 +74,6 @@ class Shard:
 
     @property
     def nbytes(self) -> int:
-        """Size in memory."""
         return math.prod(self.sizes) * self.dtype.itemsize
 
 
