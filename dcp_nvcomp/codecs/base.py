@@ -42,7 +42,6 @@ SliceEncoder = Callable[[memoryview], bytes | memoryview]
 # Decodes one frame into a buffer that it must fill exactly; raises CorruptDataError otherwise.
 SliceDecoder = Callable[[memoryview, memoryview], None]
 
-
 _RELEASE_GIL = 1
 
 

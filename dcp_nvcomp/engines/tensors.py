@@ -26,7 +26,6 @@ _KNOWN_TO_NUMPY = frozenset(
 )
 _NUMPY_SAME_WIDTH = {width: torch.empty(0, dtype=dtype).numpy().dtype for width, dtype in _SAME_WIDTH.items()}
 
-
 _ALIGNMENT_NBYTES = 4096
 
 

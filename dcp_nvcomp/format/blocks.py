@@ -32,7 +32,6 @@ _MIN_HEIGHT, _MAX_HEIGHT = 8, 128
 _MAX_RUN_NBYTES = 4 << 10
 _PARTS = 4
 
-
 U8 = npt.NDArray[np.uint8]
 
 

@@ -47,7 +47,6 @@ from dcp_nvcomp.storage.base import Filesystem
 
 Footers = Callable[[Filesystem, Sequence[DataFileRef]], Sequence[Footer]]
 
-
 # The most an item may decode to if its true size is not recorded: pickles grow a few times, zstd 32768 times.
 MAX_STOCK_NBYTES: Final = 64 << 30
 _SMALL_NBYTES: Final = 16 << 20

@@ -31,7 +31,6 @@ from dcp_nvcomp.format.metadata.paths import has_keys, paths_of
 
 _EXTRA_STATE: Final = "_extra_state"
 
-
 _GROUPS: Final = "param_groups"
 _STATE: Final = "state"
 _NAMES: Final = ("params", "param_names")

@@ -24,7 +24,6 @@ except ImportError:  # no C compiler was there when the package was installed
 # One zstd block is at most 128 KiB, so longer slices gain nothing on the CPU; on the GPU slices run in parallel.
 DEFAULT_SLICE_NBYTES = 128 << 10
 
-
 # nvCOMP's data_type for each element type: the coder models symbols of that width. It has no name for bfloat16.
 ANS_DATA_TYPES = {
     "float16": "<f2",

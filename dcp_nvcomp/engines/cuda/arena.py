@@ -28,7 +28,6 @@ from dcp_nvcomp.engines.cuda.support import load_nvcomp
 ALIGNMENT_NBYTES: Final = 512
 _LEAST_NBYTES: Final = 4096
 
-
 _INSTALLING = threading.Lock()
 
 

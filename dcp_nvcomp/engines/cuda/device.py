@@ -32,7 +32,6 @@ KERNEL_OPTIONS = ("-std=c++17", f"-DTHREADS={THREADS}", f"-DTILE_NBYTES={TILE_NB
 # Starts a kernel on the device's stream: its name, how many thread blocks, the addresses and numbers that it is given.
 Launch = Callable[[str, int, tuple[int, ...]], None]
 
-
 U32 = npt.NDArray[np.uint32]
 POLYNOMIAL = 0x82F63B78
 _X8 = 1 << (31 - 8)

@@ -44,7 +44,6 @@ _SELF_TEST_NBYTES: Final = 1 << 20
 # Room for two batches of some 200 MiB, which have enough slices for every multiprocessor of a large GPU.
 _MOST_BUDGET_NBYTES: Final = 2 << 30
 
-
 # One of each kind of coder that several engines have; ANS is left out, as nothing else could check it.
 _ZSTD = CodecChain(Planes(2), Zstd(literals_only=True))
 SELF_TEST_CHAINS = (_ZSTD, CodecChain(Planes(2), Deflate(literals_only=True)))

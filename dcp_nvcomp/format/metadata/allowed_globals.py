@@ -36,7 +36,6 @@ _MODULE: Final = "torch.distributed.checkpoint.metadata"
 _PLANS: Final = "torch.distributed.checkpoint.planner"  # Megatron-core keeps the plans of a save in its metadata
 _OLD_MODULE: Final = "torch.distributed._shard.sharded_tensor.metadata"  # TensorProperties of older releases
 
-
 # Ends the error for a global; only readers have the option.
 TRUST_ADVICE: Final = " If you know what it is and who wrote this checkpoint, allow it with trusted_globals=."
 

@@ -32,7 +32,6 @@ _CRC_DIGITS: Final = 8
 _MOST: Final = (1 << 63) - 1  # of whole numbers and times, which else no float might be
 _MOST_TEXT_NBYTES: Final = SUMMARY_NBYTES - 128
 
-
 _TRAILER: Final = struct.Struct("<I8s")
 _MAGIC: Final = b"DCPNVcrc"
 
