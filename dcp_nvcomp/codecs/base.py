@@ -47,17 +47,11 @@ _RELEASE_GIL = 1
 
 @dataclass(frozen=True)
 class ElementType:
-    """Memory layout of the elements of one dtype.
+    """Memory layout of the elements of one dtype."""
 
-    Attributes:
-        name: PyTorch's name of the dtype, without `torch.`.
-        nbytes: bytes of one element.
-        float_nbytes: bytes of each float in it; 0 if it has no float of two bytes or more to split.
-    """
-
-    name: str
-    nbytes: int
-    float_nbytes: int = 0
+    name: str  # PyTorch's name of the dtype, without `torch.`
+    nbytes: int  # bytes of one element
+    float_nbytes: int = 0  # bytes of each float in it; 0 if it has no float of two bytes or more to split
 
 
 ELEMENT_TYPES: dict[str, ElementType] = {
@@ -149,52 +143,31 @@ class Plane:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A contiguous run of a plane in the encoded block: a whole stored plane, or one slice.
+    """A contiguous run of a plane in the encoded block: a whole stored plane, or one slice."""
 
-    Attributes:
-        plane: index of the plane.
-        start: first byte of the piece in the plane.
-        nbytes: its length when decoded.
-        coded: whether a coder may have coded it (its encoded size is then in the slice table).
-    """
-
-    plane: int
-    start: int
-    nbytes: int
-    coded: bool
+    plane: int  # index of the plane
+    start: int  # first byte of the piece in the plane
+    nbytes: int  # its length when decoded
+    coded: bool  # whether a coder may have coded it (its encoded size is then in the slice table)
 
 
 class BlockRow(NamedTuple):
-    """One block's rows of the footer's tables.
-
-    Attributes:
-        flags: the block's flags.
-        slice_nbytes: encoded size of each of its slices.
-        encoded_crc: CRC32C of the encoded block.
-        uncompressed_crc: CRC32C of the decoded block.
-    """
+    """One block's rows of the footer's tables."""
 
     flags: int
-    slice_nbytes: tuple[int, ...]
-    encoded_crc: int
-    uncompressed_crc: int
+    slice_nbytes: tuple[int, ...]  # encoded size of each of its slices
+    encoded_crc: int  # CRC32C of the encoded block
+    uncompressed_crc: int  # CRC32C of the decoded block
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedBlock:
-    """One encoded block.
+    """One encoded block."""
 
-    Attributes:
-        data: its bytes on the host, a multiple of 16 long, valid as long as the buffer it was encoded into.
-        row: its rows of the footer's tables.
-        uncompressed_nbytes: its decoded size.
-        was_wrong: True if a GPU encoded it to wrong bytes before; these are the CPU engine's.
-    """
-
-    data: memoryview
-    row: BlockRow
+    data: memoryview  # its bytes on the host, a multiple of 16 long, valid as long as the buffer it was encoded into
+    row: BlockRow  # its rows of the footer's tables
     uncompressed_nbytes: int
-    was_wrong: bool = False
+    was_wrong: bool = False  # True if a GPU encoded it to wrong bytes before; these are the CPU engine's
 
 
 def checksum(data: U8 | memoryview | bytes, value: int = 0) -> int:
@@ -203,13 +176,9 @@ def checksum(data: U8 | memoryview | bytes, value: int = 0) -> int:
 
 
 class Codec(ABC):
-    """A codec as a footer describes it.
+    """A codec as a footer describes it."""
 
-    Attributes:
-        name: its name in a footer, a promise: what it once decoded, it always will.
-    """
-
-    name: ClassVar[str]
+    name: ClassVar[str]  # its name in a footer, a promise: what it once decoded, it always will
 
     @abstractmethod
     def configuration(self) -> dict[str, Any]:
@@ -229,12 +198,7 @@ class Codec(ABC):
 
 
 class ArrayToBytes(Codec):
-    """An array -> bytes codec: the planes of a block, and the way there and back.
-
-    Attributes:
-        is_plain: True if the only plane is the block itself, byte for byte. Engines then fill and read it in place,
-            without `split` and `merge`.
-    """
+    """An array -> bytes codec: the planes of a block, and the way there and back."""
 
     is_plain: ClassVar[bool] = False
 
@@ -278,19 +242,12 @@ class ArrayToBytes(Codec):
 
 
 class Coder(Codec):
-    """A bytes -> bytes codec: the entropy coder of slices.
+    """A bytes -> bytes codec: the entropy coder of slices."""
 
-    Attributes:
-        slice_nbytes: how many bytes of a plane one slice covers, a multiple of 16.
-        block_nbytes: preferred size of blocks.
-        needs_gpu: True if only the CUDA engine runs it.
-        needs_plain: True if it must follow an array -> bytes codec that is plain.
-    """
-
-    slice_nbytes: int
-    block_nbytes: ClassVar[int] = BLOCK_NBYTES
-    needs_gpu: ClassVar[bool] = False
-    needs_plain: ClassVar[bool] = False
+    slice_nbytes: int  # how many bytes of a plane one slice covers, a multiple of 16
+    block_nbytes: ClassVar[int] = BLOCK_NBYTES  # preferred size of blocks
+    needs_gpu: ClassVar[bool] = False  # True if only the CUDA engine runs it
+    needs_plain: ClassVar[bool] = False  # True if it must follow an array -> bytes codec that is plain
 
     @abstractmethod
     def encoder(self) -> SliceEncoder:

@@ -19,15 +19,10 @@ from dcp_nvcomp.errors import CodecUnavailableError
 
 @dataclass
 class EngineChoice:
-    """The `engine` option, applied to one tensor at a time.
+    """The `engine` option, applied to one tensor at a time."""
 
-    Attributes:
-        option: `"auto"`, `"cpu"` or `"cuda"`.
-        zstd: what codes Zstd on a GPU, one of `options.CudaZstd`.
-    """
-
-    option: str
-    zstd: str = "auto"
+    option: str  # `"auto"`, `"cpu"` or `"cuda"`
+    zstd: str = "auto"  # what codes Zstd on a GPU, one of `options.CudaZstd`
     _warned: bool = False
     _known: tuple[int, str | None] = (0, None)
 

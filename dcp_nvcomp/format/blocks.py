@@ -194,29 +194,18 @@ def box_grid(shape: tuple[int, ...], element_nbytes: int) -> BlockGrid:
 
 
 class Strip(NamedTuple):
-    """Consecutive boxes that follow each other along one dimension, or one box.
+    """Consecutive boxes that follow each other along one dimension, or one box."""
 
-    Attributes:
-        box: all of them together.
-        dim: the dimension.
-        sizes: the size of each along it.
-    """
-
-    box: Box
+    box: Box  # all of them together
     dim: int
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # the size of each along it
 
 
 class RowStrip(NamedTuple):
-    """The bytes of a strip in host memory.
+    """The bytes of a strip in host memory."""
 
-    Attributes:
-        rows: a matrix, in which the bytes of a row are next to each other.
-        widths: how many bytes of each row belong to each box.
-    """
-
-    rows: U8
-    widths: tuple[int, ...]
+    rows: U8  # a matrix, in which the bytes of a row are next to each other
+    widths: tuple[int, ...]  # how many bytes of each row belong to each box
 
 
 def strips(boxes: Sequence[Box], element_nbytes: int) -> Iterator[Strip]:

@@ -63,25 +63,15 @@ class ItemPlanner(Protocol):
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """A reader's options, as far as a load job needs them.
+    """A reader's options, as far as a load job needs them."""
 
-    Attributes:
-        thread_count: threads that decode at the same time.
-        host_memory_budget: bytes that fetched ranges may take on the host.
-        device_memory_budget: bytes that CUDA engines may take on a device; None for the default.
-        verify: `"stored"`, `"full"` or `"off"`.
-        engine: `"auto"`, `"cpu"` or `"cuda"`.
-        cuda_zstd: what decodes Zstd on a GPU, one of `options.CudaZstd`.
-        safe: loads stored Python objects.
-    """
-
-    thread_count: int
-    host_memory_budget: int
-    device_memory_budget: int | None
-    verify: str
-    engine: str
-    cuda_zstd: str
-    safe: SafeLoader
+    thread_count: int  # threads that decode at the same time
+    host_memory_budget: int  # bytes that fetched ranges may take on the host
+    device_memory_budget: int | None  # bytes that CUDA engines may take on a device; None for the default
+    verify: str  # `"stored"`, `"full"` or `"off"`
+    engine: str  # `"auto"`, `"cpu"` or `"cuda"`
+    cuda_zstd: str  # what decodes Zstd on a GPU, one of `options.CudaZstd`
+    safe: SafeLoader  # loads stored Python objects
 
 
 class Loaded(NamedTuple):

@@ -63,11 +63,7 @@ def planner_for(
 
 
 class UnwrappingPlanner(LoadPlanner):
-    """Plans a load into what lies under one key.
-
-    Attributes:
-        failure: why nothing can be loaded; raised where DCP reports it to the other ranks.
-    """
+    """Plans a load into what lies under one key."""
 
     def __init__(self, planner: LoadPlanner, failure: CheckpointError | None) -> None:
         self._planner = planner

@@ -14,15 +14,10 @@ from dcp_nvcomp.errors import CheckpointReplacedError, ConfigurationError
 
 
 class Seen(NamedTuple):
-    """What a rank saw.
+    """What a rank saw."""
 
-    Attributes:
-        save_id: id of the save; None if the checkpoint has none, as those of stock DCP.
-        place: path or URL, without passwords.
-    """
-
-    save_id: str | None
-    place: str
+    save_id: str | None  # id of the save; None if the checkpoint has none, as those of stock DCP
+    place: str  # path or URL, without passwords
 
 
 def seen_by(plans: Sequence[LoadPlan]) -> list[Seen]:

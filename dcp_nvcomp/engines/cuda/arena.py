@@ -170,11 +170,7 @@ def _rounded(nbytes: int) -> int:
 
 
 class Held(Protocol):
-    """Device memory that is held.
-
-    Attributes:
-        ptr: its address.
-    """
+    """Device memory that is held."""
 
     ptr: int
 

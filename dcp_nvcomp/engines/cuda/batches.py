@@ -69,27 +69,16 @@ def split_width(codec: ArrayToBytes) -> int:
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """The pieces of a block of one length, and its planes in scratch memory.
+    """The pieces of a block of one length, and its planes in scratch memory."""
 
-    Attributes:
-        lengths: decoded length of each piece, in stored order.
-        coded: whether each piece is a slice.
-        places: where each piece lies in the block's scratch memory; in the block itself for a chain without planes.
-        scratch_nbytes: how much scratch memory the block takes.
-        planes: where in it the planes `low`, `rest` and `exponent` begin; -1 for one that has no place there.
-        first_pieces: the piece with which each of these planes begins; -1 for one that is not there.
-        slice_nbytes: decoded length of each slice.
-        stored_nbytes: room of the pieces that are not slices.
-    """
-
-    lengths: I64
-    coded: npt.NDArray[np.bool_]
-    places: I64
-    scratch_nbytes: int
+    lengths: I64  # decoded length of each piece, in stored order
+    coded: npt.NDArray[np.bool_]  # whether each piece is a slice
+    places: I64  # where each piece lies in the block's scratch memory; in the block itself for a chain without planes
+    scratch_nbytes: int  # how much scratch memory the block takes
     planes: tuple[int, int, int]
-    first_pieces: tuple[int, int, int]
-    slice_nbytes: tuple[int, ...]
-    stored_nbytes: int
+    first_pieces: tuple[int, int, int]  # the piece with which each of these planes begins; -1 for one that is not there
+    slice_nbytes: tuple[int, ...]  # decoded length of each slice
+    stored_nbytes: int  # room of the pieces that are not slices
 
 
 def _layout(chain: CodecChain, nbytes: int, flags: int, every_plane: bool) -> BlockLayout:
@@ -144,21 +133,13 @@ class Layouts:
 
 @dataclass(frozen=True)
 class Pieces:
-    """The pieces of all blocks of a batch.
+    """The pieces of all blocks of a batch."""
 
-    Attributes:
-        block: the number of each piece's block.
-        bounds: of each block, its first piece; one more at the end.
-        lengths: decoded lengths.
-        coded: whether each piece is a slice.
-        places: their places in scratch memory, relative to their block's.
-    """
-
-    block: I64
-    bounds: I64
+    block: I64  # the number of each piece's block
+    bounds: I64  # of each block, its first piece; one more at the end
     lengths: I64
-    coded: npt.NDArray[np.bool_]
-    places: I64
+    coded: npt.NDArray[np.bool_]  # whether each piece is a slice
+    places: I64  # their places in scratch memory, relative to their block's
 
 
 def join_pieces(layouts: Sequence[BlockLayout]) -> Pieces:

@@ -28,21 +28,12 @@ from dcp_nvcomp.errors import CheckpointError, CodecUnavailableError, CorruptDat
 
 @dataclass(frozen=True)
 class EnginePolicy:
-    """What a save or load asks of an engine.
-
-    Attributes:
-        device_memory_budget: bytes of device memory that the engine holds at most, for its batches and for `scratch`;
-            the small tables of a batch come on top. For a block that alone takes more it holds what that takes, until
-            it goes back to the pool.
-        check_encodes: True if each batch that was encoded is decoded again.
-        may_fall_back: True if the CPU may take what the GPU fails at; else that is an error.
-        zstd: what codes Zstd, one of `options.CudaZstd`.
-    """
+    """What a save or load asks of an engine."""
 
     device_memory_budget: int
-    check_encodes: bool = True
-    may_fall_back: bool = True
-    zstd: str = "auto"
+    check_encodes: bool = True  # True if each batch that was encoded is decoded again
+    may_fall_back: bool = True  # True if the CPU may take what the GPU fails at; else that is an error
+    zstd: str = "auto"  # what codes Zstd, one of `options.CudaZstd`
 
 
 class BlockEngine(Protocol):

@@ -21,14 +21,7 @@ FAILURES_IN_A_ROW: Final = 3
 
 
 class DeviceHealth:
-    """The state of one device, shared by all its engines.
-
-    Attributes:
-        broken: why the device can't be used in this process; None if it can.
-        refused: the coders that failed the self-test, by what runs them, and how.
-        tested: those that were tested.
-        wrong_blocks: how many blocks it encoded or decoded to wrong bytes. None of these was kept.
-    """
+    """The state of one device, shared by all its engines."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -54,21 +54,13 @@ class PickledDict(list[Any]):
 
 @dataclass(frozen=True, eq=False)
 class Global:
-    """What one exact "module.name" stands for.
-
-    Attributes:
-        name: "module.name".
-        is_class: NEWOBJ without arguments may make an `Instance` of it, which BUILD may fill once.
-        reduce: gives the value of REDUCE; it must check the arguments, and what it returns must be immutable.
-        value: what the name itself means: a dtype, or the object that the user trusts.
-        is_trusted: named by the user; REDUCE and NEWOBJ make a `TrustedCall`.
-    """
+    """What one exact "module.name" stands for."""
 
     name: str
-    is_class: bool = False
+    is_class: bool = False  # NEWOBJ without arguments may make an `Instance` of it, which BUILD may fill once
     reduce: Callable[[tuple[Any, ...]], Any] | None = None
-    value: Any = None
-    is_trusted: bool = False
+    value: Any = None  # what the name itself means: a dtype, or the object that the user trusts
+    is_trusted: bool = False  # named by the user; REDUCE and NEWOBJ make a `TrustedCall`
 
 
 class Instance:

@@ -24,32 +24,20 @@ PlainStoredAt = tuple[tuple[str, int, int, int], int]
 
 
 class StoredAt(NamedTuple):
-    """The place of an item that this package wrote.
-
-    Attributes:
-        file: its data file.
-        record: the index of its record in that file's footer.
-    """
+    """The place of an item that this package wrote."""
 
     file: DataFileRef
-    record: int
+    record: int  # the index of its record in that file's footer
 
 
 @dataclass(frozen=True, slots=True)
 class StockItem:
-    """The place of an item that stock DCP wrote.
-
-    Attributes:
-        relative_path: the data file.
-        offset: the item's first byte in it.
-        length: its stored size in bytes.
-        transform_descriptors: the transforms it went through, in the order in which reading undoes them.
-    """
+    """The place of an item that stock DCP wrote."""
 
     relative_path: str
-    offset: int
-    length: int
-    transform_descriptors: tuple[str, ...]
+    offset: int  # the item's first byte in it
+    length: int  # its stored size in bytes
+    transform_descriptors: tuple[str, ...]  # the transforms it went through, in the order in which reading undoes them
 
 
 def plain_storage_data(storage_data: Mapping[MetadataIndex, Any]) -> dict[MetadataIndex, PlainStoredAt]:

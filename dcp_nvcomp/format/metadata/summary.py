@@ -38,31 +38,18 @@ _MAGIC: Final = b"DCPNVcrc"
 
 @dataclass(frozen=True)
 class Summary:
-    """What a save wrote.
-
-    Attributes:
-        save_id: its id.
-        saved_seconds: when it was about to be published, in seconds since 1970 by the coordinator's clock.
-        ranks: how many ranks wrote it.
-        keys: number of keys.
-        uncompressed_nbytes: size of the state in memory.
-        stored_nbytes: size of the data files.
-        version: of the package that wrote it.
-        step: the step of training, if a run saved it.
-        metrics: of that step, such as `{"loss": 2.5}`.
-        more: what later versions add.
-    """
+    """What a save wrote."""
 
     save_id: str
-    saved_seconds: float
-    ranks: int
+    saved_seconds: float  # when it was about to be published, in seconds since 1970 by the coordinator's clock
+    ranks: int  # how many ranks wrote it
     keys: int
-    uncompressed_nbytes: int
-    stored_nbytes: int
-    version: str = ""
-    step: int | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
-    more: dict[str, Any] = field(default_factory=dict)
+    uncompressed_nbytes: int  # size of the state in memory
+    stored_nbytes: int  # size of the data files
+    version: str = ""  # of the package that wrote it
+    step: int | None = None  # the step of training, if a run saved it
+    metrics: dict[str, float] = field(default_factory=dict)  # of that step, such as `{"loss": 2.5}`
+    more: dict[str, Any] = field(default_factory=dict)  # what later versions add
 
     @property
     def ratio(self) -> float:
