@@ -129,6 +129,7 @@ def test_the_workload_of_a_checkpoint(tmp_path: Path) -> None:
         workload_of_checkpoint(tmp_path / "nothing")
 
 
+@pytest.mark.ci
 def test_the_command(tmp_path: Path) -> None:
     save({"w": torch.randn(1 << 18)}, tmp_path / "step-1", no_dist=True)
     status, output, _ = run("advise", str(tmp_path / "step-1"), "--seconds", "0.01", "--mtbf", "8h")

@@ -480,6 +480,7 @@ def publish_old(path: Path, save_id: str) -> None:
     filesystem.publish(".metadata", (path / f"__{save_id}.metadata").read_bytes())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("method", "call", "before"),
     [("list_files", 1, False), ("now_seconds", 1, False), ("list_files", 2, True), ("list_files", 2, False)],
@@ -561,6 +562,7 @@ def test_metadata_goes_before_the_files_that_it_names(path: Path, monkeypatch: p
 # ---- random histories ----
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 40))])
 def test_random_history(tmp_path: Path, seed: int) -> None:
     """Saves and kills in random order: after each, exactly the orphans of the model go."""
@@ -619,6 +621,7 @@ def test_random_history(tmp_path: Path, seed: int) -> None:
 # ---- object stores ----
 
 
+@pytest.mark.ci
 def test_uploads_on_s3(any_s3_store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unfinished uploads of dead saves are aborted; those of other files, and of files with a young one, are not."""
     url, options = any_s3_store
@@ -647,6 +650,7 @@ def test_uploads_on_s3(any_s3_store: S3Store, monkeypatch: pytest.MonkeyPatch) -
     assert loaded_seed(url, **options) == 1
 
 
+@pytest.mark.ci
 def test_the_first_save_died_on_s3(any_s3_store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file and an unfinished upload, or that alone, in a place where nothing was ever published."""
     url, options = any_s3_store
@@ -794,6 +798,7 @@ def test_recursive_elsewhere(tmp_path: Path) -> None:
     assert (found.path, len(found.orphans)) == (f"{url}/step-1", 6)
 
 
+@pytest.mark.ci
 def test_recursive_on_s3(s3_store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
     url, options = s3_store
     save_model(f"{url}/step-1", seed=1, **options)
@@ -846,6 +851,7 @@ def test_ages(path: Path, age: str, hours: float) -> None:
     assert json.loads(output)["older_than_seconds"] == hours * HOUR
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("age", ["", "1", "d", "1w", "-1d", "1 d", "59m", "0.9h", "3599s", "nan", "1d1h"])
 def test_ages_that_are_none(path: Path, age: str) -> None:
     (file,) = put(path, data_name())
@@ -862,6 +868,7 @@ def test_an_hour_is_the_least(path: Path, seconds: Any) -> None:
     assert file.exists()
 
 
+@pytest.mark.ci
 def test_as_a_command(path: Path) -> None:
     _, left = leave_save(path, seed=2)
     done = forked.execute_module("dcp_nvcomp", "clean", str(path))

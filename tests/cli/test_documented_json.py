@@ -101,6 +101,7 @@ def test_each_command_is_described() -> None:
     assert re.findall(r"^### (\w+)$", text, re.MULTILINE) == list(COMMANDS)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("command", COMMANDS)
 def test_fields_are_those_of_the_docs(checkpoints: Path, command: str) -> None:
     documented, seen = _documented(command), set()

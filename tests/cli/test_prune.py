@@ -67,6 +67,7 @@ def test_prune_says_what_would_go_and_then_removes_it(managed: Path) -> None:
     assert steps(managed) == [30, 40, 50, 60]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("arguments", "kept"),
     [

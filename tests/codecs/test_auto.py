@@ -30,6 +30,7 @@ def stored_nbytes(path: Path, state: dict[str, torch.Tensor], writer: NvcompWrit
 STATES["many blocks of a constant"] = {"layer": torch.full((3 << 20,), 0.1)}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", STATES)
 def test_auto_is_about_as_small_as_the_smallest(tmp_path: Path, name: str) -> None:
     state = STATES[name]

@@ -78,6 +78,7 @@ def sanitized(sanitized_literals: Path, folder: Path, pairs: Sequence[tuple[byte
 # ---- intact frames ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_all_that_the_encoder_makes(sanitized_literals: Path, tmp_path: Path, random: np.random.Generator) -> None:
     made = edges(random) + slices(random, 1500 if THOROUGH else 150)
     assert sanitized(sanitized_literals, tmp_path, [(framed(data), len(data)) for data in made]) == made

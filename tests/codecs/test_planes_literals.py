@@ -272,6 +272,7 @@ pickle.dump((made, forged), open(sys.argv[4], "wb"))
 """
 
 
+@pytest.mark.ci
 def test_under_sanitizers(sanitized_planes_literals: Path, tmp_path: Path) -> None:
     random = np.random.default_rng(3)
     cases, expected, forgeries = [], [], []

@@ -198,6 +198,7 @@ def _save_in_a_process(path: Path, plugin: Plugin) -> None:
     assert_holds(plugin.reader(path / "four"), _nested_state("four"))
 
 
+@pytest.mark.ci
 @on_every_plugin
 def test_process_checkpointer(tmp_path: Path, plugin: Plugin, single_rank: RankPool) -> None:
     single_rank.run(_save_in_a_process, tmp_path, plugin, timeout_s=500)

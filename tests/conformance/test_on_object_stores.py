@@ -44,6 +44,7 @@ def object_store(request: pytest.FixtureRequest) -> Store:
     return store
 
 
+@pytest.mark.ci
 @pytest.mark.filterwarnings("ignore:Sending a large body directly")  # adlfs does, under stock's writer
 @pytest.mark.parametrize("plugin", [OURS, OURS_FROM_STOCK], ids=str)
 def test_every_value(object_store: Store, plugin: Plugin) -> None:

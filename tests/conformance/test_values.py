@@ -34,6 +34,7 @@ def saved_values(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Plugin],
     return saved_by
 
 
+@pytest.mark.ci
 @on_every_reader
 @pytest.mark.parametrize("name", VALUES)
 def test_value_survives(saved_values: Callable[[Plugin], Path], plugin: Plugin, name: str) -> None:
@@ -45,6 +46,7 @@ def test_value_survives(saved_values: Callable[[Plugin], Path], plugin: Plugin, 
     assert state[name] is destination
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("plugin", OURS_BY_CODEC, ids=str)
 def test_all_values_survive_in_every_codec(saved_values: Callable[[Plugin], Path], plugin: Plugin) -> None:
     expected = all_values()
@@ -54,6 +56,7 @@ def test_all_values_survive_in_every_codec(saved_values: Callable[[Plugin], Path
         assert_same_bits(state[name], value, name)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("plugin", [ORACLE, OURS, *OURS_BY_CODEC], ids=str)
 @pytest.mark.parametrize(
     "options", [{"thread_count": 1}, {"thread_count": 4}, {"single_file_per_rank": False}], ids=str
@@ -160,6 +163,7 @@ LARGE: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("plugin", [OURS, OURS_FROM_STOCK], ids=str)
 @pytest.mark.parametrize("name", LARGE)
 def test_budget_smaller_than_the_value(tmp_path: Path, plugin: Plugin, name: str) -> None:
@@ -191,6 +195,7 @@ def _set_for_a_while(get: Callable[[], Any], set_to: Callable[[Any], None], valu
     set_to(before)
 
 
+@pytest.mark.ci
 @on_every_reader
 @pytest.mark.parametrize("ambient", AMBIENT)
 def test_settings_of_the_calling_thread_do_not_matter(tmp_path: Path, plugin: Plugin, ambient: str) -> None:

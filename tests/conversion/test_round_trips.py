@@ -125,6 +125,7 @@ def test_a_nested_state_keeps_its_form(tmp_path: Path) -> None:
     assert_same(into, state)
 
 
+@pytest.mark.ci
 def test_large_tensors_are_converted_in_pieces(tmp_path: Path) -> None:
     state = {"w": torch.randn(3000, 7000), "v": torch.randn(70_000_001 // 4)}
     save(state, tmp_path / "a", no_dist=True)

@@ -235,6 +235,7 @@ def test_pieces_are_small_and_in_the_order_of_memory(shape: tuple[int, ...]) -> 
     assert len(parts) <= 2 * tensor.nbytes // 800 + max(torch.Size(shape[:-1]).numel(), 1)
 
 
+@pytest.mark.ci
 def test_rows_larger_than_a_piece(tmp_path: Path) -> None:
     state = {"one": torch.randn(1, 9 << 20), "experts": torch.randn(2, 3000, 3000)}
     torch.save(state, tmp_path / "a.pt")

@@ -76,6 +76,7 @@ def _beside_training(path: Path, wait: str) -> None:
         saving.upload_completion.result(100)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("wait", ["staged", "nothing"])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_saves_beside_the_collectives_of_training(ranks: RankPool, tmp_path: Path, world_size: int, wait: str) -> None:
@@ -97,6 +98,7 @@ def _fails_while_staging(path: Path, failing: int) -> tuple[str, str]:
     return type(staging).__name__, type(caught.value).__name__
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_rank_that_fails_while_staging_fails_the_save_of_all(ranks: RankPool, tmp_path: Path, failing: int) -> None:
     told = ranks.run(_fails_while_staging, tmp_path, failing, world_size=2)
@@ -158,6 +160,7 @@ def _nobody_looked(path: Path, who_looks: tuple[int, ...]) -> str:
     return said
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("who_looks", [(), (0,), (1,), (0, 1)])
 def test_an_error_that_some_rank_did_not_look_at_is_raised_on_all(
     ranks: RankPool, tmp_path: Path, who_looks: tuple[int, ...]
@@ -216,6 +219,7 @@ def _again_in_another_group(path: Path) -> None:
     async_save(_sharded(4), path).upload_completion.result(100)
 
 
+@pytest.mark.ci
 def test_a_process_group_that_was_made_anew(ranks: RankPool, tmp_path: Path) -> None:
     """The processes of the pool destroy their group after each call."""
     for number, world_size in enumerate((2, 3, 2)):
@@ -259,6 +263,7 @@ def _two_groups(path: Path) -> None:
     assert not list(path.glob("same/.metadata"))
 
 
+@pytest.mark.ci
 def test_saves_of_two_groups_in_another_order_are_refused(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(_two_groups, tmp_path, world_size=2)
 

@@ -51,6 +51,7 @@ def _load_uneven(plugin: Plugin, path: Path, dim: int) -> None:
         assert_same_bits(_local(state[key]), _local(_hold(value, Shard(dim))), key)
 
 
+@pytest.mark.ci
 @on_every_plugin
 @pytest.mark.parametrize(
     ("before", "after"),
@@ -113,6 +114,7 @@ def _load_strided(plugin: Plugin, path: Path) -> None:
         assert_same_bits(_local(state[key]), _local(_strided_hold(value)), key)
 
 
+@pytest.mark.ci
 @on_every_plugin
 @pytest.mark.parametrize(("saving_ranks", "loading_ranks"), [(4, 2), (2, 4)])
 def test_local_tensors_that_are_views(
@@ -146,6 +148,7 @@ def _load_on_submeshes(plugin: Plugin, path: Path, members: list[int]) -> None:
             assert_same_bits(_local(state[name]), _local(_on_submesh(value, members)), name)
 
 
+@pytest.mark.ci
 @on_every_plugin
 @pytest.mark.parametrize(("loading_ranks", "members"), [(4, [1, 3]), (3, [2]), (2, [0, 1])], ids=str)
 def test_submeshes(ranks: RankPool, tmp_path: Path, plugin: Plugin, loading_ranks: int, members: list[int]) -> None:

@@ -43,6 +43,7 @@ def test_warning_on_a_rank_is_an_error(ranks: RankPool) -> None:
         ranks.run(_warn_on, 2)
 
 
+@pytest.mark.ci
 def test_failure_of_one_rank_ends_the_others(tmp_path: Path) -> None:
     pool = RankPool(2, tmp_path, grace_s=0.5)
     try:

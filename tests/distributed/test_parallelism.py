@@ -53,6 +53,7 @@ RESHARDINGS = [
 ]
 
 
+@pytest.mark.ci
 @on_every_plugin
 @pytest.mark.parametrize(
     ("saving", "saving_ranks", "loading", "loading_ranks"),

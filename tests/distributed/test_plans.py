@@ -100,6 +100,7 @@ def _in_many_ways(path: Path) -> list[tuple[str, int]]:
     return planned
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_all_use_the_same_plan_or_all_plan_anew(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
     told = ranks.run(_in_many_ways, tmp_path, world_size=world_size)
@@ -164,6 +165,7 @@ def _fails_at_finish(path: Path, failing: int) -> None:
     assert counted.count == 0
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_plan_that_one_rank_did_not_keep_is_made_anew(ranks: RankPool, tmp_path: Path, failing: int) -> None:
     ranks.run(_fails_at_finish, tmp_path, failing, world_size=2)
@@ -252,6 +254,7 @@ def _loads_sharded(path: Path, placement: Placement) -> None:
         assert_same(found.full_tensor() if name.startswith("w") else found, value, name)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
 def test_load_fills_shards(ranks: RankPool, tmp_path: Path, placement: Placement) -> None:
     ranks.run(_loads_sharded, tmp_path, placement, world_size=3)

@@ -89,6 +89,7 @@ def _fail_save(plugin: Plugin, path: Path, step: str, failing_rank: int, first: 
 FAILING = [(step, rank) for step in SAVE_STEPS for rank in (0, 1) if (step, rank) != ("create_global_plan", 1)]
 
 
+@pytest.mark.ci
 @on_every_plugin
 @pytest.mark.parametrize(("step", "failing_rank"), FAILING)
 def test_failed_save_raises_on_every_rank(
@@ -97,6 +98,7 @@ def test_failed_save_raises_on_every_rank(
     ranks.run(_fail_save, plugin, tmp_path, step, failing_rank, True, world_size=2)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("step", "failing_rank"), FAILING)
 def test_failed_save_harms_no_earlier_checkpoint(ranks: RankPool, tmp_path: Path, step: str, failing_rank: int) -> None:
     ranks.run(_fail_save, OURS, tmp_path, step, failing_rank, False, world_size=2)
@@ -138,6 +140,7 @@ def _fail_load(plugin: Plugin, path: Path, step: str, failing_rank: int) -> None
     _load(plugin, path, "one")
 
 
+@pytest.mark.ci
 @on_every_plugin
 @pytest.mark.parametrize(
     ("step", "failing_rank"),
@@ -204,6 +207,7 @@ def _save_and_lose_a_rank(path: Path, outcome: Path) -> None:
         raise
 
 
+@pytest.mark.ci
 def test_killed_rank(tmp_path: Path) -> None:
     """Stock DCP then loads old and new values mixed."""
     pool = RankPool(2, tmp_path, grace_s=30.0)

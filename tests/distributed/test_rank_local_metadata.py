@@ -64,6 +64,7 @@ def _load_sharded(path: Path) -> None:
     assert_same_bits(state["w"].to_local(), _sharded(_full("one")).to_local(), "w")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_merged_metadata_loads_on_any_number_of_ranks(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
     ranks.run(_save, OURS, tmp_path, world_size=4)
@@ -101,6 +102,7 @@ def _save_with_collectives(path: Path) -> None:
     dcp.save({"w": _sharded(_full("one"))}, storage_writer=OURS.writer(path))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("first", [_save_with_collectives, _save], ids=["with-collectives", "without"])
 def test_path_that_holds_a_checkpoint_is_refused(ranks: RankPool, tmp_path: Path, first: Any) -> None:
     ranks.run(first, *([OURS] if first is _save else []), tmp_path, world_size=2)

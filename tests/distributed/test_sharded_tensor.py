@@ -83,6 +83,7 @@ def _load_cut(plugin: Plugin, path: Path) -> None:
     assert_same_bits(whole(state["flat"]), expected["float32"].reshape(-1), "flat")
 
 
+@pytest.mark.ci
 @on_every_plugin
 @pytest.mark.parametrize(("saving_ranks", "loading_ranks"), [(4, 2), (4, 3), (2, 4), (3, 1), (1, 4)])
 def test_shards_cut_by_hand(

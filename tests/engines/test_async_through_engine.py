@@ -47,6 +47,7 @@ def trained(count: int = 16, seed: int = 0) -> State:
     return {f"w{number}": torch.randn(700 + number, 300, generator=generator) * 0.02 for number in range(count)}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("budget", [None, 1])
 def test_only_encoded_bytes_are_staged(tmp_path: Path, on_the_engine: StandInPool, budget: int | None) -> None:
     for seed in range(2):
@@ -73,6 +74,7 @@ def test_segments_of_a_large_save_serve_the_next(tmp_path: Path, on_the_engine: 
     assert nbytes == nbytes[:1] * 2
 
 
+@pytest.mark.ci
 def test_tensors_of_both_engines(tmp_path: Path, on_the_engine: StandInPool) -> None:
     """What is small, or no float, or of a codec that the GPU lacks, is encoded on the CPU."""
     state = {**trained(), "object": [1, 2], "step": torch.tensor(3), **{f"s{n}": torch.randn(5) for n in range(50)}}

@@ -332,6 +332,7 @@ def save_and_load(path: Path, monkeypatch: pytest.MonkeyPatch, case: str, *, sel
     assert_loads(path / "a", state, engine="cpu", verify="full")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("self_test", [True, False], ids=["from the beginning", "later"])
 @pytest.mark.parametrize("case", CHOSEN)
 def test_no_save_and_no_load_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, self_test: bool) -> None:

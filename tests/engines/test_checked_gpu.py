@@ -358,6 +358,7 @@ def test_a_self_test_without_memory_is_made_up_for() -> None:
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_twenty_saves_and_loads_reserve_no_more_than_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_ins = installed(monkeypatch, self_test=True)
     reserved: list[int] = []

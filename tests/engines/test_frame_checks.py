@@ -81,6 +81,7 @@ def deflate_streams(content: bytes, levels: Sequence[int]) -> Iterator[bytes]:
 SIZES = (1, 2, 5, 6, 7, 63, 255, 256, 257, 1025, 4096, 65535, 65536, 131072, 131073, 400_000)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("nbytes", SIZES)
 def test_nothing_that_zstd_writes_is_a_fault(nbytes: int) -> None:
     levels = range(-7, 23) if nbytes < 5000 else (-7, 1, 3, 9, 16, 19, 22) if THOROUGH else (1, 5, 13)

@@ -24,6 +24,7 @@ def nvrtc() -> ctypes.CDLL:
     return library
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_compiles(nvrtc: ctypes.CDLL, program: str, architecture: str) -> None:

@@ -71,6 +71,7 @@ def save_on_cpu(path: Path, state: dict[str, Any], codec: str = "planes-zstd") -
     save(path, state, codec=codec, engine="cpu")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("codec", ["auto", "planes-zstd", "planes-deflate", "zstd", "none"])
 @pytest.mark.parametrize("verify", ["stored", "full"])
 def test_load_through_the_engine(tmp_path: Path, on_the_engine: StandInPool, codec: str, verify: str) -> None:
@@ -157,6 +158,7 @@ def test_what_is_fetched_keeps_to_the_host_memory_budget(on_the_engine: StandInP
         assert job._longest_read(1 << 40) == 256 << 20
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("threads", [1, 4])
 def test_threads_share_the_device_memory_budget(tmp_path: Path, on_the_engine: StandInPool, threads: int) -> None:
     state = {f"{number:03}": torch.randn(200_000) for number in range(60)}
@@ -201,6 +203,7 @@ def test_a_turn_is_larger_than_a_threads_share(tmp_path: Path, on_the_engine: St
     assert all(device.peak_nbytes == 32 << 20 for device in on_the_engine.devices), "scratch memory included"
 
 
+@pytest.mark.ci
 def test_others_fetch_while_one_decodes(
     tmp_path: Path, on_the_engine: StandInPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

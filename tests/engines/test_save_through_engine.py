@@ -44,6 +44,7 @@ def on_the_engine(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> StandInP
     return install_stand_ins(monkeypatch, kernels)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("codec", ["auto", "planes-zstd", "planes-deflate", "zstd", "none"])
 @pytest.mark.parametrize("single_file_per_rank", [True, False])
 def test_save_through_the_engine(
@@ -80,6 +81,7 @@ def many(count: int, nbytes: int) -> dict[str, torch.Tensor]:
     return state
 
 
+@pytest.mark.ci
 def test_many_shards_are_few_batches(tmp_path: Path, on_the_engine: StandInPool) -> None:
     """A shard of 100 KB is too little to fill a GPU: what lies next to each other goes together."""
     state = many(120, 100_000)
@@ -121,6 +123,7 @@ def three_lanes(items: Sequence[WriteItem], rank: int, file_id: str, **options: 
     return [files[:2], files[2:4], files[4:]]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("slow_file", [0, 1, 5])
 def test_lanes_and_a_sink_that_is_slow(
     tmp_path: Path, on_the_engine: StandInPool, monkeypatch: pytest.MonkeyPatch, slow_file: int
@@ -174,6 +177,7 @@ def test_one_batch_is_encoded_while_another_is_copied(tmp_path: Path, on_the_eng
     assert_loads(tmp_path, state, engine="cpu", verify="full")
 
 
+@pytest.mark.ci
 def test_engines_share_the_device_memory_budget(tmp_path: Path, on_the_engine: StandInPool) -> None:
     state = many(400, 100_000)
     budget = 8 << 20
@@ -199,6 +203,7 @@ def test_large_states_get_batches_that_fill_a_gpu() -> None:
     assert cuda_room_nbytes(1 << 40, 100 << 20) == 16 << 20, "a small state is encoded, copied and written at once"
 
 
+@pytest.mark.ci
 def test_what_is_encoded_is_let_go(tmp_path: Path, on_the_engine: StandInPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor that only the save knows, as planners make them, is gone before its blocks are written."""
     alive: list[weakref.ref[np.ndarray]] = []

@@ -252,6 +252,7 @@ finally:
 """
 
 
+@pytest.mark.ci
 def test_a_wrong_path_on_two_ranks_prints_few_lines(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, str(tmp_path / "train.py"), str(tmp_path / "meeting")]

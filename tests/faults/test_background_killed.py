@@ -89,6 +89,7 @@ def _cases() -> list[Any]:
     ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("stage", "victim", "whom"), _cases())
 def test_killed(stage: str, victim: int, whom: str, earlier: Path, tmp_path: Path) -> None:
     for attempt in range(ATTEMPTS):  # gloo sometimes fails to connect local ranks: then no save has begun

@@ -162,6 +162,7 @@ def wait_for(condition: Callable[[], bool], runner: Runner) -> None:
     runner.check()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("saves", [6, pytest.param(60, marks=pytest.mark.slow)])
 def test_saves_loads_and_cleanings_at_once(place: Place, saves: int) -> None:
     """Two savers replace each other's checkpoints, and leave orphans, under two cleanings and a load."""

@@ -72,6 +72,7 @@ def _publish_at_once(place: Place, rounds: int) -> list[errors.CheckpointError |
     return outcomes
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("rounds", [2, pytest.param(15, marks=pytest.mark.slow)])
 def test_without_overwriting_exactly_one_wins(place: Place, ranks: RankPool, rounds: int) -> None:
     outcomes = ranks.run(_publish_at_once, place, rounds, world_size=3, timeout_s=240)
@@ -103,6 +104,7 @@ def _overwrite_and_read(place: Place, rounds: int) -> list[Any]:
     return seen
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("rounds", [2, pytest.param(10, marks=pytest.mark.slow)])
 def test_overwriting_at_once_and_reading_meanwhile(place: Place, ranks: RankPool, rounds: int) -> None:
     assert _save(place, 0) is None

@@ -132,6 +132,7 @@ SAVES = [
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("case", "kind"), SAVES)
 def test_save(trials: Trials, case: Case, kind: str) -> None:
     trials.begin(old=case.old)

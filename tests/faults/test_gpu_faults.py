@@ -143,6 +143,7 @@ ERRORS = [
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("error", ERRORS, ids=["out of memory", "nvCOMP", "binding"])
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
 def test_nvcomp_fails_in_batch_n(tmp_path: Path, use: Use, error: BaseException, lasting: bool) -> None:

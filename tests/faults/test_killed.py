@@ -62,6 +62,7 @@ def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_earlier("ours", tmp_path_factory.mktemp("earlier"))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("case", [_case(case) for case in ALL])
 def test_killed(case: Case, earlier: Path, tmp_path: Path) -> None:
     killed = run_case(case, earlier, tmp_path)

@@ -44,6 +44,7 @@ def run_child(folder: Path, points: tuple[str, ...], number: str, probability: f
     return rounds
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "number", ["EDQUOT", *(pytest.param(other, marks=pytest.mark.slow) for other in ("ENOSPC", "EIO"))]
 )

@@ -158,6 +158,7 @@ CASES = [
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("tier", "kind", "lasting", "every"), CASES)
 def test_each_call(place: Path, tier: str, kind: str, lasting: bool, every: int) -> None:
     for at in _trials(place, tier, every):

@@ -124,6 +124,7 @@ def save(writer: NvcompWriter, seed: int) -> errors.CheckpointError | None:
     return None
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "rates",
     [
@@ -146,6 +147,7 @@ def test_a_bad_network_is_survived(wire: Wire, rates: dict[str, float]) -> None:
     assert sum(wire.proxy.counts[fault] for fault in rates) > 0, wire.proxy.counts
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("requests", [on_gcs()], ids=["gcs"])
 @pytest.mark.parametrize("skip", [0, 1, 2])
 @pytest.mark.parametrize("fault", ["lost", "reset", "unavailable", "broken"])
@@ -201,6 +203,7 @@ def test_an_upload_that_is_gone_fails_and_leaves_nothing(wire: Wire, at: str) ->
     assert wire.names() == []
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("fault", ["unavailable", "silent", "reset"])
 @pytest.mark.parametrize("at", ["part", "publish"])
 def test_an_outage_ends_in_time_and_the_writer_saves_again(wire: Wire, requests: Requests, fault: str, at: str) -> None:
@@ -217,6 +220,7 @@ def test_an_outage_ends_in_time_and_the_writer_saves_again(wire: Wire, requests:
     assert wire.load() == 3
 
 
+@pytest.mark.ci
 def test_a_frozen_server_is_told_within_the_deadline(wire: Wire, requests: Requests) -> None:
     """A look at what went wrong does not begin another deadline, nor does the removal of what is left."""
     deadline = 18.0
@@ -244,6 +248,7 @@ def test_a_frozen_server_is_told_within_the_deadline(wire: Wire, requests: Reque
     assert time.monotonic() - start < (5 if requests is AZURE else 15)  # an upload to Google is cancelled, too
 
 
+@pytest.mark.ci
 def test_what_lands_late_does_not_undo_what_another_save_published(wire: Wire, requests: Requests) -> None:
     assert save(wire.writer(), 1) is None
     wire.proxy.late_seconds = None
@@ -272,6 +277,7 @@ def test_a_last_part_that_lands_after_the_abort_makes_no_object(wire: Wire) -> N
     assert wire.names() == []
 
 
+@pytest.mark.ci
 def test_who_publishes_too_often_waits(wire: Wire, requests: Requests) -> None:
     """It was certainly not done: another save's checkpoint may come in between, and nothing has to be kept."""
     assert save(wire.writer(), 1) is None

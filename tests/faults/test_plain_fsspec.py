@@ -154,6 +154,7 @@ TRIALS = [
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("old", "overwrite", "kind"), TRIALS)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_every_call_fails(protocol: str, old: bool, overwrite: bool, kind: str, tmp_path: Path) -> None:
@@ -197,6 +198,7 @@ def _save_until_killed(url: str, at: int) -> None:
         save_in_order(url, NEW)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_killed_while_it_publishes(protocol: str, tmp_path: Path) -> None:
     """A process that is really killed: at each call from the first one for metadata on."""

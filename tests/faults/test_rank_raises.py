@@ -233,6 +233,7 @@ def _assert_leftovers(path: Path, step: str, rank: int, ends: list[forked.End], 
 FAST_SAVES = {("local_plan", 1), ("resolve_data", 0), ("encode", 1), ("fsync", 1), ("publish", 0)}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("step", "rank"), _cases(SAVE_STEPS, FAST_SAVES))
 def test_save(tmp_path: Path, step: str, rank: int) -> None:
     path = tmp_path / "c"

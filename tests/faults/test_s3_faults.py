@@ -121,6 +121,7 @@ def wire(any_s3_store: Store) -> Iterator[Wire]:
         yield Wire(proxy, url, options)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "rates",
     [
@@ -146,6 +147,7 @@ def test_a_bad_network_is_survived(wire: Wire, rates: dict[str, float]) -> None:
     assert unfinished((wire.url, wire.direct)) == []
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("rate", [0.2, pytest.param(0.05, marks=pytest.mark.slow)])
 def test_flipped_bits_are_never_loaded(wire: Wire, rate: float) -> None:
     wire.proxy.rates = {"flipped": rate}
@@ -177,6 +179,7 @@ def test_what_was_flipped_is_read_again(wire: Wire, count: int) -> None:
     assert wire.proxy.counts["flipped"] == count
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("method", "path", "overwrite"),
     [
@@ -205,6 +208,7 @@ def test_a_lost_reply(wire: Wire, method: str, path: str, overwrite: bool, monke
     assert unfinished((wire.url, wire.direct)) == []
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("completed", [True, False])
 def test_an_upload_that_is_gone_was_completed_if_the_file_is_there(wire: Wire, completed: bool) -> None:
     """AWS's answer to a completion that is repeated; Ceph and moto say again that all is well."""
@@ -237,6 +241,7 @@ def test_a_silent_server_is_asked_again(wire: Wire) -> None:
     assert time.monotonic() - began > 5  # a third of the deadline each
 
 
+@pytest.mark.ci
 def test_a_refusal_is_not_retried(wire: Wire) -> None:
     filesystem = wire.filesystem()
     before = wire.proxy.counts["requests"]
@@ -247,6 +252,7 @@ def test_a_refusal_is_not_retried(wire: Wire) -> None:
     assert not caught.value.outcome_unknown
 
 
+@pytest.mark.ci
 def test_an_outage_ends_with_the_attempts_and_the_seconds(wire: Wire) -> None:
     wire.proxy.rates = {"unavailable": 1}
     filesystem = wire.filesystem(deadline=1.5)
@@ -263,6 +269,7 @@ def test_an_outage_ends_with_the_attempts_and_the_seconds(wire: Wire) -> None:
     stream.abort()
 
 
+@pytest.mark.ci
 def test_no_request_outlives_its_deadline(wire: Wire) -> None:
     wire.proxy.rates = {"silent": 1}
     filesystem = wire.filesystem(deadline=0.6)
@@ -276,6 +283,7 @@ def test_no_request_outlives_its_deadline(wire: Wire) -> None:
     assert not [task for task in asyncio.all_tasks(fsspec.asyn.get_loop()) if "_perform" in repr(task)]
 
 
+@pytest.mark.ci
 def test_what_lands_after_the_deadline_is_whole(wire: Wire) -> None:
     """A publish that was never answered may be done later: its files must still be there then."""
     wire.save(state_of_seed(1))
@@ -364,6 +372,7 @@ def test_credentials_that_may_neither_list_nor_look(any_s3_store: Store, monkeyp
         assert_same(load(NvcompReader(url, **options)), state_of_seed(number))
 
 
+@pytest.mark.ci
 def test_one_of_two_conditional_publishers_wins(any_s3_store: Store) -> None:
     url, options = any_s3_store
     stores = [open_filesystem(url, storage_options=options) for _ in range(3)]

@@ -165,6 +165,7 @@ def test_each_reader_says_what_is_there(tmp_path: Path, make: Callable[[Path], P
         assert text.endswith(f"(file {os.fspath(path)!r})")
 
 
+@pytest.mark.ci
 @kinds
 def test_commands_say_the_same(tmp_path: Path, make: Callable[[Path], Path], what: str, advice: str) -> None:
     path = os.fspath(make(tmp_path))

@@ -28,11 +28,13 @@ def assert_resumed(names: dict[str, Any], trained: list[Any], resumed: list[Any]
             assert_same(parts[1], whole[1], f"{combination} three steps later")
 
 
+@pytest.mark.ci
 def test_on_one_rank(tmp_path: Path) -> None:
     trained = train(tmp_path, PLAIN)
     assert_resumed(PLAIN, trained, resume(tmp_path, PLAIN))
 
 
+@pytest.mark.ci
 def test_on_two_and_four_ranks(ranks: RankPool, tmp_path: Path) -> None:
     trained = ranks.run(train, tmp_path, SHARDED, world_size=2)
     for count in (2, 4):

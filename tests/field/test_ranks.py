@@ -273,6 +273,7 @@ EVERYTHING = [
 ]
 
 
+@pytest.mark.ci
 def test_ranks_that_do_not_call_the_same(ranks: RankPool, tmp_path: Path) -> None:
     _check(ranks, tmp_path, 3.0, QUICK, world_size=2)
 
@@ -314,6 +315,7 @@ def _again(place: Path) -> None:
         manager.save(1, _state())
 
 
+@pytest.mark.ci
 def test_groups_that_are_made_again(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(_again, tmp_path, timeout_s=100.0)
     assert (tmp_path / "all" / "step-1" / ".metadata").exists()
@@ -353,6 +355,7 @@ def _all_over_again(place: Path, number: int) -> int:
     return len(made)
 
 
+@pytest.mark.ci
 def test_managers_use_the_groups_of_those_before(ranks: RankPool, tmp_path: Path) -> None:
     for number in range(2):
         assert ranks.run(_all_over_again, tmp_path, number, world_size=2) == [4, 4]

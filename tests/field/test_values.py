@@ -264,6 +264,7 @@ def wrapped(module: torch.nn.Module, kind: str) -> torch.nn.Module:
     return torch.nn.ModuleDict({"module": module}) if kind == "module" else module
 
 
+@pytest.mark.ci
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # by torch.compile
 @pytest.mark.parametrize("before", ["plain", "compile", "inner compile", "module"])
 @pytest.mark.parametrize("after", ["plain", "compile", "checkpointing", "module"])
@@ -396,6 +397,7 @@ def test_kinds_of_containers_are_those_of_the_destination(tmp_path: Path) -> Non
     assert second.lists == {"a": [1], "b": [2], "new": [3]}
 
 
+@pytest.mark.ci
 def test_extra_state_of_another_kind(tmp_path: Path) -> None:
     def build(seen: Any) -> torch.nn.Module:
         module = torch.nn.Sequential(Counting(3, 3))
@@ -510,6 +512,7 @@ def test_steps_that_no_rank_can_tell(tmp_path: Path) -> None:
         manager.save(10**30, {"w": torch.ones(1)})
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "nest", [lambda x: {"a": x}, lambda x: {"p": {"a": x}}, lambda x: {"p": {"q": {"a": x}, "b": []}}]
 )

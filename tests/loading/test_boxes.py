@@ -67,6 +67,7 @@ MATRICES: dict[str, Callable[[], torch.Tensor]] = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("codec", ["auto", "planes-zstd", "none"])
 @pytest.mark.parametrize("kind", MATRICES)
 def test_matrices_come_back(tmp_path: Path, kind: str, codec: str) -> None:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SAVE_AND_LOAD = """
 import sys, warnings
 warnings.filterwarnings("error")
@@ -27,6 +29,7 @@ def run(path: Path, before: str = "", after: str = "") -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.ci
 def test_gpu_packages_absent(tmp_path: Path) -> None:
     run(tmp_path, before="sys.modules['nvidia.nvcomp'] = sys.modules['cupy'] = None")
 

@@ -53,6 +53,7 @@ def test_modules_and_data_files(installed: Path) -> None:
     assert not {*sources, *DATA_FILES} - found
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="there is no C compiler")
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_compiled_kernels(installed: Path, kernel: str) -> None:

@@ -87,6 +87,7 @@ def test_a_load_fills_a_state_of_the_same_keys(state: dict[str, Any]) -> None:
             assert is_same(found, state)
 
 
+@pytest.mark.ci
 @settings(max_examples=examples(200), deadline=None)
 @given(states, st.data())
 def test_a_restore_brings_back_what_was_saved_into_any_containers(state: dict[str, Any], data: st.DataObject) -> None:

@@ -136,6 +136,7 @@ def _settings(case_count: int) -> Any:
     )
 
 
+@pytest.mark.ci
 @pytest.mark.timeout(1200)
 @_settings(120)
 @given(data=st.data())

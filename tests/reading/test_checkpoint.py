@@ -102,6 +102,7 @@ def test_every_kind_of_value(tmp_path: Path) -> None:
                     assert value == expected or value is expected
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("store", [None, pytest.param("s3", marks=pytest.mark.s3)])
 @pytest.mark.parametrize("shape", [(900, 1100), (1_000_000,), (40, 30, 500), (200_000, 3)], ids=str)
 def test_random_slices_are_those_of_the_tensor(

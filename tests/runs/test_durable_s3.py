@@ -71,6 +71,7 @@ def proxied(any_s3_store: Store) -> Iterator[tuple[FaultProxy, Store, Store]]:
         yield proxy, (url, {**options, "endpoint_url": proxy.url}), any_s3_store
 
 
+@pytest.mark.ci
 def test_over_a_bad_network_steps_are_saved_pruned_and_restored(
     proxied: tuple[FaultProxy, Store, Store], tmp_path: Path
 ) -> None:
@@ -90,6 +91,7 @@ def test_over_a_bad_network_steps_are_saved_pruned_and_restored(
     assert proxy.counts["unavailable"] > 5
 
 
+@pytest.mark.ci
 def test_an_upload_that_fails_is_made_by_the_next_job(proxied: tuple[FaultProxy, Store, Store], tmp_path: Path) -> None:
     proxy, (url, options), direct = proxied
     tiers: dict[str, Any] = {"fast": tmp_path, "fast_every": 1, "storage_deadline_seconds": 5}

@@ -144,6 +144,7 @@ def _go_back(place: Path, back_to: int, steps: list[int], **options: Any) -> Non
             manager.save(step, jobs.state_of(step))
 
 
+@pytest.mark.ci
 def test_on_several_nodes(ranks: RankPool, tmp_path: Path) -> None:
     options = {"every": 20, "fast_every": 10, "copies": 1, "fast_keep": 3}
     ranks.run(jobs.save_steps, tmp_path, [10, 20, 30, 40, 50], **options)

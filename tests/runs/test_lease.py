@@ -60,6 +60,7 @@ def test_take_over(tmp_path: Path) -> None:
     first.release()
 
 
+@pytest.mark.ci
 def test_a_dead_job_does_not_hold_it_for_ever(tmp_path: Path) -> None:
     program = (
         "import os, sys\nfrom dcp_nvcomp import CheckpointManager\n"
@@ -213,6 +214,7 @@ def test_renewals_show_where_files_are_stamped_coarsely_or_not_at_all(
     _taken_after(tmp_path, 0.4, 10)
 
 
+@pytest.mark.ci
 def test_who_gives_it_back_while_it_is_watched_is_followed_at_once(tmp_path: Path) -> None:
     _lease_file(tmp_path, age=1e6, lease_seconds=600)
     giving_back = threading.Timer(0.3, lambda: _lease_file(tmp_path, age=1e6, released=True))
@@ -240,6 +242,7 @@ _DEEP = b"[" * 100_000
 _LIMITLESS = '{"id": "x", "run_id": "dead", "lease_seconds": %s}'
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "data",
     [b"", b"\0" * 100, b"no json", _DEEP, b"[1]", b'{"id": 7}', b"\xff\xfe{", b"1" * 5000, b" " * (1 << 17)]
@@ -271,6 +274,7 @@ def test_a_file_that_is_no_lease_takes_no_run_away(tmp_path: Path) -> None:
     lease.release()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("take_over", [True, False])
 @pytest.mark.parametrize("data", [None, b""])
 def test_the_last_number_keeps_nobody_out(tmp_path: Path, data: bytes | None, take_over: bool) -> None:

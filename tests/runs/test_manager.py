@@ -318,6 +318,7 @@ def test_skip_leaves_out_what_storage_is_too_slow_for(tmp_path: Path, monkeypatc
     assert _steps(tmp_path / "run") == [1, 2, 4]
 
 
+@pytest.mark.ci
 def test_what_training_ends_with_is_durable_and_not_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"fast": tmp_path / "fast", "fast_every": 1, "on_backlog": "skip"}
     with CheckpointManager(tmp_path / "run", every=2, **options) as manager:

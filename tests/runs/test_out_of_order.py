@@ -258,6 +258,7 @@ def _torso(disk: SmallDisk, step: int) -> None:
         shutil.copy(file, disk.path / f"step-{step}" / f"__0_0_{'f' * 32}.distcp")
 
 
+@pytest.mark.ci
 def test_torsos_make_room_for_what_a_restore_fetches(ranks: RankPool, tmp_path: Path, disks: list[SmallDisk]) -> None:
     places = [disk.path for disk in disks]
     ranks.run(_on_two_nodes, tmp_path, places, [20], world_size=2)
@@ -270,6 +271,7 @@ def test_torsos_make_room_for_what_a_restore_fetches(ranks: RankPool, tmp_path: 
     assert all(50 in _steps(place) for place in places), "what was fetched, and is durable, made room for saves"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("is_durable", [True, False])
 @pytest.mark.parametrize("trouble", ["full", "read-only"])
 def test_a_node_where_nothing_can_be_written_reads_what_its_peer_has(
@@ -288,6 +290,7 @@ def test_a_node_where_nothing_can_be_written_reads_what_its_peer_has(
     assert 40 in _steps(tmp_path / "run")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("harm", ["cut", "flipped", "removed"])
 def test_a_durable_copy_that_is_damaged_is_replaced_by_a_peers(
     ranks: RankPool, tmp_path: Path, disks: list[SmallDisk], harm: str
@@ -322,6 +325,7 @@ def _on_swapped_nodes(place: Path, *, swapped: bool, trouble: str = "") -> dict[
         return dict(event.files)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("trouble", ["flipped", "unreadable"])
 def test_a_peers_copy_that_is_damaged_is_replaced_by_the_durable_one(
     ranks: RankPool, tmp_path: Path, trouble: str
@@ -414,6 +418,7 @@ def _two_ranks_a_node(place: Path, *, restores: bool) -> None:
         assert dist.get_rank() < 2 or event.files.get("peer")
 
 
+@pytest.mark.ci
 def test_two_ranks_of_a_node_where_nothing_can_be_written(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(_two_ranks_a_node, tmp_path, restores=False)
     for file in jobs.fast_of(tmp_path, 1).glob("step-10/*.distcp"):

@@ -71,6 +71,7 @@ def _close(name: str, result: Any) -> None:
         result.close()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("done", [False, True])
 def test_a_removal_killed_at_any_call_leaves_no_half_visible_step(tmp_path: Path, done: bool) -> None:
     whole = _saved(tmp_path / "whole")

@@ -40,6 +40,7 @@ def test_a_step_is_on_each_node_and_in_the_durable_tier_when_it_is_due(ranks: Ra
     assert inspect_checkpoint(durable).path.endswith("run/step-20")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("world_size", [4, 2])
 def test_restores_from_the_nodes_own_tier(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
     ranks.run(jobs.save_steps, tmp_path, STEPS, **TIERS)
@@ -49,6 +50,7 @@ def test_restores_from_the_nodes_own_tier(ranks: RankPool, tmp_path: Path, world
     assert _total(results, "own") > 0
 
 
+@pytest.mark.ci
 def test_a_lost_node_is_restored_from_its_peer(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(jobs.save_steps, tmp_path, STEPS, copies=1, **TIERS)
     shutil.rmtree(jobs.fast_of(tmp_path, 1))
@@ -90,6 +92,7 @@ def _restore_counted(place: Path, step: int, **options: Any) -> tuple[dict[str, 
         return jobs.restore(place, step, **options), read
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("step", [20, 40])
 def test_from_a_peer_nothing_is_read_of_the_durable_tier(ranks: RankPool, tmp_path: Path, step: int) -> None:
     # step 40 is in the durable tier too, step 20 alone would be
@@ -114,6 +117,7 @@ def test_copies_are_on_the_other_node(ranks: RankPool, tmp_path: Path) -> None:
     assert _total(results, "copied") > 0
 
 
+@pytest.mark.ci
 def test_with_both_copies_gone_the_durable_tier_serves(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(jobs.save_steps, tmp_path, STEPS, copies=1, **TIERS)
     for node in (0, 1):
@@ -122,12 +126,14 @@ def test_with_both_copies_gone_the_durable_tier_serves(ranks: RankPool, tmp_path
     assert _total(results, "durable") > 0 and _total(results, "own") == _total(results, "peer") == 0
 
 
+@pytest.mark.ci
 def test_a_lost_node_without_copies_leaves_the_durable_step(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(jobs.save_steps, tmp_path, STEPS, **TIERS)
     shutil.rmtree(jobs.fast_of(tmp_path, 0))
     ranks.run(jobs.restore, tmp_path, 20, **TIERS)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("saved_by", "restored_by"), [(4, 2), (2, 4), (4, 1)])
 def test_other_numbers_of_ranks_and_nodes(ranks: RankPool, tmp_path: Path, saved_by: int, restored_by: int) -> None:
     options = {**TIERS, "copies": 1}
@@ -138,6 +144,7 @@ def test_other_numbers_of_ranks_and_nodes(ranks: RankPool, tmp_path: Path, saved
     assert _total(results, "durable") == 0
 
 
+@pytest.mark.ci
 def test_a_damaged_copy_is_replaced_by_another_one(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(jobs.save_steps, tmp_path, STEPS, copies=1, **TIERS)
     for file in (jobs.fast_of(tmp_path, 1) / "step-30").glob("__[23]_*.distcp"):
@@ -150,12 +157,14 @@ def test_a_damaged_copy_is_replaced_by_another_one(ranks: RankPool, tmp_path: Pa
     assert _total(again, "peer") == 0, "the good copy stays"
 
 
+@pytest.mark.ci
 def test_what_peers_hold_that_is_older_does_not_win(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(jobs.save_steps, tmp_path, [10], **TIERS)
     ranks.run(jobs.save_steps, tmp_path, [20, 40], every=20)
     ranks.run(jobs.restore, tmp_path, 40, **TIERS)
 
 
+@pytest.mark.ci
 def test_an_upload_that_did_not_happen_is_made_by_the_next_job(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(jobs.save_steps, tmp_path, STEPS, every=1000, fast_every=10)
     assert not list((tmp_path / "run").glob("step-*"))
@@ -164,6 +173,7 @@ def test_an_upload_that_did_not_happen_is_made_by_the_next_job(ranks: RankPool, 
     verify_checkpoint(tmp_path / "run" / "step-30", full=True)
 
 
+@pytest.mark.ci
 def test_a_fast_tier_of_another_run_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(jobs.save_steps, tmp_path, STEPS, **TIERS)
     with pytest.raises(AssertionError, match="holds steps of another run"):
@@ -203,6 +213,7 @@ def _save_counted(place: Path) -> tuple[int, str, int]:
         return value.asked, failure, manager.report().saved
 
 
+@pytest.mark.ci
 def test_values_are_asked_once_for_their_state_and_who_fails_fails_all(ranks: RankPool, tmp_path: Path) -> None:
     found = ranks.run(_save_counted, tmp_path)
     assert [asked for asked, _, _ in found] == [4] * 4
@@ -244,6 +255,7 @@ def test_a_copy_that_fails_after_the_upload_is_told(ranks: RankPool, tmp_path: P
         assert set(found["last"]) == {"fast", "copies", "durable"} and found["copied"] > 0
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("copies", [0, 1])
 def test_what_a_step_takes_on_a_node_is_known(ranks: RankPool, tmp_path: Path, copies: int) -> None:
     for rank, nbytes in enumerate(ranks.run(_fast_nbytes, tmp_path, copies)):
@@ -251,6 +263,7 @@ def test_what_a_step_takes_on_a_node_is_known(ranks: RankPool, tmp_path: Path, c
         assert nbytes == sum(file.stat().st_size for file in step.glob("*.distcp"))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("on_backlog", ["wait", "skip"])
 def test_one_rank_is_enough_to_ask_for_a_durable_step(ranks: RankPool, tmp_path: Path, on_backlog: str) -> None:
     assert ranks.run(_save_durable_on_rank_1, tmp_path, on_backlog) == [("fast", "durable")] * 4

@@ -116,6 +116,7 @@ def _silent_on_one_rank(place: Path, case: str) -> float | None:
 IN_EACH_RUN = ("the second group of a manager", "in the background of a save")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "case",
     [pytest.param(one, marks=() if one in IN_EACH_RUN else pytest.mark.slow) for one in SILENT],

@@ -285,6 +285,7 @@ raise SystemExit(7)
 """
 
 
+@pytest.mark.ci
 def test_a_manager_that_nobody_closed_lets_the_process_end_and_its_save(tmp_path: Path) -> None:
     run = tmp_path / "run"
     ended = subprocess.run([sys.executable, "-c", UNCLOSED, str(run)], check=False, timeout=120, capture_output=True)
@@ -407,6 +408,7 @@ def _restore_without_listing(place: Path, node: int, **options: Any) -> dict[str
         return jobs.restore(place, 30, **options)
 
 
+@pytest.mark.ci
 def test_a_node_whose_fast_tier_cannot_be_read_counts_as_empty(ranks: RankPool, tmp_path: Path) -> None:
     options = {"every": 100, "fast_every": 10, "copies": 1}
     ranks.run(jobs.save_steps, tmp_path, [10, 20, 30], **options)

@@ -105,6 +105,7 @@ def test_one_that_differs_from_its_kind_is_judged(tmp_path: Path, judged: list[s
     assert together <= apart
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("way", WAYS, ids=" to ".join)
 def test_what_changes_is_judged_again(tmp_path: Path, judged: list[str], way: tuple[str, str]) -> None:
     """From one save to the next, as Adam's moments do at the first step."""

@@ -52,6 +52,7 @@ class FailsToResolve(DefaultSavePlanner):
         raise RuntimeError("no data")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("seed", range(12))
 def test_random_sequence_of_saves(tmp_path: Path, seed: int) -> None:
     """Paths, failures, plan caching, pickling: after each step every checkpoint that was committed still loads."""

@@ -124,6 +124,7 @@ def test_a_failed_save_leaves_nothing(store: Store) -> None:
     check_loads(store, 1)
 
 
+@pytest.mark.ci
 @pytest.mark.s3
 def test_a_large_shard_goes_up_in_parts_and_comes_back_in_ranges(any_s3_store: Store) -> None:
     """A shard of more than 100 MB that does not compress: a real multipart upload, and a load of a part of it."""

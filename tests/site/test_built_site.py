@@ -86,6 +86,7 @@ def test_every_link_leads_somewhere(site: Path) -> None:
     assert not dead
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("what", FOUND)
 def test_at_most_two_links_from_the_front_page(site: Path, what: str) -> None:
     target, anchor, text = FOUND[what]

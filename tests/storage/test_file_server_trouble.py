@@ -115,6 +115,7 @@ def test_what_another_save_published_since_is_told(
     assert filesystem.read_all(".metadata", limit_nbytes=30) == b"theirs, which is longer"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
 def test_a_directory_that_cannot_be_synced_any_more(
     store: Place, kind: str, connections: Any, number: int, monkeypatch: pytest.MonkeyPatch
@@ -195,6 +196,7 @@ def test_a_server_that_grants_few_credits(smb_with: Callable[..., SmbServer], gr
     assert filesystem.read_all("data", limit_nbytes=len(data)) == data
 
 
+@pytest.mark.ci
 @pytest.mark.smb
 @pytest.mark.parametrize(
     "settings",

@@ -38,6 +38,7 @@ SECRET = "S3cretS3cretS3cret"
 KINDS = [pytest.param("sftp", marks=pytest.mark.sftp), pytest.param("smb", marks=pytest.mark.smb)]
 
 
+@pytest.mark.ci
 @pytest.mark.sftp
 class TestSftp(FilesystemSuite):
     @pytest.fixture
@@ -45,6 +46,7 @@ class TestSftp(FilesystemSuite):
         return sftp_store
 
 
+@pytest.mark.ci
 @pytest.mark.smb
 class TestSmb(FilesystemSuite):
     @pytest.fixture
@@ -149,6 +151,7 @@ def names_and_times(filesystem: Filesystem) -> None:
     filesystem.remove_directory()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("answered", [False, True])
 @pytest.mark.parametrize("work", [upload, publish_twice, publish_new, replace_file, names_and_times])
 def test_whichever_connection_is_cut_all_goes_on(
@@ -176,6 +179,7 @@ def test_whichever_connection_is_cut_all_goes_on(
             filesystem.close()
 
 
+@pytest.mark.ci
 def test_a_server_that_was_killed_and_started_again(own_server: FileServer) -> None:
     filesystem = opened(own_server.place("run"), deadline_seconds=30)
     filesystem.create_directory()
@@ -200,6 +204,7 @@ def test_a_server_that_was_killed_and_started_again(own_server: FileServer) -> N
     assert filesystem.read_all("data", limit_nbytes=len(data)) == data
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("forgets", ["cut off", "changed", "removed"])
 def test_a_server_that_forgot_what_it_had_confirmed(own_server: FileServer, forgets: str) -> None:
     """As after a power failure. It is told: what would be written is not what was."""
@@ -227,6 +232,7 @@ def test_a_server_that_forgot_what_it_had_confirmed(own_server: FileServer, forg
     assert filesystem.list_names() == []
 
 
+@pytest.mark.ci
 def test_the_end_is_as_durable_as_the_rest(own_server: FileServer) -> None:
     """A lost connection at the very end: all is compared once more."""
     with Wire(own_server.port) as wire:
@@ -241,6 +247,7 @@ def test_the_end_is_as_durable_as_the_rest(own_server: FileServer) -> None:
         assert filesystem.read_all("data", limit_nbytes=10) == b"data"
 
 
+@pytest.mark.ci
 def test_a_frozen_server_is_told_within_the_deadline(own_server: FileServer) -> None:
     place = own_server.place("run")
     filesystem = opened(place, default_block_size=1 << 20)
@@ -270,6 +277,7 @@ def test_a_frozen_server_is_told_within_the_deadline(own_server: FileServer) -> 
     assert filesystem.list_names() == ["a"]
 
 
+@pytest.mark.ci
 def test_a_server_that_is_not_there(own_server: FileServer) -> None:
     filesystem = opened(own_server.place("run"))
     own_server.kill()
@@ -293,6 +301,7 @@ def connections(kind: str) -> Any:
     return SftpConnection if kind == "sftp" else SmbConnection
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("step", "may_be_done"), [("write", False), ("replace", True)])
 def test_a_publish_without_an_answer_may_be_done(
     server: FileServer, store: Place, monkeypatch: pytest.MonkeyPatch, kind: str, step: str, may_be_done: bool
@@ -317,6 +326,7 @@ def test_a_publish_without_an_answer_may_be_done(
         assert filesystem.read_all("a", limit_nbytes=10) == (b"new" if may_be_done else b"old")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("theirs", [False, True])
 def test_a_rename_that_was_interrupted_half_way(
     server: FileServer, store: Place, kind: str, monkeypatch: pytest.MonkeyPatch, theirs: bool
@@ -448,6 +458,7 @@ def test_no_secret_is_shown(
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("nbytes", [1, PART_NBYTES - 1, PART_NBYTES, PART_NBYTES + 1, 9 * PART_NBYTES + 7, 40 << 20])
 def test_files_about_the_length_of_parts(store: Place, nbytes: int) -> None:
     filesystem = opened(store, **({"default_block_size": PART_NBYTES} if nbytes < 40 << 20 else {}))
@@ -460,6 +471,7 @@ def test_files_about_the_length_of_parts(store: Place, nbytes: int) -> None:
     assert buffer == data
 
 
+@pytest.mark.ci
 def test_many_threads_at_once(store: Place) -> None:
     filesystem = opened(store, default_block_size=PART_NBYTES)
     filesystem.create_directory()
@@ -470,6 +482,7 @@ def test_many_threads_at_once(store: Place) -> None:
     assert found == versions
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["with space", "grüße-ß", "100%25", "a#b", "semi;colon", "[1]", "日本"])
 def test_odd_names(store: Place, name: str) -> None:
     filesystem = opened((f"{store[0]}/{name}", store[1]))
@@ -546,6 +559,7 @@ def test_only_an_empty_directory_is_removed(server: FileServer, store: Place) ->
     filesystem.remove_directory()
 
 
+@pytest.mark.ci
 def test_dropped_streams_hold_nothing(store: Place) -> None:
     filesystem = opened(store, default_block_size=PART_NBYTES)
     filesystem.create_directory()

@@ -81,6 +81,7 @@ def test_what_the_server_did_not_keep_is_sent_again(
     assert filesystem.read_all("a", limit_nbytes=len(data)) == data
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("parts", [0, 2])
 def test_what_arrives_changed_is_never_there(
     gcs_server: GcsServer, gcs_store: Place, monkeypatch: pytest.MonkeyPatch, parts: int
@@ -256,6 +257,7 @@ def test_requester_pays(gcs_store: Place, monkeypatch: pytest.MonkeyPatch) -> No
         asked.clear()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", ["Credentials", "dict", "header"])
 def test_no_secret_is_told(kind: str) -> None:
     token: Any = Credentials("first" if kind == "header" else SECRET)  # type: ignore[no-untyped-call]

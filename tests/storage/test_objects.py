@@ -79,6 +79,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
     yield from request.param(request)
 
 
+@pytest.mark.ci
 class TestSuite(FilesystemSuite):
     @pytest.fixture
     def place(self, store: Store) -> Place:
@@ -102,6 +103,7 @@ def test_large_files_are_there_when_they_are_closed(store: Store) -> None:
     assert buffer == data
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("parts", [0, 0.5, 3])
 def test_a_dropped_stream_commits_nothing(store: Store, parts: float) -> None:
     stream = open_filesystem(store.url, storage_options=store.in_parts()).open_output("dropped")
@@ -254,6 +256,7 @@ def test_what_another_save_publishes_after_the_look_stays(store: Store, monkeypa
 _KINDS = [pytest.param("az", marks=pytest.mark.azure), pytest.param("gs", marks=pytest.mark.gcs)]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("listening", [True, False])
 @pytest.mark.parametrize("kind", _KINDS)
 def test_no_server(kind: str, listening: bool) -> None:

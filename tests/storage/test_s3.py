@@ -24,6 +24,7 @@ pytestmark = pytest.mark.s3
 PART_NBYTES = 16 << 20
 
 
+@pytest.mark.ci
 class TestMoto(FilesystemSuite):
     @pytest.fixture
     def place(self, s3_store: Place) -> Place:
@@ -47,6 +48,7 @@ def unfinished_uploads(store: Place) -> list[Any]:
     return list(client.list_multipart_uploads(bucket))
 
 
+@pytest.mark.ci
 def test_large_files_are_multipart_uploads(any_s3_store: Place) -> None:
     url, options = any_s3_store
     filesystem = open_filesystem(url, storage_options=options)
@@ -96,6 +98,7 @@ def test_an_upload_takes_few_parts_of_memory(real_s3_store: Place) -> None:
         tracemalloc.stop()
 
 
+@pytest.mark.ci
 def test_abort_ends_the_upload(any_s3_store: Place) -> None:
     url, options = any_s3_store
     filesystem = open_filesystem(url, storage_options=options)
@@ -109,6 +112,7 @@ def test_abort_ends_the_upload(any_s3_store: Place) -> None:
     assert filesystem.list_names() == []
 
 
+@pytest.mark.ci
 def test_a_close_that_fails_commits_nothing(any_s3_store: Place) -> None:
     url, options = any_s3_store
     filesystem = open_filesystem(url, storage_options=options, deadline_seconds=4)  # moto says 500
@@ -139,6 +143,7 @@ def test_a_write_that_fails_is_not_committed_by_close(any_s3_store: Place) -> No
     assert filesystem.list_names() == []
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("nbytes", [10, 20 << 20])
 def test_a_dropped_stream_commits_nothing(any_s3_store: Place, nbytes: int) -> None:
     url, options = any_s3_store
@@ -209,6 +214,7 @@ def test_wrong_secret(real_s3_store: Place) -> None:
     assert caught.value.errno == errno.EACCES
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("listening", [False, True])
 def test_no_server(s3_store: Place, listening: bool) -> None:
     with socket.socket() as server:

@@ -10,6 +10,7 @@ from .children import run_killed
 from .places import PART_NBYTES, Place
 
 
+@pytest.mark.ci
 def test_killed_at_each_call(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before it or while it is under way, in turns: before one is after the one before."""
     place = place.with_nbytes(2 * PART_NBYTES + 800)

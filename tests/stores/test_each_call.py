@@ -17,6 +17,7 @@ from .conftest import Networked
 from .places import Place
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("done", [False, True], ids=["not done", "answer lost"])
 def test_a_call_fails(place: Place, done: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = place.writer()
@@ -47,6 +48,7 @@ def test_a_call_fails(place: Place, done: bool, monkeypatch: pytest.MonkeyPatch)
     assert place.left() == set() and place.loaded() == number
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("done", [False, True], ids=["question lost", "answer lost"])
 def test_a_connection_is_cut(networked: Networked, done: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever was under way is done again, and done once: neither a save nor a load fails for one lost connection."""

@@ -125,6 +125,7 @@ def test_async_save(generic: Place) -> None:
     assert generic.loaded() == 1
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("done", [False, True], ids=["not done", "answer lost"])
 def test_a_call_fails(generic: Place, done: bool) -> None:
     writer = generic.writer()

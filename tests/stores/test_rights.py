@@ -119,6 +119,7 @@ def test_who_may_read_loads_but_saves_nothing(rights: Rights) -> None:
     assert rights.place.names() == names and rights.place.loaded() == 1
 
 
+@pytest.mark.ci
 def test_who_may_save_saves_over_cleans_and_loads(rights: Rights, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = rights.writer.writer()
     for number in (1, 2, 3):

@@ -34,6 +34,7 @@ from tests.states import assert_same, assert_same_bits, opposite_of
 from .places import PART_NBYTES, Place
 
 
+@pytest.mark.ci
 def test_save_load_overwrite(place: Place) -> None:
     writer = place.writer()
     for number in (1, 2):
@@ -45,6 +46,7 @@ def test_save_load_overwrite(place: Place) -> None:
     assert len(place.names()) == 3 and place.left() == set()
 
 
+@pytest.mark.ci
 def test_in_parts(place: Place) -> None:
     """Files of several parts of an upload, and of several threads."""
     large = place.with_nbytes(3 * PART_NBYTES + 8)
@@ -93,6 +95,7 @@ def _save_rows_and_load_columns(url: str, options: dict[str, Any]) -> None:
     assert_same_bits(state["w"].to_local(), _sharded(_rows(3), 1).to_local())
 
 
+@pytest.mark.ci
 def test_reshard(place: Place, ranks: RankPool) -> None:
     """Saved by two ranks, each its rows; loaded by both, each its columns, and by one."""
     ranks.run(_save_rows_and_load_columns, place.url, place.options, world_size=2)
@@ -109,6 +112,7 @@ def test_async_save(place: Place) -> None:
     assert len(place.names()) == 3
 
 
+@pytest.mark.ci
 def test_verify(place: Place) -> None:
     assert place.save(1) is None
     assert verify_checkpoint(place.url, full=True, storage_options=place.options).is_sound
@@ -125,6 +129,7 @@ def test_verify(place: Place) -> None:
         place.loaded()
 
 
+@pytest.mark.ci
 def test_recover(place: Place) -> None:
     for number in (1, 2):
         assert place.save(number) is None
@@ -135,6 +140,7 @@ def test_recover(place: Place) -> None:
     assert place.loaded() == 2 and len(place.names()) == 3
 
 
+@pytest.mark.ci
 def test_clean(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a save would leave that was killed: nothing of it goes before its time, and then all of it."""
     assert place.save(1) is None
@@ -163,6 +169,7 @@ def test_ages_are_by_the_clock_of_the_storage(place: Place) -> None:
     assert before - 1.1 <= found.modified_seconds <= after + 1.1  # whole seconds are all that some stores tell
 
 
+@pytest.mark.ci
 def test_a_run(place: Place) -> None:
     with CheckpointManager(place.url, every=1, keep=Keep(last=2), run_id="job", **place.options) as manager:
         for step in (1, 2, 3):

@@ -222,6 +222,7 @@ def _told(work: Callable[[], object]) -> str:
     return "\n".join(texts)
 
 
+@pytest.mark.ci
 def test_what_works_tells_no_secret(login: Login, said: list[str]) -> None:
     place = login.place
     writer, reader = place.writer(), NvcompReader(place.url, **place.options)
@@ -256,6 +257,7 @@ def test_what_is_refused_tells_no_secret(login: Login, said: list[str]) -> None:
     assert isinstance(login.wrong.save(1), Exception)
 
 
+@pytest.mark.ci
 def test_no_server_tells_no_secret(login: Login, said: list[str]) -> None:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))

@@ -86,6 +86,7 @@ def trial(served: Running) -> Trial:
     return Trial(served.place, replace(served.place, nbytes=_NBYTES), served.server)
 
 
+@pytest.mark.ci
 def test_it_is_started_again(trial: Trial) -> None:
     """Within the deadline: so the save goes on, or says that it failed."""
     starting = threading.Timer(_DOWN_SECONDS, trial.server.start)
@@ -104,6 +105,7 @@ def test_it_is_started_again(trial: Trial) -> None:
     trial.check(error, writer)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("how", ["killed", "frozen"])
 def test_it_stays_away(trial: Trial, how: str) -> None:
     """No connection at all, or no answer at all: an error in time that names the place, and no harm."""

@@ -14,6 +14,7 @@ from .children import run_two_writers
 from .places import Place
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("rounds", [5, pytest.param(100, marks=pytest.mark.slow)])
 def test_the_survivor_is_one_of_the_two(place: Place, rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert place.save(1000) is None
@@ -38,6 +39,7 @@ def test_the_survivor_is_one_of_the_two(place: Place, rounds: int, monkeypatch: 
     assert place.left() == set() and place.loaded() == 2 * rounds - 2 + survivors[-1]
 
 
+@pytest.mark.ci
 def test_one_of_many_wins_without_overwriting(place: Place) -> None:
     """Each publishes on connections of its own, at the same moment."""
     filesystems = [place.filesystem() for _ in range(3)]

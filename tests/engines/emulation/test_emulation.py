@@ -171,6 +171,7 @@ def test_no_false_alarm(program: list[str], memory: SharedMemory) -> None:
                 assert out.view(np.uint32).tolist() == list(range(GRID * THREADS)), (name, seed)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("seed", ORDERS[-2:])
 @pytest.mark.parametrize("name", RACES)
 def test_race(program: list[str], memory: SharedMemory, name: str, seed: int) -> None:

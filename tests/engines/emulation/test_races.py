@@ -44,6 +44,7 @@ def check(module: Module, command: list[str], memory: SharedMemory, seeds: Itera
             module.check(memory, functools.partial(races.launch, seed=seed))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.name)
 def test_unchanged(build: RacesBuild, memory: SharedMemory, module: Module) -> None:
     command = build.program(module.name, kernel_source(*module.sources), module.options)

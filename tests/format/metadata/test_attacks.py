@@ -235,6 +235,7 @@ def test_unknown_attribute_is_never_looked_into() -> None:
     assert time.process_time() - begin < 5  # of exponential work on any machine, however busy
 
 
+@pytest.mark.ci
 def test_keys_that_collide() -> None:
     modulus = (1 << 61) - 1  # a number hashes to its rest
     offsets = [[(n >> shift & 3) * modulus for shift in range(0, 20, 2)] for n in range(1000)]
@@ -249,6 +250,7 @@ def test_numbers_that_collide() -> None:
     refused(asm.metadata(planner_data=asm.listed(asm.mapping(keys))), "collide")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("opcode", [asm.EMPTY_LIST, asm.EMPTY_DICT, asm.EMPTY_TUPLE + b"\x85", asm.MARK + b"t"])
 def test_more_containers_than_dcp_would_make(opcode: bytes) -> None:
     many = opcode * (300_000 // len(opcode))

@@ -75,6 +75,7 @@ HOSTILE = {
 _FITS = ("long bytes", "floats")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_what_unfolds_is_refused(kind: str, traced: None) -> None:
     data = HOSTILE[kind]()

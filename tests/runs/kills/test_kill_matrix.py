@@ -54,6 +54,7 @@ def earlier(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Copies], Path
     return run_with
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("case", [_case(case) for case in ALL])
 def test_killed(case: Case, earlier: Callable[[Copies], Path], tmp_path: Path) -> None:
     left = kill(case, earlier(case.copies), tmp_path)

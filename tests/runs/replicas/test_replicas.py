@@ -125,12 +125,14 @@ def test_one_replica_is_uploaded_once(ranks: RankPool, tmp_path: Path) -> None:
     assert sorted(sources) == [False, True]
 
 
+@pytest.mark.ci
 def test_each_node_reads_its_own_replica(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(save_steps, tmp_path, [10, 20, 30])
     for told in ranks.run(restore, tmp_path, 30):
         assert told["own"] > 0 and not told.get("peer") and not told.get("durable") and told["read"] == []
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("step", [20, 30])
 def test_a_lost_node_is_restored_from_the_other_replica(ranks: RankPool, tmp_path: Path, lost: int, step: int) -> None:
@@ -145,6 +147,7 @@ def test_a_lost_node_is_restored_from_the_other_replica(ranks: RankPool, tmp_pat
     ranks.run(restore, tmp_path, step + 10)
 
 
+@pytest.mark.ci
 def test_with_both_gone_the_durable_tier_has_it(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(save_steps, tmp_path, [20, 30])
     for node in (0, 1):
@@ -152,6 +155,7 @@ def test_with_both_gone_the_durable_tier_has_it(ranks: RankPool, tmp_path: Path)
     assert all(one["durable"] for one in ranks.run(restore, tmp_path, 20))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_damaged_file_is_replaced_by_the_other_replicas(ranks: RankPool, tmp_path: Path, node: int) -> None:
     ranks.run(save_steps, tmp_path, [10])
@@ -163,6 +167,7 @@ def test_a_damaged_file_is_replaced_by_the_other_replicas(ranks: RankPool, tmp_p
     assert any(one.get("peer") for one in told) and all(one["damaged"] == () for one in told)
 
 
+@pytest.mark.ci
 def test_a_replica_that_did_not_get_so_far_does_not_count(ranks: RankPool, tmp_path: Path) -> None:
     """As if its node had been killed before it published."""
     ranks.run(save_steps, tmp_path, [10, 30])
@@ -194,6 +199,7 @@ def _saves_with(place: Path, spoil: int, name: str) -> tuple[list[ReplicasDiffer
         return [event for event in events if isinstance(event, ReplicasDiffer)], _told(manager)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("rank", [1, 2])
 @pytest.mark.parametrize("name", ["w", "small.3"])
 def test_replicas_that_differ_are_told_of(ranks: RankPool, tmp_path: Path, rank: int, name: str) -> None:
@@ -207,6 +213,7 @@ def test_replicas_that_differ_are_told_of(ranks: RankPool, tmp_path: Path, rank:
         assert told["tiers"] == {10: {"fast"}, 30: {"fast", "copies"}}
 
 
+@pytest.mark.ci
 def test_going_back_leaves_the_saves_of_all_replicas_behind(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(save_steps, tmp_path, [10, 30, 50], fast_keep=4)
     ranks.run(_go_back, tmp_path, 10, 15)
@@ -238,6 +245,7 @@ def _upload_fails(place: Path) -> str:
     return str(caught.value)
 
 
+@pytest.mark.ci
 def test_an_upload_that_failed_goes_on_once(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(_upload_fails, tmp_path)
     told = ranks.run(restore, tmp_path, 20)
@@ -264,6 +272,7 @@ def _one_replica_fails(place: Path, failing: int) -> str:
     return str(error)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("failing", [0, 3])
 def test_a_replica_that_fails_fails_the_step_on_all_ranks(ranks: RankPool, tmp_path: Path, failing: int) -> None:
     assert all("on purpose" in text for text in ranks.run(_one_replica_fails, tmp_path, failing))
@@ -283,6 +292,7 @@ def _has_none(place: Path, kind: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("kind", "message"), [("sharded over all", "has no replicas"), ("stages", "replicas that hold the same tensors")]
 )
@@ -307,6 +317,7 @@ def _changes_shape(place: Path) -> None:
         manager.save(30, state_of(30)).saved.result(100)
 
 
+@pytest.mark.ci
 def test_a_state_that_grows(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(_changes_shape, tmp_path)
     shutil.rmtree(jobs.fast_of(tmp_path, 0))

@@ -28,6 +28,7 @@ def _train(place: Path, steps: int, stop_at: int | None = None) -> dict[str, Any
     )
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("lost", [None, 0, 1])
 def test_resuming_is_bit_identical_to_not_stopping(ranks: RankPool, tmp_path: Path, lost: int | None) -> None:
     """Generators and data loaders of the ranks of the lost node included."""

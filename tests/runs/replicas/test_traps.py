@@ -47,6 +47,7 @@ def _restored(place: Path, **options: Any) -> tuple[int, tuple[int, ...]]:
     return restored.step, restored.damaged
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("which", ["first", "last"])
 def test_an_upload_that_goes_on_is_of_the_version_that_was_restored(
     ranks: RankPool, tmp_path: Path, which: str
@@ -62,6 +63,7 @@ def test_an_upload_that_goes_on_is_of_the_version_that_was_restored(
     assert ranks.run(_restored, tmp_path) == [(20, ())] * 4
 
 
+@pytest.mark.ci
 def test_the_durable_version_is_found_if_its_node_is_lost_and_the_other_one_is_damaged(
     ranks: RankPool, tmp_path: Path
 ) -> None:
@@ -72,6 +74,7 @@ def test_the_durable_version_is_found_if_its_node_is_lost_and_the_other_one_is_d
     assert ranks.run(_restored, tmp_path) == [(20, ())] * 4
 
 
+@pytest.mark.ci
 def test_the_durable_version_is_found_if_all_others_are_damaged(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(save_steps, tmp_path, [10, 20])
     for node in NODES:
@@ -88,6 +91,7 @@ def _save_after_going_back(place: Path, back_to: int, step: int) -> None:
         manager.save(step, state_of(step)).saved.result(100)
 
 
+@pytest.mark.ci
 def test_a_version_that_was_away_is_left_behind_like_those_that_were_there(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(save_steps, tmp_path, [20, 30, 50], fast_keep=5)
     shutil.move(jobs.fast_of(tmp_path, 1), tmp_path / "away")
@@ -154,6 +158,7 @@ def _refused(place: Path, kind: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("kind", "message"),
     [("pickle", "on purpose"), ("dict", "is an entry on some ranks"), ("empty", "is an entry on some ranks")],
@@ -184,6 +189,7 @@ def _weights(place: Path, rows: int) -> tuple[int, float]:
     return restored.step, float((state["model"]["w"].to_local() - expected)[:rows].mean())
 
 
+@pytest.mark.ci
 def test_of_replicas_that_differ_all_ranks_read_one_and_the_equal_ones_stay(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks.run(_diverged, tmp_path, (30, 50, 70)) == [(30, 50, 70)] * 4
     for node in NODES:

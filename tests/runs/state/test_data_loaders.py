@@ -23,6 +23,7 @@ def _samples(results: list[list[list[int]]]) -> Counter[int]:
     return Counter(sample for taken in results for batch in taken for sample in batch)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("worlds", "options"),
     [
@@ -58,6 +59,7 @@ def test_killed_in_the_middle_of_an_epoch_each_sample_comes_once(
     assert seen == Counter(range(COUNT))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (2, 1)])
 def test_with_another_number_of_workers(ranks: RankPool, tmp_path: Path, before: int, after: int) -> None:
     first = ranks.run(jobs.consume, tmp_path, 5, count=COUNT, batch_size=2, saves=True, world_size=2, workers=before)
@@ -65,6 +67,7 @@ def test_with_another_number_of_workers(ranks: RankPool, tmp_path: Path, before:
     assert _samples(first) + _samples(second) == Counter(range(COUNT))
 
 
+@pytest.mark.ci
 def test_with_another_size_of_batches(ranks: RankPool, tmp_path: Path) -> None:
     first = ranks.run(
         jobs.consume, tmp_path, 5, count=COUNT, batch_size=2, saves=True, world_size=4, workers=1, every=3

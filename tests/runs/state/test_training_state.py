@@ -17,6 +17,7 @@ from tests.runs.state import jobs
 __all__ = ["ranks"]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("world_size", "workers", "stop_at"), [(4, 0, 9), (4, 1, 9), (2, 0, 12), (2, 0, 14)])
 def test_resuming_is_bit_identical_to_not_stopping(
     ranks: RankPool, tmp_path: Path, world_size: int, workers: int, stop_at: int

@@ -88,6 +88,7 @@ def begin(state: State, path: Path, **options: Any) -> AsyncSave:
 # --- what is saved ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("wait", ["staged", "nothing"])
 @pytest.mark.parametrize("options", [{}, {"single_file_per_rank": False}, {"codec": "none"}, {"codec": "zstd"}])
 def test_the_checkpoint_is_that_of_save(tmp_path: Path, wait: str, options: dict[str, Any]) -> None:
@@ -104,6 +105,7 @@ def test_the_checkpoint_is_that_of_save(tmp_path: Path, wait: str, options: dict
     assert 0 < stats.staged_nbytes < stats.file_nbytes["__0_0_" + stats.save_id + ".distcp"] if not options else True
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("round_number", range(3))
 def test_a_state_that_changes_at_once_does_not_show(tmp_path: Path, round_number: int) -> None:
     """Thousands of changes, by a thread that begins when the call returns, as training would."""
@@ -275,6 +277,7 @@ def test_the_default_budget_does_not_make_a_save_wait(
 # --- what is held ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_the_state_is_let_go_once_it_is_staged(tmp_path: Path, gate: Gate) -> None:
     gc.collect()
     gc.disable()
@@ -388,6 +391,7 @@ def test_writing_fails_after_the_state_was_staged(tmp_path: Path, monkeypatch: p
     assert_the_next_one_works(tmp_path)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("budget", [None, 1])
 @pytest.mark.parametrize("at", [1, 2, 5, 20])
 def test_a_save_that_fails_at_any_block_never_hangs(

@@ -60,6 +60,7 @@ def _wait_until(holds: Any) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.ci
 def test_its_death_is_noticed_though_a_fork_holds_its_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A data loader's worker that is forked just then inherits the other ends, which so are never closed."""
     start, held = module._start, list[int]()
@@ -78,6 +79,7 @@ def test_its_death_is_noticed_though_a_fork_holds_its_sockets(tmp_path: Path, mo
         os.close(descriptor)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
 def test_signals_to_the_whole_job_do_not_end_it(tmp_path: Path, number: signal.Signals) -> None:
     background = process_state().background()
@@ -90,6 +92,7 @@ def test_signals_to_the_whole_job_do_not_end_it(tmp_path: Path, number: signal.S
     assert_loads(tmp_path, small_state())
 
 
+@pytest.mark.ci
 def test_a_relative_path_leads_where_it_did_when_the_save_began(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: BackgroundProcess
 ) -> None:
@@ -102,6 +105,7 @@ def test_a_relative_path_leads_where_it_did_when_the_save_began(
     assert not (tmp_path / "step").exists()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("delay", [0.0, 0.005, 0.05])
 def test_closing_lets_a_save_under_way_go_on(tmp_path: Path, started: BackgroundProcess, delay: float) -> None:
     state = {f"{number}": torch.full((4,), float(number)) for number in range(5000)}
@@ -125,6 +129,7 @@ def test_without_a_process_the_state_is_saved_all_the_same(
     assert not set(multiprocessing.active_children()) - before
 
 
+@pytest.mark.ci
 def test_another_installation_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -134,6 +139,7 @@ def test_another_installation_is_not_used(
     assert f"another installation, {own_package()}" in caplog.text
 
 
+@pytest.mark.ci
 def test_what_import_ignores_in_its_path_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path, tmp_path, None])
     finish(begin(small_state(), tmp_path))
@@ -150,6 +156,7 @@ def test_what_cannot_be_heard_ends_the_save(tmp_path: Path, monkeypatch: pytest.
     assert_loads(tmp_path, small_state())
 
 
+@pytest.mark.ci
 def test_an_interrupt_as_staging_ends_does_not_stop_later_saves(tmp_path: Path) -> None:
     from dcp_nvcomp.saving.asynchronous.staging import Staging
 
@@ -191,6 +198,7 @@ class _Making(DefaultSavePlanner):
         return value
 
 
+@pytest.mark.ci
 def test_tensors_are_resolved_one_after_the_other(tmp_path: Path, started: BackgroundProcess) -> None:
     state, planner = {str(number): torch.randn(500) for number in range(20)}, _Making()
     finish(begin(state, tmp_path, planner=planner))
@@ -255,6 +263,7 @@ def _open_files(pid: int) -> list[str]:
     return found
 
 
+@pytest.mark.ci
 def test_a_forked_worker_holds_no_copy(tmp_path: Path, started: BackgroundProcess) -> None:
     saving = begin({"w": torch.randn(1 << 22)}, f"limited://{tmp_path}", rate=2e7)
     child = os.fork()
@@ -270,6 +279,7 @@ def test_a_forked_worker_holds_no_copy(tmp_path: Path, started: BackgroundProces
     finish(saving)
 
 
+@pytest.mark.ci
 def test_nothing_of_it_stays(started: BackgroundProcess) -> None:
     pid = started.pid
     forget_all()

@@ -78,6 +78,7 @@ def many_kinds() -> State:
 # --- what is saved ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("wait", ["staged", "nothing"])
 @pytest.mark.parametrize("options", [{}, {"single_file_per_rank": False}, {"codec": "none"}, {"codec": "zstd"}])
 def test_the_checkpoint_is_that_of_save(tmp_path: Path, wait: str, options: dict[str, Any]) -> None:
@@ -91,6 +92,7 @@ def test_the_checkpoint_is_that_of_save(tmp_path: Path, wait: str, options: dict
     assert like is not None and like.totals == stats.totals and len(like.files) == len(stats.files)
 
 
+@pytest.mark.ci
 def test_a_state_that_changes_at_once_does_not_show(tmp_path: Path) -> None:
     state = {f"w{number}": torch.randn(300, 1000 + number) for number in range(4)}
     stop, changes = threading.Event(), list[int]()
@@ -152,6 +154,7 @@ def test_memory_that_cannot_be_had(
 # --- memory and processes --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_memory_and_process_are_kept_until_close(tmp_path: Path) -> None:
     writers, pids, sizes = [], set(), set()
     for number in range(3):
@@ -255,6 +258,7 @@ def _stopped(path: Path) -> int:
     return pid
 
 
+@pytest.mark.ci
 def test_a_process_that_dies_fails_the_save(tmp_path: Path) -> None:
     pid = _stopped(tmp_path)
     saving = begin(many_kinds(), tmp_path)
@@ -315,6 +319,7 @@ def begin(path):
 """
 
 
+@pytest.mark.ci
 def test_a_process_that_ends_finishes_its_save(tmp_path: Path) -> None:
     script = _script(_SAVES + "saving = begin(sys.argv[1])\nprint(process_state().background().pid)\n", tmp_path)
     out, err = script.communicate(timeout=PATIENCE_SECONDS)
@@ -324,6 +329,7 @@ def test_a_process_that_ends_finishes_its_save(tmp_path: Path) -> None:
     assert_loads(tmp_path, {"w": torch.arange(1_000_000)})
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("is_forked", [False, True])
 def test_it_dies_with_training(tmp_path: Path, is_forked: bool) -> None:
     """Also if a process that training forked, as a data loader does, still has the socket."""
@@ -343,6 +349,7 @@ def test_it_dies_with_training(tmp_path: Path, is_forked: bool) -> None:
     assert_loads(tmp_path, {"w": torch.arange(1_000_000)})
 
 
+@pytest.mark.ci
 def test_a_forked_child_has_a_process_of_its_own(tmp_path: Path) -> None:
     finish(begin(small_state(1), tmp_path))
     pid = process_state().background().pid

@@ -25,6 +25,7 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.ci
 def test_a_process_that_ends_finishes_its_save_first(tmp_path: Path) -> None:
     """And removes what it replaced."""
     script = """

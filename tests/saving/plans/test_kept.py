@@ -110,6 +110,7 @@ _STATES = st.dictionaries(
 )
 
 
+@pytest.mark.ci
 @given(states=st.lists(_STATES, min_size=1, max_size=3), order=st.lists(st.integers(0, 2), min_size=2, max_size=5))
 @pytest.mark.timeout(600)
 def test_kept_plans_make_the_checkpoints_of_new_ones(
