@@ -394,7 +394,8 @@ class _World:
 
     def __init__(self) -> None:
         world = dist.group.WORLD
-        assert world is not None
+        if world is None:
+            raise ConfigurationError("torch.distributed was shut down (destroy_process_group) before this call.")
         self._world = weakref.ref(world)
         self.counts: Counter[str] = Counter()  # calls over each group, by its name
         self.latest: deque[_Called] = deque(maxlen=_REMEMBERED)

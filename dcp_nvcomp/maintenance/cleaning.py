@@ -1,6 +1,6 @@
 """Clean every checkpoint below a directory: a run that keeps one directory per step.
 
-    clean_run(path) -> RunCleaning        prints nothing: cli/clean.py does
+    clean_run(path) -> RunCleaning        prints nothing: cli/removing.py does
 
 Each directory that holds files of ours is judged by itself, as `clean_checkpoint` does (cleaning.py): one that is
 corrupt is left alone and reported, and the others are cleaned.

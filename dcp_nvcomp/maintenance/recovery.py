@@ -3,7 +3,7 @@
 A save that can't replace `.metadata` in one step moves it aside first, to `.metadata.<id>.tmp`. If it is interrupted
 there, that file may be all that is left of a checkpoint of stock DCP, which has no immutable copy.
 
-    recover_checkpoint(path) -> Recovery        prints nothing: cli/recover.py does
+    recover_checkpoint(path) -> Recovery        prints nothing: cli/checking.py does
 
 1  check `.metadata`. If it can be read and all of its files are there, do nothing, whatever was asked for: a good
    checkpoint is never replaced

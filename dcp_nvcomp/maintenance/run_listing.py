@@ -1,6 +1,6 @@
 """List the checkpoints below a directory: a run that keeps one directory per step.
 
-    list_run(path) -> RunListing        prints nothing: cli/ls.py does
+    list_run(path) -> RunListing        prints nothing: cli/listing.py does
 
 The files are listed once. A checkpoint is opened the first time that it is seen (completeness.py), its `.metadata`
 read whole. Of one that was complete then, and is as it was by its listing (`Seen`), the last few KB are read, where

@@ -1,6 +1,6 @@
 """Verify a checkpoint: its metadata, its files, and every block's CRC. Needs no GPU, changes nothing.
 
-    verify_checkpoint(path) -> Verification        prints nothing: cli/verify.py does
+    verify_checkpoint(path) -> Verification        prints nothing: cli/checking.py does
 
 1  the roots are read: `.metadata`, or if there is none the ranks' own metadata
 2  the immutable copy of `.metadata` must hold the same bytes. A difference is an error, since one of the two is

@@ -1,6 +1,6 @@
 """Compare two checkpoints: keys, shapes, dtypes and, bit for bit, values.
 
-    compare_checkpoints(a, b) -> Comparison        prints nothing: cli/diff.py does
+    compare_checkpoints(a, b) -> Comparison        prints nothing: cli/checking.py does
 
 Both are read tensor by tensor, a few at once, whatever wrote them and however they are sharded.
 """

@@ -70,8 +70,9 @@ def prune_run(
     """Remove the steps of a run that a rule does not keep; never the newest complete one, nor what is pinned.
 
     The newest step is opened before others go, and so is each that was not seen complete before. What is left of
-    removals that were cut short goes too. It may run beside a job that saves to the run, also one that
-    saves a step again that was to go, but not beside one that restores an older step from it, unless that is pinned.
+    removals that were cut short goes too. It may run beside a job that saves to the run, and a step that the job has
+    saved again since it was listed stays. It may not run beside a job that restores an older step from the run, or is
+    saving a step again that no rule keeps, unless that is pinned.
 
     Args:
         path: path or URL of the run.
@@ -116,6 +117,7 @@ def prune_run(
         )
     by_step = {saved.step: saved for saved in (*found.complete, *found.abandoned)}
     failed: dict[int, str] = {}
+    kept: Mapping[int, tuple[str, ...]] = doomed.kept
     why = {**dict.fromkeys(found.removing, BEGUN), **doomed.why}
     if dry_run:
         gone = tuple(sorted(why.keys() - pinned_steps(durable.open_own())))
@@ -123,11 +125,13 @@ def prune_run(
         durable.write_seen()
         removed = durable.remove(why, {step: saved.save_id for step, saved in by_step.items()})
         gone, failed = removed.steps, {step: str(error) for step, error in removed.failed.items()}
+        since = dict.fromkeys(why.keys() - set(gone) - failed.keys(), ("pinned or saved again meanwhile",))
+        kept = {**doomed.kept, **since}
     return Pruning(
         without_secrets(durable.root),
         dry_run,
         tuple(by_step.get(step, SavedStep(step, 0.0)) for step in gone),
-        doomed.kept,
+        kept,
         failed,
         {step: why[step] for step in gone},
     )

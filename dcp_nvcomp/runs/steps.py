@@ -139,7 +139,13 @@ def remove_step(filesystem: Filesystem, is_wanted: Callable[[], bool] = lambda: 
         filesystem.remove_directory()
         return True
     filesystem.publish(REMOVING, b"")
-    if is_wanted():
+    try:
+        stays = is_wanted()
+    except BaseException:  # the next start goes on with what has the mark, without asking
+        if REMOVING not in names:
+            filesystem.remove([REMOVING])
+        raise
+    if stays:
         filesystem.remove([REMOVING])
         return False
     roots = [name for name in names if name == METADATA_NAME or rank_of_metadata_name(name) is not None]

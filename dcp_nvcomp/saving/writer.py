@@ -177,6 +177,11 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         self._publisher: Publisher = commit_checkpoint
         self.options.open(self.path)  # fail fast on invalid options
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in SaveOptions.__dataclass_fields__:  # it would change nothing
+            raise AttributeError(f"{name}= of a writer is given when it is made; read it as writer.options.{name}")
+        super().__setattr__(name, value)
+
     def __getstate__(self) -> dict[str, Any]:
         # the process checkpointer of dcp.async_save sends the writer to its child process for each save
         return {**self.__dict__, "_saves": copy.copy(self._saves), "_publisher": commit_checkpoint}

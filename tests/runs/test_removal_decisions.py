@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from dcp_nvcomp import Best, CheckpointManager, Keep, SavedStep, list_run, load, pin_step, prune_run, save
+from dcp_nvcomp import Best, CheckpointManager, Keep, SavedStep, StorageError, list_run, load, pin_step, prune_run, save
 from dcp_nvcomp.runs.own_files import REMOVING, pin
 from dcp_nvcomp.runs.steps import StepNames
+from dcp_nvcomp.runs.tiers import durable as durable_tier
 from dcp_nvcomp.runs.tiers.durable import DurableTier
 from dcp_nvcomp.storage.open import open_filesystem
 
@@ -143,3 +144,22 @@ def test_a_step_that_is_saved_again_after_the_list_stays(tmp_path: Path) -> None
     assert {path.name for path in tmp_path.glob("step-*")} == {"step-1", "step-3"}
     load(state, tmp_path / "step-1", no_dist=True)
     assert not state["w"].any()
+
+
+def test_a_look_that_fails_leaves_no_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next start would go on with the removal of a step that is pinned."""
+    with CheckpointManager(tmp_path, every=1, preemption_signals=()) as manager:
+        for step in (1, 2):
+            manager.save(step, {"w": torch.ones(3)})
+    pin_step(tmp_path, 1)
+
+    def fails(*arguments: object) -> bool:
+        raise StorageError("on purpose")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(durable_tier, "is_pinned", fails)
+        patch.setattr(durable_tier, "pinned_steps", lambda own: set())
+        assert list(prune_run(tmp_path, Keep(last=1)).failed) == [1]
+    assert not list(tmp_path.glob(f"step-*/{REMOVING}"))
+    assert _steps(tmp_path) == [1, 2]
+    assert prune_run(tmp_path, Keep(last=1)).kept == {1: ("pinned",), 2: ("last 1",)}

@@ -1,4 +1,4 @@
-"""The kernels of planes.py in numpy, used if `_planes.c`, which is several times as fast, is not compiled.
+"""The kernels of the planes in numpy, used if `_planes.c`, which is several times as fast, is not compiled.
 
 Whole passes over contiguous arrays, tile by tile, so that the data of a tile stays in the processor's cache.
 """

@@ -51,17 +51,17 @@ class CopiedWrite:
         first = next((item for item in items if item.tensor_data is not None), None)
         if first is not None and not can_copy(resolve(first)):
             return "refused"
+        try:
+            self._process = self._start()
+        except Exception as error:
+            logger.warning("The state is encoded while training waits: no background process can start (%s).", error)
+            return "refused"
         # Python objects take memory as soon as they are resolved, and only then have a size. A planner may also make
         # tensors when it is asked for them, so of those there is one at a time.
         objects = {id(item): resolve(item) for item in items if item.tensor_data is None}
         nbytes = room_nbytes([*map(planned_nbytes, items), *(one.getbuffer().nbytes for one in objects.values())])
         if nbytes > budget_nbytes:
             logger.warning("The state is encoded while training waits: it does not fit into staging_budget_nbytes.")
-            return "refused"
-        try:
-            self._process = self._start()
-        except Exception as error:
-            logger.warning("The state is encoded while training waits: no background process can start (%s).", error)
             return "refused"
         if not self._budget.reserve(nbytes, budget_nbytes, lambda: not may_wait):
             return "later"
@@ -89,9 +89,9 @@ class CopiedWrite:
         progress: Callable[[int], None],
     ) -> Written:
         """Have what was copied written."""
-        assert self._copy is not None and self._process is not None
+        assert self._copy is not None
         try:
-            return self._process.write(
+            return self._usable_process().write(
                 part,
                 self._copy,
                 within_seconds=within_seconds,
@@ -112,6 +112,16 @@ class CopiedWrite:
             progress=progress,
             on_staged=self.end,
         )
+
+    def _usable_process(self) -> BackgroundProcess:
+        """Return the process, or another one if it has died or was ended by `close` since the copy was made."""
+        assert self._process is not None
+        if not self._process.is_usable:
+            try:
+                self._process = self._start()
+            except OSError as error:
+                raise BackgroundCannotRun(str(error)) from error
+        return self._process
 
     def _begun(self, hurry: Callable[[], None]) -> None:
         with self._lock:
