@@ -232,6 +232,26 @@ def test_a_server_that_forgot_what_it_had_confirmed(own_server: FileServer, forg
     assert filesystem.list_names() == []
 
 
+def test_a_loss_that_was_not_noticed_yet(server: FileServer, store: Place) -> None:
+    """Another thread still waits on the connection that a server lost, with what it had confirmed."""
+    filesystem = opened(store, default_block_size=PART_NBYTES)
+    filesystem.create_directory()
+    stream = filesystem.open_output("data")
+    stream.write(b"x" * (5 * PART_NBYTES))
+    idle = filesystem._client._idle  # type: ignore[attr-defined]
+    file = server.folder(store[0]) / "data"
+    while file.stat().st_size < 4 * PART_NBYTES or not idle:
+        time.sleep(0.01)
+    held = [idle.pop() for _ in range(len(idle))]
+    os.truncate(file, PART_NBYTES)
+    stream.write(b"x" * (2 * PART_NBYTES))
+    with pytest.raises(StorageError, match="confirmed"):
+        stream.close()
+    assert all(connection.is_alive for connection in held)
+    stream.abort()
+    assert filesystem.list_names() == []
+
+
 @pytest.mark.ci
 def test_the_end_is_as_durable_as_the_rest(own_server: FileServer) -> None:
     """A lost connection at the very end: all is compared once more."""

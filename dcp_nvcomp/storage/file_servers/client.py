@@ -5,8 +5,10 @@ An operation has a connection for itself. How often it is tried, and for how lon
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import time
 import weakref
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -59,11 +61,14 @@ class Entry:
 class Connection(Protocol):
     """One login. Methods raise ConnectionLostError, or another OSError for what the server refuses.
 
+    began_seconds: when its login began, by the monotonic clock
     write: into a file that exists, or with `create` must not; returns its size
     read: returns the bytes of a range, as far as the file has them, and its size
     rename_new: FileExistsError if the target exists
     look_up: links are not followed; None if there is nothing
     """
+
+    began_seconds: float = 0.0
 
     @property
     def is_alive(self) -> bool: ...
@@ -135,11 +140,15 @@ class ServerClient(Attempts):
 
     async def _take(self) -> Connection:
         while self._idle:
-            connection = self._idle.pop()
+            try:
+                connection = self._idle.pop()
+            except IndexError:  # another thread has just taken the last one
+                break
             if connection.is_alive:
                 return connection
             self._lost += 1
         connection = self._connection()
+        connection.began_seconds = time.monotonic()
         try:
             await connection.log_in(self.deadline_seconds / 3)
         except BaseException:
@@ -184,5 +193,6 @@ class ServerClient(Attempts):
 
 
 def _cut_all(idle: list[Connection], process: int) -> None:
-    while idle and process == os.getpid():
-        idle.pop().cut()
+    with contextlib.suppress(IndexError):  # once there is none, or another thread has just taken the last one
+        while process == os.getpid():
+            idle.pop().cut()

@@ -69,7 +69,7 @@ class SftpConnection(Connection):
         self._place = place
         self._ssh: Any = None
         self._sftp: Any = None
-        self._is_cut = self._syncs_directories = False
+        self._is_cut = False
 
     @property
     def is_alive(self) -> bool:
@@ -198,10 +198,10 @@ class SftpConnection(Connection):
         try:
             async with self._file(path or "/", "rb") as directory:  # OpenSSH opens it as a file, which its fsync wants
                 await directory.fsync()
-            self._syncs_directories = True
+            self._place.abilities.add("fsync directories")
         except (asyncssh.SFTPError, OSError) as error:
             # a server that can't says no more than "Failure", as one whose disk fails does: the first one is believed
-            if self._syncs_directories or isinstance(error, (*_LOST, ConnectionError)):
+            if "fsync directories" in self._place.abilities or isinstance(error, (*_LOST, ConnectionError)):
                 raise
 
     @_told

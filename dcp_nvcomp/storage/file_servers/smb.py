@@ -72,7 +72,13 @@ def _in_thread(
     async def call(self: SmbConnection, *arguments: P.args, **options: P.kwargs) -> T:
         work = functools.partial(method, self, *arguments, **options)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            try:
+                done = asyncio.get_running_loop().run_in_executor(self._thread, work)
+            except RuntimeError as error:
+                if self._is_cut:
+                    raise ConnectionLostError("the connection was given up") from error
+                return work()  # at the end of the program no thread takes work any more, and a save may go on
+            return await done
         except (LoginError, HeldOpenError, FileExistsError):
             raise
         except Exception as error:
@@ -89,17 +95,28 @@ class _Wire(Wire):  # type: ignore[misc]
         return super().send(message, sid, *arguments, **options)
 
 
+class _OneWire(dict[str, Any]):
+    """What `smbclient` looks its connection up in; it would replace one that is lost by one that nothing here knows."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        wire = super().get(key, default)
+        if wire is not None and (wire.transport is None or not wire.transport.connected):
+            raise ConnectionLostError("the connection was lost")
+        return wire
+
+
 class SmbConnection(Connection):
     """A connection with one login."""
 
     def __init__(self, place: ServerPlace) -> None:
         self._place = place
+        self._is_cut = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="smb")
         self._login = {**place.client, "port": place.port}
         signing = self._login.pop("require_signing")
         self._auth_protocol = self._login.pop("auth_protocol")  # at a call, smbprotocol 1.12 does not take it
         self._wire = _Wire(uuid.uuid4(), place.host, place.port, require_signing=signing)
-        self._login["connection_cache"] = {f"{place.host.lower()}:{place.port}": self._wire}
+        self._login["connection_cache"] = _OneWire({f"{place.host.lower()}:{place.port}": self._wire})
 
     @property
     def is_alive(self) -> bool:
@@ -113,12 +130,16 @@ class SmbConnection(Connection):
         self._login["connection_timeout"] = max(1, int(seconds))
         try:
             self._wire.connect(timeout=self._login["connection_timeout"])
+            if self._is_cut:  # before there was anything to cut
+                self._wire.transport.close()
+                raise ConnectionLostError("the connection was given up")
             session = smbclient.register_session(self._place.host, auth_protocol=self._auth_protocol, **self._login)
             TreeConnect(session, rf"\\{self._place.host}\{self._place.share}").connect()
         except Exception as error:
             raise _login_failure(error, self._place) from error
 
     def cut(self) -> None:
+        self._is_cut = True
         self._thread.shutdown(wait=False)
         transport = self._wire.transport
         if transport is not None and transport.connected:
@@ -240,8 +261,13 @@ class SmbConnection(Connection):
             if not status or status in _LOST or _errno(status) in (errno.EEXIST, errno.ENOENT):
                 raise
             self._rename(source, target, replace=False)  # the server's file system has no hard links (FAT)
-        else:
+            return
+        try:
             smbclient.remove(self._path(source), **self._login)
+        except SMBException as error:
+            status = _status(error)
+            if not status or status in _LOST:
+                raise  # then it is known whether the link was made once another attempt has looked
 
     @_in_thread
     def remove(self, path: str) -> None:

@@ -60,6 +60,7 @@ class ServerPlace:
     client: Mapping[str, Any] = field(repr=False)
     share: str = ""
     share_access: str = ""  # what others may do to a file that is open here, of "rwd"
+    abilities: set[str] = field(default_factory=set, compare=False)  # what the server was seen to be able to do
 
     @property
     def server(self) -> str:

@@ -1,7 +1,8 @@
 """Write files on a file server: data files in parts, and small ones that are published in one step.
 
-A lost connection does not fail a file: what was not confirmed is sent again, and what was is read back and compared
-once all is synced, since a server that was started again may have forgotten it.
+A lost connection does not fail a file: what was not confirmed is sent again. What was confirmed is read back and
+compared once all is synced if a server that was started again may have forgotten it: a connection broke meanwhile, or
+the file was written over one that began later than the file and is not the one that made it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import errno
 import logging
 import posixpath
+import time
 from collections.abc import Iterator
 from typing import Final
 
@@ -33,6 +35,9 @@ class ServerOutput(PartedOutput):
         super().__init__(where, part_nbytes)
         self._client, self._path = client, path
         self._losses = client.losses()
+        self._began_seconds = time.monotonic()
+        self._first: Connection | None = None  # that made the file
+        self._is_over_later = False  # whether another one was used that began later than the file
         self.nbytes = self.checksum = 0  # of what the server has confirmed
         try:
             client.run("create", where, self._create)
@@ -42,6 +47,7 @@ class ServerOutput(PartedOutput):
 
     async def _create(self, connection: Connection) -> None:
         may_be_ours, self._may_exist = self._may_exist, True
+        self._first = connection
         try:
             await connection.write(self._path, 0, b"", create=True)
         except ConnectionLostError:
@@ -56,10 +62,13 @@ class ServerOutput(PartedOutput):
 
     def _send(self, *, sync: bool) -> int:
         data, start = self._take_part(), self.nbytes
+
+        async def write(connection: Connection) -> int:
+            self._is_over_later |= connection is not self._first and connection.began_seconds > self._began_seconds
+            return await connection.write(self._path, start, data, sync=sync)
+
         try:
-            found = self._client.run(
-                "write", self._where, lambda connection: connection.write(self._path, start, data, sync=sync)
-            )
+            found = self._client.run("write", self._where, write)
         except StorageError as error:
             if error.errno == errno.ENOENT:
                 raise self._forgotten() from error
@@ -70,7 +79,8 @@ class ServerOutput(PartedOutput):
 
     def _finish(self) -> None:
         found = self._send(sync=True)
-        if found != self.nbytes or (self._client.losses() != self._losses and self._read_back() != self.checksum):
+        may_be_forgotten = self._is_over_later or self._client.losses() != self._losses
+        if found != self.nbytes or (may_be_forgotten and self._read_back() != self.checksum):
             raise self._forgotten()
 
     def _read_back(self) -> int:
@@ -117,6 +127,7 @@ def move(
     temporary is gone, the server lost it, or another save has published since: the outcome is unknown.
     """
     is_repeated = False  # then it may have been done already
+    is_named = False  # then it was
 
     async def is_ours(connection: Connection) -> bool:
         if await connection.file_nbytes(target) != nbytes:
@@ -127,7 +138,7 @@ def move(
         return found == checksum
 
     async def attempt(connection: Connection) -> None:
-        nonlocal is_repeated
+        nonlocal is_repeated, is_named
         may_be_done, is_repeated = is_repeated, True
         is_gone = may_be_done and await connection.look_up(source) is None
         if not is_gone:
@@ -146,10 +157,15 @@ def move(
                 await connection.remove(source)
         if is_gone and not await is_ours(connection):
             raise _replaced_since(where)
+        is_named = True
         await connection.sync_directory(posixpath.dirname(target))
 
     with _removed_on_failure(client, source, where):
-        client.run("write", where, attempt, may_be_done=True)
+        try:
+            client.run("write", where, attempt, may_be_done=True)
+        except StorageError as error:
+            error.outcome_unknown |= is_named  # it is there, and may not survive a power failure
+            raise
 
 
 def _replaced_since(where: str) -> StorageError:

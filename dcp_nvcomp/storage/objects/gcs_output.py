@@ -54,7 +54,7 @@ class GcsOutput(PartedOutput):
         total, checksum = self._nbytes, checksum_text(self._checksum)
         headers = {"X-Goog-Hash": f"crc32c={checksum}"}
         try:
-            self._bucket.call("complete", self._where, lambda: self._transfer(start, part, total, headers))
+            stored = self._bucket.call("complete", self._where, lambda: self._transfer(start, part, total, headers))
         except StorageError as error:
             # a session that is gone: was it completed by an attempt whose answer was lost?
             if status_of(error) not in _GONE or not self._unsure:
@@ -62,6 +62,12 @@ class GcsOutput(PartedOutput):
             found = self._bucket.call("look up", self._where, lambda: self._bucket.describe(self._key))
             if found is None or found.get("crc32c") != checksum:
                 raise
+            return
+        if stored is None or int(stored.get("size", total)) != total or stored.get("crc32c", checksum) != checksum:
+            raise StorageError(
+                f"The storage was sent {total} bytes with the checksum {checksum}, but says that it has {stored}.",
+                path=self._where,
+            )
 
     def _discard(self) -> None:
         if self._session is not None:

@@ -284,6 +284,8 @@ def test_a_process_that_died_between_saves(tmp_path: Path) -> None:
 def test_what_the_process_raises_is_raised(tmp_path: Path) -> None:
     pid = _stopped(tmp_path / "gone")
     saving = begin(many_kinds(), tmp_path / "gone")
+    while not process_state().background()._waiting:  # it has come to the process, so the directory was made before
+        time.sleep(0.01)
     shutil.rmtree(tmp_path / "gone")
     os.kill(pid, signal.SIGCONT)
     with pytest.raises(errors.StorageError, match="No such file"):
