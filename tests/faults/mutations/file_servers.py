@@ -56,7 +56,7 @@ MUTATIONS = (
     Mutation(
         row="SFTP and SMB, a server that forgot what it had confirmed",
         file=ROOM + "writing.py",
-        old="self._client.losses() != self._losses and ",
+        old="may_be_forgotten and ",
         new="False and ",
         tests=TESTS + "forgot",
     ),
