@@ -100,13 +100,17 @@ def _steps(result: Mapping[str, Any]) -> Iterator[str]:
 
 def _problems(result: Mapping[str, Any]) -> list[str]:
     """Return a list of all that did not pass, if there is something."""
-    lines = [
-        f"- {name}, {probe}: {found['status']}, {_first_line(found)}"
-        for name, step in result["steps"].items()
-        if step["status"] == "failed"
-        for probe, found in step["probes"].items()
-        if found["status"] not in ("passed", "skipped")
-    ]
+    lines = []
+    for name, step in result["steps"].items():
+        if step["status"] == "failed":
+            statuses = [found["status"] for found in step["probes"].values()]
+            lines += [
+                f"- {name}, {probe}: {found['status']}, {_first_line(found)}"
+                for probe, found in step["probes"].items()
+                if found["status"] not in ("passed", "skipped", "not run")
+            ]
+            if "not run" in statuses:
+                lines.append(f"- {name}: {statuses.count('not run')} not run")
     return ["What did not pass:\n\n" + "\n".join(lines)] if lines else []
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import platform
 import subprocess
 import sys
@@ -20,8 +20,16 @@ _KERNELS = [
 
 
 def missing_cpu_kernels() -> list[str]:
-    """Return the names of the kernels that are not built for this interpreter."""
-    return [name for name in _KERNELS if importlib.util.find_spec(name) is None]
+    """Return the names of the kernels that are not built for this interpreter, or do not load in it."""
+    return [name for name in _KERNELS if not _loads(name)]
+
+
+def _loads(name: str) -> bool:
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        return False
+    return True
 
 
 def build_cpu_kernels(seconds: float) -> str:

@@ -21,7 +21,7 @@ from benchmarks.peers import ours, stock
 from benchmarks.states import nbytes_of
 from dcp_nvcomp import NvcompWriter
 
-_NBYTES = 8 << 30
+_NBYTES = 4 << 30
 _REPEATS = 2
 
 

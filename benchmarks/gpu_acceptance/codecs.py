@@ -36,7 +36,7 @@ _ANS_WIDTHS = {"|u1": 2, "<f2": 2, "<f4": 4}
 
 def probes(host: Host) -> Iterator[Probe]:
     device = cache(host.device)
-    engine = cache(lambda: host.engine(device(), host.pick(1024, 32) * MIB))
+    engine = cache(lambda: host.engine(device(), host.pick(4096, 32) * MIB))
     for chain in _chains(host):
         yield _name(chain), partial(_both_ways, host, engine, chain)
     for data_type in _ANS_WIDTHS:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["State", "exponents", "made_state", "weights"]
+__all__ = ["State", "exponents", "made_state", "moments", "weights"]
 
 State = dict[str, torch.Tensor]
 
@@ -45,6 +45,12 @@ def weights(nbytes: int, device: torch.device, seed: int = 0) -> torch.Tensor:
     """Return so many bytes of bf16 weights, as bytes."""
     rows = -(-nbytes // (2 * _COLUMNS))
     return _values(rows, device, seed, 0.5).bfloat16().view(torch.uint8).reshape(-1)[:nbytes]
+
+
+def moments(nbytes: int, device: torch.device, seed: int = 0) -> torch.Tensor:
+    """Return so many bytes of Adam's first moments in fp32, as bytes."""
+    rows = -(-nbytes // (4 * _COLUMNS))
+    return _values(rows, device, seed, 1.0).mul_(1e-4).view(torch.uint8).reshape(-1)[:nbytes]
 
 
 def exponents(nbytes: int, device: torch.device, seed: int = 0) -> torch.Tensor:

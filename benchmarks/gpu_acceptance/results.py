@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.measuring import Spread
 
-__all__ = ["CHECKS", "PLAIN_COPY", "TABLES", "Probe", "Skipped", "median_of", "plain", "tables_of"]
+__all__ = ["CHECKS", "PLAIN_COPY", "TABLES", "Probe", "Skipped", "checks_of", "median_of", "plain", "tables_of"]
 
 # A name, and what finds out: returns what goes into the JSON. Its key "rows" holds rows of TABLES by the table's name.
 Probe = tuple[str, Callable[[], Mapping[str, Any] | None]]
@@ -185,3 +185,9 @@ def tables_of(steps: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         for name, (title, columns) in TABLES.items()
         if name in rows
     }
+
+
+def checks_of(tables: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the targets of which something was measured, and whether they are met."""
+    found = (check.result(tables[check.table]["rows"]) for check in CHECKS if check.table in tables)
+    return [check for check in found if check is not None]

@@ -19,6 +19,7 @@ from benchmarks.gpu_acceptance.host import ROOT, Host
 from benchmarks.gpu_acceptance.results import Probe, Skipped
 
 _TOOLS = ("memcheck", "racecheck")
+_SECONDS = 45.0
 _FOUND = 86  # the exit status that the tool is asked for
 _WORKLOAD = (sys.executable, "-m", "benchmarks.gpu_acceptance.sanitized")
 
@@ -46,7 +47,7 @@ def _checked(host: Host, tool: str) -> Mapping[str, Any]:
 def _run(host: Host, prefix: list[str]) -> Mapping[str, Any]:
     command = [*prefix, *_WORKLOAD, *["--stand-in"] * host.stand_in]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=_SECONDS)
     output = done.stdout + done.stderr
     if done.returncode == _FOUND:
         raise AssertionError(f"the tool found errors:\n{output[-3000:]}")

@@ -16,7 +16,9 @@ import pytest
 from benchmarks.gpu_acceptance.child import Report
 from benchmarks.gpu_acceptance.host import ROOT, Host
 
-_ON_A_GPU = ("tests/engines", "-m", "gpu and not hostile", "--require-gpu")
+# the quick ones first: whole checkpoints take a disk's time
+_FILES = ("tests/engines/test_cuda_gpu.py", "tests/engines/test_checkpoints_gpu.py")
+_ON_A_GPU = (*_FILES, "-m", "gpu and not hostile", "--require-gpu")
 _ON_THE_STAND_IN = ("tests/engines/test_cuda_stand_in.py", "-m", "", "-k", "reference")
 
 _SETTINGS = ("-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), "-c", str(ROOT / "setup.cfg"))

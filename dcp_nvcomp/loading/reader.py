@@ -86,8 +86,8 @@ class NvcompReader(StorageReader):
             if that is impossible on this machine, `"cpu"` never uses the GPU. Read checkpoints from someone else with
             `"cpu"`.
         cuda_zstd: what decodes Zstandard frames on a GPU: `"nvcomp"`, `"literals"`, this package's own kernels (nvCOMP
-            decodes frames with more than literals all the same), or `"auto"`: nvCOMP, unless it fails its
-            self-test or was measured to be slower on this kind of GPU.
+            decodes frames with more than literals all the same), or `"auto"`: our kernels, unless nvCOMP was measured
+            to be faster on this kind of GPU.
         progress: if True, rank 0 draws a progress bar; where standard error is no terminal, it logs a line every 10 s.
         on_load: called with the `LoadStats` of this rank after each load. An exception that it raises becomes a
             warning.

@@ -93,8 +93,9 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
             the CPU engine encodes blocks that came out wrong (`SaveStats.recoded_blocks`). `"off"` trusts the GPU. The
             CPU engine is not checked: it uses libraries that the whole world tests.
         cuda_zstd: who writes literals-only Zstandard frames (those of `"auto"` and `"planes-zstd"`) on a GPU:
-            `"nvcomp"`, `"literals"`, which are this package's own kernels, or `"auto"`: nvCOMP, unless it fails its
-            self-test or was measured to be slower on this kind of GPU. Every zstd decoder reads the frames of both.
+            `"nvcomp"`, `"literals"`, which are this package's own kernels, or `"auto"`: our kernels, unless nvCOMP was
+            measured to be faster on this kind of GPU. Every zstd decoder reads the frames of both. nvCOMP's encoder
+            takes more than a gigabyte of GPU memory; where the budget has no room for it, the CPU engine encodes.
         storage_deadline_seconds: time limit of one storage operation (sending a part, reading a range, publishing) with
             all its retries, after which it raises `StorageError`. It holds for S3, Azure, Google Cloud Storage, SFTP
             and SMB; elsewhere retries are up to the client.

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import gpu_pages, gpu_rates, pages
+from benchmarks.gpu_acceptance import merge
 from benchmarks.gpu_acceptance.results import TABLES
 from benchmarks.gpu_acceptance.runner import FILE_NAME, Runner
 from benchmarks.gpu_acceptance.steps import STEPS, Step
@@ -163,6 +164,37 @@ def test_the_gpu_tests_download_nothing_where_everything_is_there(tmp_path: Path
     assert not (tmp_path / "venv").exists()
 
 
+@pytest.mark.parametrize("module", ["smoke", "timeline"])
+def test_the_first_looks(module: str, tmp_path: Path) -> None:
+    """They run on the stand-in, and end with 0 if nothing failed."""
+    arguments = ["--stand-in", *(["--out", str(tmp_path)] if module == "timeline" else [])]
+    command = [sys.executable, "-m", f"benchmarks.gpu_acceptance.{module}", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "FAILED" not in done.stdout, done.stdout + done.stderr
+    if module == "timeline":
+        rows = json.loads((tmp_path / "timeline.json").read_text())["rows"]
+        assert len(rows) == 6 and not any("error" in row for row in rows.values())
+
+
+def test_parts_become_one_run() -> None:
+    """A later part's step replaces an earlier one's; parts of two GPUs, or of none, are refused."""
+    machine = {"machine": {"gpu": "NVIDIA Made-up"}}
+    common = {"stand_in": False, "complete": True, "notes": [], "command": "python -m x --out DIR --step versions"}
+    row = {"codec": "auto", "device_encode_rate": {"median": 250.0}, "device_decode_rate": {"median": 1.0}}
+    engine = {"about": "", "status": "passed", "probes": {"a": {"status": "passed", "rows": {"engine": [row]}}}}
+    first = {**common, **machine, "steps": {"engine": {**engine, "probes": {}}, "versions": {"probes": {}}}}
+    joined = merge.merged([first, {**common, "steps": {"engine": engine}}])
+    assert list(joined["steps"]) == ["versions", "engine"] and joined["command"] == "python -m x --out DIR"
+    assert joined["tables"]["engine"]["rows"] == [row]
+    assert [check["met"] for check in joined["checks"]] == [True, False]
+    with pytest.raises(ValueError, match="should be of one"):
+        merge.merged([first, {**first, "machine": {"gpu": "another"}}])
+    with pytest.raises(ValueError, match="should be of one"):
+        merge.merged([{**common, "steps": {}}])
+    with pytest.raises(ValueError, match="stand-in"):
+        merge.merged([first, {**common, "stand_in": True, "steps": {}}])
+
+
 def raw_row(coder: str, slices: int, encode: float, decode: float, slice_kib: int = 128) -> dict[str, Any]:
     rates = {"encode_rate": {"median": encode}, "decode_rate": {"median": decode}}
     return {"coder": coder, "slice_kib": slice_kib, "slices": slices, **rates}
@@ -182,7 +214,7 @@ def test_rates_that_the_package_keeps(tmp_path: Path, monkeypatch: pytest.Monkey
     expected = {"encode": {"nvcomp": 2e9, "literals": 3e9}, "decode": {"nvcomp": 5e9, "literals": 4e9}}
     assert json.loads(kept.read_text()) == {"another": {}, "NVIDIA Made-up": expected}
     monkeypatch.setattr(rates, "_rates", lambda: json.loads(kept.read_text()))
-    assert rates.faster_literals("NVIDIA Made-up") == {"encode"}
+    assert rates.faster_nvcomp("NVIDIA Made-up") == {"decode"}
     (tmp_path / gpu_pages.RESULT_NAME).write_text(json.dumps({"stand_in": True, "machine": machine, "tables": tables}))
     with pytest.raises(ValueError, match="stand-in"):
         gpu_rates.main()

@@ -10,14 +10,15 @@ import torch
 
 from dcp_nvcomp.engines import choice
 from dcp_nvcomp.engines.choice import EngineChoice
-from dcp_nvcomp.engines.cuda import pool
+from dcp_nvcomp.engines.cuda import pool, slice_coders
+from dcp_nvcomp.engines.cuda.coders import DECODE, ENCODE
 from dcp_nvcomp.engines.cuda.device import Device, Kernels, Launch
 from dcp_nvcomp.engines.cuda.engine import CudaEngine
 from dcp_nvcomp.engines.cuda.pool import EnginePool, run_self_test
 
 from .nvcomp_stand_in import NvcompStandIn, StandInDevice
 
-__all__ = ["StandInPool", "install_stand_ins"]
+__all__ = ["StandInPool", "install_stand_ins", "prefer_nvcomp"]
 
 
 @dataclass
@@ -48,6 +49,12 @@ class StandInPool:
         return [slices for device in self.devices for called, slices in device.nvcomp.calls if called == name]
 
 
+def prefer_nvcomp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the stand-in be a GPU on which nvCOMP is faster than our own kernels: most tests make it fail."""
+    rates = {way: {"nvcomp": 2.0, "literals": 1.0} for way in (ENCODE, DECODE)}
+    monkeypatch.setattr(slice_coders, "_rates", lambda: {StandInDevice.name: rates})
+
+
 def _no_self_test(engine: CudaEngine, device: torch.device) -> None:
     """For tests that count calls, or want nvCOMP to fail later."""
 
@@ -60,6 +67,7 @@ def install_stand_ins(
     make_device: Callable[[torch.device], Device] | None = None,
 ) -> StandInPool:
     """Send host tensors through engines on stand-ins, unless `engine="cpu"`."""
+    prefer_nvcomp(monkeypatch)
     made = StandInPool(kernels)
     shared = EnginePool(make_device or made.make_device, run_self_test if self_test else _no_self_test)
     monkeypatch.setattr(pool, "_pool", shared)

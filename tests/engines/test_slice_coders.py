@@ -16,11 +16,12 @@ from dcp_nvcomp.codecs import Bytes, CodecChain, Deflate, Planes, Zstd
 from dcp_nvcomp.codecs.base import BlockRow, EncodedBlock, checksum, padded
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda import slice_coders
+from dcp_nvcomp.engines.cuda.coders import DECODE, ENCODE
 from dcp_nvcomp.engines.cuda.device import Launch
 from dcp_nvcomp.engines.cuda.engine import CudaEngine, EnginePolicy
 from dcp_nvcomp.engines.cuda.health import LITERALS, NVCOMP
 from dcp_nvcomp.engines.cuda.pool import run_self_test
-from dcp_nvcomp.engines.cuda.slice_coders import faster_literals
+from dcp_nvcomp.engines.cuda.slice_coders import faster_nvcomp
 from dcp_nvcomp.engines.tensors import plain_allocate
 from dcp_nvcomp.loading import decoder as decoding
 from dcp_nvcomp.saving.encode import buffers
@@ -71,15 +72,17 @@ def assert_codes(engine: CudaEngine, chain: CodecChain = CHAIN) -> list[EncodedB
     return encoded
 
 
-def test_nvcomp_is_the_default(launch: Launch) -> None:
-    engine = engine_of(launch)
+def test_nvcomp_by_name(launch: Launch) -> None:
+    engine = engine_of(launch, NVCOMP)
     assert_codes(engine)
     assert {name for name, _ in nvcomp_calls(engine)} == {"encode", "decode"}
     assert engine._device.nvcomp.calls and engine.coders._literals is None, "not even compiled"
 
 
-def test_literals_by_name(launch: Launch) -> None:
-    engine = engine_of(launch, LITERALS)
+@pytest.mark.parametrize("zstd", [LITERALS, "auto"])
+def test_literals_by_name_and_by_default(launch: Launch, zstd: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slice_coders, "_rates", lambda: {"another GPU": {}})
+    engine = engine_of(launch, zstd)
     assert not any(block.was_wrong for block in assert_codes(engine))
     # the CPU engine leaves small slices to libzstd, whose frames can have matches
     assert {name for name, _ in nvcomp_calls(engine)} <= {"decode"}
@@ -97,40 +100,80 @@ def test_literals_where_nvcomp_fails_its_self_test(launch: Launch) -> None:
     engine = engine_of(launch, nvcomp=NvcompWithoutZstd())
     run_self_test(engine, CPU)
     assert engine.health.refused.keys() == {(NVCOMP, Zstd)} and engine.health.unusable is None
-    assert (LITERALS, Zstd) in engine.health.tested
+    assert (LITERALS, Zstd, ENCODE) in engine.health.tested
     nvcomp_calls(engine).clear()
     assert not any(block.was_wrong for block in assert_codes(engine))
     assert nvcomp_calls(engine) == []
     assert engine.health.wrong_blocks == 0
 
 
-def test_a_gpu_on_which_literals_were_measured_to_be_faster(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slice_coders, "faster_literals", lambda gpu: frozenset({"encode"} if gpu == "stand-in" else ()))
+def test_a_gpu_on_which_nvcomp_was_measured_to_be_faster(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slice_coders, "faster_nvcomp", lambda gpu: frozenset({"decode"} if gpu == "stand-in" else ()))
     engine = engine_of(launch)
     run_self_test(engine, CPU)
-    assert (LITERALS, Zstd) in engine.health.tested, "before they are used"
+    assert (LITERALS, Zstd, ENCODE) in engine.health.tested, "before they are used"
     nvcomp_calls(engine).clear()
     assert_codes(engine)
     assert {name for name, _ in nvcomp_calls(engine)} == {"decode"}, "nvCOMP decodes, and so checks, what ours encode"
-    engine = engine_of(launch, NVCOMP)
+
+
+def test_nvcomps_encoder_of_zstd_is_not_used_unasked(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended in an illegal instruction on an H200, which takes the GPU from the whole process."""
+    monkeypatch.setattr(slice_coders, "_rates", dict)
+    with_matches = CodecChain(Bytes(), Zstd(4 * KIB))
+    for literals in (launch, None):
+        engine = engine_of(literals)
+        assert not engine.coders.encodes(with_matches) and engine.coders.decodes(with_matches)
+        assert engine.coders.encodes(CHAIN) == (literals is not None)
+        assert_codes(engine, with_matches)
+        assert {name for name, _ in nvcomp_calls(engine)} <= {"decode"}
+    assert engine_of(launch, NVCOMP).coders.encodes(with_matches)
+
+
+class NvcompOfManyBytes(NvcompStandIn):
+    """nvCOMP whose encoder of Zstd takes a lot of memory for any batch, as the real one does."""
+
+    taken_nbytes = 2 * BUDGET
+
+    def called(self, name: str, slices: int) -> None:
+        super().called(name, slices)
+        if name == "encode":
+            self.allocate(self.taken_nbytes)
+
+
+def test_an_encoder_that_takes_more_than_the_budget(launch: Launch) -> None:
+    """What it takes is learnt from the self-test, by all engines of the device; the CPU encodes without a warning."""
+    nvcomp = NvcompOfManyBytes()
+    engine = engine_of(launch, NVCOMP, nvcomp)
+    run_self_test(engine, CPU)
+    assert engine.health.unusable is None and not engine.health.refused
+    assert (NVCOMP, Zstd, DECODE) in engine.health.tested and (NVCOMP, Zstd, ENCODE) not in engine.health.tested
+    assert not engine.coders.encodes(CHAIN) and engine.coders.decodes(CHAIN)
     assert_codes(engine)
-    assert {name for name, _ in nvcomp_calls(engine)} == {"encode", "decode"}
+    engine.set_policy(EnginePolicy(3 * BUDGET, zstd=NVCOMP))
+    assert engine.coders.encodes(CHAIN)
+    run_self_test(engine, CPU)
+    assert (NVCOMP, Zstd, ENCODE) in engine.health.tested
+    before = len(nvcomp_calls(engine))
+    assert_codes(engine)
+    assert any(name == "encode" for name, _ in nvcomp_calls(engine)[before:])
 
 
 def test_rates_that_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = {"A": {"encode": {"nvcomp": 2.0, "literals": 3.0}, "decode": {"nvcomp": 2.0, "literals": 2.0}}}
+    slower = {"encode": {"nvcomp": 2.0, "literals": 3.0}, "decode": {"nvcomp": 2.0, "literals": 2.0}}
+    measured = {"A": slower, "B": {"encode": {"nvcomp": 4.0, "literals": 3.0}}}
     monkeypatch.setattr("dcp_nvcomp.engines.cuda.slice_coders._rates", lambda: measured)
-    assert faster_literals("A") == {"encode"} and faster_literals("B") == frozenset()
+    assert faster_nvcomp("A") == frozenset() and faster_nvcomp("B") == {"encode"} and faster_nvcomp("C") == frozenset()
 
 
 def test_the_self_test_leaves_out_what_is_not_used(launch: Launch) -> None:
-    engine = engine_of(launch)
+    engine = engine_of(launch, NVCOMP)
     run_self_test(engine, CPU)
-    assert engine.health.tested == {(NVCOMP, Zstd), (NVCOMP, Deflate)}
+    assert engine.health.tested == {(NVCOMP, coder, way) for coder in (Zstd, Deflate) for way in (ENCODE, DECODE)}
     engine.set_policy(EnginePolicy(BUDGET, zstd=LITERALS))
     before = len(nvcomp_calls(engine))
     run_self_test(engine, CPU)
-    assert (LITERALS, Zstd) in engine.health.tested and not engine.health.refused
+    assert (LITERALS, Zstd, ENCODE) in engine.health.tested and not engine.health.refused
     assert len(nvcomp_calls(engine)) == before, "nvCOMP was tested before"
 
 
@@ -206,7 +249,7 @@ def test_kernels_that_do_not_compile() -> None:
 def test_nvcomp_by_name_is_not_replaced(launch: Launch) -> None:
     engine = engine_of(launch, "nvcomp", NvcompWithoutZstd())
     run_self_test(engine, CPU)
-    assert (LITERALS, Zstd) not in engine.health.tested
+    assert not {(LITERALS, Zstd, ENCODE), (LITERALS, Zstd, DECODE)} & engine.health.tested
     with pytest.warns(RuntimeWarning, match="coded with zstd"):
         assert_codes(engine)
     assert not engine.coders.encodes(CHAIN) and engine.coders._literals is None

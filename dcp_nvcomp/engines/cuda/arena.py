@@ -11,6 +11,7 @@ which is given back may be given out again at once.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import sys
 import threading
@@ -195,6 +196,7 @@ class NvcompMemory:
         self._lock = threading.Lock()
         self._held_nbytes: dict[int, int] = {}
         self._peak_nbytes: dict[int, int] = {}
+        self._refused_nbytes: dict[int, int] = {}
         self._released: deque[tuple[int, int]] = deque()
 
     def attach(self, stream_handle: int, arena: Arena) -> None:
@@ -205,7 +207,11 @@ class NvcompMemory:
         """Allocate, as nvCOMP asks for it."""
         handle = int(stream.ptr)
         arena = self._arenas.get(handle)
-        held = self._take(max(nbytes, 1), stream) if arena is None else arena.take(nbytes)
+        try:
+            held = self._take(max(nbytes, 1), stream) if arena is None else arena.take(nbytes)
+        except torch.OutOfMemoryError:
+            self._refused_nbytes[handle] = nbytes
+            raise
         allocation = _Allocation(self, held, nbytes, handle)
         with self._lock:
             held_nbytes = self._settled(handle) + nbytes
@@ -225,9 +231,14 @@ class NvcompMemory:
         with self._lock:
             return self._peak_nbytes.get(stream_handle, 0)
 
+    def refused_nbytes(self, stream_handle: int) -> int:
+        """Return what was asked for last in vain for a stream since `reset_peak`; 0 if nothing was."""
+        return self._refused_nbytes.get(stream_handle, 0)
+
     def reset_peak(self, stream_handle: int) -> int:
         """Restart `peak_nbytes` from what is held now, and return that."""
         with self._lock:
+            self._refused_nbytes.pop(stream_handle, None)
             held_nbytes = self._peak_nbytes[stream_handle] = self._settled(stream_handle)
             return held_nbytes
 
@@ -270,6 +281,8 @@ def installed_memory() -> NvcompMemory:
 
 @functools.cache
 def _install() -> NvcompMemory:
-    memory = NvcompMemory(_FromTorch)
-    load_nvcomp().set_device_allocator(memory)
+    memory, nvcomp = NvcompMemory(_FromTorch), load_nvcomp()
+    nvcomp.set_device_allocator(memory)
+    # nvCOMP's module aborts the process if it drops the last reference to an allocator while Python ends
+    atexit.register(nvcomp.set_device_allocator)
     return memory

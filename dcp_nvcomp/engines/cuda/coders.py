@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -90,30 +90,37 @@ class Decoding:
 
 
 @dataclass(frozen=True)
-class _Workspace:
-    """Scratch memory that nvCOMP takes for itself: per decoded byte, and per slice."""
+class Workspace:
+    """Scratch memory that nvCOMP takes for itself: per decoded byte, per slice, and in any case."""
 
     per_byte: float
     per_slice: int
+    fixed_nbytes: int = 0
 
     def nbytes(self, coded_nbytes: int, slices: int) -> int:
+        """Return what a batch takes, but for what any batch takes."""
         return int(coded_nbytes * self.per_byte) + slices * self.per_slice
 
 
 # What nvCOMP 6.0's temp-size functions answer without a GPU (Zstd decode 3 n + 6.9 KB, Deflate 1 up to 9.5 n + 38 KB,
-# none for Deflate 0 and ANS). Zstd's encoder can only be asked on one: a guess, corrected upwards by what is seen.
+# none for Deflate 0 and ANS). Zstd's encoder takes 1.63 n, and 1.13 GB in any case with slices of 64 KiB and more
+# (nvCOMP 6.0.0.12 on an H100): that depends on the GPU, and is learnt from the first attempt.
 _ENCODE_WORKSPACE = {
-    "Zstd": _Workspace(4, 16 << 10),
-    "Deflate": _Workspace(0, 256),
-    "Deflate matching": _Workspace(9.5, 40 << 10),
-    "ANS": _Workspace(0, 256),
+    "Zstd": Workspace(4, 16 << 10),
+    "Deflate": Workspace(0, 256),
+    "Deflate matching": Workspace(9.5, 40 << 10),
+    "ANS": Workspace(0, 256),
 }
 _DECODE_WORKSPACE = {
-    "Zstd": _Workspace(3.05, 8 << 10),
-    "Deflate": _Workspace(0, 256),
-    "Deflate matching": _Workspace(0, 256),
-    "ANS": _Workspace(0, 256),
+    "Zstd": Workspace(3.05, 8 << 10),
+    "Deflate": Workspace(0, 256),
+    "Deflate matching": Workspace(0, 256),
+    "ANS": Workspace(0, 256),
 }
+
+ENCODE: Final = "encode"
+DECODE: Final = "decode"
+_WORKSPACES = {ENCODE: _ENCODE_WORKSPACE, DECODE: _DECODE_WORKSPACE}
 
 # nvCOMP's `algorithm_type` of Deflate: 0 codes literals only, 1 searches for matches.
 _DEFLATE_LITERALS, _DEFLATE_MATCHES = 0, 1
@@ -171,13 +178,16 @@ def stamped_chain(chain: CodecChain) -> CodecChain:
 class NvcompCoders:
     """nvCOMP codecs on a device's stream, made when first needed."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, workspaces: dict[tuple[str, str], Workspace] | None = None) -> None:
         self._device = device
+        # what engines of one device have seen, which all of them keep to
+        self._workspaces = {} if workspaces is None else workspaces
         self._codecs: dict[Coder, Any] = {}
         self._bounds: dict[tuple[Coder, int], int] = {}
         self._decompress_configs: dict[tuple[Coder, bytes], Any] = {}
-        self._encode_workspace = dict(_ENCODE_WORKSPACE)
-        self._decode_workspace = dict(_DECODE_WORKSPACE)
+
+    def _workspace(self, direction: str, kind: str) -> Workspace:
+        return self._workspaces.get((direction, kind)) or _WORKSPACES[direction][kind]
 
     @property
     def version(self) -> str:
@@ -210,11 +220,17 @@ class NvcompCoders:
             self.slot_nbytes(coder, ceiling) * members.size
             for ceiling, members in size_classes(lengths, coder.slice_nbytes)
         )
-        return slots + self._encode_workspace[_algorithm(coder).kind].nbytes(int(lengths.sum()), lengths.size)
+        workspace = self._workspace(ENCODE, _algorithm(coder).kind)
+        return slots + workspace.nbytes(int(lengths.sum()), lengths.size)
+
+    def encode_fixed_nbytes(self, coder: Coder) -> int:
+        """Return the device memory that encoding any batch takes besides, as far as it is known."""
+        return self._workspace(ENCODE, _algorithm(coder).kind).fixed_nbytes
 
     def decode_nbytes(self, coder: Coder, lengths: I64) -> int:
         """Return the device memory that decoding slices of these lengths takes, in addition to slices and frames."""
-        return self._decode_workspace[_algorithm(coder).kind].nbytes(int(lengths.sum()), lengths.size)
+        workspace = self._workspace(DECODE, _algorithm(coder).kind)
+        return workspace.fixed_nbytes + workspace.nbytes(int(lengths.sum()), lengths.size)
 
     def encode(self, coder: Coder, scratch: Tensor, places: I64, lengths: I64) -> Frames:
         """Start to encode slices."""
@@ -229,7 +245,7 @@ class NvcompCoders:
             slots = self._device.arena.empty(slot_nbytes * members.size)
             at, room = np.arange(members.size, dtype=np.int64) * slot_nbytes, np.full(members.size, slot_nbytes)
             source, target = self._batch(scratch, places[members], lengths[members]), self._batch(slots, at, room)
-            with self._learning(self._encode_workspace, algorithm.kind, lengths[members]):
+            with self._learning(ENCODE, algorithm.kind, lengths[members]):
                 batch = self._codec(coder).encode(source, out=target)
             frames.add(_EncodedGroup(members, batch, source, slot_nbytes), slots)
         return frames
@@ -240,7 +256,7 @@ class NvcompCoders:
         """Start to decode slices."""
         codec, config = self._codec(coder), self._decompress_config(coder, lengths)
         source, target = self._batch(encoded, at, nbytes), self._batch(scratch, places, lengths)
-        with self._learning(self._decode_workspace, _algorithm(coder).kind, lengths):
+        with self._learning(DECODE, _algorithm(coder).kind, lengths):
             batch = codec.decode(source, out=target, decompression_config=config)
         return Decoding(batch, (source, config), lengths)
 
@@ -265,15 +281,18 @@ class NvcompCoders:
         )
 
     @contextmanager
-    def _learning(self, workspaces: dict[str, _Workspace], kind: str, lengths: I64) -> Iterator[None]:
+    def _learning(self, direction: str, kind: str, lengths: I64) -> Iterator[None]:
         """Correct the guess of nvCOMP's scratch memory upwards, so that the next batch keeps to the budget."""
         memory, stream = self._device.nvcomp_memory, self._device.stream_handle
         before_nbytes = memory.reset_peak(stream)
-        yield
-        known = workspaces[kind]
-        excess = memory.peak_nbytes(stream) - before_nbytes - known.nbytes(int(lengths.sum()), lengths.size)
-        if excess > 0:
-            workspaces[kind] = replace(known, per_byte=known.per_byte + excess / int(lengths.sum()))
+        try:
+            yield
+        finally:  # what was asked for in vain counts most
+            known = self._workspace(direction, kind)
+            taken = memory.peak_nbytes(stream) - before_nbytes + memory.refused_nbytes(stream)
+            excess = taken - known.nbytes(int(lengths.sum()), lengths.size)
+            if excess > known.fixed_nbytes:
+                self._workspaces[direction, kind] = replace(known, fixed_nbytes=excess)
 
     def _codec(self, coder: Coder) -> Any:
         codec = self._codecs.get(coder)

@@ -12,6 +12,9 @@ from __future__ import annotations
 
 import ctypes
 import importlib.resources
+import threading
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -144,6 +147,24 @@ def free_memory_nbytes() -> int | None:
         return None
 
 
+# The streams of each device that no `CudaDevice` uses. None is ever destroyed: what is freed later than its stream,
+# such as nvCOMP's codecs, still uses it, which on a destroyed one ends the process (nvCOMP 6.0.0.12 on an H100).
+_STREAMS: defaultdict[int, list[Any]] = defaultdict(list)
+_LENDING_STREAMS = threading.Lock()
+
+
+def _lent_stream(cupy: Any, index: int) -> Any:
+    """Return a stream of a device that nothing else uses."""
+    with _LENDING_STREAMS:
+        if _STREAMS[index]:
+            return _STREAMS[index].pop()
+    with torch.cuda.device(index):
+        # not one of torch's, which has 32 for each device and gives each of them to several owners
+        stream = cupy.cuda.Stream(non_blocking=True)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(stream))  # not when Python ends either
+    return stream
+
+
 class CudaDevice:
     """An NVIDIA GPU through torch, CuPy and nvCOMP."""
 
@@ -157,9 +178,8 @@ class CudaDevice:
         self.nvcomp = load_nvcomp()
         self.nvcomp_memory = installed_memory()
         self._cupy = load_cupy()
-        with torch.cuda.device(self.torch_device):
-            # not one of torch's, which has 32 for each device and gives each of them to several owners
-            self._own_stream = self._cupy.cuda.Stream(non_blocking=True)
+        self._own_stream = _lent_stream(self._cupy, index)
+        weakref.finalize(self, _STREAMS[index].append, self._own_stream).atexit = False
         self.stream_handle = int(self._own_stream.ptr)
         self._stream = torch.cuda.ExternalStream(self.stream_handle, device=self.torch_device)  # type: ignore[no-untyped-call]
         # no method of this object, which would then live until the garbage collector runs, and its memory with it
@@ -191,9 +211,8 @@ class CudaDevice:
                 self._stream.wait_event(event)
             if not after:
                 self._stream.wait_stream(torch.cuda.current_stream(self.torch_device))
+            # no `record_stream` of the tensors, as the session ends with a wait: they are free to go then
             with torch.cuda.stream(self._stream), self._own_stream:
-                for tensor in tensors:
-                    tensor.record_stream(self._stream)
                 try:
                     yield
                 finally:

@@ -14,6 +14,7 @@ was trained, so `check` is the rule; it reads what the copy to the host reads, a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,6 +44,9 @@ from dcp_nvcomp.engines.cuda.slice_coders import DeviceCoders, SliceFrames
 _OVERHEAD_NBYTES = 2048
 # The check begins each block at a multiple of this, and spoils one byte in so many of what was there.
 _MARK_NBYTES = 512
+# Threads that compute the CRCs of what arrived, each of so much at least.
+_CRC_THREADS = 4
+_CRC_SHARE_NBYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,6 +118,11 @@ class BatchEncoder:
             costs.append(known[key])
         return costs
 
+    def fixed_nbytes(self, jobs: Sequence[EncodeJob]) -> int:
+        """Return the device memory that a batch of some of these blocks takes besides."""
+        coders = {job.chain.coder for job in {id(job.chain): job for job in jobs}.values()} - {None}
+        return max((self._coders.encode_fixed_nbytes(coder) for coder in coders if coder is not None), default=0)
+
     def _cost_nbytes(self, job: EncodeJob) -> int:
         chain, nbytes = job.chain, job.nbytes
         layout = self._layouts.get(chain, nbytes, 0)
@@ -183,7 +192,8 @@ class BatchEncoder:
         Neither the copy nor the device's CRCs are believed. And a decoder on a GPU may not mind what others refuse,
         such as a byte after a frame.
         """
-        arrived = {at: checksum(encoded[at].data) == encoded[at].row.encoded_crc for at in range(len(again))}
+        crcs = _checksums([encoded[at].data for at in range(len(again))])
+        arrived = {at: crc == encoded[at].row.encoded_crc for at, crc in enumerate(crcs)}
         whole = [at for at, same in arrived.items() if same]
         jobs = [DecodeJob(encoded[at].data, again[at].row, again[at].chain, again[at].out) for at in whole]
         faults = self._checks.frame_faults(jobs)
@@ -252,6 +262,21 @@ class BatchEncoder:
         for which, frames in coded:
             frames.write(targets[slices[which]])
         return run, stored_nbytes, starts
+
+
+def _checksums(blocks: Sequence[memoryview]) -> list[int]:
+    """Return the CRCs of blocks: one core computes them at a fraction of the rate at which they arrive."""
+    threads = min(_CRC_THREADS, len(blocks), -(-sum(block.nbytes for block in blocks) // _CRC_SHARE_NBYTES))
+    if threads < 2:
+        return [checksum(block) for block in blocks]
+    share = -(-len(blocks) // threads)
+    with ThreadPoolExecutor(threads - 1) as pool:
+        others = [
+            pool.submit(lambda part: [checksum(block) for block in part], blocks[start : start + share])
+            for start in range(share, len(blocks), share)
+        ]
+        found = [checksum(block) for block in blocks[:share]]
+        return found + [crc for other in others for crc in other.result()]
 
 
 def _rows(

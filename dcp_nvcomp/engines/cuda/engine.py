@@ -25,12 +25,13 @@ from torch import Tensor
 
 from dcp_nvcomp.codecs.base import CodecChain, EncodedBlock, checksum
 from dcp_nvcomp.engines.cuda.batches import fitting, padded_nbytes, starts_of
+from dcp_nvcomp.engines.cuda.coders import DECODE, ENCODE
 from dcp_nvcomp.engines.cuda.decode import BatchDecoder, DecodeJob, Doubt, JobChecks
 from dcp_nvcomp.engines.cuda.device import CudaDevice, Device
 from dcp_nvcomp.engines.cuda.encode import BatchEncoder, EncodeJob
 from dcp_nvcomp.engines.cuda.fallback import CopyingEngine, EnginePolicy, FallBack
 from dcp_nvcomp.engines.cuda.health import DeviceHealth
-from dcp_nvcomp.engines.cuda.slice_coders import DECODE, ENCODE, DeviceCoders
+from dcp_nvcomp.engines.cuda.slice_coders import DeviceCoders
 from dcp_nvcomp.errors import CheckpointError, CorruptDataError
 
 T = TypeVar("T")
@@ -67,13 +68,13 @@ class EngineMemory:
         with self._device.current():
             self._arena.grow(nbytes + self._scratch_nbytes)
 
-    def fitting(self, costs: Sequence[int], start: int, most: int) -> int:
-        """Return how many blocks make the next batch, and have room for them."""
+    def fitting(self, costs: Sequence[int], start: int, most: int, fixed_nbytes: int = 0) -> int:
+        """Return how many blocks make the next batch, which takes `fixed_nbytes` besides, and have room for them."""
         with self._device.current():
             room_nbytes = min(self._arena.capacity_nbytes, self._budget_nbytes) - self._scratch_nbytes
-        count = fitting(costs, start, most, room_nbytes)
+        count = fitting(costs, start, most, room_nbytes - fixed_nbytes)
         if count == 1:
-            self.make_room(costs[start])
+            self.make_room(costs[start] + fixed_nbytes)
         return count
 
     def take_scratch(self, nbytes: int, costs: Sequence[int]) -> Tensor:
@@ -141,7 +142,7 @@ class CudaEngine:
         self._policy = policy
         self._fall_back = FallBack(self.health, policy)
         self.memory.set_budget(policy.device_memory_budget)
-        self.coders.prefer(policy.zstd)
+        self.coders.prefer(policy.zstd, policy.device_memory_budget)
         self._encoder = BatchEncoder(self._device, self.coders, self._decoder if policy.check_encodes else None)
 
     def encode(self, jobs: Sequence[EncodeJob], out: memoryview) -> list[EncodedBlock]:
@@ -160,7 +161,7 @@ class CudaEngine:
         encoded: list[EncodedBlock] = []
         position, most = 0, len(jobs)
         while len(encoded) < len(jobs):
-            count = self._fitting(costs, len(encoded), most)
+            count = self._fitting(costs, len(encoded), most, lambda: self._encoder.fixed_nbytes(jobs))
             batch, room = jobs[len(encoded) : len(encoded) + count], out[position:]
             done = self._encode_batch(batch, room)
             if done is None:
@@ -270,7 +271,7 @@ class CudaEngine:
     def encode_unaided(self, jobs: Sequence[EncodeJob], out: memoryview) -> list[EncodedBlock]:
         """Encode a batch, and raise an error of any type if the GPU fails or is wrong."""
         with self._device.current():
-            self.memory.make_room(sum(self._encoder.costs_nbytes(jobs)))
+            self.memory.make_room(sum(self._encoder.costs_nbytes(jobs)) + self._encoder.fixed_nbytes(jobs))
         batch = self._encoder.encode(jobs, out)
         if batch.wrong:
             raise RuntimeError("a block was encoded to wrong bytes")
@@ -322,12 +323,12 @@ class CudaEngine:
             costs = self._attempt(work)
         return [self._policy.device_memory_budget] * count if costs is None else costs
 
-    def _fitting(self, costs: Sequence[int], start: int, most: int) -> int:
+    def _fitting(self, costs: Sequence[int], start: int, most: int, fixed_nbytes: Callable[[], int] = lambda: 0) -> int:
         """Return how many blocks make the next batch."""
         if self.health.unusable is not None:
             return min(most, len(costs) - start)
         # without memory the next attempt fails too, and the CPU takes the block
-        return self._attempt(lambda: self.memory.fitting(costs, start, most)) or 1
+        return self._attempt(lambda: self.memory.fitting(costs, start, most, fixed_nbytes())) or 1
 
     def _attempt(self, work: Callable[[], T]) -> T | None:
         """Do some work; return None if the GPU failed. All that it held is free again by then."""

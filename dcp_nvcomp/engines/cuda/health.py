@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from dcp_nvcomp.codecs.base import CodecChain, Coder
+from dcp_nvcomp.engines.cuda.coders import Workspace
 from dcp_nvcomp.engines.notices import warn
 
 # What codes on a GPU: nvCOMP, and the kernels of literals.py.
@@ -27,7 +28,8 @@ class DeviceHealth:
         self.name = name
         self.broken: str | None = None
         self.refused: dict[tuple[str, type[Coder]], str] = {}
-        self.tested: set[tuple[str, type[Coder]]] = set()
+        self.tested: set[tuple[str, type[Coder], str]] = set()  # and the direction: "encode", "decode"
+        self.workspaces: dict[tuple[str, str], Workspace] = {}  # of nvCOMP's coders, as seen: see coders.py
         self.wrong_blocks = 0
         self._lock = threading.Lock()
         self._failures = 0

@@ -125,6 +125,9 @@ class LiteralCoders:
     def encode_nbytes(self, coder: Coder, lengths: I64) -> int:
         return lengths.size * (PLAN_NBYTES + 4 + 8 + 2 * 8)
 
+    def encode_fixed_nbytes(self, coder: Coder) -> int:
+        return 0
+
     def decode_nbytes(self, coder: Coder, lengths: I64) -> int:
         return lengths.size * (4 * 8 + 4)
 

@@ -27,6 +27,7 @@ from dcp_nvcomp.codecs.base import U8, CodecChain
 from dcp_nvcomp.codecs.coders import Deflate, Zstd
 from dcp_nvcomp.codecs.transforms import Planes
 from dcp_nvcomp.engines.cpu import CpuEngine
+from dcp_nvcomp.engines.cuda.coders import DECODE, ENCODE
 from dcp_nvcomp.engines.cuda.decode import DecodeJob
 from dcp_nvcomp.engines.cuda.device import CudaDevice, Device, free_memory_nbytes
 from dcp_nvcomp.engines.cuda.encode import EncodeJob
@@ -105,24 +106,27 @@ def run_self_test(engine: CudaEngine, device: torch.device) -> None:
         _test(engine, LITERALS, _ZSTD, device)
     if len(health.tested) > before:
         engine.memory.release()  # it may be more than the budget
-    if health.refused.keys() >= health.tested:
+    if health.tested and health.refused.keys() >= {(provider, coder) for provider, coder, _ in health.tested}:
         health.broken = f"its self-test failed ({next(iter(health.refused.values()))})"
 
 
 def _test(engine: CudaEngine, provider: str, chain: CodecChain, device: torch.device) -> None:
     assert chain.coder is not None
-    health, coder = engine.health, type(chain.coder)
-    if (provider, coder) in health.tested:
-        return
-    try:
-        with engine.coders.preferring(provider):
-            if engine.coders.encodes(chain):
-                _check(engine, chain, _bfloat16_weights(), device)
-    except (torch.OutOfMemoryError, MemoryError):
-        raise  # says nothing of the coder
-    except Exception as error:  # whatever it is, this coder can't be used
-        health.refuse(provider, coder, error)
-    health.tested.add((provider, coder))
+    health, coder, coders = engine.health, type(chain.coder), engine.coders
+    with coders.preferring(provider):
+        tests = (ENCODE, coders.encodes, _check_encode), (DECODE, coders.decodes, _check_decode)
+        for direction, serves, check in tests:
+            if (provider, coder, direction) in health.tested or not serves(chain):
+                continue
+            try:
+                check(engine, chain, _bfloat16_weights(), device)
+            except (torch.OutOfMemoryError, MemoryError):
+                if serves(chain):
+                    raise  # says nothing of the coder
+                continue  # by now it is known to take more than the budget
+            except Exception as error:  # whatever it is, this coder can't be used
+                health.refuse(provider, coder, error)
+            health.tested.add((provider, coder, direction))
 
 
 def _bfloat16_weights() -> U8:
@@ -131,15 +135,16 @@ def _bfloat16_weights() -> U8:
     return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
 
 
-def _check(engine: CudaEngine, chain: CodecChain, block: U8, device: torch.device) -> None:
-    """Raise an error of any type if the GPU does not code the block as the CPU engine does, by CRCs."""
-    cpu, room = CpuEngine(), chain.max_encoded_nbytes(block.nbytes)
-    (ours,) = engine.encode_unaided(
-        [EncodeJob((torch.from_numpy(block).to(device),), chain)], memoryview(bytearray(room))
-    )
-    decoded = np.empty_like(block)
-    cpu.decode(ours.data, ours.row, chain, decoded, verify="full")
-    theirs = cpu.encode(block, chain, memoryview(bytearray(room)))
+def _check_encode(engine: CudaEngine, chain: CodecChain, block: U8, device: torch.device) -> None:
+    """Raise an error of any type if the CPU engine does not decode what the GPU makes of the block, by CRCs."""
+    room = memoryview(bytearray(chain.max_encoded_nbytes(block.nbytes)))
+    (ours,) = engine.encode_unaided([EncodeJob((torch.from_numpy(block).to(device),), chain)], room)
+    CpuEngine().decode(ours.data, ours.row, chain, np.empty_like(block), verify="full")
+
+
+def _check_decode(engine: CudaEngine, chain: CodecChain, block: U8, device: torch.device) -> None:
+    """Raise an error of any type if the GPU does not decode what the CPU engine makes of the block, by CRCs."""
+    theirs = CpuEngine().encode(block, chain, memoryview(bytearray(chain.max_encoded_nbytes(block.nbytes))))
     out = torch.zeros(block.nbytes, dtype=torch.uint8, device=device)
     engine.decode_unaided([DecodeJob(theirs.data, theirs.row, chain, out)])
 

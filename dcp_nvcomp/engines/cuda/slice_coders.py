@@ -1,8 +1,11 @@
 """What codes slices on a GPU: nvCOMP, or for literals-only zstd frames our own kernels.
 
-nvCOMP codes whatever it can. The kernels of literals.py take its place where its Zstd failed the self-test, on GPUs for
-which they were measured to be faster, or if they are asked for by name. Both write frames that every zstd decoder
-reads.
+nvCOMP codes whatever the kernels of literals.py don't. What both can code is left to the kernels, but on GPUs for which
+nvCOMP was measured to be faster, or if nvCOMP is asked for by name. Both write frames that every zstd decoder reads.
+
+nvCOMP's encoder of Zstd is used in these two cases alone: else the CPU engine encodes what our kernels can't. On an
+H200 that encoder (6.0.0.12) does 7 GB/s, takes 1.1 GB of memory for any batch, and with two streams at work ended in an
+illegal instruction, after which a process can't use its GPU any more, for training neither.
 
     encode   slices --> frames under way: their lengths, and then where they are to be written
     decode   frames --> slices, by the kernels if those are chosen; frames of other encoders are nvCOMP's all the same
@@ -25,8 +28,9 @@ import numpy.typing as npt
 from torch import Tensor
 
 from dcp_nvcomp.codecs.base import CodecChain, Coder
+from dcp_nvcomp.codecs.coders import Zstd
 from dcp_nvcomp.engines.cuda.batches import I64
-from dcp_nvcomp.engines.cuda.coders import Decoding, Frames, NvcompCoders, is_served
+from dcp_nvcomp.engines.cuda.coders import DECODE, ENCODE, Decoding, Frames, NvcompCoders, is_served
 from dcp_nvcomp.engines.cuda.device import Device
 from dcp_nvcomp.engines.cuda.health import LITERALS, NVCOMP, DeviceHealth
 from dcp_nvcomp.engines.cuda.literals import LiteralCoders, LiteralDecoding, LiteralFrames
@@ -35,10 +39,7 @@ from dcp_nvcomp.options import CudaZstd
 
 Bools = npt.NDArray[np.bool_]
 
-ENCODE: Final = "encode"
-DECODE: Final = "decode"
-
-RATES_NAME = "zstd_rates.json"
+RATES_NAME: Final = "zstd_rates.json"
 
 
 class _TwoDecodings:
@@ -70,15 +71,17 @@ class DeviceCoders:
     def __init__(self, device: Device, health: DeviceHealth) -> None:
         self._device = device
         self._health = health
-        self._nvcomp = NvcompCoders(device)
+        self._nvcomp = NvcompCoders(device, health.workspaces)
         self._literals: LiteralCoders | None = None
         self._zstd = "auto"
-        self._faster = faster_literals(device.name)
+        self._budget_nbytes = 0
+        self._nvcomp_is_faster = faster_nvcomp(device.name)
 
-    def prefer(self, zstd: str) -> None:
-        """Choose what codes Zstd from now on: one of `options.CudaZstd`."""
+    def prefer(self, zstd: str, budget_nbytes: int) -> None:
+        """Choose what codes Zstd from now on, one of `options.CudaZstd`, and how much memory a batch may take."""
         assert zstd in get_args(CudaZstd)
         self._zstd = zstd
+        self._budget_nbytes = budget_nbytes
 
     @contextmanager
     def preferring(self, zstd: str) -> Iterator[None]:
@@ -96,7 +99,11 @@ class DeviceCoders:
 
     def encodes(self, chain: CodecChain) -> bool:
         """True if the device encodes blocks of this chain, and decodes them again."""
-        return self.decodes(chain) and (chain.coder is None or self._of(chain.coder, ENCODE) is not None)
+        if chain.coder is None or not self.decodes(chain):
+            return self.decodes(chain)
+        coders = self._of(chain.coder, ENCODE)
+        # nvCOMP's encoder of Zstd takes more than a gigabyte for any batch; without that the CPU engine is faster
+        return coders is not None and coders.encode_fixed_nbytes(chain.coder) <= self._budget_nbytes
 
     def decodes(self, chain: CodecChain) -> bool:
         """True if the device decodes blocks of this chain, or most of them."""
@@ -107,6 +114,9 @@ class DeviceCoders:
 
     def encode_nbytes(self, coder: Coder, lengths: I64) -> int:
         return self._served_by(coder, ENCODE).encode_nbytes(coder, lengths)
+
+    def encode_fixed_nbytes(self, coder: Coder) -> int:
+        return self._served_by(coder, ENCODE).encode_fixed_nbytes(coder)
 
     def decode_nbytes(self, coder: Coder, lengths: I64) -> int:
         return self._served_by(coder, DECODE).decode_nbytes(coder, lengths)
@@ -135,9 +145,14 @@ class DeviceCoders:
     def _wants_literals(self, coder: Coder, direction: str) -> bool:
         # what a file says of its coder does not say whether the frames are of literals only
         serves = LiteralCoders.encodes if direction == ENCODE else LiteralCoders.decodes
-        if self._zstd == NVCOMP or not serves(coder):
-            return False
-        return self._zstd == LITERALS or direction in self._faster or not self._works(NVCOMP, coder)
+        return serves(coder) and not (self._wants_nvcomp(direction) and self._may_use_nvcomp(coder))
+
+    def _wants_nvcomp(self, direction: str) -> bool:
+        return self._zstd == NVCOMP or (self._zstd == "auto" and direction in self._nvcomp_is_faster)
+
+    def _may_use_nvcomp(self, coder: Coder) -> bool:
+        # what is asked for by name is not replaced
+        return self._zstd == NVCOMP or self._works(NVCOMP, coder)
 
     def _of(self, coder: Coder, direction: str) -> SliceCoders | None:
         """Return what codes for a coder; None if nothing on this device may."""
@@ -145,7 +160,8 @@ class DeviceCoders:
             literals = self._working_literals(coder)
             if literals is not None or self._zstd == LITERALS:
                 return literals
-        return self._nvcomp if self._works(NVCOMP, coder) else None
+        is_left_out = direction == ENCODE and isinstance(coder, Zstd) and not self._wants_nvcomp(direction)
+        return self._nvcomp if self._works(NVCOMP, coder) and not is_left_out else None
 
     def _served_by(self, coder: Coder, direction: str) -> SliceCoders:
         found = self._of(coder, direction)
@@ -179,7 +195,7 @@ def _rates() -> dict[str, Any]:
     return rates
 
 
-def faster_literals(gpu: str) -> frozenset[str]:
-    """Return the directions, `"encode"` and `"decode"`, in which our kernels were measured to be faster on a GPU."""
+def faster_nvcomp(gpu: str) -> frozenset[str]:
+    """Return the directions, `"encode"` and `"decode"`, in which nvCOMP was measured to be faster on a GPU."""
     measured = _rates().get(gpu, {})
-    return frozenset(direction for direction, rates in measured.items() if rates["literals"] > rates["nvcomp"])
+    return frozenset(direction for direction, rates in measured.items() if rates["nvcomp"] > rates["literals"])

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from dcp_nvcomp.codecs.base import BLOCK_NBYTES, ELEMENT_TYPES, CodecChain, ElementType
 from dcp_nvcomp.codecs.choose import CodecChooser, sample_nbytes
 from dcp_nvcomp.engines.choice import EngineChoice
-from dcp_nvcomp.engines.cuda.slice_coders import ENCODE
+from dcp_nvcomp.engines.cuda.coders import ENCODE
 from dcp_nvcomp.engines.tensors import (
     HostArray,
     dtype_name,

@@ -51,33 +51,13 @@ __device__ void make_table(Decoder &decoder) {
 }
 
 // ---- streams --------------------------------------------------------------------------------------------------------
+//
+// A lane decodes a stream, which takes as many steps as it has codes, each of which needs the one before. What a step
+// takes is what decoding takes, so nothing in it waits for device memory: all lanes of the warp bring words of the
+// streams into shared memory, FETCHED of each at a time, while those that came before are decoded. (With a lane that
+// reads its own words a step takes as long as a read: when one lane waits, all do. That was 14 times as slow on an H100.)
 
-// The bits of a stream, the last ones first: a window of two words, moved on by one when only one of them is left.
-struct BitReader {
-    const u32 *words; // from where positions count
-    u64 window;       // words `low` and `low` + 1
-    int at, low;      // all bits from `at` on are read
-    u32 next;         // the word below, asked for long before it is needed
-
-    __device__ BitReader(const u8 *frame, const u8 *end, u8 last) {
-        words = (const u32 *)((u64)frame / 4 * 4);
-        at = (int)(8 * (u32)(end - 1 - (const u8 *)words) + highest_bit(last));
-        low = at / 32 - 1;
-        window = (u64)words[low + 1] << 32 | word(low);
-        next = word(low - 1);
-    }
-    __device__ u32 word(int number) const { return number >= 0 ? words[number] : 0; }
-    // The bits that come next; zeros before the frame's beginning. count: at most 32.
-    __device__ u32 peek(u32 count) const { return (u32)(window >> (at - (int)count - 32 * low)) & low_bits(count); }
-    __device__ void skip(u32 count) {
-        at -= (int)count;
-        if (at <= 32 * low + 32) {
-            --low;
-            window = window << 32 | next;
-            next = word(low - 1);
-        }
-    }
-};
+const u32 ROUND_STEPS = 64 / MAX_LENGTH, ROUND_SYMBOLS = 3 * ROUND_STEPS; // what 64 bits are enough for
 
 // Bytes to memory, 8 at a time.
 struct ByteWriter {
@@ -106,31 +86,104 @@ struct ByteWriter {
     }
 };
 
-// Decodes a stream of a frame; false if it does not end where it should.
-__device__ bool decode_stream(const Decoder &decoder, const u8 *frame, u32 begin, u32 end, u8 *out, u32 left) {
-    const u8 last = frame[end - 1];
-    if (last == 0) return false;
-    BitReader reader(frame, frame + end, last);
-    ByteWriter writer(out);
-    while (left > 0) {
-        const u32 entry = decoder.table[reader.peek(TABLE_LOG)];
-        u32 count = entry >> COUNT_AT, length = entry >> LENGTH_AT & 15, symbols = entry & low_bits(LENGTH_AT);
-        if (count == 0) {
-            count = 1;
-            length = MAX_LENGTH;
-            symbols = symbols >> 8 * (reader.peek(MAX_LENGTH) & 1) & 0xFF;
-        } else if (count > left) { // what follows the last symbol is not this stream's
-            count = left;
-            symbols &= low_bits(8 * count);
-            length = 0;
-            for (u32 i = 0; i < count; ++i) length += decoder.longest + 1 - decoder.weights[symbols >> 8 * i & 0xFF];
-        }
-        writer.put(symbols, count);
-        reader.skip(length);
-        left -= count;
+// What a table tells from the next bits: symbols, how many, and the length of their codes.
+struct Step { u32 symbols, count, length; };
+
+// bits: the next ones, from the highest of the 64.
+__device__ Step next_step(const Decoder &decoder, u64 bits) {
+    const u32 entry = decoder.table[bits >> (64 - TABLE_LOG)];
+    const Step found = {entry & low_bits(LENGTH_AT), entry >> COUNT_AT, entry >> LENGTH_AT & 15};
+    if (found.count) return found;
+    return {found.symbols >> 8 * (bits >> (64 - MAX_LENGTH) & 1) & 0xFF, 1, MAX_LENGTH};
+}
+
+// One stream while it is decoded, the last bits first. Positions of bits count from the multiple of 4 at or before the
+// frame; a stream that is corrupt may reach beyond it, where zeros are read.
+struct Stream {
+    const u32 *words;
+    int at;           // all bits from here on are read
+    u32 left;         // how many symbols are to come
+    ByteWriter writer;
+
+    __device__ u32 word(int number) const { return number >= 0 ? words[number] : 0; }
+
+    // 64 bits, of which the highest comes next, from words of the numbers at / 32 - 2 to at / 32.
+    __device__ u64 joined(u32 low, u32 middle, u32 high) const {
+        const u32 shift = at & 31;
+        return ((u64)middle << 32 | low) >> shift | (u64)high << 32 << (32 - shift);
     }
-    writer.put_bytes(writer.held);
-    return reader.at == (int)(8 * (u32)(frame + begin - (const u8 *)reader.words));
+    __device__ int lowest() const { return (at - 64) >> 5; } // word of those 64 bits
+
+    // As many steps as there are words from `floor` on, and symbols for whole rounds.
+    __device__ void run(const Decoder &decoder, const u32 *kept, int floor) {
+        while (left >= ROUND_SYMBOLS && lowest() >= floor) {
+            const int low = lowest();
+            u64 bits = joined(kept[low & (KEPT - 1)], kept[(low + 1) & (KEPT - 1)], kept[(low + 2) & (KEPT - 1)]);
+            for (u32 i = 0; i < ROUND_STEPS; ++i) {
+                const Step step = next_step(decoder, bits);
+                writer.put(step.symbols, step.count);
+                left -= step.count;
+                at -= (int)step.length;
+                bits <<= step.length;
+            }
+        }
+    }
+
+    // The symbols that are left, some for which it is not worth while to fetch words ahead.
+    __device__ void finish(const Decoder &decoder) {
+        while (left > 0) {
+            const int low = lowest();
+            Step step = next_step(decoder, joined(word(low), word(low + 1), word(low + 2)));
+            if (step.count > left) { // what follows the last symbol is not this stream's
+                step.count = left;
+                step.symbols &= low_bits(8 * left);
+                step.length = 0;
+                for (u32 i = 0; i < left; ++i)
+                    step.length += decoder.longest + 1 - decoder.weights[step.symbols >> 8 * i & 0xFF];
+            }
+            writer.put(step.symbols, step.count);
+            left -= step.count;
+            at -= (int)step.length;
+        }
+        writer.put_bytes(writer.held);
+    }
+};
+
+// Decodes the streams of a block; false if one of them does not end where it should. By one warp.
+__device__ bool decode_streams(Decoder &decoder, const FrameRow &row) {
+    const u32 lane = lane_number(), own = lane % STREAMS;
+    const u8 *frame = (const u8 *)row.frame;
+    const u32 before = (u32)(row.frame % 4), quarter = (decoder.block_nbytes + 3) / 4;
+    const u32 begin = decoder.stream_at[own], end = decoder.stream_at[own + 1];
+    const u8 last = frame[end - 1]; // its highest bit marks the stream's end
+    u8 *out = (u8 *)row.data + decoder.block_at + own * quarter;
+    Stream stream = {(const u32 *)(frame - before), (int)(8 * (before + end - 1) + highest_bit(last)),
+                     own < 3 ? quarter : decoder.block_nbytes - 3 * quarter, ByteWriter(out)};
+    const bool is_lane_of_stream = lane < STREAMS, is_marked = last != 0;
+    if (!is_marked) stream.left = 0;
+    // of each stream the words from `floors` on are kept, KEPT of them; what is fetched next lies below
+    int floors[STREAMS];
+    for (u32 i = 0; i < STREAMS; ++i) {
+        floors[i] = __shfl_sync(ALL_LANES, stream.at / 32 + 1, i) - (int)KEPT;
+        for (int number = floors[i] + (int)lane; number < floors[i] + (int)KEPT; number += WARP)
+            decoder.kept[i][number & (KEPT - 1)] = stream.word(number);
+    }
+    const int first_floor = (stream.at / 32 + 1) - (int)KEPT;
+    __syncwarp();
+    for (int done = 0; __ballot_sync(ALL_LANES, is_lane_of_stream && stream.left >= ROUND_SYMBOLS); done += FETCHED) {
+        u32 fetched[STREAMS];
+        for (u32 i = 0; i < STREAMS; ++i) fetched[i] = stream.word(floors[i] - (int)FETCHED + (int)lane);
+        if (is_lane_of_stream) stream.run(decoder, decoder.kept[own], first_floor - done);
+        __syncwarp();
+        for (u32 i = 0; i < STREAMS; ++i) {
+            floors[i] -= FETCHED; // what takes the place of the highest words, which all streams have read
+            decoder.kept[i][(floors[i] + (int)lane) & (KEPT - 1)] = fetched[i];
+        }
+        __syncwarp();
+    }
+    if (is_lane_of_stream && is_marked) stream.finish(decoder);
+    const bool ends = is_marked && stream.at == (int)(8 * (before + begin));
+    return __ballot_sync(ALL_LANES, is_lane_of_stream && !ends) == 0;
 }
 
 // True if a frame begins like one of ours, of a slice of the right length.
@@ -145,28 +198,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_slices(const FrameR
     __shared__ Decoder decoders[SLICES];
     Decoder &own = decoders[warp_number()];
     const u32 number = blockIdx.x * SLICES + warp_number();
+    if (number >= count) return;
+    const FrameRow row = rows[number];
     Progress progress = {FRAME_HEADER_NBYTES, 0};
-    bool is_good = number >= count || has_header(rows[number]), goes_on = number < count && is_good;
-    do {
+    bool is_good = has_header(row), is_last = false;
+    while (is_good && !is_last) {
         if (lane_number() == 0) own.ready = 0; // the other lanes read it behind the next __syncwarp
-        if (goes_on) {
-            bool is_last;
-            is_good = read_block(rows[number], progress, is_last, own);
-            goes_on = is_good && !is_last;
-        }
+        is_good = read_block(row, progress, is_last, own);
         __syncwarp();
-        if (own.ready) make_table(own);
-        __syncthreads();
-        const Decoder &decoder = decoders[threadIdx.x / 4 % SLICES];
-        if (threadIdx.x < 4 * SLICES && decoder.ready) {
-            const u32 place = blockIdx.x * SLICES + threadIdx.x / 4, stream = threadIdx.x % 4;
-            const FrameRow row = rows[place];
-            const u32 quarter = (decoder.block_nbytes + 3) / 4, first = stream * quarter;
-            if (!decode_stream(decoder, (const u8 *)row.frame, decoder.stream_at[stream], decoder.stream_at[stream + 1],
-                               (u8 *)row.data + decoder.block_at + first,
-                               stream < 3 ? quarter : decoder.block_nbytes - first))
-                atomicOr(&corrupt[place], 1u);
+        if (is_good && own.ready) {
+            make_table(own);
+            is_good = decode_streams(own, row);
         }
-    } while (__syncthreads_or(goes_on));
+        __syncwarp(); // the next block's beginning takes the place of the table
+    }
     if (!is_good && lane_number() == 0) corrupt[number] = 1;
 }

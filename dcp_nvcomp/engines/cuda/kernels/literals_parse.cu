@@ -3,12 +3,12 @@
 // read, and nothing outside of slices written, whatever the frames contain: all lengths are checked before they are
 // used.
 //
-// A thread block takes SLICES slices. A warp each reads the headers of a slice's next block (this file) and makes a
-// table, which tells up to three symbols from ten bits; then one warp decodes all streams, one in each lane
-// (literals_decode.cu).
+// A thread block takes SLICES slices, a warp each, which have nothing to do with each other. A warp reads the headers of
+// the slice's next block (this file), makes a table, which tells up to three symbols from ten bits, and decodes the
+// streams, one in each of its first lanes (literals_decode.cu).
 
-const u32 SLICES = WARPS;
-static_assert(4 * SLICES == WARP, "a lane for each stream");
+const u32 SLICES = WARPS, STREAMS = 4;
+const u32 FETCHED = WARP, KEPT = 2 * FETCHED; // words of each stream, see literals_decode.cu
 
 struct FrameRow {
     u64 frame;        // address, any alignment; readable from the multiple of 4 before it to that after its end
@@ -27,6 +27,7 @@ const u32 MAX_BEGINNING = BLOCK_HEADER_NBYTES + 5 + 1 + 127 + JUMP_TABLE_NBYTES;
 // is the symbol if it is 0, the next one if it is 1.
 struct Decoder {
     u32 table[TABLE_ENTRIES]; // before it is made, its room is that of Preparation
+    u32 kept[STREAMS][KEPT];  // words that are decoded next, by their number modulo KEPT
     u8 weights[SYMBOLS];
     u32 longest;              // length of a code
     u32 stream_at[5];         // in the frame: where each stream begins, and where the last one ends
