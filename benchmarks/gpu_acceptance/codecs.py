@@ -36,9 +36,11 @@ _ANS_WIDTHS = {"|u1": 2, "<f2": 2, "<f4": 4}
 
 def probes(host: Host) -> Iterator[Probe]:
     device = cache(host.device)
-    engine = cache(lambda: host.engine(device(), host.pick(4096, 32) * MIB))
+    engine = cache(lambda zstd="nvcomp": host.engine(device(), host.pick(4096, 32) * MIB, zstd=zstd))
     for chain in _chains(host):
         yield _name(chain), partial(_both_ways, host, engine, chain)
+        if getattr(chain.coder, "literals_only", False) and isinstance(chain.coder, Zstd):
+            yield f"{_name(chain)}, our kernels", partial(_both_ways, host, partial(engine, "literals"), chain)
     for data_type in _ANS_WIDTHS:
         yield f"ans {data_type}", partial(_ans, host, lambda: str(device().nvcomp.__version__), engine, data_type)
 

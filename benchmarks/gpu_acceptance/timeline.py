@@ -20,6 +20,7 @@ from benchmarks.gpu_acceptance.host import MIB, Host
 from benchmarks.gpu_acceptance.made import made_state
 from benchmarks.gpu_codecs import EngineWork
 from benchmarks.gpu_device import host_memory
+from benchmarks.measuring import invocation, machine, versions
 from benchmarks.states import nbytes_of
 from dcp_nvcomp.engines.cuda.engine import EnginePolicy
 
@@ -88,7 +89,8 @@ def main() -> None:
     nbytes = nbytes_of(state)
     arena = host_memory(nbytes * 5 // 4 + 64 * MIB, host.torch_device)
     options.out.mkdir(parents=True, exist_ok=True)
-    found: dict[str, Any] = {"nbytes": nbytes, "stand_in": host.stand_in, "rows": {}}
+    found: dict[str, Any] = {"quick": host.stand_in, **invocation([]), "machine": machine(), "versions": versions()}
+    found |= {"nbytes": nbytes, "stand_in": host.stand_in, "rows": {}}
     for zstd in ("literals", "nvcomp"):
         policy = EnginePolicy(host.pick(4096, 64) * MIB, zstd=zstd)
         work = EngineWork(state, "auto", host.device(), host.pick(160, 1) * MIB, arena, policy)

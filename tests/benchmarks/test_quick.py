@@ -34,6 +34,7 @@ from dcp_nvcomp.engines.cuda.support import cuda_unavailable_reason
 
 from ..engines.kernels_on_cpu import ReferenceKernels
 from ..engines.nvcomp_stand_in import StandInDevice
+from ..engines.reference_literals import ReferenceLiterals
 
 ROOT = Path(__file__).parents[2]
 REASON = cuda_unavailable_reason()
@@ -229,7 +230,7 @@ def test_slices(tmp_path: Path) -> None:
 @pytest.mark.tools
 def test_gpu_measurements_on_a_stand_in(tmp_path: Path) -> None:
     """All that does not need the GPU itself: blocks, batches, arenas, sums."""
-    device = StandInDevice(ReferenceKernels())
+    device = StandInDevice(ReferenceKernels(), literals=ReferenceLiterals())
     report = Report("gpu", Settings(quick=True, nbytes=3 << 20))
     gpu_codecs.codecs(report, device, names=("auto", "ans"))
     gpu_codecs.staging(report, device, names=("auto",))
