@@ -36,6 +36,8 @@ import warnings
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NoResultYet
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -56,6 +58,7 @@ _USUAL_LIMIT: Final = timedelta(minutes=30)  # torch's own
 _REMEMBERED: Final = 4  # calls of a rank: its latest may be one that it made after it waited in vain, too
 _NAMED: Final = 8
 _PAUSE_SECONDS: Final = 0.05
+_MOST_LIMITS: Final = 2  # torch waits for several things one after the other when it makes a group
 
 _Called = tuple[str, int, str]  # the group's name, the number of the call in it, the call
 
@@ -362,10 +365,27 @@ def _made(ranks: Sequence[int], count: int, offers: Sequence[Offer], limit: time
 
 
 def _new_group(ranks: list[int] | None, limit: timedelta) -> dist.ProcessGroup:
-    made: dist.ProcessGroup = dist.new_group(
-        ranks, backend="gloo", timeout=limit, use_local_synchronization=ranks is not None
-    )
-    return made
+    """Make a group; RuntimeError if torch does not return: where a rank dies meanwhile, it may wait without a limit.
+
+    Hence the thread, which stays where it is then (gloo of torch 2.13).
+    """
+    made: Future[dist.ProcessGroup] = Future()
+
+    def make() -> None:
+        try:
+            is_of_some = ranks is not None
+            made.set_result(dist.new_group(ranks, backend="gloo", timeout=limit, use_local_synchronization=is_of_some))
+        except BaseException as error:
+            made.set_exception(error)
+
+    threading.Thread(target=make, name="dcp-new-group", daemon=True).start()
+    seconds = _MOST_LIMITS * limit.total_seconds()
+    try:
+        return made.result(seconds)
+    except NoResultYet:
+        if made.done():  # just now, or it is torch's own error
+            return made.result()
+        raise RuntimeError(f"torch made no process group in {seconds:.0f} s.") from None
 
 
 class _NamedRank(int):

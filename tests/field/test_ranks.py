@@ -6,6 +6,7 @@ did call has an error of ours that names the ranks that did not, or what differs
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from dcp_nvcomp import CheckpointManager, NvcompWriter, async_save, load, save
 from dcp_nvcomp.calls.ranks import Arrival, Call
-from dcp_nvcomp.errors import ConfigurationError, RanksDifferError
+from dcp_nvcomp.errors import ConfigurationError, RankFailedError, RanksDifferError
 from tests.distributed.launch import RankPool
 from tests.states import State
 
@@ -450,3 +451,20 @@ def test_a_rank_whose_process_ends_is_not_said_to_be_late(ranks: RankPool, tmp_p
     assert "Rank 1 did not call save within " in said
     assert "s, when the connection to a rank was closed, as it is when a process ends or gives up" in said
     assert "0 s" not in said
+
+
+def _torch_waits_for_good(place: Path) -> str:
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=1))
+    forever = threading.Event()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", lambda *ranks, **options: forever.wait())
+        with pytest.raises(RankFailedError) as raised:
+            async_save(_state(), place / "a", process_group=group)
+        forever.set()
+    return str(raised.value)
+
+
+def test_a_group_that_torch_never_makes(ranks: RankPool, tmp_path: Path) -> None:
+    """As when a rank is killed while it is made: torch 2.13 may not return from that, whatever its limit."""
+    for message in ranks.run(_torch_waits_for_good, tmp_path, world_size=2):
+        assert "torch made no process group in 2 s" in message
