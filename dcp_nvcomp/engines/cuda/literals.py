@@ -34,7 +34,7 @@ PLAN_NBYTES: Final = 1220  # literals_encode.cu does not compile with any other
 LITERALS_OPTIONS: Final = (*KERNEL_OPTIONS, f"-DPLAN_NBYTES={PLAN_NBYTES}")
 
 MAX_SLICE_NBYTES: Final = 128 << 10  # a block of zstd's, and a frame is one
-_SLICES_PER_BLOCK = 8  # of decode_slices
+_SLICES_PER_BLOCK = 4  # of decode_slices
 
 
 class LiteralKernels:

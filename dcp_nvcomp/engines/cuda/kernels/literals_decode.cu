@@ -53,38 +53,13 @@ __device__ void make_table(Decoder &decoder) {
 // ---- streams --------------------------------------------------------------------------------------------------------
 //
 // A lane decodes a stream, which takes as many steps as it has codes, each of which needs the one before. What a step
-// takes is what decoding takes, so nothing in it waits for device memory: all lanes of the warp bring words of the
-// streams into shared memory, FETCHED of each at a time, while those that came before are decoded. (With a lane that
-// reads its own words a step takes as long as a read: when one lane waits, all do. That was 14 times as slow on an H100.)
+// takes is what decoding takes, so it touches nothing but registers and shared memory: all lanes of the warp bring words
+// of the streams there, FETCHED of each at a time, while those that came before are decoded, and take what was decoded
+// to the slice. (With a lane that reads its own words a step takes as long as a read: when one lane waits, all do.)
 
 const u32 ROUND_STEPS = 64 / MAX_LENGTH, ROUND_SYMBOLS = 3 * ROUND_STEPS; // what 64 bits are enough for
-
-// Bytes to memory, 8 at a time.
-struct ByteWriter {
-    u64 *words;
-    u64 bytes;
-    u32 held, skipped; // how many bytes of the word at `words` are there; the first ones that are not ours
-
-    __device__ explicit ByteWriter(u8 *out) {
-        held = skipped = (u32)((u64)out % 8);
-        words = (u64 *)(out - held);
-        bytes = 0;
-    }
-    __device__ void put(u32 more, u32 count) { // at most 3, and zeros above them
-        bytes |= (u64)more << 8 * held;
-        held += count;
-        if (held < 8) return;
-        if (skipped) put_bytes(8);
-        else *words = bytes;
-        ++words;
-        held -= 8;
-        skipped = 0;
-        bytes = held ? more >> 8 * (count - held) : 0;
-    }
-    __device__ void put_bytes(u32 end) {
-        for (u32 i = skipped; i < end; ++i) ((u8 *)words)[i] = (u8)(bytes >> 8 * i);
-    }
-};
+static_assert(DECODED_NBYTES % 16 == 0 && DECODED_NBYTES >= 16 + 32 * FETCHED + 64 + ROUND_SYMBOLS + 2,
+              "what was left, and the symbols of one bit each of a turn, of which a step writes two more");
 
 // What a table tells from the next bits: symbols, how many, and the length of their codes.
 struct Step { u32 symbols, count, length; };
@@ -103,7 +78,10 @@ struct Stream {
     const u32 *words;
     int at;           // all bits from here on are read
     u32 left;         // how many symbols are to come
-    ByteWriter writer;
+    u8 *decoded;      // those that are not in the slice yet
+    u32 filled;       // how many
+    u32 skipped;      // the first ones that are not this stream's
+    u64 out;          // where they go, a multiple of 16
 
     __device__ u32 word(int number) const { return number >= 0 ? words[number] : 0; }
 
@@ -114,6 +92,17 @@ struct Stream {
     }
     __device__ int lowest() const { return (at - 64) >> 5; } // word of those 64 bits
 
+    // Writes three symbols, of which those that are too many are written over.
+    __device__ void put(const Step &step) {
+        u8 *to = decoded + filled;
+        to[0] = (u8)step.symbols;
+        to[1] = (u8)(step.symbols >> 8);
+        to[2] = (u8)(step.symbols >> 16);
+        filled += step.count;
+        left -= step.count;
+        at -= (int)step.length;
+    }
+
     // As many steps as there are words from `floor` on, and symbols for whole rounds.
     __device__ void run(const Decoder &decoder, const u32 *kept, int floor) {
         while (left >= ROUND_SYMBOLS && lowest() >= floor) {
@@ -121,9 +110,7 @@ struct Stream {
             u64 bits = joined(kept[low & (KEPT - 1)], kept[(low + 1) & (KEPT - 1)], kept[(low + 2) & (KEPT - 1)]);
             for (u32 i = 0; i < ROUND_STEPS; ++i) {
                 const Step step = next_step(decoder, bits);
-                writer.put(step.symbols, step.count);
-                left -= step.count;
-                at -= (int)step.length;
+                put(step);
                 bits <<= step.length;
             }
         }
@@ -136,18 +123,36 @@ struct Stream {
             Step step = next_step(decoder, joined(word(low), word(low + 1), word(low + 2)));
             if (step.count > left) { // what follows the last symbol is not this stream's
                 step.count = left;
-                step.symbols &= low_bits(8 * left);
                 step.length = 0;
                 for (u32 i = 0; i < left; ++i)
                     step.length += decoder.longest + 1 - decoder.weights[step.symbols >> 8 * i & 0xFF];
             }
-            writer.put(step.symbols, step.count);
-            left -= step.count;
-            at -= (int)step.length;
+            put(step);
         }
-        writer.put_bytes(writer.held);
     }
 };
+
+// Takes what streams decoded to the slice, whole words of 16 bytes, at the end all. By one warp.
+__device__ void take_out(Decoder &decoder, Stream &stream, bool is_end) {
+    const u32 lane = lane_number();
+    __syncwarp();
+    for (u32 i = 0; i < STREAMS; ++i) {
+        const u32 filled = __shfl_sync(ALL_LANES, stream.filled, i), skipped = __shfl_sync(ALL_LANES, stream.skipped, i);
+        u8 *decoded = decoder.decoded[i], *out = (u8 *)__shfl_sync(ALL_LANES, stream.out, i);
+        const u32 words = filled / 16, rest = filled % 16;
+        const u32 begin = skipped && words ? 1 : 0; // the first word is not all its own
+        for (u32 at = begin + lane; at < words; at += WARP) ((Words *)out)[at] = ((const Words *)decoded)[at];
+        if (begin && lane >= skipped && lane < 16) out[lane] = decoded[lane];
+        const u8 byte = decoded[16 * words + lane % 16];
+        if (is_end && lane < rest && (words || lane >= skipped)) out[16 * words + lane] = byte;
+        __syncwarp();
+        if (lane < rest) decoded[lane] = byte; // to the beginning
+    }
+    stream.out += stream.filled / 16 * 16;
+    if (stream.filled >= 16) stream.skipped = 0;
+    stream.filled %= 16;
+    __syncwarp();
+}
 
 // Decodes the streams of a block; false if one of them does not end where it should. By one warp.
 __device__ bool decode_streams(Decoder &decoder, const FrameRow &row) {
@@ -156,32 +161,33 @@ __device__ bool decode_streams(Decoder &decoder, const FrameRow &row) {
     const u32 before = (u32)(row.frame % 4), quarter = (decoder.block_nbytes + 3) / 4;
     const u32 begin = decoder.stream_at[own], end = decoder.stream_at[own + 1];
     const u8 last = frame[end - 1]; // its highest bit marks the stream's end
-    u8 *out = (u8 *)row.data + decoder.block_at + own * quarter;
-    Stream stream = {(const u32 *)(frame - before), (int)(8 * (before + end - 1) + highest_bit(last)),
-                     own < 3 ? quarter : decoder.block_nbytes - 3 * quarter, ByteWriter(out)};
+    const u64 out = row.data + decoder.block_at + own * quarter;
     const bool is_lane_of_stream = lane < STREAMS, is_marked = last != 0;
-    if (!is_marked) stream.left = 0;
-    // of each stream the words from `floors` on are kept, KEPT of them; what is fetched next lies below
-    int floors[STREAMS];
+    Stream stream = {(const u32 *)(frame - before), (int)(8 * (before + end - 1) + highest_bit(last)), 0,
+                     decoder.decoded[own], (u32)(out % 16), (u32)(out % 16), out / 16 * 16};
+    if (is_marked) stream.left = own < 3 ? quarter : decoder.block_nbytes - 3 * quarter;
+    // Words from `floor` on are kept; what is fetched next lies below. A turn ends where a step would need a word from
+    // there, when the two words above `floor` are still needed.
+    int floor = stream.at / 32 + 1 - (int)FETCHED - 2;
     for (u32 i = 0; i < STREAMS; ++i) {
-        floors[i] = __shfl_sync(ALL_LANES, stream.at / 32 + 1, i) - (int)KEPT;
-        for (int number = floors[i] + (int)lane; number < floors[i] + (int)KEPT; number += WARP)
-            decoder.kept[i][number & (KEPT - 1)] = stream.word(number);
+        const int first = __shfl_sync(ALL_LANES, floor, i);
+        for (u32 at = lane; at < FETCHED + 2; at += WARP)
+            decoder.kept[i][(first + (int)at) & (KEPT - 1)] = stream.word(first + (int)at);
     }
-    const int first_floor = (stream.at / 32 + 1) - (int)KEPT;
     __syncwarp();
-    for (int done = 0; __ballot_sync(ALL_LANES, is_lane_of_stream && stream.left >= ROUND_SYMBOLS); done += FETCHED) {
+    while (__ballot_sync(ALL_LANES, is_lane_of_stream && stream.left >= ROUND_SYMBOLS)) {
         u32 fetched[STREAMS];
-        for (u32 i = 0; i < STREAMS; ++i) fetched[i] = stream.word(floors[i] - (int)FETCHED + (int)lane);
-        if (is_lane_of_stream) stream.run(decoder, decoder.kept[own], first_floor - done);
-        __syncwarp();
-        for (u32 i = 0; i < STREAMS; ++i) {
-            floors[i] -= FETCHED; // what takes the place of the highest words, which all streams have read
-            decoder.kept[i][(floors[i] + (int)lane) & (KEPT - 1)] = fetched[i];
-        }
+        for (u32 i = 0; i < STREAMS; ++i)
+            fetched[i] = stream.word(__shfl_sync(ALL_LANES, floor, i) - (int)FETCHED + (int)lane);
+        if (is_lane_of_stream) stream.run(decoder, decoder.kept[own], floor);
+        take_out(decoder, stream, false);
+        floor -= FETCHED; // what takes the place of the highest words, which all streams have read
+        for (u32 i = 0; i < STREAMS; ++i)
+            decoder.kept[i][(__shfl_sync(ALL_LANES, floor, i) + (int)lane) & (KEPT - 1)] = fetched[i];
         __syncwarp();
     }
-    if (is_lane_of_stream && is_marked) stream.finish(decoder);
+    if (is_lane_of_stream) stream.finish(decoder);
+    take_out(decoder, stream, true);
     const bool ends = is_marked && stream.at == (int)(8 * (before + begin));
     return __ballot_sync(ALL_LANES, is_lane_of_stream && !ends) == 0;
 }
@@ -196,9 +202,9 @@ __device__ bool has_header(const FrameRow &row) {
 // Decodes frames. corrupt: zeros; becomes 1 for each frame that was not decoded.
 extern "C" __global__ void __launch_bounds__(THREADS) decode_slices(const FrameRow *rows, u64 count, u32 *corrupt) {
     __shared__ Decoder decoders[SLICES];
-    Decoder &own = decoders[warp_number()];
     const u32 number = blockIdx.x * SLICES + warp_number();
-    if (number >= count) return;
+    if (warp_number() >= SLICES || number >= count) return; // shared memory is for half of the warps
+    Decoder &own = decoders[warp_number()];
     const FrameRow row = rows[number];
     Progress progress = {FRAME_HEADER_NBYTES, 0};
     bool is_good = has_header(row), is_last = false;

@@ -7,8 +7,9 @@
 // the slice's next block (this file), makes a table, which tells up to three symbols from ten bits, and decodes the
 // streams, one in each of its first lanes (literals_decode.cu).
 
-const u32 SLICES = WARPS, STREAMS = 4;
-const u32 FETCHED = WARP, KEPT = 2 * FETCHED; // words of each stream, see literals_decode.cu
+const u32 SLICES = WARPS / 2, STREAMS = 4;
+// Of each stream, see literals_decode.cu: words that are fetched together and that are kept, and room for symbols.
+const u32 FETCHED = WARP, KEPT = 2 * FETCHED, DECODED_NBYTES = 1136;
 
 struct FrameRow {
     u64 frame;        // address, any alignment; readable from the multiple of 4 before it to that after its end
@@ -27,6 +28,7 @@ const u32 MAX_BEGINNING = BLOCK_HEADER_NBYTES + 5 + 1 + 127 + JUMP_TABLE_NBYTES;
 // is the symbol if it is 0, the next one if it is 1.
 struct Decoder {
     u32 table[TABLE_ENTRIES]; // before it is made, its room is that of Preparation
+    alignas(16) u8 decoded[STREAMS][DECODED_NBYTES]; // symbols that are not in the slice yet
     u32 kept[STREAMS][KEPT];  // words that are decoded next, by their number modulo KEPT
     u8 weights[SYMBOLS];
     u32 longest;              // length of a code
