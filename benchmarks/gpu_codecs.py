@@ -73,7 +73,7 @@ def _batches(blocks: Iterable[tuple[EncodeJob, torch.Tensor]], batch_nbytes: int
     yield _Batch(jobs, outs)
 
 
-class _Metered(CudaEngine):
+class Metered(CudaEngine):
     """An engine on a `Meter`, with which nothing arrives on the host: what should have arrived is not compared."""
 
     def set_policy(self, policy: EnginePolicy) -> None:
@@ -119,7 +119,7 @@ class EngineWork:
             for backend in with_siblings(device, ENGINES_PER_DEVICE)
         ]
         self._engine = CudaEngine(device.torch_device, policy, backend=device)
-        self._metered = _Metered(device.torch_device, policy, backend=self.meter)
+        self._metered = Metered(device.torch_device, policy, backend=self.meter)
         self._out = {name: torch.empty_like(tensor).fill_(0) for name, tensor in state.items()}
         blocks = (
             block

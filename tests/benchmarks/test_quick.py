@@ -20,7 +20,7 @@ import torch
 import zstandard
 from rich.console import Console
 
-from benchmarks import gpu_checkpoints, gpu_codecs, slices, torch_checkpointing_peer
+from benchmarks import gpu_checkpoints, gpu_codecs, gpu_host, slices, torch_checkpointing_peer
 from benchmarks.__main__ import run_suite
 from benchmarks.asynchronous import CONTENDERS
 from benchmarks.auto_states import auto_states
@@ -374,3 +374,10 @@ def test_a_limited_file_keeps_to_its_rate_and_counts(tmp_path: Path) -> None:
     assert counts.writing.passed_nbytes == nbytes == (tmp_path / "file").stat().st_size
     assert filesystem.cat_file(f"limited://{tmp_path}/file", 100, 300) == bytes(200)
     assert 200 <= counts.reading.passed_nbytes < 1 << 20
+
+
+@pytest.mark.tools
+def test_the_host_beside_a_null_device() -> None:
+    """What is encoded and decoded on it are whole batches, whose addresses are real."""
+    found = gpu_host.measured(32 << 20, 1)
+    assert set(found) == {"encode", "decode"} and all(milliseconds > 0 for milliseconds in found.values())

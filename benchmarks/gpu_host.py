@@ -1,0 +1,166 @@
+"""What the host does for a batch on a GPU: an engine on a null device, whose kernels and copies do nothing.
+
+    python -m benchmarks.gpu_host [--profile]
+
+Addresses, tables and batches are those of a real engine with our own kernels; what is left is the time of Python. It is
+given as processor time of the thread, so that a busy machine does not count. A model, not a measurement of a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import ctypes
+import pstats
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_codecs import Metered
+from dcp_nvcomp.codecs import CodecChain, Planes, Zstd
+from dcp_nvcomp.engines.cuda.arena import Arena, NvcompMemory
+from dcp_nvcomp.engines.cuda.batches import RowTable
+from dcp_nvcomp.engines.cuda.device import Launch
+from dcp_nvcomp.engines.cuda.engine import DecodeJob, EncodeJob, EnginePolicy
+
+__all__ = ["NullDevice", "main", "measured"]
+
+MIB = 1 << 20
+_FRAME_SHARE = 0.35
+
+
+class _NullKernels:
+    """Kernels that leave everything as it is: CRCs are zero, which is what decoding compares with."""
+
+    def inspect(self, blocks: RowTable, crc: Tensor, seen: Tensor) -> None:
+        pass
+
+    def split(self, blocks: RowTable, seen: Tensor, flags: Tensor) -> None:
+        pass
+
+    def merge(self, blocks: RowTable) -> None:
+        pass
+
+    def copy(self, pieces: RowTable) -> None:
+        pass
+
+
+class NullDevice:
+    """A device on which nothing takes time, but for what the host does."""
+
+    torch_device = torch.device("cpu")
+    name = "null"
+    stream_handle = 1
+
+    def __init__(self) -> None:
+        self.kernels = _NullKernels()
+        self.nvcomp: Any = None
+        # the pages of this memory are never touched
+        self.arena = Arena(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
+        self.nvcomp_memory = NvcompMemory(lambda nbytes, stream: self.arena.take(nbytes))
+
+    @contextmanager
+    def session(self, tensors: Sequence[Tensor], after: Sequence[Any] = ()) -> Iterator[None]:
+        yield
+
+    def current(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def compile(self, sources: Sequence[str], options: Sequence[str], names: Sequence[str]) -> Launch:
+        def launch(name: str, blocks: int, arguments: tuple[int, ...]) -> None:
+            if name == "measure_slices":  # the host reads the lengths
+                nbytes = int(_FRAME_SHARE * 128 * 1024)
+                lengths = np.full(blocks, nbytes, np.int32)
+                ctypes.memmove(arguments[-1], lengths.ctypes.data, lengths.nbytes)
+
+        return launch
+
+    def copy_in(self, host: memoryview, target: Tensor) -> None:
+        pass
+
+    def copy_out(self, source: Tensor, host: memoryview) -> None:
+        pass
+
+
+class _Work:
+    """A batch of bfloat16 weights, and the engine.
+
+    Args:
+        nbytes: how much.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        chain = CodecChain(Planes(2), Zstd(literals_only=True))
+        self._engine = Metered(torch.device("cpu"), EnginePolicy(8 << 30), backend=NullDevice())
+        # tensors of 16 MiB, as of a model
+        self._tensors = [torch.empty(16 * MIB, dtype=torch.uint8) for _ in range(nbytes // (16 * MIB))]
+        self._chain = chain
+        count = nbytes // chain.block_nbytes
+        self._room = memoryview(bytearray(1)) if count == 0 else torch.empty(2 * nbytes, dtype=torch.uint8).numpy().data
+        self._decode_jobs: list[DecodeJob] = []
+
+    def encode(self) -> None:
+        """Encode as a save does: blocks are made of tensors first."""
+        # the one operation of torch that goes over device memory
+        with patch.object(torch.Tensor, "bitwise_not_", lambda tensor: tensor):
+            self._encode()
+
+    def _encode(self) -> None:
+        chain = self._chain
+        blocks = [block for tensor in self._tensors for block in tensor.split(chain.block_nbytes)]
+        encoded = self._engine.encode([EncodeJob((block,), chain) for block in blocks], self._room)
+        if not self._decode_jobs:
+            jobs = zip(encoded, blocks, strict=True)
+            self._decode_jobs = [DecodeJob(one.data, one.row, chain, block) for one, block in jobs]
+
+    def decode(self) -> None:
+        """Decode, but for what is looked at on the host before: the frames are none."""
+        self._engine._decode_served(self._decode_jobs, "stored")
+
+
+def measured(nbytes: int, repeats: int) -> dict[str, float]:
+    """Return milliseconds of processor time of encoding and of decoding a batch.
+
+    Args:
+        nbytes: the batch's size, a multiple of 16 MiB.
+        repeats: how often; the median counts.
+    """
+    work = _Work(nbytes)
+    return {action: _milliseconds(getattr(work, action), repeats) for action in ("encode", "decode")}
+
+
+def _milliseconds(run: Callable[[], None], repeats: int) -> float:
+    found = []
+    for _ in range(repeats + 1):
+        start = time.thread_time()
+        run()
+        found.append(1e3 * (time.thread_time() - start))
+    return median(found[1:])
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--profile", action="store_true", help="list where the time goes")
+    options = parser.parse_args()
+    for action, milliseconds in measured(256 * MIB, 15).items():
+        print(f"{action}: {milliseconds:.2f} ms of the host for a batch of 256 MiB")
+    if options.profile:
+        work = _Work(256 * MIB)
+        work.encode()
+        for run in (work.encode, work.decode):
+            profile = cProfile.Profile()
+            for _ in range(10):
+                profile.runcall(run)
+            pstats.Stats(profile).sort_stats("tottime").print_stats(22)
+
+
+if __name__ == "__main__":
+    main()
