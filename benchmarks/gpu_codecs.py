@@ -82,8 +82,8 @@ class Metered(CudaEngine):
 
 
 class _Unarrived(BatchEncoder):
-    def _arrived_wrong(self, again: Sequence[DecodeJob], encoded: Sequence[EncodedBlock]) -> list[int]:
-        return []
+    def _arrived_wrong(self, *arrived: object) -> set[int]:
+        return set()
 
 
 class EngineWork:

@@ -1,7 +1,8 @@
 """The layout of a GPU batch: tables of addresses and lengths, built with numpy for many blocks at once.
 
 A block's pieces (codecs/base.py) depend only on the chain, its length and its flags, so a `BlockLayout` is worked out
-once and a batch's tables are those of its blocks joined: no Python runs per slice. Pure: knows no GPU.
+once, and so is a `BatchLayout`, of all blocks of a batch: the batches of a save have few shapes, and the next save has
+the same ones. No Python runs per slice. Pure: knows no GPU.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ THREADS = 256
 TILE_NBYTES = 64 << 10
 
 _MAX_ROW_NBYTES = 1 << 31
+_KEPT_BATCHES = 64
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,66 @@ class Pieces:
     places: I64  # their places in scratch memory, relative to their block's
 
 
-def join_pieces(layouts: Sequence[BlockLayout]) -> Pieces:
+@dataclass(frozen=True, eq=False)
+class BatchLayout:
+    """The layouts of a batch's blocks, joined."""
+
+    chains: tuple[CodecChain, ...]  # of each block, as is all that follows
+    nbytes: I64
+    flags: I64
+    is_plain: npt.NDArray[np.bool_]  # True if it is not split into planes
+    widths: I64  # see `split_width`
+    planes: I64  # three columns, see `BlockLayout`
+    first_pieces: I64  # likewise
+    scratch_nbytes: I64
+    scratch_starts: I64  # one more at the end
+    pieces: Pieces
+    coders: dict[Coder, int]  # with a number each
+    coder_of_piece: I64  # the number of its block's coder; -1 without one
+    slice_bounds: list[int]  # of each block, its first slice; one more at the end
+
+
+class BatchLayouts:
+    """Layouts of batches, remembered."""
+
+    def __init__(self, *, every_plane: bool) -> None:
+        self._blocks = Layouts(every_plane=every_plane)
+        self._batches: dict[tuple[tuple[int, ...], bytes, bytes], BatchLayout] = {}
+
+    def get(self, chains: Sequence[CodecChain], nbytes: I64, flags: I64) -> BatchLayout:
+        """Return the layout of a batch of blocks of these lengths with these flags."""
+        key = tuple(map(id, chains)), nbytes.tobytes(), flags.tobytes()
+        found = self._batches.get(key)
+        if found is None:
+            if len(self._batches) >= _KEPT_BATCHES:
+                self._batches.clear()
+            found = self._batches[key] = self._joined(tuple(chains), nbytes, flags)
+        return found
+
+    def _joined(self, chains: tuple[CodecChain, ...], nbytes: I64, flags: I64) -> BatchLayout:
+        layouts = [self._blocks.get(*row) for row in zip(chains, nbytes.tolist(), flags.tolist(), strict=True)]
+        pieces = _join_pieces(layouts)
+        coders, coder_of_block = _number_coders(chains)
+        scratch_nbytes = np.array([layout.scratch_nbytes for layout in layouts], np.int64)
+        slices = np.array([len(layout.slice_nbytes) for layout in layouts], np.int64)
+        return BatchLayout(
+            chains=chains,
+            nbytes=nbytes,
+            flags=flags,
+            is_plain=np.array([chain.array_to_bytes.is_plain for chain in chains], np.bool_),
+            widths=np.array([split_width(chain.array_to_bytes) for chain in chains], np.int64),
+            planes=np.array([layout.planes for layout in layouts], np.int64).reshape(-1, 3),
+            first_pieces=np.array([layout.first_pieces for layout in layouts], np.int64).reshape(-1, 3),
+            scratch_nbytes=scratch_nbytes,
+            scratch_starts=starts_of(scratch_nbytes),
+            pieces=pieces,
+            coders=coders,
+            coder_of_piece=coder_of_block[pieces.block],
+            slice_bounds=starts_of(slices).tolist(),
+        )
+
+
+def _join_pieces(layouts: Sequence[BlockLayout]) -> Pieces:
     """Return the pieces of several blocks, one block after the other."""
     counts = np.array([layout.lengths.size for layout in layouts], np.int64)
     return Pieces(
@@ -154,7 +215,7 @@ def join_pieces(layouts: Sequence[BlockLayout]) -> Pieces:
     )
 
 
-def number_coders(chains: Sequence[CodecChain]) -> tuple[dict[Coder, int], I64]:
+def _number_coders(chains: Sequence[CodecChain]) -> tuple[dict[Coder, int], I64]:
     """Return the coders of a batch with a number each, and of each chain its coder's number; -1 for one without."""
     coders: dict[Coder, int] = {}
     known: dict[int, int] = {}

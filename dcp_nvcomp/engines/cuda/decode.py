@@ -25,13 +25,12 @@ from torch import Tensor
 from dcp_nvcomp.codecs.base import BlockRow, CodecChain, checksum, padded
 from dcp_nvcomp.engines.cuda.batches import (
     I64,
-    BlockLayout,
+    BatchLayout,
+    BatchLayouts,
     Layouts,
     Pieces,
     block_table,
     copy_table,
-    join_pieces,
-    number_coders,
     padded_nbytes,
     split_width,
     starts_of,
@@ -42,6 +41,7 @@ from dcp_nvcomp.engines.cuda.slice_coders import DeviceCoders, SliceDecoding
 from dcp_nvcomp.errors import CorruptDataError
 
 Bools = npt.NDArray[np.bool_]
+U32 = npt.NDArray[np.uint32]
 
 _OVERHEAD_NBYTES = 2048
 
@@ -67,7 +67,6 @@ def _refuse(job: DecodeJob, message: str) -> NoReturn:
 class _Batch:
     """Addresses of all parts of a batch in device memory."""
 
-    out: I64  # of each block, its destination
     scratch: I64  # of each block, its scratch memory
     frames: I64  # of each piece, its stored form
     stored_nbytes: I64  # of each piece, the length of its stored form
@@ -80,6 +79,7 @@ class JobChecks:
 
     def __init__(self) -> None:
         self._layouts = Layouts(every_plane=False)
+        self._batches = BatchLayouts(every_plane=False)
 
     def check(self, job: DecodeJob) -> None:
         """Check a block; of `job.out` only the length matters.
@@ -108,26 +108,15 @@ class JobChecks:
 
         All of them at once: many take little longer than one.
         """
-        coders = {type(job.chain.coder): job.chain.coder for job in jobs if job.chain.coder is not None}
-        if not coders:
+        if all(job.chain.coder is None for job in jobs):
             return {}
-        pieces = join_pieces([self._layouts.get(job.chain, job.out.numel(), job.row.flags) for job in jobs])
-        block_nbytes = np.array([job.data.nbytes for job in jobs], np.int64)
-        block_starts = starts_of(padded_nbytes(block_nbytes))
-        stored_nbytes, starts = _stored_pieces(jobs, pieces, block_starts[:-1])
-        framed = pieces.coded & (stored_nbytes < pieces.lengths)
-        numbers: dict[object, int] = {kind: number for number, kind in enumerate(coders)}
-        coder_of = np.array([numbers.get(type(job.chain.coder), -1) for job in jobs], np.int64)[pieces.block]
-        faults: dict[int, str] = {}
-        for run, run_start in zip(*_host_runs(jobs, block_nbytes, block_starts[:-1]), strict=True):
-            memory = np.frombuffer(run, np.uint8)
-            within = framed & (starts >= run_start) & (starts < run_start + memory.size)
-            for kind, coder in coders.items():
-                which = np.flatnonzero(within & (coder_of == numbers[kind]))
-                sizes = stored_nbytes[which], pieces.lengths[which]
-                for number, what in frame_faults(coder, memory, starts[which] - run_start, *sizes).items():
-                    faults[int(pieces.block[which[number]])] = what
-        return faults
+        layout = _layout_of(self._batches, jobs)
+        nbytes = np.array([job.data.nbytes for job in jobs], np.int64)
+        starts = starts_of(padded_nbytes(nbytes))[:-1]
+        runs = [
+            (np.frombuffer(run, np.uint8), start) for run, start in zip(*_host_runs(jobs, nbytes, starts), strict=True)
+        ]
+        return faults_of(layout, _slice_nbytes(jobs), starts, runs)
 
 
 @dataclass(frozen=True)
@@ -139,6 +128,16 @@ class Doubt:
     is_known: bool = True
 
 
+@dataclass(frozen=True, eq=False)
+class EncodedBlocks:
+    """Blocks to decode on a device."""
+
+    layout: BatchLayout  # without the planes that are stored as they are
+    out: I64  # of each block, the address of its destination
+    slice_nbytes: I64  # of each slice, its encoded length
+    crcs: U32  # of each block, the CRC of its bytes
+
+
 class BatchDecoder:
     """Decodes batches on a device."""
 
@@ -146,9 +145,11 @@ class BatchDecoder:
         self._device = device
         self._coders = coders
         self._layouts = Layouts(every_plane=False)
+        self._batches = BatchLayouts(every_plane=False)
 
-    def _layout(self, job: DecodeJob) -> BlockLayout:
-        return self._layouts.get(job.chain, job.out.numel(), job.row.flags)
+    def layout(self, layout: BatchLayout) -> BatchLayout:
+        """Return the layout for decoding of a batch that is laid out for encoding."""
+        return self._batches.get(layout.chains, layout.nbytes, layout.flags)
 
     def costs_nbytes(self, jobs: Sequence[DecodeJob]) -> list[int]:
         """Return the device memory that decoding each block takes, in addition to the block."""
@@ -163,7 +164,7 @@ class BatchDecoder:
 
     def _cost_nbytes(self, job: DecodeJob) -> int:
         """But for the encoded block."""
-        layout = self._layout(job)
+        layout = self._layouts.get(job.chain, job.out.numel(), job.row.flags)
         cost = layout.scratch_nbytes + _OVERHEAD_NBYTES
         if job.chain.coder is not None and layout.slice_nbytes:
             cost += self._coders.decode_nbytes(job.chain.coder, layout.lengths[layout.coded])
@@ -172,31 +173,33 @@ class BatchDecoder:
     def decode(self, jobs: Sequence[DecodeJob]) -> dict[int, Doubt]:
         with self._device.session([job.out for job in jobs]):
             encoded, encoded_starts = self._fetch(jobs)
-            scratch = self._device.arena.empty(self.scratch_nbytes(jobs))
-            return self.decode_on_device(jobs, encoded, encoded_starts[:-1], scratch)
-
-    def scratch_nbytes(self, jobs: Sequence[DecodeJob]) -> int:
-        """Return the scratch memory that `decode_on_device` needs."""
-        return sum(self._layout(job).scratch_nbytes for job in jobs)
+            out = np.array([job.out.data_ptr() for job in jobs], np.int64)
+            crcs = np.array([job.row.uncompressed_crc for job in jobs], np.uint32)
+            blocks = EncodedBlocks(_layout_of(self._batches, jobs), out, _slice_nbytes(jobs), crcs)
+            scratch = self._device.arena.empty(int(blocks.layout.scratch_starts[-1]))
+            return self.decode_on_device(blocks, encoded, encoded_starts[:-1], scratch)
 
     def decode_on_device(
-        self, jobs: Sequence[DecodeJob], encoded: Tensor, starts: I64, scratch: Tensor
+        self, blocks: EncodedBlocks, encoded: Tensor, starts: I64, scratch: Tensor
     ) -> dict[int, Doubt]:
-        """Decode blocks that are in device memory already; only inside a session."""
-        layouts = [self._layout(job) for job in jobs]
-        pieces = join_pieces(layouts)
-        scratch_starts = starts_of(np.array([layout.scratch_nbytes for layout in layouts], np.int64))
-        batch = _lay_out(jobs, pieces, starts + encoded.data_ptr(), scratch_starts[:-1] + scratch.data_ptr())
+        """Decode blocks that are in device memory already, where they begin at `starts`; only inside a session.
+
+        Args:
+            blocks: the blocks.
+            encoded: the memory that holds them.
+            starts: of each block, its place there.
+            scratch: as much as the layout's blocks need together.
+        """
+        pieces, plain = blocks.layout.pieces, blocks.layout.is_plain
+        batch = _lay_out(blocks, starts + encoded.data_ptr(), blocks.layout.scratch_starts[:-1] + scratch.data_ptr())
         framed = pieces.coded & (batch.stored_nbytes < pieces.lengths)
         # slices stored as they are, and planes of blocks that are not split; merge reads other planes in place
         self._copy(batch.frames, batch.places, pieces.lengths, (pieces.coded | batch.plain) & ~framed)
-        decodings = self._decode_slices(jobs, pieces, batch, framed, encoded, scratch)
+        decodings = self._decode_slices(blocks.layout, batch, framed, encoded, scratch)
         self._copy(batch.scratch[pieces.block] + pieces.places, batch.places, pieces.lengths, framed & batch.plain)
-        self._merge(jobs, layouts, pieces, batch)
-        sizes = np.array([job.out.numel() for job in jobs], np.int64)
-        found = read_crcs(start_crcs(self._device, batch.out, sizes))
-        expected = np.array([job.row.uncompressed_crc for job in jobs], np.uint32)
-        doubts = {at: Doubt(int(found[at])) for at in np.flatnonzero(found != expected).tolist()}
+        self._merge(blocks, batch, np.flatnonzero(~plain))
+        found = read_crcs(start_crcs(self._device, blocks.out, blocks.layout.nbytes))
+        doubts = {at: Doubt(int(found[at])) for at in np.flatnonzero(found != blocks.crcs).tolist()}
         for name, which, decoding in decodings:
             bad = ~decoding.good()
             for at, is_known in zip(pieces.block[which[bad]].tolist(), decoding.known()[bad].tolist(), strict=True):
@@ -217,15 +220,14 @@ class BatchDecoder:
             self._device.kernels.copy(copy_table(source[which], target[which], nbytes[which], zeros))
 
     def _decode_slices(
-        self, jobs: Sequence[DecodeJob], pieces: Pieces, batch: _Batch, framed: Bools, encoded: Tensor, scratch: Tensor
+        self, layout: BatchLayout, batch: _Batch, framed: Bools, encoded: Tensor, scratch: Tensor
     ) -> list[tuple[str, I64, SliceDecoding]]:
         """Start to decode all slices; return each coder's name, the numbers of its pieces, and the work under way."""
-        coders, coder_of_job = number_coders([job.chain for job in jobs])
-        coder_of_piece = coder_of_job[pieces.block]
+        pieces = layout.pieces
         places = batch.scratch[pieces.block] + pieces.places - scratch.data_ptr()
         decodings = []
-        for coder, number in coders.items():
-            which = np.flatnonzero(framed & (coder_of_piece == number))
+        for coder, number in layout.coders.items():
+            which = np.flatnonzero(framed & (layout.coder_of_piece == number))
             if which.size == 0:
                 continue
             decoding = self._coders.decode(
@@ -240,23 +242,15 @@ class BatchDecoder:
             decodings.append((coder.name, which, decoding))
         return decodings
 
-    def _merge(self, jobs: Sequence[DecodeJob], layouts: Sequence[BlockLayout], pieces: Pieces, batch: _Batch) -> None:
-        split = [index for index, job in enumerate(jobs) if not job.chain.array_to_bytes.is_plain]
-        if not split:
+    def _merge(self, blocks: EncodedBlocks, batch: _Batch, which: I64) -> None:
+        if not which.size:
             return
-        which = np.array(split, np.int64)
-        in_scratch = np.array([layouts[index].planes for index in split], np.int64)
-        first_pieces = np.array([layouts[index].first_pieces for index in split], np.int64)
-        as_stored = batch.frames[(pieces.bounds[which, np.newaxis] + first_pieces).clip(min=0)]
+        layout = blocks.layout
+        in_scratch = layout.planes[which]
+        as_stored = batch.frames[(layout.pieces.bounds[which, np.newaxis] + layout.first_pieces[which]).clip(min=0)]
         planes = np.where(in_scratch >= 0, batch.scratch[which, np.newaxis] + in_scratch, as_stored)
         self._device.kernels.merge(
-            block_table(
-                batch.out[which],
-                np.array([jobs[index].out.numel() for index in split], np.int64),
-                np.array([split_width(jobs[index].chain.array_to_bytes) for index in split], np.int64),
-                np.array([jobs[index].row.flags for index in split], np.int64),
-                planes,
-            )
+            block_table(blocks.out[which], layout.nbytes[which], layout.widths[which], layout.flags[which], planes)
         )
 
 
@@ -289,24 +283,57 @@ def _host_runs(jobs: Sequence[DecodeJob], nbytes: I64, starts: I64) -> tuple[lis
     return runs, starts[first].tolist()
 
 
-def _stored_pieces(jobs: Sequence[DecodeJob], pieces: Pieces, encoded: I64) -> tuple[I64, I64]:
+def _layout_of(batches: BatchLayouts, jobs: Sequence[DecodeJob]) -> BatchLayout:
+    nbytes = np.array([job.out.numel() for job in jobs], np.int64)
+    return batches.get([job.chain for job in jobs], nbytes, np.array([job.row.flags for job in jobs], np.int64))
+
+
+def _slice_nbytes(jobs: Sequence[DecodeJob]) -> I64:
+    return np.array([size for job in jobs for size in job.row.slice_nbytes], np.int64)
+
+
+def faults_of(
+    layout: BatchLayout, slice_nbytes: I64, starts: I64, runs: Sequence[tuple[npt.NDArray[np.uint8], int]]
+) -> dict[int, str]:
+    """Return the numbers of the blocks that a GPU must not see, and what is wrong with a frame of each.
+
+    Args:
+        layout: the blocks' layout.
+        slice_nbytes: of each slice, its encoded length.
+        starts: of each block, where it begins.
+        runs: the memory that holds them, and where each part of it begins.
+    """
+    pieces = layout.pieces
+    stored_nbytes, places = _stored_pieces(pieces, slice_nbytes, starts)
+    framed = pieces.coded & (stored_nbytes < pieces.lengths)
+    faults: dict[int, str] = {}
+    for memory, run_start in runs:
+        within = framed & (places >= run_start) & (places < run_start + memory.size)
+        for coder, number in layout.coders.items():
+            which = np.flatnonzero(within & (layout.coder_of_piece == number))
+            sizes = stored_nbytes[which], pieces.lengths[which]
+            for at, what in frame_faults(coder, memory, places[which] - run_start, *sizes).items():
+                faults[int(pieces.block[which[at]])] = what
+    return faults
+
+
+def _stored_pieces(pieces: Pieces, slice_nbytes: I64, encoded: I64) -> tuple[I64, I64]:
     """Return how long each piece is as stored, and where it lies if the encoded blocks begin at these places."""
     stored_nbytes = pieces.lengths.copy()
-    stored_nbytes[pieces.coded] = [size for job in jobs for size in job.row.slice_nbytes]
+    stored_nbytes[pieces.coded] = slice_nbytes
     starts = starts_of(padded_nbytes(stored_nbytes))
     return stored_nbytes, starts[:-1] - starts[pieces.bounds[pieces.block]] + encoded[pieces.block]
 
 
-def _lay_out(jobs: Sequence[DecodeJob], pieces: Pieces, encoded: I64, scratch: I64) -> _Batch:
+def _lay_out(blocks: EncodedBlocks, encoded: I64, scratch: I64) -> _Batch:
     """Addresses of all pieces of checked blocks, whose encoded bytes and scratch memory begin at these addresses."""
-    stored_nbytes, frames = _stored_pieces(jobs, pieces, encoded)
-    out = np.array([job.out.data_ptr() for job in jobs], np.int64)
-    plain = np.array([job.chain.array_to_bytes.is_plain for job in jobs], np.bool_)[pieces.block]
+    pieces = blocks.layout.pieces
+    stored_nbytes, frames = _stored_pieces(pieces, blocks.slice_nbytes, encoded)
+    plain = blocks.layout.is_plain[pieces.block]
     return _Batch(
-        out=out,
         scratch=scratch,
         frames=frames,
         stored_nbytes=stored_nbytes,
-        places=np.where(plain, out[pieces.block], scratch[pieces.block]) + pieces.places,
+        places=np.where(plain, blocks.out[pieces.block], scratch[pieces.block]) + pieces.places,
         plain=plain,
     )

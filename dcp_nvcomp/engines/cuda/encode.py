@@ -18,25 +18,22 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from dcp_nvcomp.codecs.base import FLAG_PACKED_REST, BlockRow, CodecChain, EncodedBlock, checksum
 from dcp_nvcomp.engines.cuda.batches import (
     I64,
-    BlockLayout,
+    BatchLayout,
+    BatchLayouts,
     Layouts,
     Pieces,
     block_table,
     copy_table,
-    join_pieces,
-    number_coders,
     padded_nbytes,
-    split_width,
     starts_of,
 )
-from dcp_nvcomp.engines.cuda.decode import BatchDecoder, DecodeJob, JobChecks, read_crcs, start_crcs
+from dcp_nvcomp.engines.cuda.decode import U32, BatchDecoder, EncodedBlocks, faults_of, read_crcs, start_crcs
 from dcp_nvcomp.engines.cuda.device import Device
 from dcp_nvcomp.engines.cuda.slice_coders import DeviceCoders, SliceFrames
 
@@ -80,16 +77,6 @@ class EncodeJob:
 
 
 @dataclass(frozen=True)
-class _Blocks:
-    """The blocks of a batch, those that are split into planes first: the kernels' tables count rows from 0."""
-
-    chains: Sequence[CodecChain]
-    runs: Sequence[Tensor]
-    nbytes: I64
-    split_count: int
-
-
-@dataclass(frozen=True)
 class EncodedBatch:
     """The encoded blocks of a batch."""
 
@@ -105,7 +92,7 @@ class BatchEncoder:
         self._coders = coders
         self._decoder = decoder
         self._layouts = Layouts(every_plane=True)
-        self._checks = JobChecks()
+        self._batches = BatchLayouts(every_plane=True)
 
     def costs_nbytes(self, jobs: Sequence[EncodeJob]) -> list[int]:
         """Return the device memory that encoding each block takes, in addition to the block."""
@@ -137,109 +124,99 @@ class BatchEncoder:
         return cost if self._decoder is None else cost + nbytes
 
     def encode(self, jobs: Sequence[EncodeJob], out: memoryview) -> EncodedBatch:
-        order = sorted(range(len(jobs)), key=lambda index: jobs[index].chain.array_to_bytes.is_plain)
+        # those that are split into planes first: the kernels' tables count rows from 0
+        order = sorted(range(len(jobs)), key=[job.chain.array_to_bytes.is_plain for job in jobs].__getitem__)
         encoded, wrong = self._encode([jobs[index] for index in order], out)
+        if order == sorted(order):
+            return EncodedBatch(encoded, sorted(wrong))
         in_order = dict(zip(order, encoded, strict=True))
         return EncodedBatch([in_order[index] for index in range(len(jobs))], sorted(order[at] for at in wrong))
 
-    def _encode(self, jobs: Sequence[EncodeJob], out: memoryview) -> tuple[list[EncodedBlock], list[int]]:
+    def _encode(self, jobs: Sequence[EncodeJob], out: memoryview) -> tuple[list[EncodedBlock], set[int]]:
         after = {job.ready for job in jobs if job.ready is not None}
         with self._device.session([tensor for job in jobs for tensor in job.tensors], tuple(after)):
-            blocks = _blocks(jobs, self._device.arena.empty)
+            runs = [job.bytes(self._device.arena.empty) for job in jobs]
+            data = np.array([run.data_ptr() for run in runs], np.int64)
+            nbytes = np.array([run.numel() for run in runs], np.int64)
+            layout = self._batches.get([job.chain for job in jobs], nbytes, np.zeros_like(nbytes))
             results = torch.zeros((3, len(jobs)), dtype=torch.int32, device=self._device.torch_device)
             crc, seen, flags = results.unbind()
-            layouts = self._layouts_of(blocks, [0] * len(jobs))
-            scratch, bases = self._split(blocks, layouts, (crc, seen, flags))
-            coded = self._code(blocks, scratch, bases, join_pieces(layouts))
+            scratch, bases = self._split(layout, data, (crc, seen, flags))
+            coded = self._code(layout, scratch, bases)
             crcs, _, all_flags = results.cpu().numpy().view(np.uint32)
-            layouts = self._layouts_of(blocks, all_flags.tolist())
-            pieces = join_pieces(layouts)
-            run, stored_nbytes, starts = self._gather(pieces, bases, coded)
+            layout = self._batches.get(layout.chains, nbytes, all_flags.astype(np.int64))
+            run, stored_nbytes, starts = self._gather(layout.pieces, bases, coded)
             self._device.copy_out(run, out[: run.numel()])
-            bounds = starts[pieces.bounds]
+            bounds = starts[layout.pieces.bounds]
             encoded_crcs = start_crcs(self._device, bounds[:-1] + run.data_ptr(), bounds[1:] - bounds[:-1])
-            rows = _rows(layouts, stored_nbytes[pieces.coded], all_flags, crcs)
-            again, wrong = self._check(blocks, rows, run, bounds[:-1], scratch)
-            columns = bounds[:-1], bounds[1:], read_crcs(encoded_crcs), blocks.nbytes
+            slice_nbytes = stored_nbytes[layout.pieces.coded]
+            wrong = self._check(layout, slice_nbytes, crcs, run, bounds[:-1], scratch)
+            columns = bounds[:-1], bounds[1:], layout.flags, read_crcs(encoded_crcs), crcs, nbytes
+        sizes, slices = slice_nbytes.tolist(), layout.slice_bounds
         encoded = [
-            EncodedBlock(out[start:stop], BlockRow(row.flags, row.slice_nbytes, crc, row.uncompressed_crc), nbytes)
-            for row, start, stop, crc, nbytes in zip(rows, *(column.tolist() for column in columns), strict=True)
+            EncodedBlock(out[start:stop], BlockRow(flag, tuple(sizes[first:last]), encoded_crc, crc), length)
+            for start, stop, flag, encoded_crc, crc, length, first, last in zip(
+                *(column.tolist() for column in columns), slices[:-1], slices[1:], strict=True
+            )
         ]
-        return encoded, sorted({*wrong, *self._arrived_wrong(again, encoded)})
+        if self._decoder is not None:
+            wrong |= self._arrived_wrong(self._decoder.layout(layout), slice_nbytes, bounds, out, encoded)
+        return encoded, wrong
 
     def _check(
-        self, blocks: _Blocks, rows: Sequence[BlockRow], run: Tensor, starts: I64, scratch: Tensor
-    ) -> tuple[list[DecodeJob], list[int]]:
-        """Decode the run again; return that work, and the blocks that come out otherwise. `scratch` is overwritten."""
+        self, layout: BatchLayout, slice_nbytes: I64, crcs: U32, run: Tensor, starts: I64, scratch: Tensor
+    ) -> set[int]:
+        """Decode the run again; return the blocks that come out otherwise. `scratch` is overwritten."""
         if self._decoder is None:
-            return [], []
-        places = starts_of(-(-blocks.nbytes // _MARK_NBYTES) * _MARK_NBYTES).tolist()
-        memory = self._device.arena.empty(places[-1])
+            return set()
+        places = starts_of(-(-layout.nbytes // _MARK_NBYTES) * _MARK_NBYTES)
+        memory = self._device.arena.empty(int(places[-1]))
         # an earlier batch may have left the very blocks here: kernels that write nothing, or leave a tile out, must not
         # pass either. One byte in 512 is enough, and moves a sixteenth of what clearing all of it would
         memory[::_MARK_NBYTES].bitwise_not_()
-        again = [
-            DecodeJob(memoryview(b""), row, chain, memory[place : place + nbytes])
-            for row, chain, place, nbytes in zip(rows, blocks.chains, places[:-1], blocks.nbytes.tolist(), strict=True)
-        ]
+        blocks = EncodedBlocks(self._decoder.layout(layout), places[:-1] + memory.data_ptr(), slice_nbytes, crcs)
         # it may hold the very planes that should come out: a decoder that leaves a slice untouched must not pass
-        scratch[: self._decoder.scratch_nbytes(again)].bitwise_not_()
-        return again, sorted(self._decoder.decode_on_device(again, run, starts, scratch))
+        scratch[: int(blocks.layout.scratch_starts[-1])].bitwise_not_()
+        return {*self._decoder.decode_on_device(blocks, run, starts, scratch)}
 
-    def _arrived_wrong(self, again: Sequence[DecodeJob], encoded: Sequence[EncodedBlock]) -> list[int]:
+    def _arrived_wrong(
+        self, layout: BatchLayout, slice_nbytes: I64, bounds: I64, out: memoryview, encoded: Sequence[EncodedBlock]
+    ) -> set[int]:
         """Return the blocks that are not in host memory as they were checked, or have an invalid frame.
 
         Neither the copy nor the device's CRCs are believed. And a decoder on a GPU may not mind what others refuse,
         such as a byte after a frame.
         """
-        crcs = _checksums([encoded[at].data for at in range(len(again))])
-        arrived = {at: crc == encoded[at].row.encoded_crc for at, crc in enumerate(crcs)}
-        whole = [at for at, same in arrived.items() if same]
-        jobs = [DecodeJob(encoded[at].data, again[at].row, again[at].chain, again[at].out) for at in whole]
-        faults = self._checks.frame_faults(jobs)
-        return [*(at for at, same in arrived.items() if not same), *(whole[number] for number in faults)]
+        crcs = _checksums([block.data for block in encoded])
+        wrong = {at for at, crc in enumerate(crcs) if crc != encoded[at].row.encoded_crc}
+        memory = np.frombuffer(out[: int(bounds[-1])], np.uint8)
+        return wrong | {*faults_of(layout, slice_nbytes, bounds[:-1], [(memory, 0)])}
 
-    def _layouts_of(self, blocks: _Blocks, flags: Sequence[int]) -> list[BlockLayout]:
-        sizes = blocks.nbytes.tolist()
-        return [self._layouts.get(*row) for row in zip(blocks.chains, sizes, flags, strict=True)]
-
-    def _split(
-        self, blocks: _Blocks, layouts: Sequence[BlockLayout], results: tuple[Tensor, Tensor, Tensor]
-    ) -> tuple[Tensor, I64]:
+    def _split(self, layout: BatchLayout, data: I64, results: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, I64]:
         """Inspect the blocks and bring them into scratch memory; returns it, and where each block's pieces begin."""
-        device, count = self._device, blocks.split_count
+        device, count = self._device, int((~layout.is_plain).sum())
         crc, seen, flags = results
-        data = np.array([run.data_ptr() for run in blocks.runs], np.int64)
-        scratch_nbytes = np.array([layout.scratch_nbytes for layout in layouts], np.int64)
-        offsets = starts_of(scratch_nbytes)
-        scratch = device.arena.empty(int(offsets[-1]))
+        scratch = device.arena.empty(int(layout.scratch_starts[-1]))
         # stored as it is, a block needs no scratch memory: its piece is the block itself
-        bases = np.where(scratch_nbytes > 0, offsets[:-1] + scratch.data_ptr(), data)
-        codecs = [chain.array_to_bytes for chain in blocks.chains]
-        columns = (
-            data,
-            blocks.nbytes,
-            np.array([split_width(codec) for codec in codecs], np.int64),
-            np.array([codec.check_flags(FLAG_PACKED_REST) * FLAG_PACKED_REST for codec in codecs], np.int64),
-            np.array([layout.planes for layout in layouts], np.int64) + bases[:, np.newaxis],
-        )
+        bases = np.where(layout.scratch_nbytes > 0, layout.scratch_starts[:-1] + scratch.data_ptr(), data)
+        packs = np.array([_may_pack(chain) for chain in layout.chains], np.int64)
+        columns = data, layout.nbytes, layout.widths, packs, layout.planes + bases[:, np.newaxis]
         device.kernels.inspect(block_table(*columns), crc, seen)
         device.kernels.split(block_table(*(column[:count] for column in columns)), seen[:count], flags[:count])
-        copied = np.flatnonzero(scratch_nbytes[count:]) + count
+        copied = np.flatnonzero(layout.scratch_nbytes[count:]) + count
         if copied.size:
-            nbytes = blocks.nbytes[copied]
+            nbytes = layout.nbytes[copied]
             device.kernels.copy(copy_table(data[copied], bases[copied], nbytes, np.zeros_like(nbytes)))
         return scratch, bases
 
-    def _code(self, blocks: _Blocks, scratch: Tensor, bases: I64, pieces: Pieces) -> list[tuple[I64, SliceFrames]]:
+    def _code(self, layout: BatchLayout, scratch: Tensor, bases: I64) -> list[tuple[I64, SliceFrames]]:
         """Start to encode all slices, which are the same whatever the flags; for each coder which of the slices."""
-        coders, of_block = number_coders(blocks.chains)
+        pieces = layout.pieces
         slices = np.flatnonzero(pieces.coded)
-        of_slice = of_block[pieces.block[slices]]
         places, lengths = (bases[pieces.block] + pieces.places)[slices] - scratch.data_ptr(), pieces.lengths[slices]
         coded = []
-        for coder, number in coders.items():
-            which = np.flatnonzero(of_slice == number)
+        for coder, number in layout.coders.items():
+            which = np.flatnonzero(layout.coder_of_piece[slices] == number)
             if which.size:
                 coded.append((which, self._coders.encode(coder, scratch, places[which], lengths[which])))
         return coded
@@ -279,21 +256,6 @@ def _checksums(blocks: Sequence[memoryview]) -> list[int]:
         return found + [crc for other in others for crc in other.result()]
 
 
-def _rows(
-    layouts: Sequence[BlockLayout],
-    slice_nbytes: I64,
-    flags: npt.NDArray[np.uint32],
-    crcs: npt.NDArray[np.uint32],
-) -> list[BlockRow]:
-    """Return the blocks' rows, but for the encoded CRCs."""
-    sizes = slice_nbytes.tolist()
-    bounds = starts_of(np.array([len(layout.slice_nbytes) for layout in layouts], np.int64)).tolist()
-    columns = zip(flags.tolist(), bounds[:-1], bounds[1:], crcs.tolist(), strict=True)
-    return [BlockRow(flag, tuple(sizes[start:stop]), 0, crc) for flag, start, stop, crc in columns]
-
-
-def _blocks(jobs: Sequence[EncodeJob], empty: Callable[[int], Tensor]) -> _Blocks:
-    split_count = sum(not job.chain.array_to_bytes.is_plain for job in jobs)
-    runs = [job.bytes(empty) for job in jobs]
-    nbytes = np.array([run.numel() for run in runs], np.int64)
-    return _Blocks([job.chain for job in jobs], runs, nbytes, split_count)
+def _may_pack(chain: CodecChain) -> int:
+    """Return the flag that a block of this chain has if all of its signs are the same; 0 if none."""
+    return chain.array_to_bytes.check_flags(FLAG_PACKED_REST) * FLAG_PACKED_REST
