@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,10 @@ from dcp_nvcomp.engines.tensors import plain_allocate
 from dcp_nvcomp.format.names import data_file_name
 from dcp_nvcomp.saving import rank_save
 from dcp_nvcomp.saving.data_files import DataFileWriter, PlannedFile
-from dcp_nvcomp.saving.encode import buffers
+from dcp_nvcomp.saving.encode import buffers, choices
 from dcp_nvcomp.saving.encode.buffers import BufferMemory, cuda_room_nbytes
 from dcp_nvcomp.saving.encode.sources import PendingRecord
+from dcp_nvcomp.saving.kept import forget_all
 from tests.checkpoints import assert_loads, save
 
 from .nvcomp_stand_in import NvcompStandIn
@@ -251,3 +252,40 @@ def test_with_engine_cuda_a_failing_gpu_fails_the_save_and_leaves_nothing(
         dcp.save(many(200, 100_000), storage_writer=writer, no_dist=True)
     assert list(tmp_path.iterdir()) == []
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("dcp-")]
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What `auto` copied to the host, or judged, to choose."""
+    found: list[str] = []
+
+    def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arguments, **options: (found.append(name), function(*arguments, **options))[1]
+
+    for name in ("_device_sample", "spread_sample"):
+        monkeypatch.setattr(choices, name, noting(name, getattr(choices, name)))
+    return found
+
+
+def test_auto_copies_nothing_to_the_host_in_a_second_save(
+    tmp_path: Path, on_the_engine: StandInPool, looks: list[str]
+) -> None:
+    """A kind of tensors is judged once; what is no longer as it was is judged anew in the save after."""
+    forget_all()
+
+    def saved(step: int, state: dict[str, torch.Tensor]) -> list[str]:
+        looks.clear()
+        dcp.save(state, storage_writer=NvcompWriter(tmp_path / str(step)), no_dist=True)
+        assert_loads(tmp_path / str(step), state, engine="cpu", verify="full")
+        return sorted(looks)
+
+    def layers(seed: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return {f"layers.{number}": torch.randn(300, 999, generator=generator).bfloat16() for number in range(5)}
+
+    assert saved(0, layers(0)) == ["_device_sample"] * 5 + ["spread_sample"]
+    assert saved(1, layers(1)) == []
+    otherwise = {**layers(2), "layers.3": torch.zeros(300, 999, dtype=torch.bfloat16)}
+    assert saved(2, otherwise) == []
+    assert saved(3, otherwise) == ["_device_sample", "spread_sample"], "its size was a surprise"
+    assert saved(4, otherwise) == ["_device_sample"], "zeros are looked at each time"

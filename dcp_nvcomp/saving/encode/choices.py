@@ -10,6 +10,9 @@ it looks as in an earlier save      the chain of that save, unless its ratio has
 dense floats, nothing repeats, and  the chain of that tensor: layers of a model differ in their numbers only. Zeros,
 one of its kind was judged dense    constants, sparse tensors and repeated rows never look like that
 anything else                       slices of it are coded by every chain that could win
+
+For a tensor on a device, `device_choice` chooses when it is fed: a look costs a copy to the host, which waits for the
+device. So what an earlier save chose for dense floats is used without one, and forgotten if its size surprises.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dcp_nvcomp.codecs.auto import STORED, Look, judged_nbytes, literal_exponents
+from dcp_nvcomp.codecs.auto import STORED, Judge, Look, judged_nbytes, literal_exponents
 from dcp_nvcomp.codecs.base import CodecChain, ElementType, ScratchArrays
 from dcp_nvcomp.codecs.choose import TINY_NBYTES, Auto, CodecChooser, sample_nbytes
 from dcp_nvcomp.codecs.registry import check_chain
@@ -33,7 +36,7 @@ from dcp_nvcomp.engines.cuda.coders import stamped_chain
 from dcp_nvcomp.engines.tensors import HostArray, host_array
 from dcp_nvcomp.format.blocks import BlockGrid
 from dcp_nvcomp.format.record import Record
-from dcp_nvcomp.saving.encode.sources import ChainChoice, Workbench, block_bytes
+from dcp_nvcomp.saving.encode.sources import ChainChoice, GivenChain, Workbench, block_bytes
 
 U8 = npt.NDArray[np.uint8]
 
@@ -191,6 +194,45 @@ class AutoChoice(ChainChoice):
             chain = bench.judge.judge(element, _slices(place, element, bench.scratch))
         remembered.keep(self._record, look, chain)
         return chain
+
+
+class _KeptChain(GivenChain):
+    """A chain that the next save recalls, as long as its records come to the same size."""
+
+    def __init__(self, chain: CodecChain, record: Record, remembered: RememberedChoices) -> None:
+        super().__init__(chain)
+        self._record = record
+        self._remembered = remembered
+
+    def achieved(self, ratio: float) -> None:
+        self._remembered.achieved(self._record, ratio)
+
+
+def device_choice(record: Record, tensor: torch.Tensor, remembered: RememberedChoices, judge: Judge) -> ChainChoice:
+    """Return what `auto` chooses for a tensor on a device, without lazy bits."""
+    element, nbytes = record.element, tensor.numel() * tensor.element_size()
+    if nbytes < TINY_NBYTES:
+        return GivenChain(STORED)
+    chain = remembered.trust(record)
+    if chain is None:
+        look = judge.look(element, _device_sample(tensor))
+        chain = remembered.recall(record, look)
+        if chain is None:
+            is_alike = look.is_dense and remembered.has_dense_kin(record)
+            sample = None if is_alike else spread_sample(tensor, sample_nbytes(nbytes))
+            chain = literal_exponents(element) if sample is None else Auto().choose(element, sample, nbytes)
+            remembered.keep(record, look, chain)
+    return _KeptChain(chain, record, remembered)
+
+
+def _device_sample(tensor: torch.Tensor) -> U8:
+    """Return some elements from all over a tensor, by one copy to the host."""
+    if not tensor.is_contiguous():
+        return spread_sample(tensor, _LOOKED_AT * tensor.element_size())
+    flat, wanted = tensor.view(-1), _LOOKED_AT // _PIECES
+    step = flat.numel() // _PIECES
+    some = flat[:_LOOKED_AT] if step <= wanted else flat[: _PIECES * step].view(_PIECES, step)[:, :wanted]
+    return host_array(some.contiguous().cpu()).reshape(-1).view(np.uint8)
 
 
 def _sample(place: _Place, element: ElementType, scratch: ScratchArrays) -> U8:

@@ -19,6 +19,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
+from dcp_nvcomp.codecs.auto import Judge
 from dcp_nvcomp.codecs.base import BLOCK_NBYTES, ELEMENT_TYPES, CodecChain, ElementType
 from dcp_nvcomp.codecs.choose import CodecChooser, sample_nbytes
 from dcp_nvcomp.engines.choice import EngineChoice
@@ -36,11 +37,19 @@ from dcp_nvcomp.engines.tensors import (
 from dcp_nvcomp.errors import CheckpointError, ShapeMismatchError
 from dcp_nvcomp.format.blocks import BlockGrid, box_grid, row_grid
 from dcp_nvcomp.format.record import KIND_BYTES, KIND_PACK, KIND_TENSOR, KIND_TORCH_SAVE, Record
-from dcp_nvcomp.saving.encode.choices import AutoChoice, CodecPolicy, RememberedChoices, spread_sample
+from dcp_nvcomp.saving.encode.choices import (
+    AutoChoice,
+    CodecPolicy,
+    RememberedChoices,
+    device_choice,
+    spread_sample,
+)
 from dcp_nvcomp.saving.encode.sources import (
     AcceleratorSource,
+    ChainChoice,
     CudaPackSource,
     CudaSource,
+    GivenChain,
     HostSource,
     Member,
     PendingRecord,
@@ -62,6 +71,7 @@ class RecordMaker:
         self._engine = engine
         self._policy = CodecPolicy(chooser)
         self._remembered = remembered
+        self._judge = Judge()
         self._packer = Packer(self._policy, engine, remembered)
         self._packed_nbytes = SMALL_NBYTES if pack else 0
 
@@ -109,9 +119,13 @@ class RecordMaker:
             data = tensor if on_host else without_lazy_bits(tensor)
             return self._packer.add_tensor(Member(index, record, nbytes), data, on_cuda=on_cuda)
         tensor = without_lazy_bits(tensor)
-        chain = self._policy.tensor_chain(element, tensor, on_cuda=on_cuda)
-        on_cuda = on_cuda and self._engine.serves(tensor.device, chain, ENCODE)
-        return [_ready(index, record, element.name, chain, _source(tensor, on_cuda=on_cuda))]
+        choice: ChainChoice
+        if self._policy.is_auto and nbytes:
+            choice = device_choice(record, tensor, self._remembered, self._judge)
+        else:
+            choice = GivenChain(self._policy.tensor_chain(element, tensor, on_cuda=on_cuda))
+        on_cuda = on_cuda and self._engine.serves(tensor.device, choice.chain, ENCODE)
+        return [_ready(index, record, element.name, choice, _source(tensor, on_cuda=on_cuda))]
 
 
 class _Region(NamedTuple):
@@ -128,14 +142,15 @@ def _source(tensor: torch.Tensor, *, on_cuda: bool) -> Source:
     return HostSource(host_array(tensor)) if tensor.device.type == "cpu" else AcceleratorSource(tensor)
 
 
-def _ready(index: MetadataIndex, record: Record, dtype: str, chain: CodecChain, source: Source) -> Ready:
+def _ready(index: MetadataIndex, record: Record, dtype: str, choice: ChainChoice, source: Source) -> Ready:
     """Return a record with blocks of its own."""
+    chain = choice.chain
     if isinstance(source, HostSource) and chain.block_nbytes == BLOCK_NBYTES:
         grid = box_grid(record.shape, record.element.nbytes)
     else:  # copied block by block, on a device: runs of memory
         grid = row_grid(record.shape, record.element.nbytes, chain.block_nbytes)
     record = replace(record, grid=grid, chain=chain, block_count=grid.block_count)
-    return PendingRecord(record, dtype, (Member(index, record, record.uncompressed_nbytes),)), source
+    return PendingRecord(record, dtype, (Member(index, record, record.uncompressed_nbytes),), choice), source
 
 
 def _ready_later(

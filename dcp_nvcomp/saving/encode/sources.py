@@ -260,7 +260,7 @@ class PendingRecord:
     record: Record  # without `first_block`, and its codec chain if that is still to be chosen
     dtype: str
     members: tuple[Member, ...]
-    later: ChainChoice | None = None  # finds that chain
+    later: ChainChoice | None = None  # finds that chain, or takes note of what it comes to
 
     @property
     def grid(self) -> BlockGrid:

@@ -107,6 +107,6 @@ class Tasks:
 
 def _most_encoded_nbytes(record: PendingRecord, nbytes: int) -> int:
     """Return an upper bound of the encoded size of one block of a record, `nbytes` long."""
-    if record.later is None:
+    if record.record.chain is not None:
         return record.choice.chain.max_encoded_nbytes(nbytes)
     return most_encoded_nbytes(nbytes)
