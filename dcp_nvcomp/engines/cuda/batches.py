@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from dcp_nvcomp.codecs.base import ALIGNMENT_NBYTES, ArrayToBytes, CodecChain, Coder, padded
+from dcp_nvcomp.codecs.base import ALIGNMENT_NBYTES, FLAG_PACKED_REST, ArrayToBytes, CodecChain, Coder, padded
 from dcp_nvcomp.codecs.transforms import PLANE_NAMES, Planes
 
 I64 = npt.NDArray[np.int64]
@@ -67,6 +67,10 @@ def starts_of(lengths: I64) -> I64:
 def split_width(codec: ArrayToBytes) -> int:
     """Return the bytes of each float that the kernels split into planes; 1 if they copy the block as it is."""
     return codec.float_nbytes if isinstance(codec, Planes) else 1
+
+
+def _pack_flag(codec: ArrayToBytes) -> int:
+    return codec.check_flags(FLAG_PACKED_REST) * FLAG_PACKED_REST
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,7 @@ class BatchLayout:
     flags: I64
     is_plain: npt.NDArray[np.bool_]  # True if it is not split into planes
     widths: I64  # see `split_width`
+    packs: I64  # the flag that it has if all of its signs are the same; 0 if its codec has none
     planes: I64  # three columns, see `BlockLayout`
     first_pieces: I64  # likewise
     scratch_nbytes: I64
@@ -192,6 +197,7 @@ class BatchLayouts:
             flags=flags,
             is_plain=np.array([chain.array_to_bytes.is_plain for chain in chains], np.bool_),
             widths=np.array([split_width(chain.array_to_bytes) for chain in chains], np.int64),
+            packs=np.array([_pack_flag(chain.array_to_bytes) for chain in chains], np.int64),
             planes=np.array([layout.planes for layout in layouts], np.int64).reshape(-1, 3),
             first_pieces=np.array([layout.first_pieces for layout in layouts], np.int64).reshape(-1, 3),
             scratch_nbytes=scratch_nbytes,

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dcp_nvcomp.codecs.base import FLAG_PACKED_REST, BlockRow, CodecChain, EncodedBlock, checksum
+from dcp_nvcomp.codecs.base import BlockRow, CodecChain, EncodedBlock, checksum
 from dcp_nvcomp.engines.cuda.batches import (
     I64,
     BatchLayout,
@@ -57,7 +57,9 @@ class EncodeJob:
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+        if len(self.tensors) == 1:  # of almost all blocks, and a batch has hundreds
+            return self.tensors[0].nbytes
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
     def is_run(self) -> bool:
@@ -199,8 +201,7 @@ class BatchEncoder:
         scratch = device.arena.empty(int(layout.scratch_starts[-1]))
         # stored as it is, a block needs no scratch memory: its piece is the block itself
         bases = np.where(layout.scratch_nbytes > 0, layout.scratch_starts[:-1] + scratch.data_ptr(), data)
-        packs = np.array([_may_pack(chain) for chain in layout.chains], np.int64)
-        columns = data, layout.nbytes, layout.widths, packs, layout.planes + bases[:, np.newaxis]
+        columns = data, layout.nbytes, layout.widths, layout.packs, layout.planes + bases[:, np.newaxis]
         device.kernels.inspect(block_table(*columns), crc, seen)
         device.kernels.split(block_table(*(column[:count] for column in columns)), seen[:count], flags[:count])
         copied = np.flatnonzero(layout.scratch_nbytes[count:]) + count
@@ -254,8 +255,3 @@ def _checksums(blocks: Sequence[memoryview]) -> list[int]:
         ]
         found = [checksum(block) for block in blocks[:share]]
         return found + [crc for other in others for crc in other.result()]
-
-
-def _may_pack(chain: CodecChain) -> int:
-    """Return the flag that a block of this chain has if all of its signs are the same; 0 if none."""
-    return chain.array_to_bytes.check_flags(FLAG_PACKED_REST) * FLAG_PACKED_REST
