@@ -1,6 +1,6 @@
 """What the host does for a batch on a GPU: an engine on a null device, whose kernels and copies do nothing.
 
-    python -m benchmarks.gpu_host [--profile]
+    python -m benchmarks.gpu_host [--json FILE] [--profile]
 
 Addresses, tables and batches are those of a real engine with our own kernels; what is left is the time of Python. It is
 given as processor time of the thread, so that a busy machine does not count. A model, not a measurement of a GPU.
@@ -11,10 +11,12 @@ from __future__ import annotations
 import argparse
 import cProfile
 import ctypes
+import json
 import pstats
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from statistics import median
 from typing import Any
 from unittest.mock import patch
@@ -24,6 +26,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_codecs import Metered
+from benchmarks.measuring import invocation, machine, versions
 from dcp_nvcomp.codecs import CodecChain, Planes, Zstd
 from dcp_nvcomp.engines.cuda.arena import Arena, NvcompMemory
 from dcp_nvcomp.engines.cuda.batches import RowTable
@@ -148,10 +151,15 @@ def _milliseconds(run: Callable[[], None], repeats: int) -> float:
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="receives the result")
     parser.add_argument("--profile", action="store_true", help="list where the time goes")
     options = parser.parse_args()
-    for action, milliseconds in measured(256 * MIB, 15).items():
+    found = measured(256 * MIB, 31)
+    for action, milliseconds in found.items():
         print(f"{action}: {milliseconds:.2f} ms of the host for a batch of 256 MiB")
+    if options.json is not None:
+        facts = {"quick": False, **invocation(["gpu_host"]), "machine": machine(), "versions": versions()}
+        options.json.write_text(json.dumps({**facts, "milliseconds": found}, indent=1) + "\n")
     if options.profile:
         work = _Work(256 * MIB)
         work.encode()
