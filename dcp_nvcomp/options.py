@@ -109,7 +109,7 @@ STOCK_READER: Final[_Stock] = {
     "_extension_registry": (
         lambda value: value is None,
         "DCP's zstd extension is read without it. Load checkpoints with other extensions with FileSystemReader.",
-    ),
+    )
 }
 
 

@@ -159,8 +159,7 @@ def parse_footer(description: dict[str, Any], tables: Tables, trailer: Trailer, 
     features = description.get("features")
     if features != []:
         raise UnsupportedVersionError(
-            f"The file needs features that this reader does not know: {shown(features)}. Update dcp-nvcomp.",
-            path=path,
+            f"The file needs features that this reader does not know: {shown(features)}. Update dcp-nvcomp.", path=path
         )
     try:
         codecs = description.get("codecs")

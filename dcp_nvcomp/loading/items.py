@@ -100,11 +100,7 @@ def load_items(
 
 
 def load_stock_items(
-    filesystem: Filesystem,
-    items: Sequence[Wanted],
-    planner: ItemPlanner,
-    safe: SafeLoader,
-    conversions: Conversions,
+    filesystem: Filesystem, items: Sequence[Wanted], planner: ItemPlanner, safe: SafeLoader, conversions: Conversions
 ) -> None:
     """Load some items that FileSystemWriter or FsspecWriter wrote, plain or with the zstd extension."""
     for wanted in sorted(items, key=lambda wanted: _position(wanted.stored)):
@@ -164,11 +160,7 @@ def read_stock_bytes(filesystem: Filesystem, item: StockItem, *, limit_nbytes: i
 
 
 def read_stock_tensor(
-    filesystem: Filesystem,
-    item: StockItem,
-    *,
-    sizes: Sequence[int] | None = None,
-    trusted: Sequence[Any] = (),
+    filesystem: Filesystem, item: StockItem, *, sizes: Sequence[int] | None = None, trusted: Sequence[Any] = ()
 ) -> torch.Tensor:
     """Read a shard that `torch.save` wrote, on the CPU, with `weights_only=True`, so nothing in it is executed."""
     limit_nbytes = _likely_nbytes(item) if sizes is None else most_nbytes(sizes)

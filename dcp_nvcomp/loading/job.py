@@ -195,10 +195,7 @@ class LoadJob:
             return PackMember(start, record.shape, record.uncompressed_nbytes, region)
         whole = Box((0,) * len(record.shape), record.shape)
         return Run(
-            record.pack[1],
-            record.uncompressed_nbytes,
-            record.element.nbytes,
-            partial(region.place_bytes, whole),
+            record.pack[1], record.uncompressed_nbytes, record.element.nbytes, partial(region.place_bytes, whole)
         )
 
     def _resolve_tensor(self, item: ReadItem) -> torch.Tensor:

@@ -330,8 +330,7 @@ class NvcompReader(StorageReader):
             return
         if meta is not None and meta.save_id != self._save_id:
             raise CheckpointReplacedError(
-                f"Another save replaced the checkpoint during the load: load again. {error.message}",
-                path=error.path,
+                f"Another save replaced the checkpoint during the load: load again. {error.message}", path=error.path
             ) from error
 
     def _find(self, item: ReadItem) -> Any:

@@ -128,11 +128,7 @@ def list_run(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any]
 
 
 def steps_below(
-    filesystem: Filesystem,
-    below: Below,
-    *,
-    seen: Seen,
-    step_of: Callable[[str], int | None] | None = None,
+    filesystem: Filesystem, below: Below, *, seen: Seen, step_of: Callable[[str], int | None] | None = None
 ) -> list[Step]:
     """Return the checkpoints among what is below a directory, in natural order of their names."""
     folders: dict[str, list[FileInfo]] = {}

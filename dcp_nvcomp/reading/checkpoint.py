@@ -81,12 +81,7 @@ class Checkpoint(Mapping[str, Any]):
     """
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        framework: Framework,
-        device: torch.device | str,
-        **reader_options: Any,
+        self, path: str | os.PathLike[str], *, framework: Framework, device: torch.device | str, **reader_options: Any
     ) -> None:
         self._framework = check_choice("framework", framework, Framework)
         self._device = torch.device(device)
@@ -272,13 +267,7 @@ class Checkpoint(Mapping[str, Any]):
         """
         return _KeysAndValues(self, self.in_file_order(keys))
 
-    def load_into(
-        self,
-        module: torch.nn.Module,
-        *,
-        prefix: str = "",
-        dtype: DtypePolicy = "same",
-    ) -> None:
+    def load_into(self, module: torch.nn.Module, *, prefix: str = "", dtype: DtypePolicy = "same") -> None:
         """Load the parameters and buffers of a plain module, also of one on the meta device.
 
         Buffers that are not in its state dict (`persistent=False`) are not in a checkpoint either: make them yourself,

@@ -245,12 +245,7 @@ class CheckpointManager:
         return every is not None and step > 0 and step % every == 0
 
     def save(
-        self,
-        step: int,
-        state: dict[str, Any],
-        *,
-        metrics: Mapping[str, float] | None = None,
-        durable: bool = False,
+        self, step: int, state: dict[str, Any], *, metrics: Mapping[str, float] | None = None, durable: bool = False
     ) -> StepSave:
         """Save a step; return when the state may change again.
 

@@ -24,12 +24,7 @@ from typing import TypeAlias
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp_nvcomp.errors import (
-    CheckpointError,
-    CheckpointExistsError,
-    StorageError,
-    TruncatedFileError,
-)
+from dcp_nvcomp.errors import CheckpointError, CheckpointExistsError, StorageError, TruncatedFileError
 from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.metadata.publishing import metadata_to_publish, publication, settled_to_publish

@@ -72,13 +72,7 @@ def small_together(items: Iterable[WriteItem]) -> Iterator[list[WriteItem]]:
 
 
 def plan_files(
-    items: Sequence[WriteItem],
-    rank: int,
-    file_id: str,
-    *,
-    single_file_per_rank: bool,
-    streams: int,
-    file_nbytes: int,
+    items: Sequence[WriteItem], rank: int, file_id: str, *, single_file_per_rank: bool, streams: int, file_nbytes: int
 ) -> list[list[PlannedFile]]:
     """Plan the data files of one rank."""
     if not items:

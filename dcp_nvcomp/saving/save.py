@@ -94,10 +94,7 @@ _PLANNING = ("flatten_state_dict", "flatten_sharded_tensors", "dedup_save_to_low
 
 
 def writer_for(
-    call: str,
-    writer: NvcompWriter | None,
-    checkpoint_id: str | os.PathLike[str] | None,
-    options: Mapping[str, Any],
+    call: str, writer: NvcompWriter | None, checkpoint_id: str | os.PathLike[str] | None, options: Mapping[str, Any]
 ) -> NvcompWriter:
     """Return the writer that was given, or one made from the options."""
     if writer is None:

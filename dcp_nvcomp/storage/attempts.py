@@ -81,12 +81,7 @@ class Attempts(ABC):
         return self._may_be_done(error)
 
     def perform(
-        self,
-        what: str,
-        where: str,
-        attempt: Callable[[], Awaitable[T]],
-        *,
-        deadline_seconds: float | None = None,
+        self, what: str, where: str, attempt: Callable[[], Awaitable[T]], *, deadline_seconds: float | None = None
     ) -> Done[T]:
         """Run attempts until one succeeds, is refused for good, or time is up; a CheckpointError ends it too."""
         if (

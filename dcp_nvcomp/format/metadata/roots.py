@@ -90,11 +90,7 @@ def is_missing(error: CheckpointError) -> bool:
 
 
 def read_root(
-    filesystem: Filesystem,
-    name: str,
-    *,
-    trusted_globals: Sequence[str] = (),
-    limit_nbytes: int = MAX_METADATA_NBYTES,
+    filesystem: Filesystem, name: str, *, trusted_globals: Sequence[str] = (), limit_nbytes: int = MAX_METADATA_NBYTES
 ) -> Root:
     """Read one metadata file, and once more if it turns out to be corrupt."""
     path = filesystem.location(name)

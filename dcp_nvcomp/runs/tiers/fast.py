@@ -111,7 +111,7 @@ class FastTier:
         if found != run:
             raise ConfigurationError(
                 f"fast={self.root!r} holds steps of another run ({found}, and this one is {run}): choose another "
-                "directory, or remove that one if the other run is not needed any more.",
+                "directory, or remove that one if the other run is not needed any more."
             )
 
     def _claimed_by(self, run: str) -> str:

@@ -92,12 +92,7 @@ class CopiedWrite:
         assert self._copy is not None
         try:
             return self._usable_process().write(
-                part,
-                self._copy,
-                within_seconds=within_seconds,
-                begun=self._begun,
-                encoded=self.end,
-                progress=progress,
+                part, self._copy, within_seconds=within_seconds, begun=self._begun, encoded=self.end, progress=progress
             )
         except BackgroundCannotRun as error:
             # the state has changed since, but the copy is here too

@@ -71,12 +71,7 @@ class SaveSequence:
         """The save that was begun last."""
         return self._latest[-1][0] if self._latest else None
 
-    def begin(
-        self,
-        save: Callable[[dist.ProcessGroup | None], Metadata],
-        staging: Staging,
-        call: Call,
-    ) -> UploadFuture:
+    def begin(self, save: Callable[[dist.ProcessGroup | None], Metadata], staging: Staging, call: Call) -> UploadFuture:
         """Begin a save, on a thread of its own."""
         upload, now = UploadFuture(), time.monotonic()
         earlier = [upload for upload, _ in self._latest]

@@ -113,11 +113,7 @@ class BufferPool(TaskMemory):
     """
 
     def __init__(
-        self,
-        room_nbytes: int,
-        budget_nbytes: int,
-        most: int,
-        allocate: Callable[[int], memoryview] = plain_allocate,
+        self, room_nbytes: int, budget_nbytes: int, most: int, allocate: Callable[[int], memoryview] = plain_allocate
     ) -> None:
         self.room_nbytes = room_nbytes
         count = max(2, min(most, budget_nbytes // room_nbytes))

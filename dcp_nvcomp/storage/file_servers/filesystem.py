@@ -21,12 +21,7 @@ from dcp_nvcomp.storage.temporary import clock_name, temporary_name
 
 
 def open_file_server(
-    path: str,
-    protocol: str,
-    *,
-    options: Mapping[str, Any],
-    deadline_seconds: float,
-    known_options: Sequence[str] = (),
+    path: str, protocol: str, *, options: Mapping[str, Any], deadline_seconds: float, known_options: Sequence[str] = ()
 ) -> ServerFilesystem:
     """Open the place of one checkpoint; nothing is sent yet."""
     connection: Callable[[ServerPlace], Connection]

@@ -38,11 +38,7 @@ class ShortReplyError(Exception):
 
 def client_options(config: dict[str, Any]) -> dict[str, Any]:
     """The user's options for botocore's Config, with our defaults for timeouts and retries."""
-    ours = {
-        "connect_timeout": _CONNECT_SECONDS,
-        "read_timeout": _READ_SECONDS,
-        "retries": {"total_max_attempts": 1},
-    }
+    ours = {"connect_timeout": _CONNECT_SECONDS, "read_timeout": _READ_SECONDS, "retries": {"total_max_attempts": 1}}
     return {**ours, **copy.deepcopy(config)}  # botocore changes what it is given
 
 
