@@ -1,10 +1,5 @@
 """Compressed checkpoints for torch.distributed.checkpoint: smaller and faster to save and load, bit for bit the same.
 
-import dcp_nvcomp as ckpt
-
-ckpt.save(state_dict, "s3://bucket/run/step-1000")      # dcp.save with an NvcompWriter
-ckpt.load(state_dict, "s3://bucket/run/step-1000")      # dcp.load with an NvcompReader
-
 Names are imported when they are first used: torch takes seconds, and the command's help needs none of it.
 """
 

@@ -1,11 +1,7 @@
 """The values of a state dict: Stateful ones, at any depth, and the one key under which DCP is given all of them.
 
-DCP itself knows Stateful values at the top of a state dict only, and pickles others as whole objects: loaded, these
-would take the place of a model, and leave it as it was. In ours they may lie in dicts and lists, too.
-
-DCP asks of each value of the dict whether it is Stateful: saving once, loading twice. This takes 34 us each, as long as
-saving a small tensor. So our own calls ask first, of few, and DCP finds a single value, which `unwrapped` undoes in the
-planner.
+DCP knows Stateful values at the top of a state dict only, and asks of each value whether it is one, which takes as long
+as saving a small tensor. So our calls ask first, and give DCP a single value, which the planner unwraps.
 """
 
 from __future__ import annotations

@@ -1,14 +1,8 @@
 """Measure the storage without codecs, the codecs without a storage, and whole saves and loads.
 
-Storage: streams are written and ranges read through the same `Filesystem`, and as many at once, as in a save and a
-load, durably. Bytes are random, so that no storage compresses them. Local files are dropped from the page cache before
-they are read, where the system allows it: a restart rarely finds its checkpoint in memory.
-
-Codecs: the jobs of `save` and `load` for one rank, with all threads, but without planning and commit. Encoded bytes are
-dropped, and those to be decoded are in memory.
-
-Whole saves and loads show what none of this does: encoding and writing share cores, caches and memory, a server on this
-machine takes its part too, and a save has costs that do not grow with it. model.py makes other sizes from them.
+Storage is measured through the same `Filesystem`, with as many streams and reads at once as a save and a load have, and
+with random bytes. Codecs are measured by the jobs of one rank, without planning and commit, in memory. Whole saves and
+loads show what neither does: encoding and writing share cores, and a save has costs that do not grow with it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """The command `dcp-nvcomp`: look into, verify, convert and repair checkpoints.
 
-Results go to stdout, errors to stderr in one line. Exit status: 0, 1 if the checkpoint or the storage is at fault,
-2 for a wrong command line.
-
 Commands import what they need when they run: torch takes seconds, and `--help` and completion need none of it.
 """
 

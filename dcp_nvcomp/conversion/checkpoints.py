@@ -1,8 +1,7 @@
-"""Checkpoints of this package, and of stock DCP, whose own readers read what is written for them.
+"""Read and write checkpoints of this package and of stock DCP.
 
-A save planner reads what it is asked for from a source, piece by piece. Tensors larger than a piece become several
-shards of whole rows, as if as many ranks had saved them, so that no more than a few pieces are in memory at a time.
-Loads see the whole tensor.
+Tensors larger than a piece become several shards of whole rows, as if as many ranks had saved them, so that no more
+than a few pieces are in memory at a time.
 """
 
 from __future__ import annotations
@@ -190,11 +189,7 @@ def write_ours(
 
 
 def write_dcp(path: str, planner: ConvertingPlanner, *, overwrite: bool, storage_options: Mapping[str, Any]) -> None:
-    """Write a checkpoint of stock DCP, with its own writer; elsewhere than on disk by way of a temporary directory.
-
-    Data files have names that were never used before, and `.metadata` comes last: until then, and if this is cut off,
-    an earlier checkpoint is as it was.
-    """
+    """Write a checkpoint of stock DCP, with its own writer; elsewhere than on disk by way of a temporary directory."""
     filesystem = open_filesystem(path, storage_options=storage_options)
     try:
         if not overwrite and filesystem.file_nbytes(METADATA_NAME) is not None:
@@ -236,10 +231,7 @@ def _upload(filesystem: Filesystem, file: Path) -> None:
 
 
 class _StockSave:
-    """A save with stock DCP's writer, as many ranks would make it that have a little each.
-
-    It holds what it has written of each key until its file is complete, so files have to be small.
-    """
+    """A save with stock DCP's writer, as many ranks would make it that have a little each: files have to be small."""
 
     def __init__(self, planner: ConvertingPlanner) -> None:
         self._planner = planner

@@ -1,11 +1,4 @@
-"""convert: from one checkpoint format to another, streamed.
-
-    source: this package or stock DCP (a directory with `.metadata`), torch.save (a file), safetensors (a file or files)
-      -> entries -> prefix, dtype ->
-    target: dcp-nvcomp, dcp, safetensors, torch
-
-All but files of torch.save are read and written in pieces of at most 32 MiB.
-"""
+"""Convert from one checkpoint format to another; all but files of torch.save in pieces of at most 32 MiB."""
 
 from __future__ import annotations
 

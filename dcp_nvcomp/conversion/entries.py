@@ -1,7 +1,4 @@
-"""What a conversion moves: the entries of a source, each read piece by piece.
-
-source  ->  entries  ->  (prefix cut off, dtype changed)  ->  target, which reads boxes of them as it writes
-"""
+"""What a conversion moves: the entries of a source, of which the target reads boxes as it writes."""
 
 from __future__ import annotations
 

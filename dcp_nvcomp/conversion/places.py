@@ -1,7 +1,4 @@
-"""Where a conversion reads and writes: what is a file, which files are the same, and which have changed since.
-
-Local paths that the user names may lead over symbolic links, as those of a hub's cache do; URLs are as they are.
-"""
+"""Where a conversion reads and writes: what is a file, which files are the same, and which have changed since."""
 
 from __future__ import annotations
 

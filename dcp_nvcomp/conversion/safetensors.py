@@ -1,8 +1,6 @@
-"""safetensors: one file, or a directory of files with their index, as huggingface_hub names them.
+"""Read and write safetensors: one file, or a directory of files with their index, as huggingface_hub names them.
 
-Read as ranges from any storage. Each file is written front to back and takes its name when it is complete. A
-directory's index comes last. Until then PROGRESS_NAME says what the files are of: an attempt that was cut off goes on
-only if it is of the same source, and nothing else of a model is in the directory then.
+A directory's index is written last. Until then PROGRESS_NAME says which source the files are of.
 """
 
 from __future__ import annotations

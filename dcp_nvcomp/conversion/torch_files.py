@@ -1,8 +1,6 @@
-"""Files of `torch.save`: nested dicts and lists of tensors and objects.
+"""Files of `torch.save`, loaded with `weights_only=True` and mapped into memory.
 
-Loaded with `weights_only=True`, so nothing in them is run, and mapped into memory, so that tensors are read when they
-are converted. A remote file is fetched to a temporary one first. `torch.save` takes the whole state at once, so to be
-written all of it has to be in memory.
+`torch.save` takes the whole state at once, so to be written all of it has to be in memory.
 """
 
 from __future__ import annotations

@@ -1,10 +1,5 @@
 """Pure geometry: the blocks of a shard's box, those that a region needs, and runs of blocks in memory.
 
-row_grid   blocks of whole rows, which are runs of memory
-box_grid   boxes of large matrices, so that a load of columns reads columns; of everything else rows
-strips     consecutive blocks that follow each other in memory, which the CPU engine codes together
-row_strip  a strip as the rows of an array: its boxes are columns of them
-
 Boxes side by side are columns of the rows that they share. Boxes that each are a run of memory, one after the other,
 are columns of a single row. So memory is passed through in its order, however narrow the boxes.
 """

@@ -1,8 +1,5 @@
 """A data file's footer: written as JSON, and read and checked against docs/format.md. Pure.
 
-write   Record.to_json() ..., footer_json(identity, ..., records) -> the footer's JSON object
-read    parse_footer(the object, tables, trailer) -> Footer
-
 A footer is untrusted input: every number is checked before memory is allocated for it, and the place of each block and
 slice follows from sums that must come out at the footer's own offset.
 """

@@ -1,8 +1,4 @@
-"""Data-file framing of docs/format.md: header, trailer, footer. Pure: bytes in, values out, no IO, no torch.
-
-write   encode_header()          ... blocks ...   encode_footer(json, tables) = footer + trailer
-read    decode_trailer(tail)     decode_footer(footer, trailer) -> json, tables
-"""
+"""Data-file framing of docs/format.md: header, trailer, footer. Pure: bytes in, values out, no IO, no torch."""
 
 from __future__ import annotations
 

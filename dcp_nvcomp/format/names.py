@@ -1,10 +1,4 @@
-"""Names of the files in a checkpoint: how they are made, and what a name says of a file.
-
-.metadata                      the root
-__<rank>.metadata              a rank's root, of a save with `use_collectives=False`
-__<save_id>.metadata           the immutable copy of a save's `.metadata`
-__<rank>_<n>_<id>.distcp       a data file; without `_<id>` it is stock DCP's
-"""
+"""Names of the files in a checkpoint: how they are made, and what a name says of a file."""
 
 from __future__ import annotations
 

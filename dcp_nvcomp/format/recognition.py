@@ -1,8 +1,4 @@
-"""What is at a path: a checkpoint, the directory of a run, or a file of another kind, and which call takes it.
-
-recognize(filesystem)  ->  Found: from names and the first bytes of files; nothing is parsed
-refused(filesystem, what was wanted)  ->  the error to raise where something else was wanted
-"""
+"""What is at a path: a checkpoint, the directory of a run, or a file of another kind, and which call takes it."""
 
 from __future__ import annotations
 

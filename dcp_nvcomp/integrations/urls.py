@@ -1,9 +1,7 @@
 """dcpz:///path and dcpz+s3://bucket/key: a program that is given such a URL saves and loads through this package.
 
-fsspec imports this module when it first meets such a URL (an entry point of this package names it). Stock DCP asks
-fsspec before it makes its writer for a URL, so the program itself imports and changes nothing.
-
-The filesystems here are for what programs do there besides: look which steps there are, and remove old ones.
+fsspec imports this module when it first meets such a URL (an entry point names it), which is before stock DCP makes its
+writer. The filesystems here are for what programs do there besides: list steps, and remove old ones.
 """
 
 from __future__ import annotations

@@ -49,10 +49,7 @@ def part_of(tensor: torch.Tensor, region: Box) -> torch.Tensor | None:
 
 
 def dense_part_of(tensor: torch.Tensor, region: Box) -> torch.Tensor | None:
-    """Return a region of a tensor of another layout, such as a sparse one, as a strided one; None if it is not inside.
-
-    Only the region is made dense: the whole may have a shape for which there is no memory.
-    """
+    """Return a region of a tensor of another layout, such as a sparse one, as a strided one; None if it is outside."""
     whole = Box((0,) * tensor.dim(), tuple(tensor.shape))
     if tensor.dim() != len(region.sizes) or not whole.contains(region):
         return None
@@ -81,12 +78,7 @@ class Destination(ABC):
 
     @abstractmethod
     def place(self, block: Box, data: torch.Tensor) -> None:
-        """Copy the part of a decoded block that belongs here.
-
-        Args:
-            block: the box of the block in the record.
-            data: its bytes in C order: 1-D, uint8, on the host or on the destination's device.
-        """
+        """Copy the part of a decoded block that belongs here; `data` is 1-D, uint8, in C order."""
 
     def place_bytes(self, block: Box, data: U8) -> None:
         """`place` of bytes in host memory."""

@@ -1,15 +1,8 @@
 """Load some items: those of this package in one job, those of stock DCP one after the other.
 
-An item of stock DCP's FileSystemWriter or FsspecWriter is what `torch.save` wrote (a tensor), or the planner's bytes,
-at an offset of a file; perhaps sent through "stream transforms" first, of which torch has one: zstd. Of a tensor that
-is needed in part, only the rows are read:
-
-    end of the archive  ->  where the files in it are
-    data.pkl            ->  dtype, shape, strides and offset of the tensor in its storage; nothing in it is run
-    data/<key>          ->  the bytes from the first to the last element of the region
-
-CRCs are of whole files, so what is read so is not checked by one. Whatever is not a plain, contiguous tensor of the
-expected kind is left to a read of the whole item.
+An item of stock DCP's writers is what `torch.save` wrote (a tensor), or the planner's bytes, at an offset of a file;
+perhaps sent through "stream transforms" first. Of a tensor that is needed in part, only the rows are read, if it is a
+plain, contiguous one; CRCs are of whole files, so what is read so is not checked by one.
 """
 
 from __future__ import annotations

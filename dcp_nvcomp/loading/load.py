@@ -159,10 +159,7 @@ def _announced(state_dict: Mapping[str, Any], reader: NvcompReader) -> Iterator[
 
 
 class _Reading(StorageReader):
-    """A reader that hands a failure to read the metadata to the planner, which raises it.
-
-    DCP would log it, with a page of tracebacks on each rank, try another way, and raise an error of its own.
-    """
+    """A reader that hands a failure to read the metadata to the planner, as DCP would log it and go on."""
 
     def __init__(self, reader: NvcompReader, planner: UnwrappingPlanner) -> None:
         self._reader, self._planner = reader, planner

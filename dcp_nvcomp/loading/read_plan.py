@@ -1,8 +1,4 @@
-"""The reads of a load: from read items to the blocks that hold them, and on to few, larger reads of the data files.
-
-ReadItem  --locate-->  Target: its record, the region it wants
-targets of a file  --plan_reads-->  reads: a byte range, and the blocks in it with the targets that want them
-"""
+"""The reads of a load: from read items to the blocks that hold them, and on to few, larger reads of the data files."""
 
 from __future__ import annotations
 

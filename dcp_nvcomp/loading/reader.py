@@ -1,10 +1,4 @@
-"""NvcompReader: a load, from top to bottom.
-
-read_metadata           reads `.metadata` without executing anything in it; or merges all rank-local metadata
-prepare_local_plan      reports which save this rank saw
-prepare_global_plan     (coordinator) refuses a mixture of saves
-read_data               fetch -> decode -> place, see job.py; stock checkpoints item by item, see items.py
-"""
+"""NvcompReader: a load, from top to bottom."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What each rank saw when it opened the checkpoint; it goes with its plan to the coordinator, which compares.
-
-All ranks must load one save: its files may be replaced by another one's between two ranks' reads.
-"""
+"""What each rank saw when it opened the checkpoint, compared on the coordinator: all ranks must load one save."""
 
 from __future__ import annotations
 

@@ -224,10 +224,7 @@ def check_items(metadata: Metadata, name: str) -> list[Finding]:
 
 
 def check_records(file: CheckedFile, expected: Sequence[Expected]) -> list[Finding]:
-    """Check that a file has the records that metadata places there.
-
-    A dtype that differs is a warning: a planner may have converted what it saved, and a load converts it back.
-    """
+    """Check that a file has the records that metadata places there."""
     findings = []
     records = file.footer.records
     for one in expected:

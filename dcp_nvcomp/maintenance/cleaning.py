@@ -1,10 +1,4 @@
-"""Clean every checkpoint below a directory: a run that keeps one directory per step.
-
-    clean_run(path) -> RunCleaning        prints nothing: cli/removing.py does
-
-Each directory that holds files of ours is judged by itself, as `clean_checkpoint` does (cleaning.py): one that is
-corrupt is left alone and reported, and the others are cleaned.
-"""
+"""Remove what failed or killed saves left in a checkpoint, or in each checkpoint below a directory."""
 
 from __future__ import annotations
 
@@ -133,7 +127,7 @@ def check_age(older_than_seconds: float) -> None:
 
 
 def _remove(filesystem: Filesystem, older_than_seconds: float, found: Found) -> Iterator[Orphan]:
-    """Do steps 4 and 5, and yield what was removed."""
+    """Remove what still is an orphan, and yield it."""
     metadata = [orphan for orphan in found.orphans if orphan.kind in ("metadata", "temporary")]
     data = [orphan for orphan in found.orphans if orphan.kind == "data"]
     batches = [metadata] + [data[start : start + BATCH] for start in range(0, len(data), BATCH)]

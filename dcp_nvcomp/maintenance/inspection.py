@@ -1,10 +1,7 @@
 """List the contents and sizes of a checkpoint from its metadata and footers; payloads are never read.
 
-    inspect_checkpoint(path) -> Inspection        prints nothing: cli/listing.py does
-
-A tensor that lies in a pack has no bytes of its own in the file: it is given its share of the pack's, in proportion to
-its own size. Shares are rounded so that those of a pack add up. Python objects and payloads of stock checkpoints count
-as stored, because nothing outside of them holds their true size.
+A tensor that lies in a pack is given its share of the pack's bytes, in proportion to its own size. Python objects and
+payloads of stock checkpoints count as stored.
 """
 
 from __future__ import annotations

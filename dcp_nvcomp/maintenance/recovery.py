@@ -3,24 +3,10 @@
 A save that can't replace `.metadata` in one step moves it aside first, to `.metadata.<id>.tmp`. If it is interrupted
 there, that file may be all that is left of a checkpoint of stock DCP, which has no immutable copy.
 
-    recover_checkpoint(path) -> Recovery        prints nothing: cli/checking.py does
-
-1  check `.metadata`. If it can be read and all of its files are there, do nothing, whatever was asked for: a good
-   checkpoint is never replaced
-2  find each `__<save_id>.metadata` that is complete: it can be read, is of the save in its name, and each file that it
-   names has the size and the footer that it says. If there is no `.metadata`, the same for each `.metadata.<id>.tmp`
-   that can be read, unless it is of a save whose `__<save_id>.metadata` is complete
-3  if exactly one save is complete, or the complete one that was named, its bytes are published as `.metadata`
-
-A save must be named (`save_id`) if several are complete. The same holds if `.metadata` can be read but misses files,
-if it asks for globals that are not allowed (it may be good, and need `trusted_globals`), and if there is metadata of
-single ranks, which a load would no longer see: in these cases the existing metadata may still be of use.
-
-Races. A lost `.metadata` is published so that it replaces nothing: if a save is faster, the save wins. A corrupt one
-is read again right before it is replaced; a save that publishes between these two is replaced, and its own
-`__<save_id>.metadata` and files are kept: do not recover while a save to the same path is running. `clean` refuses to
-run if `.metadata` is corrupt or misses files, and keeps complete saves if it is lost, so it never removes what a
-recovery needs.
+A lost `.metadata` is published so that it replaces nothing: if a save is faster, the save wins. A corrupt one is read
+again right before it is replaced; a save that publishes between these two is replaced, and its own
+`__<save_id>.metadata` and files are kept: do not recover while a save to the same path is running. `clean` never
+removes what a recovery needs.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """List the checkpoints below a directory: a run that keeps one directory per step.
 
-    list_run(path) -> RunListing        prints nothing: cli/listing.py does
-
-The files are listed once. A checkpoint is opened the first time that it is seen (completeness.py), its `.metadata`
-read whole. Of one that was complete then, and is as it was by its listing (`Seen`), the last few KB are read, where
-the summary is: so a thousand checkpoints on an object store take a thousand reads, many at once, and one listing a
-thousand files.
+The files are listed once. A checkpoint is opened the first time that it is seen (completeness.py). Of one that was
+complete then, and is as it was by its listing (`Seen`), only the summary at the end of `.metadata` is read.
 """
 
 from __future__ import annotations

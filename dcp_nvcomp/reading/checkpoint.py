@@ -1,11 +1,7 @@
 """A checkpoint opened for reading, without a process group and without a state dict to load into.
 
-    open_checkpoint(path)  ->  Checkpoint: the keys; nothing but `.metadata` is read
-    checkpoint[key]        ->  StoredTensor: nothing is read; or the Python object
-    stored[10:12]          ->  the blocks that these rows lie in are read, checked and decoded
-
-Footers are read once, each when the first tensor of its file is. Several threads may read at once, and so may forked
-processes, each of which opens the storage anew.
+Opening reads `.metadata` alone, each footer is read once, when it is first needed. Several threads may read at once,
+and so may forked processes, each of which opens the storage anew.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Compare two checkpoints: keys, shapes, dtypes and, bit for bit, values.
-
-    compare_checkpoints(a, b) -> Comparison        prints nothing: cli/checking.py does
-
-Both are read tensor by tensor, a few at once, whatever wrote them and however they are sharded.
-"""
+"""Compare two checkpoints: keys, shapes, dtypes and, bit for bit, values."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""A tensor in an opened checkpoint: what it is, and its parts when they are asked for: `stored[10:12, ..., -1]`.
-
-    integers, slices, an ellipsis  ->  Selection: a box, and an index into what was read of it
-
-A step leaves elements out only after the box was read: blocks hold all of them anyway.
-"""
+"""A tensor in an opened checkpoint: what it is, and its parts when they are asked for: `stored[10:12, ..., -1]`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """What all ranks of a run decide together, at the same step: that the job was told to end, that a save failed.
 
-A rank notices such things on its own, at any time. What it knows goes to the others with the next call that all of them
-make, and counts on all ranks from the same call on. Each call of a manager begins so, with as many numbers, of which
-the first say what is called: ranks that call different things find that out instead of waiting for each other. The
-exchange of `should_save` runs beside the training step, so no step waits for it.
+What a rank notices goes to the others with the next call that all of them make, and counts on all ranks from the same
+call on. Each call of a manager begins so, with as many numbers, of which the first say what is called. The exchange of
+`should_save` runs beside the training step, so no step waits for it.
 """
 
 from __future__ import annotations
@@ -151,10 +150,7 @@ class Agreement:
         self.lost = 0  # the latest save that the fast tier of any rank lost on its way to the durable one
 
     def beside_training(self, call: RunCall) -> None:
-        """Take in what the ranks exchanged since the last call, and begin to exchange what is known now.
-
-        No rank waits for a slower one, unless that is a whole step behind.
-        """
+        """Take in what the ranks exchanged since the last call, and begin to exchange what is known now."""
         pending, self._pending = self._pending, self._begin(call)
         if pending is not None:
             self._follow(self._end(pending))
@@ -169,11 +165,7 @@ class Agreement:
         return self._end(self._begin(call, *own))[_KNOWN : _KNOWN + len(own)]
 
     def after(self, call: RunCall) -> None:
-        """Agree at the end of a call; that the job was told to end counts from the next call on.
-
-        The step of this one may be saved already, in the fast tier only: a loop that ended now would leave nothing
-        durable. At the start of the next call there is still a save to make.
-        """
+        """Agree at the end of a call; that the job shall end counts from the next call on, which has a save to make."""
         try:
             _, *known = self._end(self._begin(call))
         except RanksDifferError as error:

@@ -1,23 +1,15 @@
-"""The lease: one manager writes to a run, and a second one is told who it is.
+"""The lease: one manager writes to a run, and a second one is refused.
 
-    .run/lease-<number>     who holds it (`Holder`); created once and never replaced by anyone else, renewed by its
-                            holder
+    .run/lease-<number>     who holds it (`Holder`); created once, and renewed by its holder alone
 
-Of several files the highest number counts, and files that say nothing of a holder do not. A manager that finds none, or
-one that it may take over, creates the next number: `publish(overwrite=False)` lets one of two succeed. It may take over
+Of several files the highest number counts. A manager that finds none, or one that it may take over, creates the next
+number: `publish(overwrite=False)` lets one of two succeed. It may take over what the same job holds (`run_id`),
+anything with `take_over=True`, and what is dead: not renewed for `lease_seconds` by the storage's clock, and then not
+for half of that while this manager watches it by its own clock. A lease from the future, or on a storage that stamps no
+times, is watched for all of `lease_seconds`. So no clock that was set gives a living run away, or keeps a new one out.
 
-- what is dead: not renewed for `lease_seconds` by the storage's clock, and then not for half of that while this manager
-  watches it, by its own clock that no one sets;
-- what the same job holds (`run_id`): a restarted job need not wait for its dead self;
-- anything with `take_over=True`.
-
-A living holder renews its lease each third of `lease_seconds`. So a clock that was set forward gives no living run
-away, and one that was set back, which leaves a lease that was renewed in the future, keeps no one out: such a lease is
-watched for all of `lease_seconds`, and so is one on a storage that stamps no times.
-
-A lease that is given back says so, and stays until the next one is there. A holder that finds a higher number, or
-another lease under its own, has lost the run: the next call of its manager raises. Until it looks (a third of
-`lease_seconds`) two may write. That mixes no checkpoints (docs/reliability.md): of a step that both save, one is there.
+A holder that finds a higher number, or another lease under its own, has lost the run: the next call of its manager
+raises. Until it looks (a third of `lease_seconds`) two may write, which mixes no checkpoints (docs/reliability.md).
 """
 
 from __future__ import annotations

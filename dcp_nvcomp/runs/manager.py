@@ -1,11 +1,4 @@
-"""CheckpointManager: the checkpoints of a training run, from the first save to the restart on other machines.
-
-    should_save -> save -> async_save into the fast tier, or straight into the durable one
-                           background/: on each node, copies, upload, commit, retention
-    restore     -> restoring/: the newest complete step of any place, each file from its nearest copy
-
-All ranks make a manager, and call `should_save`, `save` and `restore` at the same steps.
-"""
+"""CheckpointManager: the checkpoints of a training run, from the first save to the restart on other machines."""
 
 from __future__ import annotations
 

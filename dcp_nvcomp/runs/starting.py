@@ -45,10 +45,7 @@ class SaveStarter:
         self._on_difference, self._warns = on_difference, warns
 
     def has_room(self, values: Mapping[str, Any]) -> bool:
-        """Return whether the next step, and the copies of other nodes' files, fit this node's fast tier.
-
-        One rank looks for all of its node, and removes what may go if that is what it takes.
-        """
+        """Return whether the next step and copies fit this node's fast tier; one rank of it looks, and makes room."""
         if self._fast is None or not self._run.nodes.is_leader:
             return True
         expected = self._pipeline.fast_nbytes

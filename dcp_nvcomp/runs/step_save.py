@@ -172,11 +172,7 @@ class StepPublisher:
 
 @dataclass
 class NodePublisher(StepPublisher):
-    """Publishes a save on the coordinator's node, and holds what the other nodes publish.
-
-    The coordinator sees its own node's files only. That all ranks have written theirs is what it was told before it
-    publishes, as in every save.
-    """
+    """Publishes a save on the coordinator's node, and holds what the other nodes publish."""
 
     durable_path: str = ""
     upload: bool = False

@@ -1,12 +1,5 @@
 """The commit: `.metadata` is published last and atomically; what it replaced is removed only after that.
 
-1  read which files the checkpoint that is there now names; a writer knows those of its own last one
-2  publish __<save_id>.metadata: the same bytes under a name of its own, for recovery
-3  check that every data file is there, whole: ranks may have written elsewhere, or files may have been removed
-4  publish .metadata: from here on the new checkpoint exists, and the old one does not
-5  remove the old one's files, its __<save_id>.metadata first, so that this never names files that are gone;
-   a crash in between leaves harmless orphans
-
 docs/reliability.md has the reason for each step.
 """
 
@@ -48,11 +41,7 @@ _DENIED = (errno.EACCES, errno.EPERM)
 
 
 class LastPublished:
-    """Size and digest of the `.metadata` that one writer published last, and the files that belong to it.
-
-    So it need not parse its own `.metadata`. The place does not matter: where the same bytes are, the same files belong
-    to them. Whatever differs is read and checked like a stranger's.
-    """
+    """What one writer published last, by size and digest, and the files of it: these bytes need not be parsed again."""
 
     def __init__(self) -> None:
         self._known: tuple[int, bytes, frozenset[str]] | None = None  # one value, so that saves may overlap
@@ -89,10 +78,7 @@ def refuse_existing(filesystem: Filesystem, *, rank: int | None) -> None:
 
 
 def _files_of_ranks(filesystem: Filesystem) -> set[str]:
-    """The files of a save without collectives, each rank's own metadata among them.
-
-    They go with what is replaced: were `.metadata` lost one day, a load would else find that older save again.
-    """
+    """The files of a save without collectives, with each rank's metadata, which would count without `.metadata`."""
     found = set()
     try:
         for name in filesystem.list_names():
@@ -317,10 +303,7 @@ def files_of_current(
 
 
 def remove_files(filesystem: Filesystem, names: Iterable[str], whose: str) -> None:
-    """Remove leftovers. A failure is only logged: it must not fail the save, or hide why the save failed.
-
-    Metadata is removed first, so that if this is interrupted, no remaining metadata names removed files.
-    """
+    """Remove leftovers, metadata first. A failure is only logged: it must not fail the save, or hide why it failed."""
     names = set(names)
     data_files = {name for name in names if name.endswith(DATA_FILE_SUFFIX)}
     try:

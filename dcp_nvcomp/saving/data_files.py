@@ -1,7 +1,4 @@
-"""The data files of a rank: which items each of them holds, and how one is written.
-
-A file is written front to back: header, blocks, footer, trailer.
-"""
+"""The data files of a rank: which items each of them holds, and how one is written."""
 
 from __future__ import annotations
 

@@ -5,18 +5,11 @@
     write threads    one per lane: append the blocks of the lane's files in order, release the rooms
 
 A lane is a list of files that are written one after the other; lanes are written at the same time. This cannot
-deadlock: no task waits for memory once it is handed out, and the oldest of those handed out is always the next one
-that its lane writes.
+deadlock: no task waits for memory once it is handed out, and the oldest of those handed out is always the next one that
+its lane writes. The first error stops everything.
 
-Two threads encode on a GPU, each with an engine, and therefore a stream, of its own: while one batch is encoded, the
-previous one is copied to the host, and the one before that is written.
-
-The first error stops everything: tasks are no longer encoded, blocks are no longer written, streams are aborted.
-
-In the background process encoding gives way to training, until it has to hurry (`Patience`). Patient threads have the
-lowest priority: they take what cores have left. Without privileges no thread may raise its priority again, so beside
-them wait as many threads of ordinary priority, for the moment at which the save has to hurry. That is for a process of
-its own: beside training's own threads a patient one that holds the GIL, but no core, holds all of them up.
+In the background process encoding gives way to training (`Patience`): patient threads have the lowest priority. Without
+privileges no thread may raise its priority again, so as many ordinary ones wait for when the save has to hurry.
 """
 
 from __future__ import annotations

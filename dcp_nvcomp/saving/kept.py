@@ -1,7 +1,4 @@
-"""What saves of a process keep for the next ones: plans, choices of codecs, segments, and which saves are under way.
-
-Kept for the process and not by a writer: a new writer for each save is usual.
-"""
+"""What saves of a process keep for the next ones: plans, choices of codecs, segments, and which saves are under way."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""One rank's part of one save: `RankSave.run` encodes and writes its files, and `RankResults` say what is in them.
-
-A `RankSave` can be pickled if the codec and the storage options can, and may run on any thread and in any process of
-this machine.
-"""
+"""One rank's part of one save: `RankSave.run` encodes and writes its files, and `RankResults` say what is in them."""
 
 from __future__ import annotations
 
@@ -170,10 +166,7 @@ class RankSave:
 
 
 class RankResults(list[WriteResult]):
-    """The write results of one rank with its measurements. DCP sends the list to the coordinator as it is.
-
-    DCP's way is a `WriteResult` for each item. If all ranks keep the plan, positions in it are enough: `placed`.
-    """
+    """DCP's list of one rank's write results, with its measurements; if all ranks keep the plan, `placed` is enough."""
 
     def __init__(self, results: Iterable[WriteResult], totals: RankTotals, placed: PlacedItems | None = None) -> None:
         super().__init__(results)

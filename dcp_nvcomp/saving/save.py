@@ -1,7 +1,4 @@
-"""save: one call instead of `dcp.save` with an `NvcompWriter`, and a plan that is kept from save to save.
-
-What it has in common with `async_save` follows: the writer, the planner, and the call of DCP.
-"""
+"""Save by one call instead of `dcp.save` with an `NvcompWriter`, and with a plan that is kept from save to save."""
 
 from __future__ import annotations
 

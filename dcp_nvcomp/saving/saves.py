@@ -1,13 +1,7 @@
 """The saves of one writer: which save each thread is in, where it goes, and under which id.
 
 A save is announced on a thread, by `reset` or `storage_meta`, and begun there by `set_up_storage_writer`. Asynchronous
-saves of one writer may overlap, each on a thread of its own. A prepared one belongs to no thread:
-
-    prepared = writer.prepare(plan)                        on the thread that planned
-    results = prepared.write(data, choices)                on any thread and in any process of this machine
-    writer.finish_prepared(prepared, metadata, results)    on the coordinator, with the results of all ranks
-
-`NvcompWriter.write_data` and `finish` are the same for DCP, which runs all of a save on one thread.
+saves of one writer may overlap, each on a thread of its own. A prepared one belongs to no thread.
 """
 
 from __future__ import annotations
@@ -63,10 +57,7 @@ class PreparedWrite:
     process_id: int
 
     def write(self, resolve: Resolve, remembered: RememberedChoices) -> RankResults:
-        """Encode and write the items.
-
-        In another process than that which prepared it, the CPU engine encodes: a forked one cannot use CUDA.
-        """
+        """Encode and write the items; in another process by the CPU engine, as a forked one cannot use CUDA."""
         engine = self.engine if os.getpid() == self.process_id else EngineChoice("cpu")
         files, totals = self.rank_save.run(resolve, engine=engine, remembered=remembered)
         totals.rank, totals.seconds["plan"] = self.save.rank, self.planned_seconds
@@ -74,10 +65,7 @@ class PreparedWrite:
 
 
 class Saves:
-    """The latest save of each thread, the path of saves that are given none, and what the earlier ones have left.
-
-    A copy and a pickle of it hold the path, and whether that was set explicitly, and nothing else.
-    """
+    """The latest save of each thread, and what the earlier ones have left; a copy or pickle has the path alone."""
 
     def __init__(self, path: str, is_explicit: bool = False) -> None:
         self._path = path

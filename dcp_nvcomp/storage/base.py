@@ -1,10 +1,5 @@
 """The contract of storage, and the few rules that every implementation shares.
 
-    data files    open_output -> write ... -> close      or abort, which leaves nothing
-    commit        publish: readers see all of the bytes or none of them
-    load          read_all for small files, read and read_into for ranges
-    clean         list_files, list_uploads and the storage's own clock; remove, abort_uploads
-
 What a storage client raises never leaves these classes: it becomes a `StorageError`, a `TruncatedFileError` or a
 `ConfigurationError`. Use it through open.py, which knows the implementations.
 """
@@ -91,12 +86,7 @@ class Filesystem(ABC):
 
     @abstractmethod
     def output_streams(self, thread_count: int, memory_budget: int) -> int:
-        """Return how many concurrent output streams pay off.
-
-        Args:
-            thread_count: threads that make what is written.
-            memory_budget: bytes of host memory that they and the streams have.
-        """
+        """Return how many concurrent output streams pay off."""
 
     def location(self, name: str) -> str:
         """Return the full path of a file of the checkpoint, for messages."""
@@ -123,19 +113,12 @@ class Filesystem(ABC):
         """Begin a data file. Its name is one that was never used before."""
 
     def open_replacement(self, name: str) -> OutputStream:
-        """Begin a file that takes the place of `name` when it is closed; the old one stays until then, or if it fails.
-
-        What a process that was killed leaves has a name of `temporary_name`, or is an unfinished upload.
-        """
+        """Begin a file that replaces `name` when it is closed; the old one stays until then, or if it fails."""
         return self.open_output(name)
 
     @abstractmethod
     def publish(self, name: str, data: bytes, *, overwrite: bool = True) -> None:
-        """Write a small file atomically and durably: readers see the old bytes or all of the new ones.
-
-        Raises:
-            ConcurrentSaveError: the file exists and `overwrite` is false.
-        """
+        """Write a small file atomically and durably; ConcurrentSaveError if it exists and `overwrite` is false."""
 
     @abstractmethod
     def read(self, name: str, start: int, stop: int) -> bytes:

@@ -179,10 +179,7 @@ class FsspecFilesystem(RemoteFilesystem):
         return True
 
     def _try_to_move(self, source: str, target: str, *, replaces: bool = False) -> Exception | None:
-        """Move a file; return what the client said if it is still where it was.
-
-        The client may say nothing at all if the target exists (WebHDFS).
-        """
+        """Move a file; return what the client said, which may be nothing, if it is still where it was."""
         refusal: Exception = FileExistsError(errno.EEXIST, f"the storage did not move {source}")
         try:
             move = self._moves.replace if replaces else self._moves.move
@@ -196,11 +193,7 @@ class FsspecFilesystem(RemoteFilesystem):
             raise
 
     def _refuses_existing(self, name: str, refusal: Exception) -> bool:
-        """Try with two other files: is that how the storage refuses to move a file over an existing one?
-
-        A web service's "bad request" has no errno, and neither has a connection that breaks. To move the old file
-        aside after the latter would leave none.
-        """
+        """Try with two other files whether the storage refuses to move a file over an existing one."""
         source, target = temporary_name(name), temporary_name(name)
         try:
             self._fs.pipe_file(self._key(source), b"x")

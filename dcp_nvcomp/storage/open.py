@@ -1,9 +1,4 @@
-"""`open_filesystem` returns the `Filesystem` for a path or URL.
-
-Local paths use system calls (local/filesystem.py), Azure and Google Cloud Storage the clients of objects/, SFTP and SMB
-those of file_servers/; all else goes through fsspec.
-The contract that both keep is in base.py.
-"""
+"""`open_filesystem` returns the `Filesystem` for a path or URL: our own implementation, or else fsspec's filesystem."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Shared by the uploads of all object stores: what is written is collected into parts, each sent when it is full.
-
-write, write, ...      _send_part for each full one
-close                  _finish: send the rest, and make the object visible
-abort                  _discard: nothing is left
-"""
+"""Shared by the uploads of all object stores: what is written is collected into parts, each sent when it is full."""
 
 from __future__ import annotations
 

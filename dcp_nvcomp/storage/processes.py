@@ -29,10 +29,7 @@ def filesystem_classes(path: str | os.PathLike[str]) -> dict[str, type]:
 
 
 def is_known_elsewhere(path: str | os.PathLike[str]) -> bool:
-    """True if another process finds the same storage at this path or URL.
-
-    Not the memory of this one, nor a filesystem that was registered here, of which nobody knows where it keeps things.
-    """
+    """True if another process finds the same storage at this path or URL."""
     try:
         classes = filesystem_classes(path)
     except (ImportError, ValueError):  # the save will say so

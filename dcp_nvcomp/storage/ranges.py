@@ -16,12 +16,7 @@ class ByteRange:
 
 
 def coalesce(pieces: Sequence[tuple[int, int]], gap_nbytes: int, limit_nbytes: int) -> list[ByteRange]:
-    """Join pieces of a file into larger reads.
-
-    Examples:
-        >>> coalesce([(0, 10), (12, 20), (100, 110)], gap_nbytes=4, limit_nbytes=1000)
-        [ByteRange(start=0, stop=20, pieces=(0, 1)), ByteRange(start=100, stop=110, pieces=(2,))]
-    """
+    """Join pieces of a file into larger reads."""
     reads: list[ByteRange] = []
     members: list[int] = []
     begin = end = 0

@@ -1,11 +1,8 @@
 """Runs the pickle opcodes of `.metadata` without ever calling what the file names.
 
-Python's unpickler executes: with GLOBAL and REDUCE any function that it can import, with BUILD any change to it. This
-machine knows only the opcodes that DCP's metadata needs, and turns them into the inert tree of allowed_globals.py.
-Everything else raises `UnsafeMetadataError`. Time and memory are linear in the input: strings and integers are slices
-of it, the memo grows by one at a time, marks nest `MAX_MARKS` deep, and a container takes three bytes of input or more.
-That may still be thirty times as much as the input, so the memory that the tree takes is looked at as it grows, and has
-a limit.
+This machine knows only the opcodes that DCP's metadata needs, and turns them into the inert tree of allowed_globals.py.
+Everything else raises `UnsafeMetadataError`. Time and memory are linear in the input, and the memory that the tree
+takes is checked as it grows.
 """
 
 from __future__ import annotations
@@ -94,7 +91,7 @@ def run_pickle(
     end: int,
     most_nbytes: int,
 ) -> Any:
-    """The inert tree that `data` describes (see the module's docstring)."""
+    """Return the inert tree that `data` describes."""
     widened = {name: Global(name, value=value, is_trusted=True) for name, value in (trusted or {}).items()}
 
     def find(module: object, name: object) -> Global:

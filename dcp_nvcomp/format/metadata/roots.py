@@ -74,11 +74,7 @@ class Root:
         return found
 
     def names(self) -> set[str]:
-        """Return every file that belongs to it: itself, its data files, its immutable copy.
-
-        Metadata is untrusted, and the files it names may be removed once it is replaced, so only data files in this
-        directory count.
-        """
+        """Return every file of this directory that belongs to it: metadata is untrusted, and these may be removed."""
         data_files = {name for name in self.files() if name.endswith(DATA_FILE_SUFFIX) and "/" not in name}
         copy = copy_name_of(self.save_id)
         return {self.name, *data_files, *([copy] if copy else [])}

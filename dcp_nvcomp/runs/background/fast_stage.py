@@ -1,10 +1,4 @@
-"""What happens to a step in the fast tier, once all ranks have written it.
-
-    publish   `.metadata` on each node
-    secure    copies to peers, or a comparison of the replicas; then old steps go
-
-All ranks call these at the same steps. At the end of each the ranks exchange whether it worked.
-"""
+"""What happens to a step in the fast tier, once all ranks have written it. All ranks call this at the same steps."""
 
 from __future__ import annotations
 
@@ -85,11 +79,7 @@ class FastStage:
         return True
 
     def _compare(self, save: StepSave, parts: Sequence[WrittenPart], own: WrittenPart) -> bool:
-        """Find out whether the replicas have saved the same; return False if they have not.
-
-        Where they have divided the state differently that is not known. Each is a copy all the same, but a restore then
-        reads one of them on all nodes.
-        """
+        """Return False if the replicas saved different values, as far as they divided the state alike."""
         replicas = [one.ranks for one in parts]
         found = compared(self._ranks, replicas, self._fast.open(save.step), own.files_of(self._ranks.rank))
         if found.differing:
@@ -127,10 +117,7 @@ class FastStage:
         return sum(sum(part.files_of(rank).values()) for rank in sources)
 
     def _prune(self, step: int) -> None:
-        """Remove what is older than the steps that stay: complete ones, and what jobs that died have left of others.
-
-        Called once the copies of a step are made: without them it does not stand in for older ones.
-        """
+        """Remove what is older than the steps that stay, once the copies of a step are made."""
         self.remember([step])
         self._differing = []
         self._complete = self._complete[-self._keep_count :]

@@ -1,15 +1,9 @@
-"""What happens to a save in the background, on two threads of each rank.
-
-    fast thread       wait until all ranks have written -> `.metadata` on each node -> copies to peers -> old steps go
-    (fast_stage.py)                                                                   or compare replicas
-    durable thread    upload the files as they are -> commit -> steps that nothing keeps go
-    (durable_stage.py)
+"""What happens to a save in the background: each rank has a thread for the fast tier and one for the durable tier.
 
 A save that goes straight to the durable tier has its place on the durable thread, so steps are published in order. Both
 threads do the same jobs in the same order on all ranks, each with process groups of its own, and each stage ends with
-an exchange of whether it worked: an error is the same on all of them. One of the fast tier's storage is
-no failure of the run: the step is lost from that tier, and if it was due in the durable one, the next save makes up for
-it.
+an exchange of whether it worked. An error of the fast tier's storage is no failure of the run: the step is lost from
+that tier, and if it was due in the durable one, the next save makes up for it.
 """
 
 from __future__ import annotations

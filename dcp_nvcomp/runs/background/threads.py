@@ -1,8 +1,4 @@
-"""A thread of a manager, and the steps that its threads are bringing to the durable tier.
-
-A thread does its jobs one after the other, in the same order on all ranks. A job that fails is noted, and the others go
-on: each of them asks the other ranks whether it may. Errors wait for the next call of the manager.
-"""
+"""A thread of a manager, and the steps that its threads are bringing to the durable tier."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""What replicas have saved, compared by the checksums in their files; no tensor is read, and nothing moves.
-
-    footers of this rank's files -> CRCs by record -> gathered -> records that differ, or that only one replica has
-
-Replicas of one state are equal. Where they are not, training has diverged, or a machine computes wrongly: both go
-unnoticed otherwise, and which replica a restore takes would matter.
-"""
+"""What replicas have saved, compared by the checksums in their files; no tensor is read, and nothing moves."""
 
 from __future__ import annotations
 

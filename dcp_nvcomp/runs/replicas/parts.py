@@ -1,11 +1,8 @@
 """Which ranks hold the whole state together, and which of its entries each of these replicas lacks.
 
-    placements of each DTensor -> ranks that hold it whole -> joined over all tensors, nodes and domains -> replicas
-
-What two replicas share fails together, so ranks of one node, and of one failure domain, belong to one replica.
-
-What each rank has for itself, such as the states of its generators, is no replica's but its own. A replica that is to
-serve alone after the others are lost needs those of all ranks.
+What two replicas share fails together, so ranks of one node, and of one failure domain, belong to one replica. What
+each rank has for itself, such as states of generators, goes to all replicas: one that is left alone needs those of all
+ranks.
 """
 
 from __future__ import annotations
@@ -70,14 +67,7 @@ def _sets_of(tensor: DTensor, sharded: Sequence[bool], ranks: Sequence[int]) -> 
 
 
 def joined(count: int, sets: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
-    """Join what overlaps.
-
-    Examples:
-        >>> joined(4, [{0, 1}, {2, 3}])
-        ((0, 1), (2, 3))
-        >>> joined(4, [{0, 1}, {2, 3}, {1, 2}])
-        ((0, 1, 2, 3),)
-    """
+    """Join what overlaps."""
     belongs_to = list(range(count))
 
     def root_of(rank: int) -> int:
@@ -97,12 +87,7 @@ def joined(count: int, sets: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], 
 
 
 def entries(values: Mapping[Any, Any], at: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield what is no dict in a nested state, with its path.
-
-    Examples:
-        >>> list(entries({"a": {"b": 1}, "c": [2]}))
-        [(('a', 'b'), 1), (('c',), [2])]
-    """
+    """Yield what is no dict in a nested state, with its path."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from entries(value, (*at, key))
@@ -158,15 +143,7 @@ def _on_host(value: Any) -> Any:
 
 
 def with_entries(values: Mapping[Any, Any], added: Mapping[Path, Any]) -> dict[Any, Any]:
-    """Return a nested state with entries added; what it shares with the old one is unchanged.
-
-    The dicts that get some are sorted, so that ranks of several replicas that have the same in the end have it in the
-    same order, and their small tensors lie together in the same way.
-
-    Examples:
-        >>> with_entries({"a": {"c": 1}}, {("a", "b"): 2, ("d",): 3})
-        {'a': {'b': 2, 'c': 1}, 'd': 3}
-    """
+    """Return a nested state with entries added, sorted so that all replicas have them in the same order."""
     result, below = dict(values), dict[Any, dict[Path, Any]]()
     for (key, *rest), value in added.items():
         if rest:

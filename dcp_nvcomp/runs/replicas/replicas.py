@@ -1,9 +1,7 @@
 """The replicas of a run: each saves the whole state for itself, in its own nodes' fast tiers.
 
-    state -> what the ranks offer, gathered -> which ranks make a replica, and what it lacks -> the state it saves
-
-Replicas keep the same shards anyway, so nothing of these moves: a lost node's files are in another replica's save. The
-little that is no replica's but a rank's own goes to the others while training waits.
+Replicas keep the same shards anyway, so nothing of these moves. The little that is a rank's own goes to the others
+while training waits.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
-"""Which steps could be restored, and where each of their files is.
-
-    what each node holds + what the durable tier lists -> candidates, the newest first
+"""Which steps could be restored, and where each of their files is, by what is there: nodes may have other names now.
 
 What replicas have saved each for itself is one candidate with several versions: each node reads its own, and one that
 has none, or one that is not whole any more, that of another.
-
-Goes by what is there, not by where it was written: after a restart ranks are on other nodes, and nodes have other
-names.
 """
 
 from __future__ import annotations

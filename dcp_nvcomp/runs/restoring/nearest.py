@@ -1,12 +1,7 @@
 """Reads each file of a step from its nearest copy: this node's, else a peer's, else the durable tier's.
 
-    needed by each rank -> what goes to which node -> into the node's fast tier, which all of its ranks read
-                                                   -> of what can't be written there:
-                                                      ranges from the durable tier, if the step is there,
-                                                      else into the memory of each rank that needs it
-
-Which files a rank needs follows from its load plan, so that any number of ranks can load. Between plan and reading, the
-ranks bring what their nodes lack and peers have; of what no peer has, ranges are read from the durable tier.
+Which files a rank needs follows from its load plan. Between plan and reading, the ranks bring what their nodes lack and
+peers have into the nodes' fast tiers, or into memory where that can't be written.
 """
 
 from __future__ import annotations
@@ -236,10 +231,7 @@ class NearestFilesystem(Filesystem):
 
 
 class NearestReader(NvcompReader):
-    """Loads a step from the nearest copies of its files; without `from_nodes`, from the durable tier alone.
-
-    Its arguments are those of `NvcompReader`; the path is that of the step in the durable tier.
-    """
+    """Loads a step from the nearest copies of its files; without `from_nodes`, from the durable tier alone."""
 
     _fetch: Fetch | None = None
     # the copies that turned out damaged or can't be read, as pairs of node and file

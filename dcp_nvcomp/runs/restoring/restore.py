@@ -1,10 +1,4 @@
-"""A run's restore, from what is there to what is done about it.
-
-    list all places -> candidates -> load the newest that can be loaded -> go on with uploads that were cut short
-                                                                        -> what the next save leaves behind
-
-A step that turns out damaged is named, and the one before it is taken.
-"""
+"""A run's restore: load the newest step that can be loaded from anywhere, and resume uploads that were cut short."""
 
 from __future__ import annotations
 

@@ -1,12 +1,8 @@
 """The state of optimizers by the names of parameters: all that is in them, and nothing that is not.
 
-    save      optimizer.state_dict()  ->  state.<fqn>.<name>, param_groups, with names instead of numbers
-    restore   saved entries           ->  a place for each, of the layout that its parameter says
-              what was loaded         ->  optimizer.load_state_dict()  ->  compared, entry by entry
-
-Torch's `get_state_dict` names entries alike, and gets there by a step of the optimizer without gradients: it passes
-over parameters that do not require gradients now and over empty groups, and can't be had where `step` needs a closure.
-Here it serves as the last resort, for layouts that nothing else says. FSDP1's flat parameters are left to it.
+Torch's `get_state_dict` names entries alike, but by a step of the optimizer without gradients, which passes over frozen
+parameters and empty groups, and can't be made where `step` needs a closure. Here it is the last resort, for layouts
+that nothing else says, and for FSDP1's flat parameters.
 """
 
 from __future__ import annotations

@@ -1,10 +1,5 @@
 """TrainingState: all that a training run has to remember, as one value of a state dict.
 
-    model.*, optimizer.*           tensors by their names, which reshard as DTensors do
-    scheduler, scaler, ranks       the same on all ranks, stored once
-    generators.<rank>              of each rank
-    data.<rank>.loader             of each rank's data loader; what a worker of it remembers is in data.<rank>.<worker>
-
 Values other than tensors are stored in tuples of one: DCP takes dicts apart, loses empty ones, and can't load what it
 was not told the inside of.
 """

@@ -4,17 +4,9 @@
                            `.equal`, with the save's id, once replicas were compared and found equal
     <fast>/.run/run        which run the directory belongs to
 
-A step is complete when every file that its `.metadata` names is on some node. Files of two saves never have the same
-name, so copies lie beside what the node saved itself.
-
-If room is needed, these go:
-
-1  torsos: steps that the last restore found complete nowhere
-2  steps that are not newer than the newest of the durable tier, the oldest first
-
-A complete step that is newer than all of the durable tier stays, whatever it costs, and so does what is being saved,
-copied, or on its way there. Nothing goes before room is needed: a node that is away may come back with the rest of a
-torso.
+A step is complete when every file that its `.metadata` names is on some node. If room is needed, steps go that the last
+restore found complete nowhere, then those that are not newer than the newest of the durable tier, the oldest first.
+What is newer than all of the durable tier stays, and so does what is being saved, copied, or on its way there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Which ranks are on which node, and whose files each node gets copies of.
 
-Nodes stand in a ring, in the order of their first ranks. The copies of a node's files go to the next nodes that are in
-other failure domains than itself.
+Nodes stand in a ring. The copies of a node's files go to the next ones that are in other failure domains than itself.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """Moves files between ranks, and from the fast tier to the durable one, as they are and in bounded pieces.
 
-    sender: read a piece -> piece + CRC32C -> send         receiver: receive -> check -> write
-
-Both sides know beforehand which files go, and of what sizes, so nothing is negotiated. A side that fails goes on with
-the exchange, and what failed is in its result: the other one would wait in vain for what does not come.
-
-To the durable tier each file is sent once, by one rank that has it. What an upload that was cut short has left there
-already, whole, is not sent again: a name is used for one file only. The commit is that of docs/reliability.md.
+Both sides know beforehand which files go, and of what sizes. A side that fails goes on with the exchange, as the other
+one would wait in vain; what failed is in its result. To the durable tier each file is sent once, by one rank that has
+it, unless an upload that was cut short has left it there whole.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The background process, as training sees it: started once, before it is first needed, and dead with training.
-
-One thread takes what the process says and hands it to the thread that waits for it. If the process dies, all that wait
-are told; the next save starts another one.
-"""
+"""The background process, as training sees it: started once, before it is first needed, and dead with training."""
 
 from __future__ import annotations
 

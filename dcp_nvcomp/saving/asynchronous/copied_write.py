@@ -1,8 +1,4 @@
-"""A rank's part of an asynchronous save whose state is copied first, to be encoded and written in the background.
-
-save's thread       places of all items -> a segment -> copy -> staged
-background process  encode -> write
-"""
+"""A rank's part of an asynchronous save whose state is copied first, to be encoded and written in the background."""
 
 from __future__ import annotations
 

@@ -1,11 +1,8 @@
 """Memory that the tasks of a save are encoded into, wherever it comes from.
 
-    feeding thread   reserves room for a task, which may wait: that is how a slow sink holds back the encoders
-    encode thread    takes a room that was reserved, which never waits, fills it, says how much it keeps
-    write thread     releases the room when its blocks are written
-
-`BufferMemory` here lends equal buffers of one save that writes what it encodes at once, bounded by the user's budget;
-`StagingMemory` of asynchronous saves fills segments that are kept for the next.
+feeding thread   reserves room for a task, which may wait: that is how a slow sink holds back the encoders
+encode thread    takes a room that was reserved, which never waits, fills it, says how much it keeps
+write thread     releases the room when its blocks are written
 """
 
 from __future__ import annotations

@@ -1,18 +1,8 @@
 """The codec chain of each record: the user's choice, and what can run where the elements are, by `CodecPolicy`.
 
-`auto`'s choices, `AutoChoice`, are made by the thread that encodes a record first, and remembered from save to save.
-
-Dense floats of one block are coded as they were in the save before. Should they come to another size than they did
-then, or a glance find a byte that stands out, there is a second look, and if it differs they are coded again. Of all
-others a look at a few elements decides how much work a choice is:
-
-it looks as in an earlier save      the chain of that save, unless its ratio has drifted meanwhile
-dense floats, nothing repeats, and  the chain of that tensor: layers of a model differ in their numbers only. Zeros,
-one of its kind was judged dense    constants, sparse tensors and repeated rows never look like that
-anything else                       slices of it are coded by every chain that could win
-
-For a tensor on a device, `device_choice` chooses when it is fed: a look costs a copy to the host, which waits for the
-device. So what an earlier save chose for dense floats is used without one, and forgotten if its size surprises.
+`auto` chooses when a record is encoded, and is remembered from save to save: a record that looks as it did gets the
+chain that it had, unless its ratio has drifted, and dense floats that of others of their tensor, as layers differ in
+their numbers only. Of anything else slices are coded by every chain that could win.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""From DCP's write items to records: how each shard is described and cut, with which codec, encoded where.
-
-WriteItem + resolved data  --RecordMaker.add-->  records ready to encode; small ones gather in packs until `flush`
-
-Small shards share a block: a record in the footer each, instead of a block and slices of their own.
-"""
+"""From DCP's write items to records: how each shard is described and cut, with which codec, encoded where."""
 
 from __future__ import annotations
 
@@ -294,10 +289,7 @@ def _joined(pack: _Pack) -> torch.Tensor:
 
 
 def _some_of(tensors: Sequence[torch.Tensor], nbytes: int) -> list[torch.Tensor]:
-    """Return whole tensors as bytes, about `nbytes` of them or more: those in which a multiple of a step lies.
-
-    Weighted by bytes, so that a lone scalar is not taken as representative.
-    """
+    """Return whole tensors as bytes, about `nbytes` or more, weighted by bytes, so that no scalar stands for all."""
     total = sum(tensor.nbytes for tensor in tensors)
     step = max(1, min(total // 4, total * total // (len(tensors) * nbytes)))
     some, start = [], 0

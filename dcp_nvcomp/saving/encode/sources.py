@@ -1,11 +1,4 @@
-"""Sources of a save: a shard's elements, block by block, and the engine that encodes them where they are.
-
-HostSource          host memory, CPU engine
-AcceleratorSource   memory of a device, CPU engine: each block is copied to the host
-CudaSource          memory of a CUDA device, CUDA engine, many blocks at once; CudaPackSource: many small shards in one
-
-A `PendingRecord` is what such elements become in the file: a record that waits to be encoded and written.
-"""
+"""Sources of a save: a shard's elements, block by block, and the engine that encodes them where they are."""
 
 from __future__ import annotations
 
@@ -169,10 +162,7 @@ def _ready_event(device: torch.device) -> torch.cuda.Event | None:
 
 @dataclass(frozen=True)
 class AcceleratorSource(_HostEncoded):
-    """A shard on any device, encoded on the CPU.
-
-    Must be made on the caller's thread: work that the caller has queued there comes first.
-    """
+    """A shard on any device, encoded on the CPU. Made on the caller's thread, whose work on the device comes first."""
 
     tensor: torch.Tensor
     ready: torch.cuda.Event | None = field(init=False)

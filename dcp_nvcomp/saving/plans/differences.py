@@ -1,12 +1,8 @@
 """Which keys have different values on different ranks: of those that are not sharded a checkpoint keeps one rank's.
 
-    each rank        `look`: a fingerprint of each value, before the state may change
-    create_local_plan    `sent`: they go with its plan to the coordinator; those of a kept plan without their keys
-    create_global_plan   `compared`, and `told`: what differs goes back with the final plans
-    finish_plan          `heard`
-
-Fingerprints of equal values are equal: what can't be told from its bytes, as an object whose pickle depends on more
-than its value, counts by its class alone. Those of large tensors are of a sample.
+Fingerprints of each rank's values go with its plan to the coordinator, and what differs comes back with the final
+plans. What can't be told from its bytes, as an object whose pickle depends on more than its value, counts by its class
+alone; of large tensors a sample counts.
 """
 
 from __future__ import annotations
@@ -178,13 +174,7 @@ def _words(differing: Mapping[str, Sequence[int]], ranks: Sequence[int]) -> str:
 
 
 def fingerprints(state: Mapping[str, Any]) -> dict[str, int]:
-    """Return a checksum for each value that is not sharded.
-
-    Examples:
-        >>> one, other = fingerprints({"w": torch.zeros(2), "n": 1}), fingerprints({"w": torch.zeros(2), "n": 2})
-        >>> one["w"] == other["w"], one["n"] == other["n"]
-        (True, False)
-    """
+    """Return a checksum for each value that is not sharded."""
     found: dict[str, int] = {}
     waiting: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
     with torch.no_grad():

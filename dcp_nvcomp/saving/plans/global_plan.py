@@ -1,9 +1,5 @@
 """The global plan as the coordinator keeps it, and what travels of it.
 
-    once          the final plans of all ranks ------> which items each rank writes, in order
-    each save     numbers of each rank --------------> `storage_data`
-                  the metadata of the plan ----------> a Metadata of this save
-
 A rank's write results name nothing that the coordinator knows: they are positions in the rank's plan, and where these
 items were stored (`PlacedItems`).
 """
@@ -91,10 +87,7 @@ class GlobalPlan:
 
 
 class PlannedMetadata(Metadata):
-    """Metadata of a planned save. Pickled, it is a Metadata without the tensors.
-
-    At the end of a save DCP sends it to all ranks, which know their own tensors, and may be thousands.
-    """
+    """Metadata of a planned save. Pickled, it is a Metadata without the tensors."""
 
     plan: GlobalPlan
 

@@ -1,16 +1,9 @@
 """The plans that this process keeps: found again by who saves together, the planner's options, and the structure.
 
-Each has an id that the ranks agreed on when they made it. It is used again only if all ranks find the plan of one id:
-then each has the structure that it had at that planning, from which the global plan follows. Whatever one rank forgot,
-or failed to plan, or can't plan from a structure, makes all of them plan anew, under another id.
-
-A `Structure` is what the plan of DCP's default planner depends on: everything about a state but its values. Two states
-of the same structure have the same plan, on this rank. A global plan follows from the structures of all ranks and the
-planner's options.
-
-Before a save the ranks `agree`: do all keep the same plan, and may they keep the next one? One small collective, the
-first of a save: it also says whether all ranks make the same one. What a rank answers never decides what it plans, only
-whether all of them plan anew.
+A plan has an id, and is used again only if all ranks find the plan of one id: then each has the structure that it had
+at that planning, from which the global plan follows. A `Structure` is what the plan of DCP's default planner depends
+on: everything about a state but its values. Before a save the ranks `agree` whether all keep the same plan; what a rank
+answers never decides what it plans, only whether all of them plan anew.
 """
 
 from __future__ import annotations
@@ -81,10 +74,7 @@ class KeptPlans:
         return None
 
     def keep(self, plan: KeptPlan) -> None:
-        """Keep a plan, instead of that for the same structure, and of the oldest ones if there are too many.
-
-        One of more items than all of them may hold, as a coordinator's of very many ranks, is not kept.
-        """
+        """Keep a plan, instead of that for the same structure and of the oldest ones; not one that is too large."""
         if plan.item_count > self._max_items:
             return
         with self._lock:
@@ -106,14 +96,7 @@ class Structure:
 
 
 def structure_of(state: Mapping[str, Any], paths: Mapping[str, Any] | None) -> Structure | None:
-    """Describe a flattened state.
-
-    Examples:
-        >>> structure_of({"w": torch.zeros(2)}, None) == structure_of({"w": torch.ones(2)}, None)
-        True
-        >>> structure_of({"w": torch.zeros(2)}, None) == structure_of({"w": torch.zeros(2).half()}, None)
-        False
-    """
+    """Describe a flattened state."""
     meshes: dict[int, tuple[Any, ...]] = {}
     entries = []
     needs_grad = torch.is_grad_enabled()

@@ -1,15 +1,7 @@
 """The planner of our own save calls: plans with another planner, or uses the plan that all ranks kept.
 
-before dcp.save   `agree`: flatten the state, look for a kept plan, and ask the other ranks whether they have it. DCP's
-                       default planner is given a flat state, since it would make text of all keys of dicts
-                       kept                              anew
-set_up_planner         (was done)                        (was done), or the other planner's
-create_local_plan      an empty plan                     the other planner's
-create_global_plan     empty plans, kept metadata        the other planner's; the coordinator keeps it
-finish_plan            the kept plan                     the other planner's; this rank keeps it
-resolve_data           the other planner's               the other planner's
-
-A plan is kept only here, at `finish_plan`, so that whatever fails before leaves nothing behind.
+`agree` flattens the state, looks for a kept plan, and asks the other ranks whether they have it; then the other steps
+use it, with an empty local plan. A plan is kept only at `finish_plan`, so that what fails before leaves nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What is asked of a file server, over connections that are used again until they break.
-
-An operation has a connection for itself. How often it is tried, and for how long, is attempts.py's.
-"""
+"""What is asked of a file server, over connections that are used again until they break."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What an object store does for a checkpoint: the requests that Azure and Google Cloud Storage both have.
-
-A request is sent once, and repeated by attempts.py; only the parts of an upload to Azure are repeated by its client.
-"""
+"""What an object store does for a checkpoint: the requests that Azure and Google Cloud Storage both have."""
 
 from __future__ import annotations
 

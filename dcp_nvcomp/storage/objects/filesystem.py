@@ -1,9 +1,4 @@
-"""A checkpoint's directory in a bucket or container: objects below a prefix.
-
-data files    parts, an object when the file is complete: azure.py, gcs_output.py
-publish       one write with a condition: conditional.py
-requests      azure.py and gcs.py send them once, attempts.py repeats them inside the deadline
-"""
+"""A checkpoint's directory in a bucket or container: objects below a prefix."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""One bucket of Google Cloud Storage, through its JSON API.
+"""One bucket of Google Cloud Storage, through its JSON API, with gcsfs's credentials and connections.
 
-gcsfs finds the credentials and keeps the connections. It would retry too, without a deadline, and without telling which
-requests were sent twice; so the requests are sent from here, each once.
+gcsfs would retry, without a deadline, and without telling which requests were sent twice; here each is sent once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """One data file on its way to Google Cloud Storage: a single upload if it is small, else parts of a resumable one.
 
-A part that got no answer may have arrived, whole or in part. Before anything is sent again the server is asked how much
-it has, and gets the rest. The object is there when the last part has arrived. An upload that is never completed is
-removed by Google after a week, and is not visible before.
+A part that got no answer may have arrived, whole or in part, so the server is asked how much it has before anything is
+sent again. An upload that is never completed is removed by Google after a week, and is not visible before.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """S3 requests with a time limit: each returns a response or raises StorageError.
 
-The client libraries retry too, but that does not suffice. s3fs gives up after five tries within two seconds. botocore's
-waits grow without limit in one mode and end with a bucket of tokens in the other, and neither knows a deadline. So they
-are told to try once (unless `config_kwargs` has `retries`), and the one loop that retries is ours (attempts.py).
+Neither s3fs's nor botocore's own retries know a deadline. So they are told to try once (unless `config_kwargs` has
+`retries`), and the one loop that retries is ours (attempts.py).
 """
 
 from __future__ import annotations

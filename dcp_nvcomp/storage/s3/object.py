@@ -24,10 +24,7 @@ def refuses_conditions(error: BaseException) -> bool:
 
 @dataclass(frozen=True)
 class S3Object:
-    """An object that need not exist yet.
-
-    `send`, `head` and `get` are one attempt each, for `perform`; the others retry until the deadline.
-    """
+    """An object, which may not exist. `send`, `head` and `get` are one attempt; the others retry until the deadline."""
 
     client: S3Client
     bucket: str
