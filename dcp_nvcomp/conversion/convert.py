@@ -20,8 +20,7 @@ from dcp_nvcomp.conversion.checkpoints import (
     write_dcp,
     write_ours,
 )
-from dcp_nvcomp.conversion.entries import Source, TensorEntry, selected
-from dcp_nvcomp.conversion.places import check_no_overlap, stamps
+from dcp_nvcomp.conversion.entries import Source, TensorEntry, check_no_overlap, selected, stamps
 from dcp_nvcomp.conversion.safetensors import SafetensorsSource, write_safetensors
 from dcp_nvcomp.conversion.safetensors_format import is_name_of_model
 from dcp_nvcomp.conversion.torch_files import TorchFileSource, write_torch

@@ -16,10 +16,8 @@ from typing import Any
 
 import torch
 
-from dcp_nvcomp.calls.files import parent_and_name
 from dcp_nvcomp.calls.json_text import parse_json
-from dcp_nvcomp.conversion.entries import ObjectEntry, Source, TensorEntry, pieces
-from dcp_nvcomp.conversion.places import exists_already, is_file, names_in
+from dcp_nvcomp.conversion.entries import ObjectEntry, Source, TensorEntry, exists_already, is_file, names_in, pieces
 from dcp_nvcomp.conversion.safetensors_format import (
     DTYPES,
     INDEX_NAME,
@@ -42,10 +40,10 @@ from dcp_nvcomp.errors import (
 )
 from dcp_nvcomp.format.blocks import Box
 from dcp_nvcomp.format.recognition import linked_to
+from dcp_nvcomp.options import parent_and_name
 from dcp_nvcomp.redaction import without_secrets
-from dcp_nvcomp.storage.base import Filesystem, check_relative_path
+from dcp_nvcomp.storage.base import Filesystem, check_relative_path, published_name
 from dcp_nvcomp.storage.open import open_filesystem, place_of
-from dcp_nvcomp.storage.temporary import published_name
 
 # ---- reading ----
 

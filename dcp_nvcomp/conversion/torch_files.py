@@ -17,10 +17,8 @@ from typing import Any
 
 import torch
 
-from dcp_nvcomp.calls.files import parent_and_name
 from dcp_nvcomp.calls.flattening import flatten, nested
-from dcp_nvcomp.conversion.entries import ObjectEntry, Source, TensorEntry, paths_in_order
-from dcp_nvcomp.conversion.places import exists_already
+from dcp_nvcomp.conversion.entries import ObjectEntry, Source, TensorEntry, exists_already, paths_in_order
 from dcp_nvcomp.engines.tensors import memory_of
 from dcp_nvcomp.errors import (
     CheckpointError,
@@ -32,6 +30,7 @@ from dcp_nvcomp.errors import (
 from dcp_nvcomp.format.blocks import Box
 from dcp_nvcomp.format.recognition import linked_to
 from dcp_nvcomp.loading.safe_objects import allowed_globals, check_file, what_it_needs
+from dcp_nvcomp.options import parent_and_name
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.storage.base import Filesystem, OutputStream
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from dcp_nvcomp.storage.temporary import is_clock, published_name
+from dcp_nvcomp.storage.base import is_clock, published_name
 
 DATA_FILE_SUFFIX: Final = ".distcp"
 METADATA_NAME: Final = ".metadata"

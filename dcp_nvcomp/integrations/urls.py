@@ -15,7 +15,7 @@ import fsspec
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.integrations.installing import ours
 from dcp_nvcomp.integrations.stock_classes import Kind, add_maker
-from dcp_nvcomp.storage.marked_urls import MARK, MARKED_PROTOCOLS, is_marked, without_mark
+from dcp_nvcomp.storage.open import MARK, MARKED_PROTOCOLS, is_marked, without_mark
 
 
 def _make(kind: Kind, path: Any, arguments: Mapping[str, Any]) -> Any:

@@ -19,7 +19,6 @@ from dcp_nvcomp.format.footer import Footer
 from dcp_nvcomp.format.metadata.shards import Shard, ShardIndex, described, matches
 from dcp_nvcomp.format.record import KIND_BYTES, KIND_TENSOR, Record
 from dcp_nvcomp.loading.destinations import Destination
-from dcp_nvcomp.storage.ranges import coalesce
 
 U8 = npt.NDArray[np.uint8]
 
@@ -180,3 +179,31 @@ def plan_reads(file: DataFileRef, footer: Footer, targets: Iterable[Target], lim
         Read(file.name, footer, read.start, read.stop, tuple(blocks[piece] for piece in read.pieces))
         for read in coalesce(spans, GAP_NBYTES, limit_nbytes)
     ]
+
+
+@dataclass(frozen=True)
+class ByteRange:
+    """One read: a half-open range of a file, and which of the wanted pieces lie in it."""
+
+    start: int
+    stop: int
+    pieces: tuple[int, ...]
+
+
+def coalesce(pieces: Sequence[tuple[int, int]], gap_nbytes: int, limit_nbytes: int) -> list[ByteRange]:
+    """Join pieces of a file into larger reads."""
+    reads: list[ByteRange] = []
+    members: list[int] = []
+    begin = end = 0
+    for index in sorted(range(len(pieces)), key=lambda index: pieces[index]):
+        start, stop = pieces[index]
+        if members and (start - end > gap_nbytes or stop - begin > limit_nbytes):
+            reads.append(ByteRange(begin, end, tuple(members)))
+            members = []
+        if not members:
+            begin = start
+        members.append(index)
+        end = stop
+    if members:
+        reads.append(ByteRange(begin, end, tuple(members)))
+    return reads

@@ -9,7 +9,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
@@ -30,7 +30,6 @@ from dcp_nvcomp.loading.job import LoadOptions
 from dcp_nvcomp.loading.planner import with_own_keys
 from dcp_nvcomp.loading.read_plan import Wanted
 from dcp_nvcomp.loading.safe_objects import SafeLoader
-from dcp_nvcomp.loading.seen import Seen, check_same_save
 from dcp_nvcomp.loading.stats import LoadStats
 from dcp_nvcomp.options import (
     DEADLINE_SECONDS,
@@ -350,3 +349,31 @@ class NvcompReader(StorageReader):
         except (ConfigurationError, TypeError):
             return False
         return True
+
+
+class Seen(NamedTuple):
+    """What a rank saw."""
+
+    save_id: str | None  # id of the save; None if the checkpoint has none, as those of stock DCP
+    place: str  # path or URL, without passwords
+
+
+def seen_by(plans: Sequence[LoadPlan]) -> list[Seen]:
+    """Return what the ranks saw, from their plans."""
+    return [plan.storage_data for plan in plans]
+
+
+def check_same_save(plans: Sequence[LoadPlan], path: str) -> None:
+    """Raise if the ranks saw different saves."""
+    seen = seen_by(plans)
+    saves, places = sorted({str(one.save_id) for one in seen}), sorted({one.place for one in seen})
+    if len(saves) < 2:
+        return
+    if len(places) > 1:
+        raise ConfigurationError(
+            f"The ranks load different checkpoints, {places[0]!r} and {places[1]!r}: give all ranks the same path. "
+            "If these are names of one place, another save replaced the checkpoint there: load again."
+        )
+    raise CheckpointReplacedError(
+        f"Another save replaced the checkpoint during the load (saves {saves}): load again.", path=path
+    )

@@ -24,9 +24,9 @@ from dcp_nvcomp.format.framing import HEADER_NBYTES, check_header
 from dcp_nvcomp.format.metadata.ranks import check_cover
 from dcp_nvcomp.format.metadata.shards import Shard, ShardIndex, StoredAt, described, matches
 from dcp_nvcomp.format.record import KIND_PACK, KIND_TENSOR, MAX_BLOCK_NBYTES, Record
+from dcp_nvcomp.loading.read_plan import coalesce
 from dcp_nvcomp.maintenance.findings import ERROR, WARNING, Finding, finding_of
 from dcp_nvcomp.storage.base import Filesystem
-from dcp_nvcomp.storage.ranges import coalesce
 from dcp_nvcomp.storage.reread import twice
 
 READ_NBYTES = 8 << 20

@@ -29,9 +29,8 @@ from dcp_nvcomp.loading.read_plan import Wanted
 from dcp_nvcomp.loading.reader import NvcompReader
 from dcp_nvcomp.loading.safe_objects import SafeLoader
 from dcp_nvcomp.options import DtypePolicy, check_choice
-from dcp_nvcomp.reading.items import Destinations, items_of_box, items_of_object
 from dcp_nvcomp.reading.modules import load_into_module
-from dcp_nvcomp.reading.stored_tensor import Selection, StoredTensor
+from dcp_nvcomp.reading.stored_tensor import Destinations, Selection, StoredTensor, items_of_box, items_of_object
 from dcp_nvcomp.storage.base import Filesystem
 
 Framework = Literal["torch", "numpy"]

@@ -18,13 +18,12 @@ from dcp_nvcomp.errors import CheckpointError, ConfigurationError, RankFailedErr
 from dcp_nvcomp.format.metadata.summary import LEASE, RUN_SECONDS
 from dcp_nvcomp.options import check_choice, check_flag, check_path, check_seconds, option_names
 from dcp_nvcomp.redaction import without_secrets
-from dcp_nvcomp.runs.agreement import Agreement, Failures, RunCall, SignalWatch
+from dcp_nvcomp.runs.agreement import Agreement, Failures, RunCall, SignalWatch, ranks_of_run
 from dcp_nvcomp.runs.background.pipeline import Pipeline
 from dcp_nvcomp.runs.events import Event, EventEmitter, RunReport, StepDelayed, StepRestored, StepSkipped
 from dcp_nvcomp.runs.keep import Best, Keep, KeepRule, SavedStep
 from dcp_nvcomp.runs.lease import Lease
 from dcp_nvcomp.runs.options import ForwardedOptions, RunContext, check_count, check_tiers, job_id
-from dcp_nvcomp.runs.ranks import ranks_of_run
 from dcp_nvcomp.runs.replicas.replicas import replicas_for
 from dcp_nvcomp.runs.restoring.restore import Restoring
 from dcp_nvcomp.runs.starting import SaveStarter

@@ -18,8 +18,7 @@ from dcp_nvcomp.maintenance.completeness import Seen, read_seen
 from dcp_nvcomp.maintenance.run_listing import COMPLETE, DAMAGED, MISNAMED, Step, steps_below
 from dcp_nvcomp.runs.keep import SavedStep
 from dcp_nvcomp.runs.own_files import REMOVING, Abandoned
-from dcp_nvcomp.storage.base import Below, Filesystem
-from dcp_nvcomp.storage.temporary import published_name
+from dcp_nvcomp.storage.base import Below, Filesystem, published_name
 
 _FIELD = "{step}"
 EQUAL = ".equal"  # beside what a replica has saved: other replicas have saved the same

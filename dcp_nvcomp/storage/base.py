@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import re
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
-from dcp_nvcomp.calls.files import fault_of_name
 from dcp_nvcomp.errors import (
     CheckpointError,
     ConcurrentSaveError,
@@ -23,6 +24,7 @@ from dcp_nvcomp.errors import (
     TruncatedFileError,
     UnsafePathError,
 )
+from dcp_nvcomp.options import fault_of_name
 from dcp_nvcomp.redaction import Redactor
 
 T = TypeVar("T")
@@ -264,3 +266,28 @@ def too_short(path: str, start: int, stop: int, file_nbytes: int) -> TruncatedFi
     """Return what range reads raise beyond the end of a file."""
     message = f"The file ends after {file_nbytes} bytes, before the requested range does: it was truncated or replaced."
     return TruncatedFileError(message, path=path, byte_range=(start, stop))
+
+
+_TEMPORARY: Final = re.compile(r"(.+)\.[0-9a-f]{32}\.tmp", re.DOTALL)
+_CLOCK: Final = re.compile(r"\.clock-[0-9a-f]{32}")
+
+
+def temporary_name(name: str) -> str:
+    """Return a new name for a file that is about to be moved to `name`."""
+    return f"{name}.{uuid.uuid4().hex}.tmp"
+
+
+def published_name(temporary: str) -> str | None:
+    """Return the name that `temporary_name` was given, None for any other name."""
+    match = _TEMPORARY.fullmatch(temporary)
+    return match[1] if match else None
+
+
+def clock_name() -> str:
+    """Return a new name for a file that is written to learn the storage's time."""
+    return f".clock-{uuid.uuid4().hex}"
+
+
+def is_clock(name: str) -> bool:
+    """True for a name made by `clock_name`."""
+    return _CLOCK.fullmatch(name) is not None

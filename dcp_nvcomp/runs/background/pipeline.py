@@ -14,13 +14,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_nvcomp.errors import StorageError
-from dcp_nvcomp.runs.agreement import Failures
-from dcp_nvcomp.runs.background.durable_stage import DurableStage
-from dcp_nvcomp.runs.background.fast_stage import FastStage
+from dcp_nvcomp.runs.agreement import Failures, Ranks
+from dcp_nvcomp.runs.background.stages import DurableStage, FastStage
 from dcp_nvcomp.runs.background.threads import Background, OnTheirWay
 from dcp_nvcomp.runs.options import RunContext
 from dcp_nvcomp.runs.own_files import Abandoned
-from dcp_nvcomp.runs.ranks import Ranks
 from dcp_nvcomp.runs.replicas.comparing import written_by
 from dcp_nvcomp.runs.step_save import NodePublisher, StepSave
 from dcp_nvcomp.runs.steps import RunSteps

@@ -14,7 +14,7 @@ from dcp_nvcomp.format.data_file import find_data_file, read_footer
 from dcp_nvcomp.format.footer import Footer
 from dcp_nvcomp.format.names import data_file_rank
 from dcp_nvcomp.format.record import KIND_PACK, KIND_TENSOR, Record
-from dcp_nvcomp.runs.ranks import Ranks
+from dcp_nvcomp.runs.agreement import Ranks
 from dcp_nvcomp.saving.commit import WrittenSave
 from dcp_nvcomp.storage.base import Filesystem
 

@@ -18,10 +18,9 @@ from torch.futures import Future
 
 from dcp_nvcomp.errors import CheckpointError, CorruptDataError
 from dcp_nvcomp.format.metadata.shards import StoredAt
-from dcp_nvcomp.loading.reader import NvcompReader
-from dcp_nvcomp.loading.seen import seen_by
+from dcp_nvcomp.loading.reader import NvcompReader, seen_by
+from dcp_nvcomp.runs.agreement import Ranks
 from dcp_nvcomp.runs.events import Source
-from dcp_nvcomp.runs.ranks import Ranks
 from dcp_nvcomp.runs.restoring.candidates import DURABLE, Candidate
 from dcp_nvcomp.runs.tiers.fast import FastTier, Room
 from dcp_nvcomp.runs.tiers.nodes import Nodes, Transfer

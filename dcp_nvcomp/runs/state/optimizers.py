@@ -24,7 +24,7 @@ from dcp_nvcomp.calls.values import PLAIN_TENSORS
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError, MissingKeyError
 from dcp_nvcomp.format.metadata.paths import SavedEntry
 from dcp_nvcomp.loading.matching import saved_names
-from dcp_nvcomp.reading.sameness import is_same
+from dcp_nvcomp.reading.comparison import is_same
 
 _STATE: Final = "state"
 _GROUPS: Final = "param_groups"

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dcp_nvcomp.runs.ranks import Ranks
+from dcp_nvcomp.runs.agreement import Ranks
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import torch
 
 from dcp_nvcomp.codecs.base import checksum
 from dcp_nvcomp.errors import CheckpointError, CorruptDataError, StorageError
-from dcp_nvcomp.runs.ranks import Ranks
+from dcp_nvcomp.runs.agreement import Ranks
 from dcp_nvcomp.runs.tiers.nodes import Transfer, rounds
 from dcp_nvcomp.storage.base import Filesystem, OutputStream
 

@@ -29,11 +29,11 @@ from dcp_nvcomp.storage.base import (
     already_published,
     check_relative_path,
     storage_errors,
+    temporary_name,
     too_large,
     too_short,
 )
 from dcp_nvcomp.storage.local.output import PosixOutput, PosixReplacement, create_file, sync_directory, write_all
-from dcp_nvcomp.storage.temporary import temporary_name
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from dcp_nvcomp.storage.objects.bucket import (
     if_there,
 )
 from dcp_nvcomp.storage.objects.options import Place
-from dcp_nvcomp.storage.parts import PartedOutput
+from dcp_nvcomp.storage.remote import PartedOutput
 
 T = TypeVar("T")
 

@@ -15,8 +15,7 @@ from dcp_nvcomp.storage.conditional import publish
 from dcp_nvcomp.storage.remote import RemoteFilesystem
 from dcp_nvcomp.storage.reread import is_stored
 from dcp_nvcomp.storage.s3.client import S3Client, answer_of
-from dcp_nvcomp.storage.s3.object import S3Object, S3Target, refuses_conditions
-from dcp_nvcomp.storage.s3.upload import S3Output
+from dcp_nvcomp.storage.s3.object import S3Object, S3Output, S3Target, refuses_conditions
 
 
 def check_additional_kwargs(fs: Any) -> None:

@@ -41,7 +41,7 @@ MUTATIONS = (
     ),
     *_mutations(
         "paths",
-        "calls/files.py",
+        "options.py",
         ('if ".." in parts or "." in parts or "" in parts:', "if False:", f"{_FILES} -k no_name_leaves"),
         ('if "\\\\" in name or any(ord(character) < 32 for character in name):', "if False:", f"{_FILES} -k no_name"),
         (
