@@ -64,11 +64,10 @@ def printable(text: str, *, but: str = "") -> str:
     """Return text without anything that a terminal would obey or an encoding would choke on."""
     if text.isprintable():
         return text
-    return "".join(c if _is_shown(c) or c in but else c.encode("unicode_escape").decode() for c in text)
-
-
-def _is_shown(character: str) -> bool:
-    return character.isprintable() or unicodedata.category(character) == "Zs"
+    return "".join(
+        c if c.isprintable() or c in but or unicodedata.category(c) == "Zs" else c.encode("unicode_escape").decode()
+        for c in text
+    )
 
 
 class RedactedError(Exception):

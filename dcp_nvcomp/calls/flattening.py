@@ -55,12 +55,14 @@ def flatten(state: Mapping[str, Any]) -> Flattened:
 
 def flatten_as_stock(state: Mapping[str, Any]) -> Flattened:
     """Take a state apart into the names that DCP gives; paths have the keys as they are."""
-    return _flatten(state, _is_value_to_stock)
+    return _flatten(
+        state, lambda value, _: not isinstance(value, Mapping) and (not isinstance(value, list) or _is_flat(value))
+    )
 
 
 def flatten_as_2_3(state: Mapping[str, Any]) -> Flattened:
     """Take a state apart as DCP did up to torch 2.3: a dict or list without tensors was a value."""
-    return _flatten(state, _is_value_to_2_3)
+    return _flatten(state, lambda value, _: not isinstance(value, Mapping | list) or not _has_tensors(value))
 
 
 def _flatten(state: Mapping[str, Any], is_value: Callable[[Any, str], bool]) -> Flattened:
@@ -99,14 +101,6 @@ def _is_value(value: Any, fqn: str) -> bool:
             )
         return True
     return not isinstance(value, list) or _is_flat(value)
-
-
-def _is_value_to_stock(value: Any, fqn: str) -> bool:
-    return not isinstance(value, Mapping) and (not isinstance(value, list) or _is_flat(value))
-
-
-def _is_value_to_2_3(value: Any, fqn: str) -> bool:
-    return not isinstance(value, Mapping | list) or not _has_tensors(value)
 
 
 def _is_flat(values: list[Any]) -> bool:

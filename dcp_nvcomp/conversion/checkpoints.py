@@ -113,7 +113,10 @@ class ConvertingPlanner(SavePlanner):
     def create_local_plan(self) -> SavePlan:
         items: list[WriteItem] = []
         for entry in self._entries.values():
-            items += _tensor_items(entry) if isinstance(entry, TensorEntry) else [_object_item(entry)]
+            if isinstance(entry, TensorEntry):
+                items += _tensor_items(entry)
+            else:
+                items.append(WriteItem(MetadataIndex(entry.key), WriteItemType.BYTE_IO))
         return SavePlan(items)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -152,10 +155,6 @@ def _tensor_items(entry: TensorEntry) -> list[WriteItem]:
         )
         for number, box in enumerate(boxes)
     ]
-
-
-def _object_item(entry: ObjectEntry) -> WriteItem:
-    return WriteItem(MetadataIndex(entry.key), WriteItemType.BYTE_IO)
 
 
 # ---- writing ----

@@ -284,8 +284,9 @@ def _start_of_elements(file: _ItemFile, sizes: tuple[int, ...], dtype: torch.dty
     (described,) = (info for info in archive.infolist() if info.filename.endswith("/data.pkl"))
     folder = described.filename.removesuffix("data.pkl")
     order = archive.getinfo(f"{folder}byteorder")
-    if not all(_is_small_and_stored(info) for info in (described, order)):
-        return None
+    for info in (described, order):
+        if info.compress_type != zipfile.ZIP_STORED or info.file_size > _MAX_PICKLE_NBYTES:
+            return None
     tensor = _Description(io.BytesIO(archive.read(described))).load()
     if not isinstance(tensor, _Tensor) or archive.read(order) != b"little":
         return None
@@ -300,10 +301,6 @@ def _start_of_elements(file: _ItemFile, sizes: tuple[int, ...], dtype: torch.dty
     header = file.read(_LOCAL_HEADER_NBYTES)
     names_nbytes = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
     return data.header_offset + _LOCAL_HEADER_NBYTES + names_nbytes + tensor.offset * dtype.itemsize
-
-
-def _is_small_and_stored(info: zipfile.ZipInfo) -> bool:
-    return info.compress_type == zipfile.ZIP_STORED and info.file_size <= _MAX_PICKLE_NBYTES
 
 
 class _Description(pickle.Unpickler):

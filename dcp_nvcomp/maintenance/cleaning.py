@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -133,7 +133,10 @@ def _remove(filesystem: Filesystem, older_than_seconds: float, found: Found) -> 
     batches = [metadata] + [data[start : start + BATCH] for start in range(0, len(data), BATCH)]
     for batch in batches:
         if batch:
-            going = _still_orphans(filesystem, older_than_seconds, batch)
+            # a save may have been published since, or be about to
+            now = look(filesystem, older_than_seconds).orphans
+            names = {orphan.name for orphan in now if orphan.kind != "upload"}
+            going = [orphan for orphan in batch if orphan.name in names]
             filesystem.remove([orphan.name for orphan in going])
             yield from going
     if found.uploads:
@@ -141,12 +144,6 @@ def _remove(filesystem: Filesystem, older_than_seconds: float, found: Found) -> 
         going_uploads = [(orphan, upload) for orphan, upload in found.uploads if upload in dead]
         filesystem.abort_uploads([upload for _, upload in going_uploads])
         yield from (orphan for orphan, _ in going_uploads)
-
-
-def _still_orphans(filesystem: Filesystem, older_than_seconds: float, batch: Sequence[Orphan]) -> list[Orphan]:
-    """Return the orphans that still are: a save may have been published since, or be about to."""
-    names = {orphan.name for orphan in look(filesystem, older_than_seconds).orphans if orphan.kind != "upload"}
-    return [orphan for orphan in batch if orphan.name in names]
 
 
 @dataclass(frozen=True)

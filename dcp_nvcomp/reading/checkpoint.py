@@ -151,7 +151,8 @@ class Checkpoint(Mapping[str, Any]):
         assert self._metadata.storage_data is not None
         first: dict[str, tuple[Any, ...]] = {}
         for index, stored in self._metadata.storage_data.items():
-            place = (stored.file.name, stored.record) if isinstance(stored, StoredAt) else _stock_place(stored)
+            is_ours = isinstance(stored, StoredAt)
+            place = (stored.file.name, stored.record) if is_ours else (stored.relative_path, stored.offset)
             first[index.fqn] = min(place, first.get(index.fqn, place))
         wanted = list(self if keys is None else keys)
         return sorted(wanted, key=lambda key: (first.get(key, ("", 0)), key))
@@ -356,10 +357,6 @@ class _KeysAndValues(torch.utils.data.Dataset[tuple[str, Any]]):
     def __getitem__(self, number: int) -> tuple[str, Any]:
         key = self._keys[number]
         return key, self._checkpoint.read([key])[key]
-
-
-def _stock_place(stored: Any) -> tuple[str, int]:
-    return stored.relative_path, stored.offset
 
 
 class _OpenedStorage:

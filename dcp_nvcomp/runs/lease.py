@@ -97,9 +97,6 @@ class Holder:
             values["released"] = True
         return json.dumps(values).encode()
 
-    def as_renewed(self) -> Holder:
-        return dataclasses.replace(self, renewed=self.renewed + 1)
-
     def lets_go_for(self, run_id: str | None) -> bool:
         """Return whether a job may take over at once: the lease was given back, or is the same job's."""
         return self.is_released or (bool(run_id) and self.run_id == run_id)
@@ -211,7 +208,7 @@ class Lease:
                 path=own.path,
             )
             return
-        self._holder = self._holder.as_renewed()
+        self._holder = dataclasses.replace(self._holder, renewed=self._holder.renewed + 1)
         own.publish(_name_of(self._number), self._holder.to_data())
 
 

@@ -280,7 +280,9 @@ class CheckpointManager:
         due = is_last or not to_fast or self._is_due(step, self._every)
         if due and backlogged:
             if self._on_backlog == "wait" or is_last:  # the last save is never skipped
-                self._wait_for_uploads(save)
+                start = time.perf_counter()
+                self._pipeline.wait_for_uploads(1)
+                self._events.emit(StepDelayed(step, time.perf_counter() - start))
             elif not to_fast:
                 return self._skipped(save)
             else:
@@ -336,11 +338,6 @@ class CheckpointManager:
             return {}, {}, error
         values, failure = try_values_of(state)
         return values, known_metrics, failure
-
-    def _wait_for_uploads(self, save: StepSave) -> None:
-        start = time.perf_counter()
-        self._pipeline.wait_for_uploads(1)
-        self._events.emit(StepDelayed(save.step, time.perf_counter() - start))
 
     def _check_lease(self) -> None:
         """Raise RunInUseError if this rank's lease is lost."""

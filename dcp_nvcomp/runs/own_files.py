@@ -154,18 +154,17 @@ def read_abandoned(own: Filesystem) -> Abandoned:
     data = own.read_all(_ABANDONED_NAME, limit_nbytes=_MOST_NBYTES)
     try:
         document = parse_json(data)
-        saves = {int(step): _ids(found) for step, found in document["saves"].items()}
+        # where there is one id it stood alone once
+        saves = {
+            int(step): frozenset([found] if isinstance(found, str) else map(str, found))
+            for step, found in document["saves"].items()
+        }
         return Abandoned(saves, frozenset(map(int, document.get("damaged", ()))))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise StorageError(
             "It says which steps the run has left behind, and is damaged: remove it if there are none.",
             path=own.location(_ABANDONED_NAME),
         ) from error
-
-
-def _ids(found: str | list[str]) -> frozenset[str]:
-    """Return the ids of the saves of one step; where there was one it stood alone once."""
-    return frozenset([found] if isinstance(found, str) else map(str, found))
 
 
 def run_id(own: Filesystem, root: str, storage_options: Mapping[str, Any]) -> str:

@@ -120,8 +120,7 @@ class DataFileWriter:
         self, stream: OutputStream, name: str, identity: FileIdentity, progress: Callable[[int], None]
     ) -> None:
         self.stream = stream
-        self.totals: list[tuple[str, str, Totals]] = []
-        self.components: dict[tuple[str, str], Totals] = {}
+        self.totals: dict[tuple[str, str, str], Totals] = {}  # by component, codec and dtype
         self._name = name
         self._identity = identity
         self._progress = progress
@@ -213,19 +212,20 @@ class DataFileWriter:
             pending.choice.achieved(self._encoded_nbytes / nbytes)
         if is_large_next:
             self._align()
-        encoded = self._encoded_nbytes
-        self.totals.append((self._label, pending.dtype, Totals(len(pending.members), nbytes, encoded)))
+        encoded, begin = self._encoded_nbytes, 0
         by_component: dict[str, tuple[int, int, int]] = {}
         for at in range(self._first_item, len(self._items)):
             member, number, _ = self._items[at]
-            share = encoded * member.nbytes // nbytes if nbytes else 0
+            end = begin + member.nbytes  # shares of a pack add up
+            share = encoded * end // nbytes - encoded * begin // nbytes if nbytes else 0
+            begin = end
             self._items[at] = (member, number, share)
             component = component_of(member.item_index.fqn)
             count, before, after = by_component.get(component, (0, 0, 0))
             by_component[component] = (count + 1, before + member.nbytes, after + share)
         for component, sums in by_component.items():
-            key = component, self._label
-            self.components[key] = self.components.get(key, Totals()) + Totals(*sums)
+            key = component, self._label, pending.dtype
+            self.totals[key] = self.totals.get(key, Totals()) + Totals(*sums)
         self._pending, self._encoded_nbytes = None, 0
 
     def _align(self) -> None:

@@ -176,7 +176,8 @@ class SaveJob:
             for items in small_together(file.items):
                 resolved = [(item, self._resolve(item)) for item in items]
                 # a copy from a device may wait for it, and nothing should wait while the collector is paused
-                with collector_paused() if _are_on_host(resolved) else nullcontext():
+                on_host = all(not isinstance(data, torch.Tensor) or data.device.type == "cpu" for _, data in resolved)
+                with collector_paused() if on_host else nullcontext():
                     ready = [made for item, data in resolved for made in maker.add(item, data)]
                 del resolved  # tensors may be freed once they are encoded
                 for record, source in ready:
@@ -273,17 +274,10 @@ class SaveJob:
             written = output.finish()
             with self._lock:
                 self.totals.files[written.file.name] = written.file.nbytes
-                for codec, dtype, totals in output.totals:
-                    self.totals.add(codec, dtype, totals)
-                for (component, codec), totals in output.components.items():
-                    self.totals.add_component(component, codec, totals)
+                self.totals.add(output.totals)
                 self._written.append(written)
             return None
         return output
-
-
-def _are_on_host(resolved: Sequence[tuple[WriteItem, Any]]) -> bool:
-    return all(not isinstance(data, torch.Tensor) or data.device.type == "cpu" for _, data in resolved)
 
 
 class Patience:

@@ -34,10 +34,6 @@ Resolve: TypeAlias = Callable[[WriteItem], Any]
 Written: TypeAlias = tuple[list[WrittenFile], RankTotals]
 
 
-def no_progress(nbytes: int) -> None:
-    """Show nothing."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class SaveOptions:
     """Options of an `NvcompWriter`, with the names that they have there. They are checked when this is made."""
@@ -128,7 +124,7 @@ class RankSave:
         filesystem: Filesystem | None = None,
         lanes: Sequence[Sequence[PlannedFile]] | None = None,
         memory: JobMemory | None = None,
-        progress: Callable[[int], None] = no_progress,
+        progress: Callable[[int], None] = lambda nbytes: None,
         on_staged: Callable[[], None] | None = None,
         patience: Patience | None = None,
     ) -> Written:

@@ -11,7 +11,7 @@ import pickle
 import pickletools
 import struct
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import repeat
 from typing import Any, Final
 
@@ -126,7 +126,10 @@ def _run(data: bytes, find: Callable[[object, object], Global], end: int, most_n
     blocks = sys.getallocatedblocks()
     batch = min(_MOST_UNSEEN, most_nbytes >> 9)
     while True:
-        _check_memory(most_nbytes, [stack, *marks], len(memo) + moved, long_nbytes, sys.getallocatedblocks() - blocks)
+        pointers = 2 * (len(stack) + sum(map(len, marks))) + len(memo) + moved
+        # lists are an eighth longer than they must
+        if 9 * pointers + long_nbytes + _BLOCK_NBYTES * (sys.getallocatedblocks() - blocks) > most_nbytes:
+            raise _too_much(most_nbytes)
         for _ in repeat(None, batch):
             opcode = data[pos]
             pos += 1
@@ -281,13 +284,6 @@ def _run(data: bytes, find: Callable[[object, object], Global], end: int, most_n
             continue
         break
     raise UnsafeMetadataError("The pickle makes more containers than its size allows.")
-
-
-def _check_memory(most_nbytes: int, stacks: Sequence[Sequence[Any]], slots: int, long_nbytes: int, blocks: int) -> None:
-    """Refuse a tree that takes too much memory."""
-    pointers = 2 * sum(map(len, stacks)) + slots
-    if 9 * pointers + long_nbytes + _BLOCK_NBYTES * blocks > most_nbytes:  # lists are an eighth longer than they must
-        raise _too_much(most_nbytes)
 
 
 def _too_much(most_nbytes: int) -> UnsafeMetadataError:

@@ -87,7 +87,10 @@ class Nodes:
 
 def nodes_of_run(ranks: Ranks, node: str | None, domain: str | None, copies: int) -> Nodes:
     """Return the nodes of a run; all ranks call this, each with the names of its node and domain if any."""
-    name = _this_node() if node is None else str(node)
+    if node is None:  # what torchrun says, else the name of the host
+        group_rank = os.environ.get("GROUP_RANK")
+        node = socket.gethostname() if group_rank is None else f"node {group_rank}"
+    name = str(node)
     places = ranks.gather(Place(name, name if domain is None else str(domain)))
     nodes = Nodes(places, ranks.rank)
     fewest = min(len(nodes.peers_of(one, copies)) for one in nodes.names)
@@ -99,12 +102,6 @@ def nodes_of_run(ranks: Ranks, node: str | None, domain: str | None, copies: int
             ", ".join(sorted({place.domain for place in places})),
         )
     return nodes
-
-
-def _this_node() -> str:
-    """Return the name of this process's node: what torchrun says, else the name of the host."""
-    group_rank = os.environ.get("GROUP_RANK")
-    return socket.gethostname() if group_rank is None else f"node {group_rank}"
 
 
 def rounds(transfers: Sequence[Transfer]) -> list[list[Transfer]]:

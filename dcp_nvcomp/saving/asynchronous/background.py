@@ -22,7 +22,6 @@ from typing import Any
 from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_nvcomp.errors import CheckpointError
-from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.saving.asynchronous.background_messages import (
     OWN_ENVIRONMENT,
     CannotRun,
@@ -161,7 +160,10 @@ class BackgroundProcess:
                 raise answer.error
             else:
                 assert isinstance(answer, WrittenFiles)
-                return [_with_indices(written, items) for written in answer.files], answer.totals
+                return [
+                    WrittenFile(file, [(items[position].index, nbytes, record) for position, nbytes, record in rows])
+                    for file, rows in answer.files
+                ], answer.totals
         raise self._death()
 
     def _death(self) -> CheckpointError:
@@ -304,11 +306,4 @@ def _task(number: int, part: RankSave, copy: Copy, within_seconds: float | None)
         copy.places,
         within_seconds,
         dict(os.environ),
-    )
-
-
-def _with_indices(written: Any, items: Sequence[WriteItem]) -> WrittenFile:
-    rows = zip(written.positions, written.nbytes, written.records, strict=True)
-    return WrittenFile(
-        DataFileRef(*written.file), [(items[position].index, nbytes, record) for position, nbytes, record in rows]
     )

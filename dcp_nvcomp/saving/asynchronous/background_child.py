@@ -12,12 +12,9 @@ import pickle
 import socket
 import threading
 import time
-from array import array
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
-
-from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.errors import CheckpointError
@@ -34,11 +31,9 @@ from dcp_nvcomp.saving.asynchronous.background_messages import (
     Ready,
     WriteTask,
     WrittenFiles,
-    WrittenItems,
     own_package,
 )
 from dcp_nvcomp.saving.asynchronous.shared_memory import SharedSegment, resolver
-from dcp_nvcomp.saving.data_files import WrittenFile
 from dcp_nvcomp.saving.job import Patience
 from dcp_nvcomp.saving.kept import process_state
 from dcp_nvcomp.saving.rank_save import RankSave
@@ -114,7 +109,9 @@ class Child:
             patience=patience,
         )
         progress.end()
-        return WrittenFiles(task.number, _by_position(files, part.items), totals)
+        at = {id(item.index): position for position, item in enumerate(part.items)}
+        rows = [(one.file, [(at[id(index)], nbytes, record) for index, nbytes, record in one.items]) for one in files]
+        return WrittenFiles(task.number, rows, totals)
 
 
 class _Progress:
@@ -138,19 +135,6 @@ class _Progress:
     def end(self) -> None:
         if self._nbytes:
             self._report(self._nbytes)
-
-
-def _by_position(files: Sequence[WrittenFile], items: Sequence[WriteItem]) -> tuple[WrittenItems, ...]:
-    position_of = {id(item.index): position for position, item in enumerate(items)}
-    return tuple(
-        WrittenItems(
-            tuple(written.file),
-            array("L", [position_of[id(index)] for index, _, _ in written.items]),
-            array("L", [nbytes for _, nbytes, _ in written.items]),
-            array("L", [record for _, _, record in written.items]),
-        )
-        for written in files
-    )
 
 
 def _take_environment(variables: dict[str, str]) -> None:

@@ -125,17 +125,12 @@ class AutoChoice(ChainChoice):
     def __init__(
         self, record: Record, array: HostArray, grid: BlockGrid, remembered: RememberedChoices | None = None
     ) -> None:
+        super().__init__(None if array.nbytes >= TINY_NBYTES else STORED)
         self._record = record
         self._place: _Place | None = _Place(array, grid)
         self._remembered = remembered
         self._lock = threading.Lock()
         self._is_trusted = False
-        self._chain: CodecChain | None = None if array.nbytes >= TINY_NBYTES else STORED
-
-    @property
-    def chain(self) -> CodecChain:
-        assert self._chain is not None, "settled when its first block is encoded"
-        return self._chain
 
     def settle(self, bench: Workbench) -> CodecChain:
         if self._chain is None:

@@ -12,15 +12,14 @@ import datetime
 import decimal
 import enum
 import fractions
-import io
 import itertools
 import pathlib
 import uuid
 import warnings
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, Literal
+from collections.abc import Iterable, Mapping, Sequence, Sized
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -42,7 +41,7 @@ _PLAIN: Final = (type(None), bool, int, float, complex, str, bytes, torch.dtype,
 
 # Their text is their value.
 _TEXTS: Final = (
-    *(range, decimal.Decimal, fractions.Fraction, uuid.UUID),
+    *(range, slice, decimal.Decimal, fractions.Fraction, uuid.UUID),
     *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
 )
 _DICTS: Final = (dict, OrderedDict, defaultdict, Counter)
@@ -50,8 +49,7 @@ _DICTS: Final = (dict, OrderedDict, defaultdict, Counter)
 _already_told: set[str] = set()
 
 
-@dataclasses.dataclass(frozen=True)
-class _Sent:
+class _Sent(NamedTuple):
     """What goes with the local plan of a rank."""
 
     planner_data: Any
@@ -59,8 +57,7 @@ class _Sent:
     keys: Keys | None  # None if the coordinator has kept them with the plan
 
 
-@dataclasses.dataclass(frozen=True)
-class _Told:
+class _Told(NamedTuple):
     """What goes with the final plan of a rank."""
 
     planner_data: Any
@@ -133,12 +130,16 @@ def expect_same_kinds(plans: Sequence[SavePlan], ranks: Sequence[int]) -> None:
     both = [fqn for fqn in objects if fqn in tensors]
     if both:
         named = [f"{fqn!r} (rank {ranks[tensors[fqn]]} and {ranks[objects[fqn]]})" for fqn in both[:_SHOWN]]
-        more = f" and {len(both) - _SHOWN} more" if len(both) > _SHOWN else ""
         raise ConfigurationError(
-            f"What is a tensor on one rank is a Python object on another, under one key: {', '.join(named)}{more}. "
+            f"What is a tensor on one rank is a Python object on another, under one key: {_listed(named, both)}. "
             "Give all ranks tensors, or what belongs to a rank a key of its own, as in state[f'loader.{rank}']. "
             "Nothing was saved."
         )
+
+
+def _listed(named: Sequence[str], all_of_them: Sized) -> str:
+    more = len(all_of_them) - len(named)
+    return ", ".join(named) + (f" and {more} more" if more else "")
 
 
 def _differing(keys: Sequence[Keys], values: Sequence[array[int]]) -> dict[str, list[int]]:
@@ -165,10 +166,9 @@ def _words(differing: Mapping[str, Sequence[int]], ranks: Sequence[int]) -> str:
         f"{', ...' if len(others) > _SHOWN else ''})"
         for key, (first, *others) in list(differing.items())[:_SHOWN]
     ]
-    more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
     return (
-        f"Ranks have different values under the same key, of which a checkpoint keeps one: {', '.join(named)}{more}. "
-        "Give what belongs to a rank a key of its own, as in state[f'loader.{rank}'], or a data loader to "
+        f"Ranks have different values under the same key, of which a checkpoint keeps one: "
+        f"{_listed(named, differing)}. Give what belongs to a rank a key of its own, as in state[f'loader.{rank}'], or a data loader to "
         "TrainingState(dataloader=...); what should be the same has diverged."
     )
 
@@ -179,7 +179,12 @@ def fingerprints(state: Mapping[str, Any]) -> dict[str, int]:
     waiting: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
     with torch.no_grad():
         for key, value in state.items():
-            if isinstance(value, DTensor) or hasattr(type(value), "__create_write_items__") or _is_sharded(value):
+            kind = type(value)
+            if (
+                isinstance(value, DTensor)
+                or hasattr(kind, "__create_write_items__")
+                or kind.__name__ == "ShardedTensor"
+            ):
                 continue
             found[key] = crc32c(_encoded(value))
             sample = _sample(value) if isinstance(value, torch.Tensor) and value.device.type != "cpu" else None
@@ -191,10 +196,6 @@ def fingerprints(state: Mapping[str, Any]) -> dict[str, int]:
                 found[key] = crc32c(data[begin : begin + len(sample)].tobytes(), found[key])
                 begin += len(sample)
     return found
-
-
-def _is_sharded(value: Any) -> bool:
-    return type(value).__name__ == "ShardedTensor"
 
 
 def _encoded(value: Any, depth: int = 0) -> bytes:
@@ -219,13 +220,10 @@ def _encoded(value: Any, depth: int = 0) -> bytes:
         return name + value.name.encode(errors="surrogatepass")
     if kind in _TEXTS or isinstance(value, pathlib.PurePath):
         return name + str(value).encode(errors="surrogatepass")
-    if kind is slice:
-        return name + _encoded((value.start, value.stop, value.step), depth + 1)
-    if kind in (list, tuple) or (isinstance(value, tuple) and hasattr(kind, "_fields")):
-        return name + _joined(len(value), (_encoded(one, depth + 1) for one in value[:: 1 + len(value) // _MOST_ITEMS]))
-    if kind is deque:
+    if kind in (list, tuple, deque) or (isinstance(value, tuple) and hasattr(kind, "_fields")):
         some = itertools.islice(value, 0, None, 1 + len(value) // _MOST_ITEMS)
-        return name + str(value.maxlen).encode() + _joined(len(value), (_encoded(one, depth + 1) for one in some))
+        longest = str(value.maxlen).encode() if kind is deque else b""
+        return name + longest + _joined(len(value), (_encoded(one, depth + 1) for one in some))
     if kind in (*_DICTS, set, frozenset):
         if len(value) > _MOST_ITEMS:
             return name + str(len(value)).encode()
@@ -238,12 +236,7 @@ def _encoded(value: Any, depth: int = 0) -> bytes:
 
 
 def _joined(count: int, parts: Iterable[bytes]) -> bytes:
-    out = io.BytesIO()
-    out.write(b"%d" % count)
-    for part in parts:
-        out.write(b"[%d]" % len(part))
-        out.write(part)
-    return out.getvalue()
+    return b"%d" % count + b"".join(b"[%d]" % len(part) + part for part in parts)
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor | None:

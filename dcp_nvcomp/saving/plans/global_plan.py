@@ -57,7 +57,8 @@ class GlobalPlan:
         """Return the metadata of another save, of which everything that may be changed is its own."""
         with collector_paused():
             items = _own(self._items)
-        return PlannedMetadata(items, planner_data=_copied_paths(self._planner_data)).planned(self)
+        paths = dict(self._planner_data) if type(self._planner_data) is dict else self._planner_data
+        return PlannedMetadata(items, planner_data=paths).planned(self)
 
     @property
     def is_settled(self) -> bool:
@@ -135,7 +136,3 @@ def _copied(item: TensorStorageMetadata, properties: dict[int, TensorProperties]
     if key not in properties:
         properties[key] = dataclasses.replace(item.properties)
     return TensorStorageMetadata(properties[key], item.size, list(item.chunks))
-
-
-def _copied_paths(paths: Any) -> Any:
-    return dict(paths) if type(paths) is dict else paths

@@ -144,23 +144,15 @@ class Proposal:
     fresh_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """What the ranks do."""
-
-    use_kept: bool
-    plan_id: str | None
-
-
-def agree(mine: Proposal, group: dist.ProcessGroup | None, call: Call) -> Agreement:
-    """Agree with the other ranks."""
+def agree(mine: Proposal, group: dist.ProcessGroup | None, call: Call) -> tuple[bool, str | None]:
+    """Agree with the other ranks whether all use the plan that they keep, and on the id of the plan."""
     proposals = meet(group, call, mine)
     if not all(proposal.may_keep for proposal in proposals):
-        return Agreement(False, None)
+        return False, None
     kept_ids = {proposal.kept_id for proposal in proposals}
     if len(kept_ids) == 1 and mine.kept_id is not None:
-        return Agreement(True, mine.kept_id)
-    return Agreement(False, proposals[0].fresh_id)
+        return True, mine.kept_id
+    return False, proposals[0].fresh_id
 
 
 def check_same_place(plans: Sequence[SavePlan]) -> None:

@@ -113,9 +113,8 @@ class KeepingPlanner(SavePlanner):
             self._describe(ranks)
         found = None if self._structure is None else process_state().plans.find(self._key, self._structure)
         mine = Proposal(found.plan_id if found else None, self._structure is not None)
-        agreement = agree(mine, group, call)
-        self._plan_id = agreement.plan_id
-        self._kept = found if agreement.use_kept else None
+        use_kept, self._plan_id = agree(mine, group, call)
+        self._kept = found if use_kept else None
 
     def _flatten(self, state_dict: dict[str, Any], *, is_coordinator: bool) -> None:
         """Take the state apart, and let a planner have it that finds it flat."""

@@ -173,8 +173,8 @@ MUTATIONS = (
     Mutation(
         row="clean: the roots are read again before removing",
         file="dcp_nvcomp/maintenance/cleaning.py",
-        old="going = _still_orphans(filesystem, older_than_seconds, batch)",
-        new="going = batch",
+        old='names = {orphan.name for orphan in now if orphan.kind != "upload"}',
+        new="names = {orphan.name for orphan in batch}",
         tests=CLEAN + "publish",
     ),
     Mutation(
