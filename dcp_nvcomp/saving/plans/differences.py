@@ -167,8 +167,8 @@ def _words(differing: Mapping[str, Sequence[int]], ranks: Sequence[int]) -> str:
         for key, (first, *others) in list(differing.items())[:_SHOWN]
     ]
     return (
-        f"Ranks have different values under the same key, of which a checkpoint keeps one: "
-        f"{_listed(named, differing)}. Give what belongs to a rank a key of its own, as in state[f'loader.{rank}'], or a data loader to "
+        f"Ranks have different values under the same key, of which a checkpoint keeps one: {_listed(named, differing)}"
+        ". Give what belongs to a rank a key of its own, as in state[f'loader.{rank}'], or a data loader to "
         "TrainingState(dataloader=...); what should be the same has diverged."
     )
 
