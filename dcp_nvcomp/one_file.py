@@ -46,8 +46,6 @@ from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.local.output import sync_directory
 from dcp_nvcomp.storage.open import place_of
 
-# ---- saving ----
-
 
 def save_compressed_checkpoint(
     state: Any, path: str | os.PathLike[str], *, overwrite: bool = True, **writer_options: Any
@@ -135,9 +133,6 @@ def _replace(filesystem: Filesystem, written: str, final: str) -> None:
     except OSError as error:
         filesystem.remove([written])
         raise StorageError.from_os_error("write", final, error) from error
-
-
-# ---- loading ----
 
 
 def load_compressed_checkpoint(
@@ -237,9 +232,6 @@ def _item_to_read(number: int, record: Record) -> ReadItem:
         origin,
         torch.Size(record.shape),
     )
-
-
-# ---- the state in parts ----
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,6 @@ _MOST_NBYTES = 256 << 20
 _LATENCIES = 5
 _REPEATS = 3
 
-# ---- the sample ----
-
 _SIDE = 1024
 # As skewed in their exponents as the tensors of benchmarks/states.py, so that each kind is compressed as much as real
 # ones, within a hundredth (tests/choosing compares them).
@@ -82,9 +80,6 @@ def sample_state(nbytes: int, *, unique_nbytes: int = 24 << 20, device: str = "c
         for layer in range(layers)
         for kind, tensor in made[layer % unique].items()
     }
-
-
-# ---- the storage ----
 
 
 def measure_storage(filesystem: Filesystem, *, threads: int, memory_budget: int, seconds: float) -> StorageRates:
@@ -153,14 +148,9 @@ def _at_once(work: Callable[[Any], Any], each: list[Any]) -> list[Any]:
 
 def _write(filesystem: Filesystem, name: str, nbytes: int) -> None:
     piece = memoryview(os.urandom(min(nbytes, _PIECE_NBYTES)))
-    stream = filesystem.open_output(name)
-    try:
+    with filesystem.open_output(name) as stream:
         for start in range(0, nbytes, _PIECE_NBYTES):
             stream.write(piece[: nbytes - start])
-        stream.close()
-    except BaseException:
-        stream.abort()
-        raise
 
 
 def _read_rate(filesystem: Filesystem, names: list[str], nbytes: int, parallel: int, *, limit_seconds: float) -> float:
@@ -191,9 +181,6 @@ def _forget_cached(filesystem: Filesystem, names: list[str]) -> None:
     for name in names:
         with contextlib.suppress(OSError), open(filesystem.location(name).removeprefix("file://"), "rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-# ---- codecs ----
 
 
 def measure_codec(state: State, codec: str, *, threads: int, seconds: float) -> CodecRates:
@@ -259,9 +246,6 @@ class _Job:
 def _empty_like(state: State) -> dict[str, torch.Tensor]:
     # filled: a page that was never touched would take time when it is loaded
     return {name: torch.empty_like(tensor).fill_(0) for name, tensor in state.items()}
-
-
-# ---- whole saves and loads ----
 
 
 def run_trial(

@@ -52,9 +52,6 @@ from dcp_nvcomp.storage.base import Filesystem, storage_errors
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.open import open_filesystem, place_of
 
-# ---- reading ----
-
-
 # What is read is written soon, and less memory than a load may take is enough for that.
 _READING_NBYTES = 64 << 20
 
@@ -90,9 +87,6 @@ class CheckpointSource(Source):
 def _read_box(stored: StoredTensor, box: Box) -> torch.Tensor:
     tensor: torch.Tensor = stored[box.index]
     return tensor
-
-
-# ---- planning ----
 
 
 class ConvertingPlanner(SavePlanner):
@@ -157,9 +151,6 @@ def _tensor_items(entry: TensorEntry) -> list[WriteItem]:
     ]
 
 
-# ---- writing ----
-
-
 _WRITING_NBYTES = 48 << 20
 _UPLOAD_NBYTES = 16 << 20
 _STOCK_FILE_NBYTES = 64 << 20
@@ -218,15 +209,9 @@ def write_dcp(path: str, planner: ConvertingPlanner, *, overwrite: bool, storage
 
 
 def _upload(filesystem: Filesystem, file: Path) -> None:
-    output = filesystem.open_output(file.name)
-    try:
-        with file.open("rb") as opened:
-            while data := opened.read(_UPLOAD_NBYTES):
-                output.write(data)
-        output.close()
-    except BaseException:
-        output.abort()
-        raise
+    with filesystem.open_output(file.name) as output, file.open("rb") as opened:
+        while data := opened.read(_UPLOAD_NBYTES):
+            output.write(data)
 
 
 class _StockSave:

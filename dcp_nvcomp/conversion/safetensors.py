@@ -45,8 +45,6 @@ from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.storage.base import Filesystem, check_relative_path, published_name
 from dcp_nvcomp.storage.open import open_filesystem, place_of
 
-# ---- reading ----
-
 
 class SafetensorsSource(Source):
     """A safetensors file, or a directory of such files."""
@@ -140,9 +138,6 @@ def _read_range(filesystem: Filesystem, name: str, part: StoredPart, box: Box) -
     filesystem.read_into(name, part.start + first * part.dtype.itemsize, memoryview(data))
     flat = torch.frombuffer(data, dtype=torch.uint8).view(part.dtype)
     return flat.as_strided(box.sizes, strides)
-
-
-# ---- writing ----
 
 
 @dataclass(frozen=True)
@@ -274,8 +269,7 @@ def _is_there(filesystem: Filesystem, file: _File) -> bool:
 
 
 def _write(filesystem: Filesystem, file: _File, moved: Callable[[int], None]) -> None:
-    output = filesystem.open_replacement(file.name)
-    try:
+    with filesystem.open_replacement(file.name) as output:
         output.write(file.header)
         for entry in file.entries:
             for box in pieces(entry.shape, entry.dtype.itemsize):
@@ -283,10 +277,6 @@ def _write(filesystem: Filesystem, file: _File, moved: Callable[[int], None]) ->
                 if tensor.numel():
                     output.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
                 moved(tensor.nbytes)
-        output.close()
-    except BaseException:
-        output.abort()
-        raise
 
 
 def _index(files: Sequence[_File]) -> bytes:

@@ -36,9 +36,6 @@ from dcp_nvcomp.storage.base import Filesystem, OutputStream
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.open import open_filesystem, place_of
 
-# ---- reading ----
-
-
 _FETCH_NBYTES = 16 << 20
 # Beyond both of these a file is refused: expanded tensors are common, but in such proportions an accident or worse.
 _MOST_EXPANDED_NBYTES = 1 << 30
@@ -158,9 +155,6 @@ def _serialized(value: Any) -> bytes:
     return data.getvalue()
 
 
-# ---- writing ----
-
-
 def write_torch(
     path: str,
     entries: Sequence[TensorEntry | ObjectEntry],
@@ -176,13 +170,8 @@ def write_torch(
             raise exists_already(filesystem, name)
         state = nested(paths_in_order(entries), _values(entries, moved))
         filesystem.create_directory()
-        output = filesystem.open_replacement(name)
-        try:
+        with filesystem.open_replacement(name) as output:
             _save(state, output)
-            output.close()
-        except BaseException:
-            output.abort()
-            raise
 
 
 def _values(entries: Sequence[TensorEntry | ObjectEntry], moved: Callable[[int], None]) -> dict[str, Any]:

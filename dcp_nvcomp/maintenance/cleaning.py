@@ -11,7 +11,7 @@ from typing import Any, Final
 from dcp_nvcomp.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
 from dcp_nvcomp.format.names import own_file, own_upload
 from dcp_nvcomp.format.recognition import recognize
-from dcp_nvcomp.maintenance.opening import nothing_below, opened
+from dcp_nvcomp.maintenance.opening import document, nothing_below, opened
 from dcp_nvcomp.maintenance.orphan_search import Found, Orphan, look
 from dcp_nvcomp.storage.base import Filesystem
 
@@ -50,20 +50,7 @@ class Cleaning:
 
     def to_json(self) -> dict[str, Any]:
         """All of it as JSON values. Keys are only ever added to this document; `schema` changes if one must go."""
-        return {
-            "schema": 1,
-            "checkpoint": self.path,
-            "dry_run": self.dry_run,
-            "older_than_seconds": self.older_than_seconds,
-            "nbytes": self.nbytes,
-            "orphans": [
-                {"kind": one.kind, "name": one.name, "nbytes": one.nbytes, "age_seconds": one.age_seconds}
-                for one in self.orphans
-            ],
-            "young": self.young,
-            "foreign": list(self.foreign),
-            "recoverable": list(self.recoverable),
-        }
+        return document(self, "checkpoint", nbytes=self.nbytes)
 
 
 def clean_checkpoint(
@@ -179,15 +166,9 @@ class RunCleaning:
 
     def to_json(self) -> dict[str, Any]:
         """Return all of it as JSON values. Keys are only ever added; `schema` changes if one must go."""
-        return {
-            "schema": 1,
-            "run": self.path,
-            "dry_run": self.dry_run,
-            "older_than_seconds": self.older_than_seconds,
-            "nbytes": self.nbytes,
-            "checkpoints": [one.to_json() for one in self.checkpoints],
-            "refused": [{"checkpoint": one.path, "error": one.error} for one in self.refused],
-        }
+        checkpoints = [one.to_json() for one in self.checkpoints]
+        refused = [{"checkpoint": one.path, "error": one.error} for one in self.refused]
+        return {**document(self, "run", nbytes=self.nbytes), "checkpoints": checkpoints, "refused": refused}
 
 
 def clean_run(

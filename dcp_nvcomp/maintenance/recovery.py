@@ -36,7 +36,7 @@ from dcp_nvcomp.format.names import (
     save_id_of_copy,
 )
 from dcp_nvcomp.format.recognition import refused
-from dcp_nvcomp.maintenance.opening import opened
+from dcp_nvcomp.maintenance.opening import document, opened
 from dcp_nvcomp.storage.base import FileInfo, Filesystem
 
 RECOVERED = "recovered"
@@ -84,24 +84,7 @@ class Recovery:
 
     def to_json(self) -> dict[str, Any]:
         """Return all of it as JSON values. Keys are only ever added; `schema` changes if one must go."""
-        return {
-            "schema": 1,
-            "checkpoint": self.path,
-            "outcome": self.outcome,
-            "save_id": self.save_id,
-            "reason": self.reason,
-            "candidates": [
-                {
-                    "save_id": one.save_id,
-                    "name": one.name,
-                    "modified_seconds": one.modified_seconds,
-                    "keys": one.keys,
-                    "nbytes": one.nbytes,
-                    "problems": list(one.problems),
-                }
-                for one in self.candidates
-            ],
-        }
+        return document(self, "checkpoint")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from dcp_nvcomp.errors import CheckpointError
@@ -61,22 +61,10 @@ class Step:
 
     def to_json(self) -> dict[str, Any]:
         """Return all of it as JSON values."""
-        return {
-            "name": self.name,
-            "step": self.step,
-            "state": self.state,
-            "saved_seconds": self.saved_seconds,
-            "stored_nbytes": self.stored_nbytes,
-            "uncompressed_nbytes": self.uncompressed_nbytes,
-            "ratio": self.ratio,
-            "ranks": self.ranks,
-            "keys": self.keys,
-            "save_id": self.save_id,
-            # JSON has no NaN
-            "metrics": {name: value if math.isfinite(value) else str(value) for name, value in self.metrics.items()},
-            "problem": self.problem,
-            "run_seconds": self.run_seconds,
-        }
+        values = {name: value for name, value in vars(self).items() if name not in ("replica_id", "lease")}
+        # JSON has no NaN
+        metrics = {name: value if math.isfinite(value) else str(value) for name, value in self.metrics.items()}
+        return {**values, "ratio": self.ratio, "metrics": metrics}
 
 
 @dataclass(frozen=True)
@@ -211,19 +199,20 @@ class _Look:
         written = [file.modified_seconds for file in ([root] if root else by_name.values())]
         number = re.search(r"([0-9]+)$", folder)
         in_name = int(number[1]) if number else None
-        return Step(
+        found = Step(
             folder,
             saved if saved is not None and state != MISNAMED else in_name,
             state,
             max((seconds for seconds in written if seconds is not None), default=None),
-            sum(file.nbytes for file in data.values()) if summary is None else summary.stored_nbytes,
-            None if summary is None else summary.uncompressed_nbytes,
-            len({data_file_rank(name) for name in data}) if summary is None else summary.ranks,
-            None if summary is None else summary.keys,
-            None if summary is None else summary.save_id,
-            {} if summary is None else summary.metrics,
-            "" if summary is None else str(summary.more.get(REPLICA, "")),
-            problem,
-            None if summary is None else summary.run_seconds,
-            0 if summary is None else summary.lease,
+            sum(file.nbytes for file in data.values()),
+            None,
+            len({data_file_rank(name) for name in data}),
+            None,
+            None,
+            problem=problem,
         )
+        if summary is None:
+            return found
+        names = ("stored_nbytes", "uncompressed_nbytes", "ranks", "keys", "save_id", "metrics", "run_seconds", "lease")
+        known = {name: getattr(summary, name) for name in names}
+        return replace(found, **known, replica_id=str(summary.more.get(REPLICA, "")))

@@ -91,8 +91,6 @@ class Checkpoint(Mapping[str, Any]):
         self._shards = ShardIndex(self._metadata.state_dict_metadata)
         self._opened: _OpenedStorage | None = _OpenedStorage(self._reader)
 
-    # --- what is there ----------------------------------------------------------------------------------------------
-
     @property
     def path(self) -> str:
         """The checkpoint, without passwords."""
@@ -162,8 +160,6 @@ class Checkpoint(Mapping[str, Any]):
         places = (self._metadata.storage_data or {}).values()
         data = {stored.file.name if isinstance(stored, StoredAt) else stored.relative_path for stored in places}
         return {METADATA_NAME, *data}
-
-    # --- reading ----------------------------------------------------------------------------------------------------
 
     def read(self, keys: Iterable[str]) -> dict[str, Any]:
         """Read several tensors and objects at once, which is quicker than one after the other.
@@ -317,8 +313,6 @@ class Checkpoint(Mapping[str, Any]):
             wanted.append(Wanted.of(item, stored, self._shards))
         options = options or self._reader.load_options
         load_items(opened.filesystem, wanted, destinations, options, footers=opened.footers)
-
-    # --- its storage ------------------------------------------------------------------------------------------------
 
     def _open(self) -> _OpenedStorage:
         opened = self._opened

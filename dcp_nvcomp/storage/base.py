@@ -74,6 +74,17 @@ class OutputStream(ABC):
     def abort(self) -> None:
         """Leave nothing behind. Never raises; does nothing after a `close` that worked."""
 
+    def __enter__(self) -> OutputStream:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Close it, or abort it after an error."""
+        try:
+            if error is None:
+                self.close()
+        finally:
+            self.abort()
+
 
 class Filesystem(ABC):
     """One checkpoint's directory. Used by several threads at once; opened in each process, never pickled."""

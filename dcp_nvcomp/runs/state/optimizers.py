@@ -109,8 +109,6 @@ class Optimizers:
             groups.append(_Group(optimizer, number, tuple(fqns[id(one)] for one in group[_PARAMS])))
         return groups
 
-    # --- what to load into --------------------------------------------------------------------------------------------
-
     def destination(self, entries: Sequence[SavedEntry]) -> Any:
         """Return nested containers with a place for each saved entry."""
         if not entries:
@@ -161,8 +159,6 @@ class Optimizers:
             if id(parameter) not in had_gradient:
                 parameter.grad = None
         return found
-
-    # --- taking over what was loaded ----------------------------------------------------------------------------------
 
     def load_state_dict(self, loaded: Mapping[str, Any]) -> None:
         parameters = dict(self._parameters())

@@ -174,8 +174,7 @@ def upload_files(source: Filesystem, target: Filesystem, names: Collection[str],
 
 
 def _upload(source: Filesystem, target: Filesystem, name: str, nbytes: int) -> None:
-    output = target.open_output(name)
-    try:
+    with target.open_output(name) as output:
         buffer = memoryview(bytearray(min(nbytes, _UPLOADED_PIECE_NBYTES)))
         for start in range(0, nbytes, _UPLOADED_PIECE_NBYTES):
             piece = buffer[: min(_UPLOADED_PIECE_NBYTES, nbytes - start)]
@@ -184,7 +183,3 @@ def _upload(source: Filesystem, target: Filesystem, name: str, nbytes: int) -> N
             except CheckpointError as error:
                 raise SourceError(error.message, path=source.location(name)) from error
             output.write(piece)
-        output.close()
-    except BaseException:
-        output.abort()
-        raise

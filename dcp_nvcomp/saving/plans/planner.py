@@ -96,8 +96,6 @@ class KeepingPlanner(SavePlanner):
                 except Exception as error:
                     self._pickled[fqn] = error
 
-    # --- before DCP's part -------------------------------------------------------------------------------------------
-
     def agree(self, state_dict: dict[str, Any], group: dist.ProcessGroup | None, call: Call) -> None:
         """Agree with the other ranks on the plan to use. All ranks have to call this."""
         ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
@@ -158,8 +156,6 @@ class KeepingPlanner(SavePlanner):
             self._structure = structure_of(planner.state_dict, paths)
         except Exception:  # DCP's own steps meet it again, and tell the other ranks
             return
-
-    # --- called by DCP -----------------------------------------------------------------------------------------------
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
