@@ -85,7 +85,6 @@ class Redactor:
         self._pattern = re.compile("|".join(map(_whole_word, found))) if found else None
 
     def __call__(self, text: str) -> str:
-        """Return `text` without the secrets."""
         text = without_secrets(text)
         return text if self._pattern is None else self._pattern.sub(HIDDEN, text)
 

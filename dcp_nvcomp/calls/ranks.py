@@ -424,7 +424,6 @@ def _this_world() -> _World:
 
 
 def _begin_again() -> None:
-    """In a forked child."""
     global _current, _lock
     _of_parents.append(_current)
     _current, _lock = None, threading.RLock()

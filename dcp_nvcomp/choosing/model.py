@@ -38,7 +38,6 @@ class StorageRates:
 
     @property
     def read_rate(self) -> float:
-        """The rate with as many reads at once as a load uses."""
         return self.read_rates[max(self.read_rates)]
 
 
@@ -125,7 +124,6 @@ class Model:
     trial_rates: CodecRates  # of the trial's codec
 
     def predict(self, state_nbytes: int, *, ratio: float | None = None) -> Prediction:
-        """Return what to expect."""
         if ratio is None:
             ratio = self.rates.ratio
         encode, write, decode, read = self._seconds(self.rates, state_nbytes, ratio)

@@ -32,7 +32,6 @@ class Job:
 
     @property
     def saves(self) -> float:
-        """Number of saves a month."""
         return self.days * 24 * 60 / self.interval_minutes
 
 
@@ -47,7 +46,6 @@ class Codec:
     moe_ratio: float | None = None  # of a mixture of experts, if it differs
 
     def ratio_of(self, job: Job) -> float:
-        """Return the ratio of a job's checkpoints."""
         return self.moe_ratio if job.is_moe and self.moe_ratio is not None else self.ratio
 
 
@@ -87,7 +85,6 @@ class Savings:
         return self.idle_savings + self.storage_savings
 
     def to_json(self) -> dict[str, Any]:
-        """Return all of it as JSON values."""
         return {
             "model": self.job.name,
             "gpus": self.job.gpus,

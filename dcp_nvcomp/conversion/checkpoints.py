@@ -222,7 +222,6 @@ class _StockSave:
         self.names: list[str] = []
 
     def run(self, directory: str, temporary: str, path: str) -> bytes:
-        """Write the data files."""
         writer, planner = FileSystemWriter(directory, thread_count=1), self._planner
         planner.set_up_planner({}, is_coordinator=True)
         plans, metadata = planner.create_global_plan(_parts(planner.create_local_plan()))

@@ -48,7 +48,6 @@ class TensorEntry:
         return self.read_stored(box).to(self.dtype)
 
     def read_all(self) -> torch.Tensor:
-        """Return all of it."""
         return self.read(Box((0,) * len(self.shape), self.shape))
 
 

@@ -142,8 +142,6 @@ def _read_range(filesystem: Filesystem, name: str, part: StoredPart, box: Box) -
 
 @dataclass(frozen=True)
 class _File:
-    """A file to write."""
-
     name: str
     entries: tuple[TensorEntry, ...]
 

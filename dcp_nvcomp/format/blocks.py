@@ -48,7 +48,6 @@ class Box:
         return (*slices, ...)
 
     def intersect(self, other: Box) -> Box | None:
-        """Return the part that is in both, or None."""
         starts = tuple(map(max, self.offsets, other.offsets))
         stops = (
             min(a + m, b + n) for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
@@ -104,7 +103,6 @@ class BlockGrid:
         return Box((0,) * len(self.shape), self.shape)
 
     def box(self, index: int) -> Box:
-        """Return the box of block `index` in the shard."""
         if self.block_count == 1:  # thousands of tensors have one block
             return self._whole
         offsets, sizes = list(self.shape), list(self.shape)

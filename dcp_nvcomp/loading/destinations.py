@@ -81,7 +81,6 @@ class Destination(ABC):
         """Copy the part of a decoded block that belongs here; `data` is 1-D, uint8, in C order."""
 
     def place_bytes(self, block: Box, data: U8) -> None:
-        """`place` of bytes in host memory."""
         self.place(block, torch.from_numpy(data))
 
 

@@ -262,16 +262,12 @@ def _span(sizes: tuple[int, ...], region: Box) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class _Storage:
-    """A storage as a description names it."""
-
     kind: str
     key: str
 
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor as a description names it."""
-
     storage: _Storage
     offset: int
     size: tuple[int, ...]

@@ -36,7 +36,6 @@ class Wanted:
 
     @staticmethod
     def of(item: ReadItem, stored: Any, shards: ShardIndex) -> Wanted:
-        """Return a read item with its shard."""
         index = item.storage_index
         shard = shards.find(index)
         if shard is None and shards.is_tensor(index.fqn):

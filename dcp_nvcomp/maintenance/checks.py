@@ -47,7 +47,6 @@ class CheckedFile:
         return self.holders[bisect_right(self.holders, number, key=lambda record: record.first_block) - 1]
 
     def fqns_of(self, number: int) -> tuple[str, ...]:
-        """The keys that have bytes in a block."""
         holder = self.record_of(number)
         if holder.kind != KIND_PACK:
             return (holder.fqn,)

@@ -164,8 +164,6 @@ def inspect_checkpoint(path: str | os.PathLike[str], *, storage_options: Mapping
 
 @dataclass(frozen=True)
 class _Stored:
-    """What is known of one shard."""
-
     fqn: str
     kind: str
     codec: str

@@ -59,7 +59,6 @@ class Candidate:
 
     @property
     def is_complete(self) -> bool:
-        """True if it can be restored."""
         return not self.problems
 
 

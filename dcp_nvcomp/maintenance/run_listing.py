@@ -54,13 +54,11 @@ class Step:
 
     @property
     def ratio(self) -> float | None:
-        """Uncompressed over stored size; None if it is not known."""
         return (
             self.uncompressed_nbytes / self.stored_nbytes if self.uncompressed_nbytes and self.stored_nbytes else None
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return all of it as JSON values."""
         values = {name: value for name, value in vars(self).items() if name not in ("replica_id", "lease")}
         # JSON has no NaN
         metrics = {name: value if math.isfinite(value) else str(value) for name, value in self.metrics.items()}
@@ -145,8 +143,6 @@ def _is_checkpoint(files: Iterable[FileInfo], folder: str, uploads: Iterable[str
 
 
 class _Look:
-    """Looks at the checkpoints of one listing."""
-
     def __init__(
         self, filesystem: Filesystem, sizes: Mapping[str, int], seen: Seen, step_of: Callable[[str], int | None]
     ) -> None:

@@ -117,8 +117,6 @@ def _check_not_replaced(filesystem: Filesystem, roots: Sequence[Root]) -> None:
 
 @dataclass
 class _Tally:
-    """Sums, as results come in."""
-
     total_nbytes: int
     progress: Progress | None
     nbytes: int = 0

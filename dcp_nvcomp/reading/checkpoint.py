@@ -363,7 +363,6 @@ class _OpenedStorage:
         self._lock = threading.Lock()
 
     def footers(self, filesystem: Filesystem, files: Sequence[DataFileRef]) -> list[Footer]:
-        """Return the footers of data files, each of which is read once."""
         with self._lock:
             known = {file: self._footers[file] for file in files if file in self._footers}
         missing = [file for file in files if file not in known]

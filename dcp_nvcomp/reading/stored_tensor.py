@@ -55,7 +55,6 @@ def select(index: Any, shape: Sequence[int]) -> Selection:
 
 
 def _per_dimension(index: Any, dims: int) -> list[int | slice]:
-    """Return one integer or slice for each dimension."""
     parts: list[Any] = list(index) if isinstance(index, tuple) else [index]
     ellipses = [at for at, part in enumerate(parts) if part is Ellipsis]
     if len(ellipses) > 1:

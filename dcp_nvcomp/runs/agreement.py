@@ -295,16 +295,13 @@ class RunCall(NamedTuple):
 
     @property
     def numbers(self) -> list[int]:
-        """As other ranks get it."""
         return [_NAMES.index(self.name), self.step, int(self.fallback)]
 
     @staticmethod
     def of(numbers: Sequence[int]) -> RunCall:
-        """Return what a rank called."""
         return RunCall(_NAMES[numbers[0]], numbers[1], bool(numbers[2]))
 
     def described(self) -> Call:
-        """Return it as messages show it."""
         step = "" if self.step < 0 else str(self.step)
         return Call(f"manager.{self.name}", step, {"step": step or "None", "fallback": str(self.fallback)})
 
@@ -362,7 +359,6 @@ class Agreement:
         return [max(values) for values in list(zip(*rows, strict=True))[width:]]
 
     def _known(self) -> list[int]:
-        """Return what this rank knows and the others may not."""
         lease = self._lease()
         is_lost = lease is not None and lease.is_lost
         return [int(self._signals.was_told), int(is_lost), self._failures.newest, self._failures.lost]

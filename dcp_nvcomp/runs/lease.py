@@ -61,12 +61,10 @@ class Holder:
 
     @staticmethod
     def here(run_id: str | None, lease_seconds: float) -> Holder:
-        """Return this process as the holder of a new lease."""
         return Holder(uuid.uuid4().hex, run_id or "", socket.gethostname(), str(os.getpid()), lease_seconds)
 
     @staticmethod
     def of(data: bytes) -> Holder | None:
-        """Return what a file says; None if it is no lease."""
         try:
             values = parse_json(data)
         except ValueError:
@@ -157,7 +155,6 @@ class Lease:
 
     @property
     def number(self) -> int:
-        """Its number: that of each later lease of the run is larger."""
         return self._number
 
     @property
@@ -241,8 +238,6 @@ def _read(own: Filesystem, name: str) -> Holder | None:
 
 @dataclass(frozen=True)
 class _Sight:
-    """What is seen of the lease that counts."""
-
     holder: Holder | None  # who holds it; None if all there is says nothing of a holder
     modified: tuple[tuple[int, float | None], ...]  # when each of the files was written
     modified_seconds: float | None

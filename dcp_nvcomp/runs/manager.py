@@ -340,7 +340,6 @@ class CheckpointManager:
         return values, known_metrics, failure
 
     def _check_lease(self) -> None:
-        """Raise RunInUseError if this rank's lease is lost."""
         if self._lease is not None:
             self._lease.check()
 

@@ -60,7 +60,6 @@ class SaveStarter:
             return False
 
     def to_fast(self, save: StepSave, values: dict[str, Any], replica: Replica | None, *, upload: bool) -> None:
-        """Begin a save into the fast tier; return when the state may change again."""
         assert self._fast is not None
         path, durable_path = self._fast.path_of(save.step), self._durable.path_of(save.step)
         publisher = NodePublisher(save.step, save.metrics, more=save.more, durable_path=durable_path, upload=upload)
@@ -78,7 +77,6 @@ class SaveStarter:
             self._pipeline.follow_fast(save, saving, publisher, upload=upload, replicas=replicas)
 
     def to_durable(self, save: StepSave, values: dict[str, Any]) -> None:
-        """Begin a save straight into the durable tier; return when the state may change again."""
         if self._fast is not None:
             self._tell_of_lack_of_room(save)
         writer = self._options.durable_writer(self._durable.path_of(save.step))

@@ -164,7 +164,6 @@ class StepPublisher:
         commit_checkpoint(filesystem, self.named(save))
 
     def named(self, save: FinishedSave) -> FinishedSave:
-        """Return the save with step, metrics and the rest in its summary."""
         more = {**save.summary.more, **self.more}
         summary = dataclasses.replace(save.summary, step=self.step, metrics=dict(self.metrics), more=more)
         return dataclasses.replace(save, summary=summary)

@@ -47,7 +47,6 @@ class LastPublished:
         self._known: tuple[int, bytes, frozenset[str]] | None = None  # one value, so that saves may overlap
 
     def note(self, data: bytes, names: Iterable[str]) -> None:
-        """Remember what was published, and the names of all files that belong to it."""
         self._known = len(data), _digest(data), frozenset(names)
 
     def names_if_current(self, filesystem: Filesystem, nbytes: int) -> set[str] | None:
@@ -266,7 +265,6 @@ class Orphans:
         self._thread = threading.current_thread()
 
     def wrote(self, path: str, names: Iterable[str]) -> None:
-        """Remember that this thread's save wrote these files to the checkpoint at `path`."""
         self._path, self._names, self._thread = path, tuple(names), threading.current_thread()
 
     def remove(self, open_at: Callable[[str], Filesystem]) -> None:

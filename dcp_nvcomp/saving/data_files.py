@@ -160,7 +160,6 @@ class DataFileWriter:
         return len(self._records) - 1
 
     def _codec(self, chain: CodecChain) -> tuple[int, str]:
-        """Return the index of a chain in the footer, and its label."""
         found = self._chains.get(chain)
         if found is None:
             described = chain.to_json()
@@ -182,7 +181,6 @@ class DataFileWriter:
             self._progress(block.uncompressed_nbytes)
 
     def finish(self) -> WrittenFile:
-        """Write the footer and the trailer, and make the file durable."""
         self._write_header(False)
         self._end_record(False)
         tables = Tables(*(np.array(column, np.uint32) for column in (*self._columns, self._slices)))

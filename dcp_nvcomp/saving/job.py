@@ -106,7 +106,6 @@ class SaveJob:
         self.totals = RankTotals()
 
     def run(self) -> list[WrittenFile]:
-        """Write all files."""
         try:
             self._workers.run(self._start_and_feed)
         except BaseException:
@@ -293,19 +292,15 @@ class Patience:
 
     @property
     def is_over(self) -> bool:
-        """True once the save has to hurry."""
         return self._is_over.is_set()
 
     def begin(self, nbytes: int) -> None:
-        """Note how much there is to encode."""
         self._nbytes = nbytes
 
     def hurry(self) -> None:
-        """Give way no longer."""
         self._is_over.set()
 
     def encoded(self, nbytes: int) -> None:
-        """Note what was encoded."""
         with self._lock:
             self._done_nbytes += nbytes
 
@@ -323,7 +318,6 @@ class Patience:
         return self._done_nbytes < self._nbytes * min(wanted, 1.0)
 
     def give_way(self) -> None:
-        """Give the calling thread the lowest priority."""
         try:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
         except OSError:  # a sandbox may forbid even that

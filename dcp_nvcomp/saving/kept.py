@@ -52,7 +52,6 @@ class Kept:
         sequence.end()
 
     def background(self) -> BackgroundProcess:
-        """Return the process that encodes copies, started if there is none."""
         with self._starting:
             if self._background is not None and self._background.start_failure is not None:
                 raise OSError(self._background.start_failure)  # it would fail at each save, after seconds

@@ -70,7 +70,6 @@ class SaveOptions:
 
     @property
     def chooser(self) -> CodecChooser:
-        """What picks the codec chain of each tensor."""
         return parse_codec(self.codec)
 
     def open(self, path: str) -> Filesystem:
@@ -96,11 +95,9 @@ class RankSave:
 
     @property
     def nbytes(self) -> int:
-        """Planned size of the items."""
         return sum(map(planned_nbytes, self.items))
 
     def open(self) -> contextlib.closing[Filesystem]:
-        """Open the checkpoint, to be closed at the end of a `with`."""
         return contextlib.closing(self.options.open(self.path))
 
     def lanes(self, filesystem: Filesystem) -> list[list[PlannedFile]]:
@@ -128,7 +125,6 @@ class RankSave:
         on_staged: Callable[[], None] | None = None,
         patience: Patience | None = None,
     ) -> Written:
-        """Encode and write the items."""
         options = self.options
         with contextlib.ExitStack() as stack:
             if filesystem is None:

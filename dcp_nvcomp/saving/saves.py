@@ -41,7 +41,6 @@ class Save:
     own_files: tuple[str, ...] = ()  # the data files that this rank wrote
 
     def stats(self, totals: Sequence[RankTotals]) -> SaveStats:
-        """Return the statistics of these ranks, up to now."""
         seconds = time.perf_counter() - self.started_seconds
         return summarize(without_secrets(self.path), self.save_id, totals, seconds)
 
@@ -81,7 +80,6 @@ class Saves:
 
     @property
     def path(self) -> str:
-        """The checkpoint of saves that are given none."""
         return self._path
 
     @path.setter
@@ -99,7 +97,6 @@ class Saves:
 
     @property
     def current(self) -> Save:
-        """The save that this thread has begun."""
         save: Save = self._local.save
         return save
 
@@ -132,7 +129,6 @@ class Saves:
 
     @contextmanager
     def staged_by(self, staging: Staging) -> Iterator[None]:
-        """Let the saves of this thread be staged."""
         self._local.staging = staging
         try:
             yield
@@ -140,7 +136,6 @@ class Saves:
             self._local.staging = None
 
     def reset(self, place: str) -> None:
-        """Announce another save."""
         if place and (threading.current_thread() is self._owner or not self._is_explicit):
             self._path = place
         self._announce(Save(place))

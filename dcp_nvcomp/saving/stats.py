@@ -223,7 +223,6 @@ class SaveStats:
 
 
 def _readable(nbytes: int) -> str:
-    """Return a size in decimal units."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= factor:
             return f"{nbytes / factor:.2f} {unit}"

@@ -78,7 +78,6 @@ class OutputStream(ABC):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Close it, or abort it after an error."""
         try:
             if error is None:
                 self.close()

@@ -70,7 +70,6 @@ class Pipeline:
         self._on_their_way.wait(most_waiting)
 
     def follow_direct(self, save: StepSave, saving: AsyncSave) -> None:
-        """See a save to its end that goes straight to the durable tier."""
         self._on_their_way.add(save.step)
         self._durable_thread.do(lambda: self._end_direct(save, saving))
 
@@ -83,7 +82,6 @@ class Pipeline:
         upload: bool,
         replicas: Sequence[Sequence[int]] = (),
     ) -> None:
-        """See a save to its end that goes to the fast tier."""
         assert self._fast_thread is not None and self.room is not None
         room = self.room
         room.begun(save.step)

@@ -25,7 +25,6 @@ class Background:
         return self._waiting
 
     def do(self, job: Job) -> None:
-        """Do a job after those that were given before."""
         with self._changed:
             self._jobs.append(job)
             self._waiting += 1
@@ -82,7 +81,6 @@ class OnTheirWay:
             self._steps.append(step)
 
     def done(self, step: int) -> None:
-        """Note that a step is there, or won't be."""
         self._durable.let_go(step)
         with self._changed:
             self._steps.remove(step)

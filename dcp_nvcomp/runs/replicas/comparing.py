@@ -31,11 +31,9 @@ class WrittenPart:
     seconds: float  # how long the slowest of them took
 
     def files_of(self, rank: int) -> dict[str, int]:
-        """Return the files that a rank of the run wrote, and their sizes."""
         return {name: self.written.files[name] for name, writer in self.senders().items() if writer == rank}
 
     def senders(self) -> dict[str, int]:
-        """Return the rank of the run that wrote each file."""
         places = {name: data_file_rank(name) for name in self.written.files}
         return {name: self.ranks[place] for name, place in places.items() if place is not None}
 

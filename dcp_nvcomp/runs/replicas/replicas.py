@@ -37,8 +37,6 @@ class Replica:
 
 @dataclass(frozen=True)
 class _Offer:
-    """What one rank tells the others."""
-
     # what arrangements depend on: which ranks hold its tensors whole, and a digest of its entries
     layout: tuple[frozenset[frozenset[int]], bytes] | None
     own: bytes  # entries that other replicas lack, by the latest arrangement, pickled

@@ -38,7 +38,6 @@ class Candidate:
 
     @property
     def save_id(self) -> str:
-        """Id of the save; empty for a checkpoint that has none."""
         return self.saved.save_id
 
     @property
@@ -67,7 +66,6 @@ class Candidate:
         return frozenset(one.save_id for one in self.versions)
 
     def files(self) -> dict[str, int]:
-        """Return the data files of all versions, and their sizes."""
         return {name: nbytes for one in self.versions for name, nbytes in one.wanted.items()}
 
     def nodes_with(self, name: str) -> tuple[str, ...]:
@@ -80,7 +78,6 @@ class Candidate:
 
     @property
     def is_complete_on_nodes(self) -> bool:
-        """True if each of its files is on some node."""
         return self.is_on_nodes and all(self.holders.values())
 
     def without(self, damaged: Iterable[tuple[str, str]]) -> Candidate:

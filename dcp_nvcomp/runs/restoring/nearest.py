@@ -104,7 +104,6 @@ class Fetch:
         return self.here if failure is None else _OutOfOrder(self.here.path, failure)
 
     def _move(self, transfers: _Transfers, target: Target) -> list[Moved]:
-        """Move files, and return what became of them on each rank."""
         outcomes = self._ranks.gather(move_files(self._ranks, transfers, self.here, target))
         self.unread = tuple(outcomes[self._ranks.rank].unread)
         for rank, one in enumerate(outcomes):

@@ -196,7 +196,6 @@ def state_for(loader: Any, part: LoaderPart) -> Mapping[str, Any]:
 
 
 def _place(parts: Sequence[LoaderPart], world_size: int) -> dict[str, Any]:
-    """Return the state of the new ranks' samplers."""
     consumed = [_consumed(part) for part in parts]
     first = _sampler_state(parts[0].state)
     if first is None or None in consumed:

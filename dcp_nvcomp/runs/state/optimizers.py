@@ -44,8 +44,6 @@ def optimizers_of(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optim
 
 @dataclass(frozen=True)
 class _Group:
-    """A parameter group of one of the optimizers."""
-
     optimizer: torch.optim.Optimizer
     number: int
     fqns: tuple[str, ...]

@@ -227,7 +227,6 @@ def _capture_generators(own: Mapping[str, torch.Generator]) -> dict[str, Any]:
 
 
 def _restore_generators(state: Mapping[str, Any], own: Mapping[str, torch.Generator]) -> None:
-    """Set this process's generators."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]
@@ -296,6 +295,5 @@ def _ranks_of(fqns: Iterable[str], kind: str) -> list[int]:
 
 
 def _names_of(fqns: Iterable[str], rank: int) -> list[str]:
-    """Return the names of a rank's entries about its data."""
     prefix = f"{_DATA}.{rank}."
     return sorted(fqn[len(prefix) :] for fqn in fqns if fqn.startswith(prefix))

@@ -209,7 +209,6 @@ class FastTier:
             return False
 
     def mark_equal(self, step: int, save_id: str) -> None:
-        """Note on this node that other replicas have saved the same."""
         self.open(step).publish(EQUAL, save_id.encode())
 
     def remove_before(self, step: int, *, but: Collection[int]) -> tuple[int, ...]:
@@ -269,7 +268,6 @@ class Room:
             self._torsos -= {step}
 
     def ended(self, step: int) -> None:
-        """Note that a step is saved and copied, or is not."""
         with self._lock:
             self._busy[step] -= 1
 

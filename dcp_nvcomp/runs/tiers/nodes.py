@@ -75,7 +75,6 @@ class Nodes:
         return list(found.values())
 
     def copies(self, count: int) -> list[Transfer]:
-        """Return which rank sends its files to which."""
         found = []
         for node in self.names:
             for peer in self.peers_of(node, count):

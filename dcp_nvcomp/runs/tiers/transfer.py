@@ -97,8 +97,6 @@ def _run_round(
 
 
 class _Ends:
-    """The files of this rank that are being sent and received."""
-
     def __init__(self, source: Filesystem, target: Target) -> None:
         self._source, self._target = source, target
         self._output: OutputStream | None = None

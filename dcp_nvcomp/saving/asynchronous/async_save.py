@@ -241,7 +241,6 @@ class CallersStreams:
 
 
 def _cuda_devices(value: Any) -> set[torch.device]:
-    """Return the CUDA devices of the tensors in a state."""
     if isinstance(value, torch.Tensor):
         return {value.device} if value.device.type == "cuda" else set()
     found: set[torch.device] = set()

@@ -99,12 +99,10 @@ class BackgroundProcess:
 
     @property
     def is_usable(self) -> bool:
-        """False once it has died or is retired."""
         return not self._has_died and not self._is_retired
 
     @property
     def pid(self) -> int:
-        """Its process id."""
         return self._process.pid
 
     def write(
@@ -117,7 +115,6 @@ class BackgroundProcess:
         encoded: Callable[[], None],
         progress: Callable[[int], None],
     ) -> Written:
-        """Let it write the files of a rank, and wait until they are written."""
         number, answers = next(self._numbers), SimpleQueue[Message | None]()
         with self._lock:
             if not self.is_usable:
@@ -253,7 +250,6 @@ class BackgroundProcess:
             messages.shutdown(socket.SHUT_RDWR)
 
     def retire(self) -> None:
-        """End it once it has nothing to do."""
         with self._lock:
             self._is_retired = True
             is_over = not self._waiting
@@ -278,7 +274,6 @@ class BackgroundProcess:
 
 
 def _start(descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
-    """Start the process with these descriptors."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if isinstance(path, str) and path),

@@ -54,7 +54,6 @@ class Child:
         self._patience: dict[int, Patience] = {}
 
     def serve(self) -> None:
-        """Take messages until the pipe closes."""
         with contextlib.suppress(EOFError, ConnectionError):
             while True:
                 self._take(self._messages.recv())
@@ -115,8 +114,6 @@ class Child:
 
 
 class _Progress:
-    """Adds up what was written, and reports it now and then."""
-
     def __init__(self, report: Any) -> None:
         self._report = report
         self._lock = threading.Lock()
@@ -138,7 +135,6 @@ class _Progress:
 
 
 def _take_environment(variables: dict[str, str]) -> None:
-    """Have the variables that training has now."""
     wanted = {**variables, "PYTHONPATH": os.environ.get("PYTHONPATH", ""), **OWN_ENVIRONMENT}
     for name in os.environ.keys() - wanted.keys():
         os.environ.pop(name, None)

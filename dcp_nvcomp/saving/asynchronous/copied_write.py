@@ -84,7 +84,6 @@ class CopiedWrite:
         remembered: RememberedChoices,
         progress: Callable[[int], None],
     ) -> Written:
-        """Have what was copied written."""
         assert self._copy is not None
         try:
             return self._usable_process().write(
@@ -121,14 +120,12 @@ class CopiedWrite:
             hurry()
 
     def hurry(self) -> None:
-        """Give way to training no longer."""
         with self._lock:
             self._must_hurry, hurry = True, self._hurry
         if hurry is not None:
             hurry()
 
     def end(self) -> None:
-        """Give back the memory."""
         with self._lock:
             done, self._copy = self._copy, None
             held, self._held_nbytes = self._held_nbytes, 0

@@ -87,7 +87,6 @@ class SegmentStore:
 
     @property
     def nbytes(self) -> int:
-        """Size of the segments that are kept."""
         with self._lock:
             return sum(len(segment.view) for segment in self._free)
 
@@ -102,12 +101,10 @@ class SegmentStore:
         return Segment(allocate(nbytes))
 
     def give_back(self, segment: Segment) -> None:
-        """Keep a segment."""
         with self._lock:
             self._free.append(segment)
 
     def clear(self) -> None:
-        """Free all that is kept."""
         with self._lock:
             self._free.clear()
 
@@ -129,7 +126,6 @@ class StagingBudget:
             return True
 
     def give_back(self, nbytes: int) -> None:
-        """Give back what was reserved."""
         with self._changed:
             self._in_use_nbytes -= nbytes
             self._changed.notify_all()
@@ -142,7 +138,6 @@ class SegmentStores:
         self.plain, self.pinned, self.budget = SegmentStore(), SegmentStore(), StagingBudget()
 
     def clear(self) -> None:
-        """Free the segments that no save uses."""
         self.plain.clear()
         self.pinned.clear()
 
@@ -316,7 +311,6 @@ class StagingMemory(JobMemory):
         self.give_back(reserved_nbytes - nbytes)
 
     def give_back(self, nbytes: int) -> None:
-        """Give back memory that was reserved."""
         with self._lock:
             self._held_nbytes -= nbytes
         self._stores.budget.give_back(nbytes)

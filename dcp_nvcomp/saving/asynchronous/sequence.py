@@ -40,7 +40,6 @@ class SaveSequence:
 
     @property
     def is_usable(self) -> bool:
-        """False once the group was destroyed."""
         return self.group is None or is_registered(self.group)
 
     def end(self) -> None:
@@ -61,11 +60,9 @@ class SaveSequence:
 
     @property
     def last(self) -> UploadFuture | None:
-        """The save that was begun last."""
         return self._latest[-1][0] if self._latest else None
 
     def begin(self, save: Callable[[dist.ProcessGroup | None], Metadata], staging: Staging, call: Call) -> UploadFuture:
-        """Begin a save, on a thread of its own."""
         upload, now = UploadFuture(), time.monotonic()
         earlier = [upload for upload, _ in self._latest]
         for _, before in self._latest:  # the next save is there, so the earlier ones are late

@@ -111,7 +111,6 @@ class SharedSegments:
 
     @property
     def nbytes(self) -> int:
-        """Size of the segments that are kept."""
         with self._lock:
             return sum(segment.nbytes for segment in self._free)
 
@@ -132,12 +131,10 @@ class SharedSegments:
         return segment
 
     def give_back(self, segment: SharedSegment) -> None:
-        """Keep a segment."""
         with self._lock:
             self._free.append(segment)
 
     def clear(self) -> None:
-        """Free all that is kept."""
         with self._lock:
             self._free.clear()
 

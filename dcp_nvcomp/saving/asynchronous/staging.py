@@ -156,7 +156,6 @@ class Staging:
             self._copied = None
 
     def hurry(self) -> None:
-        """Let the save give way to training no longer."""
         if self._copied is not None:
             self._copied.hurry()
 
@@ -202,7 +201,6 @@ class Staging:
             return do()
 
     def staged(self) -> None:
-        """Note that the state is not needed any more."""
         if self._interrupt is not None and not self.completion.done():
             raise self._interrupt
         self._complete(None)
@@ -231,19 +229,15 @@ class Staging:
             self._before.wait()
 
     def returned(self) -> None:
-        """Note that the caller's wait is over."""
         self._stalled_until_seconds = time.perf_counter()
 
     def measure(self, totals: RankTotals) -> None:
-        """Add what was measured to a rank's totals."""
         totals.stall_seconds = (self._stalled_until_seconds or time.perf_counter()) - self._began_seconds
         staged = self._copied if self._copied is not None else self._memory
         totals.staged_nbytes = staged.staged_nbytes if staged is not None else 0
 
 
 class _Asked:
-    """A function that another thread is to run."""
-
     def __init__(self, do: Callable[[], Any]) -> None:
         self._do = do
         self.done: Future[Any] = Future()

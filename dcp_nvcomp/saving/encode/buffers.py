@@ -136,12 +136,10 @@ class BufferPool(TaskMemory):
         self._unreserved.put(True)
 
     def give_back(self, buffer: _Buffer) -> None:
-        """Take back a buffer; any thread may."""
         self._free.append(buffer)
         self._unreserved.put(True)
 
     def close(self) -> None:
-        """Wake the thread that waits in `reserve`."""
         self._unreserved.put(False)
 
 

@@ -85,7 +85,6 @@ class RememberedChoices:
         return _kind(record) in self._dense
 
     def keep(self, record: Record, look: Look, chain: CodecChain) -> None:
-        """Remember a choice."""
         if len(self._kept) >= _MOST_REMEMBERED:
             self._kept.clear()
             self._dense.clear()
@@ -287,7 +286,6 @@ class CodecPolicy:
         self._checked: set[tuple[str, str]] = set()
 
     def chain(self, element: ElementType, sample: U8, nbytes: int, *, on_cuda: bool) -> CodecChain:
-        """Return the chain for a record."""
         chain = self._chooser.choose(element, sample, nbytes)
         described = repr(chain), element.name
         if described not in self._checked:  # before anything depends on it
@@ -299,11 +297,9 @@ class CodecPolicy:
 
     @property
     def is_auto(self) -> bool:
-        """True if `auto` chooses for every tensor."""
         return isinstance(self._chooser, Auto)
 
     def tensor_chain(self, element: ElementType, tensor: torch.Tensor, *, on_cuda: bool) -> CodecChain:
-        """Return the chain for a tensor without lazy bits, measured on a sample of it."""
         nbytes = tensor.numel() * tensor.element_size()
         sample = spread_sample(tensor, sample_nbytes(nbytes)) if nbytes else np.zeros(0, np.uint8)
         return self.chain(element, sample, nbytes, on_cuda=on_cuda)

@@ -45,8 +45,6 @@ def _views_of_more(value: Any) -> dict[int, torch.Tensor]:
 
 
 class _Nowhere:
-    """A file that keeps nothing."""
-
     def write(self, data: Any) -> int:
         return len(data)
 

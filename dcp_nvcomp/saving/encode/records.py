@@ -71,7 +71,6 @@ class RecordMaker:
         self._packed_nbytes = SMALL_NBYTES if pack else 0
 
     def add(self, item: WriteItem, data: torch.Tensor | io.BytesIO) -> list[Ready]:
-        """Take an item."""
         fqn = item.index.fqn
         if isinstance(data, io.BytesIO):
             payload = np.frombuffer(data.getbuffer(), np.uint8)
@@ -87,7 +86,6 @@ class RecordMaker:
         return self._add_tensor(item.index, region, element, data)
 
     def flush(self) -> list[Ready]:
-        """Return the packs that are not full."""
         return self._packer.flush()
 
     def _add_payload(self, index: MetadataIndex, record: Record, payload: U8, dtype: str) -> list[Ready]:
@@ -205,7 +203,6 @@ class Packer:
         self._packs: dict[tuple[str, str, torch.device | None, bool], _Pack] = {}
 
     def add_tensor(self, member: Member, tensor: torch.Tensor, *, on_cuda: bool) -> list[Ready]:
-        """Take a small tensor, without lazy bits if it is on a device."""
         if tensor.device.type == "cpu" and not on_cuda:
             # numpy's views take a fraction of the time of torch's, and there may be thousands of tensors
             data = np.ascontiguousarray(host_values(tensor)).reshape(-1).view(np.uint8)
@@ -215,13 +212,11 @@ class Packer:
         return ready
 
     def add_bytes(self, member: Member, data: U8, dtype: str) -> list[Ready]:
-        """Take a small shard's bytes in host memory."""
         pack, ready = self._pack_for(member, dtype, None, on_cuda=False)
         pack.arrays.append(data)
         return ready
 
     def flush(self) -> list[Ready]:
-        """Return the packs that are not full."""
         packs = [self._closed(pack) for pack in self._packs.values()]
         self._packs.clear()
         return packs

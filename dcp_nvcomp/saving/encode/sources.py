@@ -235,28 +235,23 @@ class PendingRecord:
 
     @property
     def grid(self) -> BlockGrid:
-        """Its blocks."""
         assert self.record.grid is not None
         return self.record.grid
 
     @property
     def choice(self) -> ChainChoice:
-        """The choice of its codec chain."""
         return self.later or ChainChoice(self.record.chain)
 
     @property
     def chain(self) -> CodecChain:
-        """Its codec chain, which is settled once its first block is encoded."""
         return self.choice.chain
 
     @property
     def nbytes(self) -> int:
-        """Its uncompressed size."""
         return self.record.uncompressed_nbytes
 
     @property
     def is_pack(self) -> bool:
-        """True if the members have footer records of their own."""
         return self.record.kind == KIND_PACK
 
 

@@ -57,7 +57,6 @@ class Tasks:
         self._room_nbytes = 0
 
     def add(self, record: PendingRecord, source: Source) -> Iterator[Task]:
-        """Take a record."""
         grid, choice, element_nbytes = record.grid, record.choice, record.record.element.nbytes
         # a record without elements has nothing to encode, but begins all the same, and in its turn
         if grid.block_count:
@@ -92,7 +91,6 @@ class Tasks:
             self._task.parts.append(Part(source, choice, boxes))
 
     def flush(self) -> Iterator[Task]:
-        """Yield the task that is being gathered, if there is anything in it."""
         task, self._task = self._task, Task()
         if task.parts:
             assert self._memory is not None

@@ -73,12 +73,10 @@ class Comparison:
         self.words = ""
 
     def look(self, state: Mapping[str, Any]) -> None:
-        """Take the fingerprints of this rank's values."""
         if len(self.ranks) > 1:
             self._found = fingerprints(state)
 
     def sent(self, plan: SavePlan, *, with_keys: bool) -> SavePlan:
-        """Return this rank's plan with the fingerprints."""
         if self._found is None:
             return plan
         keys = tuple(self._found) if with_keys else None

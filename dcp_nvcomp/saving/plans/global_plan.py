@@ -50,7 +50,6 @@ class GlobalPlan:
 
     @property
     def shard_count(self) -> int:
-        """The number of items of all ranks."""
         return sum(map(len, self._indices))
 
     def metadata(self) -> PlannedMetadata:
@@ -74,7 +73,6 @@ class GlobalPlan:
         self._is_settled = True
 
     def storage_data(self, ranks: Sequence[PlacedItems]) -> dict[MetadataIndex, Any]:
-        """Return where each item is stored."""
         found: dict[MetadataIndex, Any] = {}
         with collector_paused():
             for indices, placed in zip(self._indices, ranks, strict=True):
@@ -93,7 +91,6 @@ class PlannedMetadata(Metadata):
     plan: GlobalPlan
 
     def planned(self, plan: GlobalPlan) -> PlannedMetadata:
-        """Note the plan, and return the metadata."""
         self.plan = plan
         return self
 
@@ -101,7 +98,6 @@ class PlannedMetadata(Metadata):
         return _without_tensors, (self.storage_meta,)
 
     def plain(self) -> Metadata:
-        """Return the same as DCP's class."""
         return Metadata(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Metadata)})
 
 

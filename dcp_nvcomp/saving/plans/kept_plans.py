@@ -53,7 +53,6 @@ class KeptPlan:
 
     @property
     def item_count(self) -> int:
-        """How many items it holds."""
         return len(self.final.items) + (0 if self.everyones is None else self.everyones.shard_count)
 
 
@@ -66,7 +65,6 @@ class KeptPlans:
         self._lock = threading.Lock()
 
     def find(self, key: PlanKey, structure: Structure) -> KeptPlan | None:
-        """Return the latest plan for this structure."""
         with self._lock:
             for plan in reversed(self._plans):
                 if plan.key == key and plan.structure == structure:

@@ -75,7 +75,6 @@ class KeepingPlanner(SavePlanner):
         return self._planner
 
     def release(self) -> None:
-        """Let go of the state."""
         self._planner = self._flat_state = None
         self._run, self._pickled = _here, {}
 

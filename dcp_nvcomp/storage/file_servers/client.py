@@ -165,7 +165,6 @@ class ServerClient(Attempts):
         return self._lost + sum(not connection.is_alive for connection in tuple(self._idle))
 
     def close(self) -> None:
-        """End the connections that are not in use."""
         _cut_all(self._idle, self._process)
 
     def _is_transient(self, error: Exception) -> bool:

@@ -80,7 +80,6 @@ class Bucket(Attempts):
     _stays_in_process = True
 
     def call(self, what: str, where: str, attempt: Callable[[], Awaitable[T]], **limits: Any) -> T:
-        """Repeat an attempt as `perform` does."""
         return self.perform(what, where, attempt, **limits).value
 
     def _is_transient(self, error: Exception) -> bool:

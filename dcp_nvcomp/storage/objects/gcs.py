@@ -54,7 +54,6 @@ class Answer:
     body: bytes
 
     def json(self) -> dict[str, Any]:
-        """Return the body as an object of JSON."""
         try:
             found = parse_json(self.body)
         except ValueError:
@@ -64,7 +63,6 @@ class Answer:
         return found
 
     def words(self) -> str:
-        """Return what the server says about its refusal."""
         try:
             return str(parse_json(self.body)["error"]["message"])[:_WORDS]
         except (ValueError, KeyError, TypeError):
@@ -109,7 +107,6 @@ class GcsBucket(Bucket):
         return str(self._endpoint)
 
     def url(self, key: str | None = None, *, upload: bool = False, **parameters: str) -> str:
-        """Return the address of the bucket's objects, or of one of them."""
         path = f"b/{quote(self._name, safe='')}/o" + ("" if key is None else f"/{quote(key, safe='')}")
         query = urlencode({**parameters, **self._common}, quote_via=quote)
         return f"{self._endpoint}{'/upload' if upload else ''}{_BASE}{path}?{query}"

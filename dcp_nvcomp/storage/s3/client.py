@@ -99,7 +99,6 @@ class S3Client(Attempts):
     def call(
         self, what: str, where: str, operation: str, *, deadline_seconds: float | None = None, **parameters: Any
     ) -> Done[dict[str, Any]]:
-        """Send one request of S3's API."""
         return self.perform(what, where, lambda: self.send(operation, **parameters), deadline_seconds=deadline_seconds)
 
     async def send(self, operation: str, **parameters: Any) -> dict[str, Any]:

@@ -36,11 +36,9 @@ class S3Object:
     location: str  # its name in messages
 
     def perform(self, what: str, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Retry an attempt as `S3Client.perform` does."""
         return self.client.perform(what, self.location, attempt).value
 
     def call(self, what: str, operation: str, **parameters: Any) -> Done[dict[str, Any]]:
-        """Send a request as `S3Client.call` does."""
         return self.client.call(what, self.location, operation, Bucket=self.bucket, Key=self.key, **parameters)
 
     async def send(self, operation: str, **parameters: Any) -> dict[str, Any]:
@@ -65,11 +63,9 @@ class S3Object:
         return self.perform("look up", self.head)
 
     def put(self, data: bytes, **conditions: str) -> None:
-        """Write the object."""
         self.call("write", "put_object", Body=data, **conditions)
 
     def remove(self) -> None:
-        """Remove the object, if it exists."""
         self._delete("remove", "delete_object", deadline_seconds=self.client.removal_seconds)
 
     def upload_ids(self, *, deadline_seconds: float) -> list[str]:
