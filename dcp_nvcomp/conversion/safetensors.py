@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -38,7 +37,7 @@ from dcp_nvcomp.errors import (
     CorruptDataError,
     IncompleteCheckpointError,
 )
-from dcp_nvcomp.format.blocks import Box
+from dcp_nvcomp.format.blocks import Box, element_span, strides_of
 from dcp_nvcomp.format.recognition import linked_to
 from dcp_nvcomp.options import parent_and_name
 from dcp_nvcomp.redaction import without_secrets
@@ -131,13 +130,11 @@ def _read_range(filesystem: Filesystem, name: str, part: StoredPart, box: Box) -
     """Read from the first to the last element of a box."""
     if not box.elements:
         return torch.empty(box.sizes, dtype=part.dtype)
-    strides = [math.prod(part.shape[dim + 1 :]) for dim in range(len(part.shape))]
-    first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
-    last = first + sum((size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True))
-    data = bytearray((last - first + 1) * part.dtype.itemsize)
+    first, last = element_span(part.shape, box)
+    data = bytearray((last - first) * part.dtype.itemsize)
     filesystem.read_into(name, part.start + first * part.dtype.itemsize, memoryview(data))
     flat = torch.frombuffer(data, dtype=torch.uint8).view(part.dtype)
-    return flat.as_strided(box.sizes, strides)
+    return flat.as_strided(box.sizes, strides_of(part.shape))
 
 
 @dataclass(frozen=True)

@@ -258,3 +258,16 @@ def row_strip(array: npt.NDArray[Any], strip: Strip) -> RowStrip | None:
         return None
     rows = part.reshape(part.shape[-2:] if last else (1, -1)).view(np.uint8)
     return RowStrip(rows, tuple(size * part.itemsize for size in strip.sizes))
+
+
+def strides_of(sizes: Sequence[int]) -> list[int]:
+    """Return the strides of a contiguous tensor, in elements."""
+    return [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
+
+
+def element_span(sizes: Sequence[int], region: Box) -> tuple[int, int]:
+    """Return the places of the first element of a region of a contiguous tensor, and after its last one."""
+    strides = strides_of(sizes)
+    first = sum(offset * stride for offset, stride in zip(region.offsets, strides, strict=True))
+    last = sum((size - 1) * stride for size, stride in zip(region.sizes, strides, strict=True))
+    return first, first + last + 1

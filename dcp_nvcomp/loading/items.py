@@ -12,8 +12,7 @@ import math
 import pickle
 import zipfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import zstandard
@@ -28,7 +27,7 @@ from dcp_nvcomp.errors import (
     TruncatedFileError,
     UnknownCodecError,
 )
-from dcp_nvcomp.format.blocks import Box
+from dcp_nvcomp.format.blocks import Box, element_span, strides_of
 from dcp_nvcomp.format.data_file import DataFileRef, read_footers
 from dcp_nvcomp.format.footer import Footer
 from dcp_nvcomp.format.metadata.shards import StockItem, StoredAt
@@ -227,7 +226,7 @@ def read_part(
     filesystem: Filesystem, item: StockItem, *, sizes: tuple[int, ...], dtype: torch.dtype, region: Box
 ) -> torch.Tensor | None:
     """Read a region of a stored tensor."""
-    first, last = _span(sizes, region)
+    first, last = element_span(sizes, region)
     if item.transform_descriptors or math.prod(sizes) * dtype.itemsize < _WORTHWHILE_NBYTES:
         return None
     if (last - first) * dtype.itemsize > item.length - _WORTHWHILE_NBYTES:
@@ -245,29 +244,15 @@ def read_part(
         return None
     data = bytearray(end - begin)
     filesystem.read_into(item.relative_path, item.offset + begin, memoryview(data))
-    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).as_strided(region.sizes, _strides(sizes))
+    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).as_strided(region.sizes, strides_of(sizes))
 
 
-def _strides(sizes: tuple[int, ...]) -> list[int]:
-    return [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
-
-
-def _span(sizes: tuple[int, ...], region: Box) -> tuple[int, int]:
-    """Return the places of the first element of a region, and after its last one."""
-    strides = _strides(sizes)
-    first = sum(offset * stride for offset, stride in zip(region.offsets, strides, strict=True))
-    last = sum((size - 1) * stride for size, stride in zip(region.sizes, strides, strict=True))
-    return first, first + last + 1
-
-
-@dataclass(frozen=True)
-class _Storage:
+class _Storage(NamedTuple):
     kind: str
     key: str
 
 
-@dataclass(frozen=True)
-class _Tensor:
+class _Tensor(NamedTuple):
     storage: _Storage
     offset: int
     size: tuple[int, ...]
@@ -286,7 +271,7 @@ def _start_of_elements(file: _ItemFile, sizes: tuple[int, ...], dtype: torch.dty
     tensor = _Description(io.BytesIO(archive.read(described))).load()
     if not isinstance(tensor, _Tensor) or archive.read(order) != b"little":
         return None
-    if tensor.size != sizes or tensor.stride != tuple(_strides(sizes)) or _DTYPES.get(tensor.storage.kind) != dtype:
+    if tensor.size != sizes or tensor.stride != tuple(strides_of(sizes)) or _DTYPES.get(tensor.storage.kind) != dtype:
         return None
     data = archive.getinfo(f"{folder}data/{tensor.storage.key}")
     if data.compress_type != zipfile.ZIP_STORED:

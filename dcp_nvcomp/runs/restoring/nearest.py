@@ -24,7 +24,7 @@ from dcp_nvcomp.runs.events import Source
 from dcp_nvcomp.runs.restoring.candidates import DURABLE, Candidate
 from dcp_nvcomp.runs.tiers.fast import FastTier, Room
 from dcp_nvcomp.runs.tiers.nodes import Nodes, Transfer
-from dcp_nvcomp.runs.tiers.transfer import Moved, Target, move_files
+from dcp_nvcomp.runs.tiers.transfer import Moved, move_files
 from dcp_nvcomp.storage.base import Below, FileInfo, Filesystem, OutputStream
 from dcp_nvcomp.storage.in_memory import MemoryFilesystem
 
@@ -83,7 +83,7 @@ class Fetch:
             return "own"
         return "peer" if self.is_copy(name) else "durable"
 
-    def _place_for(self, transfers: _Transfers) -> Target:
+    def _place_for(self, transfers: _Transfers) -> Filesystem:
         """Return where this node's received files go, once there is as much room as there can be."""
         incoming = sum(
             sum(files.values())
@@ -103,7 +103,7 @@ class Fetch:
         self._ranks.gather(None)  # no rank writes before the room is there
         return self.here if failure is None else _OutOfOrder(self.here.path, failure)
 
-    def _move(self, transfers: _Transfers, target: Target) -> list[Moved]:
+    def _move(self, transfers: _Transfers, target: Filesystem) -> list[Moved]:
         outcomes = self._ranks.gather(move_files(self._ranks, transfers, self.here, target))
         self.unread = tuple(outcomes[self._ranks.rank].unread)
         for rank, one in enumerate(outcomes):
@@ -161,20 +161,15 @@ class Fetch:
         return found
 
 
-class _OutOfOrder:
+class _OutOfOrder(MemoryFilesystem):
     """A place where nothing can be written."""
 
     def __init__(self, path: str, failure: CheckpointError) -> None:
-        self._path, self._failure = path, failure
-
-    def location(self, name: str) -> str:
-        return f"{self._path}/{name}"
+        super().__init__(path)
+        self._failure = failure
 
     def open_output(self, name: str) -> OutputStream:
         raise self._failure
-
-    def remove(self, names: Iterable[str]) -> None:
-        pass
 
 
 class NearestFilesystem(Filesystem):

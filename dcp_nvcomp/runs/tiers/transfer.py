@@ -7,9 +7,8 @@ it, unless an upload that was cut short has left it there whole.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -27,16 +26,6 @@ Piece = tuple[str, int, int]
 _UPLOADED_PIECE_NBYTES = 16 << 20
 
 
-class Target(Protocol):
-    """Where received files go: the part of `Filesystem` that it takes."""
-
-    def location(self, name: str) -> str: ...
-
-    def open_output(self, name: str) -> OutputStream: ...
-
-    def remove(self, names: Iterable[str]) -> None: ...
-
-
 @dataclass
 class Moved:
     """What became of the files that a rank sent and received."""
@@ -52,7 +41,7 @@ class Moved:
 
 
 def move_files(
-    ranks: Ranks, transfers: Mapping[Transfer, Mapping[str, int]], source: Filesystem, target: Target
+    ranks: Ranks, transfers: Mapping[Transfer, Mapping[str, int]], source: Filesystem, target: Filesystem
 ) -> Moved:
     """Send and receive files; all ranks call this with the same transfers."""
     ends = _Ends(source, target)
@@ -97,7 +86,7 @@ def _run_round(
 
 
 class _Ends:
-    def __init__(self, source: Filesystem, target: Target) -> None:
+    def __init__(self, source: Filesystem, target: Filesystem) -> None:
         self._source, self._target = source, target
         self._output: OutputStream | None = None
         self._moved = Moved()
