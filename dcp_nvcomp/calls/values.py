@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError, MissingKeyError
 
@@ -195,6 +196,17 @@ def given_back(own: Any, loaded: Any) -> Any:
             own[:] = [*kept, *loaded[len(kept) :]]
         return own
     return loaded
+
+
+def check_given_storage(call: str, given: object, wanted: type, role: str, options: Collection[str]) -> None:
+    """Refuse a storage writer or reader of another kind, and options beside one."""
+    if not isinstance(given, wanted):
+        is_other = isinstance(given, StorageReader if role == "writer" else StorageWriter)
+        does = "loading" if role == "writer" else "saving"
+        advice = f"it is for {does}" if is_other else f"use dcp.{call} with other {role}s"
+        raise ConfigurationError(f"{call} needs an {wanted.__name__}, not a {type(given).__name__}: {advice}.")
+    if options:
+        raise ConfigurationError(f"Give {', '.join(sorted(options))} to the {role}: there is a storage_{role}.")
 
 
 def is_default_planner(planner: object, kind: type) -> bool:

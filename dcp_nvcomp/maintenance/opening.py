@@ -17,7 +17,7 @@ from dcp_nvcomp.storage.open import open_filesystem
 # What `NvcompReader` takes and a storage does not; written out, because importing it takes torch, and that seconds,
 # which is longer than listing a run.
 READER_OPTIONS: Final = frozenset(
-    {
+    [
         "cuda_zstd",
         "device_memory_budget",
         "engine",
@@ -31,7 +31,7 @@ READER_OPTIONS: Final = frozenset(
         "thread_count",
         "trusted_globals",
         "verify",
-    }
+    ]
 )
 
 
