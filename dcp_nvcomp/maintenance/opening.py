@@ -17,21 +17,10 @@ from dcp_nvcomp.storage.open import open_filesystem
 # What `NvcompReader` takes and a storage does not; written out, because importing it takes torch, and that seconds,
 # which is longer than listing a run.
 READER_OPTIONS: Final = frozenset(
-    [
-        "cuda_zstd",
-        "device_memory_budget",
-        "engine",
-        "host_memory_budget",
-        "metadata_limit_nbytes",
-        "on_load",
-        "path",
-        "progress",
-        "safe_objects",
-        "storage_options",
-        "thread_count",
-        "trusted_globals",
-        "verify",
-    ]
+    (
+        *("cuda_zstd", "device_memory_budget", "engine", "host_memory_budget", "metadata_limit_nbytes", "on_load"),
+        *("path", "progress", "safe_objects", "storage_options", "thread_count", "trusted_globals", "verify"),
+    )
 )
 
 

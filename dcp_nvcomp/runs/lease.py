@@ -118,7 +118,7 @@ class Lease:
     """A held lease; made by `Lease.take`."""
 
     def __init__(self, open_own: Callable[[], Filesystem], number: int, holder: Holder) -> None:
-        self._open_own, self._number, self._holder = open_own, number, holder
+        self._open_own, self.number, self._holder = open_own, number, holder
         self._over = threading.Event()
         self._lost: RunInUseError | None = None
         # a daemon: a process that ends without `release` is a dead holder
@@ -154,10 +154,6 @@ class Lease:
         raise RunInUseError("Several managers are after the lease of this run at once.", path=own.path)
 
     @property
-    def number(self) -> int:
-        return self._number
-
-    @property
     def is_lost(self) -> bool:
         return self._lost is not None
 
@@ -173,17 +169,17 @@ class Lease:
         if self._lost is None and self._other(own) is None:
             # not removed: numbers only grow, so that no manager takes another one's lease for its own
             released = dataclasses.replace(self._holder, is_released=True)
-            own.publish(_name_of(self._number), released.to_data())
+            own.publish(_name_of(self.number), released.to_data())
 
     def _other(self, own: Filesystem) -> str | None:
         """Return who holds the run if this one does not any more."""
         held = _leases(own)
-        for number in sorted((number for number in held if number >= self._number), reverse=True):
+        for number in sorted((number for number in held if number >= self.number), reverse=True):
             holder = _read(own, held[number].name)
             if holder is not None and holder.id != self._holder.id:
                 return str(holder)
         # a listing of a directory that changes may miss what is there
-        if self._number in held or _is_file(own, _name_of(self._number)):
+        if self.number in held or _is_file(own, _name_of(self.number)):
             return None
         return "its lease was removed"
 
@@ -206,7 +202,7 @@ class Lease:
             )
             return
         self._holder = dataclasses.replace(self._holder, renewed=self._holder.renewed + 1)
-        own.publish(_name_of(self._number), self._holder.to_data())
+        own.publish(_name_of(self.number), self._holder.to_data())
 
 
 def _name_of(number: int) -> str:

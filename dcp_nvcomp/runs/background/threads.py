@@ -18,17 +18,13 @@ class Background:
         self._name, self._on_error = name, on_error
         self._jobs: deque[Job] = deque()
         self._changed = threading.Condition()
-        self._waiting = 0
-
-    @property
-    def waiting(self) -> int:
-        return self._waiting
+        self.waiting = 0
 
     def do(self, job: Job) -> None:
         with self._changed:
             self._jobs.append(job)
-            self._waiting += 1
-            is_idle = self._waiting == 1
+            self.waiting += 1
+            is_idle = self.waiting == 1
         if not is_idle:
             return
         # not a daemon: the interpreter waits for it, so that a save that has begun is finished
@@ -40,7 +36,7 @@ class Background:
 
     def wait_for(self, most_waiting: int = 0) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting <= most_waiting)
+            self._changed.wait_for(lambda: self.waiting <= most_waiting)
 
     def _work(self) -> None:
         while True:
@@ -52,9 +48,9 @@ class Background:
             finally:
                 del job  # it may hold a state
             with self._changed:
-                self._waiting -= 1
+                self.waiting -= 1
                 self._changed.notify_all()
-                if not self._waiting:
+                if not self.waiting:
                     return
 
 

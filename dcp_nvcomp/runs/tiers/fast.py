@@ -65,7 +65,7 @@ class FastTier:
         self.root, self.names = place_of(root).rstrip("/") or "/", names
         if "://" in self.root:
             raise ConfigurationError(f"fast={root!r} must be a directory of each node, such as one in /dev/shm.")
-        self._run, self._is_claimed = "", False
+        self._run, self.is_claimed = "", False
         self._distrusted: set[int] = set()  # steps of which was said that they are not the user's own
 
     def path_of(self, step: int) -> str:
@@ -99,7 +99,7 @@ class FastTier:
                 "The fast tier is out of order, and saves go to the durable tier until it is back: %s", error
             )
             return
-        self._is_claimed = found == run
+        self.is_claimed = found == run
         if found != run:
             raise ConfigurationError(
                 f"fast={self.root!r} holds steps of another run ({found}, and this one is {run}): choose another "
@@ -120,17 +120,12 @@ class FastTier:
     def _open_own(self) -> Filesystem:
         return _open(f"{self.root}/{RUN_FOLDER}")
 
-    @property
-    def is_claimed(self) -> bool:
-        """True if the directory is this run's; else nothing is read or written there."""
-        return self._is_claimed
-
     def check_writable(self) -> None:
         """Raise if nothing can be written here now; a directory that was out of order may be back."""
-        if not self._is_claimed:
+        if not self.is_claimed:
             found = self._claimed_by(self._run)
-            self._is_claimed = found == self._run
-            if not self._is_claimed:
+            self.is_claimed = found == self._run
+            if not self.is_claimed:
                 raise ConfigurationError(f"fast={self.root!r} holds steps of another run ({found}).")
         self._open_own().publish(_PROBE, b"")
 
@@ -148,7 +143,7 @@ class FastTier:
     def held(self) -> list[HeldStep]:
         """Return what is there of each step; what can't be read, or is not the user's own, counts as not there."""
         found = []
-        for step in self.steps() if self._is_claimed else ():
+        for step in self.steps() if self.is_claimed else ():
             try:
                 found.append(self._held_of(step))
             except CheckpointError as error:

@@ -46,7 +46,7 @@ class GlobalPlan:
             self._indices = [tuple(item.index for item in plan.items) for plan in plans]
             self._items = _shared(metadata.state_dict_metadata)
         self._planner_data = metadata.planner_data
-        self._is_settled = False
+        self.is_settled = False
 
     @property
     def shard_count(self) -> int:
@@ -59,18 +59,13 @@ class GlobalPlan:
         paths = dict(self._planner_data) if type(self._planner_data) is dict else self._planner_data
         return PlannedMetadata(items, planner_data=paths).planned(self)
 
-    @property
-    def is_settled(self) -> bool:
-        """True once metadata of this plan was published in a form that later ones need not be brought into again."""
-        return self._is_settled
-
     def settle(self, settled: Metadata) -> None:
         """Use the very parts of metadata that was published, for later saves."""
         with collector_paused():
             own = {index: index for index in settled.storage_data}
             self._indices = [tuple([own[index] for index in indices]) for indices in self._indices]
             self._items = _own(settled.state_dict_metadata)
-        self._is_settled = True
+        self.is_settled = True
 
     def storage_data(self, ranks: Sequence[PlacedItems]) -> dict[MetadataIndex, Any]:
         found: dict[MetadataIndex, Any] = {}
