@@ -175,50 +175,37 @@ def _look_at_current(filesystem: Filesystem, names: Sequence[str]) -> _Current:
 
 
 def _candidates(filesystem: Filesystem, files: Sequence[FileInfo], *, is_lost: bool) -> list[Candidate]:
-    found = []
     latest_first = sorted(files, key=lambda file: (-(file.modified_seconds or 0), file.name))
-    for file in latest_first:
-        save_id = save_id_of_copy(file.name)
-        if save_id is not None:
-            found.append(_candidate(filesystem, file, save_id))
-    if not is_lost:
-        return found
-    for file in latest_first:
-        if is_metadata_temporary(file.name):
-            candidate = _candidate_aside(filesystem, file)
-            if candidate is not None and not any(one.save_id == candidate.save_id and one.is_complete for one in found):
-                found.append(candidate)
+    copies = [(file, save_id) for file in latest_first if (save_id := save_id_of_copy(file.name)) is not None]
+    found = [one for file, save_id in copies if (one := _candidate(filesystem, file, save_id)) is not None]
+    if is_lost:
+        for file in latest_first:
+            aside = _candidate(filesystem, file, None) if is_metadata_temporary(file.name) else None
+            if aside is not None and not any(one.save_id == aside.save_id and one.is_complete for one in found):
+                found.append(aside)
     return found
 
 
-def _candidate(filesystem: Filesystem, file: FileInfo, save_id: str) -> Candidate:
+def _candidate(filesystem: Filesystem, file: FileInfo, save_id: str | None) -> Candidate | None:
+    """Return what a copy holds, or what was moved aside; None if that is only the torn beginning of it."""
     try:
-        root = read_root(filesystem, file.name)
+        root = (read_whole_temporary if save_id is None else read_root)(filesystem, file.name)
     except CheckpointError as error:
         problem = f"{file.name} can't be read: {error.message}"
-        return Candidate(save_id, file.name, file.modified_seconds, 0, 0, (problem,))
-    problems = _problems(filesystem, root)
-    if root.save_id != save_id:
-        problems.insert(0, f"{file.name} is of another save, {root.save_id}.")
-    return _described(file, root, save_id, problems)
-
-
-def _candidate_aside(filesystem: Filesystem, file: FileInfo) -> Candidate | None:
-    """Return what was moved aside, None if it is only the torn beginning of what was to be published."""
-    try:
-        root = read_whole_temporary(filesystem, file.name)
-    except CheckpointError as error:
-        problem = f"{file.name} can't be read: {error.message}"
-        return Candidate(file.name, file.name, file.modified_seconds, 0, 0, (problem,))
+        return Candidate(save_id or file.name, file.name, file.modified_seconds, 0, 0, (problem,))
     if root is None:
         return None
-    return _described(file, root, root.own_save_id or file.name, _problems(filesystem, root))
-
-
-def _described(file: FileInfo, root: Root, save_id: str, problems: Sequence[str]) -> Candidate:
-    nbytes = sum(file.nbytes for file in root.files().values() if file is not None)
-    keys = len(root.metadata.state_dict_metadata)
-    return Candidate(save_id, file.name, file.modified_seconds, keys, nbytes, tuple(problems))
+    problems = _problems(filesystem, root)
+    if save_id is not None and root.save_id != save_id:
+        problems.insert(0, f"{file.name} is of another save, {root.save_id}.")
+    return Candidate(
+        save_id or root.own_save_id or file.name,
+        file.name,
+        file.modified_seconds,
+        len(root.metadata.state_dict_metadata),
+        sum(one.nbytes for one in root.files().values() if one is not None),
+        tuple(problems),
+    )
 
 
 def _problems(filesystem: Filesystem, root: Root) -> list[str]:
