@@ -27,6 +27,7 @@ from dcp_nvcomp.storage.base import Below, FileInfo, Filesystem
 
 if TYPE_CHECKING:
     from dcp_nvcomp.format.metadata.roots import Root
+    from dcp_nvcomp.maintenance.run_listing import Step
 
 _DATA_NAME: Final = re.compile(rb"__[0-9]+_[0-9]+_[0-9a-f]{32}\.distcp")
 RUN_FOLDER: Final = ".run"
@@ -117,10 +118,6 @@ def _least_sizes(root: Root) -> dict[str, int]:
         if isinstance(item, StockItem):
             found[item.relative_path] = max(found.get(item.relative_path, 0), item.offset + item.length)
     return found
-
-
-if TYPE_CHECKING:
-    from dcp_nvcomp.maintenance.run_listing import Step
 
 
 class Seen:
