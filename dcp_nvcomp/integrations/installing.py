@@ -7,7 +7,6 @@ import difflib
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from importlib import metadata
-from types import TracebackType
 from typing import Any
 
 from dcp_nvcomp.calls.unknown_options import advice_for, unknown_option
@@ -68,9 +67,7 @@ class Installation:
     def __enter__(self) -> Installation:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.uninstall()
 
 

@@ -35,6 +35,13 @@ class Conversions:
         )
 
 
+def shares_elements(tensor: torch.Tensor) -> bool:
+    """Return True for an expanded tensor."""
+    if tensor.layout != torch.strided or tensor.is_contiguous():
+        return False
+    return 0 in [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+
+
 def part_of(tensor: torch.Tensor, region: Box) -> torch.Tensor | None:
     """Narrow a tensor to a region of it, by operations that every tensor subclass has; None if it is not inside."""
     inside = tensor.dim() == len(region.sizes) and all(
@@ -92,10 +99,8 @@ class Region(Destination):
         self._tensor = tensor.detach() if tensor.requires_grad else tensor
         self._dtype = dtype
         self._array: HostArray | None = None
-        visible = tensor.dtype == dtype and is_transparent(tensor)
-        # elements that share memory (an expanded tensor) cannot be loaded into: torch raises when it copies
-        if visible and not tensor.is_contiguous():
-            visible = 0 not in [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+        # elements that share memory cannot be loaded into: torch raises when it copies
+        visible = tensor.dtype == dtype and is_transparent(tensor) and not shares_elements(tensor)
         if visible and tensor.device.type == "cpu":
             try:
                 self._array = host_array(self._tensor)

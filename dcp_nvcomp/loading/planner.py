@@ -31,6 +31,7 @@ from dcp_nvcomp.errors import (
 )
 from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.metadata.paths import paths_of
+from dcp_nvcomp.loading.destinations import shares_elements
 from dcp_nvcomp.loading.matching import Matched, ParameterNames, match
 
 # What certainly takes no tensor. Other values may: a ShardedTensor is not a torch.Tensor.
@@ -184,7 +185,7 @@ def _check(fqn: str, value: torch.Tensor, saved: Any, *, may_cast: bool) -> None
     """Refuse a destination that differs from what was saved, before anything is loaded."""
     if saved is None:
         return
-    if type(value) in PLAIN_TENSORS and _shares_elements(value):
+    if type(value) in PLAIN_TENSORS and shares_elements(value):
         raise ConfigurationError(
             "Elements of the destination share their memory, as those of an expanded tensor do: load into a clone.",
             fqn=fqn,
@@ -226,12 +227,6 @@ def _refuse_meta(values: Mapping[str, Any]) -> None:
 
 def _is_meta(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_meta
-
-
-def _shares_elements(tensor: torch.Tensor) -> bool:
-    if tensor.layout != torch.strided or tensor.is_contiguous():
-        return False
-    return 0 in [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
 
 
 def _is_one_shard(saved: Any, tensor: torch.Tensor) -> bool:

@@ -358,14 +358,9 @@ class Seen(NamedTuple):
     place: str  # path or URL, without passwords
 
 
-def seen_by(plans: Sequence[LoadPlan]) -> list[Seen]:
-    """Return what the ranks saw, from their plans."""
-    return [plan.storage_data for plan in plans]
-
-
 def check_same_save(plans: Sequence[LoadPlan], path: str) -> None:
     """Raise if the ranks saw different saves."""
-    seen = seen_by(plans)
+    seen: list[Seen] = [plan.storage_data for plan in plans]
     saves, places = sorted({str(one.save_id) for one in seen}), sorted({one.place for one in seen})
     if len(saves) < 2:
         return

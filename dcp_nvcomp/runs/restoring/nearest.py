@@ -18,7 +18,7 @@ from torch.futures import Future
 
 from dcp_nvcomp.errors import CheckpointError, CorruptDataError
 from dcp_nvcomp.format.metadata.shards import StoredAt
-from dcp_nvcomp.loading.reader import NvcompReader, seen_by
+from dcp_nvcomp.loading.reader import NvcompReader
 from dcp_nvcomp.runs.agreement import Ranks
 from dcp_nvcomp.runs.events import Source
 from dcp_nvcomp.runs.restoring.candidates import DURABLE, Candidate
@@ -244,7 +244,7 @@ class NearestReader(NvcompReader):
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Check that all ranks saw the same save, or versions of it by different replicas; called by DCP."""
-        if self._fetch is not None and {one.save_id for one in seen_by(plans)} <= self._fetch.save_ids:
+        if self._fetch is not None and {plan.storage_data.save_id for plan in plans} <= self._fetch.save_ids:
             return plans
         return super().prepare_global_plan(plans)
 
