@@ -3,6 +3,9 @@
 `auto` chooses when a record is encoded, and is remembered from save to save: a record that looks as it did gets the
 chain that it had, unless its ratio has drifted, and dense floats that of others of their tensor, as layers differ in
 their numbers only. Of anything else slices are coded by every chain that could win.
+
+For a tensor on a device, `device_choice` chooses when it is fed: a look costs a copy to the host, which waits for the
+device. So what an earlier save chose for dense floats is used without one, and forgotten if its size surprises.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from dcp_nvcomp.engines.cuda.coders import stamped_chain
 from dcp_nvcomp.engines.tensors import HostArray, host_array
 from dcp_nvcomp.format.blocks import BlockGrid
 from dcp_nvcomp.format.record import Record
-from dcp_nvcomp.saving.encode.sources import ChainChoice, GivenChain, Workbench, block_bytes
+from dcp_nvcomp.saving.encode.sources import ChainChoice, Workbench, block_bytes
 
 U8 = npt.NDArray[np.uint8]
 
@@ -180,7 +183,7 @@ class AutoChoice(ChainChoice):
         return chain
 
 
-class _KeptChain(GivenChain):
+class _KeptChain(ChainChoice):
     """A chain that the next save recalls, as long as its records come to the same size."""
 
     def __init__(self, chain: CodecChain, record: Record, remembered: RememberedChoices) -> None:
@@ -196,7 +199,7 @@ def device_choice(record: Record, tensor: torch.Tensor, remembered: RememberedCh
     """Return what `auto` chooses for a tensor on a device, without lazy bits."""
     element, nbytes = record.element, tensor.numel() * tensor.element_size()
     if nbytes < TINY_NBYTES:
-        return GivenChain(STORED)
+        return ChainChoice(STORED)
     chain = remembered.trust(record)
     if chain is None:
         look = judge.look(element, _device_sample(tensor))

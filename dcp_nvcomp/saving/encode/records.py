@@ -32,19 +32,12 @@ from dcp_nvcomp.engines.tensors import (
 from dcp_nvcomp.errors import CheckpointError, ShapeMismatchError
 from dcp_nvcomp.format.blocks import BlockGrid, box_grid, row_grid
 from dcp_nvcomp.format.record import KIND_BYTES, KIND_PACK, KIND_TENSOR, KIND_TORCH_SAVE, Record
-from dcp_nvcomp.saving.encode.choices import (
-    AutoChoice,
-    CodecPolicy,
-    RememberedChoices,
-    device_choice,
-    spread_sample,
-)
+from dcp_nvcomp.saving.encode.choices import AutoChoice, CodecPolicy, RememberedChoices, device_choice, spread_sample
 from dcp_nvcomp.saving.encode.sources import (
     AcceleratorSource,
     ChainChoice,
     CudaPackSource,
     CudaSource,
-    GivenChain,
     HostSource,
     Member,
     PendingRecord,
@@ -112,11 +105,10 @@ class RecordMaker:
             data = tensor if on_host else without_lazy_bits(tensor)
             return self._packer.add_tensor(Member(index, record, nbytes), data, on_cuda=on_cuda)
         tensor = without_lazy_bits(tensor)
-        choice: ChainChoice
         if self._policy.is_auto and nbytes:
             choice = device_choice(record, tensor, self._remembered, self._judge)
         else:
-            choice = GivenChain(self._policy.tensor_chain(element, tensor, on_cuda=on_cuda))
+            choice = ChainChoice(self._policy.tensor_chain(element, tensor, on_cuda=on_cuda))
         on_cuda = on_cuda and self._engine.serves(tensor.device, choice.chain, ENCODE)
         return [_ready(index, record, element.name, choice, _source(tensor, on_cuda=on_cuda))]
 
