@@ -38,10 +38,7 @@ def footer_json(
 ) -> dict[str, Any]:
     """Return a footer's JSON object."""
     return {
-        "save_id": identity.save_id,
-        "file_id": identity.file_id,
-        "rank": identity.rank,
-        "writer": identity.writer,
+        **vars(identity),
         "features": [],
         "data_offset": data_offset,
         "blocks": len(tables.flags),
