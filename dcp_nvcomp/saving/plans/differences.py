@@ -41,7 +41,7 @@ _PLAIN: Final = (type(None), bool, int, float, complex, str, bytes, torch.dtype,
 
 # Their text is their value.
 _TEXTS: Final = (
-    *(range, slice, decimal.Decimal, fractions.Fraction, uuid.UUID),
+    *(range, decimal.Decimal, fractions.Fraction, uuid.UUID),
     *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
 )
 _DICTS: Final = (dict, OrderedDict, defaultdict, Counter)
@@ -218,6 +218,8 @@ def _encoded(value: Any, depth: int = 0) -> bytes:
         return name + value.name.encode(errors="surrogatepass")
     if kind in _TEXTS or isinstance(value, pathlib.PurePath):
         return name + str(value).encode(errors="surrogatepass")
+    if kind is slice:
+        return name + _encoded((value.start, value.stop, value.step), depth + 1)
     if kind in (list, tuple, deque) or (isinstance(value, tuple) and hasattr(kind, "_fields")):
         some = itertools.islice(value, 0, None, 1 + len(value) // _MOST_ITEMS)
         longest = str(value.maxlen).encode() if kind is deque else b""
