@@ -1,10 +1,5 @@
 """Compressed checkpoints for torch.distributed.checkpoint: smaller and faster to save and load, bit for bit the same.
 
-import dcp_nvcomp as ckpt
-
-ckpt.save(state_dict, "s3://bucket/run/step-1000")      # dcp.save with an NvcompWriter
-ckpt.load(state_dict, "s3://bucket/run/step-1000")      # dcp.load with an NvcompReader
-
 Names are imported when they are first used: torch takes seconds, and the command's help needs none of it.
 """
 
@@ -125,66 +120,38 @@ __all__ = [
     *errors.__all__,
 ]
 
-_HOMES: Final = {
-    "Advice": "choosing.advice",
-    "AsyncSave": "saving.asynchronous.async_save",
-    "Bench": "choosing.bench",
-    "Best": "runs.keep",
-    "Checkpoint": "reading.checkpoint",
-    "CheckpointManager": "runs.manager",
-    "Cleaning": "maintenance.cleaning",
-    "Comparison": "reading.comparison",
-    "Conversion": "conversion.convert",
-    "ElasticSampler": "runs.state.loaders",
-    "Environment": "maintenance.environment",
-    "Inspection": "maintenance.inspection",
-    "Keep": "runs.keep",
-    "LoaderPart": "runs.state.loaders",
-    "NvcompReader": "loading.reader",
-    "NvcompWriter": "saving.writer",
-    "Pruning": "runs.pruning",
-    "Recovery": "maintenance.recovery",
-    "RunCleaning": "maintenance.cleaning",
-    "RunListing": "maintenance.run_listing",
-    "RunReport": "runs.events",
-    "SaveStats": "saving.stats",
-    "SavedStep": "runs.keep",
-    "ReplicasDiffer": "runs.events",
-    "StepDelayed": "runs.events",
-    "StepFailed": "runs.events",
-    "StepRestored": "runs.events",
-    "StepSave": "runs.step_save",
-    "StepSaved": "runs.events",
-    "StepSkipped": "runs.events",
-    "StepsRemoved": "runs.events",
-    "StoredTensor": "reading.stored_tensor",
-    "Totals": "saving.stats",
-    "TrainingState": "runs.state.training_state",
-    "Verification": "maintenance.findings",
-    "Workload": "choosing.advice",
-    "advise": "choosing.advice",
-    "async_save": "saving.asynchronous.async_save",
-    "bench": "choosing.bench",
-    "clean_checkpoint": "maintenance.cleaning",
-    "clean_run": "maintenance.cleaning",
-    "compare_checkpoints": "reading.comparison",
-    "convert": "conversion.convert",
-    "info": "maintenance.environment",
-    "inspect_checkpoint": "maintenance.inspection",
-    "list_run": "maintenance.run_listing",
-    "load": "loading.load",
-    "load_compressed_checkpoint": "one_file",
-    "open_checkpoint": "reading.checkpoint",
-    "pin_step": "runs.pruning",
-    "prune_run": "runs.pruning",
-    "recover_checkpoint": "maintenance.recovery",
-    "release_device_memory": "engines.cuda.pool",
-    "save": "saving.save",
-    "save_compressed_checkpoint": "one_file",
-    "unpin_step": "runs.pruning",
-    "verify_checkpoint": "maintenance.verify",
-    "write_report": "reporting",
+_NAMES: Final = {
+    "choosing.advice": "Advice Workload advise",
+    "choosing.bench": "Bench bench",
+    "conversion.convert": "Conversion convert",
+    "engines.cuda.pool": "release_device_memory",
+    "loading.load": "load",
+    "loading.reader": "NvcompReader",
+    "maintenance.cleaning": "Cleaning RunCleaning clean_checkpoint clean_run",
+    "maintenance.environment": "Environment info",
+    "maintenance.findings": "Verification",
+    "maintenance.inspection": "Inspection inspect_checkpoint",
+    "maintenance.recovery": "Recovery recover_checkpoint",
+    "maintenance.run_listing": "RunListing list_run",
+    "maintenance.verify": "verify_checkpoint",
+    "one_file": "load_compressed_checkpoint save_compressed_checkpoint",
+    "reading.checkpoint": "Checkpoint open_checkpoint",
+    "reading.comparison": "Comparison compare_checkpoints",
+    "reading.stored_tensor": "StoredTensor",
+    "reporting": "write_report",
+    "runs.events": "ReplicasDiffer RunReport StepDelayed StepFailed StepRestored StepSaved StepSkipped StepsRemoved",
+    "runs.keep": "Best Keep SavedStep",
+    "runs.manager": "CheckpointManager",
+    "runs.pruning": "Pruning pin_step prune_run unpin_step",
+    "runs.state.loaders": "ElasticSampler LoaderPart",
+    "runs.state.training_state": "TrainingState",
+    "runs.step_save": "StepSave",
+    "saving.asynchronous.async_save": "AsyncSave async_save",
+    "saving.save": "save",
+    "saving.stats": "SaveStats Totals",
+    "saving.writer": "NvcompWriter",
 }
+_HOMES: Final = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

@@ -22,7 +22,6 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, TensorWriteData, WriteItem, WriteItemType
 
-from dcp_nvcomp.calls.files import parent_and_name
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.engines.tensors import is_transparent, memory_of, torch_dtype
 from dcp_nvcomp.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, FormatError, StorageError
@@ -35,7 +34,8 @@ from dcp_nvcomp.format.record import KIND_BYTES, KIND_TENSOR, Record
 from dcp_nvcomp.loading.items import load_items
 from dcp_nvcomp.loading.read_plan import Wanted
 from dcp_nvcomp.loading.reader import NvcompReader
-from dcp_nvcomp.reading.items import Destinations, items_of_object
+from dcp_nvcomp.options import parent_and_name
+from dcp_nvcomp.reading.stored_tensor import Destinations, items_of_object
 from dcp_nvcomp.saving.data_files import PlannedFile
 from dcp_nvcomp.saving.encode.objects import serialized
 from dcp_nvcomp.saving.kept import process_state
@@ -45,8 +45,6 @@ from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.local.output import sync_directory
 from dcp_nvcomp.storage.open import place_of
-
-# ---- saving ----
 
 
 def save_compressed_checkpoint(
@@ -135,9 +133,6 @@ def _replace(filesystem: Filesystem, written: str, final: str) -> None:
     except OSError as error:
         filesystem.remove([written])
         raise StorageError.from_os_error("write", final, error) from error
-
-
-# ---- loading ----
 
 
 def load_compressed_checkpoint(
@@ -237,9 +232,6 @@ def _item_to_read(number: int, record: Record) -> ReadItem:
         origin,
         torch.Size(record.shape),
     )
-
-
-# ---- the state in parts ----
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,4 @@
-"""Keep passwords and access tokens out of messages, log lines and reports, and what a terminal would obey.
-
-without_secrets(text)     hides what the form of a URL shows to be a secret
-printable(text)           escapes control characters and the like, which text from files may hold
-Redactor(path, options)   also hides the values of secret options, wherever a client quotes them
-"""
+"""Keep passwords and access tokens out of messages, log lines and reports, and what a terminal would obey."""
 
 from __future__ import annotations
 
@@ -59,34 +54,20 @@ def _hide_parameter(match: re.Match[str]) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """Return `text` with the passwords and access tokens of the URLs in it replaced by `***`.
-
-    Everything that puts a path or URL into a message, a log line or a report uses this; `CheckpointError` does so by
-    itself.
-
-    Examples:
-        >>> without_secrets("simplecache::smb://user:secret@host/share/run?sig=abc&x=1")
-        'simplecache::smb://user:***@host/share/run?sig=***&x=1'
-    """
+    """Return `text` with the passwords and access tokens of the URLs in it replaced by `***`."""
     for pattern in (_PASSWORD, _TOKEN):
         text = pattern.sub(rf"\1{HIDDEN}", text)
     return _PARAMETER.sub(_hide_parameter, text)
 
 
 def printable(text: str, *, but: str = "") -> str:
-    r"""Return text without anything that a terminal would obey or an encoding would choke on.
-
-    Examples:
-        >>> printable("\x1b[2J and a line\n")
-        '\\x1b[2J and a line\\n'
-    """
+    """Return text without anything that a terminal would obey or an encoding would choke on."""
     if text.isprintable():
         return text
-    return "".join(c if _is_shown(c) or c in but else c.encode("unicode_escape").decode() for c in text)
-
-
-def _is_shown(character: str) -> bool:
-    return character.isprintable() or unicodedata.category(character) == "Zs"
+    return "".join(
+        c if c.isprintable() or c in but or unicodedata.category(c) == "Zs" else c.encode("unicode_escape").decode()
+        for c in text
+    )
 
 
 class RedactedError(Exception):
@@ -104,7 +85,6 @@ class Redactor:
         self._pattern = re.compile("|".join(map(_whole_word, found))) if found else None
 
     def __call__(self, text: str) -> str:
-        """Return `text` without the secrets."""
         text = without_secrets(text)
         return text if self._pattern is None else self._pattern.sub(HIDDEN, text)
 

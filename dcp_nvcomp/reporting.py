@@ -102,9 +102,6 @@ def write_report(stats: Stats | Sequence[Stats], path: str | os.PathLike[str]) -
         raise StorageError.from_os_error("write the report", str(target), error) from error
 
 
-# ---- what was slow ----
-
-
 @dataclass(frozen=True)
 class RankTimes:
     """One rank's times."""
@@ -136,9 +133,6 @@ def slowest_rank(ranks: Sequence[RankTimes]) -> str | None:
         f"Rank {slowest.rank} was the slowest: {slowest.total_seconds:.2f} s, {excess:.2f} s more than the median "
         f"rank{more}; it lost most in {stage} ({by_stage[stage]:.2f} s more than the median)."
     )
-
-
-# ---- the page ----
 
 
 def _save_page(found: Mapping[str, Any]) -> Iterator[str]:

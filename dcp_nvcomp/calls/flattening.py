@@ -1,12 +1,7 @@
 """Nested state taken apart into values by name, as DCP does, and put together again with the keys that it had.
 
-    {"seen": {7: 1000}, "steps": [{"loss": 0.5}]}
-        values   {"seen.7": 1000, "steps.0.loss": 0.5}
-        paths    {"seen.7": ("seen", Key(7)), "steps.0.loss": ("steps", 0, "loss")}
-
-Names (`fqn`s) are DCP's. What differs from its `flatten_state_dict`: a path has each key of a dict as it is, where DCP
-makes text of it; an empty dict is a value, where DCP drops it; and a dict with keys that no path can have, such as
-members of an enum, is a value as a whole.
+Unlike DCP's `flatten_state_dict`, a path has each key of a dict as it is, not as text, an empty dict is a value, and so
+is, as a whole, a dict with keys that no path can have, such as members of an enum.
 """
 
 from __future__ import annotations
@@ -54,23 +49,20 @@ class Flattened:
 
 
 def flatten(state: Mapping[str, Any]) -> Flattened:
-    """Take a state apart.
-
-    Examples:
-        >>> flatten({"seen": {7: 1000, "all": {}}}).values
-        {'seen.7': 1000, 'seen.all': {}}
-    """
+    """Take a state apart."""
     return _flatten(state, _is_value)
 
 
 def flatten_as_stock(state: Mapping[str, Any]) -> Flattened:
     """Take a state apart into the names that DCP gives; paths have the keys as they are."""
-    return _flatten(state, _is_value_to_stock)
+    return _flatten(
+        state, lambda value, _: not isinstance(value, Mapping) and (not isinstance(value, list) or _is_flat(value))
+    )
 
 
 def flatten_as_2_3(state: Mapping[str, Any]) -> Flattened:
     """Take a state apart as DCP did up to torch 2.3: a dict or list without tensors was a value."""
-    return _flatten(state, _is_value_to_2_3)
+    return _flatten(state, lambda value, _: not isinstance(value, Mapping | list) or not _has_tensors(value))
 
 
 def _flatten(state: Mapping[str, Any], is_value: Callable[[Any, str], bool]) -> Flattened:
@@ -109,14 +101,6 @@ def _is_value(value: Any, fqn: str) -> bool:
             )
         return True
     return not isinstance(value, list) or _is_flat(value)
-
-
-def _is_value_to_stock(value: Any, fqn: str) -> bool:
-    return not isinstance(value, Mapping) and (not isinstance(value, list) or _is_flat(value))
-
-
-def _is_value_to_2_3(value: Any, fqn: str) -> bool:
-    return not isinstance(value, Mapping | list) or not _has_tensors(value)
 
 
 def _is_flat(values: list[Any]) -> bool:
@@ -173,23 +157,14 @@ def _shown(path: Path) -> str:
 
 
 def canonical_name(fqn: str) -> str:
-    """Return a name without what wrappers of modules put into it.
-
-    Examples:
-        >>> canonical_name("module._orig_mod.0.weight")
-        '0.weight'
-    """
+    """Return a name without what wrappers of modules put into it."""
     if "_" not in fqn and "module" not in fqn:
         return fqn
     return ".".join(part for part in fqn.split(".") if part not in _WRAPPERS)
 
 
 def nested(paths: Mapping[str, Path], values: Mapping[str, Any]) -> Any:
-    """Put values together in dicts and lists.
-
-    Tuples that hold tensors were flattened by earlier releases as lists are: they come back as lists. What is left of a
-    list of which parts are missing is a dict.
-    """
+    """Put values together in dicts and lists; a list of which parts are missing becomes a dict."""
     root = _Node()
     for fqn, path in paths.items():
         node: Any = root

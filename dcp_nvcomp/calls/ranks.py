@@ -1,20 +1,8 @@
 """The ranks of a call: which they are, whether all of them make the same call, and process groups of our own.
 
-    meet          each rank says what it calls and what it knows, and all see whether that is the same everywhere
-    own_groups    gloo groups of the ranks of a caller's group, from the cache of this process or made together
-
 Collectives of two threads must not meet, nor those of a thread and of training, so each thread that has any needs a
-group that only it uses:
-
-- `save` and `load` run on the caller's thread, over the caller's group;
-- asynchronous saves of one group have three: two for the saves under way, which use them in turn, and one over which
-  the next save is agreed on while these still write;
-- a manager has one for its calls; with a fast tier one more for each of its two threads; with `copies="replicas"` one
-  of the ranks of its replica, over which these save.
-
-A rank that waits in vain can't ask the others why. So each writes what it calls into the store through which the
-process groups were made, which takes microseconds, and a rank that waited in vain reads there what the others called
-last. Whatever is done over a group of ours ends by the time limit of the caller's group, and so does making it.
+group that only it uses. A rank that waits in vain can't ask the others why, so each writes what it calls into the store
+through which the process groups were made, and reads there what the others called last.
 
 torch makes groups of a part of the ranks (`use_local_synchronization`) under a name that comes from the ranks and from
 how many groups a process has. So names come again after a group was destroyed, when the store still has the addresses
@@ -64,10 +52,7 @@ _Called = tuple[str, int, str]  # the group's name, the number of the call in it
 
 
 def group_of(process_group: dist.ProcessGroup | None, *, no_dist: bool) -> dist.ProcessGroup | None:
-    """Return the ranks that save or load together; None without torch.distributed.
-
-    Warns where a launcher has started several processes that know nothing of each other yet.
-    """
+    """Return the ranks that save or load together, None without torch.distributed; warn if a launcher started more."""
     if not no_dist and dist.is_available() and dist.is_initialized():
         # what new_group returns on other ranks is a number
         if isinstance(process_group, int) or (process_group is not None and dist.get_rank(process_group) < 0):
@@ -90,10 +75,7 @@ def group_of(process_group: dist.ProcessGroup | None, *, no_dist: bool) -> dist.
 
 
 def expect_no_group() -> None:
-    """Silence DCP's warning that this process is alone.
-
-    Nothing is done if it is silent already: a change of the filters makes Python forget which warnings it has shown.
-    """
+    """Silence DCP's warning that this process is alone, once: changed filters make Python forget what it has shown."""
     for action, text, category, *_ in warnings.filters:
         if issubclass(UserWarning, category) and (text is None or re.match(text, _ALONE)):
             if action == "ignore":
@@ -365,10 +347,7 @@ def _made(ranks: Sequence[int], count: int, offers: Sequence[Offer], limit: time
 
 
 def _new_group(ranks: list[int] | None, limit: timedelta) -> dist.ProcessGroup:
-    """Make a group; RuntimeError if torch does not return: where a rank dies meanwhile, it may wait without a limit.
-
-    Hence the thread, which stays where it is then (gloo of torch 2.13).
-    """
+    """Make a group on a thread, as torch may wait without a limit if a rank dies meanwhile; RuntimeError if it does."""
     made: Future[dist.ProcessGroup] = Future()
 
     def make() -> None:
@@ -445,7 +424,6 @@ def _this_world() -> _World:
 
 
 def _begin_again() -> None:
-    """In a forked child."""
     global _current, _lock
     _of_parents.append(_current)
     _current, _lock = None, threading.RLock()

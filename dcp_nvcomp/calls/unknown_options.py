@@ -1,8 +1,4 @@
-"""What to say of an option that nothing takes: what does the work here that it does elsewhere, the name that was meant.
-
-The options of saves and loads end in the storage's, so that what people know from `torch.save`, `torch.load`,
-safetensors or other libraries arrives there.
-"""
+"""What to say of an option that nothing takes, such as one of `torch.save`, `torch.load` or safetensors."""
 
 from __future__ import annotations
 

@@ -1,17 +1,7 @@
-"""advise: codec, threads and interval for a state, from a bench of the storage and, if there is one, a checkpoint.
+"""Advise on codec, threads and interval, from a bench of the storage and, if there is one, a checkpoint.
 
-The interval between saves is the one at which the least time is lost. Saving often costs a stall each time, saving
-rarely costs the work since the last save at each failure. With a stall of `s` seconds and a mean time `M` between
-failures:
-
-    Young 1974 ("A first order approximation to the optimum checkpoint interval", Communications of the ACM 17):
-        interval = sqrt(2 s M)
-    Daly 2006 ("A higher order estimate of the optimum checkpoint interval for restart dumps", Future Generation
-    Computer Systems 22): for s < 2 M
-        interval = sqrt(2 s M) (1 + sqrt(s / 2M) / 3 + (s / 2M) / 9) - s
-        else interval = M
-
-It is from the end of one save to the beginning of the next.
+The interval, from the end of one save to the beginning of the next, is the one at which the least time is lost (Young
+1974, Communications of the ACM 17; Daly 2006, Future Generation Computer Systems 22).
 """
 
 from __future__ import annotations

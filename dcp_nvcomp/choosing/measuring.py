@@ -1,14 +1,8 @@
 """Measure the storage without codecs, the codecs without a storage, and whole saves and loads.
 
-Storage: streams are written and ranges read through the same `Filesystem`, and as many at once, as in a save and a
-load, durably. Bytes are random, so that no storage compresses them. Local files are dropped from the page cache before
-they are read, where the system allows it: a restart rarely finds its checkpoint in memory.
-
-Codecs: the jobs of `save` and `load` for one rank, with all threads, but without planning and commit. Encoded bytes are
-dropped, and those to be decoded are in memory.
-
-Whole saves and loads show what none of this does: encoding and writing share cores, caches and memory, a server on this
-machine takes its part too, and a save has costs that do not grow with it. model.py makes other sizes from them.
+Storage is measured through the same `Filesystem`, with as many streams and reads at once as a save and a load have, and
+with random bytes. Codecs are measured by the jobs of one rank, without planning and commit, in memory. Whole saves and
+loads show what neither does: encoding and writing share cores, and a save has costs that do not grow with it.
 """
 
 from __future__ import annotations
@@ -52,8 +46,6 @@ _MOST_NBYTES = 256 << 20
 _LATENCIES = 5
 _REPEATS = 3
 
-# ---- the sample ----
-
 _SIDE = 1024
 # As skewed in their exponents as the tensors of benchmarks/states.py, so that each kind is compressed as much as real
 # ones, within a hundredth (tests/choosing compares them).
@@ -88,9 +80,6 @@ def sample_state(nbytes: int, *, unique_nbytes: int = 24 << 20, device: str = "c
         for layer in range(layers)
         for kind, tensor in made[layer % unique].items()
     }
-
-
-# ---- the storage ----
 
 
 def measure_storage(filesystem: Filesystem, *, threads: int, memory_budget: int, seconds: float) -> StorageRates:
@@ -159,14 +148,9 @@ def _at_once(work: Callable[[Any], Any], each: list[Any]) -> list[Any]:
 
 def _write(filesystem: Filesystem, name: str, nbytes: int) -> None:
     piece = memoryview(os.urandom(min(nbytes, _PIECE_NBYTES)))
-    stream = filesystem.open_output(name)
-    try:
+    with filesystem.open_output(name) as stream:
         for start in range(0, nbytes, _PIECE_NBYTES):
             stream.write(piece[: nbytes - start])
-        stream.close()
-    except BaseException:
-        stream.abort()
-        raise
 
 
 def _read_rate(filesystem: Filesystem, names: list[str], nbytes: int, parallel: int, *, limit_seconds: float) -> float:
@@ -197,9 +181,6 @@ def _forget_cached(filesystem: Filesystem, names: list[str]) -> None:
     for name in names:
         with contextlib.suppress(OSError), open(filesystem.location(name).removeprefix("file://"), "rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-# ---- codecs ----
 
 
 def measure_codec(state: State, codec: str, *, threads: int, seconds: float) -> CodecRates:
@@ -265,9 +246,6 @@ class _Job:
 def _empty_like(state: State) -> dict[str, torch.Tensor]:
     # filled: a page that was never touched would take time when it is loaded
     return {name: torch.empty_like(tensor).fill_(0) for name, tensor in state.items()}
-
-
-# ---- whole saves and loads ----
 
 
 def run_trial(

@@ -1,18 +1,8 @@
 """From measured rates to the seconds of a save or load of any size: arithmetic only.
 
-Encoding and writing overlap, so a save takes about as long as the longer of the two, and what does not grow with it:
-
-    seconds = fixed + factor * (longer + shared * shorter)
-
-A trial shows how well they overlap: `shared` is which part of the shorter one came on top of the longer one, as both
-share cores, and so does a server on the same machine. It is 0 where they do not disturb each other, and 1 where one
-might as well follow the other; only what is left then is the `factor`, on both. So a codec that was in no trial is
-charged for the writing that goes on beside it, and not for what its own, longer, encoding took in another codec's
-place. A load is the same with decoding and reading.
-
-With a storage that takes R bytes a second of each rank, and E and N the rates at which a codec encodes and bytes are
-stored as they are, a byte of a compressed save takes 1/E and 1/(ratio R), and one of a plain save 1/N and 1/R. The
-break-even rate is the R at which both saves take as long. Where nothing is shared that is E, whatever the ratio is.
+Encoding and writing overlap: seconds = fixed + factor * (longer + shared * shorter), where a trial shows `shared`,
+which is 0 if they do not disturb each other and 1 if one follows the other; what is left then is the `factor`. A load
+is the same with decoding and reading.
 """
 
 from __future__ import annotations
@@ -48,7 +38,6 @@ class StorageRates:
 
     @property
     def read_rate(self) -> float:
-        """The rate with as many reads at once as a load uses."""
         return self.read_rates[max(self.read_rates)]
 
 
@@ -135,7 +124,6 @@ class Model:
     trial_rates: CodecRates  # of the trial's codec
 
     def predict(self, state_nbytes: int, *, ratio: float | None = None) -> Prediction:
-        """Return what to expect."""
         if ratio is None:
             ratio = self.rates.ratio
         encode, write, decode, read = self._seconds(self.rates, state_nbytes, ratio)

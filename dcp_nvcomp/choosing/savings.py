@@ -1,16 +1,8 @@
 """What a month of checkpoints costs: the cost model of NVIDIA's post on compressing checkpoints with nvCOMP (2026).
 
-    wait      = max(checkpoint / codec rate, checkpoint / ratio / storage rate), as both overlap, in seconds a save
-    idle cost = wait * saves a month * GPUs * price of a GPU second
-    storage   = checkpoint / ratio * checkpoints kept * price of a GB and month
-    savings   = what the first two cost without compression, less what they cost with it
-
-Every GPU waits while any checkpoint is written, so a synchronous save is meant. GB are the post's: binary, as its model
-sizes are, and the same unit for sizes, rates and prices.
-
-`PUBLISHED` are the post's codecs, and `MODELS` its jobs. The ratios of `MEASURED` are those of a real state in
-benchmarks/results/ratio.json, and their rates those in cpu.json beside it: of whole saves to memory by two CPU cores,
-which each GPU's rank is taken to have. Of this package nothing was measured on a GPU.
+GB are the post's: binary, for sizes, rates and prices. `PUBLISHED` are the post's codecs, `MODELS` its jobs. `MEASURED`
+are ratios of a real state (benchmarks/results/ratio.json) and rates of whole saves to memory by two CPU cores a rank
+(cpu.json beside it).
 """
 
 from __future__ import annotations
@@ -40,7 +32,6 @@ class Job:
 
     @property
     def saves(self) -> float:
-        """Number of saves a month."""
         return self.days * 24 * 60 / self.interval_minutes
 
 
@@ -55,7 +46,6 @@ class Codec:
     moe_ratio: float | None = None  # of a mixture of experts, if it differs
 
     def ratio_of(self, job: Job) -> float:
-        """Return the ratio of a job's checkpoints."""
         return self.moe_ratio if job.is_moe and self.moe_ratio is not None else self.ratio
 
 
@@ -95,7 +85,6 @@ class Savings:
         return self.idle_savings + self.storage_savings
 
     def to_json(self) -> dict[str, Any]:
-        """Return all of it as JSON values."""
         return {
             "model": self.job.name,
             "gpus": self.job.gpus,

@@ -1,30 +1,71 @@
 """The command `dcp-nvcomp`: look into, verify, convert and repair checkpoints.
 
-Results go to stdout, errors to stderr in one line. Exit status: 0, 1 if the checkpoint or the storage is at fault,
-2 for a wrong command line.
-
 Commands import what they need when they run: torch takes seconds, and `--help` and completion need none of it.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer import Option
+from typer import Argument, Option
 from typer.core import TyperGroup
 
-from dcp_nvcomp.cli.cat import cat_command
 from dcp_nvcomp.cli.checking import diff_command, recover_command, verify_command
 from dcp_nvcomp.cli.choosing import advise_command, bench_command, savings_command
+from dcp_nvcomp.cli.common import AsJson
 from dcp_nvcomp.cli.convert import convert_command
-from dcp_nvcomp.cli.info import info_command, report_command
-from dcp_nvcomp.cli.listing import inspect_command, ls_command
+from dcp_nvcomp.cli.listing import cat_command, inspect_command, ls_command
+from dcp_nvcomp.cli.output import Output, show
 from dcp_nvcomp.cli.removing import clean_command, pin_command, prune_command
 from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.redaction import printable
 from dcp_nvcomp.version import VERSION
+
+if TYPE_CHECKING:
+    from dcp_nvcomp.maintenance.environment import Environment
+
+Files = Annotated[
+    list[Path],
+    Argument(metavar="STATS.json...", help="What to_dict() of a SaveStats returned, or of each rank's LoadStats."),
+]
+To = Annotated[Path, Option("--output", help="The page.")]
+
+
+def info_command(as_json: AsJson = False) -> None:
+    """Show versions, which engines run here, whether the compiled kernels are there, and if not, why not."""
+    from dcp_nvcomp.maintenance.environment import info
+
+    show(info(), as_json, _print_info)
+
+
+def _print_info(output: Output, found: Environment) -> None:
+    versions = {name: version or "not installed" for name, version in found.versions.items()}
+    rows = {**versions, "CPU engine": found.cpu, "CUDA engine": found.cuda, **found.kernels}
+    width = max(map(len, rows))
+    for name, state in rows.items():
+        output.print(f"{name:<{width}}  {state}")
+
+
+def report_command(stats: Files, output: To = Path("report.html")) -> None:
+    """Make a page of a save or load: per rank and stage, who was slow, sizes by component and codec.
+
+    The page is one file that needs nothing else. From Python: `write_report`.
+    """
+    from dcp_nvcomp.reporting import write_report
+
+    write_report([_read(path) for path in stats], output)
+    Output().print(f"wrote {output}")
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise typer.BadParameter(f"No JSON: {path}: {error}", param_hint="STATS.json") from None
 
 
 class _Commands(TyperGroup):
@@ -46,20 +87,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 _COMMANDS: tuple[Callable[..., None], ...] = (
-    ls_command,
-    inspect_command,
-    cat_command,
-    diff_command,
-    convert_command,
-    verify_command,
-    recover_command,
-    clean_command,
-    prune_command,
-    pin_command,
-    bench_command,
-    advise_command,
-    savings_command,
-    report_command,
+    *(ls_command, inspect_command, cat_command, diff_command, convert_command, verify_command, recover_command),
+    *(clean_command, prune_command, pin_command, bench_command, advise_command, savings_command, report_command),
     info_command,
 )
 for _command in _COMMANDS:

@@ -1,8 +1,4 @@
-"""What goes to standard output: lines, tables that fit the terminal, and JSON.
-
-Text from a checkpoint is made printable. In a table columns are dropped where there is no room; keys are never folded
-or cut. A file or a pipe has no edge, and gets all columns.
-"""
+"""What goes to standard output: lines, tables that fit the terminal, and JSON."""
 
 from __future__ import annotations
 

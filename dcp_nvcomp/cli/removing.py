@@ -10,7 +10,6 @@ from typer import Argument, Option
 
 from dcp_nvcomp.cli.common import AsJson, Options, Url, parse_seconds, parse_storage_options
 from dcp_nvcomp.cli.output import Column, Output, counted, left, show
-from dcp_nvcomp.format.names import is_metadata_temporary
 
 if TYPE_CHECKING:
     from dcp_nvcomp.maintenance.cleaning import Cleaning, RunCleaning
@@ -74,6 +73,8 @@ def clean_command(
 
 
 def _print_cleaning(output: Output, found: Cleaning) -> None:
+    from dcp_nvcomp.format.names import is_metadata_temporary
+
     done = "would remove" if found.dry_run else "removed"
     for orphan in found.orphans:
         output.print(f"{done} {orphan.kind} {orphan.name}, {decimal(orphan.nbytes)}")

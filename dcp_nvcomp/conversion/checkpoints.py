@@ -1,8 +1,7 @@
-"""Checkpoints of this package, and of stock DCP, whose own readers read what is written for them.
+"""Read and write checkpoints of this package and of stock DCP.
 
-A save planner reads what it is asked for from a source, piece by piece. Tensors larger than a piece become several
-shards of whole rows, as if as many ranks had saved them, so that no more than a few pieces are in memory at a time.
-Loads see the whole tensor.
+Tensors larger than a piece become several shards of whole rows, as if as many ranks had saved them, so that no more
+than a few pieces are in memory at a time.
 """
 
 from __future__ import annotations
@@ -28,23 +27,11 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
     TensorProperties,
 )
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from dcp_nvcomp.calls.ranks import error_of_ranks, expect_no_group
-from dcp_nvcomp.conversion.entries import (
-    ObjectEntry,
-    Source,
-    TensorEntry,
-    paths_in_order,
-    pieces,
-)
+from dcp_nvcomp.conversion.entries import ObjectEntry, Source, TensorEntry, paths_in_order, pieces
 from dcp_nvcomp.errors import CheckpointExistsError
 from dcp_nvcomp.format.blocks import Box
 from dcp_nvcomp.format.metadata.paths import has_keys, paths_of, paths_to_store
@@ -64,9 +51,6 @@ from dcp_nvcomp.saving.writer import NvcompWriter
 from dcp_nvcomp.storage.base import Filesystem, storage_errors
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.open import open_filesystem, place_of
-
-# ---- reading ----
-
 
 # What is read is written soon, and less memory than a load may take is enough for that.
 _READING_NBYTES = 64 << 20
@@ -105,9 +89,6 @@ def _read_box(stored: StoredTensor, box: Box) -> torch.Tensor:
     return tensor
 
 
-# ---- planning ----
-
-
 class ConvertingPlanner(SavePlanner):
     """Plans and provides entries of a source."""
 
@@ -126,7 +107,10 @@ class ConvertingPlanner(SavePlanner):
     def create_local_plan(self) -> SavePlan:
         items: list[WriteItem] = []
         for entry in self._entries.values():
-            items += _tensor_items(entry) if isinstance(entry, TensorEntry) else [_object_item(entry)]
+            if isinstance(entry, TensorEntry):
+                items += _tensor_items(entry)
+            else:
+                items.append(WriteItem(MetadataIndex(entry.key), WriteItemType.BYTE_IO))
         return SavePlan(items)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -167,13 +151,6 @@ def _tensor_items(entry: TensorEntry) -> list[WriteItem]:
     ]
 
 
-def _object_item(entry: ObjectEntry) -> WriteItem:
-    return WriteItem(MetadataIndex(entry.key), WriteItemType.BYTE_IO)
-
-
-# ---- writing ----
-
-
 _WRITING_NBYTES = 48 << 20
 _UPLOAD_NBYTES = 16 << 20
 _STOCK_FILE_NBYTES = 64 << 20
@@ -202,11 +179,7 @@ def write_ours(
 
 
 def write_dcp(path: str, planner: ConvertingPlanner, *, overwrite: bool, storage_options: Mapping[str, Any]) -> None:
-    """Write a checkpoint of stock DCP, with its own writer; elsewhere than on disk by way of a temporary directory.
-
-    Data files have names that were never used before, and `.metadata` comes last: until then, and if this is cut off,
-    an earlier checkpoint is as it was.
-    """
+    """Write a checkpoint of stock DCP, with its own writer; elsewhere than on disk by way of a temporary directory."""
     filesystem = open_filesystem(path, storage_options=storage_options)
     try:
         if not overwrite and filesystem.file_nbytes(METADATA_NAME) is not None:
@@ -236,29 +209,19 @@ def write_dcp(path: str, planner: ConvertingPlanner, *, overwrite: bool, storage
 
 
 def _upload(filesystem: Filesystem, file: Path) -> None:
-    output = filesystem.open_output(file.name)
-    try:
-        with file.open("rb") as opened:
-            while data := opened.read(_UPLOAD_NBYTES):
-                output.write(data)
-        output.close()
-    except BaseException:
-        output.abort()
-        raise
+    with filesystem.open_output(file.name) as output, file.open("rb") as opened:
+        while data := opened.read(_UPLOAD_NBYTES):
+            output.write(data)
 
 
 class _StockSave:
-    """A save with stock DCP's writer, as many ranks would make it that have a little each.
-
-    It holds what it has written of each key until its file is complete, so files have to be small.
-    """
+    """A save with stock DCP's writer, as many ranks would make it that have a little each: files have to be small."""
 
     def __init__(self, planner: ConvertingPlanner) -> None:
         self._planner = planner
         self.names: list[str] = []
 
     def run(self, directory: str, temporary: str, path: str) -> bytes:
-        """Write the data files."""
         writer, planner = FileSystemWriter(directory, thread_count=1), self._planner
         planner.set_up_planner({}, is_coordinator=True)
         plans, metadata = planner.create_global_plan(_parts(planner.create_local_plan()))

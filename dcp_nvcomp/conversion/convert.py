@@ -1,11 +1,4 @@
-"""convert: from one checkpoint format to another, streamed.
-
-    source: this package or stock DCP (a directory with `.metadata`), torch.save (a file), safetensors (a file or files)
-      -> entries -> prefix, dtype ->
-    target: dcp-nvcomp, dcp, safetensors, torch
-
-All but files of torch.save are read and written in pieces of at most 32 MiB.
-"""
+"""Convert from one checkpoint format to another; all but files of torch.save in pieces of at most 32 MiB."""
 
 from __future__ import annotations
 
@@ -27,8 +20,7 @@ from dcp_nvcomp.conversion.checkpoints import (
     write_dcp,
     write_ours,
 )
-from dcp_nvcomp.conversion.entries import Source, TensorEntry, selected
-from dcp_nvcomp.conversion.places import check_no_overlap, stamps
+from dcp_nvcomp.conversion.entries import Source, TensorEntry, check_no_overlap, selected, stamps
 from dcp_nvcomp.conversion.safetensors import SafetensorsSource, write_safetensors
 from dcp_nvcomp.conversion.safetensors_format import is_name_of_model
 from dcp_nvcomp.conversion.torch_files import TorchFileSource, write_torch

@@ -1,14 +1,13 @@
-"""What a conversion moves: the entries of a source, each read piece by piece.
-
-source  ->  entries  ->  (prefix cut off, dtype changed)  ->  target, which reads boxes of them as it writes
-"""
+"""What a conversion moves: the entries of a source, of which the target reads boxes; and from where to where."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
@@ -16,8 +15,12 @@ from typing import Any
 import torch
 
 from dcp_nvcomp.calls.flattening import Path, fqn_of
-from dcp_nvcomp.errors import ConfigurationError
+from dcp_nvcomp.errors import CheckpointExistsError, ConfigurationError
 from dcp_nvcomp.format.blocks import Box
+from dcp_nvcomp.format.recognition import file_at, is_local, linked_to
+from dcp_nvcomp.options import parent_and_name
+from dcp_nvcomp.storage.base import Filesystem
+from dcp_nvcomp.storage.open import open_filesystem, place_of, real_place
 
 # A tensor is read and written in pieces of at most this size.
 PIECE_NBYTES = 32 << 20
@@ -45,7 +48,6 @@ class TensorEntry:
         return self.read_stored(box).to(self.dtype)
 
     def read_all(self) -> torch.Tensor:
-        """Return all of it."""
         return self.read(Box((0,) * len(self.shape), self.shape))
 
 
@@ -127,3 +129,62 @@ def _without(path: Path, prefix: str) -> Path:
         if f"{fqn_of(path[:length])}." == prefix:
             return path[length:]
     return ()
+
+
+def is_file(path: str, options: Mapping[str, Any]) -> bool:
+    """Return whether there is a file, and not a directory, at a path or URL."""
+    with contextlib.closing(open_filesystem(path, storage_options=options)) as filesystem:
+        found = file_at(filesystem)
+    if found is not None:
+        found[0].close()
+    return found is not None
+
+
+def exists_already(filesystem: Filesystem, name: str) -> CheckpointExistsError:
+    """Return the error of a file that may not be replaced."""
+    return CheckpointExistsError(
+        "There is such a file already; overwrite=True, or --overwrite, replaces it.", path=filesystem.location(name)
+    )
+
+
+def names_in(directory: str, options: Mapping[str, Any]) -> list[str]:
+    """Return the sorted names of the files in a directory, links to files among them; none if there is no directory."""
+    with contextlib.closing(open_filesystem(directory, storage_options=options)) as filesystem:
+        names = filesystem.list_names()
+    if not is_local(directory):
+        return names
+    place = place_of(directory)
+    try:
+        links = [name for name in os.listdir(place) if os.path.islink(os.path.join(place, name))]
+    except OSError:
+        links = []
+    return sorted([*names, *(name for name in links if os.path.isfile(os.path.join(place, name)))])
+
+
+def check_no_overlap(files: Sequence[str], destination: str, writes: Callable[[str], bool] | None) -> None:
+    """Refuse a destination whose files are read by the same conversion."""
+    there = real_place(destination)
+    for file in files:
+        parent, name = parent_and_name(file)
+        ways = {real_place(file), f"{real_place(parent).rstrip('/')}/{name}"}
+        for way in ways:
+            folder, _, last = way.rpartition("/")
+            if way == there if writes is None else (folder or "/") == there and writes(last):
+                raise ConfigurationError(
+                    "The conversion would write over a file that it reads: choose another destination.", path=file
+                )
+
+
+def stamps(files: Sequence[str], options: Mapping[str, Any]) -> list[list[Any]]:
+    """Return name, size and time of writing of files, by which they are known from others at the same place."""
+    if files and is_local(files[0]):
+        found = [(file, os.stat(file)) for file in map(linked_to, files) if os.path.exists(file)]
+        return [[file, status.st_size, status.st_mtime_ns] for file, status in found]
+    listed: dict[str, dict[str, list[Any]]] = {}
+    for file in files:
+        parent, _ = parent_and_name(file)
+        if parent not in listed:
+            with contextlib.closing(open_filesystem(parent, storage_options=options)) as filesystem:
+                listed[parent] = {one.name: [one.nbytes, one.modified_seconds] for one in filesystem.list_files()}
+    places = [parent_and_name(file) for file in files]
+    return [[real_place(f"{parent}/{name}"), *listed[parent].get(name, [])] for parent, name in places]

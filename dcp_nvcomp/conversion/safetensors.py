@@ -1,8 +1,6 @@
-"""safetensors: one file, or a directory of files with their index, as huggingface_hub names them.
+"""Read and write safetensors: one file, or a directory of files with their index, as huggingface_hub names them.
 
-Read as ranges from any storage. Each file is written front to back and takes its name when it is complete. A
-directory's index comes last. Until then PROGRESS_NAME says what the files are of: an attempt that was cut off goes on
-only if it is of the same source, and nothing else of a model is in the directory then.
+A directory's index is written last. Until then PROGRESS_NAME says which source the files are of.
 """
 
 from __future__ import annotations
@@ -10,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,10 +15,8 @@ from typing import Any
 
 import torch
 
-from dcp_nvcomp.calls.files import parent_and_name
 from dcp_nvcomp.calls.json_text import parse_json
-from dcp_nvcomp.conversion.entries import ObjectEntry, Source, TensorEntry, pieces
-from dcp_nvcomp.conversion.places import exists_already, is_file, names_in
+from dcp_nvcomp.conversion.entries import ObjectEntry, Source, TensorEntry, exists_already, is_file, names_in, pieces
 from dcp_nvcomp.conversion.safetensors_format import (
     DTYPES,
     INDEX_NAME,
@@ -42,14 +37,12 @@ from dcp_nvcomp.errors import (
     CorruptDataError,
     IncompleteCheckpointError,
 )
-from dcp_nvcomp.format.blocks import Box
+from dcp_nvcomp.format.blocks import Box, element_span, strides_of
 from dcp_nvcomp.format.recognition import linked_to
+from dcp_nvcomp.options import parent_and_name
 from dcp_nvcomp.redaction import without_secrets
-from dcp_nvcomp.storage.base import Filesystem, check_relative_path
+from dcp_nvcomp.storage.base import Filesystem, check_relative_path, published_name
 from dcp_nvcomp.storage.open import open_filesystem, place_of
-from dcp_nvcomp.storage.temporary import published_name
-
-# ---- reading ----
 
 
 class SafetensorsSource(Source):
@@ -137,22 +130,15 @@ def _read_range(filesystem: Filesystem, name: str, part: StoredPart, box: Box) -
     """Read from the first to the last element of a box."""
     if not box.elements:
         return torch.empty(box.sizes, dtype=part.dtype)
-    strides = [math.prod(part.shape[dim + 1 :]) for dim in range(len(part.shape))]
-    first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
-    last = first + sum((size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True))
-    data = bytearray((last - first + 1) * part.dtype.itemsize)
+    first, last = element_span(part.shape, box)
+    data = bytearray((last - first) * part.dtype.itemsize)
     filesystem.read_into(name, part.start + first * part.dtype.itemsize, memoryview(data))
     flat = torch.frombuffer(data, dtype=torch.uint8).view(part.dtype)
-    return flat.as_strided(box.sizes, strides)
-
-
-# ---- writing ----
+    return flat.as_strided(box.sizes, strides_of(part.shape))
 
 
 @dataclass(frozen=True)
 class _File:
-    """A file to write."""
-
     name: str
     entries: tuple[TensorEntry, ...]
 
@@ -278,8 +264,7 @@ def _is_there(filesystem: Filesystem, file: _File) -> bool:
 
 
 def _write(filesystem: Filesystem, file: _File, moved: Callable[[int], None]) -> None:
-    output = filesystem.open_replacement(file.name)
-    try:
+    with filesystem.open_replacement(file.name) as output:
         output.write(file.header)
         for entry in file.entries:
             for box in pieces(entry.shape, entry.dtype.itemsize):
@@ -287,10 +272,6 @@ def _write(filesystem: Filesystem, file: _File, moved: Callable[[int], None]) ->
                 if tensor.numel():
                     output.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
                 moved(tensor.nbytes)
-        output.close()
-    except BaseException:
-        output.abort()
-        raise
 
 
 def _index(files: Sequence[_File]) -> bytes:

@@ -1,11 +1,8 @@
 """The format of safetensors files: 8 bytes with the length of a JSON header, the header, then the tensors' bytes.
 
-Keys are flat there. Where they came from nested dicts and lists, the header's `__metadata__`, which takes text only,
-has their places too, so that the way back is known: under `dcp_nvcomp.paths`, a JSON object of lists, in which text is
-a key of a dict, a number a position in a list, and a list of one text a key that was none, as a Python literal.
-
-Source: https://github.com/huggingface/safetensors, README, "Format". Written and read here as streams, from and to any
-storage; names of several files and of their index are huggingface_hub's.
+Keys are flat there. Where they came from nested state, `dcp_nvcomp.paths` in the header's `__metadata__` has their
+places: a JSON object of lists, in which text is a key of a dict, a number a position in a list, and a list of one text
+a key that was no text, as a Python literal.
 """
 
 from __future__ import annotations
@@ -174,10 +171,7 @@ def parse_header(text: bytes, *, path: str, file_nbytes: int) -> list[StoredPart
 
 
 def _check_seamless(parts: Sequence[StoredPart], begin: int, end: int) -> None:
-    """Raise ValueError unless each tensor begins where the one before ends, and the last one ends the file.
-
-    The library refuses such files too: bytes that two tensors share, or none has, are a way to hide or to copy data.
-    """
+    """Raise ValueError if tensors share bytes, or bytes belong to none: a way to hide or to copy data."""
     for part in parts:
         if part.start != begin:
             what = "overlaps the tensor before it" if part.start < begin else "leaves a gap before it"

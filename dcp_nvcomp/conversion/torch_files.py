@@ -1,8 +1,6 @@
-"""Files of `torch.save`: nested dicts and lists of tensors and objects.
+"""Files of `torch.save`, loaded with `weights_only=True` and mapped into memory.
 
-Loaded with `weights_only=True`, so nothing in them is run, and mapped into memory, so that tensors are read when they
-are converted. A remote file is fetched to a temporary one first. `torch.save` takes the whole state at once, so to be
-written all of it has to be in memory.
+`torch.save` takes the whole state at once, so to be written all of it has to be in memory.
 """
 
 from __future__ import annotations
@@ -19,10 +17,8 @@ from typing import Any
 
 import torch
 
-from dcp_nvcomp.calls.files import parent_and_name
 from dcp_nvcomp.calls.flattening import flatten, nested
-from dcp_nvcomp.conversion.entries import ObjectEntry, Source, TensorEntry, paths_in_order
-from dcp_nvcomp.conversion.places import exists_already
+from dcp_nvcomp.conversion.entries import ObjectEntry, Source, TensorEntry, exists_already, paths_in_order
 from dcp_nvcomp.engines.tensors import memory_of
 from dcp_nvcomp.errors import (
     CheckpointError,
@@ -34,13 +30,11 @@ from dcp_nvcomp.errors import (
 from dcp_nvcomp.format.blocks import Box
 from dcp_nvcomp.format.recognition import linked_to
 from dcp_nvcomp.loading.safe_objects import allowed_globals, check_file, what_it_needs
+from dcp_nvcomp.options import parent_and_name
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.storage.base import Filesystem, OutputStream
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.open import open_filesystem, place_of
-
-# ---- reading ----
-
 
 _FETCH_NBYTES = 16 << 20
 # Beyond both of these a file is refused: expanded tensors are common, but in such proportions an accident or worse.
@@ -161,9 +155,6 @@ def _serialized(value: Any) -> bytes:
     return data.getvalue()
 
 
-# ---- writing ----
-
-
 def write_torch(
     path: str,
     entries: Sequence[TensorEntry | ObjectEntry],
@@ -179,13 +170,8 @@ def write_torch(
             raise exists_already(filesystem, name)
         state = nested(paths_in_order(entries), _values(entries, moved))
         filesystem.create_directory()
-        output = filesystem.open_replacement(name)
-        try:
+        with filesystem.open_replacement(name) as output:
             _save(state, output)
-            output.close()
-        except BaseException:
-            output.abort()
-            raise
 
 
 def _values(entries: Sequence[TensorEntry | ObjectEntry], moved: Callable[[int], None]) -> dict[str, Any]:

@@ -1,10 +1,5 @@
 """Pure geometry: the blocks of a shard's box, those that a region needs, and runs of blocks in memory.
 
-row_grid   blocks of whole rows, which are runs of memory
-box_grid   boxes of large matrices, so that a load of columns reads columns; of everything else rows
-strips     consecutive blocks that follow each other in memory, which the CPU engine codes together
-row_strip  a strip as the rows of an array: its boxes are columns of them
-
 Boxes side by side are columns of the rows that they share. Boxes that each are a run of memory, one after the other,
 are columns of a single row. So memory is passed through in its order, however narrow the boxes.
 """
@@ -53,7 +48,6 @@ class Box:
         return (*slices, ...)
 
     def intersect(self, other: Box) -> Box | None:
-        """Return the part that is in both, or None."""
         starts = tuple(map(max, self.offsets, other.offsets))
         stops = (
             min(a + m, b + n) for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
@@ -109,7 +103,6 @@ class BlockGrid:
         return Box((0,) * len(self.shape), self.shape)
 
     def box(self, index: int) -> Box:
-        """Return the box of block `index` in the shard."""
         if self.block_count == 1:  # thousands of tensors have one block
             return self._whole
         offsets, sizes = list(self.shape), list(self.shape)
@@ -265,3 +258,16 @@ def row_strip(array: npt.NDArray[Any], strip: Strip) -> RowStrip | None:
         return None
     rows = part.reshape(part.shape[-2:] if last else (1, -1)).view(np.uint8)
     return RowStrip(rows, tuple(size * part.itemsize for size in strip.sizes))
+
+
+def strides_of(sizes: Sequence[int]) -> list[int]:
+    """Return the strides of a contiguous tensor, in elements."""
+    return [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
+
+
+def element_span(sizes: Sequence[int], region: Box) -> tuple[int, int]:
+    """Return the places of the first element of a region of a contiguous tensor, and after its last one."""
+    strides = strides_of(sizes)
+    first = sum(offset * stride for offset, stride in zip(region.offsets, strides, strict=True))
+    last = sum((size - 1) * stride for size, stride in zip(region.sizes, strides, strict=True))
+    return first, first + last + 1

@@ -1,8 +1,4 @@
-"""Python's cyclic garbage collector, held back while many objects are made that will all be kept.
-
-Each time a quarter more objects are alive, the collector visits all of them. Metadata of 10,000 tensors makes a quarter
-of a million objects, none of them garbage: more than half of the time of reading it went into such visits.
-"""
+"""Python's cyclic garbage collector, held back while many objects are made that will all be kept."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""One data file, read: `read_footer` returns its footer, checked against what `.metadata` says of the file.
-
-saving/data_files.py writes data files.
-"""
+"""Read the footer of a data file, and check it against what `.metadata` says of the file."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """A data file's footer: written as JSON, and read and checked against docs/format.md. Pure.
 
-write   Record.to_json() ..., footer_json(identity, ..., records) -> the footer's JSON object
-read    parse_footer(the object, tables, trailer) -> Footer
-
 A footer is untrusted input: every number is checked before memory is allocated for it, and the place of each block and
 slice follows from sums that must come out at the footer's own offset.
 """
@@ -41,10 +38,7 @@ def footer_json(
 ) -> dict[str, Any]:
     """Return a footer's JSON object."""
     return {
-        "save_id": identity.save_id,
-        "file_id": identity.file_id,
-        "rank": identity.rank,
-        "writer": identity.writer,
+        **vars(identity),
         "features": [],
         "data_offset": data_offset,
         "blocks": len(tables.flags),
@@ -159,8 +153,7 @@ def parse_footer(description: dict[str, Any], tables: Tables, trailer: Trailer, 
     features = description.get("features")
     if features != []:
         raise UnsupportedVersionError(
-            f"The file needs features that this reader does not know: {shown(features)}. Update dcp-nvcomp.",
-            path=path,
+            f"The file needs features that this reader does not know: {shown(features)}. Update dcp-nvcomp.", path=path
         )
     try:
         codecs = description.get("codecs")

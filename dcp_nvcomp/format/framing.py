@@ -1,8 +1,4 @@
-"""Data-file framing of docs/format.md: header, trailer, footer. Pure: bytes in, values out, no IO, no torch.
-
-write   encode_header()          ... blocks ...   encode_footer(json, tables) = footer + trailer
-read    decode_trailer(tail)     decode_footer(footer, trailer) -> json, tables
-"""
+"""Data-file framing of docs/format.md: header, trailer, footer. Pure: bytes in, values out, no IO, no torch."""
 
 from __future__ import annotations
 
@@ -97,13 +93,7 @@ def _check_version(version: int, path: str) -> None:
 def encode_footer(description: dict[str, Any], tables: Tables, footer_offset: int) -> bytes:
     """Return footer and trailer of a data file."""
     text = json.dumps(description, separators=(",", ":")).encode()
-    columns = (
-        tables.encoded_nbytes,
-        tables.flags,
-        tables.encoded_crc,
-        tables.uncompressed_crc,
-        tables.slice_nbytes,
-    )
+    columns = (tables.encoded_nbytes, tables.flags, tables.encoded_crc, tables.uncompressed_crc, tables.slice_nbytes)
     footer = b"".join([text, bytes(-len(text) % 8), *(column.astype("<u4").tobytes() for column in columns)])
     head = _TRAILER_HEAD.pack(footer_offset, len(footer), len(text), FORMAT_VERSION)
     crc = crc32c(head, crc32c(footer))

@@ -1,10 +1,4 @@
-"""Names of the files in a checkpoint: how they are made, and what a name says of a file.
-
-.metadata                      the root
-__<rank>.metadata              a rank's root, of a save with `use_collectives=False`
-__<save_id>.metadata           the immutable copy of a save's `.metadata`
-__<rank>_<n>_<id>.distcp       a data file; without `_<id>` it is stock DCP's
-"""
+"""Names of the files in a checkpoint: how they are made, and what a name says of a file."""
 
 from __future__ import annotations
 
@@ -12,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from dcp_nvcomp.storage.temporary import is_clock, published_name
+from dcp_nvcomp.storage.base import is_clock, published_name
 
 DATA_FILE_SUFFIX: Final = ".distcp"
 METADATA_NAME: Final = ".metadata"

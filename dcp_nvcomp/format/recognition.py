@@ -1,8 +1,4 @@
-"""What is at a path: a checkpoint, the directory of a run, or a file of another kind, and which call takes it.
-
-recognize(filesystem)  ->  Found: from names and the first bytes of files; nothing is parsed
-refused(filesystem, what was wanted)  ->  the error to raise where something else was wanted
-"""
+"""What is at a path: a checkpoint, the directory of a run, or a file of another kind, and which call takes it."""
 
 from __future__ import annotations
 
@@ -13,7 +9,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from dcp_nvcomp.calls.files import parent_and_name
 from dcp_nvcomp.errors import CheckpointError, CheckpointNotFoundError
 from dcp_nvcomp.format.data_file import find_data_file, read_footer
 from dcp_nvcomp.format.framing import HEADER_MAGIC
@@ -25,6 +20,7 @@ from dcp_nvcomp.format.names import (
     rank_of_metadata_name,
     save_id_of_copy,
 )
+from dcp_nvcomp.options import parent_and_name
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.open import place_of

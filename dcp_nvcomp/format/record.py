@@ -1,7 +1,4 @@
-"""One record of a footer: written as JSON, and read and checked against docs/format.md. Pure.
-
-A footer is untrusted input: every number is checked before memory is allocated for it.
-"""
+"""One record of a footer, which is untrusted: written as JSON, and read and checked against docs/format.md. Pure."""
 
 from __future__ import annotations
 

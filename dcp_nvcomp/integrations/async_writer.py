@@ -1,14 +1,4 @@
-"""NvcompAsyncWriter: what the asynchronous saves of Megatron-core and nvidia-resiliency-ext ask of a writer.
-
-    set_up_storage_writer, prepare_*_plan    as with stock DCP
-    prepare_write_data                       this rank's part of the save becomes a value, see saving/saves.py
-    get_save_function_and_args               what to call to write it, and what to call before to copy the data
-                                             (both, perhaps, in a forked child or in a process of their queue's)
-    retrieve_write_results                   what was written
-    finish                                   (coordinator) commit
-
-A writer is for one save, as theirs is.
-"""
+"""The writer that the asynchronous saves of Megatron-core and nvidia-resiliency-ext ask for, one for each save."""
 
 from __future__ import annotations
 
@@ -71,12 +61,7 @@ class NvcompAsyncWriter(NvcompWriter):
         self._answers: tempfile.TemporaryDirectory[str] | None = None
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """Plan the writing; called by the framework.
-
-        Args:
-            plan: of this rank.
-            planner: has the data; it is asked for it here, and the data copied when the save function is scheduled.
-        """
+        """Plan the writing; the framework calls it, and copies the data when the save function is scheduled."""
         self._prepared = self.prepare(plan)
         self._copy = _Copy([planner.resolve_data(item) for item in plan.items])
         self._answers = tempfile.TemporaryDirectory(prefix="dcp-nvcomp-", ignore_cleanup_errors=True)
@@ -90,10 +75,7 @@ class NvcompAsyncWriter(NvcompWriter):
         return _write, copy, [prepared, None, str(_answer(answers))]
 
     def retrieve_write_results(self) -> RankResults | _Failure:
-        """Return what this rank has written, or how it failed, as DCP passes it between ranks; called by the framework.
-
-        Call it once the save function has ended.
-        """
+        """Return what this rank has written, or how it failed; called by the framework after the save function."""
         prepared, _, answers = self._begun()
         self._copy = None
         result = _read(_answer(answers), prepared)

@@ -1,11 +1,4 @@
-"""`install`: what a program saves through stock DCP goes through this package, without a change of the program.
-
-    install(writer={"codec": "auto"})        for good
-    with install(): trainer.train()          or for a while
-
-A checkpoint that is saved meanwhile is one of ours, whatever saves it: `dcp.save(state, checkpoint_id=...)`,
-`dcp.save(state, storage_writer=FileSystemWriter(...))`, and frameworks that do the same.
-"""
+"""`install`: what a program saves through stock DCP goes through this package, without a change of the program."""
 
 from __future__ import annotations
 
@@ -14,7 +7,6 @@ import difflib
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from importlib import metadata
-from types import TracebackType
 from typing import Any
 
 from dcp_nvcomp.calls.unknown_options import advice_for, unknown_option
@@ -75,9 +67,7 @@ class Installation:
     def __enter__(self) -> Installation:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.uninstall()
 
 
@@ -119,10 +109,7 @@ def install(writer: Mapping[str, Any] | None = None, reader: Mapping[str, Any] |
 def install_here(
     writer: Mapping[str, Any] | None, reader: Mapping[str, Any] | None, *, publisher: Publisher | None = None
 ) -> Iterator[None]:
-    """Let what this thread saves and loads in the block go through this package, and nothing of other threads.
-
-    For classes of a framework. Asynchronous saves that begin in the block are ours to their end.
-    """
+    """Let what this thread saves and loads in the block, and no other, go through this package."""
     check_options("writer", writer)
     check_options("reader", reader)
     options: dict[Kind, Mapping[str, Any]] = {"writer": writer or {}, "reader": reader or {}}
@@ -149,10 +136,7 @@ _block: ContextVar[object] = ContextVar("block", default=None)  # of `install_he
 
 
 def check_methods(base: Any, package: str, *names: str) -> None:
-    """Fail at once where a framework lacks a method that a class of ours takes the place of.
-
-    It would save or load past this package: what the one of them wrote, the other could not read.
-    """
+    """Fail at once where a framework lacks a method that a class of ours takes the place of."""
     for name in names:
         if not callable(getattr(base, name, None)):
             raise ConfigurationError(

@@ -1,12 +1,7 @@
 """Lightning: strategies whose distributed checkpoints go through this package, for `Trainer` and for `Fabric`.
 
-    Trainer(strategy=NvcompModelParallelStrategy(writer={"codec": "auto"}, data_parallel_size=8))
-    Fabric(strategy=NvcompFabricFSDPStrategy(state_dict_type="sharded"))
-
-All else is Lightning's, also `meta.pt` beside the data files, and checkpoints in one file (`state_dict_type="full"`).
-
 Lightning writes `meta.pt` once our checkpoint is published. Where a save replaces another, the old `meta.pt` is moved
-out of the way just before: it belongs to other weights, and without it Lightning takes the directory for no checkpoint.
+aside just before: it belongs to other weights, and without it Lightning takes the directory for no checkpoint.
 """
 
 from __future__ import annotations
@@ -46,14 +41,7 @@ def _publish(filesystem: Filesystem, save: FinishedSave) -> None:
 
 
 class _Installing:
-    """Lets what a strategy saves and loads go through this package, and nothing else of the program.
-
-    Args:
-        *args: of the strategy.
-        writer: options of `NvcompWriter`, but for the path.
-        reader: options of `NvcompReader`, but for the path.
-        **kwargs: of the strategy.
-    """
+    """Lets what a strategy saves and loads go through this package, with `writer` and `reader` options."""
 
     def __init__(
         self,

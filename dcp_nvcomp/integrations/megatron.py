@@ -1,10 +1,5 @@
 """Megatron-core 0.16 to 0.19: `dist_checkpointing` through this package.
 
-    dist_checkpointing.save(sharded, path, NvcompSaveStrategy())
-    dist_checkpointing.load(sharded, path, NvcompLoadStrategy())    also checkpoints of Megatron's own format torch_dist
-
-    register()      for programs that take Megatron's own strategies, as Megatron-LM does
-
 What Megatron itself puts beside the data files (`metadata.json`, `common.pt` until 0.18) stays as it is, and says
 `torch_dist`.
 """
@@ -222,10 +217,7 @@ def _hook_saves() -> None:
 
 @functools.cache
 def _hook_readers() -> None:
-    """Let Megatron get our reader: while one of our strategies loads, in that thread only, or always if registered.
-
-    Since 0.19 `serialization` reads the common state before it asks the strategy: there our reader is the only one.
-    """
+    """Let Megatron get our reader while one of our strategies loads, in that thread only, or always if registered."""
 
     def hooked(before: Callable[..., Any], otherwise: Mapping[str, Any] | None) -> Callable[..., Any]:
         @functools.wraps(before)

@@ -1,16 +1,6 @@
 """Metrics of saves and loads for what a job is watched with: objects with `on_save` and `on_load`.
 
-    metrics = TensorBoard(SummaryWriter("runs/a"), step=lambda: trainer.step)
-    save(state, path, on_save=metrics.on_save)
-    load(state, path, on_load=metrics.on_load)
-
-`on_save` is called on the coordinator with the statistics of all ranks, `on_load` on each rank with its own. Each class
-takes a writer, meter, registry or run of the package that it is for, which is imported only if it has to make one.
-
-    TensorBoard        torch.utils.tensorboard, or any object with `add_scalar`
-    OpenTelemetry      opentelemetry-api
-    Prometheus         prometheus-client
-    WeightsAndBiases   wandb, or any object with `log`
+`on_save` is called on the coordinator with the statistics of all ranks, `on_load` on each rank with its own.
 """
 
 from __future__ import annotations
@@ -19,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.loading.stats import LoadStats
@@ -68,22 +58,7 @@ def _imported(module: str, needed_by: str, package: str) -> Any:
         raise ConfigurationError(f"{needed_by}() needs {package}: pip install {package}.") from error
 
 
-class _Writer(Protocol):
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object: ...
-
-
-class TensorBoard:
-    """Write statistics as scalars `checkpoint/save/...` and `checkpoint/load/...`.
-
-    Args:
-        writer: a `SummaryWriter` of torch.utils.tensorboard, or another object with its `add_scalar`.
-        step: returns the step of training; by default saves and loads are counted.
-    """
-
-    def __init__(self, writer: _Writer, *, step: Callable[[], int] | None = None) -> None:
-        self._writer, self._step = writer, step
-        self._counts: Counter[str] = Counter()
-
+class _Scalars:
     def on_save(self, stats: SaveStats) -> None:
         """Write the statistics of a save."""
         self._write("save", _save_scalars(stats))
@@ -93,18 +68,29 @@ class TensorBoard:
         self._write("load", _load_scalars(stats))
 
     def _write(self, kind: str, scalars: dict[str, float]) -> None:
+        raise NotImplementedError
+
+
+class TensorBoard(_Scalars):
+    """Write statistics as scalars `checkpoint/save/...` and `checkpoint/load/...`.
+
+    Args:
+        writer: a `SummaryWriter` of torch.utils.tensorboard, or another object with its `add_scalar`.
+        step: returns the step of training; by default saves and loads are counted.
+    """
+
+    def __init__(self, writer: Any, *, step: Callable[[], int] | None = None) -> None:
+        self._writer, self._step = writer, step
+        self._counts: Counter[str] = Counter()
+
+    def _write(self, kind: str, scalars: dict[str, float]) -> None:
         step = self._counts[kind] if self._step is None else self._step()
         self._counts[kind] += 1
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, step)
 
 
-class _Run(Protocol):
-    @property
-    def log(self) -> Callable[..., object]: ...
-
-
-class WeightsAndBiases:
+class WeightsAndBiases(_Scalars):
     """Log statistics as `checkpoint/save/...` and `checkpoint/load/...`.
 
     Args:
@@ -116,19 +102,11 @@ class WeightsAndBiases:
         ConfigurationError: no run was given, and wandb is not installed.
     """
 
-    def __init__(self, run: _Run | None = None, *, step: Callable[[], int] | None = None) -> None:
+    def __init__(self, run: Any = None, *, step: Callable[[], int] | None = None) -> None:
         self._run = _imported("wandb", "WeightsAndBiases", "wandb") if run is None else run
         self._step = step
 
-    def on_save(self, stats: SaveStats) -> None:
-        """Log the statistics of a save."""
-        self._log(_save_scalars(stats))
-
-    def on_load(self, stats: LoadStats) -> None:
-        """Log the statistics of a load."""
-        self._log(_load_scalars(stats))
-
-    def _log(self, scalars: dict[str, float]) -> None:
+    def _write(self, kind: str, scalars: dict[str, float]) -> None:
         self._run.log(scalars, **({} if self._step is None else {"step": self._step()}))
 
 

@@ -1,9 +1,6 @@
 """torchtitan: an override that lets its checkpoints go through this package.
 
-    --override.imports 'dcp_nvcomp.integrations.torchtitan.nvcomp={"writer": {"codec": "auto"}}'
-
-It takes the place of `CheckpointManager`; torchtitan's other manager, of `torch_checkpointing`, does not save with DCP.
-All else is torchtitan's: which steps are kept, which is found, asynchronous saves, and exports for Hugging Face.
+--override.imports 'dcp_nvcomp.integrations.torchtitan.nvcomp={"writer": {"codec": "auto"}}'
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """dcpz:///path and dcpz+s3://bucket/key: a program that is given such a URL saves and loads through this package.
 
-fsspec imports this module when it first meets such a URL (an entry point of this package names it). Stock DCP asks
-fsspec before it makes its writer for a URL, so the program itself imports and changes nothing.
-
-The filesystems here are for what programs do there besides: look which steps there are, and remove old ones.
+fsspec imports this module when it first meets such a URL (an entry point names it), which is before stock DCP makes its
+writer. The filesystems here are for what programs do there besides: list steps, and remove old ones.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import fsspec
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.integrations.installing import ours
 from dcp_nvcomp.integrations.stock_classes import Kind, add_maker
-from dcp_nvcomp.storage.marked_urls import MARK, MARKED_PROTOCOLS, is_marked, without_mark
+from dcp_nvcomp.storage.open import MARK, MARKED_PROTOCOLS, is_marked, without_mark
 
 
 def _make(kind: Kind, path: Any, arguments: Mapping[str, Any]) -> Any:

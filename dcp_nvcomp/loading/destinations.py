@@ -35,6 +35,13 @@ class Conversions:
         )
 
 
+def shares_elements(tensor: torch.Tensor) -> bool:
+    """Return True for an expanded tensor."""
+    if tensor.layout != torch.strided or tensor.is_contiguous():
+        return False
+    return 0 in [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+
+
 def part_of(tensor: torch.Tensor, region: Box) -> torch.Tensor | None:
     """Narrow a tensor to a region of it, by operations that every tensor subclass has; None if it is not inside."""
     inside = tensor.dim() == len(region.sizes) and all(
@@ -49,10 +56,7 @@ def part_of(tensor: torch.Tensor, region: Box) -> torch.Tensor | None:
 
 
 def dense_part_of(tensor: torch.Tensor, region: Box) -> torch.Tensor | None:
-    """Return a region of a tensor of another layout, such as a sparse one, as a strided one; None if it is not inside.
-
-    Only the region is made dense: the whole may have a shape for which there is no memory.
-    """
+    """Return a region of a tensor of another layout, such as a sparse one, as a strided one; None if it is outside."""
     whole = Box((0,) * tensor.dim(), tuple(tensor.shape))
     if tensor.dim() != len(region.sizes) or not whole.contains(region):
         return None
@@ -81,15 +85,9 @@ class Destination(ABC):
 
     @abstractmethod
     def place(self, block: Box, data: torch.Tensor) -> None:
-        """Copy the part of a decoded block that belongs here.
-
-        Args:
-            block: the box of the block in the record.
-            data: its bytes in C order: 1-D, uint8, on the host or on the destination's device.
-        """
+        """Copy the part of a decoded block that belongs here; `data` is 1-D, uint8, in C order."""
 
     def place_bytes(self, block: Box, data: U8) -> None:
-        """`place` of bytes in host memory."""
         self.place(block, torch.from_numpy(data))
 
 
@@ -101,10 +99,8 @@ class Region(Destination):
         self._tensor = tensor.detach() if tensor.requires_grad else tensor
         self._dtype = dtype
         self._array: HostArray | None = None
-        visible = tensor.dtype == dtype and is_transparent(tensor)
-        # elements that share memory (an expanded tensor) cannot be loaded into: torch raises when it copies
-        if visible and not tensor.is_contiguous():
-            visible = 0 not in [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+        # elements that share memory cannot be loaded into: torch raises when it copies
+        visible = tensor.dtype == dtype and is_transparent(tensor) and not shares_elements(tensor)
         if visible and tensor.device.type == "cpu":
             try:
                 self._array = host_array(self._tensor)

@@ -1,15 +1,8 @@
 """Load some items: those of this package in one job, those of stock DCP one after the other.
 
-An item of stock DCP's FileSystemWriter or FsspecWriter is what `torch.save` wrote (a tensor), or the planner's bytes,
-at an offset of a file; perhaps sent through "stream transforms" first, of which torch has one: zstd. Of a tensor that
-is needed in part, only the rows are read:
-
-    end of the archive  ->  where the files in it are
-    data.pkl            ->  dtype, shape, strides and offset of the tensor in its storage; nothing in it is run
-    data/<key>          ->  the bytes from the first to the last element of the region
-
-CRCs are of whole files, so what is read so is not checked by one. Whatever is not a plain, contiguous tensor of the
-expected kind is left to a read of the whole item.
+An item of stock DCP's writers is what `torch.save` wrote (a tensor), or the planner's bytes, at an offset of a file;
+perhaps sent through "stream transforms" first. Of a tensor that is needed in part, only the rows are read, if it is a
+plain, contiguous one; CRCs are of whole files, so what is read so is not checked by one.
 """
 
 from __future__ import annotations
@@ -19,8 +12,7 @@ import math
 import pickle
 import zipfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import zstandard
@@ -35,7 +27,7 @@ from dcp_nvcomp.errors import (
     TruncatedFileError,
     UnknownCodecError,
 )
-from dcp_nvcomp.format.blocks import Box
+from dcp_nvcomp.format.blocks import Box, element_span, strides_of
 from dcp_nvcomp.format.data_file import DataFileRef, read_footers
 from dcp_nvcomp.format.footer import Footer
 from dcp_nvcomp.format.metadata.shards import StockItem, StoredAt
@@ -100,11 +92,7 @@ def load_items(
 
 
 def load_stock_items(
-    filesystem: Filesystem,
-    items: Sequence[Wanted],
-    planner: ItemPlanner,
-    safe: SafeLoader,
-    conversions: Conversions,
+    filesystem: Filesystem, items: Sequence[Wanted], planner: ItemPlanner, safe: SafeLoader, conversions: Conversions
 ) -> None:
     """Load some items that FileSystemWriter or FsspecWriter wrote, plain or with the zstd extension."""
     for wanted in sorted(items, key=lambda wanted: _position(wanted.stored)):
@@ -164,11 +152,7 @@ def read_stock_bytes(filesystem: Filesystem, item: StockItem, *, limit_nbytes: i
 
 
 def read_stock_tensor(
-    filesystem: Filesystem,
-    item: StockItem,
-    *,
-    sizes: Sequence[int] | None = None,
-    trusted: Sequence[Any] = (),
+    filesystem: Filesystem, item: StockItem, *, sizes: Sequence[int] | None = None, trusted: Sequence[Any] = ()
 ) -> torch.Tensor:
     """Read a shard that `torch.save` wrote, on the CPU, with `weights_only=True`, so nothing in it is executed."""
     limit_nbytes = _likely_nbytes(item) if sizes is None else most_nbytes(sizes)
@@ -242,7 +226,7 @@ def read_part(
     filesystem: Filesystem, item: StockItem, *, sizes: tuple[int, ...], dtype: torch.dtype, region: Box
 ) -> torch.Tensor | None:
     """Read a region of a stored tensor."""
-    first, last = _span(sizes, region)
+    first, last = element_span(sizes, region)
     if item.transform_descriptors or math.prod(sizes) * dtype.itemsize < _WORTHWHILE_NBYTES:
         return None
     if (last - first) * dtype.itemsize > item.length - _WORTHWHILE_NBYTES:
@@ -260,33 +244,15 @@ def read_part(
         return None
     data = bytearray(end - begin)
     filesystem.read_into(item.relative_path, item.offset + begin, memoryview(data))
-    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).as_strided(region.sizes, _strides(sizes))
+    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).as_strided(region.sizes, strides_of(sizes))
 
 
-def _strides(sizes: tuple[int, ...]) -> list[int]:
-    return [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
-
-
-def _span(sizes: tuple[int, ...], region: Box) -> tuple[int, int]:
-    """Return the places of the first element of a region, and after its last one."""
-    strides = _strides(sizes)
-    first = sum(offset * stride for offset, stride in zip(region.offsets, strides, strict=True))
-    last = sum((size - 1) * stride for size, stride in zip(region.sizes, strides, strict=True))
-    return first, first + last + 1
-
-
-@dataclass(frozen=True)
-class _Storage:
-    """A storage as a description names it."""
-
+class _Storage(NamedTuple):
     kind: str
     key: str
 
 
-@dataclass(frozen=True)
-class _Tensor:
-    """A tensor as a description names it."""
-
+class _Tensor(NamedTuple):
     storage: _Storage
     offset: int
     size: tuple[int, ...]
@@ -299,12 +265,13 @@ def _start_of_elements(file: _ItemFile, sizes: tuple[int, ...], dtype: torch.dty
     (described,) = (info for info in archive.infolist() if info.filename.endswith("/data.pkl"))
     folder = described.filename.removesuffix("data.pkl")
     order = archive.getinfo(f"{folder}byteorder")
-    if not all(_is_small_and_stored(info) for info in (described, order)):
-        return None
+    for info in (described, order):
+        if info.compress_type != zipfile.ZIP_STORED or info.file_size > _MAX_PICKLE_NBYTES:
+            return None
     tensor = _Description(io.BytesIO(archive.read(described))).load()
     if not isinstance(tensor, _Tensor) or archive.read(order) != b"little":
         return None
-    if tensor.size != sizes or tensor.stride != tuple(_strides(sizes)) or _DTYPES.get(tensor.storage.kind) != dtype:
+    if tensor.size != sizes or tensor.stride != tuple(strides_of(sizes)) or _DTYPES.get(tensor.storage.kind) != dtype:
         return None
     data = archive.getinfo(f"{folder}data/{tensor.storage.key}")
     if data.compress_type != zipfile.ZIP_STORED:
@@ -315,10 +282,6 @@ def _start_of_elements(file: _ItemFile, sizes: tuple[int, ...], dtype: torch.dty
     header = file.read(_LOCAL_HEADER_NBYTES)
     names_nbytes = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
     return data.header_offset + _LOCAL_HEADER_NBYTES + names_nbytes + tensor.offset * dtype.itemsize
-
-
-def _is_small_and_stored(info: zipfile.ZipInfo) -> bool:
-    return info.compress_type == zipfile.ZIP_STORED and info.file_size <= _MAX_PICKLE_NBYTES
 
 
 class _Description(pickle.Unpickler):

@@ -3,13 +3,9 @@
     calling thread   reads footers, plans reads, resolves destinations just before they are needed, commits items
     load threads     fetch a range, check and decode its blocks, place them
 
-Each load thread has one buffer for encoded bytes and one for a decoded block, so their number bounds the memory. If the
-storage responds slowly but serves many requests at once, there are more threads than cores: a waiting thread costs
-nothing, and only `thread_count` of them decode at a time.
-
-On a GPU two threads decode at a time, each with an engine, and therefore a stream, of its own: one copies in while the
-other decodes, and the remaining threads fetch and check. The blocks of a read are decoded in one batch, so reads are
-longer if a GPU may take part.
+Each load thread has one buffer for encoded bytes and one for a decoded block, so their number bounds the memory. On
+slow storage there are more threads than cores, of which `thread_count` decode at a time. On a GPU two do, each with an
+engine and a stream of its own: one copies in while the other decodes.
 """
 
 from __future__ import annotations
@@ -195,10 +191,7 @@ class LoadJob:
             return PackMember(start, record.shape, record.uncompressed_nbytes, region)
         whole = Box((0,) * len(record.shape), record.shape)
         return Run(
-            record.pack[1],
-            record.uncompressed_nbytes,
-            record.element.nbytes,
-            partial(region.place_bytes, whole),
+            record.pack[1], record.uncompressed_nbytes, record.element.nbytes, partial(region.place_bytes, whole)
         )
 
     def _resolve_tensor(self, item: ReadItem) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp_nvcomp.calls.ranks import Call, error_of_ranks, group_of, meet, together
@@ -20,6 +20,7 @@ from dcp_nvcomp.calls.unknown_options import refuse_path
 from dcp_nvcomp.calls.values import (
     ExpectsCheckpoint,
     check_given,
+    check_given_storage,
     given_back,
     has_stateful,
     is_stateful,
@@ -159,10 +160,7 @@ def _announced(state_dict: Mapping[str, Any], reader: NvcompReader) -> Iterator[
 
 
 class _Reading(StorageReader):
-    """A reader that hands a failure to read the metadata to the planner, which raises it.
-
-    DCP would log it, with a page of tracebacks on each rank, try another way, and raise an error of its own.
-    """
+    """A reader that hands a failure to read the metadata to the planner, as DCP would log it and go on."""
 
     def __init__(self, reader: NvcompReader, planner: UnwrappingPlanner) -> None:
         self._reader, self._planner = reader, planner
@@ -202,14 +200,10 @@ class _Reading(StorageReader):
 def _reader(
     reader: NvcompReader | None, checkpoint_id: str | os.PathLike[str] | None, options: Mapping[str, Any]
 ) -> NvcompReader:
-    if reader is None:
-        refuse_path(options, option_names(NvcompReader))
-        if checkpoint_id is None:
-            raise ConfigurationError("load needs a checkpoint_id or a storage_reader.")
-        return NvcompReader(checkpoint_id, **options)
-    if not isinstance(reader, NvcompReader):
-        advice = "it is for saving" if isinstance(reader, StorageWriter) else "use dcp.load with other readers"
-        raise ConfigurationError(f"load needs an NvcompReader, not a {type(reader).__name__}: {advice}.")
-    if options:
-        raise ConfigurationError(f"Give {', '.join(sorted(options))} to the reader: there is a storage_reader.")
-    return reader
+    if reader is not None:
+        check_given_storage("load", reader, NvcompReader, "reader", options)
+        return reader
+    refuse_path(options, option_names(NvcompReader))
+    if checkpoint_id is None:
+        raise ConfigurationError("load needs a checkpoint_id or a storage_reader.")
+    return NvcompReader(checkpoint_id, **options)

@@ -1,18 +1,8 @@
 """What of a checkpoint goes where in a nested destination.
 
-    values of the destination, by name   ->  by the names that the checkpoint has for them
-        the same name                        unless its keys are others: 7 is not "7"
-        the same but for wrappers            `_orig_mod.w` takes `w`, and the other way round
-        `_extra_state`                       a new tensor, of the saved shape
-
-In stock checkpoints all keys of dicts are text, whatever they were: there, names alone count.
-
-The state of an optimizer has names of parameters as values and keys:
-
-    {"state": {"0.weight": {...}}, "param_groups": [{"params": ["0.weight"], "lr": 0.1}]}
-
-`ParameterNames` makes them the destination's, across wrappers too: torch's `set_state_dict` passes over the options of
-a group whose parameters it does not know.
+A value goes to the one of the same name unless their keys differ: 7 is not "7" (in stock checkpoints all keys are text,
+so there names alone count). `_orig_mod.w` takes `w`, and the other way round. `ParameterNames` does the same for the
+names that the state of an optimizer has as values and keys.
 """
 
 from __future__ import annotations
@@ -79,10 +69,7 @@ def _flatten_as_saved(state: Mapping[str, Any], metadata: Metadata) -> Flattened
 
 
 def saved_names(names: Collection[str], saved: Collection[str]) -> dict[str, str]:
-    """Return for each name that of the checkpoint: the same, or the one that differs in wrappers of modules only.
-
-    Where several names come to one without wrappers, as `w` and `module.w` do, nothing says which is which.
-    """
+    """Return for each name that of the checkpoint: the same, or the one that differs in wrappers of modules only."""
     found = {fqn: fqn for fqn in names}
     if any(fqn not in saved for fqn in names):
         there, wanted = _by_canonical_name(saved), _by_canonical_name(names)

@@ -1,10 +1,7 @@
 """The planner of our own `load`: plans with the caller's, or as DCP's default one does, but quickly for plain tensors.
 
-DCP finds out for each tensor which of its saved shards it overlaps, in about 20 us. A plain tensor that was saved as
-one shard of the same size overlaps that, as a whole. Everything else is left to DCP's default planner.
-
-Where `dcp.load` plans with DCP's own planner, `with_own_keys` puts objects under keys that are not text, such as 7,
-into the caller's state; DCP itself would look for "7".
+DCP takes about 20 us to find out which saved shards a tensor overlaps. A plain tensor that was saved as one shard of
+the same size overlaps that. Everything else is left to DCP's default planner.
 """
 
 from __future__ import annotations
@@ -34,6 +31,7 @@ from dcp_nvcomp.errors import (
 )
 from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.metadata.paths import paths_of
+from dcp_nvcomp.loading.destinations import shares_elements
 from dcp_nvcomp.loading.matching import Matched, ParameterNames, match
 
 # What certainly takes no tensor. Other values may: a ShardedTensor is not a torch.Tensor.
@@ -187,7 +185,7 @@ def _check(fqn: str, value: torch.Tensor, saved: Any, *, may_cast: bool) -> None
     """Refuse a destination that differs from what was saved, before anything is loaded."""
     if saved is None:
         return
-    if type(value) in PLAIN_TENSORS and _shares_elements(value):
+    if type(value) in PLAIN_TENSORS and shares_elements(value):
         raise ConfigurationError(
             "Elements of the destination share their memory, as those of an expanded tensor do: load into a clone.",
             fqn=fqn,
@@ -229,12 +227,6 @@ def _refuse_meta(values: Mapping[str, Any]) -> None:
 
 def _is_meta(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_meta
-
-
-def _shares_elements(tensor: torch.Tensor) -> bool:
-    if tensor.layout != torch.strided or tensor.is_contiguous():
-        return False
-    return 0 in [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
 
 
 def _is_one_shard(saved: Any, tensor: torch.Tensor) -> bool:

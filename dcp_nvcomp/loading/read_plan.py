@@ -1,8 +1,4 @@
-"""The reads of a load: from read items to the blocks that hold them, and on to few, larger reads of the data files.
-
-ReadItem  --locate-->  Target: its record, the region it wants
-targets of a file  --plan_reads-->  reads: a byte range, and the blocks in it with the targets that want them
-"""
+"""The reads of a load: from read items to the blocks that hold them, and on to few, larger reads of the data files."""
 
 from __future__ import annotations
 
@@ -23,7 +19,6 @@ from dcp_nvcomp.format.footer import Footer
 from dcp_nvcomp.format.metadata.shards import Shard, ShardIndex, described, matches
 from dcp_nvcomp.format.record import KIND_BYTES, KIND_TENSOR, Record
 from dcp_nvcomp.loading.destinations import Destination
-from dcp_nvcomp.storage.ranges import coalesce
 
 U8 = npt.NDArray[np.uint8]
 
@@ -41,7 +36,6 @@ class Wanted:
 
     @staticmethod
     def of(item: ReadItem, stored: Any, shards: ShardIndex) -> Wanted:
-        """Return a read item with its shard."""
         index = item.storage_index
         shard = shards.find(index)
         if shard is None and shards.is_tensor(index.fqn):
@@ -184,3 +178,31 @@ def plan_reads(file: DataFileRef, footer: Footer, targets: Iterable[Target], lim
         Read(file.name, footer, read.start, read.stop, tuple(blocks[piece] for piece in read.pieces))
         for read in coalesce(spans, GAP_NBYTES, limit_nbytes)
     ]
+
+
+@dataclass(frozen=True)
+class ByteRange:
+    """One read: a half-open range of a file, and which of the wanted pieces lie in it."""
+
+    start: int
+    stop: int
+    pieces: tuple[int, ...]
+
+
+def coalesce(pieces: Sequence[tuple[int, int]], gap_nbytes: int, limit_nbytes: int) -> list[ByteRange]:
+    """Join pieces of a file into larger reads."""
+    reads: list[ByteRange] = []
+    members: list[int] = []
+    begin = end = 0
+    for index in sorted(range(len(pieces)), key=lambda index: pieces[index]):
+        start, stop = pieces[index]
+        if members and (start - end > gap_nbytes or stop - begin > limit_nbytes):
+            reads.append(ByteRange(begin, end, tuple(members)))
+            members = []
+        if not members:
+            begin = start
+        members.append(index)
+        end = stop
+    if members:
+        reads.append(ByteRange(begin, end, tuple(members)))
+    return reads

@@ -1,10 +1,4 @@
-"""NvcompReader: a load, from top to bottom.
-
-read_metadata           reads `.metadata` without executing anything in it; or merges all rank-local metadata
-prepare_local_plan      reports which save this rank saw
-prepare_global_plan     (coordinator) refuses a mixture of saves
-read_data               fetch -> decode -> place, see job.py; stock checkpoints item by item, see items.py
-"""
+"""NvcompReader: a load, from top to bottom."""
 
 from __future__ import annotations
 
@@ -15,7 +9,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
@@ -36,7 +30,6 @@ from dcp_nvcomp.loading.job import LoadOptions
 from dcp_nvcomp.loading.planner import with_own_keys
 from dcp_nvcomp.loading.read_plan import Wanted
 from dcp_nvcomp.loading.safe_objects import SafeLoader
-from dcp_nvcomp.loading.seen import Seen, check_same_save
 from dcp_nvcomp.loading.stats import LoadStats
 from dcp_nvcomp.options import (
     DEADLINE_SECONDS,
@@ -330,8 +323,7 @@ class NvcompReader(StorageReader):
             return
         if meta is not None and meta.save_id != self._save_id:
             raise CheckpointReplacedError(
-                f"Another save replaced the checkpoint during the load: load again. {error.message}",
-                path=error.path,
+                f"Another save replaced the checkpoint during the load: load again. {error.message}", path=error.path
             ) from error
 
     def _find(self, item: ReadItem) -> Any:
@@ -357,3 +349,26 @@ class NvcompReader(StorageReader):
         except (ConfigurationError, TypeError):
             return False
         return True
+
+
+class Seen(NamedTuple):
+    """What a rank saw."""
+
+    save_id: str | None  # id of the save; None if the checkpoint has none, as those of stock DCP
+    place: str  # path or URL, without passwords
+
+
+def check_same_save(plans: Sequence[LoadPlan], path: str) -> None:
+    """Raise if the ranks saw different saves."""
+    seen: list[Seen] = [plan.storage_data for plan in plans]
+    saves, places = sorted({str(one.save_id) for one in seen}), sorted({one.place for one in seen})
+    if len(saves) < 2:
+        return
+    if len(places) > 1:
+        raise ConfigurationError(
+            f"The ranks load different checkpoints, {places[0]!r} and {places[1]!r}: give all ranks the same path. "
+            "If these are names of one place, another save replaced the checkpoint there: load again."
+        )
+    raise CheckpointReplacedError(
+        f"Another save replaced the checkpoint during the load (saves {saves}): load again.", path=path
+    )

@@ -43,14 +43,12 @@ class SafeLoader:
             return _load(data, self.trusted)
 
     def load_tensor(self, data: io.BytesIO, fqn: str) -> torch.Tensor:
-        """Load a tensor that is stored as `torch.save` writes it."""
         with _naming(fqn):
             return load_tensor_safely(data, self.trusted)
 
 
 @contextmanager
 def _naming(fqn: str) -> Iterator[None]:
-    """Add the key to an error."""
     try:
         yield
     except CheckpointError as error:

@@ -1,8 +1,7 @@
 """Values that come back as they were saved, whatever the destination has room for.
 
-saved entries + destination  ->  nested containers as they were saved: tensors of the destination where it has them,
-                                 new ones where not
-after the load               ->  the destination's own containers hold what these hold
+They are loaded into nested containers as they were saved, with tensors of the destination where it has them; afterwards
+the destination's own containers get what these hold.
 """
 
 from __future__ import annotations

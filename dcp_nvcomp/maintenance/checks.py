@@ -24,9 +24,9 @@ from dcp_nvcomp.format.framing import HEADER_NBYTES, check_header
 from dcp_nvcomp.format.metadata.ranks import check_cover
 from dcp_nvcomp.format.metadata.shards import Shard, ShardIndex, StoredAt, described, matches
 from dcp_nvcomp.format.record import KIND_PACK, KIND_TENSOR, MAX_BLOCK_NBYTES, Record
+from dcp_nvcomp.loading.read_plan import coalesce
 from dcp_nvcomp.maintenance.findings import ERROR, WARNING, Finding, finding_of
 from dcp_nvcomp.storage.base import Filesystem
-from dcp_nvcomp.storage.ranges import coalesce
 from dcp_nvcomp.storage.reread import twice
 
 READ_NBYTES = 8 << 20
@@ -47,7 +47,6 @@ class CheckedFile:
         return self.holders[bisect_right(self.holders, number, key=lambda record: record.first_block) - 1]
 
     def fqns_of(self, number: int) -> tuple[str, ...]:
-        """The keys that have bytes in a block."""
         holder = self.record_of(number)
         if holder.kind != KIND_PACK:
             return (holder.fqn,)
@@ -224,10 +223,7 @@ def check_items(metadata: Metadata, name: str) -> list[Finding]:
 
 
 def check_records(file: CheckedFile, expected: Sequence[Expected]) -> list[Finding]:
-    """Check that a file has the records that metadata places there.
-
-    A dtype that differs is a warning: a planner may have converted what it saved, and a load converts it back.
-    """
+    """Check that a file has the records that metadata places there."""
     findings = []
     records = file.footer.records
     for one in expected:

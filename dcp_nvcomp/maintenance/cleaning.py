@@ -1,23 +1,17 @@
-"""Clean every checkpoint below a directory: a run that keeps one directory per step.
-
-    clean_run(path) -> RunCleaning        prints nothing: cli/removing.py does
-
-Each directory that holds files of ours is judged by itself, as `clean_checkpoint` does (cleaning.py): one that is
-corrupt is left alone and reported, and the others are cleaned.
-"""
+"""Remove what failed or killed saves left in a checkpoint, or in each checkpoint below a directory."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from dcp_nvcomp.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
 from dcp_nvcomp.format.names import own_file, own_upload
 from dcp_nvcomp.format.recognition import recognize
-from dcp_nvcomp.maintenance.opening import nothing_below, opened
+from dcp_nvcomp.maintenance.opening import document, nothing_below, opened
 from dcp_nvcomp.maintenance.orphan_search import Found, Orphan, look
 from dcp_nvcomp.storage.base import Filesystem
 
@@ -56,20 +50,7 @@ class Cleaning:
 
     def to_json(self) -> dict[str, Any]:
         """All of it as JSON values. Keys are only ever added to this document; `schema` changes if one must go."""
-        return {
-            "schema": 1,
-            "checkpoint": self.path,
-            "dry_run": self.dry_run,
-            "older_than_seconds": self.older_than_seconds,
-            "nbytes": self.nbytes,
-            "orphans": [
-                {"kind": one.kind, "name": one.name, "nbytes": one.nbytes, "age_seconds": one.age_seconds}
-                for one in self.orphans
-            ],
-            "young": self.young,
-            "foreign": list(self.foreign),
-            "recoverable": list(self.recoverable),
-        }
+        return document(self, "checkpoint", nbytes=self.nbytes)
 
 
 def clean_checkpoint(
@@ -133,13 +114,16 @@ def check_age(older_than_seconds: float) -> None:
 
 
 def _remove(filesystem: Filesystem, older_than_seconds: float, found: Found) -> Iterator[Orphan]:
-    """Do steps 4 and 5, and yield what was removed."""
+    """Remove what still is an orphan, and yield it."""
     metadata = [orphan for orphan in found.orphans if orphan.kind in ("metadata", "temporary")]
     data = [orphan for orphan in found.orphans if orphan.kind == "data"]
     batches = [metadata] + [data[start : start + BATCH] for start in range(0, len(data), BATCH)]
     for batch in batches:
         if batch:
-            going = _still_orphans(filesystem, older_than_seconds, batch)
+            # a save may have been published since, or be about to
+            now = look(filesystem, older_than_seconds).orphans
+            names = {orphan.name for orphan in now if orphan.kind != "upload"}
+            going = [orphan for orphan in batch if orphan.name in names]
             filesystem.remove([orphan.name for orphan in going])
             yield from going
     if found.uploads:
@@ -147,12 +131,6 @@ def _remove(filesystem: Filesystem, older_than_seconds: float, found: Found) -> 
         going_uploads = [(orphan, upload) for orphan, upload in found.uploads if upload in dead]
         filesystem.abort_uploads([upload for _, upload in going_uploads])
         yield from (orphan for orphan, _ in going_uploads)
-
-
-def _still_orphans(filesystem: Filesystem, older_than_seconds: float, batch: Sequence[Orphan]) -> list[Orphan]:
-    """Return the orphans that still are: a save may have been published since, or be about to."""
-    names = {orphan.name for orphan in look(filesystem, older_than_seconds).orphans if orphan.kind != "upload"}
-    return [orphan for orphan in batch if orphan.name in names]
 
 
 @dataclass(frozen=True)
@@ -188,15 +166,9 @@ class RunCleaning:
 
     def to_json(self) -> dict[str, Any]:
         """Return all of it as JSON values. Keys are only ever added; `schema` changes if one must go."""
-        return {
-            "schema": 1,
-            "run": self.path,
-            "dry_run": self.dry_run,
-            "older_than_seconds": self.older_than_seconds,
-            "nbytes": self.nbytes,
-            "checkpoints": [one.to_json() for one in self.checkpoints],
-            "refused": [{"checkpoint": one.path, "error": one.error} for one in self.refused],
-        }
+        checkpoints = [one.to_json() for one in self.checkpoints]
+        refused = [{"checkpoint": one.path, "error": one.error} for one in self.refused]
+        return {**document(self, "run", nbytes=self.nbytes), "checkpoints": checkpoints, "refused": refused}
 
 
 def clean_run(

@@ -1,21 +1,13 @@
 """Whether a checkpoint is complete: one answer for lists, rules, restores, pins and uploads; and which were found so.
 
-    `.metadata` parses -> its summary is of the same save -> its data files are there, as long as they must be
-
-A checkpoint of stock DCP is one by what its metadata holds, not by a summary that is missing. That the name of a run's
-directory says the step that was saved is checked where names are known (run_listing.py, runs/tiers/fast.py).
-
-Of most of our own checkpoints that is known without parsing, which takes seconds where there are many ranks: a
-`.metadata` whose CRC is right is as it was published, and what is published parses; its data files are those that it
-names if their names are the ones in it, and they are together as long as its summary says.
-
-Those of a run that were opened and found complete are written down, so that they need not be opened for each list:
+A checkpoint is complete if its `.metadata` parses, its summary is of the same save, and its data files are there, as
+long as they must be. Of most of our own that is known without parsing: a `.metadata` whose CRC is right is as it was
+published, and what is published parses.
 
     .run/seen     {"schema": 1, "complete": {"<directory>": "<identity of its listing>"}}
 
-The identity is a hash of the names, sizes and times of all files of a checkpoint: what is replaced, cut off or copied
-has another one. The file is written by who removes steps (a run's manager, `prune`), and read by all; nothing but time
-depends on it.
+has those of a run that were found complete, so that they need not be opened for each list. The identity is a hash of
+the names, sizes and times of all files of a checkpoint. Nothing but time depends on this file.
 """
 
 from __future__ import annotations
@@ -35,6 +27,7 @@ from dcp_nvcomp.storage.base import Below, FileInfo, Filesystem
 
 if TYPE_CHECKING:
     from dcp_nvcomp.format.metadata.roots import Root
+    from dcp_nvcomp.maintenance.run_listing import Step
 
 _DATA_NAME: Final = re.compile(rb"__[0-9]+_[0-9]+_[0-9a-f]{32}\.distcp")
 RUN_FOLDER: Final = ".run"
@@ -69,10 +62,7 @@ def look_into(
 
 
 def _plainly_whole(filesystem: Filesystem, below: str, sizes: Mapping[str, int]) -> Summary | None:
-    """Return the summary of a checkpoint of ours that is complete, and has no other data files beside its own.
-
-    None if it has to be parsed to find that out.
-    """
+    """Return the summary of our checkpoint if it is complete and has no other data files; None if it must be parsed."""
     try:
         data = filesystem.read_all(f"{below}{METADATA_NAME}", limit_nbytes=MAX_METADATA_NBYTES)
         summary = summary_at_end(data[-SUMMARY_NBYTES:])
@@ -128,10 +118,6 @@ def _least_sizes(root: Root) -> dict[str, int]:
         if isinstance(item, StockItem):
             found[item.relative_path] = max(found.get(item.relative_path, 0), item.offset + item.length)
     return found
-
-
-if TYPE_CHECKING:
-    from dcp_nvcomp.maintenance.run_listing import Step
 
 
 class Seen:

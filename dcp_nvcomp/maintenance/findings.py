@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dcp_nvcomp.errors import CheckpointError
+from dcp_nvcomp.maintenance.opening import document
 
 ERROR = "error"
 WARNING = "warning"
@@ -20,16 +21,6 @@ class Finding:
     file: str | None = None  # the file's name in the checkpoint; None if no file is at fault
     fqns: tuple[str, ...] = ()
     byte_range: tuple[int, int] | None = None  # half-open range of bytes in the file, if known
-
-    def to_json(self) -> dict[str, Any]:
-        """All of it as JSON values."""
-        return {
-            "severity": self.severity,
-            "what": self.what,
-            "file": self.file,
-            "fqns": list(self.fqns),
-            "byte_range": None if self.byte_range is None else list(self.byte_range),
-        }
 
 
 def finding_of(error: CheckpointError, file: str | None, fqns: tuple[str, ...] = ()) -> Finding:
@@ -71,16 +62,4 @@ class Verification:
 
     def to_json(self) -> dict[str, Any]:
         """All of it as JSON values. Keys are only ever added to this document; `schema` changes if one must go."""
-        return {
-            "schema": 1,
-            "checkpoint": self.path,
-            "layout": self.layout,
-            "save_id": self.save_id,
-            "full": self.full,
-            "sound": self.is_sound,
-            "files": self.files,
-            "nbytes": self.nbytes,
-            "blocks": self.blocks,
-            "undecoded_blocks": self.undecoded_blocks,
-            "findings": [finding.to_json() for finding in self.findings],
-        }
+        return document(self, "checkpoint", sound=self.is_sound)

@@ -1,10 +1,7 @@
 """List the contents and sizes of a checkpoint from its metadata and footers; payloads are never read.
 
-    inspect_checkpoint(path) -> Inspection        prints nothing: cli/listing.py does
-
-A tensor that lies in a pack has no bytes of its own in the file: it is given its share of the pack's, in proportion to
-its own size. Shares are rounded so that those of a pack add up. Python objects and payloads of stock checkpoints count
-as stored, because nothing outside of them holds their true size.
+A tensor that lies in a pack is given its share of the pack's bytes, in proportion to its own size. Python objects and
+payloads of stock checkpoints count as stored.
 """
 
 from __future__ import annotations
@@ -12,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +22,7 @@ from dcp_nvcomp.format.footer import Footer
 from dcp_nvcomp.format.metadata.shards import ShardIndex, StockItem, StoredAt
 from dcp_nvcomp.format.record import KIND_BYTES, KIND_TENSOR, Record
 from dcp_nvcomp.loading.reader import NvcompReader
-from dcp_nvcomp.maintenance.opening import checked_storage_options, natural_order, opened
+from dcp_nvcomp.maintenance.opening import as_json, checked_storage_options, natural_order, opened
 from dcp_nvcomp.saving.stats import Totals
 from dcp_nvcomp.storage.base import Filesystem
 
@@ -95,20 +92,12 @@ class Inspection:
 
     def by_prefix(self, depth: int) -> dict[str, Totals]:
         """Return sums over the items whose keys have the same first `depth` parts."""
-        found: dict[str, Totals] = {}
-        for item in self.items:
-            prefix = ".".join(item.fqn.split(".")[:depth])
-            found[prefix] = found.get(prefix, Totals()) + item.totals
-        return found
+        return _sums((".".join(item.fqn.split(".")[:depth]), item.totals) for item in self.items)
 
     def only(self, items: Sequence[Item]) -> Inspection:
         """Return the same of some of the items; data files stay as they are, and sums by codec are of whole items."""
-        by_dtype: dict[str, Totals] = {}
-        by_codec: dict[str, Totals] = {}
-        for item in items:
-            by_dtype[item.dtype] = by_dtype.get(item.dtype, Totals()) + item.totals
-            codec = ", ".join(item.codecs)
-            by_codec[codec] = by_codec.get(codec, Totals()) + item.totals
+        by_dtype = _sums((item.dtype, item.totals) for item in items)
+        by_codec = _sums((", ".join(item.codecs), item.totals) for item in items)
         return replace(self, items=tuple(items), by_dtype=by_dtype, by_codec=by_codec)
 
     def to_json(self) -> dict[str, Any]:
@@ -126,22 +115,22 @@ class Inspection:
             },
             "by_dtype": {name: _totals_json(totals) for name, totals in self.by_dtype.items()},
             "by_codec": {name: _totals_json(totals) for name, totals in self.by_codec.items()},
-            "items": [
-                {
-                    "fqn": item.fqn,
-                    "kind": item.kind,
-                    "dtype": item.dtype,
-                    "shape": None if item.shape is None else list(item.shape),
-                    "codecs": list(item.codecs),
-                    "packed": item.packed,
-                    **_totals_json(item.totals),
-                }
-                for item in self.items
-            ],
-            "files": [
-                {"name": file.name, "nbytes": file.nbytes, "footer_nbytes": file.footer_nbytes} for file in self.files
-            ],
+            "items": [_item_json(item) for item in self.items],
+            "files": as_json(self.files),
         }
+
+
+def _item_json(item: Item) -> dict[str, Any]:
+    values = as_json(item)
+    del values["totals"]
+    return {**values, **_totals_json(item.totals)}
+
+
+def _sums(named: Iterable[tuple[str, Totals]]) -> dict[str, Totals]:
+    found: dict[str, Totals] = {}
+    for name, totals in named:
+        found[name] = found.get(name, Totals()) + totals
+    return found
 
 
 def _totals_json(totals: Totals) -> dict[str, Any]:
@@ -175,8 +164,6 @@ def inspect_checkpoint(path: str | os.PathLike[str], *, storage_options: Mapping
 
 @dataclass(frozen=True)
 class _Stored:
-    """What is known of one shard."""
-
     fqn: str
     kind: str
     codec: str
@@ -200,12 +187,8 @@ def _inspect(filesystem: Filesystem, metadata: Metadata) -> Inspection:
     for footer, entries in zip(read_footers(filesystem, ours), ours.values(), strict=True):
         stored += _records(footer, entries)
     stored += _stock_shards(metadata, [entry for entries in stock.values() for entry in entries])
-    by_dtype: dict[str, Totals] = {}
-    by_codec: dict[str, Totals] = {}
-    for one in stored:
-        dtype = _dtype(metadata, one.fqn)
-        by_dtype[dtype] = by_dtype.get(dtype, Totals()) + one.totals
-        by_codec[one.codec] = by_codec.get(one.codec, Totals()) + one.totals
+    by_dtype = _sums((_dtype(metadata, one.fqn), one.totals) for one in stored)
+    by_codec = _sums((one.codec, one.totals) for one in stored)
     return Inspection(
         filesystem.path,
         LAYOUT_STOCK if stock else LAYOUT_OURS,

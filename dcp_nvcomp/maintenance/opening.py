@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -16,21 +17,10 @@ from dcp_nvcomp.storage.open import open_filesystem
 # What `NvcompReader` takes and a storage does not; written out, because importing it takes torch, and that seconds,
 # which is longer than listing a run.
 READER_OPTIONS: Final = frozenset(
-    {
-        "cuda_zstd",
-        "device_memory_budget",
-        "engine",
-        "host_memory_budget",
-        "metadata_limit_nbytes",
-        "on_load",
-        "path",
-        "progress",
-        "safe_objects",
-        "storage_options",
-        "thread_count",
-        "trusted_globals",
-        "verify",
-    }
+    (
+        *("cuda_zstd", "device_memory_budget", "engine", "host_memory_budget", "metadata_limit_nbytes", "on_load"),
+        *("path", "progress", "safe_objects", "storage_options", "thread_count", "trusted_globals", "verify"),
+    )
 )
 
 
@@ -54,6 +44,19 @@ def checked_storage_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
     for name in sorted(READER_OPTIONS & options.keys()):
         raise ConfigurationError(f"{name!r} is not an option of the storage.")
     return options
+
+
+def document(result: Any, name: str, **more: Any) -> dict[str, Any]:
+    """Return a result, a dataclass with a `path`, as a JSON document that has its path under another name."""
+    values = as_json(result)
+    return {"schema": 1, name: values.pop("path"), **more, **values}
+
+
+def as_json(value: Any) -> Any:
+    """Return JSON values: of a dataclass its fields by name."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: as_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return [as_json(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def natural_order(text: str) -> list[tuple[int, str]]:

@@ -58,8 +58,6 @@ class Found:
 
 @dataclass(frozen=True)
 class _Item:
-    """A file or an upload with a name of ours."""
-
     own: OwnFile
     name: str
     nbytes: int

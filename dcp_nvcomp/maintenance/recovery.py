@@ -3,24 +3,10 @@
 A save that can't replace `.metadata` in one step moves it aside first, to `.metadata.<id>.tmp`. If it is interrupted
 there, that file may be all that is left of a checkpoint of stock DCP, which has no immutable copy.
 
-    recover_checkpoint(path) -> Recovery        prints nothing: cli/checking.py does
-
-1  check `.metadata`. If it can be read and all of its files are there, do nothing, whatever was asked for: a good
-   checkpoint is never replaced
-2  find each `__<save_id>.metadata` that is complete: it can be read, is of the save in its name, and each file that it
-   names has the size and the footer that it says. If there is no `.metadata`, the same for each `.metadata.<id>.tmp`
-   that can be read, unless it is of a save whose `__<save_id>.metadata` is complete
-3  if exactly one save is complete, or the complete one that was named, its bytes are published as `.metadata`
-
-A save must be named (`save_id`) if several are complete. The same holds if `.metadata` can be read but misses files,
-if it asks for globals that are not allowed (it may be good, and need `trusted_globals`), and if there is metadata of
-single ranks, which a load would no longer see: in these cases the existing metadata may still be of use.
-
-Races. A lost `.metadata` is published so that it replaces nothing: if a save is faster, the save wins. A corrupt one
-is read again right before it is replaced; a save that publishes between these two is replaced, and its own
-`__<save_id>.metadata` and files are kept: do not recover while a save to the same path is running. `clean` refuses to
-run if `.metadata` is corrupt or misses files, and keeps complete saves if it is lost, so it never removes what a
-recovery needs.
+A lost `.metadata` is published so that it replaces nothing: if a save is faster, the save wins. A corrupt one is read
+again right before it is replaced; a save that publishes between these two is replaced, and its own
+`__<save_id>.metadata` and files are kept: do not recover while a save to the same path is running. `clean` never
+removes what a recovery needs.
 """
 
 from __future__ import annotations
@@ -50,7 +36,7 @@ from dcp_nvcomp.format.names import (
     save_id_of_copy,
 )
 from dcp_nvcomp.format.recognition import refused
-from dcp_nvcomp.maintenance.opening import opened
+from dcp_nvcomp.maintenance.opening import document, opened
 from dcp_nvcomp.storage.base import FileInfo, Filesystem
 
 RECOVERED = "recovered"
@@ -73,7 +59,6 @@ class Candidate:
 
     @property
     def is_complete(self) -> bool:
-        """True if it can be restored."""
         return not self.problems
 
 
@@ -98,24 +83,7 @@ class Recovery:
 
     def to_json(self) -> dict[str, Any]:
         """Return all of it as JSON values. Keys are only ever added; `schema` changes if one must go."""
-        return {
-            "schema": 1,
-            "checkpoint": self.path,
-            "outcome": self.outcome,
-            "save_id": self.save_id,
-            "reason": self.reason,
-            "candidates": [
-                {
-                    "save_id": one.save_id,
-                    "name": one.name,
-                    "modified_seconds": one.modified_seconds,
-                    "keys": one.keys,
-                    "nbytes": one.nbytes,
-                    "problems": list(one.problems),
-                }
-                for one in self.candidates
-            ],
-        }
+        return document(self, "checkpoint")
 
 
 @dataclass(frozen=True)
@@ -207,50 +175,37 @@ def _look_at_current(filesystem: Filesystem, names: Sequence[str]) -> _Current:
 
 
 def _candidates(filesystem: Filesystem, files: Sequence[FileInfo], *, is_lost: bool) -> list[Candidate]:
-    found = []
     latest_first = sorted(files, key=lambda file: (-(file.modified_seconds or 0), file.name))
-    for file in latest_first:
-        save_id = save_id_of_copy(file.name)
-        if save_id is not None:
-            found.append(_candidate(filesystem, file, save_id))
-    if not is_lost:
-        return found
-    for file in latest_first:
-        if is_metadata_temporary(file.name):
-            candidate = _candidate_aside(filesystem, file)
-            if candidate is not None and not any(one.save_id == candidate.save_id and one.is_complete for one in found):
-                found.append(candidate)
+    copies = [(file, save_id) for file in latest_first if (save_id := save_id_of_copy(file.name)) is not None]
+    found = [one for file, save_id in copies if (one := _candidate(filesystem, file, save_id)) is not None]
+    if is_lost:
+        for file in latest_first:
+            aside = _candidate(filesystem, file, None) if is_metadata_temporary(file.name) else None
+            if aside is not None and not any(one.save_id == aside.save_id and one.is_complete for one in found):
+                found.append(aside)
     return found
 
 
-def _candidate(filesystem: Filesystem, file: FileInfo, save_id: str) -> Candidate:
+def _candidate(filesystem: Filesystem, file: FileInfo, save_id: str | None) -> Candidate | None:
+    """Return what a copy holds, or what was moved aside; None if that is only the torn beginning of it."""
     try:
-        root = read_root(filesystem, file.name)
+        root = (read_whole_temporary if save_id is None else read_root)(filesystem, file.name)
     except CheckpointError as error:
         problem = f"{file.name} can't be read: {error.message}"
-        return Candidate(save_id, file.name, file.modified_seconds, 0, 0, (problem,))
-    problems = _problems(filesystem, root)
-    if root.save_id != save_id:
-        problems.insert(0, f"{file.name} is of another save, {root.save_id}.")
-    return _described(file, root, save_id, problems)
-
-
-def _candidate_aside(filesystem: Filesystem, file: FileInfo) -> Candidate | None:
-    """Return what was moved aside, None if it is only the torn beginning of what was to be published."""
-    try:
-        root = read_whole_temporary(filesystem, file.name)
-    except CheckpointError as error:
-        problem = f"{file.name} can't be read: {error.message}"
-        return Candidate(file.name, file.name, file.modified_seconds, 0, 0, (problem,))
+        return Candidate(save_id or file.name, file.name, file.modified_seconds, 0, 0, (problem,))
     if root is None:
         return None
-    return _described(file, root, root.own_save_id or file.name, _problems(filesystem, root))
-
-
-def _described(file: FileInfo, root: Root, save_id: str, problems: Sequence[str]) -> Candidate:
-    nbytes = sum(file.nbytes for file in root.files().values() if file is not None)
-    keys = len(root.metadata.state_dict_metadata)
-    return Candidate(save_id, file.name, file.modified_seconds, keys, nbytes, tuple(problems))
+    problems = _problems(filesystem, root)
+    if save_id is not None and root.save_id != save_id:
+        problems.insert(0, f"{file.name} is of another save, {root.save_id}.")
+    return Candidate(
+        save_id or root.own_save_id or file.name,
+        file.name,
+        file.modified_seconds,
+        len(root.metadata.state_dict_metadata),
+        sum(one.nbytes for one in root.files().values() if one is not None),
+        tuple(problems),
+    )
 
 
 def _problems(filesystem: Filesystem, root: Root) -> list[str]:

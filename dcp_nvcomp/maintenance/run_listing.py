@@ -1,11 +1,7 @@
 """List the checkpoints below a directory: a run that keeps one directory per step.
 
-    list_run(path) -> RunListing        prints nothing: cli/listing.py does
-
-The files are listed once. A checkpoint is opened the first time that it is seen (completeness.py), its `.metadata`
-read whole. Of one that was complete then, and is as it was by its listing (`Seen`), the last few KB are read, where
-the summary is: so a thousand checkpoints on an object store take a thousand reads, many at once, and one listing a
-thousand files.
+The files are listed once. A checkpoint is opened the first time that it is seen (completeness.py). Of one that was
+complete then, and is as it was by its listing (`Seen`), only the summary at the end of `.metadata` is read.
 """
 
 from __future__ import annotations
@@ -16,7 +12,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from dcp_nvcomp.errors import CheckpointError
@@ -58,29 +54,15 @@ class Step:
 
     @property
     def ratio(self) -> float | None:
-        """Uncompressed over stored size; None if it is not known."""
         return (
             self.uncompressed_nbytes / self.stored_nbytes if self.uncompressed_nbytes and self.stored_nbytes else None
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return all of it as JSON values."""
-        return {
-            "name": self.name,
-            "step": self.step,
-            "state": self.state,
-            "saved_seconds": self.saved_seconds,
-            "stored_nbytes": self.stored_nbytes,
-            "uncompressed_nbytes": self.uncompressed_nbytes,
-            "ratio": self.ratio,
-            "ranks": self.ranks,
-            "keys": self.keys,
-            "save_id": self.save_id,
-            # JSON has no NaN
-            "metrics": {name: value if math.isfinite(value) else str(value) for name, value in self.metrics.items()},
-            "problem": self.problem,
-            "run_seconds": self.run_seconds,
-        }
+        values = {name: value for name, value in vars(self).items() if name not in ("replica_id", "lease")}
+        # JSON has no NaN
+        metrics = {name: value if math.isfinite(value) else str(value) for name, value in self.metrics.items()}
+        return {**values, "ratio": self.ratio, "metrics": metrics}
 
 
 @dataclass(frozen=True)
@@ -128,11 +110,7 @@ def list_run(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any]
 
 
 def steps_below(
-    filesystem: Filesystem,
-    below: Below,
-    *,
-    seen: Seen,
-    step_of: Callable[[str], int | None] | None = None,
+    filesystem: Filesystem, below: Below, *, seen: Seen, step_of: Callable[[str], int | None] | None = None
 ) -> list[Step]:
     """Return the checkpoints among what is below a directory, in natural order of their names."""
     folders: dict[str, list[FileInfo]] = {}
@@ -165,8 +143,6 @@ def _is_checkpoint(files: Iterable[FileInfo], folder: str, uploads: Iterable[str
 
 
 class _Look:
-    """Looks at the checkpoints of one listing."""
-
     def __init__(
         self, filesystem: Filesystem, sizes: Mapping[str, int], seen: Seen, step_of: Callable[[str], int | None]
     ) -> None:
@@ -219,19 +195,20 @@ class _Look:
         written = [file.modified_seconds for file in ([root] if root else by_name.values())]
         number = re.search(r"([0-9]+)$", folder)
         in_name = int(number[1]) if number else None
-        return Step(
+        found = Step(
             folder,
             saved if saved is not None and state != MISNAMED else in_name,
             state,
             max((seconds for seconds in written if seconds is not None), default=None),
-            sum(file.nbytes for file in data.values()) if summary is None else summary.stored_nbytes,
-            None if summary is None else summary.uncompressed_nbytes,
-            len({data_file_rank(name) for name in data}) if summary is None else summary.ranks,
-            None if summary is None else summary.keys,
-            None if summary is None else summary.save_id,
-            {} if summary is None else summary.metrics,
-            "" if summary is None else str(summary.more.get(REPLICA, "")),
-            problem,
-            None if summary is None else summary.run_seconds,
-            0 if summary is None else summary.lease,
+            sum(file.nbytes for file in data.values()),
+            None,
+            len({data_file_rank(name) for name in data}),
+            None,
+            None,
+            problem=problem,
         )
+        if summary is None:
+            return found
+        names = ("stored_nbytes", "uncompressed_nbytes", "ranks", "keys", "save_id", "metrics", "run_seconds", "lease")
+        known = {name: getattr(summary, name) for name in names}
+        return replace(found, **known, replica_id=str(summary.more.get(REPLICA, "")))

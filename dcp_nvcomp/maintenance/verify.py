@@ -1,17 +1,8 @@
 """Verify a checkpoint: its metadata, its files, and every block's CRC. Needs no GPU, changes nothing.
 
-    verify_checkpoint(path) -> Verification        prints nothing: cli/checking.py does
-
-1  the roots are read: `.metadata`, or if there is none the ranks' own metadata
-2  the immutable copy of `.metadata` must hold the same bytes. A difference is an error, since one of the two is
-   corrupt; a missing copy is only a warning, since everything loads
-3  every shard that the metadata lists must be stored somewhere, and the shards must cover their tensors
-4  every data file must have its size, footer and header, and the records that the metadata places there
-5  every block must pass its CRC; with `full` it is decoded too, and must pass the CRC of the decoded bytes
-
 What fails is read once more before it is judged, and nothing of it ends the verification. Stock DCP's checkpoints have
-no checksums of their own: their items are read, decompressed, and checked as far as the archives that torch.save
-writes have CRCs.
+no checksums of their own: their items are read, decompressed, and checked as far as the archives that torch.save writes
+have CRCs.
 """
 
 from __future__ import annotations
@@ -126,8 +117,6 @@ def _check_not_replaced(filesystem: Filesystem, roots: Sequence[Root]) -> None:
 
 @dataclass
 class _Tally:
-    """Sums, as results come in."""
-
     total_nbytes: int
     progress: Progress | None
     nbytes: int = 0

@@ -1,11 +1,7 @@
 """A checkpoint opened for reading, without a process group and without a state dict to load into.
 
-    open_checkpoint(path)  ->  Checkpoint: the keys; nothing but `.metadata` is read
-    checkpoint[key]        ->  StoredTensor: nothing is read; or the Python object
-    stored[10:12]          ->  the blocks that these rows lie in are read, checked and decoded
-
-Footers are read once, each when the first tensor of its file is. Several threads may read at once, and so may forked
-processes, each of which opens the storage anew.
+Opening reads `.metadata` alone, each footer is read once, when it is first needed. Several threads may read at once,
+and so may forked processes, each of which opens the storage anew.
 """
 
 from __future__ import annotations
@@ -33,9 +29,8 @@ from dcp_nvcomp.loading.read_plan import Wanted
 from dcp_nvcomp.loading.reader import NvcompReader
 from dcp_nvcomp.loading.safe_objects import SafeLoader
 from dcp_nvcomp.options import DtypePolicy, check_choice
-from dcp_nvcomp.reading.items import Destinations, items_of_box, items_of_object
 from dcp_nvcomp.reading.modules import load_into_module
-from dcp_nvcomp.reading.stored_tensor import Selection, StoredTensor
+from dcp_nvcomp.reading.stored_tensor import Destinations, Selection, StoredTensor, items_of_box, items_of_object
 from dcp_nvcomp.storage.base import Filesystem
 
 Framework = Literal["torch", "numpy"]
@@ -81,12 +76,7 @@ class Checkpoint(Mapping[str, Any]):
     """
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        framework: Framework,
-        device: torch.device | str,
-        **reader_options: Any,
+        self, path: str | os.PathLike[str], *, framework: Framework, device: torch.device | str, **reader_options: Any
     ) -> None:
         self._framework = check_choice("framework", framework, Framework)
         self._device = torch.device(device)
@@ -100,8 +90,6 @@ class Checkpoint(Mapping[str, Any]):
             raise MetadataError("`.metadata` does not say where anything is stored.", path=self._reader.path)
         self._shards = ShardIndex(self._metadata.state_dict_metadata)
         self._opened: _OpenedStorage | None = _OpenedStorage(self._reader)
-
-    # --- what is there ----------------------------------------------------------------------------------------------
 
     @property
     def path(self) -> str:
@@ -161,7 +149,8 @@ class Checkpoint(Mapping[str, Any]):
         assert self._metadata.storage_data is not None
         first: dict[str, tuple[Any, ...]] = {}
         for index, stored in self._metadata.storage_data.items():
-            place = (stored.file.name, stored.record) if isinstance(stored, StoredAt) else _stock_place(stored)
+            is_ours = isinstance(stored, StoredAt)
+            place = (stored.file.name, stored.record) if is_ours else (stored.relative_path, stored.offset)
             first[index.fqn] = min(place, first.get(index.fqn, place))
         wanted = list(self if keys is None else keys)
         return sorted(wanted, key=lambda key: (first.get(key, ("", 0)), key))
@@ -171,8 +160,6 @@ class Checkpoint(Mapping[str, Any]):
         places = (self._metadata.storage_data or {}).values()
         data = {stored.file.name if isinstance(stored, StoredAt) else stored.relative_path for stored in places}
         return {METADATA_NAME, *data}
-
-    # --- reading ----------------------------------------------------------------------------------------------------
 
     def read(self, keys: Iterable[str]) -> dict[str, Any]:
         """Read several tensors and objects at once, which is quicker than one after the other.
@@ -272,13 +259,7 @@ class Checkpoint(Mapping[str, Any]):
         """
         return _KeysAndValues(self, self.in_file_order(keys))
 
-    def load_into(
-        self,
-        module: torch.nn.Module,
-        *,
-        prefix: str = "",
-        dtype: DtypePolicy = "same",
-    ) -> None:
+    def load_into(self, module: torch.nn.Module, *, prefix: str = "", dtype: DtypePolicy = "same") -> None:
         """Load the parameters and buffers of a plain module, also of one on the meta device.
 
         Buffers that are not in its state dict (`persistent=False`) are not in a checkpoint either: make them yourself,
@@ -333,8 +314,6 @@ class Checkpoint(Mapping[str, Any]):
         options = options or self._reader.load_options
         load_items(opened.filesystem, wanted, destinations, options, footers=opened.footers)
 
-    # --- its storage ------------------------------------------------------------------------------------------------
-
     def _open(self) -> _OpenedStorage:
         opened = self._opened
         if opened is None:
@@ -374,10 +353,6 @@ class _KeysAndValues(torch.utils.data.Dataset[tuple[str, Any]]):
         return key, self._checkpoint.read([key])[key]
 
 
-def _stock_place(stored: Any) -> tuple[str, int]:
-    return stored.relative_path, stored.offset
-
-
 class _OpenedStorage:
     """The storage as one process has opened it, and the footers that were read."""
 
@@ -388,7 +363,6 @@ class _OpenedStorage:
         self._lock = threading.Lock()
 
     def footers(self, filesystem: Filesystem, files: Sequence[DataFileRef]) -> list[Footer]:
-        """Return the footers of data files, each of which is read once."""
         with self._lock:
             known = {file: self._footers[file] for file in files if file in self._footers}
         missing = [file for file in files if file not in known]

@@ -1,8 +1,4 @@
-"""Load a plain module from an opened checkpoint.
-
-the module's state dict  ->  destinations: its own tensors; for those on the meta device, new ones
-after the read           ->  new tensors take their places by `load_state_dict(assign=True)`; tied ones stay tied
-"""
+"""Load a plain module from an opened checkpoint: into its own tensors, and new ones for those on the meta device."""
 
 from __future__ import annotations
 

@@ -224,7 +224,6 @@ class EventEmitter:
         self._report, self._lock = RunReport(), threading.Lock()
 
     def emit(self, event: Event) -> None:
-        """Pass on an event; what the callback raises is logged."""
         with self._lock:
             self._report = self._report.after(event)
         if self._logs:

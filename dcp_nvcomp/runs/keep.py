@@ -1,10 +1,7 @@
 """Which checkpoints of a run are kept, and why.
 
-    steps, newest last -> rule -> reasons by step     what has no reason goes
-
-A rule is a `Keep`, or any callable that is given the complete steps and returns those to keep. It never sees failed
-saves, so any number of them pushes nothing out. What may not go whatever a rule says (the newest step, pinned steps,
-those that are being uploaded or loaded) is added by tiers/durable.py.
+A rule is a `Keep`, or any callable that is given the complete steps and returns those to keep. What may not go whatever
+a rule says (the newest step, pinned steps, those in use) is added by tiers/durable.py.
 """
 
 from __future__ import annotations

@@ -1,23 +1,15 @@
-"""The lease: one manager writes to a run, and a second one is told who it is.
+"""The lease: one manager writes to a run, and a second one is refused.
 
-    .run/lease-<number>     who holds it (`Holder`); created once and never replaced by anyone else, renewed by its
-                            holder
+    .run/lease-<number>     who holds it (`Holder`); created once, and renewed by its holder alone
 
-Of several files the highest number counts, and files that say nothing of a holder do not. A manager that finds none, or
-one that it may take over, creates the next number: `publish(overwrite=False)` lets one of two succeed. It may take over
+Of several files the highest number counts. A manager that finds none, or one that it may take over, creates the next
+number: `publish(overwrite=False)` lets one of two succeed. It may take over what the same job holds (`run_id`),
+anything with `take_over=True`, and what is dead: not renewed for `lease_seconds` by the storage's clock, and then not
+for half of that while this manager watches it by its own clock. A lease from the future, or on a storage that stamps no
+times, is watched for all of `lease_seconds`. So no clock that was set gives a living run away, or keeps a new one out.
 
-- what is dead: not renewed for `lease_seconds` by the storage's clock, and then not for half of that while this manager
-  watches it, by its own clock that no one sets;
-- what the same job holds (`run_id`): a restarted job need not wait for its dead self;
-- anything with `take_over=True`.
-
-A living holder renews its lease each third of `lease_seconds`. So a clock that was set forward gives no living run
-away, and one that was set back, which leaves a lease that was renewed in the future, keeps no one out: such a lease is
-watched for all of `lease_seconds`, and so is one on a storage that stamps no times.
-
-A lease that is given back says so, and stays until the next one is there. A holder that finds a higher number, or
-another lease under its own, has lost the run: the next call of its manager raises. Until it looks (a third of
-`lease_seconds`) two may write. That mixes no checkpoints (docs/reliability.md): of a step that both save, one is there.
+A holder that finds a higher number, or another lease under its own, has lost the run: the next call of its manager
+raises. Until it looks (a third of `lease_seconds`) two may write, which mixes no checkpoints (docs/reliability.md).
 """
 
 from __future__ import annotations
@@ -69,12 +61,10 @@ class Holder:
 
     @staticmethod
     def here(run_id: str | None, lease_seconds: float) -> Holder:
-        """Return this process as the holder of a new lease."""
         return Holder(uuid.uuid4().hex, run_id or "", socket.gethostname(), str(os.getpid()), lease_seconds)
 
     @staticmethod
     def of(data: bytes) -> Holder | None:
-        """Return what a file says; None if it is no lease."""
         try:
             values = parse_json(data)
         except ValueError:
@@ -105,9 +95,6 @@ class Holder:
             values["released"] = True
         return json.dumps(values).encode()
 
-    def as_renewed(self) -> Holder:
-        return dataclasses.replace(self, renewed=self.renewed + 1)
-
     def lets_go_for(self, run_id: str | None) -> bool:
         """Return whether a job may take over at once: the lease was given back, or is the same job's."""
         return self.is_released or (bool(run_id) and self.run_id == run_id)
@@ -131,7 +118,7 @@ class Lease:
     """A held lease; made by `Lease.take`."""
 
     def __init__(self, open_own: Callable[[], Filesystem], number: int, holder: Holder) -> None:
-        self._open_own, self._number, self._holder = open_own, number, holder
+        self._open_own, self.number, self._holder = open_own, number, holder
         self._over = threading.Event()
         self._lost: RunInUseError | None = None
         # a daemon: a process that ends without `release` is a dead holder
@@ -167,11 +154,6 @@ class Lease:
         raise RunInUseError("Several managers are after the lease of this run at once.", path=own.path)
 
     @property
-    def number(self) -> int:
-        """Its number: that of each later lease of the run is larger."""
-        return self._number
-
-    @property
     def is_lost(self) -> bool:
         return self._lost is not None
 
@@ -187,17 +169,17 @@ class Lease:
         if self._lost is None and self._other(own) is None:
             # not removed: numbers only grow, so that no manager takes another one's lease for its own
             released = dataclasses.replace(self._holder, is_released=True)
-            own.publish(_name_of(self._number), released.to_data())
+            own.publish(_name_of(self.number), released.to_data())
 
     def _other(self, own: Filesystem) -> str | None:
         """Return who holds the run if this one does not any more."""
         held = _leases(own)
-        for number in sorted((number for number in held if number >= self._number), reverse=True):
+        for number in sorted((number for number in held if number >= self.number), reverse=True):
             holder = _read(own, held[number].name)
             if holder is not None and holder.id != self._holder.id:
                 return str(holder)
         # a listing of a directory that changes may miss what is there
-        if self._number in held or _is_file(own, _name_of(self._number)):
+        if self.number in held or _is_file(own, _name_of(self.number)):
             return None
         return "its lease was removed"
 
@@ -219,8 +201,8 @@ class Lease:
                 path=own.path,
             )
             return
-        self._holder = self._holder.as_renewed()
-        own.publish(_name_of(self._number), self._holder.to_data())
+        self._holder = dataclasses.replace(self._holder, renewed=self._holder.renewed + 1)
+        own.publish(_name_of(self.number), self._holder.to_data())
 
 
 def _name_of(number: int) -> str:
@@ -252,8 +234,6 @@ def _read(own: Filesystem, name: str) -> Holder | None:
 
 @dataclass(frozen=True)
 class _Sight:
-    """What is seen of the lease that counts."""
-
     holder: Holder | None  # who holds it; None if all there is says nothing of a holder
     modified: tuple[tuple[int, float | None], ...]  # when each of the files was written
     modified_seconds: float | None

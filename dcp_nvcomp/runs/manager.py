@@ -1,11 +1,4 @@
-"""CheckpointManager: the checkpoints of a training run, from the first save to the restart on other machines.
-
-    should_save -> save -> async_save into the fast tier, or straight into the durable one
-                           background/: on each node, copies, upload, commit, retention
-    restore     -> restoring/: the newest complete step of any place, each file from its nearest copy
-
-All ranks make a manager, and call `should_save`, `save` and `restore` at the same steps.
-"""
+"""CheckpointManager: the checkpoints of a training run, from the first save to the restart on other machines."""
 
 from __future__ import annotations
 
@@ -14,7 +7,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -25,13 +17,12 @@ from dcp_nvcomp.errors import CheckpointError, ConfigurationError, RankFailedErr
 from dcp_nvcomp.format.metadata.summary import LEASE, RUN_SECONDS
 from dcp_nvcomp.options import check_choice, check_flag, check_path, check_seconds, option_names
 from dcp_nvcomp.redaction import without_secrets
-from dcp_nvcomp.runs.agreement import Agreement, Failures, RunCall, SignalWatch
+from dcp_nvcomp.runs.agreement import Agreement, Failures, RunCall, SignalWatch, ranks_of_run
 from dcp_nvcomp.runs.background.pipeline import Pipeline
 from dcp_nvcomp.runs.events import Event, EventEmitter, RunReport, StepDelayed, StepRestored, StepSkipped
 from dcp_nvcomp.runs.keep import Best, Keep, KeepRule, SavedStep
 from dcp_nvcomp.runs.lease import Lease
 from dcp_nvcomp.runs.options import ForwardedOptions, RunContext, check_count, check_tiers, job_id
-from dcp_nvcomp.runs.ranks import ranks_of_run
 from dcp_nvcomp.runs.replicas.replicas import replicas_for
 from dcp_nvcomp.runs.restoring.restore import Restoring
 from dcp_nvcomp.runs.starting import SaveStarter
@@ -245,12 +236,7 @@ class CheckpointManager:
         return every is not None and step > 0 and step % every == 0
 
     def save(
-        self,
-        step: int,
-        state: dict[str, Any],
-        *,
-        metrics: Mapping[str, float] | None = None,
-        durable: bool = False,
+        self, step: int, state: dict[str, Any], *, metrics: Mapping[str, float] | None = None, durable: bool = False
     ) -> StepSave:
         """Save a step; return when the state may change again.
 
@@ -293,7 +279,9 @@ class CheckpointManager:
         due = is_last or not to_fast or self._is_due(step, self._every)
         if due and backlogged:
             if self._on_backlog == "wait" or is_last:  # the last save is never skipped
-                self._wait_for_uploads(save)
+                start = time.perf_counter()
+                self._pipeline.wait_for_uploads(1)
+                self._events.emit(StepDelayed(step, time.perf_counter() - start))
             elif not to_fast:
                 return self._skipped(save)
             else:
@@ -350,13 +338,7 @@ class CheckpointManager:
         values, failure = try_values_of(state)
         return values, known_metrics, failure
 
-    def _wait_for_uploads(self, save: StepSave) -> None:
-        start = time.perf_counter()
-        self._pipeline.wait_for_uploads(1)
-        self._events.emit(StepDelayed(save.step, time.perf_counter() - start))
-
     def _check_lease(self) -> None:
-        """Raise RunInUseError if this rank's lease is lost."""
         if self._lease is not None:
             self._lease.check()
 
@@ -470,9 +452,7 @@ class CheckpointManager:
     def __enter__(self) -> CheckpointManager:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             self.close()
         except CheckpointError as failure:

@@ -2,26 +2,16 @@
 
     .run/id             <id, 32 hexadecimal digits>, and the run's root, without links and secrets
     .run/pin-<step>     a step that no rule removes, because someone elsewhere needs it
-    .run/kept           {"schema": 1, "steps": {"<step>": ["last 3", "best loss"]}}
+    .run/kept           {"schema": 1, "steps": {"<step>": ["last 3", "best loss"]}}, for people who list the run
     .run/abandoned      {"schema": 1, "saves": {"<step>": ["<save id>", ...]}, "damaged": [<step>, ...]}
 
-The lease (lease.py) and what was seen complete (maintenance/completeness.py) are there too.
+A manager looks for pins right before it removes a step; whoever pins looks, after the pin is there, whether the step
+still is. A save that `abandoned` names is no part of the run any more, which went back to an earlier step: it is not
+the newest, no rule counts it, and it goes unless a restore found it damaged.
 
-Pins may be put there by anyone with access to the run: an evaluation that loads the step for hours, a person who wants
-to keep it. A manager looks for pins right before it removes a step; whoever pins looks, after the pin is there, whether
-the step still is.
-
-`kept` says why each step is kept, as the manager last decided, for people who list the run. Nothing depends on it.
-
-A save that `abandoned` names is no part of the run any more: the run went back to an earlier step, and saved from
-there. It is not the newest, and no rule counts it. Where a rule says what to keep it goes, but for those that a restore
-found damaged and passed over: what a person may still want to look at stays. Once its step is saved again, another save
-has its place, which is not named.
-
-The fast tier's directories are claimed for the id. A copy of a run has the id of the original, and with the same fast
-tier it would restore, and upload, what that one has there. So where the root is another one, either the run was moved,
-or is reached by another path, and the new root is written down; or it is a copy, and gets an id of its own. It is a
-copy if a run of this id is at the old root still, and does not see what is written here.
+The fast tier's directories are claimed for the id. A copy of a run has the id of the original, and would restore and
+upload what that one has there. So where the root is another one, the run gets a new id if one of this id is still at
+the old root and does not see what is written here.
 """
 
 from __future__ import annotations
@@ -164,18 +154,17 @@ def read_abandoned(own: Filesystem) -> Abandoned:
     data = own.read_all(_ABANDONED_NAME, limit_nbytes=_MOST_NBYTES)
     try:
         document = parse_json(data)
-        saves = {int(step): _ids(found) for step, found in document["saves"].items()}
+        # where there is one id it stood alone once
+        saves = {
+            int(step): frozenset([found] if isinstance(found, str) else map(str, found))
+            for step, found in document["saves"].items()
+        }
         return Abandoned(saves, frozenset(map(int, document.get("damaged", ()))))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise StorageError(
             "It says which steps the run has left behind, and is damaged: remove it if there are none.",
             path=own.location(_ABANDONED_NAME),
         ) from error
-
-
-def _ids(found: str | list[str]) -> frozenset[str]:
-    """Return the ids of the saves of one step; where there was one it stood alone once."""
-    return frozenset([found] if isinstance(found, str) else map(str, found))
 
 
 def run_id(own: Filesystem, root: str, storage_options: Mapping[str, Any]) -> str:

@@ -45,10 +45,7 @@ class SaveStarter:
         self._on_difference, self._warns = on_difference, warns
 
     def has_room(self, values: Mapping[str, Any]) -> bool:
-        """Return whether the next step, and the copies of other nodes' files, fit this node's fast tier.
-
-        One rank looks for all of its node, and removes what may go if that is what it takes.
-        """
+        """Return whether the next step and copies fit this node's fast tier; one rank of it looks, and makes room."""
         if self._fast is None or not self._run.nodes.is_leader:
             return True
         expected = self._pipeline.fast_nbytes
@@ -63,7 +60,6 @@ class SaveStarter:
             return False
 
     def to_fast(self, save: StepSave, values: dict[str, Any], replica: Replica | None, *, upload: bool) -> None:
-        """Begin a save into the fast tier; return when the state may change again."""
         assert self._fast is not None
         path, durable_path = self._fast.path_of(save.step), self._durable.path_of(save.step)
         publisher = NodePublisher(save.step, save.metrics, more=save.more, durable_path=durable_path, upload=upload)
@@ -81,7 +77,6 @@ class SaveStarter:
             self._pipeline.follow_fast(save, saving, publisher, upload=upload, replicas=replicas)
 
     def to_durable(self, save: StepSave, values: dict[str, Any]) -> None:
-        """Begin a save straight into the durable tier; return when the state may change again."""
         if self._fast is not None:
             self._tell_of_lack_of_room(save)
         writer = self._options.durable_writer(self._durable.path_of(save.step))

@@ -164,7 +164,6 @@ class StepPublisher:
         commit_checkpoint(filesystem, self.named(save))
 
     def named(self, save: FinishedSave) -> FinishedSave:
-        """Return the save with step, metrics and the rest in its summary."""
         more = {**save.summary.more, **self.more}
         summary = dataclasses.replace(save.summary, step=self.step, metrics=dict(self.metrics), more=more)
         return dataclasses.replace(save, summary=summary)
@@ -172,11 +171,7 @@ class StepPublisher:
 
 @dataclass
 class NodePublisher(StepPublisher):
-    """Publishes a save on the coordinator's node, and holds what the other nodes publish.
-
-    The coordinator sees its own node's files only. That all ranks have written theirs is what it was told before it
-    publishes, as in every save.
-    """
+    """Publishes a save on the coordinator's node, and holds what the other nodes publish."""
 
     durable_path: str = ""
     upload: bool = False

@@ -1,18 +1,9 @@
 """The directories of a run's steps: what they are called, which hold a complete checkpoint, and how one is removed.
 
-    <root>/step-<N>/     an ordinary checkpoint; step and metrics are in the summary in its `.metadata`
-    <root>/.run/         what the run keeps for itself (own_files.py)
-
-A step is removed so that it is never half visible, and removals that were cut short are finished:
-
-1  publish the mark `.removing` in the step's directory; whoever pins the step looks for it after the pin is there, so
-   one of the two is seen: if the step is pinned, the mark goes again
-2  remove `.metadata`, and those of single ranks: from here on there is no checkpoint
-3  remove the copies of the metadata, then the data files and unfinished uploads
-4  remove the mark, and the directory where storage has directories
-
-Whoever finds the mark goes on with 2. A save into the same directory removes the mark before it publishes, or the next
-start would take the new checkpoint for one that was being removed.
+A step is removed so that it is never half visible: the mark `.removing` is published first (whoever pins the step looks
+for it after the pin is there, so one of the two is seen, and if the step is pinned the mark goes again), then go the
+metadata, the data files, and the mark. Whoever finds the mark goes on. A save into the same directory removes it before
+it publishes.
 """
 
 from __future__ import annotations
@@ -27,8 +18,7 @@ from dcp_nvcomp.maintenance.completeness import Seen, read_seen
 from dcp_nvcomp.maintenance.run_listing import COMPLETE, DAMAGED, MISNAMED, Step, steps_below
 from dcp_nvcomp.runs.keep import SavedStep
 from dcp_nvcomp.runs.own_files import REMOVING, Abandoned
-from dcp_nvcomp.storage.base import Below, Filesystem
-from dcp_nvcomp.storage.temporary import published_name
+from dcp_nvcomp.storage.base import Below, Filesystem, published_name
 
 _FIELD = "{step}"
 EQUAL = ".equal"  # beside what a replica has saved: other replicas have saved the same
@@ -36,13 +26,7 @@ EQUAL = ".equal"  # beside what a replica has saved: other replicas have saved t
 
 @dataclass(frozen=True)
 class StepNames:
-    """The names of the steps' directories.
-
-    Examples:
-        >>> names = StepNames()
-        >>> names.name_of(200), names.step_of("step-200"), names.step_of("step-200-old")
-        ('step-200', 200, None)
-    """
+    """The names of the steps' directories."""
 
     template: str = "step-{step}"
 

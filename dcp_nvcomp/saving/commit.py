@@ -1,12 +1,5 @@
 """The commit: `.metadata` is published last and atomically; what it replaced is removed only after that.
 
-1  read which files the checkpoint that is there now names; a writer knows those of its own last one
-2  publish __<save_id>.metadata: the same bytes under a name of its own, for recovery
-3  check that every data file is there, whole: ranks may have written elsewhere, or files may have been removed
-4  publish .metadata: from here on the new checkpoint exists, and the old one does not
-5  remove the old one's files, its __<save_id>.metadata first, so that this never names files that are gone;
-   a crash in between leaves harmless orphans
-
 docs/reliability.md has the reason for each step.
 """
 
@@ -24,12 +17,7 @@ from typing import TypeAlias
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp_nvcomp.errors import (
-    CheckpointError,
-    CheckpointExistsError,
-    StorageError,
-    TruncatedFileError,
-)
+from dcp_nvcomp.errors import CheckpointError, CheckpointExistsError, StorageError, TruncatedFileError
 from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.metadata.publishing import metadata_to_publish, publication, settled_to_publish
@@ -53,17 +41,12 @@ _DENIED = (errno.EACCES, errno.EPERM)
 
 
 class LastPublished:
-    """Size and digest of the `.metadata` that one writer published last, and the files that belong to it.
-
-    So it need not parse its own `.metadata`. The place does not matter: where the same bytes are, the same files belong
-    to them. Whatever differs is read and checked like a stranger's.
-    """
+    """What one writer published last, by size and digest, and the files of it: these bytes need not be parsed again."""
 
     def __init__(self) -> None:
         self._known: tuple[int, bytes, frozenset[str]] | None = None  # one value, so that saves may overlap
 
     def note(self, data: bytes, names: Iterable[str]) -> None:
-        """Remember what was published, and the names of all files that belong to it."""
         self._known = len(data), _digest(data), frozenset(names)
 
     def names_if_current(self, filesystem: Filesystem, nbytes: int) -> set[str] | None:
@@ -94,10 +77,7 @@ def refuse_existing(filesystem: Filesystem, *, rank: int | None) -> None:
 
 
 def _files_of_ranks(filesystem: Filesystem) -> set[str]:
-    """The files of a save without collectives, each rank's own metadata among them.
-
-    They go with what is replaced: were `.metadata` lost one day, a load would else find that older save again.
-    """
+    """The files of a save without collectives, with each rank's metadata, which would count without `.metadata`."""
     found = set()
     try:
         for name in filesystem.list_names():
@@ -285,7 +265,6 @@ class Orphans:
         self._thread = threading.current_thread()
 
     def wrote(self, path: str, names: Iterable[str]) -> None:
-        """Remember that this thread's save wrote these files to the checkpoint at `path`."""
         self._path, self._names, self._thread = path, tuple(names), threading.current_thread()
 
     def remove(self, open_at: Callable[[str], Filesystem]) -> None:
@@ -322,10 +301,7 @@ def files_of_current(
 
 
 def remove_files(filesystem: Filesystem, names: Iterable[str], whose: str) -> None:
-    """Remove leftovers. A failure is only logged: it must not fail the save, or hide why the save failed.
-
-    Metadata is removed first, so that if this is interrupted, no remaining metadata names removed files.
-    """
+    """Remove leftovers, metadata first. A failure is only logged: it must not fail the save, or hide why it failed."""
     names = set(names)
     data_files = {name for name in names if name.endswith(DATA_FILE_SUFFIX)}
     try:

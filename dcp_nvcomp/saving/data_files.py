@@ -1,7 +1,4 @@
-"""The data files of a rank: which items each of them holds, and how one is written.
-
-A file is written front to back: header, blocks, footer, trailer.
-"""
+"""The data files of a rank: which items each of them holds, and how one is written."""
 
 from __future__ import annotations
 
@@ -72,13 +69,7 @@ def small_together(items: Iterable[WriteItem]) -> Iterator[list[WriteItem]]:
 
 
 def plan_files(
-    items: Sequence[WriteItem],
-    rank: int,
-    file_id: str,
-    *,
-    single_file_per_rank: bool,
-    streams: int,
-    file_nbytes: int,
+    items: Sequence[WriteItem], rank: int, file_id: str, *, single_file_per_rank: bool, streams: int, file_nbytes: int
 ) -> list[list[PlannedFile]]:
     """Plan the data files of one rank."""
     if not items:
@@ -129,8 +120,7 @@ class DataFileWriter:
         self, stream: OutputStream, name: str, identity: FileIdentity, progress: Callable[[int], None]
     ) -> None:
         self.stream = stream
-        self.totals: list[tuple[str, str, Totals]] = []
-        self.components: dict[tuple[str, str], Totals] = {}
+        self.totals: dict[tuple[str, str, str], Totals] = {}  # by component, codec and dtype
         self._name = name
         self._identity = identity
         self._progress = progress
@@ -170,7 +160,6 @@ class DataFileWriter:
         return len(self._records) - 1
 
     def _codec(self, chain: CodecChain) -> tuple[int, str]:
-        """Return the index of a chain in the footer, and its label."""
         found = self._chains.get(chain)
         if found is None:
             described = chain.to_json()
@@ -192,7 +181,6 @@ class DataFileWriter:
             self._progress(block.uncompressed_nbytes)
 
     def finish(self) -> WrittenFile:
-        """Write the footer and the trailer, and make the file durable."""
         self._write_header(False)
         self._end_record(False)
         tables = Tables(*(np.array(column, np.uint32) for column in (*self._columns, self._slices)))
@@ -222,19 +210,20 @@ class DataFileWriter:
             pending.choice.achieved(self._encoded_nbytes / nbytes)
         if is_large_next:
             self._align()
-        encoded = self._encoded_nbytes
-        self.totals.append((self._label, pending.dtype, Totals(len(pending.members), nbytes, encoded)))
+        encoded, begin = self._encoded_nbytes, 0
         by_component: dict[str, tuple[int, int, int]] = {}
         for at in range(self._first_item, len(self._items)):
             member, number, _ = self._items[at]
-            share = encoded * member.nbytes // nbytes if nbytes else 0
+            end = begin + member.nbytes  # shares of a pack add up
+            share = encoded * end // nbytes - encoded * begin // nbytes if nbytes else 0
+            begin = end
             self._items[at] = (member, number, share)
             component = component_of(member.item_index.fqn)
             count, before, after = by_component.get(component, (0, 0, 0))
             by_component[component] = (count + 1, before + member.nbytes, after + share)
         for component, sums in by_component.items():
-            key = component, self._label
-            self.components[key] = self.components.get(key, Totals()) + Totals(*sums)
+            key = component, self._label, pending.dtype
+            self.totals[key] = self.totals.get(key, Totals()) + Totals(*sums)
         self._pending, self._encoded_nbytes = None, 0
 
     def _align(self) -> None:

@@ -5,18 +5,11 @@
     write threads    one per lane: append the blocks of the lane's files in order, release the rooms
 
 A lane is a list of files that are written one after the other; lanes are written at the same time. This cannot
-deadlock: no task waits for memory once it is handed out, and the oldest of those handed out is always the next one
-that its lane writes.
+deadlock: no task waits for memory once it is handed out, and the oldest of those handed out is always the next one that
+its lane writes. The first error stops everything.
 
-Two threads encode on a GPU, each with an engine, and therefore a stream, of its own: while one batch is encoded, the
-previous one is copied to the host, and the one before that is written.
-
-The first error stops everything: tasks are no longer encoded, blocks are no longer written, streams are aborted.
-
-In the background process encoding gives way to training, until it has to hurry (`Patience`). Patient threads have the
-lowest priority: they take what cores have left. Without privileges no thread may raise its priority again, so beside
-them wait as many threads of ordinary priority, for the moment at which the save has to hurry. That is for a process of
-its own: beside training's own threads a patient one that holds the GIL, but no core, holds all of them up.
+In the background process encoding gives way to training (`Patience`): patient threads have the lowest priority. Without
+privileges no thread may raise its priority again, so as many ordinary ones wait for when the save has to hurry.
 """
 
 from __future__ import annotations
@@ -113,7 +106,6 @@ class SaveJob:
         self.totals = RankTotals()
 
     def run(self) -> list[WrittenFile]:
-        """Write all files."""
         try:
             self._workers.run(self._start_and_feed)
         except BaseException:
@@ -183,7 +175,8 @@ class SaveJob:
             for items in small_together(file.items):
                 resolved = [(item, self._resolve(item)) for item in items]
                 # a copy from a device may wait for it, and nothing should wait while the collector is paused
-                with collector_paused() if _are_on_host(resolved) else nullcontext():
+                on_host = all(not isinstance(data, torch.Tensor) or data.device.type == "cpu" for _, data in resolved)
+                with collector_paused() if on_host else nullcontext():
                     ready = [made for item, data in resolved for made in maker.add(item, data)]
                 del resolved  # tensors may be freed once they are encoded
                 for record, source in ready:
@@ -280,17 +273,10 @@ class SaveJob:
             written = output.finish()
             with self._lock:
                 self.totals.files[written.file.name] = written.file.nbytes
-                for codec, dtype, totals in output.totals:
-                    self.totals.add(codec, dtype, totals)
-                for (component, codec), totals in output.components.items():
-                    self.totals.add_component(component, codec, totals)
+                self.totals.add(output.totals)
                 self._written.append(written)
             return None
         return output
-
-
-def _are_on_host(resolved: Sequence[tuple[WriteItem, Any]]) -> bool:
-    return all(not isinstance(data, torch.Tensor) or data.device.type == "cpu" for _, data in resolved)
 
 
 class Patience:
@@ -306,19 +292,15 @@ class Patience:
 
     @property
     def is_over(self) -> bool:
-        """True once the save has to hurry."""
         return self._is_over.is_set()
 
     def begin(self, nbytes: int) -> None:
-        """Note how much there is to encode."""
         self._nbytes = nbytes
 
     def hurry(self) -> None:
-        """Give way no longer."""
         self._is_over.set()
 
     def encoded(self, nbytes: int) -> None:
-        """Note what was encoded."""
         with self._lock:
             self._done_nbytes += nbytes
 
@@ -336,7 +318,6 @@ class Patience:
         return self._done_nbytes < self._nbytes * min(wanted, 1.0)
 
     def give_way(self) -> None:
-        """Give the calling thread the lowest priority."""
         try:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
         except OSError:  # a sandbox may forbid even that

@@ -1,7 +1,4 @@
-"""What saves of a process keep for the next ones: plans, choices of codecs, segments, and which saves are under way.
-
-Kept for the process and not by a writer: a new writer for each save is usual.
-"""
+"""What saves of a process keep for the next ones: plans, choices of codecs, segments, and which saves are under way."""
 
 from __future__ import annotations
 
@@ -55,7 +52,6 @@ class Kept:
         sequence.end()
 
     def background(self) -> BackgroundProcess:
-        """Return the process that encodes copies, started if there is none."""
         with self._starting:
             if self._background is not None and self._background.start_failure is not None:
                 raise OSError(self._background.start_failure)  # it would fail at each save, after seconds

@@ -1,8 +1,4 @@
-"""One rank's part of one save: `RankSave.run` encodes and writes its files, and `RankResults` say what is in them.
-
-A `RankSave` can be pickled if the codec and the storage options can, and may run on any thread and in any process of
-this machine.
-"""
+"""One rank's part of one save: `RankSave.run` encodes and writes its files, and `RankResults` say what is in them."""
 
 from __future__ import annotations
 
@@ -36,10 +32,6 @@ from dcp_nvcomp.version import VERSION
 
 Resolve: TypeAlias = Callable[[WriteItem], Any]
 Written: TypeAlias = tuple[list[WrittenFile], RankTotals]
-
-
-def no_progress(nbytes: int) -> None:
-    """Show nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +70,6 @@ class SaveOptions:
 
     @property
     def chooser(self) -> CodecChooser:
-        """What picks the codec chain of each tensor."""
         return parse_codec(self.codec)
 
     def open(self, path: str) -> Filesystem:
@@ -104,11 +95,9 @@ class RankSave:
 
     @property
     def nbytes(self) -> int:
-        """Planned size of the items."""
         return sum(map(planned_nbytes, self.items))
 
     def open(self) -> contextlib.closing[Filesystem]:
-        """Open the checkpoint, to be closed at the end of a `with`."""
         return contextlib.closing(self.options.open(self.path))
 
     def lanes(self, filesystem: Filesystem) -> list[list[PlannedFile]]:
@@ -132,11 +121,10 @@ class RankSave:
         filesystem: Filesystem | None = None,
         lanes: Sequence[Sequence[PlannedFile]] | None = None,
         memory: JobMemory | None = None,
-        progress: Callable[[int], None] = no_progress,
+        progress: Callable[[int], None] = lambda nbytes: None,
         on_staged: Callable[[], None] | None = None,
         patience: Patience | None = None,
     ) -> Written:
-        """Encode and write the items."""
         options = self.options
         with contextlib.ExitStack() as stack:
             if filesystem is None:
@@ -170,10 +158,7 @@ class RankSave:
 
 
 class RankResults(list[WriteResult]):
-    """The write results of one rank with its measurements. DCP sends the list to the coordinator as it is.
-
-    DCP's way is a `WriteResult` for each item. If all ranks keep the plan, positions in it are enough: `placed`.
-    """
+    """DCP's list of one rank's write results, with its measurements; if all ranks keep the plan, `placed` is enough."""
 
     def __init__(self, results: Iterable[WriteResult], totals: RankTotals, placed: PlacedItems | None = None) -> None:
         super().__init__(results)

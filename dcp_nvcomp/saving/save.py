@@ -1,7 +1,4 @@
-"""save: one call instead of `dcp.save` with an `NvcompWriter`, and a plan that is kept from save to save.
-
-What it has in common with `async_save` follows: the writer, the planner, and the call of DCP.
-"""
+"""Save by one call instead of `dcp.save` with an `NvcompWriter`, and with a plan that is kept from save to save."""
 
 from __future__ import annotations
 
@@ -16,11 +13,10 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.checkpoint.storage import StorageReader
 
 from dcp_nvcomp.calls.ranks import Call, error_of_ranks, group_of, together
 from dcp_nvcomp.calls.unknown_options import refuse_path
-from dcp_nvcomp.calls.values import is_default_planner, try_check, try_values_of, wrapped
+from dcp_nvcomp.calls.values import check_given_storage, is_default_planner, try_check, try_values_of, wrapped
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.options import check_choice, option_names
 from dcp_nvcomp.saving.plans.differences import OnDifference
@@ -94,23 +90,16 @@ _PLANNING = ("flatten_state_dict", "flatten_sharded_tensors", "dedup_save_to_low
 
 
 def writer_for(
-    call: str,
-    writer: NvcompWriter | None,
-    checkpoint_id: str | os.PathLike[str] | None,
-    options: Mapping[str, Any],
+    call: str, writer: NvcompWriter | None, checkpoint_id: str | os.PathLike[str] | None, options: Mapping[str, Any]
 ) -> NvcompWriter:
     """Return the writer that was given, or one made from the options."""
-    if writer is None:
-        refuse_path(options, option_names(NvcompWriter))
-        if checkpoint_id is None:
-            raise ConfigurationError(f"{call} needs a checkpoint_id or a storage_writer.")
-        return NvcompWriter(checkpoint_id, **options)
-    if not isinstance(writer, NvcompWriter):
-        advice = "it is for loading" if isinstance(writer, StorageReader) else f"use dcp.{call} with other writers"
-        raise ConfigurationError(f"{call} needs an NvcompWriter, not a {type(writer).__name__}: {advice}.")
-    if options:
-        raise ConfigurationError(f"Give {', '.join(sorted(options))} to the writer: there is a storage_writer.")
-    return writer
+    if writer is not None:
+        check_given_storage(call, writer, NvcompWriter, "writer", options)
+        return writer
+    refuse_path(options, option_names(NvcompWriter))
+    if checkpoint_id is None:
+        raise ConfigurationError(f"{call} needs a checkpoint_id or a storage_writer.")
+    return NvcompWriter(checkpoint_id, **options)
 
 
 def planner_for(

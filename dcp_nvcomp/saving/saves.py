@@ -1,13 +1,7 @@
 """The saves of one writer: which save each thread is in, where it goes, and under which id.
 
 A save is announced on a thread, by `reset` or `storage_meta`, and begun there by `set_up_storage_writer`. Asynchronous
-saves of one writer may overlap, each on a thread of its own. A prepared one belongs to no thread:
-
-    prepared = writer.prepare(plan)                        on the thread that planned
-    results = prepared.write(data, choices)                on any thread and in any process of this machine
-    writer.finish_prepared(prepared, metadata, results)    on the coordinator, with the results of all ranks
-
-`NvcompWriter.write_data` and `finish` are the same for DCP, which runs all of a save on one thread.
+saves of one writer may overlap, each on a thread of its own. A prepared one belongs to no thread.
 """
 
 from __future__ import annotations
@@ -47,7 +41,6 @@ class Save:
     own_files: tuple[str, ...] = ()  # the data files that this rank wrote
 
     def stats(self, totals: Sequence[RankTotals]) -> SaveStats:
-        """Return the statistics of these ranks, up to now."""
         seconds = time.perf_counter() - self.started_seconds
         return summarize(without_secrets(self.path), self.save_id, totals, seconds)
 
@@ -63,10 +56,7 @@ class PreparedWrite:
     process_id: int
 
     def write(self, resolve: Resolve, remembered: RememberedChoices) -> RankResults:
-        """Encode and write the items.
-
-        In another process than that which prepared it, the CPU engine encodes: a forked one cannot use CUDA.
-        """
+        """Encode and write the items; in another process by the CPU engine, as a forked one cannot use CUDA."""
         engine = self.engine if os.getpid() == self.process_id else EngineChoice("cpu")
         files, totals = self.rank_save.run(resolve, engine=engine, remembered=remembered)
         totals.rank, totals.seconds["plan"] = self.save.rank, self.planned_seconds
@@ -74,10 +64,7 @@ class PreparedWrite:
 
 
 class Saves:
-    """The latest save of each thread, the path of saves that are given none, and what the earlier ones have left.
-
-    A copy and a pickle of it hold the path, and whether that was set explicitly, and nothing else.
-    """
+    """The latest save of each thread, and what the earlier ones have left; a copy or pickle has the path alone."""
 
     def __init__(self, path: str, is_explicit: bool = False) -> None:
         self._path = path
@@ -93,7 +80,6 @@ class Saves:
 
     @property
     def path(self) -> str:
-        """The checkpoint of saves that are given none."""
         return self._path
 
     @path.setter
@@ -111,7 +97,6 @@ class Saves:
 
     @property
     def current(self) -> Save:
-        """The save that this thread has begun."""
         save: Save = self._local.save
         return save
 
@@ -144,7 +129,6 @@ class Saves:
 
     @contextmanager
     def staged_by(self, staging: Staging) -> Iterator[None]:
-        """Let the saves of this thread be staged."""
         self._local.staging = staging
         try:
             yield
@@ -152,7 +136,6 @@ class Saves:
             self._local.staging = None
 
     def reset(self, place: str) -> None:
-        """Announce another save."""
         if place and (threading.current_thread() is self._owner or not self._is_explicit):
             self._path = place
         self._announce(Save(place))

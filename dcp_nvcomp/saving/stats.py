@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -51,25 +51,22 @@ class RankTotals:
     """Measurements of one rank, which travel to the coordinator with its write results."""
 
     rank: int | None = None  # None for measurements that are of no rank's part
-    by: dict[tuple[str, str], Totals] = field(default_factory=dict)  # codec and dtype
-    by_component: dict[str, dict[str, Totals]] = field(default_factory=dict)
+    by: dict[tuple[str, str, str], Totals] = field(default_factory=dict)  # component, codec and dtype
     seconds: dict[str, float] = field(default_factory=dict)  # of the busiest thread of each stage
     files: dict[str, int] = field(default_factory=dict)
     recoded_blocks: int = 0
     stall_seconds: float = 0.0
     staged_nbytes: int = 0
 
-    def add(self, codec: str, dtype: str, totals: Totals) -> None:
-        """Count some records of one codec and dtype."""
-        self.by[codec, dtype] = self.by.get((codec, dtype), Totals()) + totals
-
-    def add_component(self, component: str, codec: str, totals: Totals) -> None:
-        """Count some records of one component and codec; beyond 64 of them, components are counted together."""
-        is_new = component not in self.by_component and component != TOP_LEVEL
-        if is_new and len(self.by_component) >= _MOST_COMPONENTS:
-            component = OTHER_COMPONENTS
-        by_codec = self.by_component.setdefault(component, {})
-        by_codec[codec] = by_codec.get(codec, Totals()) + totals
+    def add(self, by: Mapping[tuple[str, str, str], Totals]) -> None:
+        """Count some records; beyond 64 of them, components are counted together."""
+        known = {component for component, _, _ in self.by}
+        for (component, codec, dtype), totals in by.items():
+            if component not in known and component != TOP_LEVEL and len(known) >= _MOST_COMPONENTS:
+                component = OTHER_COMPONENTS
+            known.add(component)
+            key = component, codec, dtype
+            self.by[key] = self.by.get(key, Totals()) + totals
 
 
 def component_of(fqn: str) -> str:
@@ -194,27 +191,15 @@ class SaveStats:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as JSON values. Keys are only ever added; `schema` changes if one must go."""
+        values = asdict(self)
+        sums = ("uncompressed_nbytes", "encoded_nbytes", "stored_nbytes", "ratio")
         return {
             "schema": 1,
-            "checkpoint": self.checkpoint_id,
-            "save_id": self.save_id,
-            "uncompressed_nbytes": self.uncompressed_nbytes,
-            "encoded_nbytes": self.encoded_nbytes,
-            "stored_nbytes": self.stored_nbytes,
-            "ratio": self.ratio,
-            "total_seconds": self.total_seconds,
-            "seconds": dict(self.seconds),
-            "stall_seconds": self.stall_seconds,
-            "staged_nbytes": self.staged_nbytes,
-            "recoded_blocks": self.recoded_blocks,
-            "by_codec": {name: asdict(totals) for name, totals in self.by_codec.items()},
-            "by_dtype": {name: asdict(totals) for name, totals in self.by_dtype.items()},
-            "by_component": {
-                name: {codec: asdict(totals) for codec, totals in by_codec.items()}
-                for name, by_codec in self.by_component.items()
-            },
-            "ranks": [asdict(rank) for rank in self.ranks],
-            "files": dict(self.file_nbytes),
+            "checkpoint": values.pop("checkpoint_id"),
+            "files": values.pop("file_nbytes"),
+            **values,
+            **{name: getattr(self, name) for name in sums},
+            "ranks": list(values["ranks"]),
         }
 
     def summary(self, ranks: int, metadata: Metadata) -> Summary:
@@ -238,7 +223,6 @@ class SaveStats:
 
 
 def _readable(nbytes: int) -> str:
-    """Return a size in decimal units."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= factor:
             return f"{nbytes / factor:.2f} {unit}"
@@ -253,13 +237,10 @@ def summarize(checkpoint_id: str, save_id: str, ranks: Sequence[RankTotals], tot
     files: dict[str, int] = {}
     by_component: dict[str, dict[str, Totals]] = {}
     for rank in ranks:
-        for component, of_rank in rank.by_component.items():
+        for (component, codec, dtype), totals in rank.by.items():
             of_component = by_component.setdefault(component, {})
-            for codec, totals in of_rank.items():
-                of_component[codec] = of_component.get(codec, Totals()) + totals
-        for (codec, dtype), totals in rank.by.items():
-            by_codec[codec] = by_codec.get(codec, Totals()) + totals
-            by_dtype[dtype] = by_dtype.get(dtype, Totals()) + totals
+            for sums, name in ((of_component, codec), (by_codec, codec), (by_dtype, dtype)):
+                sums[name] = sums.get(name, Totals()) + totals
         for stage, spent in rank.seconds.items():
             seconds[stage] = max(seconds.get(stage, 0.0), spent)
         files.update(rank.files)

@@ -1,11 +1,5 @@
 """NvcompWriter: a save, from top to bottom.
 
-    set_up_storage_writer   begins a save with an id of its own, see saves.py
-    prepare_local_plan      creates the directory, and refuses to replace a checkpoint that must be kept
-    prepare_global_plan     (coordinator) sends the ranks whether the previous save failed, see `Orphans`
-    write_data              plan -> encode -> stage -> write, see job.py
-    finish                  (coordinator) commit: publishes `.metadata` last, then removes what it replaced
-
 A checkpoint exists from the moment its `.metadata` is published. Until then a save only adds files, under names that no
 other save uses.
 """

@@ -1,8 +1,7 @@
 """The loop that repeats requests until one succeeds, is refused for good, or time is up.
 
-It runs on fsspec's event loop, where the clients of the object stores send their requests. They retry too, but nested
-in each other and in a loop of ours their attempts would multiply, and hide which requests were sent more than once; nor
-does each know a deadline. So they are told to try once, and what retries is here alone.
+It runs on fsspec's event loop. The clients of the object stores would retry too, but nested in ours their attempts
+would multiply, and none knows a deadline. So they are told to try once.
 """
 
 from __future__ import annotations
@@ -81,12 +80,7 @@ class Attempts(ABC):
         return self._may_be_done(error)
 
     def perform(
-        self,
-        what: str,
-        where: str,
-        attempt: Callable[[], Awaitable[T]],
-        *,
-        deadline_seconds: float | None = None,
+        self, what: str, where: str, attempt: Callable[[], Awaitable[T]], *, deadline_seconds: float | None = None
     ) -> Done[T]:
         """Run attempts until one succeeds, is refused for good, or time is up; a CheckpointError ends it too."""
         if (

@@ -1,10 +1,5 @@
 """The contract of storage, and the few rules that every implementation shares.
 
-    data files    open_output -> write ... -> close      or abort, which leaves nothing
-    commit        publish: readers see all of the bytes or none of them
-    load          read_all for small files, read and read_into for ranges
-    clean         list_files, list_uploads and the storage's own clock; remove, abort_uploads
-
 What a storage client raises never leaves these classes: it becomes a `StorageError`, a `TruncatedFileError` or a
 `ConfigurationError`. Use it through open.py, which knows the implementations.
 """
@@ -13,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import re
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
-from dcp_nvcomp.calls.files import fault_of_name
 from dcp_nvcomp.errors import (
     CheckpointError,
     ConcurrentSaveError,
@@ -28,6 +24,7 @@ from dcp_nvcomp.errors import (
     TruncatedFileError,
     UnsafePathError,
 )
+from dcp_nvcomp.options import fault_of_name
 from dcp_nvcomp.redaction import Redactor
 
 T = TypeVar("T")
@@ -77,6 +74,16 @@ class OutputStream(ABC):
     def abort(self) -> None:
         """Leave nothing behind. Never raises; does nothing after a `close` that worked."""
 
+    def __enter__(self) -> OutputStream:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            if error is None:
+                self.close()
+        finally:
+            self.abort()
+
 
 class Filesystem(ABC):
     """One checkpoint's directory. Used by several threads at once; opened in each process, never pickled."""
@@ -91,12 +98,7 @@ class Filesystem(ABC):
 
     @abstractmethod
     def output_streams(self, thread_count: int, memory_budget: int) -> int:
-        """Return how many concurrent output streams pay off.
-
-        Args:
-            thread_count: threads that make what is written.
-            memory_budget: bytes of host memory that they and the streams have.
-        """
+        """Return how many concurrent output streams pay off."""
 
     def location(self, name: str) -> str:
         """Return the full path of a file of the checkpoint, for messages."""
@@ -123,19 +125,12 @@ class Filesystem(ABC):
         """Begin a data file. Its name is one that was never used before."""
 
     def open_replacement(self, name: str) -> OutputStream:
-        """Begin a file that takes the place of `name` when it is closed; the old one stays until then, or if it fails.
-
-        What a process that was killed leaves has a name of `temporary_name`, or is an unfinished upload.
-        """
+        """Begin a file that replaces `name` when it is closed; the old one stays until then, or if it fails."""
         return self.open_output(name)
 
     @abstractmethod
     def publish(self, name: str, data: bytes, *, overwrite: bool = True) -> None:
-        """Write a small file atomically and durably: readers see the old bytes or all of the new ones.
-
-        Raises:
-            ConcurrentSaveError: the file exists and `overwrite` is false.
-        """
+        """Write a small file atomically and durably; ConcurrentSaveError if it exists and `overwrite` is false."""
 
     @abstractmethod
     def read(self, name: str, start: int, stop: int) -> bytes:
@@ -281,3 +276,28 @@ def too_short(path: str, start: int, stop: int, file_nbytes: int) -> TruncatedFi
     """Return what range reads raise beyond the end of a file."""
     message = f"The file ends after {file_nbytes} bytes, before the requested range does: it was truncated or replaced."
     return TruncatedFileError(message, path=path, byte_range=(start, stop))
+
+
+_TEMPORARY: Final = re.compile(r"(.+)\.[0-9a-f]{32}\.tmp", re.DOTALL)
+_CLOCK: Final = re.compile(r"\.clock-[0-9a-f]{32}")
+
+
+def temporary_name(name: str) -> str:
+    """Return a new name for a file that is about to be moved to `name`."""
+    return f"{name}.{uuid.uuid4().hex}.tmp"
+
+
+def published_name(temporary: str) -> str | None:
+    """Return the name that `temporary_name` was given, None for any other name."""
+    match = _TEMPORARY.fullmatch(temporary)
+    return match[1] if match else None
+
+
+def clock_name() -> str:
+    """Return a new name for a file that is written to learn the storage's time."""
+    return f".clock-{uuid.uuid4().hex}"
+
+
+def is_clock(name: str) -> bool:
+    """True for a name made by `clock_name`."""
+    return _CLOCK.fullmatch(name) is not None

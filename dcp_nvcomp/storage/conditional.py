@@ -1,16 +1,9 @@
 """Publishes a small object so that no request of ours can undo what another save publishes later.
 
-A request that was never answered may have been carried out, and may still be a while from now: after another save has
-published and removed our files it would bring back metadata that names nothing. So every write says what it replaces.
-Once this one, a repeated one or another save's has landed, the store refuses whatever else is still on its way.
-
-    version           what is there now
-    write             if that is still there
-    refused           another save was faster: this one comes after it, unless it is not known whether it was before it
-    no answer         look whether it was carried out before it is sent again
-
-Stores differ in what they call a version, how it is written in a condition, and whether they know conditions at all;
-a `Target` says so. A store that knows none gets plain writes, repeated only while the object is as it was.
+A request that was never answered may still be carried out: after another save has published and removed our files it
+would bring back metadata that names nothing. So every write says which version it replaces, and the store refuses what
+comes late. After no answer, we look whether it was carried out before it is sent again. A store that knows no
+conditions gets plain writes, repeated only while the object is as it was.
 """
 
 from __future__ import annotations
@@ -57,11 +50,7 @@ class Target(ABC):
 
 
 def publish(attempts: Attempts, target: Target, data: bytes, *, overwrite: bool) -> None:
-    """Put `data` there.
-
-    Raises:
-        ConcurrentSaveError: there is another object and `overwrite` is false, or another save published meanwhile.
-    """
+    """Put `data` there; ConcurrentSaveError if it may not replace, or another save published meanwhile."""
     publication = _Publication(attempts, target, data, overwrite)
     try:
         attempts.perform("write", target.where, publication.attempt)

@@ -6,10 +6,12 @@ import contextlib
 import errno
 import inspect
 import logging
+import re
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any
+from datetime import datetime, timezone
+from typing import Any, Final
 
 from fsspec.asyn import AsyncFileSystem
 
@@ -20,14 +22,13 @@ from dcp_nvcomp.storage.base import (
     OutputStream,
     already_published,
     check_relative_path,
+    clock_name,
     is_not_found,
+    temporary_name,
     too_short,
 )
-from dcp_nvcomp.storage.fsspec_info import modified_seconds
-from dcp_nvcomp.storage.fsspec_output import FsspecOutput, Replacement
-from dcp_nvcomp.storage.moving import Moves, may_mean_existing, says_existing
+from dcp_nvcomp.storage.fsspec_output import FsspecOutput, Moves, Replacement, may_mean_existing, says_existing
 from dcp_nvcomp.storage.remote import RemoteFilesystem
-from dcp_nvcomp.storage.temporary import clock_name, temporary_name
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class FsspecFilesystem(RemoteFilesystem):
     """Whatever fsspec reaches, other than local disks and S3. Retries are the client's own.
 
     An object store's PUT replaces an object in one step, so a small file is published by one. Elsewhere it is written
-    under a temporary name and moved to its own (moving.py). If the filesystem certainly refuses to move it over an
+    under a temporary name and moved to its own. If the filesystem certainly refuses to move it over an
     existing file, that one is moved aside first; if it can't move files at all, the file is written in place. Both
     warn: a save that is interrupted there leaves no `.metadata`, or a torn one, and `recover` is needed.
     """
@@ -179,10 +180,7 @@ class FsspecFilesystem(RemoteFilesystem):
         return True
 
     def _try_to_move(self, source: str, target: str, *, replaces: bool = False) -> Exception | None:
-        """Move a file; return what the client said if it is still where it was.
-
-        The client may say nothing at all if the target exists (WebHDFS).
-        """
+        """Move a file; return what the client said, which may be nothing, if it is still where it was."""
         refusal: Exception = FileExistsError(errno.EEXIST, f"the storage did not move {source}")
         try:
             move = self._moves.replace if replaces else self._moves.move
@@ -196,11 +194,7 @@ class FsspecFilesystem(RemoteFilesystem):
             raise
 
     def _refuses_existing(self, name: str, refusal: Exception) -> bool:
-        """Try with two other files: is that how the storage refuses to move a file over an existing one?
-
-        A web service's "bad request" has no errno, and neither has a connection that breaks. To move the old file
-        aside after the latter would leave none.
-        """
+        """Try with two other files whether the storage refuses to move a file over an existing one."""
         source, target = temporary_name(name), temporary_name(name)
         try:
             self._fs.pipe_file(self._key(source), b"x")
@@ -348,3 +342,26 @@ class FsspecFilesystem(RemoteFilesystem):
             return self.file_nbytes(name) is None
         except StorageError:
             return False
+
+
+# What they call the time of the last write, in `info` and `ls`.
+_MODIFIED: Final = ("LastModified", "mtime", "modified", "updated", "last_modified", "created", "modify")
+_FTP_TIME: Final = re.compile(r"(\d{14})(\.\d+)?")  # as RFC 3659 has it
+
+
+def modified_seconds(info: Mapping[str, Any]) -> float | None:
+    """Return when a file was last written, in seconds since 1970; None if the client does not tell."""
+    for name in _MODIFIED:
+        value = info.get(name)
+        if isinstance(value, datetime):
+            return value.replace(tzinfo=value.tzinfo or timezone.utc).timestamp()
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        if isinstance(value, str) and (ftp := _FTP_TIME.fullmatch(value)):
+            parsed = datetime.strptime(ftp[1], "%Y%m%d%H%M%S").replace(tzinfo=timezone.utc)
+            return parsed.timestamp() + float(ftp[2] or 0)
+        if isinstance(value, str):
+            with contextlib.suppress(ValueError):
+                parsed = datetime.fromisoformat(value.replace("Z", "+00:00"))
+                return parsed.replace(tzinfo=parsed.tzinfo or timezone.utc).timestamp()
+    return None

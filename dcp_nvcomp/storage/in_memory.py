@@ -73,8 +73,6 @@ class MemoryFilesystem(Filesystem):
 
 
 class _Output(OutputStream):
-    """A file that is there once it is closed."""
-
     def __init__(self, files: dict[str, bytes | bytearray], name: str, *, keeps: bool) -> None:
         self._files, self._name, self._keeps = files, name, keeps
         self._data = bytearray()

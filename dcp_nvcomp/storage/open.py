@@ -1,20 +1,16 @@
-"""`open_filesystem` returns the `Filesystem` for a path or URL.
-
-Local paths use system calls (local/filesystem.py), Azure and Google Cloud Storage the clients of objects/, SFTP and SMB
-those of file_servers/; all else goes through fsspec.
-The contract that both keep is in base.py.
-"""
+"""`open_filesystem` returns the `Filesystem` for a path or URL: our own implementation, or else fsspec's filesystem."""
 
 from __future__ import annotations
 
 import contextlib
 import difflib
 import functools
+import importlib.metadata
 import inspect
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import fsspec
 import fsspec.config
@@ -28,13 +24,36 @@ from dcp_nvcomp.storage.file_servers.filesystem import open_file_server
 from dcp_nvcomp.storage.file_servers.urls import FILE_SERVERS, SMB, file_server_url
 from dcp_nvcomp.storage.fsspec_files import FsspecFilesystem
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
-from dcp_nvcomp.storage.marked_urls import without_mark
 from dcp_nvcomp.storage.objects.filesystem import open_object_store
 from dcp_nvcomp.storage.objects.options import AZURE, GCS, azure_url, gcs_url
 from dcp_nvcomp.storage.remote import PARALLEL_READS, part_nbytes
 from dcp_nvcomp.storage.s3 import client as s3_client
 from dcp_nvcomp.storage.s3 import filesystem as s3
-from dcp_nvcomp.storage.versions import refuse_old
+
+# `dcpz:///path` and `dcpz+s3://bucket/key` tell stock DCP to save through this package; here they are the place itself.
+MARK: Final = "dcpz"
+# The protocols behind the mark; each has an entry point of fsspec in setup.cfg.
+MARKED_PROTOCOLS: Final = ("s3", "gs", "gcs", "az", "abfs", "memory")
+
+_MARKED = re.compile(rf"{MARK}(?:\+([A-Za-z][A-Za-z0-9+.\-]*))?:(//?)(.*)", re.DOTALL | re.IGNORECASE)
+
+
+def is_marked(path: str) -> bool:
+    """Return True for a URL with the mark, and for what pathlib makes of one."""
+    return _MARKED.fullmatch(path) is not None
+
+
+def without_mark(path: str) -> str:
+    """Return the path or URL without the mark; others as they are."""
+    found = _MARKED.fullmatch(path)
+    if found is None:
+        return path
+    protocol, slashes, rest = found.groups()
+    if slashes != "//":
+        whole = path.replace(":/", ":///" if protocol is None else "://", 1)
+        raise ConfigurationError(f"{path!r} is what pathlib makes of a URL: pass {whole!r} as text, not as a Path.")
+    return rest if protocol is None else f"{protocol}://{rest}"
+
 
 _S3 = ("s3", "s3a")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)(::.*)?://", re.DOTALL)
@@ -250,3 +269,35 @@ def _check_options(
 _OBJECT_STORES = ("s3", "s3a", *GCS, *AZURE, "adl", "oci", "ocilake", "oss", "memory")
 # Their client is one connection, on which the answers to several threads would be mixed up.
 _ONE_CONNECTION = ("ftp",)
+
+
+LOWEST: Final = {
+    "fsspec": "2024.3.1",
+    "s3fs": "2024.3.1",
+    "gcsfs": "2024.3.1",
+    "obstore": "0.11.1",
+    "asyncssh": "2.18",
+    "smbprotocol": "1.12",
+}
+
+
+def refuse_old(package: str, needed_for: str) -> None:
+    """Raise if a package is installed in a version that is too old; do nothing if it is not installed."""
+    installed = _installed(package)
+    if installed is not None and _parts(installed) < _parts(LOWEST[package]):
+        raise ConfigurationError(
+            f"{package} {installed} is too old for {needed_for}, which needs {LOWEST[package]} or newer: "
+            f"pip install '{package}>={LOWEST[package]}'."
+        )
+
+
+@functools.cache
+def _installed(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _parts(version: str) -> list[int]:
+    return [int(part) for part in re.findall(r"[0-9]+", version)[:3]]

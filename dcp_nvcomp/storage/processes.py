@@ -13,8 +13,8 @@ import fsspec.config
 from fsspec.registry import known_implementations
 
 from dcp_nvcomp.storage.file_servers.urls import FILE_SERVERS
-from dcp_nvcomp.storage.marked_urls import without_mark
 from dcp_nvcomp.storage.objects.options import AZURE, GCS
+from dcp_nvcomp.storage.open import without_mark
 
 _PROTOCOLS = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)(?=::|://)")
 _IN_PROCESS = ("memory",)
@@ -29,10 +29,7 @@ def filesystem_classes(path: str | os.PathLike[str]) -> dict[str, type]:
 
 
 def is_known_elsewhere(path: str | os.PathLike[str]) -> bool:
-    """True if another process finds the same storage at this path or URL.
-
-    Not the memory of this one, nor a filesystem that was registered here, of which nobody knows where it keeps things.
-    """
+    """True if another process finds the same storage at this path or URL."""
     try:
         classes = filesystem_classes(path)
     except (ImportError, ValueError):  # the save will say so

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from dcp_nvcomp import convert, save
 from dcp_nvcomp.cli.app import app
-from dcp_nvcomp.cli.cat import parse_index
+from dcp_nvcomp.cli.listing import parse_index
 
 STATE: dict[str, Any] = {
     "model": {"w": torch.arange(20.0).reshape(5, 4), "empty": torch.zeros(0), "odd[0]": torch.tensor([7])},

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint._extension import ExtensionRegistry, ZStandard
 
 from dcp_nvcomp import ConfigurationError, NvcompWriter, open_checkpoint
 from dcp_nvcomp.integrations import urls
-from dcp_nvcomp.storage.marked_urls import MARK, MARKED_PROTOCOLS, without_mark
+from dcp_nvcomp.storage.open import MARK, MARKED_PROTOCOLS, without_mark
 from tests.conftest import S3Store
 
 PROGRAM = """

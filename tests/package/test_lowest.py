@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from dcp_nvcomp.errors import ConfigurationError
-from dcp_nvcomp.storage import versions
-from dcp_nvcomp.storage.open import open_filesystem
+from dcp_nvcomp.storage import open as opening
+from dcp_nvcomp.storage.open import LOWEST, open_filesystem
 from tests.package.lowest import lowest_versions
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +28,7 @@ def test_every_dependency_has_a_lowest_version() -> None:
 
 def test_messages_name_the_same_versions() -> None:
     found = lowest_versions(ROOT / "setup.cfg")
-    assert {name: found[name] for name in versions.LOWEST} == versions.LOWEST
+    assert {name: found[name] for name in LOWEST} == LOWEST
 
 
 @pytest.mark.parametrize(
@@ -48,17 +48,17 @@ def test_an_old_package_is_named(url: str, package: str, version: str, monkeypat
         return version if name == package else "9999.1"
 
     monkeypatch.setattr(importlib.metadata, "version", installed)
-    versions._installed.cache_clear()
+    opening._installed.cache_clear()
     try:
         with pytest.raises(ConfigurationError) as caught:
             open_filesystem(url, storage_options={"endpoint_url": "http://127.0.0.1:1"})
     finally:
-        versions._installed.cache_clear()
-    lowest = versions.LOWEST[package]
+        opening._installed.cache_clear()
+    lowest = LOWEST[package]
     assert str(caught.value).startswith(f"{package} {version} is too old for {url.partition('/')[0]}//, which needs ")
     assert f"pip install '{package}>={lowest}'" in str(caught.value)
 
 
 def test_versions_are_compared_as_numbers() -> None:
-    assert versions._parts("2024.10.0") > versions._parts("2024.9.0.post1")
-    assert versions._parts("2.9.post0") < versions._parts("2.10")
+    assert opening._parts("2024.10.0") > opening._parts("2024.9.0.post1")
+    assert opening._parts("2.9.post0") < opening._parts("2.10")

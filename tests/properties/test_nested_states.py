@@ -23,7 +23,7 @@ from dcp_nvcomp import (
     save,
     save_compressed_checkpoint,
 )
-from dcp_nvcomp.reading.sameness import is_same
+from dcp_nvcomp.reading.comparison import is_same
 from tests.effort import examples
 from tests.states import blank
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dcp_nvcomp import CheckpointError, StepFailed, StorageError, inspect_checkpoint, list_run, verify_checkpoint
-from dcp_nvcomp.runs.background import fast_stage
+from dcp_nvcomp.runs.background import stages
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from tests.distributed.launch import RankPool
 from tests.runs import jobs
@@ -226,14 +226,14 @@ def _copy_fails_after_the_upload(place: Path) -> dict[str, Any]:
     events: list[Any] = []
     options = {"every": 10, "fast_every": 10, "copies": 1, "on_event": events.append}
     with pytest.MonkeyPatch.context() as patch, jobs.manager_of(place, **options) as manager:
-        move = fast_stage.move_files
+        move = stages.move_files
 
         def late(*args: Any, **kwargs: Any) -> None:
             manager._pipeline._durable_thread.wait_for(0)
             move(*args, **kwargs)
             raise StorageError("no copy today")
 
-        patch.setattr(fast_stage, "move_files", late)
+        patch.setattr(stages, "move_files", late)
         save = manager.save(10, jobs.state_of(10))
         save.saved.result(60)
         patch.undo()

@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from dcp_nvcomp import CheckpointManager, NvcompReader, NvcompWriter, async_save, load, save
 from dcp_nvcomp.errors import CheckpointError, RankFailedError
-from dcp_nvcomp.runs.background.durable_stage import DurableStage
+from dcp_nvcomp.runs.agreement import Ranks
+from dcp_nvcomp.runs.background.stages import DurableStage
 from dcp_nvcomp.runs.lease import Lease
-from dcp_nvcomp.runs.ranks import Ranks
 from dcp_nvcomp.runs.restoring.restore import Restoring
 from tests.distributed.launch import RankPool
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dcp_nvcomp.errors import CheckpointError
-from dcp_nvcomp.runs.ranks import Ranks
+from dcp_nvcomp.runs.agreement import Ranks
 from dcp_nvcomp.runs.tiers import transfer
 from dcp_nvcomp.runs.tiers.nodes import Transfer, rounds
 from dcp_nvcomp.runs.tiers.transfer import move_files, upload_files

@@ -27,7 +27,7 @@ from dcp_nvcomp import (
     list_run,
     pin_step,
 )
-from dcp_nvcomp.runs.background import durable_stage
+from dcp_nvcomp.runs.background import stages
 from dcp_nvcomp.runs.lease import Lease
 from dcp_nvcomp.runs.tiers.fast import FastTier
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
@@ -97,7 +97,7 @@ def test_a_damaged_step_of_the_fast_tier_is_not_uploaded(tmp_path: Path) -> None
     options: dict[str, Any] = {"fast": tmp_path / "fast", "fast_every": 5, "fast_keep": 3}
     _save(tmp_path, 10, **options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(durable_stage, "upload_files", _fail)
+        patch.setattr(stages, "upload_files", _fail)
         with pytest.raises(StorageError):
             _save(tmp_path, 20, **options)
     _damage(tmp_path / "fast" / "step-20")
@@ -153,7 +153,7 @@ def test_the_last_save_before_the_end_is_never_skipped(tmp_path: Path, monkeypat
 def test_the_last_save_is_uploaded_by_the_next_job_if_this_one_was_too_slow(tmp_path: Path) -> None:
     options: dict[str, Any] = {"fast": tmp_path / "fast", "fast_every": 5}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(durable_stage, "upload_files", _fail)
+        patch.setattr(stages, "upload_files", _fail)
         with pytest.raises(StorageError):
             _be_preempted(tmp_path, 7, **options)
     with _manager(tmp_path, **options, every=100) as manager:

@@ -19,9 +19,8 @@ from fsspec.spec import AbstractFileSystem
 
 from dcp_nvcomp.errors import ConcurrentSaveError, StorageError
 from dcp_nvcomp.storage.base import is_not_found
-from dcp_nvcomp.storage.fsspec_files import FsspecFilesystem
-from dcp_nvcomp.storage.fsspec_info import modified_seconds
-from dcp_nvcomp.storage.moving import Moves
+from dcp_nvcomp.storage.fsspec_files import FsspecFilesystem, modified_seconds
+from dcp_nvcomp.storage.fsspec_output import Moves
 from dcp_nvcomp.storage.open import open_filesystem
 
 from .plain import ATOMIC, PROTOCOLS, MovingFilesystem, PlainFilesystem, carry_out, hooked

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_nvcomp.storage.ranges import ByteRange, coalesce
+from dcp_nvcomp.loading.read_plan import ByteRange, coalesce
 
 
 def test_nothing_wanted() -> None:

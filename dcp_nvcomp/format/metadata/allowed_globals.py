@@ -1,19 +1,7 @@
 """The globals that `.metadata` may name, and the inert tree that pickle_machine.py makes of a pickle.
 
 None of the globals executes anything: a class only marks an `Instance`, and the few callables are functions of this
-module that check their arguments: a size is a tuple of ints, a layout is one of torch's. The user may allow others,
-with `trusted_globals=` of the readers.
-
-pickled                 in the tree
-----------------------  -----------------------------------------------------------------------------
-None, bool, int, ...    themselves; a tuple is a tuple
-list                    `PickledList`
-dict                    `PickledDict`, the flat list of its keys and values: no key is ever hashed here
-a global that is listed `Global`, our description of it; nothing is imported
-NEWOBJ, then BUILD      `Instance` of that global, with its state beside it
-REDUCE                  the answer of our own `Global.reduce` to the arguments, which must be immutable
-a global that the user  `TrustedCall`: what would be called with what; the reader of the tree decides
-trusts, called
+module that check their arguments. The user may allow others with `trusted_globals=`, which become a `TrustedCall`.
 """
 
 from __future__ import annotations
@@ -199,10 +187,7 @@ STORAGE_INFO: Final = _class("_StorageInfo", "torch.distributed.checkpoint.files
 
 
 def resolve_trusted_globals(names: Sequence[str]) -> dict[str, Any]:
-    """Import the globals of `trusted_globals=`, each named "module.name".
-
-    The file never decides what is imported: it can only name one of these, letter by letter.
-    """
+    """Import the globals of `trusted_globals=`, each named "module.name"."""
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise ConfigurationError(f"trusted_globals= takes a sequence of 'module.name' strings, not {names!r}.")
     found = {}

@@ -3,9 +3,7 @@
     planner_data["seen.7"] = ("seen", "7")                        as DCP stores it: keys of dicts are text
     planner_data[".keys"]  = ((("seen", "7"), 7), ...)            those that were not text
 
-DCP looks up only the paths of values, so it takes no notice of `.keys`. A value may have that name itself: then the
-first of `..keys`, `...keys` that is free is taken. Without any of these, as in stock checkpoints, it is not known what
-the keys were.
+If a value has the name `.keys` itself, the first of `..keys`, `...keys` that is free is taken.
 """
 
 from __future__ import annotations
@@ -108,10 +106,7 @@ def has_keys(metadata: Metadata) -> bool:
 
 
 def paths_of(metadata: Metadata) -> dict[str, Path]:
-    """Return for each value of a checkpoint its place in the state; its name, if none was stored.
-
-    They are in the order of the state, as far as that is stored: DCP's plans have tensors first.
-    """
+    """Return for each value of a checkpoint its place in the state; its name, if none was stored."""
     stored, keys = _planner_data(metadata), _keys_of(metadata)
     paths: dict[str, Path] = {}
     described = metadata.state_dict_metadata

@@ -1,11 +1,8 @@
 """Runs the pickle opcodes of `.metadata` without ever calling what the file names.
 
-Python's unpickler executes: with GLOBAL and REDUCE any function that it can import, with BUILD any change to it. This
-machine knows only the opcodes that DCP's metadata needs, and turns them into the inert tree of allowed_globals.py.
-Everything else raises `UnsafeMetadataError`. Time and memory are linear in the input: strings and integers are slices
-of it, the memo grows by one at a time, marks nest `MAX_MARKS` deep, and a container takes three bytes of input or more.
-That may still be thirty times as much as the input, so the memory that the tree takes is looked at as it grows, and has
-a limit.
+This machine knows only the opcodes that DCP's metadata needs, and turns them into the inert tree of allowed_globals.py.
+Everything else raises `UnsafeMetadataError`. Time and memory are linear in the input, and the memory that the tree
+takes is checked as it grows.
 """
 
 from __future__ import annotations
@@ -14,7 +11,7 @@ import pickle
 import pickletools
 import struct
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import repeat
 from typing import Any, Final
 
@@ -94,7 +91,7 @@ def run_pickle(
     end: int,
     most_nbytes: int,
 ) -> Any:
-    """The inert tree that `data` describes (see the module's docstring)."""
+    """Return the inert tree that `data` describes."""
     widened = {name: Global(name, value=value, is_trusted=True) for name, value in (trusted or {}).items()}
 
     def find(module: object, name: object) -> Global:
@@ -129,7 +126,10 @@ def _run(data: bytes, find: Callable[[object, object], Global], end: int, most_n
     blocks = sys.getallocatedblocks()
     batch = min(_MOST_UNSEEN, most_nbytes >> 9)
     while True:
-        _check_memory(most_nbytes, [stack, *marks], len(memo) + moved, long_nbytes, sys.getallocatedblocks() - blocks)
+        pointers = 2 * (len(stack) + sum(map(len, marks))) + len(memo) + moved
+        # lists are an eighth longer than they must
+        if 9 * pointers + long_nbytes + _BLOCK_NBYTES * (sys.getallocatedblocks() - blocks) > most_nbytes:
+            raise _too_much(most_nbytes)
         for _ in repeat(None, batch):
             opcode = data[pos]
             pos += 1
@@ -284,13 +284,6 @@ def _run(data: bytes, find: Callable[[object, object], Global], end: int, most_n
             continue
         break
     raise UnsafeMetadataError("The pickle makes more containers than its size allows.")
-
-
-def _check_memory(most_nbytes: int, stacks: Sequence[Sequence[Any]], slots: int, long_nbytes: int, blocks: int) -> None:
-    """Refuse a tree that takes too much memory."""
-    pointers = 2 * sum(map(len, stacks)) + slots
-    if 9 * pointers + long_nbytes + _BLOCK_NBYTES * blocks > most_nbytes:  # lists are an eighth longer than they must
-        raise _too_much(most_nbytes)
 
 
 def _too_much(most_nbytes: int) -> UnsafeMetadataError:

@@ -1,15 +1,8 @@
 """Makes the bytes of a `.metadata` to publish, and refuses what a load would refuse, before the commit.
 
-Planners, and tensors with DCP's checkpointable protocol, may put into the metadata what stock DCP happily pickles and
-what this package's reader does not take. So:
-
-1  what has an equivalent is replaced by it: tuples and lists by torch.Size, subclasses of DCP's classes by these, an
-   old TensorProperties by today's; attributes that are no fields of these classes are left out
-2  the reader reads the result: the very bytes if there are few shards, else a sample. Reading half a million shards
-   takes twice as long as writing them, so each shard is looked at here, and only what is not plainly readable, and one
-   item of each kind of what is, goes into the sample
-
-Later saves by a plan that is kept repeat all but where shards are stored: for these, both are done once.
+Planners and tensors may put into the metadata what stock DCP pickles and this package's reader does not take. What has
+an equivalent is replaced by it. Then the reader reads the result, or a sample if there are many shards: each shard is
+looked at here, and what is not plainly readable, and one item of each kind that is, goes into the sample.
 """
 
 from __future__ import annotations

@@ -21,10 +21,7 @@ _Shards = dict[torch.Size, tuple[torch.Size, int]]  # offsets -> (sizes, the ran
 
 
 def merge_rank_metadata(parts: Mapping[int, Metadata], *, path: str) -> Metadata:
-    """Merge the metadata of every rank into that of the whole checkpoint.
-
-    A shard or bytes item that several ranks saved is taken from the lowest of them (see `prefer_rank`).
-    """
+    """Merge the metadata of every rank into that of the whole checkpoint; the lowest rank wins (see `prefer_rank`)."""
     assert parts
     ranks = sorted(parts)
     missing = sorted(set(range(ranks[-1] + 1)) - set(ranks))
@@ -55,10 +52,7 @@ def merge_rank_metadata(parts: Mapping[int, Metadata], *, path: str) -> Metadata
 
 
 def prefer_rank(merged: Metadata, own: Metadata) -> dict[MetadataIndex, Any]:
-    """Return the merged `storage_data`, with one rank's own copy of each item it saved itself.
-
-    Without collectives, plain tensors and bytes items may differ from rank to rank; each rank then loads its own.
-    """
+    """Return the merged `storage_data`, with one rank's own copy of each item it saved itself."""
     storage = dict(merged.storage_data)
     for fqn, item in own.state_dict_metadata.items():
         if isinstance(item, BytesStorageMetadata):

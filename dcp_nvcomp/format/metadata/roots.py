@@ -74,11 +74,7 @@ class Root:
         return found
 
     def names(self) -> set[str]:
-        """Return every file that belongs to it: itself, its data files, its immutable copy.
-
-        Metadata is untrusted, and the files it names may be removed once it is replaced, so only data files in this
-        directory count.
-        """
+        """Return every file of this directory that belongs to it: metadata is untrusted, and these may be removed."""
         data_files = {name for name in self.files() if name.endswith(DATA_FILE_SUFFIX) and "/" not in name}
         copy = copy_name_of(self.save_id)
         return {self.name, *data_files, *([copy] if copy else [])}
@@ -90,11 +86,7 @@ def is_missing(error: CheckpointError) -> bool:
 
 
 def read_root(
-    filesystem: Filesystem,
-    name: str,
-    *,
-    trusted_globals: Sequence[str] = (),
-    limit_nbytes: int = MAX_METADATA_NBYTES,
+    filesystem: Filesystem, name: str, *, trusted_globals: Sequence[str] = (), limit_nbytes: int = MAX_METADATA_NBYTES
 ) -> Root:
     """Read one metadata file, and once more if it turns out to be corrupt."""
     path = filesystem.location(name)

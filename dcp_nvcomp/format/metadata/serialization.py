@@ -1,12 +1,7 @@
 """Reads `.metadata` without trusting it, and writes it so that stock torch can read it.
 
-    read    bytes -> pickle_machine.py (an inert tree) -> tree.py (checks; torch's own classes)
-    write   torch's Metadata, with tuples of plain values as `storage_data` -> pickle, protocol 4, followed by its CRC
-
-`share_equal` makes equal parts one object, which the pickle names by a few bytes when it meets them again. Most tensors
-of a model are like others: in size, dtype and shards. A file of 10,000 small ones is half as long so, and is read
-faster. Each tensor keeps an entry and a list of its own, which readers may change; shared are sizes, shards and
-properties.
+`share_equal` makes equal parts one object, which the pickle names by a few bytes when it meets them again: a file of
+10,000 small tensors is half as long.
 """
 
 from __future__ import annotations
@@ -53,11 +48,7 @@ def serialize_metadata(metadata: Metadata, summary: Summary | None = None) -> by
 
 
 def _pickled(metadata: Metadata) -> bytes:
-    """Return the pickle of metadata, the same whatever the release of Python.
-
-    The first releases of Python 3.11 would write the member of an enum as a call of getattr, which no careful reader
-    makes: here it is its class and value.
-    """
+    """Return the pickle of metadata, with enums by class and value, whatever the release of Python writes for them."""
     state = TensorProperties().__getstate__()  # type: ignore[no-untyped-call]
     kinds = {type(value) for value in state if isinstance(value, enum.Enum)}
     file = io.BytesIO()
@@ -74,10 +65,7 @@ def _by_value(member: enum.Enum) -> tuple[type[enum.Enum], tuple[Any, ...]]:
 def parse_metadata(
     data: bytes, *, path: str, trusted_globals: Sequence[str] = (), limit_nbytes: int = MAX_METADATA_NBYTES
 ) -> Metadata:
-    """Read `.metadata` without executing anything that it names.
-
-    Attributes that this version does not know are ignored, and nothing is built from them: a later torch may add some.
-    """
+    """Read `.metadata` without executing anything that it names; attributes of a later torch are ignored."""
     trusted = resolve_trusted_globals(trusted_globals)
     try:
         end = end_of_pickle(data)
@@ -104,10 +92,7 @@ def share_equal(metadata: Metadata, leave: set[str | MetadataIndex]) -> Metadata
 
 
 def fits_earlier_readers(metadata: Metadata, nbytes: int) -> bool:
-    """Return True if metadata that takes `nbytes` now is not too much for what a reader may spend on so short a file.
-
-    A reader pays for list indices of `planner_data`, which are not shared, from a budget that is the size of the file.
-    """
+    """Return True if a reader, whose budget for list indices is the file's size, may read metadata of `nbytes`."""
     paths = metadata.planner_data
     if paths is None:
         return True

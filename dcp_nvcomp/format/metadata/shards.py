@@ -1,7 +1,5 @@
 """What `.metadata` says of shards: where each is stored, which of them an index means, and if a footer's record agrees.
 
-    in memory   StoredAt(DataFileRef(...), record)         ours
-                StockItem(relative_path, offset, ...)      stock DCP's
     on disk     ((name, nbytes, footer_nbytes, footer_crc), record), plain tuples, so that torch alone can unpickle them
 
 All items of a data file share one tuple by identity, so that pickle writes it once.

@@ -1,10 +1,9 @@
 """The end of a `.metadata`: the summary of its save, and the CRC of the pickle.
 
-The last attribute of the pickled Metadata is a text that begins with a mark, by which it is found in the file's last
-few KB; a list of a thousand checkpoints reads nothing else. Stock DCP, and readers that don't know it, take it for an
-attribute of no meaning. Unpicklers stop before the CRC, so stock tools never see it.
-
     "DCPNVsum" + CRC32C of the rest as 8 hexadecimal digits + a JSON object
+
+The summary is the last attribute of the pickled Metadata, and is found in the file's last few KB by its mark; a list of
+a thousand checkpoints reads nothing else. Unpicklers stop before the CRC.
 """
 
 from __future__ import annotations

@@ -47,10 +47,7 @@ _HAS_STRIDES: Final = "strides" in TensorProperties.__dataclass_fields__  # torc
 
 
 class MetadataReader:
-    """Turns one tree into torch's Metadata.
-
-    What the file shares by identity (DCP's objects) is shared in the result and built once.
-    """
+    """Turns one tree into torch's Metadata; what the file shares by identity is built once."""
 
     def __init__(self, path: str, data_nbytes: int) -> None:
         self._path = path

@@ -15,11 +15,7 @@ _PATH_KINDS: Final = {str, int}
 
 
 class ValueReader:
-    """Turns parts of one tree into Python values.
-
-    A part that the file references several times is visited as often. All visits are paid for from one budget, so time
-    and memory are linear in the size of the file.
-    """
+    """Turns parts of one tree into Python values, from one budget: time and memory are linear in the file's size."""
 
     def __init__(self, data_nbytes: int) -> None:
         self._budget = (1 << 16) + data_nbytes

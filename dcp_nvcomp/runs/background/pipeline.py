@@ -1,15 +1,9 @@
-"""What happens to a save in the background, on two threads of each rank.
-
-    fast thread       wait until all ranks have written -> `.metadata` on each node -> copies to peers -> old steps go
-    (fast_stage.py)                                                                   or compare replicas
-    durable thread    upload the files as they are -> commit -> steps that nothing keeps go
-    (durable_stage.py)
+"""What happens to a save in the background: each rank has a thread for the fast tier and one for the durable tier.
 
 A save that goes straight to the durable tier has its place on the durable thread, so steps are published in order. Both
 threads do the same jobs in the same order on all ranks, each with process groups of its own, and each stage ends with
-an exchange of whether it worked: an error is the same on all of them. One of the fast tier's storage is
-no failure of the run: the step is lost from that tier, and if it was due in the durable one, the next save makes up for
-it.
+an exchange of whether it worked. An error of the fast tier's storage is no failure of the run: the step is lost from
+that tier, and if it was due in the durable one, the next save makes up for it.
 """
 
 from __future__ import annotations
@@ -20,13 +14,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_nvcomp.errors import StorageError
-from dcp_nvcomp.runs.agreement import Failures
-from dcp_nvcomp.runs.background.durable_stage import DurableStage
-from dcp_nvcomp.runs.background.fast_stage import FastStage
+from dcp_nvcomp.runs.agreement import Failures, Ranks
+from dcp_nvcomp.runs.background.stages import DurableStage, FastStage
 from dcp_nvcomp.runs.background.threads import Background, OnTheirWay
 from dcp_nvcomp.runs.options import RunContext
 from dcp_nvcomp.runs.own_files import Abandoned
-from dcp_nvcomp.runs.ranks import Ranks
 from dcp_nvcomp.runs.replicas.comparing import written_by
 from dcp_nvcomp.runs.step_save import NodePublisher, StepSave
 from dcp_nvcomp.runs.steps import RunSteps
@@ -78,7 +70,6 @@ class Pipeline:
         self._on_their_way.wait(most_waiting)
 
     def follow_direct(self, save: StepSave, saving: AsyncSave) -> None:
-        """See a save to its end that goes straight to the durable tier."""
         self._on_their_way.add(save.step)
         self._durable_thread.do(lambda: self._end_direct(save, saving))
 
@@ -91,7 +82,6 @@ class Pipeline:
         upload: bool,
         replicas: Sequence[Sequence[int]] = (),
     ) -> None:
-        """See a save to its end that goes to the fast tier."""
         assert self._fast_thread is not None and self.room is not None
         room = self.room
         room.begun(save.step)

@@ -1,8 +1,4 @@
-"""A thread of a manager, and the steps that its threads are bringing to the durable tier.
-
-A thread does its jobs one after the other, in the same order on all ranks. A job that fails is noted, and the others go
-on: each of them asks the other ranks whether it may. Errors wait for the next call of the manager.
-"""
+"""A thread of a manager, and the steps that its threads are bringing to the durable tier."""
 
 from __future__ import annotations
 
@@ -22,18 +18,13 @@ class Background:
         self._name, self._on_error = name, on_error
         self._jobs: deque[Job] = deque()
         self._changed = threading.Condition()
-        self._waiting = 0
-
-    @property
-    def waiting(self) -> int:
-        return self._waiting
+        self.waiting = 0
 
     def do(self, job: Job) -> None:
-        """Do a job after those that were given before."""
         with self._changed:
             self._jobs.append(job)
-            self._waiting += 1
-            is_idle = self._waiting == 1
+            self.waiting += 1
+            is_idle = self.waiting == 1
         if not is_idle:
             return
         # not a daemon: the interpreter waits for it, so that a save that has begun is finished
@@ -45,7 +36,7 @@ class Background:
 
     def wait_for(self, most_waiting: int = 0) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting <= most_waiting)
+            self._changed.wait_for(lambda: self.waiting <= most_waiting)
 
     def _work(self) -> None:
         while True:
@@ -57,9 +48,9 @@ class Background:
             finally:
                 del job  # it may hold a state
             with self._changed:
-                self._waiting -= 1
+                self.waiting -= 1
                 self._changed.notify_all()
-                if not self._waiting:
+                if not self.waiting:
                     return
 
 
@@ -86,7 +77,6 @@ class OnTheirWay:
             self._steps.append(step)
 
     def done(self, step: int) -> None:
-        """Note that a step is there, or won't be."""
         self._durable.let_go(step)
         with self._changed:
             self._steps.remove(step)

@@ -1,10 +1,4 @@
-"""What replicas have saved, compared by the checksums in their files; no tensor is read, and nothing moves.
-
-    footers of this rank's files -> CRCs by record -> gathered -> records that differ, or that only one replica has
-
-Replicas of one state are equal. Where they are not, training has diverged, or a machine computes wrongly: both go
-unnoticed otherwise, and which replica a restore takes would matter.
-"""
+"""What replicas have saved, compared by the checksums in their files; no tensor is read, and nothing moves."""
 
 from __future__ import annotations
 
@@ -20,7 +14,7 @@ from dcp_nvcomp.format.data_file import find_data_file, read_footer
 from dcp_nvcomp.format.footer import Footer
 from dcp_nvcomp.format.names import data_file_rank
 from dcp_nvcomp.format.record import KIND_PACK, KIND_TENSOR, Record
-from dcp_nvcomp.runs.ranks import Ranks
+from dcp_nvcomp.runs.agreement import Ranks
 from dcp_nvcomp.saving.commit import WrittenSave
 from dcp_nvcomp.storage.base import Filesystem
 
@@ -37,11 +31,9 @@ class WrittenPart:
     seconds: float  # how long the slowest of them took
 
     def files_of(self, rank: int) -> dict[str, int]:
-        """Return the files that a rank of the run wrote, and their sizes."""
         return {name: self.written.files[name] for name, writer in self.senders().items() if writer == rank}
 
     def senders(self) -> dict[str, int]:
-        """Return the rank of the run that wrote each file."""
         places = {name: data_file_rank(name) for name in self.written.files}
         return {name: self.ranks[place] for name, place in places.items() if place is not None}
 

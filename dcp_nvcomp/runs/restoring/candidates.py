@@ -1,12 +1,7 @@
-"""Which steps could be restored, and where each of their files is.
-
-    what each node holds + what the durable tier lists -> candidates, the newest first
+"""Which steps could be restored, and where each of their files is, by what is there: nodes may have other names now.
 
 What replicas have saved each for itself is one candidate with several versions: each node reads its own, and one that
 has none, or one that is not whole any more, that of another.
-
-Goes by what is there, not by where it was written: after a restart ranks are on other nodes, and nodes have other
-names.
 """
 
 from __future__ import annotations
@@ -43,7 +38,6 @@ class Candidate:
 
     @property
     def save_id(self) -> str:
-        """Id of the save; empty for a checkpoint that has none."""
         return self.saved.save_id
 
     @property
@@ -72,7 +66,6 @@ class Candidate:
         return frozenset(one.save_id for one in self.versions)
 
     def files(self) -> dict[str, int]:
-        """Return the data files of all versions, and their sizes."""
         return {name: nbytes for one in self.versions for name, nbytes in one.wanted.items()}
 
     def nodes_with(self, name: str) -> tuple[str, ...]:
@@ -85,7 +78,6 @@ class Candidate:
 
     @property
     def is_complete_on_nodes(self) -> bool:
-        """True if each of its files is on some node."""
         return self.is_on_nodes and all(self.holders.values())
 
     def without(self, damaged: Iterable[tuple[str, str]]) -> Candidate:

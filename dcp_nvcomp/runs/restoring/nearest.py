@@ -1,12 +1,7 @@
 """Reads each file of a step from its nearest copy: this node's, else a peer's, else the durable tier's.
 
-    needed by each rank -> what goes to which node -> into the node's fast tier, which all of its ranks read
-                                                   -> of what can't be written there:
-                                                      ranges from the durable tier, if the step is there,
-                                                      else into the memory of each rank that needs it
-
-Which files a rank needs follows from its load plan, so that any number of ranks can load. Between plan and reading, the
-ranks bring what their nodes lack and peers have; of what no peer has, ranges are read from the durable tier.
+Which files a rank needs follows from its load plan. Between plan and reading, the ranks bring what their nodes lack and
+peers have into the nodes' fast tiers, or into memory where that can't be written.
 """
 
 from __future__ import annotations
@@ -24,13 +19,12 @@ from torch.futures import Future
 from dcp_nvcomp.errors import CheckpointError, CorruptDataError
 from dcp_nvcomp.format.metadata.shards import StoredAt
 from dcp_nvcomp.loading.reader import NvcompReader
-from dcp_nvcomp.loading.seen import seen_by
+from dcp_nvcomp.runs.agreement import Ranks
 from dcp_nvcomp.runs.events import Source
-from dcp_nvcomp.runs.ranks import Ranks
 from dcp_nvcomp.runs.restoring.candidates import DURABLE, Candidate
 from dcp_nvcomp.runs.tiers.fast import FastTier, Room
 from dcp_nvcomp.runs.tiers.nodes import Nodes, Transfer
-from dcp_nvcomp.runs.tiers.transfer import Moved, Target, move_files
+from dcp_nvcomp.runs.tiers.transfer import Moved, move_files
 from dcp_nvcomp.storage.base import Below, FileInfo, Filesystem, OutputStream
 from dcp_nvcomp.storage.in_memory import MemoryFilesystem
 
@@ -89,7 +83,7 @@ class Fetch:
             return "own"
         return "peer" if self.is_copy(name) else "durable"
 
-    def _place_for(self, transfers: _Transfers) -> Target:
+    def _place_for(self, transfers: _Transfers) -> Filesystem:
         """Return where this node's received files go, once there is as much room as there can be."""
         incoming = sum(
             sum(files.values())
@@ -109,8 +103,7 @@ class Fetch:
         self._ranks.gather(None)  # no rank writes before the room is there
         return self.here if failure is None else _OutOfOrder(self.here.path, failure)
 
-    def _move(self, transfers: _Transfers, target: Target) -> list[Moved]:
-        """Move files, and return what became of them on each rank."""
+    def _move(self, transfers: _Transfers, target: Filesystem) -> list[Moved]:
         outcomes = self._ranks.gather(move_files(self._ranks, transfers, self.here, target))
         self.unread = tuple(outcomes[self._ranks.rank].unread)
         for rank, one in enumerate(outcomes):
@@ -168,20 +161,15 @@ class Fetch:
         return found
 
 
-class _OutOfOrder:
+class _OutOfOrder(MemoryFilesystem):
     """A place where nothing can be written."""
 
     def __init__(self, path: str, failure: CheckpointError) -> None:
-        self._path, self._failure = path, failure
-
-    def location(self, name: str) -> str:
-        return f"{self._path}/{name}"
+        super().__init__(path)
+        self._failure = failure
 
     def open_output(self, name: str) -> OutputStream:
         raise self._failure
-
-    def remove(self, names: Iterable[str]) -> None:
-        pass
 
 
 class NearestFilesystem(Filesystem):
@@ -236,10 +224,7 @@ class NearestFilesystem(Filesystem):
 
 
 class NearestReader(NvcompReader):
-    """Loads a step from the nearest copies of its files; without `from_nodes`, from the durable tier alone.
-
-    Its arguments are those of `NvcompReader`; the path is that of the step in the durable tier.
-    """
+    """Loads a step from the nearest copies of its files; without `from_nodes`, from the durable tier alone."""
 
     _fetch: Fetch | None = None
     # the copies that turned out damaged or can't be read, as pairs of node and file
@@ -259,7 +244,7 @@ class NearestReader(NvcompReader):
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Check that all ranks saw the same save, or versions of it by different replicas; called by DCP."""
-        if self._fetch is not None and {one.save_id for one in seen_by(plans)} <= self._fetch.save_ids:
+        if self._fetch is not None and {plan.storage_data.save_id for plan in plans} <= self._fetch.save_ids:
             return plans
         return super().prepare_global_plan(plans)
 

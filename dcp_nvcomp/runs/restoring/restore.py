@@ -1,10 +1,4 @@
-"""A run's restore, from what is there to what is done about it.
-
-    list all places -> candidates -> load the newest that can be loaded -> go on with uploads that were cut short
-                                                                        -> what the next save leaves behind
-
-A step that turns out damaged is named, and the one before it is taken.
-"""
+"""A run's restore: load the newest step that can be loaded from anywhere, and resume uploads that were cut short."""
 
 from __future__ import annotations
 
@@ -35,11 +29,11 @@ from dcp_nvcomp.format.names import METADATA_NAME
 from dcp_nvcomp.loading.load import load
 from dcp_nvcomp.loading.whole import WholeValue
 from dcp_nvcomp.redaction import printable, without_secrets
+from dcp_nvcomp.runs.agreement import Ranks
 from dcp_nvcomp.runs.background.pipeline import Pipeline
 from dcp_nvcomp.runs.events import StepRestored
 from dcp_nvcomp.runs.options import RunContext
 from dcp_nvcomp.runs.own_files import Abandoned, read_abandoned, write_abandoned
-from dcp_nvcomp.runs.ranks import Ranks
 from dcp_nvcomp.runs.restoring.candidates import Candidate, candidates
 from dcp_nvcomp.runs.restoring.nearest import Fetch, NearestReader
 from dcp_nvcomp.runs.step_save import RunTime, StepSave

@@ -1,14 +1,8 @@
 """The places of data loaders in their data, on any number of ranks.
 
-    permutation of the epoch:  | consumed before a restart | round | round | ...
-                               0                           begin
-
-From `begin` on the ranks take turns, a sample each a round. A job that goes on with another number of ranks begins
-where the last one ended: nothing is lost, and nothing comes twice.
-
-A `Reshard` is given the states of all the loaders that were saved, by rank, and returns those of the new ranks. The one
-here is for torchdata's `StatefulDataLoader` over a map-style dataset whose sampler says how many samples it yielded. It
-adds up what the ranks consumed, and lets the new ones begin there.
+From `begin`, the number of samples that were consumed before a restart, the ranks take turns, a sample each a round. A
+job that goes on with another number of ranks begins where the last one ended. A `Reshard` is given the states of all
+loaders that were saved, by rank, and returns those of the new ranks.
 
 A loader's state is stored as entries of a checkpoint: its own, and one for each of its workers, which may hold large
 buffers (of tokens, of shuffled samples).
@@ -202,7 +196,6 @@ def state_for(loader: Any, part: LoaderPart) -> Mapping[str, Any]:
 
 
 def _place(parts: Sequence[LoaderPart], world_size: int) -> dict[str, Any]:
-    """Return the state of the new ranks' samplers."""
     consumed = [_consumed(part) for part in parts]
     first = _sampler_state(parts[0].state)
     if first is None or None in consumed:

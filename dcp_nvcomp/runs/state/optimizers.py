@@ -1,12 +1,8 @@
 """The state of optimizers by the names of parameters: all that is in them, and nothing that is not.
 
-    save      optimizer.state_dict()  ->  state.<fqn>.<name>, param_groups, with names instead of numbers
-    restore   saved entries           ->  a place for each, of the layout that its parameter says
-              what was loaded         ->  optimizer.load_state_dict()  ->  compared, entry by entry
-
-Torch's `get_state_dict` names entries alike, and gets there by a step of the optimizer without gradients: it passes
-over parameters that do not require gradients now and over empty groups, and can't be had where `step` needs a closure.
-Here it serves as the last resort, for layouts that nothing else says. FSDP1's flat parameters are left to it.
+Torch's `get_state_dict` names entries alike, but by a step of the optimizer without gradients, which passes over frozen
+parameters and empty groups, and can't be made where `step` needs a closure. Here it is the last resort, for layouts
+that nothing else says, and for FSDP1's flat parameters.
 """
 
 from __future__ import annotations
@@ -28,7 +24,7 @@ from dcp_nvcomp.calls.values import PLAIN_TENSORS
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError, MissingKeyError
 from dcp_nvcomp.format.metadata.paths import SavedEntry
 from dcp_nvcomp.loading.matching import saved_names
-from dcp_nvcomp.reading.sameness import is_same
+from dcp_nvcomp.reading.comparison import is_same
 
 _STATE: Final = "state"
 _GROUPS: Final = "param_groups"
@@ -48,8 +44,6 @@ def optimizers_of(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optim
 
 @dataclass(frozen=True)
 class _Group:
-    """A parameter group of one of the optimizers."""
-
     optimizer: torch.optim.Optimizer
     number: int
     fqns: tuple[str, ...]
@@ -113,8 +107,6 @@ class Optimizers:
             groups.append(_Group(optimizer, number, tuple(fqns[id(one)] for one in group[_PARAMS])))
         return groups
 
-    # --- what to load into --------------------------------------------------------------------------------------------
-
     def destination(self, entries: Sequence[SavedEntry]) -> Any:
         """Return nested containers with a place for each saved entry."""
         if not entries:
@@ -165,8 +157,6 @@ class Optimizers:
             if id(parameter) not in had_gradient:
                 parameter.grad = None
         return found
-
-    # --- taking over what was loaded ----------------------------------------------------------------------------------
 
     def load_state_dict(self, loaded: Mapping[str, Any]) -> None:
         parameters = dict(self._parameters())

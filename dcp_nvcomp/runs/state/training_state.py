@@ -1,10 +1,5 @@
 """TrainingState: all that a training run has to remember, as one value of a state dict.
 
-    model.*, optimizer.*           tensors by their names, which reshard as DTensors do
-    scheduler, scaler, ranks       the same on all ranks, stored once
-    generators.<rank>              of each rank
-    data.<rank>.loader             of each rank's data loader; what a worker of it remembers is in data.<rank>.<worker>
-
 Values other than tensors are stored in tuples of one: DCP takes dicts apart, loses empty ones, and can't load what it
 was not told the inside of.
 """
@@ -232,7 +227,6 @@ def _capture_generators(own: Mapping[str, torch.Generator]) -> dict[str, Any]:
 
 
 def _restore_generators(state: Mapping[str, Any], own: Mapping[str, torch.Generator]) -> None:
-    """Set this process's generators."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]
@@ -301,6 +295,5 @@ def _ranks_of(fqns: Iterable[str], kind: str) -> list[int]:
 
 
 def _names_of(fqns: Iterable[str], rank: int) -> list[str]:
-    """Return the names of a rank's entries about its data."""
     prefix = f"{_DATA}.{rank}."
     return sorted(fqn[len(prefix) :] for fqn in fqns if fqn.startswith(prefix))

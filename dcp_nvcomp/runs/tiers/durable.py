@@ -142,11 +142,7 @@ class DurableTier:
                 del self._busy[step]
 
     def decide(self, rule: Keep | KeepRule | None, found: RunSteps) -> Doomed:
-        """Return what a rule keeps of the steps that were just listed, and what it does not.
-
-        The newest is opened before others go: if it is not complete it does not count, whatever was seen before.
-        Nothing goes where no step is complete.
-        """
+        """Return what a rule keeps of the steps just listed, and what not; opens the newest before others go."""
         complete = sorted(found.complete, key=lambda saved: saved.step)
         while complete:
             doomed = self._doomed(rule, complete, found.abandoned)

@@ -4,17 +4,9 @@
                            `.equal`, with the save's id, once replicas were compared and found equal
     <fast>/.run/run        which run the directory belongs to
 
-A step is complete when every file that its `.metadata` names is on some node. Files of two saves never have the same
-name, so copies lie beside what the node saved itself.
-
-If room is needed, these go:
-
-1  torsos: steps that the last restore found complete nowhere
-2  steps that are not newer than the newest of the durable tier, the oldest first
-
-A complete step that is newer than all of the durable tier stays, whatever it costs, and so does what is being saved,
-copied, or on its way there. Nothing goes before room is needed: a node that is away may come back with the rest of a
-torso.
+A step is complete when every file that its `.metadata` names is on some node. If room is needed, steps go that the last
+restore found complete nowhere, then those that are not newer than the newest of the durable tier, the oldest first.
+What is newer than all of the durable tier stays, and so does what is being saved, copied, or on its way there.
 """
 
 from __future__ import annotations
@@ -73,7 +65,7 @@ class FastTier:
         self.root, self.names = place_of(root).rstrip("/") or "/", names
         if "://" in self.root:
             raise ConfigurationError(f"fast={root!r} must be a directory of each node, such as one in /dev/shm.")
-        self._run, self._is_claimed = "", False
+        self._run, self.is_claimed = "", False
         self._distrusted: set[int] = set()  # steps of which was said that they are not the user's own
 
     def path_of(self, step: int) -> str:
@@ -107,11 +99,11 @@ class FastTier:
                 "The fast tier is out of order, and saves go to the durable tier until it is back: %s", error
             )
             return
-        self._is_claimed = found == run
+        self.is_claimed = found == run
         if found != run:
             raise ConfigurationError(
                 f"fast={self.root!r} holds steps of another run ({found}, and this one is {run}): choose another "
-                "directory, or remove that one if the other run is not needed any more.",
+                "directory, or remove that one if the other run is not needed any more."
             )
 
     def _claimed_by(self, run: str) -> str:
@@ -128,17 +120,12 @@ class FastTier:
     def _open_own(self) -> Filesystem:
         return _open(f"{self.root}/{RUN_FOLDER}")
 
-    @property
-    def is_claimed(self) -> bool:
-        """True if the directory is this run's; else nothing is read or written there."""
-        return self._is_claimed
-
     def check_writable(self) -> None:
         """Raise if nothing can be written here now; a directory that was out of order may be back."""
-        if not self._is_claimed:
+        if not self.is_claimed:
             found = self._claimed_by(self._run)
-            self._is_claimed = found == self._run
-            if not self._is_claimed:
+            self.is_claimed = found == self._run
+            if not self.is_claimed:
                 raise ConfigurationError(f"fast={self.root!r} holds steps of another run ({found}).")
         self._open_own().publish(_PROBE, b"")
 
@@ -156,7 +143,7 @@ class FastTier:
     def held(self) -> list[HeldStep]:
         """Return what is there of each step; what can't be read, or is not the user's own, counts as not there."""
         found = []
-        for step in self.steps() if self._is_claimed else ():
+        for step in self.steps() if self.is_claimed else ():
             try:
                 found.append(self._held_of(step))
             except CheckpointError as error:
@@ -217,7 +204,6 @@ class FastTier:
             return False
 
     def mark_equal(self, step: int, save_id: str) -> None:
-        """Note on this node that other replicas have saved the same."""
         self.open(step).publish(EQUAL, save_id.encode())
 
     def remove_before(self, step: int, *, but: Collection[int]) -> tuple[int, ...]:
@@ -277,7 +263,6 @@ class Room:
             self._torsos -= {step}
 
     def ended(self, step: int) -> None:
-        """Note that a step is saved and copied, or is not."""
         with self._lock:
             self._busy[step] -= 1
 

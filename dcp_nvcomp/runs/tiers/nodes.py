@@ -1,7 +1,6 @@
 """Which ranks are on which node, and whose files each node gets copies of.
 
-Nodes stand in a ring, in the order of their first ranks. The copies of a node's files go to the next nodes that are in
-other failure domains than itself.
+Nodes stand in a ring. The copies of a node's files go to the next ones that are in other failure domains than itself.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dcp_nvcomp.runs.ranks import Ranks
+from dcp_nvcomp.runs.agreement import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +75,6 @@ class Nodes:
         return list(found.values())
 
     def copies(self, count: int) -> list[Transfer]:
-        """Return which rank sends its files to which."""
         found = []
         for node in self.names:
             for peer in self.peers_of(node, count):
@@ -88,7 +86,10 @@ class Nodes:
 
 def nodes_of_run(ranks: Ranks, node: str | None, domain: str | None, copies: int) -> Nodes:
     """Return the nodes of a run; all ranks call this, each with the names of its node and domain if any."""
-    name = _this_node() if node is None else str(node)
+    if node is None:  # what torchrun says, else the name of the host
+        group_rank = os.environ.get("GROUP_RANK")
+        node = socket.gethostname() if group_rank is None else f"node {group_rank}"
+    name = str(node)
     places = ranks.gather(Place(name, name if domain is None else str(domain)))
     nodes = Nodes(places, ranks.rank)
     fewest = min(len(nodes.peers_of(one, copies)) for one in nodes.names)
@@ -100,12 +101,6 @@ def nodes_of_run(ranks: Ranks, node: str | None, domain: str | None, copies: int
             ", ".join(sorted({place.domain for place in places})),
         )
     return nodes
-
-
-def _this_node() -> str:
-    """Return the name of this process's node: what torchrun says, else the name of the host."""
-    group_rank = os.environ.get("GROUP_RANK")
-    return socket.gethostname() if group_rank is None else f"node {group_rank}"
 
 
 def rounds(transfers: Sequence[Transfer]) -> list[list[Transfer]]:

@@ -1,26 +1,21 @@
 """Moves files between ranks, and from the fast tier to the durable one, as they are and in bounded pieces.
 
-    sender: read a piece -> piece + CRC32C -> send         receiver: receive -> check -> write
-
-Both sides know beforehand which files go, and of what sizes, so nothing is negotiated. A side that fails goes on with
-the exchange, and what failed is in its result: the other one would wait in vain for what does not come.
-
-To the durable tier each file is sent once, by one rank that has it. What an upload that was cut short has left there
-already, whole, is not sent again: a name is used for one file only. The commit is that of docs/reliability.md.
+Both sides know beforehand which files go, and of what sizes. A side that fails goes on with the exchange, as the other
+one would wait in vain; what failed is in its result. To the durable tier each file is sent once, by one rank that has
+it, unless an upload that was cut short has left it there whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from dcp_nvcomp.codecs.base import checksum
 from dcp_nvcomp.errors import CheckpointError, CorruptDataError, StorageError
-from dcp_nvcomp.runs.ranks import Ranks
+from dcp_nvcomp.runs.agreement import Ranks
 from dcp_nvcomp.runs.tiers.nodes import Transfer, rounds
 from dcp_nvcomp.storage.base import Filesystem, OutputStream
 
@@ -29,16 +24,6 @@ _CRC_NBYTES = 4
 
 Piece = tuple[str, int, int]
 _UPLOADED_PIECE_NBYTES = 16 << 20
-
-
-class Target(Protocol):
-    """Where received files go: the part of `Filesystem` that it takes."""
-
-    def location(self, name: str) -> str: ...
-
-    def open_output(self, name: str) -> OutputStream: ...
-
-    def remove(self, names: Iterable[str]) -> None: ...
 
 
 @dataclass
@@ -56,7 +41,7 @@ class Moved:
 
 
 def move_files(
-    ranks: Ranks, transfers: Mapping[Transfer, Mapping[str, int]], source: Filesystem, target: Target
+    ranks: Ranks, transfers: Mapping[Transfer, Mapping[str, int]], source: Filesystem, target: Filesystem
 ) -> Moved:
     """Send and receive files; all ranks call this with the same transfers."""
     ends = _Ends(source, target)
@@ -101,9 +86,7 @@ def _run_round(
 
 
 class _Ends:
-    """The files of this rank that are being sent and received."""
-
-    def __init__(self, source: Filesystem, target: Target) -> None:
+    def __init__(self, source: Filesystem, target: Filesystem) -> None:
         self._source, self._target = source, target
         self._output: OutputStream | None = None
         self._moved = Moved()
@@ -178,8 +161,7 @@ def upload_files(source: Filesystem, target: Filesystem, names: Collection[str],
 
 
 def _upload(source: Filesystem, target: Filesystem, name: str, nbytes: int) -> None:
-    output = target.open_output(name)
-    try:
+    with target.open_output(name) as output:
         buffer = memoryview(bytearray(min(nbytes, _UPLOADED_PIECE_NBYTES)))
         for start in range(0, nbytes, _UPLOADED_PIECE_NBYTES):
             piece = buffer[: min(_UPLOADED_PIECE_NBYTES, nbytes - start)]
@@ -188,7 +170,3 @@ def _upload(source: Filesystem, target: Filesystem, name: str, nbytes: int) -> N
             except CheckpointError as error:
                 raise SourceError(error.message, path=source.location(name)) from error
             output.write(piece)
-        output.close()
-    except BaseException:
-        output.abort()
-        raise

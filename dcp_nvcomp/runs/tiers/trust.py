@@ -1,8 +1,7 @@
 """Whose the files of a fast tier are: what is restored from there is unpickled, so all of it must be the user's own.
 
-In /dev/shm, /tmp and most scratch directories any user may make a directory of any name before the job does. So the
-fast tier is made for its user alone; one that is there must belong to the user, with no one else who may write to it or
-put another one in its place; and below it what belongs to someone else counts as not there.
+In /dev/shm and /tmp any user may make a directory of any name before the job does. So one that is there must belong to
+the user, with no one else who may write to it or replace it; and what is below it of others counts as not there.
 """
 
 from __future__ import annotations

@@ -1,22 +1,10 @@
 """async_save: the caller waits until its state is staged; it is written and committed in the background.
 
-caller's thread                    the save's thread                       in the background
-Stateful.state_dict()
-event on its CUDA streams
-begin (the first: make groups) --> agree: is it the same save everywhere?
-wait, and pickle objects ...
-                                   agree: do all keep a plan for it?
-returns <----------- staged --------   then copy, if it is to be copied
-                                   dcp.save, over a group of its own:
-                                     plan
-                                     write_data: encode, or copy
-returns <----------- staged --------                                     write; of a copy, a process encodes and writes
-training goes on                     gather results, wait for the save before, commit
-
-Tensors on a GPU are encoded there, and what they came to is staged in segments (segments.py). What is in host memory is
-copied to shared memory (copied_write.py). Where a process of our own does not find the storage, or training leaves no
-core for it, host tensors too are encoded before the call returns: what is encoded in the background would then take as
-much from training, or take for ever (measured with 2 ranks on 2 cores, docs/performance.md).
+The save runs on a thread and process groups of its own. Tensors on a GPU are encoded there, and what they came to is
+staged in segments (segments.py). What is in host memory is copied to shared memory (copied_write.py). Where a process
+of our own does not find the storage, or training leaves no core for it, host tensors too are encoded before the call
+returns: in the background that would take as much from training (measured with 2 ranks on 2 cores,
+docs/performance.md).
 """
 
 from __future__ import annotations
@@ -253,7 +241,6 @@ class CallersStreams:
 
 
 def _cuda_devices(value: Any) -> set[torch.device]:
-    """Return the CUDA devices of the tensors in a state."""
     if isinstance(value, torch.Tensor):
         return {value.device} if value.device.type == "cuda" else set()
     found: set[torch.device] = set()

@@ -1,8 +1,4 @@
-"""The background process, as training sees it: started once, before it is first needed, and dead with training.
-
-One thread takes what the process says and hands it to the thread that waits for it. If the process dies, all that wait
-are told; the next save starts another one.
-"""
+"""The background process, as training sees it: started once, before it is first needed, and dead with training."""
 
 from __future__ import annotations
 
@@ -26,22 +22,7 @@ from typing import Any
 from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_nvcomp.errors import CheckpointError
-from dcp_nvcomp.format.data_file import DataFileRef
-from dcp_nvcomp.saving.asynchronous.background_messages import (
-    OWN_ENVIRONMENT,
-    CannotRun,
-    Encoded,
-    Failed,
-    Forget,
-    Hurry,
-    Memory,
-    Message,
-    Progress,
-    Ready,
-    WriteTask,
-    WrittenFiles,
-    own_package,
-)
+from dcp_nvcomp.saving.asynchronous import background_messages as messages
 from dcp_nvcomp.saving.asynchronous.shared_memory import Place, SharedSegment
 from dcp_nvcomp.saving.data_files import WrittenFile
 from dcp_nvcomp.saving.rank_save import RankSave, Written
@@ -93,7 +74,7 @@ class BackgroundProcess:
         self._lock = threading.Lock()
         self._sending = threading.Lock()  # another one: what is sent may wait for the process to read
         self._numbers = count()
-        self._waiting: dict[int, SimpleQueue[Message | None]] = {}
+        self._waiting: dict[int, SimpleQueue[messages.Message | None]] = {}
         self._lent: dict[int, weakref.ref[SharedSegment]] = {}
         self._started = threading.Event()  # or it never will
         self._has_died = False
@@ -104,12 +85,10 @@ class BackgroundProcess:
 
     @property
     def is_usable(self) -> bool:
-        """False once it has died or is retired."""
         return not self._has_died and not self._is_retired
 
     @property
     def pid(self) -> int:
-        """Its process id."""
         return self._process.pid
 
     def write(
@@ -122,8 +101,7 @@ class BackgroundProcess:
         encoded: Callable[[], None],
         progress: Callable[[int], None],
     ) -> Written:
-        """Let it write the files of a rank, and wait until they are written."""
-        number, answers = next(self._numbers), SimpleQueue[Message | None]()
+        number, answers = next(self._numbers), SimpleQueue[messages.Message | None]()
         with self._lock:
             if not self.is_usable:
                 raise BackgroundCannotRun("it has ended")
@@ -149,23 +127,26 @@ class BackgroundProcess:
 
     def _follow(
         self,
-        answers: SimpleQueue[Message | None],
+        answers: SimpleQueue[messages.Message | None],
         items: Sequence[WriteItem],
         encoded: Callable[[], None],
         progress: Callable[[int], None],
     ) -> Written:
         while (answer := answers.get()) is not None:
-            if isinstance(answer, Progress):
+            if isinstance(answer, messages.Progress):
                 progress(answer.nbytes)
-            elif isinstance(answer, Encoded):
+            elif isinstance(answer, messages.Encoded):
                 encoded()
-            elif isinstance(answer, CannotRun):
+            elif isinstance(answer, messages.CannotRun):
                 raise BackgroundCannotRun(answer.reason)
-            elif isinstance(answer, Failed):
+            elif isinstance(answer, messages.Failed):
                 raise answer.error
             else:
-                assert isinstance(answer, WrittenFiles)
-                return [_with_indices(written, items) for written in answer.files], answer.totals
+                assert isinstance(answer, messages.WrittenFiles)
+                return [
+                    WrittenFile(file, [(items[position].index, nbytes, record) for position, nbytes, record in rows])
+                    for file, rows in answer.files
+                ], answer.totals
         raise self._death()
 
     def _death(self) -> CheckpointError:
@@ -190,23 +171,23 @@ class BackgroundProcess:
             for number in gone:
                 del self._lent[number]
             if gone:
-                self._post(Forget(gone))
+                self._post(messages.Forget(gone))
             if segment.number not in self._lent:
                 self._lent[segment.number] = weakref.ref(segment)
-                self._post(Memory(segment.number, segment.nbytes))
+                self._post(messages.Memory(segment.number, segment.nbytes))
                 try:
                     socket.send_fds(self._segments, [b"s"], [segment.descriptor])
                 except OSError:  # it has died; or it has not, and would wait for the descriptor for ever
                     self._hang_up()
 
     def _hurry(self, number: int) -> None:
-        self._send(Hurry(number))
+        self._send(messages.Hurry(number))
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: messages.Message) -> None:
         with self._sending:
             self._post(message)
 
-    def _post(self, message: Message) -> None:
+    def _post(self, message: messages.Message) -> None:
         with contextlib.suppress(OSError):  # it has died: the thread that listens ends all waits
             self._connection.send(message)
 
@@ -232,8 +213,8 @@ class BackgroundProcess:
                 answers.put(None)
 
     def _hear(self, message: Any) -> None:
-        if isinstance(message, Ready):
-            if message.package != own_package():
+        if isinstance(message, messages.Ready):
+            if message.package != messages.own_package():
                 self.start_failure = f"it found another installation, {message.package}"
                 self._hang_up()
             else:
@@ -251,11 +232,10 @@ class BackgroundProcess:
 
     def _hang_up(self) -> None:
         """End the connection, but for what it has said already."""
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as messages:
-            messages.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as sent:
+            sent.shutdown(socket.SHUT_RDWR)
 
     def retire(self) -> None:
-        """End it once it has nothing to do."""
         with self._lock:
             self._is_retired = True
             is_over = not self._waiting
@@ -280,11 +260,10 @@ class BackgroundProcess:
 
 
 def _start(descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
-    """Start the process with these descriptors."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if isinstance(path, str) and path),
-        **OWN_ENVIRONMENT,
+        **messages.OWN_ENVIRONMENT,
     }
     # signals are blocked by who starts it, as it takes a while until it could ignore them itself
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -299,8 +278,8 @@ def _start(descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _task(number: int, part: RankSave, copy: Copy, within_seconds: float | None) -> WriteTask:
-    return WriteTask(
+def _task(number: int, part: RankSave, copy: Copy, within_seconds: float | None) -> messages.WriteTask:
+    return messages.WriteTask(
         number,
         pickle.dumps(part),
         pickle.dumps(storage_of(part.path)),
@@ -308,11 +287,4 @@ def _task(number: int, part: RankSave, copy: Copy, within_seconds: float | None)
         copy.places,
         within_seconds,
         dict(os.environ),
-    )
-
-
-def _with_indices(written: Any, items: Sequence[WriteItem]) -> WrittenFile:
-    rows = zip(written.positions, written.nbytes, written.records, strict=True)
-    return WrittenFile(
-        DataFileRef(*written.file), [(items[position].index, nbytes, record) for position, nbytes, record in rows]
     )

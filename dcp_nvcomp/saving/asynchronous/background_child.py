@@ -12,33 +12,14 @@ import pickle
 import socket
 import threading
 import time
-from array import array
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from torch.distributed.checkpoint.planner import WriteItem
-
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.errors import CheckpointError
-from dcp_nvcomp.saving.asynchronous.background_messages import (
-    OWN_ENVIRONMENT,
-    CannotRun,
-    Encoded,
-    Failed,
-    Forget,
-    Hurry,
-    Memory,
-    Message,
-    Progress,
-    Ready,
-    WriteTask,
-    WrittenFiles,
-    WrittenItems,
-    own_package,
-)
+from dcp_nvcomp.saving.asynchronous import background_messages as messages
 from dcp_nvcomp.saving.asynchronous.shared_memory import SharedSegment, resolver
-from dcp_nvcomp.saving.data_files import WrittenFile
 from dcp_nvcomp.saving.job import Patience
 from dcp_nvcomp.saving.kept import process_state
 from dcp_nvcomp.saving.rank_save import RankSave
@@ -51,40 +32,39 @@ _LOOKS_SECONDS = 1.0
 class Child:
     """What the process does."""
 
-    def __init__(self, messages: Connection, segments: socket.socket) -> None:
-        self._messages = messages
+    def __init__(self, connection: Connection, segments: socket.socket) -> None:
+        self._messages = connection
         self._sockets = segments
         self._sending = threading.Lock()
         self._segments: dict[int, SharedSegment] = {}
         self._patience: dict[int, Patience] = {}
 
     def serve(self) -> None:
-        """Take messages until the pipe closes."""
         with contextlib.suppress(EOFError, ConnectionError):
             while True:
                 self._take(self._messages.recv())
 
-    def _take(self, message: Message) -> None:
-        if isinstance(message, Memory):
+    def _take(self, message: messages.Message) -> None:
+        if isinstance(message, messages.Memory):
             _, (descriptor,), _, _ = socket.recv_fds(self._sockets, 1, 1)
             self._segments[message.number] = SharedSegment(message.nbytes, message.number, descriptor)
-        elif isinstance(message, Forget):
+        elif isinstance(message, messages.Forget):
             for number in message.numbers:
                 self._segments.pop(number, None)
-        elif isinstance(message, Hurry):
+        elif isinstance(message, messages.Hurry):
             patience = self._patience.get(message.number)
             if patience is not None:
                 patience.hurry()
         else:
-            assert isinstance(message, WriteTask)
+            assert isinstance(message, messages.WriteTask)
             self._patience[message.number] = patience = Patience(message.within_seconds)
             threading.Thread(target=self._run, args=(message, patience), name="dcp-background", daemon=True).start()
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: messages.Message) -> None:
         with self._sending:
             self._messages.send(message)
 
-    def _run(self, task: WriteTask, patience: Patience) -> None:
+    def _run(self, task: messages.WriteTask, patience: Patience) -> None:
         try:
             try:
                 _take_environment(task.environment)
@@ -92,34 +72,34 @@ class Child:
                 settings.apply()
                 part: RankSave = pickle.loads(task.part)
             except Exception as error:
-                self._send(CannotRun(task.number, f"{type(error).__name__}: {error}"))
+                self._send(messages.CannotRun(task.number, f"{type(error).__name__}: {error}"))
                 return
             self._send(self._written(task, part, patience))
         except ConnectionError:  # training is gone
             return
         except BaseException as error:
-            self._send(Failed(task.number, _picklable(error)))
+            self._send(messages.Failed(task.number, _picklable(error)))
         finally:
             del self._patience[task.number]
 
-    def _written(self, task: WriteTask, part: RankSave, patience: Patience) -> WrittenFiles:
-        progress = _Progress(lambda nbytes: self._send(Progress(task.number, nbytes)))
+    def _written(self, task: messages.WriteTask, part: RankSave, patience: Patience) -> messages.WrittenFiles:
+        progress = _Progress(lambda nbytes: self._send(messages.Progress(task.number, nbytes)))
         patience.begin(sum(place.nbytes for place in task.places))
         files, totals = part.run(
             resolver(part.items, task.places, self._segments[task.segment].view),
             engine=EngineChoice("cpu"),
             remembered=process_state().choices,
             progress=progress.add,
-            on_staged=lambda: self._send(Encoded(task.number)),
+            on_staged=lambda: self._send(messages.Encoded(task.number)),
             patience=patience,
         )
         progress.end()
-        return WrittenFiles(task.number, _by_position(files, part.items), totals)
+        at = {id(item.index): position for position, item in enumerate(part.items)}
+        rows = [(one.file, [(at[id(index)], nbytes, record) for index, nbytes, record in one.items]) for one in files]
+        return messages.WrittenFiles(task.number, rows, totals)
 
 
 class _Progress:
-    """Adds up what was written, and reports it now and then."""
-
     def __init__(self, report: Any) -> None:
         self._report = report
         self._lock = threading.Lock()
@@ -140,22 +120,8 @@ class _Progress:
             self._report(self._nbytes)
 
 
-def _by_position(files: Sequence[WrittenFile], items: Sequence[WriteItem]) -> tuple[WrittenItems, ...]:
-    position_of = {id(item.index): position for position, item in enumerate(items)}
-    return tuple(
-        WrittenItems(
-            tuple(written.file),
-            array("L", [position_of[id(index)] for index, _, _ in written.items]),
-            array("L", [nbytes for _, nbytes, _ in written.items]),
-            array("L", [record for _, _, record in written.items]),
-        )
-        for written in files
-    )
-
-
 def _take_environment(variables: dict[str, str]) -> None:
-    """Have the variables that training has now."""
-    wanted = {**variables, "PYTHONPATH": os.environ.get("PYTHONPATH", ""), **OWN_ENVIRONMENT}
+    wanted = {**variables, "PYTHONPATH": os.environ.get("PYTHONPATH", ""), **messages.OWN_ENVIRONMENT}
     for name in os.environ.keys() - wanted.keys():
         os.environ.pop(name, None)
     os.environ.update({name: value for name, value in wanted.items() if os.environ.get(name) != value})
@@ -178,10 +144,10 @@ def _watch(parent: int) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     """Run the process."""
-    messages, segments, parent = map(int, arguments)
+    descriptor, segments, parent = map(int, arguments)
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-    connection = Connection(messages)
+    connection = Connection(descriptor)
     with contextlib.suppress(ConnectionError):
-        connection.send(Ready(own_package()))
+        connection.send(messages.Ready(messages.own_package()))
     Child(connection, socket.socket(fileno=segments)).serve()
     os._exit(0)  # with tasks half done, if training died: they are abandoned

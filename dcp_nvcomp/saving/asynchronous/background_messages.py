@@ -9,11 +9,11 @@ A task has a number, which all about it carry. The descriptor of a segment follo
 from __future__ import annotations
 
 import os
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
+from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.saving.asynchronous.shared_memory import Place
 from dcp_nvcomp.saving.stats import RankTotals
 from dcp_nvcomp.version import VERSION
@@ -88,21 +88,11 @@ class Encoded:
 
 
 @dataclass(frozen=True)
-class WrittenItems:
-    """A data file and what is in it."""
-
-    file: tuple[Any, ...]
-    positions: array[int]  # in the plan
-    nbytes: array[int]
-    records: array[int]
-
-
-@dataclass(frozen=True)
 class WrittenFiles:
-    """All files are written."""
+    """All files are written: each with position in the plan, size and record of its items."""
 
     number: int
-    files: tuple[WrittenItems, ...]
+    files: Sequence[tuple[DataFileRef, Sequence[tuple[int, int, int]]]]
     totals: RankTotals
 
 

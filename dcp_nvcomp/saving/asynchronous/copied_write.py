@@ -1,8 +1,4 @@
-"""A rank's part of an asynchronous save whose state is copied first, to be encoded and written in the background.
-
-save's thread       places of all items -> a segment -> copy -> staged
-background process  encode -> write
-"""
+"""A rank's part of an asynchronous save whose state is copied first, to be encoded and written in the background."""
 
 from __future__ import annotations
 
@@ -88,16 +84,10 @@ class CopiedWrite:
         remembered: RememberedChoices,
         progress: Callable[[int], None],
     ) -> Written:
-        """Have what was copied written."""
         assert self._copy is not None
         try:
             return self._usable_process().write(
-                part,
-                self._copy,
-                within_seconds=within_seconds,
-                begun=self._begun,
-                encoded=self.end,
-                progress=progress,
+                part, self._copy, within_seconds=within_seconds, begun=self._begun, encoded=self.end, progress=progress
             )
         except BackgroundCannotRun as error:
             # the state has changed since, but the copy is here too
@@ -130,14 +120,12 @@ class CopiedWrite:
             hurry()
 
     def hurry(self) -> None:
-        """Give way to training no longer."""
         with self._lock:
             self._must_hurry, hurry = True, self._hurry
         if hurry is not None:
             hurry()
 
     def end(self) -> None:
-        """Give back the memory."""
         with self._lock:
             done, self._copy = self._copy, None
             held, self._held_nbytes = self._held_nbytes, 0

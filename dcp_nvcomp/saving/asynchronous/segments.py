@@ -1,12 +1,8 @@
 """Host memory for what is staged: large segments, in which each task takes what it came to.
 
-Buffers of one size would hold 1.06 MiB for 0.77 MiB of encoded blocks: staged in those, nothing would be gained.
-
-The segments of a save are filled front to back, and free again when all in them is written.
-
-No save can hang for lack of memory. Room is reserved before a task is handed out, in the order in which lanes write,
-so a task that was handed out never waits. And what is reserved bounds the segments: those of a lane are filled and
-written in the same order, so all but its first and last one are full of what is still to be written.
+The segments of a save are filled front to back, and free again when all in them is written. Room is reserved before a
+task is handed out, in the order in which lanes write, so no save hangs for lack of memory: a task that was handed out
+never waits, and all but a lane's first and last segment are full of what is still to be written.
 """
 
 from __future__ import annotations
@@ -38,10 +34,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def default_budget_nbytes(state_nbytes: int) -> int:
-    """Return the smaller of twice the state's size and a quarter of what the host has free for each of its ranks.
-
-    One save takes what it is encoded to. But the next one is staged while it is still written, and should not wait.
-    """
+    """Return the smaller of twice the state's size and a quarter of what the host has free for each of its ranks."""
     wanted = max(2 * state_nbytes, _MIN_BUDGET_NBYTES)
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")  # torchrun's
     free = free_nbytes()
@@ -94,15 +87,11 @@ class SegmentStore:
 
     @property
     def nbytes(self) -> int:
-        """Size of the segments that are kept."""
         with self._lock:
             return sum(len(segment.view) for segment in self._free)
 
     def take(self, nbytes: int, allocate: Callable[[int], memoryview]) -> Segment:
-        """Return a segment of `nbytes`: the one that was given back last, or one that `allocate` makes.
-
-        Those of another size, made for a state of another size, are let go.
-        """
+        """Return a segment of `nbytes`: the one given back last, or a new one; those of another size are let go."""
         with self._lock:
             while self._free:
                 segment = self._free.pop()
@@ -112,12 +101,10 @@ class SegmentStore:
         return Segment(allocate(nbytes))
 
     def give_back(self, segment: Segment) -> None:
-        """Keep a segment."""
         with self._lock:
             self._free.append(segment)
 
     def clear(self) -> None:
-        """Free all that is kept."""
         with self._lock:
             self._free.clear()
 
@@ -139,7 +126,6 @@ class StagingBudget:
             return True
 
     def give_back(self, nbytes: int) -> None:
-        """Give back what was reserved."""
         with self._changed:
             self._in_use_nbytes -= nbytes
             self._changed.notify_all()
@@ -152,7 +138,6 @@ class SegmentStores:
         self.plain, self.pinned, self.budget = SegmentStore(), SegmentStore(), StagingBudget()
 
     def clear(self) -> None:
-        """Free the segments that no save uses."""
         self.plain.clear()
         self.pinned.clear()
 
@@ -178,11 +163,7 @@ class _Staged(Room):
 
 
 def _without_gaps(blocks: Sequence[EncodedBlock], out: memoryview) -> tuple[list[EncodedBlock], int]:
-    """Move blocks together, and return them and where the last one ends.
-
-    Blocks that lie beside each other in a tensor are encoded at the same time, each with room for the most that it may
-    come to: a third of the room is gaps. What is moved is still in the cache.
-    """
+    """Move blocks together, while they are still in the cache, and return them and where the last one ends."""
     start, position = _address(out), 0
     moved: list[EncodedBlock] = []
     for block in blocks:
@@ -330,7 +311,6 @@ class StagingMemory(JobMemory):
         self.give_back(reserved_nbytes - nbytes)
 
     def give_back(self, nbytes: int) -> None:
-        """Give back memory that was reserved."""
         with self._lock:
             self._held_nbytes -= nbytes
         self._stores.budget.give_back(nbytes)

@@ -1,11 +1,7 @@
-"""The asynchronous saves of one process group, in their order.
+"""The asynchronous saves of one process group, in their order, two at most under way at once.
 
-Each save runs on a thread of its own. The next one is staged while this one is still written, so that training does not
-wait for storage; more than two are not under way at once, so a store that is too slow for the saves holds them back.
-
-Collectives of two saves must not meet, nor those of training: all of them would deadlock or take each other's messages.
-So there are two gloo groups of our own, which saves use in turn. Over a third one the ranks of a save first agree that
-it is the same one everywhere, and whether an earlier one failed without anybody having looked at its error.
+Collectives of two saves must not meet, nor those of training. So there are two gloo groups of our own, which saves use
+in turn, and a third one, over which the ranks of a save first agree that it is the same one everywhere.
 """
 
 from __future__ import annotations
@@ -44,7 +40,6 @@ class SaveSequence:
 
     @property
     def is_usable(self) -> bool:
-        """False once the group was destroyed."""
         return self.group is None or is_registered(self.group)
 
     def end(self) -> None:
@@ -55,10 +50,7 @@ class SaveSequence:
             give_back(self._own_groups)
 
     def wait_for_room(self) -> None:
-        """Wait until another save may begin: the last one is staged, and the one before that is over.
-
-        Raises nothing that other ranks would not raise too: else one would begin a save that another does not.
-        """
+        """Wait until another save may begin; raises nothing that other ranks would not raise too."""
         if self._latest:
             upload, staging = self._latest[-1]
             if staging.completion.exception() is not None:  # it is over soon: then the next save can raise it
@@ -68,16 +60,9 @@ class SaveSequence:
 
     @property
     def last(self) -> UploadFuture | None:
-        """The save that was begun last."""
         return self._latest[-1][0] if self._latest else None
 
-    def begin(
-        self,
-        save: Callable[[dist.ProcessGroup | None], Metadata],
-        staging: Staging,
-        call: Call,
-    ) -> UploadFuture:
-        """Begin a save, on a thread of its own."""
+    def begin(self, save: Callable[[dist.ProcessGroup | None], Metadata], staging: Staging, call: Call) -> UploadFuture:
         upload, now = UploadFuture(), time.monotonic()
         earlier = [upload for upload, _ in self._latest]
         for _, before in self._latest:  # the next save is there, so the earlier ones are late

@@ -1,10 +1,7 @@
 """Host memory that a process of our own can read too, and the copy of what a rank saves in one segment of it.
 
-Linux only: files without a name, which are gone with the last process that has them open.
-
-Fresh memory is written by system calls: that takes as long as a copy of torch to fresh memory of its own, and half of
-what a copy through the mapping would take, which has to zero each page and trap at each. Behind, the pages are mapped,
-and from the next save on a copy goes through the mapping.
+Linux only: files without a name, which are gone with the last process that has them open. Fresh memory is written by
+system calls, which takes half of what a copy through a fresh mapping would; from the next save on it is mapped.
 """
 
 from __future__ import annotations
@@ -114,15 +111,11 @@ class SharedSegments:
 
     @property
     def nbytes(self) -> int:
-        """Size of the segments that are kept."""
         with self._lock:
             return sum(segment.nbytes for segment in self._free)
 
     def take(self, nbytes: int) -> SharedSegment:
-        """Return a segment of at least `nbytes`: a free one that is not much larger, else a new one.
-
-        Those that are too small, made for a smaller state, are let go.
-        """
+        """Return a free segment that is not much larger than `nbytes`, else a new one; smaller ones are let go."""
         wanted = max(-(-nbytes // _ROUND_NBYTES), 1) * _ROUND_NBYTES
         with self._lock:
             fitting = [segment for segment in self._free if wanted <= segment.nbytes <= 2 * wanted]
@@ -138,12 +131,10 @@ class SharedSegments:
         return segment
 
     def give_back(self, segment: SharedSegment) -> None:
-        """Keep a segment."""
         with self._lock:
             self._free.append(segment)
 
     def clear(self) -> None:
-        """Free all that is kept."""
         with self._lock:
             self._free.clear()
 

@@ -1,8 +1,6 @@
 """One asynchronous save, between the thread that waits for it and the thread that makes it.
 
-caller's thread     waits until `completion` is done: then its state may change. Meanwhile it pickles the objects of it:
-                    a pickle imports, and the caller may have the lock of the module that it is in
-the save's thread   the writer asks for `memory`, says when all is staged, and waits for its turn to commit
+The caller's thread also pickles the objects of the state: a pickle imports, and the caller may hold a module's lock.
 """
 
 from __future__ import annotations
@@ -134,10 +132,7 @@ class Staging:
                 self._memory.end()
 
     def copy_early(self, items: Sequence[WriteItem], resolve: Resolve, budget_nbytes: int | None) -> None:
-        """Copy the state before DCP's part of the save, which then has nothing to plan.
-
-        Raises nothing: the other ranks are about to meet this one in collectives. `write` raises it.
-        """
+        """Copy the state before DCP's part of the save; `write` raises errors, as other ranks wait in collectives."""
         try:
             # memory that is held while others are waited for must not be waited for: two saves could have half each
             self._copy(items, resolve, budget_nbytes, may_wait=False)
@@ -161,7 +156,6 @@ class Staging:
             self._copied = None
 
     def hurry(self) -> None:
-        """Let the save give way to training no longer."""
         if self._copied is not None:
             self._copied.hurry()
 
@@ -207,7 +201,6 @@ class Staging:
             return do()
 
     def staged(self) -> None:
-        """Note that the state is not needed any more."""
         if self._interrupt is not None and not self.completion.done():
             raise self._interrupt
         self._complete(None)
@@ -236,19 +229,15 @@ class Staging:
             self._before.wait()
 
     def returned(self) -> None:
-        """Note that the caller's wait is over."""
         self._stalled_until_seconds = time.perf_counter()
 
     def measure(self, totals: RankTotals) -> None:
-        """Add what was measured to a rank's totals."""
         totals.stall_seconds = (self._stalled_until_seconds or time.perf_counter()) - self._began_seconds
         staged = self._copied if self._copied is not None else self._memory
         totals.staged_nbytes = staged.staged_nbytes if staged is not None else 0
 
 
 class _Asked:
-    """A function that another thread is to run."""
-
     def __init__(self, do: Callable[[], Any]) -> None:
         self._do = do
         self.done: Future[Any] = Future()

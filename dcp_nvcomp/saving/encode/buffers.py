@@ -1,11 +1,8 @@
 """Memory that the tasks of a save are encoded into, wherever it comes from.
 
-    feeding thread   reserves room for a task, which may wait: that is how a slow sink holds back the encoders
-    encode thread    takes a room that was reserved, which never waits, fills it, says how much it keeps
-    write thread     releases the room when its blocks are written
-
-`BufferMemory` here lends equal buffers of one save that writes what it encodes at once, bounded by the user's budget;
-`StagingMemory` of asynchronous saves fills segments that are kept for the next.
+feeding thread   reserves room for a task, which may wait: that is how a slow sink holds back the encoders
+encode thread    takes a room that was reserved, which never waits, fills it, says how much it keeps
+write thread     releases the room when its blocks are written
 """
 
 from __future__ import annotations
@@ -113,11 +110,7 @@ class BufferPool(TaskMemory):
     """
 
     def __init__(
-        self,
-        room_nbytes: int,
-        budget_nbytes: int,
-        most: int,
-        allocate: Callable[[int], memoryview] = plain_allocate,
+        self, room_nbytes: int, budget_nbytes: int, most: int, allocate: Callable[[int], memoryview] = plain_allocate
     ) -> None:
         self.room_nbytes = room_nbytes
         count = max(2, min(most, budget_nbytes // room_nbytes))
@@ -143,12 +136,10 @@ class BufferPool(TaskMemory):
         self._unreserved.put(True)
 
     def give_back(self, buffer: _Buffer) -> None:
-        """Take back a buffer; any thread may."""
         self._free.append(buffer)
         self._unreserved.put(True)
 
     def close(self) -> None:
-        """Wake the thread that waits in `reserve`."""
         self._unreserved.put(False)
 
 

@@ -1,15 +1,8 @@
 """The codec chain of each record: the user's choice, and what can run where the elements are, by `CodecPolicy`.
 
-`auto`'s choices, `AutoChoice`, are made by the thread that encodes a record first, and remembered from save to save.
-
-Dense floats of one block are coded as they were in the save before. Should they come to another size than they did
-then, or a glance find a byte that stands out, there is a second look, and if it differs they are coded again. Of all
-others a look at a few elements decides how much work a choice is:
-
-it looks as in an earlier save      the chain of that save, unless its ratio has drifted meanwhile
-dense floats, nothing repeats, and  the chain of that tensor: layers of a model differ in their numbers only. Zeros,
-one of its kind was judged dense    constants, sparse tensors and repeated rows never look like that
-anything else                       slices of it are coded by every chain that could win
+`auto` chooses when a record is encoded, and is remembered from save to save: a record that looks as it did gets the
+chain that it had, unless its ratio has drifted, and dense floats that of others of their tensor, as layers differ in
+their numbers only. Of anything else slices are coded by every chain that could win.
 
 For a tensor on a device, `device_choice` chooses when it is fed: a look costs a copy to the host, which waits for the
 device. So what an earlier save chose for dense floats is used without one, and forgotten if its size surprises.
@@ -36,7 +29,7 @@ from dcp_nvcomp.engines.cuda.coders import stamped_chain
 from dcp_nvcomp.engines.tensors import HostArray, host_array
 from dcp_nvcomp.format.blocks import BlockGrid
 from dcp_nvcomp.format.record import Record
-from dcp_nvcomp.saving.encode.sources import ChainChoice, GivenChain, Workbench, block_bytes
+from dcp_nvcomp.saving.encode.sources import ChainChoice, Workbench, block_bytes
 
 U8 = npt.NDArray[np.uint8]
 
@@ -95,7 +88,6 @@ class RememberedChoices:
         return _kind(record) in self._dense
 
     def keep(self, record: Record, look: Look, chain: CodecChain) -> None:
-        """Remember a choice."""
         if len(self._kept) >= _MOST_REMEMBERED:
             self._kept.clear()
             self._dense.clear()
@@ -135,17 +127,12 @@ class AutoChoice(ChainChoice):
     def __init__(
         self, record: Record, array: HostArray, grid: BlockGrid, remembered: RememberedChoices | None = None
     ) -> None:
+        super().__init__(None if array.nbytes >= TINY_NBYTES else STORED)
         self._record = record
         self._place: _Place | None = _Place(array, grid)
         self._remembered = remembered
         self._lock = threading.Lock()
         self._is_trusted = False
-        self._chain: CodecChain | None = None if array.nbytes >= TINY_NBYTES else STORED
-
-    @property
-    def chain(self) -> CodecChain:
-        assert self._chain is not None, "settled when its first block is encoded"
-        return self._chain
 
     def settle(self, bench: Workbench) -> CodecChain:
         if self._chain is None:
@@ -196,7 +183,7 @@ class AutoChoice(ChainChoice):
         return chain
 
 
-class _KeptChain(GivenChain):
+class _KeptChain(ChainChoice):
     """A chain that the next save recalls, as long as its records come to the same size."""
 
     def __init__(self, chain: CodecChain, record: Record, remembered: RememberedChoices) -> None:
@@ -212,7 +199,7 @@ def device_choice(record: Record, tensor: torch.Tensor, remembered: RememberedCh
     """Return what `auto` chooses for a tensor on a device, without lazy bits."""
     element, nbytes = record.element, tensor.numel() * tensor.element_size()
     if nbytes < TINY_NBYTES:
-        return GivenChain(STORED)
+        return ChainChoice(STORED)
     chain = remembered.trust(record)
     if chain is None:
         look = judge.look(element, _device_sample(tensor))
@@ -302,7 +289,6 @@ class CodecPolicy:
         self._checked: set[tuple[str, str]] = set()
 
     def chain(self, element: ElementType, sample: U8, nbytes: int, *, on_cuda: bool) -> CodecChain:
-        """Return the chain for a record."""
         chain = self._chooser.choose(element, sample, nbytes)
         described = repr(chain), element.name
         if described not in self._checked:  # before anything depends on it
@@ -314,11 +300,9 @@ class CodecPolicy:
 
     @property
     def is_auto(self) -> bool:
-        """True if `auto` chooses for every tensor."""
         return isinstance(self._chooser, Auto)
 
     def tensor_chain(self, element: ElementType, tensor: torch.Tensor, *, on_cuda: bool) -> CodecChain:
-        """Return the chain for a tensor without lazy bits, measured on a sample of it."""
         nbytes = tensor.numel() * tensor.element_size()
         sample = spread_sample(tensor, sample_nbytes(nbytes)) if nbytes else np.zeros(0, np.uint8)
         return self.chain(element, sample, nbytes, on_cuda=on_cuda)

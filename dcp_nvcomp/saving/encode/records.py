@@ -1,9 +1,4 @@
-"""From DCP's write items to records: how each shard is described and cut, with which codec, encoded where.
-
-WriteItem + resolved data  --RecordMaker.add-->  records ready to encode; small ones gather in packs until `flush`
-
-Small shards share a block: a record in the footer each, instead of a block and slices of their own.
-"""
+"""From DCP's write items to records: how each shard is described and cut, with which codec, encoded where."""
 
 from __future__ import annotations
 
@@ -37,19 +32,12 @@ from dcp_nvcomp.engines.tensors import (
 from dcp_nvcomp.errors import CheckpointError, ShapeMismatchError
 from dcp_nvcomp.format.blocks import BlockGrid, box_grid, row_grid
 from dcp_nvcomp.format.record import KIND_BYTES, KIND_PACK, KIND_TENSOR, KIND_TORCH_SAVE, Record
-from dcp_nvcomp.saving.encode.choices import (
-    AutoChoice,
-    CodecPolicy,
-    RememberedChoices,
-    device_choice,
-    spread_sample,
-)
+from dcp_nvcomp.saving.encode.choices import AutoChoice, CodecPolicy, RememberedChoices, device_choice, spread_sample
 from dcp_nvcomp.saving.encode.sources import (
     AcceleratorSource,
     ChainChoice,
     CudaPackSource,
     CudaSource,
-    GivenChain,
     HostSource,
     Member,
     PendingRecord,
@@ -76,7 +64,6 @@ class RecordMaker:
         self._packed_nbytes = SMALL_NBYTES if pack else 0
 
     def add(self, item: WriteItem, data: torch.Tensor | io.BytesIO) -> list[Ready]:
-        """Take an item."""
         fqn = item.index.fqn
         if isinstance(data, io.BytesIO):
             payload = np.frombuffer(data.getbuffer(), np.uint8)
@@ -92,7 +79,6 @@ class RecordMaker:
         return self._add_tensor(item.index, region, element, data)
 
     def flush(self) -> list[Ready]:
-        """Return the packs that are not full."""
         return self._packer.flush()
 
     def _add_payload(self, index: MetadataIndex, record: Record, payload: U8, dtype: str) -> list[Ready]:
@@ -119,11 +105,10 @@ class RecordMaker:
             data = tensor if on_host else without_lazy_bits(tensor)
             return self._packer.add_tensor(Member(index, record, nbytes), data, on_cuda=on_cuda)
         tensor = without_lazy_bits(tensor)
-        choice: ChainChoice
         if self._policy.is_auto and nbytes:
             choice = device_choice(record, tensor, self._remembered, self._judge)
         else:
-            choice = GivenChain(self._policy.tensor_chain(element, tensor, on_cuda=on_cuda))
+            choice = ChainChoice(self._policy.tensor_chain(element, tensor, on_cuda=on_cuda))
         on_cuda = on_cuda and self._engine.serves(tensor.device, choice.chain, ENCODE)
         return [_ready(index, record, element.name, choice, _source(tensor, on_cuda=on_cuda))]
 
@@ -210,7 +195,6 @@ class Packer:
         self._packs: dict[tuple[str, str, torch.device | None, bool], _Pack] = {}
 
     def add_tensor(self, member: Member, tensor: torch.Tensor, *, on_cuda: bool) -> list[Ready]:
-        """Take a small tensor, without lazy bits if it is on a device."""
         if tensor.device.type == "cpu" and not on_cuda:
             # numpy's views take a fraction of the time of torch's, and there may be thousands of tensors
             data = np.ascontiguousarray(host_values(tensor)).reshape(-1).view(np.uint8)
@@ -220,13 +204,11 @@ class Packer:
         return ready
 
     def add_bytes(self, member: Member, data: U8, dtype: str) -> list[Ready]:
-        """Take a small shard's bytes in host memory."""
         pack, ready = self._pack_for(member, dtype, None, on_cuda=False)
         pack.arrays.append(data)
         return ready
 
     def flush(self) -> list[Ready]:
-        """Return the packs that are not full."""
         packs = [self._closed(pack) for pack in self._packs.values()]
         self._packs.clear()
         return packs
@@ -294,10 +276,7 @@ def _joined(pack: _Pack) -> torch.Tensor:
 
 
 def _some_of(tensors: Sequence[torch.Tensor], nbytes: int) -> list[torch.Tensor]:
-    """Return whole tensors as bytes, about `nbytes` of them or more: those in which a multiple of a step lies.
-
-    Weighted by bytes, so that a lone scalar is not taken as representative.
-    """
+    """Return whole tensors as bytes, about `nbytes` or more, weighted by bytes, so that no scalar stands for all."""
     total = sum(tensor.nbytes for tensor in tensors)
     step = max(1, min(total // 4, total * total // (len(tensors) * nbytes)))
     some, start = [], 0

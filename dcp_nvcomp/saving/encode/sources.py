@@ -1,11 +1,4 @@
-"""Sources of a save: a shard's elements, block by block, and the engine that encodes them where they are.
-
-HostSource          host memory, CPU engine
-AcceleratorSource   memory of a device, CPU engine: each block is copied to the host
-CudaSource          memory of a CUDA device, CUDA engine, many blocks at once; CudaPackSource: many small shards in one
-
-A `PendingRecord` is what such elements become in the file: a record that waits to be encoded and written.
-"""
+"""Sources of a save: a shard's elements, block by block, and the engine that encodes them where they are."""
 
 from __future__ import annotations
 
@@ -42,42 +35,28 @@ class Workbench:
         self.policy = policy
 
 
-class ChainChoice(ABC):
-    """The codec chain of a record, which may be found only when its first block is encoded."""
+class ChainChoice:
+    """The codec chain of a record: a given one, or in a subclass one that is found when its first block is encoded."""
+
+    def __init__(self, chain: CodecChain | None) -> None:
+        self._chain = chain
 
     @property
-    @abstractmethod
     def chain(self) -> CodecChain:
         """The chain, once it is settled."""
+        assert self._chain is not None, "settled when its first block is encoded"
+        return self._chain
 
-    @abstractmethod
     def settle(self, bench: Workbench) -> CodecChain:
         """Return the chain; find it now if necessary, on the thread that encodes."""
+        return self.chain
 
     def confirm(self, ratio: float, bench: Workbench) -> CodecChain:
         """Return the chain to use, now that a block came to `ratio`: another one if a record of one block surprises."""
         return self.chain
 
-    @abstractmethod
     def achieved(self, ratio: float) -> None:
         """Take note of the record's stored over its uncompressed size."""
-
-
-class GivenChain(ChainChoice):
-    """A chain that was known when the record was made."""
-
-    def __init__(self, chain: CodecChain) -> None:
-        self._chain = chain
-
-    @property
-    def chain(self) -> CodecChain:
-        return self._chain
-
-    def settle(self, bench: Workbench) -> CodecChain:
-        return self._chain
-
-    def achieved(self, ratio: float) -> None:
-        pass
 
 
 class Source(ABC):
@@ -169,10 +148,7 @@ def _ready_event(device: torch.device) -> torch.cuda.Event | None:
 
 @dataclass(frozen=True)
 class AcceleratorSource(_HostEncoded):
-    """A shard on any device, encoded on the CPU.
-
-    Must be made on the caller's thread: work that the caller has queued there comes first.
-    """
+    """A shard on any device, encoded on the CPU. Made on the caller's thread, whose work on the device comes first."""
 
     tensor: torch.Tensor
     ready: torch.cuda.Event | None = field(init=False)
@@ -185,7 +161,7 @@ class AcceleratorSource(_HostEncoded):
             # this thread has a current stream of its own, which does not wait for the caller's
             if self.ready is not None:
                 torch.cuda.current_stream(self.tensor.device).wait_event(self.ready)
-            block: U8 = device_block(self.tensor, box).cpu().numpy()
+            block: U8 = self.tensor[box.index].contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
             assert block.dtype == np.uint8
             yield _one_row(block)
 
@@ -240,11 +216,6 @@ def block_bytes(array: HostArray, box: Box, scratch: ScratchArrays) -> U8:
     return flat
 
 
-def device_block(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """Return the bytes of one block of a shard on an accelerator, as a contiguous uint8 tensor there."""
-    return tensor[box.index].contiguous().reshape(-1).view(torch.uint8)
-
-
 class Member(NamedTuple):
     """One write item of a record: `.metadata` will name its place."""
 
@@ -264,31 +235,23 @@ class PendingRecord:
 
     @property
     def grid(self) -> BlockGrid:
-        """Its blocks."""
         assert self.record.grid is not None
         return self.record.grid
 
     @property
     def choice(self) -> ChainChoice:
-        """The choice of its codec chain."""
-        if self.later is not None:
-            return self.later
-        assert self.record.chain is not None
-        return GivenChain(self.record.chain)
+        return self.later or ChainChoice(self.record.chain)
 
     @property
     def chain(self) -> CodecChain:
-        """Its codec chain, which is settled once its first block is encoded."""
         return self.choice.chain
 
     @property
     def nbytes(self) -> int:
-        """Its uncompressed size."""
         return self.record.uncompressed_nbytes
 
     @property
     def is_pack(self) -> bool:
-        """True if the members have footer records of their own."""
         return self.record.kind == KIND_PACK
 
 

@@ -1,7 +1,7 @@
 """From records to tasks: units that one thread encodes, and another writes, at once.
 
-A task gathers blocks of consecutive records of one file until their room is full: about 1 MiB for the CPU engine, so
-that little time goes into handing over; far more for the CUDA engine, which wants thousands of slices at once.
+A task gathers blocks of consecutive records of one file: about 1 MiB for the CPU engine, so that little time goes into
+handing over; far more for the CUDA engine, which wants thousands of slices at once.
 """
 
 from __future__ import annotations
@@ -48,10 +48,7 @@ class Task:
 
 
 class Tasks:
-    """Gathers the records of one file after the other. Room is reserved only for a task that is complete.
-
-    So a thread that feeds several files never waits for memory while a writer waits for an unfinished task.
-    """
+    """Gathers the records of one file after the other. Room is reserved only for a task that is complete."""
 
     def __init__(self, memory_for: Callable[[Source], TaskMemory]) -> None:
         self._memory_for = memory_for
@@ -60,7 +57,6 @@ class Tasks:
         self._room_nbytes = 0
 
     def add(self, record: PendingRecord, source: Source) -> Iterator[Task]:
-        """Take a record."""
         grid, choice, element_nbytes = record.grid, record.choice, record.record.element.nbytes
         # a record without elements has nothing to encode, but begins all the same, and in its turn
         if grid.block_count:
@@ -95,7 +91,6 @@ class Tasks:
             self._task.parts.append(Part(source, choice, boxes))
 
     def flush(self) -> Iterator[Task]:
-        """Yield the task that is being gathered, if there is anything in it."""
         task, self._task = self._task, Task()
         if task.parts:
             assert self._memory is not None

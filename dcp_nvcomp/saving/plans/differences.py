@@ -1,12 +1,8 @@
 """Which keys have different values on different ranks: of those that are not sharded a checkpoint keeps one rank's.
 
-    each rank        `look`: a fingerprint of each value, before the state may change
-    create_local_plan    `sent`: they go with its plan to the coordinator; those of a kept plan without their keys
-    create_global_plan   `compared`, and `told`: what differs goes back with the final plans
-    finish_plan          `heard`
-
-Fingerprints of equal values are equal: what can't be told from its bytes, as an object whose pickle depends on more
-than its value, counts by its class alone. Those of large tensors are of a sample.
+Fingerprints of each rank's values go with its plan to the coordinator, and what differs comes back with the final
+plans. What can't be told from its bytes, as an object whose pickle depends on more than its value, counts by its class
+alone; of large tensors a sample counts.
 """
 
 from __future__ import annotations
@@ -16,15 +12,14 @@ import datetime
 import decimal
 import enum
 import fractions
-import io
 import itertools
 import pathlib
 import uuid
 import warnings
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, Literal
+from collections.abc import Iterable, Mapping, Sequence, Sized
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -54,8 +49,7 @@ _DICTS: Final = (dict, OrderedDict, defaultdict, Counter)
 _already_told: set[str] = set()
 
 
-@dataclasses.dataclass(frozen=True)
-class _Sent:
+class _Sent(NamedTuple):
     """What goes with the local plan of a rank."""
 
     planner_data: Any
@@ -63,8 +57,7 @@ class _Sent:
     keys: Keys | None  # None if the coordinator has kept them with the plan
 
 
-@dataclasses.dataclass(frozen=True)
-class _Told:
+class _Told(NamedTuple):
     """What goes with the final plan of a rank."""
 
     planner_data: Any
@@ -80,12 +73,10 @@ class Comparison:
         self.words = ""
 
     def look(self, state: Mapping[str, Any]) -> None:
-        """Take the fingerprints of this rank's values."""
         if len(self.ranks) > 1:
             self._found = fingerprints(state)
 
     def sent(self, plan: SavePlan, *, with_keys: bool) -> SavePlan:
-        """Return this rank's plan with the fingerprints."""
         if self._found is None:
             return plan
         keys = tuple(self._found) if with_keys else None
@@ -137,12 +128,16 @@ def expect_same_kinds(plans: Sequence[SavePlan], ranks: Sequence[int]) -> None:
     both = [fqn for fqn in objects if fqn in tensors]
     if both:
         named = [f"{fqn!r} (rank {ranks[tensors[fqn]]} and {ranks[objects[fqn]]})" for fqn in both[:_SHOWN]]
-        more = f" and {len(both) - _SHOWN} more" if len(both) > _SHOWN else ""
         raise ConfigurationError(
-            f"What is a tensor on one rank is a Python object on another, under one key: {', '.join(named)}{more}. "
+            f"What is a tensor on one rank is a Python object on another, under one key: {_listed(named, both)}. "
             "Give all ranks tensors, or what belongs to a rank a key of its own, as in state[f'loader.{rank}']. "
             "Nothing was saved."
         )
+
+
+def _listed(named: Sequence[str], all_of_them: Sized) -> str:
+    more = len(all_of_them) - len(named)
+    return ", ".join(named) + (f" and {more} more" if more else "")
 
 
 def _differing(keys: Sequence[Keys], values: Sequence[array[int]]) -> dict[str, list[int]]:
@@ -169,27 +164,25 @@ def _words(differing: Mapping[str, Sequence[int]], ranks: Sequence[int]) -> str:
         f"{', ...' if len(others) > _SHOWN else ''})"
         for key, (first, *others) in list(differing.items())[:_SHOWN]
     ]
-    more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
     return (
-        f"Ranks have different values under the same key, of which a checkpoint keeps one: {', '.join(named)}{more}. "
-        "Give what belongs to a rank a key of its own, as in state[f'loader.{rank}'], or a data loader to "
+        f"Ranks have different values under the same key, of which a checkpoint keeps one: {_listed(named, differing)}"
+        ". Give what belongs to a rank a key of its own, as in state[f'loader.{rank}'], or a data loader to "
         "TrainingState(dataloader=...); what should be the same has diverged."
     )
 
 
 def fingerprints(state: Mapping[str, Any]) -> dict[str, int]:
-    """Return a checksum for each value that is not sharded.
-
-    Examples:
-        >>> one, other = fingerprints({"w": torch.zeros(2), "n": 1}), fingerprints({"w": torch.zeros(2), "n": 2})
-        >>> one["w"] == other["w"], one["n"] == other["n"]
-        (True, False)
-    """
+    """Return a checksum for each value that is not sharded."""
     found: dict[str, int] = {}
     waiting: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
     with torch.no_grad():
         for key, value in state.items():
-            if isinstance(value, DTensor) or hasattr(type(value), "__create_write_items__") or _is_sharded(value):
+            kind = type(value)
+            if (
+                isinstance(value, DTensor)
+                or hasattr(kind, "__create_write_items__")
+                or kind.__name__ == "ShardedTensor"
+            ):
                 continue
             found[key] = crc32c(_encoded(value))
             sample = _sample(value) if isinstance(value, torch.Tensor) and value.device.type != "cpu" else None
@@ -201,10 +194,6 @@ def fingerprints(state: Mapping[str, Any]) -> dict[str, int]:
                 found[key] = crc32c(data[begin : begin + len(sample)].tobytes(), found[key])
                 begin += len(sample)
     return found
-
-
-def _is_sharded(value: Any) -> bool:
-    return type(value).__name__ == "ShardedTensor"
 
 
 def _encoded(value: Any, depth: int = 0) -> bytes:
@@ -231,11 +220,10 @@ def _encoded(value: Any, depth: int = 0) -> bytes:
         return name + str(value).encode(errors="surrogatepass")
     if kind is slice:
         return name + _encoded((value.start, value.stop, value.step), depth + 1)
-    if kind in (list, tuple) or (isinstance(value, tuple) and hasattr(kind, "_fields")):
-        return name + _joined(len(value), (_encoded(one, depth + 1) for one in value[:: 1 + len(value) // _MOST_ITEMS]))
-    if kind is deque:
+    if kind in (list, tuple, deque) or (isinstance(value, tuple) and hasattr(kind, "_fields")):
         some = itertools.islice(value, 0, None, 1 + len(value) // _MOST_ITEMS)
-        return name + str(value.maxlen).encode() + _joined(len(value), (_encoded(one, depth + 1) for one in some))
+        longest = str(value.maxlen).encode() if kind is deque else b""
+        return name + longest + _joined(len(value), (_encoded(one, depth + 1) for one in some))
     if kind in (*_DICTS, set, frozenset):
         if len(value) > _MOST_ITEMS:
             return name + str(len(value)).encode()
@@ -248,12 +236,7 @@ def _encoded(value: Any, depth: int = 0) -> bytes:
 
 
 def _joined(count: int, parts: Iterable[bytes]) -> bytes:
-    out = io.BytesIO()
-    out.write(b"%d" % count)
-    for part in parts:
-        out.write(b"[%d]" % len(part))
-        out.write(part)
-    return out.getvalue()
+    return b"%d" % count + b"".join(b"[%d]" % len(part) + part for part in parts)
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor | None:

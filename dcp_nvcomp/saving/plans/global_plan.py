@@ -1,9 +1,5 @@
 """The global plan as the coordinator keeps it, and what travels of it.
 
-    once          the final plans of all ranks ------> which items each rank writes, in order
-    each save     numbers of each rank --------------> `storage_data`
-                  the metadata of the plan ----------> a Metadata of this save
-
 A rank's write results name nothing that the coordinator knows: they are positions in the rank's plan, and where these
 items were stored (`PlacedItems`).
 """
@@ -50,23 +46,18 @@ class GlobalPlan:
             self._indices = [tuple(item.index for item in plan.items) for plan in plans]
             self._items = _shared(metadata.state_dict_metadata)
         self._planner_data = metadata.planner_data
-        self._is_settled = False
+        self.is_settled = False
 
     @property
     def shard_count(self) -> int:
-        """The number of items of all ranks."""
         return sum(map(len, self._indices))
 
     def metadata(self) -> PlannedMetadata:
         """Return the metadata of another save, of which everything that may be changed is its own."""
         with collector_paused():
             items = _own(self._items)
-        return PlannedMetadata(items, planner_data=_copied_paths(self._planner_data)).planned(self)
-
-    @property
-    def is_settled(self) -> bool:
-        """True once metadata of this plan was published in a form that later ones need not be brought into again."""
-        return self._is_settled
+        paths = dict(self._planner_data) if type(self._planner_data) is dict else self._planner_data
+        return PlannedMetadata(items, planner_data=paths).planned(self)
 
     def settle(self, settled: Metadata) -> None:
         """Use the very parts of metadata that was published, for later saves."""
@@ -74,10 +65,9 @@ class GlobalPlan:
             own = {index: index for index in settled.storage_data}
             self._indices = [tuple([own[index] for index in indices]) for indices in self._indices]
             self._items = _own(settled.state_dict_metadata)
-        self._is_settled = True
+        self.is_settled = True
 
     def storage_data(self, ranks: Sequence[PlacedItems]) -> dict[MetadataIndex, Any]:
-        """Return where each item is stored."""
         found: dict[MetadataIndex, Any] = {}
         with collector_paused():
             for indices, placed in zip(self._indices, ranks, strict=True):
@@ -91,15 +81,11 @@ class GlobalPlan:
 
 
 class PlannedMetadata(Metadata):
-    """Metadata of a planned save. Pickled, it is a Metadata without the tensors.
-
-    At the end of a save DCP sends it to all ranks, which know their own tensors, and may be thousands.
-    """
+    """Metadata of a planned save. Pickled, it is a Metadata without the tensors."""
 
     plan: GlobalPlan
 
     def planned(self, plan: GlobalPlan) -> PlannedMetadata:
-        """Note the plan, and return the metadata."""
         self.plan = plan
         return self
 
@@ -107,7 +93,6 @@ class PlannedMetadata(Metadata):
         return _without_tensors, (self.storage_meta,)
 
     def plain(self) -> Metadata:
-        """Return the same as DCP's class."""
         return Metadata(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Metadata)})
 
 
@@ -142,7 +127,3 @@ def _copied(item: TensorStorageMetadata, properties: dict[int, TensorProperties]
     if key not in properties:
         properties[key] = dataclasses.replace(item.properties)
     return TensorStorageMetadata(properties[key], item.size, list(item.chunks))
-
-
-def _copied_paths(paths: Any) -> Any:
-    return dict(paths) if type(paths) is dict else paths

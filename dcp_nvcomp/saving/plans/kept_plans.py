@@ -1,16 +1,9 @@
 """The plans that this process keeps: found again by who saves together, the planner's options, and the structure.
 
-Each has an id that the ranks agreed on when they made it. It is used again only if all ranks find the plan of one id:
-then each has the structure that it had at that planning, from which the global plan follows. Whatever one rank forgot,
-or failed to plan, or can't plan from a structure, makes all of them plan anew, under another id.
-
-A `Structure` is what the plan of DCP's default planner depends on: everything about a state but its values. Two states
-of the same structure have the same plan, on this rank. A global plan follows from the structures of all ranks and the
-planner's options.
-
-Before a save the ranks `agree`: do all keep the same plan, and may they keep the next one? One small collective, the
-first of a save: it also says whether all ranks make the same one. What a rank answers never decides what it plans, only
-whether all of them plan anew.
+A plan has an id, and is used again only if all ranks find the plan of one id: then each has the structure that it had
+at that planning, from which the global plan follows. A `Structure` is what the plan of DCP's default planner depends
+on: everything about a state but its values. Before a save the ranks `agree` whether all keep the same plan; what a rank
+answers never decides what it plans, only whether all of them plan anew.
 """
 
 from __future__ import annotations
@@ -60,7 +53,6 @@ class KeptPlan:
 
     @property
     def item_count(self) -> int:
-        """How many items it holds."""
         return len(self.final.items) + (0 if self.everyones is None else self.everyones.shard_count)
 
 
@@ -73,7 +65,6 @@ class KeptPlans:
         self._lock = threading.Lock()
 
     def find(self, key: PlanKey, structure: Structure) -> KeptPlan | None:
-        """Return the latest plan for this structure."""
         with self._lock:
             for plan in reversed(self._plans):
                 if plan.key == key and plan.structure == structure:
@@ -81,10 +72,7 @@ class KeptPlans:
         return None
 
     def keep(self, plan: KeptPlan) -> None:
-        """Keep a plan, instead of that for the same structure, and of the oldest ones if there are too many.
-
-        One of more items than all of them may hold, as a coordinator's of very many ranks, is not kept.
-        """
+        """Keep a plan, instead of that for the same structure and of the oldest ones; not one that is too large."""
         if plan.item_count > self._max_items:
             return
         with self._lock:
@@ -106,14 +94,7 @@ class Structure:
 
 
 def structure_of(state: Mapping[str, Any], paths: Mapping[str, Any] | None) -> Structure | None:
-    """Describe a flattened state.
-
-    Examples:
-        >>> structure_of({"w": torch.zeros(2)}, None) == structure_of({"w": torch.ones(2)}, None)
-        True
-        >>> structure_of({"w": torch.zeros(2)}, None) == structure_of({"w": torch.zeros(2).half()}, None)
-        False
-    """
+    """Describe a flattened state."""
     meshes: dict[int, tuple[Any, ...]] = {}
     entries = []
     needs_grad = torch.is_grad_enabled()
@@ -161,23 +142,15 @@ class Proposal:
     fresh_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """What the ranks do."""
-
-    use_kept: bool
-    plan_id: str | None
-
-
-def agree(mine: Proposal, group: dist.ProcessGroup | None, call: Call) -> Agreement:
-    """Agree with the other ranks."""
+def agree(mine: Proposal, group: dist.ProcessGroup | None, call: Call) -> tuple[bool, str | None]:
+    """Agree with the other ranks whether all use the plan that they keep, and on the id of the plan."""
     proposals = meet(group, call, mine)
     if not all(proposal.may_keep for proposal in proposals):
-        return Agreement(False, None)
+        return False, None
     kept_ids = {proposal.kept_id for proposal in proposals}
     if len(kept_ids) == 1 and mine.kept_id is not None:
-        return Agreement(True, mine.kept_id)
-    return Agreement(False, proposals[0].fresh_id)
+        return True, mine.kept_id
+    return False, proposals[0].fresh_id
 
 
 def check_same_place(plans: Sequence[SavePlan]) -> None:

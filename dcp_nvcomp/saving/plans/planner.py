@@ -1,15 +1,7 @@
 """The planner of our own save calls: plans with another planner, or uses the plan that all ranks kept.
 
-before dcp.save   `agree`: flatten the state, look for a kept plan, and ask the other ranks whether they have it. DCP's
-                       default planner is given a flat state, since it would make text of all keys of dicts
-                       kept                              anew
-set_up_planner         (was done)                        (was done), or the other planner's
-create_local_plan      an empty plan                     the other planner's
-create_global_plan     empty plans, kept metadata        the other planner's; the coordinator keeps it
-finish_plan            the kept plan                     the other planner's; this rank keeps it
-resolve_data           the other planner's               the other planner's
-
-A plan is kept only here, at `finish_plan`, so that whatever fails before leaves nothing behind.
+`agree` flattens the state, looks for a kept plan, and asks the other ranks whether they have it; then the other steps
+use it, with an empty local plan. A plan is kept only at `finish_plan`, so that what fails before leaves nothing.
 """
 
 from __future__ import annotations
@@ -83,7 +75,6 @@ class KeepingPlanner(SavePlanner):
         return self._planner
 
     def release(self) -> None:
-        """Let go of the state."""
         self._planner = self._flat_state = None
         self._run, self._pickled = _here, {}
 
@@ -104,8 +95,6 @@ class KeepingPlanner(SavePlanner):
                 except Exception as error:
                     self._pickled[fqn] = error
 
-    # --- before DCP's part -------------------------------------------------------------------------------------------
-
     def agree(self, state_dict: dict[str, Any], group: dist.ProcessGroup | None, call: Call) -> None:
         """Agree with the other ranks on the plan to use. All ranks have to call this."""
         ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
@@ -121,9 +110,8 @@ class KeepingPlanner(SavePlanner):
             self._describe(ranks)
         found = None if self._structure is None else process_state().plans.find(self._key, self._structure)
         mine = Proposal(found.plan_id if found else None, self._structure is not None)
-        agreement = agree(mine, group, call)
-        self._plan_id = agreement.plan_id
-        self._kept = found if agreement.use_kept else None
+        use_kept, self._plan_id = agree(mine, group, call)
+        self._kept = found if use_kept else None
 
     def _flatten(self, state_dict: dict[str, Any], *, is_coordinator: bool) -> None:
         """Take the state apart, and let a planner have it that finds it flat."""
@@ -167,8 +155,6 @@ class KeepingPlanner(SavePlanner):
             self._structure = structure_of(planner.state_dict, paths)
         except Exception:  # DCP's own steps meet it again, and tell the other ranks
             return
-
-    # --- called by DCP -----------------------------------------------------------------------------------------------
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False

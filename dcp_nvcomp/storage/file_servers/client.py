@@ -1,7 +1,4 @@
-"""What is asked of a file server, over connections that are used again until they break.
-
-An operation has a connection for itself. How often it is tried, and for how long, is attempts.py's.
-"""
+"""What is asked of a file server, over connections that are used again until they break."""
 
 from __future__ import annotations
 
@@ -168,7 +165,6 @@ class ServerClient(Attempts):
         return self._lost + sum(not connection.is_alive for connection in tuple(self._idle))
 
     def close(self) -> None:
-        """End the connections that are not in use."""
         _cut_all(self._idle, self._process)
 
     def _is_transient(self, error: Exception) -> bool:

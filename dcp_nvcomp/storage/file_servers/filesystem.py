@@ -11,22 +11,24 @@ from typing import Any
 
 from dcp_nvcomp.errors import ConfigurationError, StorageError
 from dcp_nvcomp.redaction import Redactor
-from dcp_nvcomp.storage.base import Below, FileInfo, OutputStream, check_relative_path, too_short
+from dcp_nvcomp.storage.base import (
+    Below,
+    FileInfo,
+    OutputStream,
+    check_relative_path,
+    clock_name,
+    temporary_name,
+    too_short,
+)
 from dcp_nvcomp.storage.file_servers.client import Connection, Entry, ServerClient
 from dcp_nvcomp.storage.file_servers.urls import SMB, ServerPlace, sftp_place, smb_place
 from dcp_nvcomp.storage.file_servers.writing import ServerOutput, move, publish, remove_quietly
 from dcp_nvcomp.storage.fsspec_output import Replacement
 from dcp_nvcomp.storage.remote import RemoteFilesystem
-from dcp_nvcomp.storage.temporary import clock_name, temporary_name
 
 
 def open_file_server(
-    path: str,
-    protocol: str,
-    *,
-    options: Mapping[str, Any],
-    deadline_seconds: float,
-    known_options: Sequence[str] = (),
+    path: str, protocol: str, *, options: Mapping[str, Any], deadline_seconds: float, known_options: Sequence[str] = ()
 ) -> ServerFilesystem:
     """Open the place of one checkpoint; nothing is sent yet."""
     connection: Callable[[ServerPlace], Connection]

@@ -64,12 +64,10 @@ class ServerPlace:
 
     @property
     def server(self) -> str:
-        """Its name for messages."""
         return f"{self.host}:{self.port}" if self.port else self.host
 
     @property
     def user(self) -> str:
-        """Who logs in, for messages."""
         return self.client.get("username") or "this user"
 
 

@@ -18,10 +18,9 @@ from typing import Final
 from crc32c import crc32c
 
 from dcp_nvcomp.errors import StorageError
-from dcp_nvcomp.storage.base import already_published
+from dcp_nvcomp.storage.base import already_published, temporary_name
 from dcp_nvcomp.storage.file_servers.client import Connection, ConnectionLostError, ServerClient
-from dcp_nvcomp.storage.parts import PartedOutput
-from dcp_nvcomp.storage.temporary import temporary_name
+from dcp_nvcomp.storage.remote import PartedOutput
 
 logger = logging.getLogger(__name__)
 

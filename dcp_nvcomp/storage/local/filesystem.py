@@ -1,9 +1,8 @@
 """Local paths, by system calls: what the durability promises of POSIX need, and fsspec's local files do not do.
 
 A file is durable once it was fsynced, a name once its directory was, and that one's name once the directory above it
-was. Data files are created exclusively, so no save ever writes into another one's. A small file is published as a
-temporary in the same directory, fsynced, and then renamed (or linked, if it must not replace another), so that a
-reader sees the old bytes or the new ones.
+was. Data files are created exclusively. A small file is published as a temporary in the same directory, fsynced, and
+then renamed (or linked, if it must not replace another).
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from dcp_nvcomp.storage.base import (
     already_published,
     check_relative_path,
     storage_errors,
+    temporary_name,
     too_large,
     too_short,
 )
 from dcp_nvcomp.storage.local.output import PosixOutput, PosixReplacement, create_file, sync_directory, write_all
-from dcp_nvcomp.storage.temporary import temporary_name
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """One container of Azure Blob Storage, through obstore (Rust's object_store).
 
-Requests are sent once, on fsspec's event loop, but for the blocks of an upload: those are obstore's own to send, and it
-repeats them until the deadline. Blocks that were never committed are removed by Azure itself, after a week.
+Requests are sent once, but for the blocks of an upload, which obstore repeats until the deadline. Blocks that were
+never committed are removed by Azure itself, after a week.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dcp_nvcomp.storage.objects.bucket import (
     if_there,
 )
 from dcp_nvcomp.storage.objects.options import Place
-from dcp_nvcomp.storage.parts import PartedOutput
+from dcp_nvcomp.storage.remote import PartedOutput
 
 T = TypeVar("T")
 

@@ -1,7 +1,4 @@
-"""What an object store does for a checkpoint: the requests that Azure and Google Cloud Storage both have.
-
-A request is sent once, and repeated by attempts.py; only the parts of an upload to Azure are repeated by its client.
-"""
+"""What an object store does for a checkpoint: the requests that Azure and Google Cloud Storage both have."""
 
 from __future__ import annotations
 
@@ -83,7 +80,6 @@ class Bucket(Attempts):
     _stays_in_process = True
 
     def call(self, what: str, where: str, attempt: Callable[[], Awaitable[T]], **limits: Any) -> T:
-        """Repeat an attempt as `perform` does."""
         return self.perform(what, where, attempt, **limits).value
 
     def _is_transient(self, error: Exception) -> bool:

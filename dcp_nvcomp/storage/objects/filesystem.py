@@ -1,9 +1,4 @@
-"""A checkpoint's directory in a bucket or container: objects below a prefix.
-
-data files    parts, an object when the file is complete: azure.py, gcs_output.py
-publish       one write with a condition: conditional.py
-requests      azure.py and gcs.py send them once, attempts.py repeats them inside the deadline
-"""
+"""A checkpoint's directory in a bucket or container: objects below a prefix."""
 
 from __future__ import annotations
 
@@ -12,15 +7,13 @@ from typing import Any
 
 from dcp_nvcomp.errors import StorageError
 from dcp_nvcomp.redaction import Redactor
-from dcp_nvcomp.storage.base import Below, FileInfo, OutputStream, too_short
+from dcp_nvcomp.storage.base import Below, FileInfo, OutputStream, clock_name, too_short
 from dcp_nvcomp.storage.conditional import publish
 from dcp_nvcomp.storage.objects.azure import AzureContainer, AzureOutput
 from dcp_nvcomp.storage.objects.bucket import BEYOND_END, Bucket, BucketTarget, Found, NoAnswerError, status_of
-from dcp_nvcomp.storage.objects.gcs import GcsBucket, connect, secrets_of
-from dcp_nvcomp.storage.objects.gcs_output import GcsOutput
+from dcp_nvcomp.storage.objects.gcs import GcsBucket, GcsOutput, connect, secrets_of
 from dcp_nvcomp.storage.objects.options import AZURE, Place, azure_place, gcs_place
 from dcp_nvcomp.storage.remote import RemoteFilesystem
-from dcp_nvcomp.storage.temporary import clock_name
 
 
 def open_object_store(

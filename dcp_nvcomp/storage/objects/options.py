@@ -1,7 +1,4 @@
-"""The options of `az://` and `gs://`: those that adlfs and gcsfs take, so that a URL and its options serve both.
-
-URL, options, fsspec's config files, environment -> bucket, prefix, length of parts, settings of the client
-"""
+"""The options of `az://` and `gs://`: those that adlfs and gcsfs take, so that a URL and its options serve both."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """S3 requests with a time limit: each returns a response or raises StorageError.
 
-The client libraries retry too, but that does not suffice. s3fs gives up after five tries within two seconds. botocore's
-waits grow without limit in one mode and end with a bucket of tokens in the other, and neither knows a deadline. So they
-are told to try once (unless `config_kwargs` has `retries`), and the one loop that retries is ours (attempts.py).
+Neither s3fs's nor botocore's own retries know a deadline. So they are told to try once (unless `config_kwargs` has
+`retries`), and the one loop that retries is ours (attempts.py).
 """
 
 from __future__ import annotations
@@ -38,11 +37,7 @@ class ShortReplyError(Exception):
 
 def client_options(config: dict[str, Any]) -> dict[str, Any]:
     """The user's options for botocore's Config, with our defaults for timeouts and retries."""
-    ours = {
-        "connect_timeout": _CONNECT_SECONDS,
-        "read_timeout": _READ_SECONDS,
-        "retries": {"total_max_attempts": 1},
-    }
+    ours = {"connect_timeout": _CONNECT_SECONDS, "read_timeout": _READ_SECONDS, "retries": {"total_max_attempts": 1}}
     return {**ours, **copy.deepcopy(config)}  # botocore changes what it is given
 
 
@@ -104,7 +99,6 @@ class S3Client(Attempts):
     def call(
         self, what: str, where: str, operation: str, *, deadline_seconds: float | None = None, **parameters: Any
     ) -> Done[dict[str, Any]]:
-        """Send one request of S3's API."""
         return self.perform(what, where, lambda: self.send(operation, **parameters), deadline_seconds=deadline_seconds)
 
     async def send(self, operation: str, **parameters: Any) -> dict[str, Any]:

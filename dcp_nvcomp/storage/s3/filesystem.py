@@ -1,9 +1,4 @@
-"""A checkpoint's directory on S3: objects below a prefix, through an s3fs filesystem.
-
-data files    one PUT, or a multipart upload: upload.py
-publish       one PUT, which is atomic, on a condition: object.py, conditional.py
-requests      client.py retries them inside the deadline
-"""
+"""A checkpoint's directory on S3: objects below a prefix, through an s3fs filesystem."""
 
 from __future__ import annotations
 
@@ -20,8 +15,7 @@ from dcp_nvcomp.storage.conditional import publish
 from dcp_nvcomp.storage.remote import RemoteFilesystem
 from dcp_nvcomp.storage.reread import is_stored
 from dcp_nvcomp.storage.s3.client import S3Client, answer_of
-from dcp_nvcomp.storage.s3.object import S3Object, S3Target, refuses_conditions
-from dcp_nvcomp.storage.s3.upload import S3Output
+from dcp_nvcomp.storage.s3.object import S3Object, S3Output, S3Target, refuses_conditions
 
 
 def check_additional_kwargs(fs: Any) -> None:
@@ -117,10 +111,7 @@ class S3Filesystem(RemoteFilesystem):
         return True
 
     def _honours_conditions(self) -> bool | None:
-        """Return True if the server keeps an existing object when a PUT asks for that; None if that can't be tried.
-
-        Tried with an object of ours that exists: a server that ignores the condition writes the same bytes again.
-        """
+        """Return whether the server keeps an existing object when a PUT asks for that; None if that can't be tried."""
         if self._witness is None:
             return None
         name, data = self._witness

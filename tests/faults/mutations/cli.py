@@ -82,8 +82,8 @@ MUTATIONS = (
     Mutation(
         row="recover: files are checked",
         file="dcp_nvcomp/maintenance/recovery.py",
-        old="    problems = _problems(filesystem, root)\n    if root.save_id != save_id:",
-        new="    problems: list[str] = []\n    if root.save_id != save_id:",
+        old="    problems = _problems(filesystem, root)\n    if save_id is not None",
+        new="    problems: list[str] = []\n    if save_id is not None",
         tests=RECOVER + "no_complete_save",
     ),
     Mutation(
@@ -96,7 +96,7 @@ MUTATIONS = (
     Mutation(
         row="recover: a copy under another name",
         file="dcp_nvcomp/maintenance/recovery.py",
-        old="    if root.save_id != save_id:\n",
+        old="    if save_id is not None and root.save_id != save_id:\n",
         new="    if False:\n",
         tests=RECOVER + "under_another_name",
     ),
@@ -173,8 +173,8 @@ MUTATIONS = (
     Mutation(
         row="clean: the roots are read again before removing",
         file="dcp_nvcomp/maintenance/cleaning.py",
-        old="going = _still_orphans(filesystem, older_than_seconds, batch)",
-        new="going = batch",
+        old='names = {orphan.name for orphan in now if orphan.kind != "upload"}',
+        new="names = {orphan.name for orphan in batch}",
         tests=CLEAN + "publish",
     ),
     Mutation(

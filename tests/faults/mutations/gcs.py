@@ -39,14 +39,14 @@ MUTATIONS = (
     ),
     Mutation(
         row="GCS, a part without an answer: the server is asked what it has",
-        file="dcp_nvcomp/storage/objects/gcs_output.py",
+        file="dcp_nvcomp/storage/objects/gcs.py",
         old="        if self._unsure:\n",
         new="        if False:\n",
         tests=FAULTS + "goes_on_where_the_server_has_it",
     ),
     Mutation(
         row="GCS, a part of which the server kept less",
-        file="dcp_nvcomp/storage/objects/gcs_output.py",
+        file="dcp_nvcomp/storage/objects/gcs.py",
         old="            self._received = int(match[1]) + 1 if match else 0\n",
         new="            self._received += len(body)\n",
         tests=STORAGE + "did_not_keep",
@@ -60,7 +60,7 @@ MUTATIONS = (
     ),
     Mutation(
         row="GCS, a session that is gone although it was completed",
-        file="dcp_nvcomp/storage/objects/gcs_output.py",
+        file="dcp_nvcomp/storage/objects/gcs.py",
         old="            if status_of(error) not in _GONE or not self._unsure:\n",
         new="            if True:\n",
         tests=FAULTS + "gone_but_complete",
@@ -74,14 +74,14 @@ MUTATIONS = (
     ),
     Mutation(
         row="GCS, what arrives changed: large files",
-        file="dcp_nvcomp/storage/objects/gcs_output.py",
+        file="dcp_nvcomp/storage/objects/gcs.py",
         old='        headers = {"X-Goog-Hash": f"crc32c={checksum}"}\n',
         new="        headers: dict[str, str] = {}\n",
         tests=STORAGE + "arrives_changed",
     ),
     Mutation(
         row="GCS, an aborted upload makes no object later",
-        file="dcp_nvcomp/storage/objects/gcs_output.py",
+        file="dcp_nvcomp/storage/objects/gcs.py",
         old='            self._clean_up(lambda: self._end("abort an unfinished upload of", self._cancel))\n',
         new="            pass\n",
         tests=FAULTS + "lands_after_the_abort",

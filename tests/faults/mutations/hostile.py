@@ -22,7 +22,7 @@ MUTATIONS = (
         "format/metadata/pickle_machine.py",
         ("if len(marks) >= MAX_MARKS:", "if False:", f"{_ATTACKS} -k marks_in_marks"),
         ("budget = 1024 + end // 3", "budget = 1 << 60", f"{_ATTACKS} -k more_containers"),
-        ("* blocks > most_nbytes:", "* blocks > 1 << 60:", "tests/format/metadata/test_memory.py -k unfolds"),
+        ("- blocks) > most_nbytes:", "- blocks) > 1 << 60:", "tests/format/metadata/test_memory.py -k unfolds"),
         ("if index > len(memo):", "if False:", f"{_ATTACKS} -k memo_slot"),
         (
             "if not isinstance(target, Instance) or target.state is not None:",
@@ -41,7 +41,7 @@ MUTATIONS = (
     ),
     *_mutations(
         "paths",
-        "calls/files.py",
+        "options.py",
         ('if ".." in parts or "." in parts or "" in parts:', "if False:", f"{_FILES} -k no_name_leaves"),
         ('if "\\\\" in name or any(ord(character) < 32 for character in name):', "if False:", f"{_FILES} -k no_name"),
         (

@@ -97,7 +97,7 @@ MUTATIONS = (
     ),
     Mutation(
         row=f"{CALLS}: fsspec's own mv is a copy",
-        file="dcp_nvcomp/storage/moving.py",
+        file="dcp_nvcomp/storage/fsspec_output.py",
         old='        return None if name == "mv" else',
         new='        return fs if name == "mv" else',
         tests="tests/storage/test_plain.py -k chains",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.faults.mutations import Mutation
 
-FAST_STAGE = "dcp_nvcomp/runs/background/fast_stage.py"
+FAST_STAGE = "dcp_nvcomp/runs/background/stages.py"
 REMOVAL = "dcp_nvcomp/runs/steps.py"
 TRANSFER = "dcp_nvcomp/runs/tiers/transfer.py"
 UPLOADS = "dcp_nvcomp/runs/tiers/transfer.py"

@@ -72,14 +72,14 @@ MUTATIONS = (
     ),
     Mutation(
         row="S3, lost reply on completing an upload",
-        file="dcp_nvcomp/storage/s3/upload.py",
+        file="dcp_nvcomp/storage/s3/object.py",
         old="            if answer_of(error)[0] != 404 or not self._is_complete():\n                raise\n",
         new="            raise\n",
         tests=FAULTS + "upload_that_is_gone",
     ),
     Mutation(
         row="S3, lost reply on beginning an upload: it is ended",
-        file="dcp_nvcomp/storage/s3/upload.py",
+        file="dcp_nvcomp/storage/s3/object.py",
         old="        if self._uploads_lost:\n            self._clean_up(self._abort_lost_uploads)\n\n",
         new="\n",
         tests=FAULTS + "moto-POST-uploads",
@@ -135,7 +135,7 @@ MUTATIONS = (
     ),
     Mutation(
         row="S3, a failed save ends its uploads",
-        file="dcp_nvcomp/storage/s3/upload.py",
+        file="dcp_nvcomp/storage/s3/object.py",
         old="        if self._upload_id is not None:\n            self._clean_up(self._abort_upload)\n",
         new="",
         tests="tests/storage/test_s3.py -k abort_ends_the_upload",

@@ -16,9 +16,9 @@ from tests.faults.failpoints import Counts, Seam
 
 DOOMED_FAST, DOOMED_DURABLE = 40, 20
 
-_FAST, _DURABLE = "dcp_nvcomp.runs.background.fast_stage", "dcp_nvcomp.runs.background.durable_stage"
+_STAGES = "dcp_nvcomp.runs.background.stages"
 _RESTORING = "dcp_nvcomp.runs.restoring.restore:Restoring"
-_PUBLISHER, _RANKS = "dcp_nvcomp.runs.step_save:NodePublisher", "dcp_nvcomp.runs.ranks:Ranks"
+_PUBLISHER, _RANKS = "dcp_nvcomp.runs.step_save:NodePublisher", "dcp_nvcomp.runs.agreement:Ranks"
 _POSIX, _OUTPUT = "dcp_nvcomp.storage.local.filesystem:PosixFilesystem", "dcp_nvcomp.storage.local.output:PosixOutput"
 
 
@@ -81,20 +81,20 @@ STAGES = (
     Stage("fast: half of a file written", Seam(_OUTPUT, "write", "halfway", 2, _of_output("/node-")), "all"),
     Stage("fast: all written, nothing published", Seam(_PUBLISHER, "__call__", "before"), "coordinator"),
     Stage("fast: published on one node", Seam(_PUBLISHER, "__call__", "after"), "coordinator"),
-    Stage("fast: published", Seam(f"{_FAST}:FastStage", "publish", "after"), "all"),
-    Stage("copies: begin", Seam(_FAST, "move_files", "before"), "all"),
+    Stage("fast: published", Seam(f"{_STAGES}:FastStage", "publish", "after"), "all"),
+    Stage("copies: begin", Seam(_STAGES, "move_files", "before"), "all"),
     Stage("copies: half of a file", Seam(_RANKS, "exchange", "after", 2), "all"),
-    Stage("copies: made", Seam(f"{_FAST}:FastStage", "_copy", "after"), "all"),
-    Stage("replicas: compared", Seam(_FAST, "compared", "before"), "all"),
-    Stage("upload: begins", Seam(_DURABLE, "upload_files", "before"), "all"),
+    Stage("copies: made", Seam(f"{_STAGES}:FastStage", "_copy", "after"), "all"),
+    Stage("replicas: compared", Seam(_STAGES, "compared", "before"), "all"),
+    Stage("upload: begins", Seam(_STAGES, "upload_files", "before"), "all"),
     Stage("upload: half of a file", Seam(_OUTPUT, "write", "before", 2, _of_output("/run/")), "all"),
-    Stage("upload: all files up", Seam(f"{_DURABLE}:DurableStage", "_commit", "before"), "coordinator"),
+    Stage("upload: all files up", Seam(f"{_STAGES}:DurableStage", "_commit", "before"), "coordinator"),
     Stage(
         "upload: half committed",
         Seam(_POSIX, "publish", "before", counts=_publishes(".metadata", "/run/")),
         "coordinator",
     ),
-    Stage("upload: committed", Seam(f"{_DURABLE}:DurableStage", "_commit", "after"), "coordinator"),
+    Stage("upload: committed", Seam(f"{_STAGES}:DurableStage", "_commit", "after"), "coordinator"),
     *_removals("fast tier", f"/step-{DOOMED_FAST}", "leaders"),
     *_removals("durable tier", f"/run/step-{DOOMED_DURABLE}", "coordinator"),
     Stage("restore: `.metadata` on all nodes", Seam(_RESTORING, "_spread_metadata", "after"), "all", "restore"),

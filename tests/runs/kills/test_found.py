@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from dcp_nvcomp import CheckpointManager, StorageError
-from dcp_nvcomp.runs.background.fast_stage import FastStage
+from dcp_nvcomp.runs.background.stages import FastStage
 from dcp_nvcomp.runs.own_files import REMOVING
 from dcp_nvcomp.runs.steps import remove_step
+from dcp_nvcomp.storage.base import temporary_name
 from dcp_nvcomp.storage.open import open_filesystem
-from dcp_nvcomp.storage.temporary import temporary_name
 
 STATE = {"w": torch.arange(100.0)}
 

@@ -133,7 +133,7 @@ def test_without_a_process_the_state_is_saved_all_the_same(
 def test_another_installation_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "own_package", lambda: "another version")
+    monkeypatch.setattr(module.messages, "own_package", lambda: "another version")
     finish(begin(small_state(), tmp_path))
     assert_loads(tmp_path, small_state())
     assert f"another installation, {own_package()}" in caplog.text
