@@ -98,12 +98,7 @@ def _blank(state: State) -> State:
 
 
 class Probe:
-    """Loads a checkpoint that may be damaged, the way dcp.load does but for its gathering of errors.
-
-    Args:
-        path: the checkpoint.
-        *states: what it may hold.
-    """
+    """Loads a checkpoint that may be damaged, the way dcp.load does but for its gathering of errors."""
 
     def __init__(self, path: Path, *states: State) -> None:
         self.path = path
@@ -145,19 +140,12 @@ class Probe:
 
 @dataclass(frozen=True)
 class Flip:
-    """One byte that is not what it was.
+    """One byte that is not what it was."""
 
-    Attributes:
-        name: the file.
-        at: which byte.
-        mask: what is flipped in it.
-        verify: how the load checks.
-    """
-
-    name: str
-    at: int
-    mask: int
-    verify: str
+    name: str  # the file
+    at: int  # which byte
+    mask: int  # what is flipped in it
+    verify: str  # how the load checks
 
 
 def flips(path: Path, masks: Sequence[int], verify: Sequence[str]) -> list[Flip]:
@@ -175,11 +163,7 @@ def kind_of_file(name: str) -> str:
 
 
 def run_flip(probe: Probe, flip: Flip) -> str:
-    """Damage a byte, load, mend it.
-
-    Returns:
-        The outcome.
-    """
+    """Damage a byte, load, mend it."""
     with open(probe.path / flip.name, "r+b", buffering=0) as file:
         file.seek(flip.at)
         (byte,) = file.read(1)
@@ -194,11 +178,7 @@ def run_flip(probe: Probe, flip: Flip) -> str:
 def count(
     path: Path, state: State, some: Iterable[Flip], told: Callable[[int], None] = lambda done: None
 ) -> Counter[str]:
-    """Outcomes by "file, verify: outcome".
-
-    Raises:
-        AssertionError: a flip was neither found nor harmless.
-    """
+    """Outcomes by "file, verify: outcome"."""
     counts: Counter[str] = Counter()
     probe = Probe(path, state)
     with torch.serialization.safe_globals([HighLow]):

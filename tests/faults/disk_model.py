@@ -33,16 +33,12 @@ Tree = dict[str, bytes | None]
 
 @dataclass(frozen=True)
 class Step:
-    """One call: `create`, `write`, `fsync`, `mkdir`, `rename`, `link` or `unlink`, by paths below the root.
-
-    Attributes:
-        data: of a write, what was written; a file is written front to back.
-    """
+    """One call: `create`, `write`, `fsync`, `mkdir`, `rename`, `link` or `unlink`, by paths below the root."""
 
     name: str
     path: str
     target: str = ""
-    data: bytes = b""
+    data: bytes = b""  # of a write, what was written; a file is written front to back
 
 
 class Recorder:
@@ -201,15 +197,7 @@ def _trees(directory: _Directory, prefix: str) -> Iterator[Tree]:
 
 
 def crash_states(before: Tree, steps: list[Step]) -> Iterator[tuple[int, Tree]]:
-    """All that may be found after a power loss, at any moment of some steps.
-
-    Args:
-        before: what was certain before the first of them.
-        steps: the trace.
-
-    Yields:
-        How many steps were taken, and the tree; one that was given for the step before is left out.
-    """
+    """Yield what may be found after a power loss that could not be a step before, and how many steps were taken."""
     disk = Disk(before)
     seen: set[frozenset[tuple[str, bytes | None]]] = set()
     for taken in range(len(steps) + 1):

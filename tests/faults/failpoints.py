@@ -67,31 +67,17 @@ def _of_the_temporary(arguments: tuple[Any, ...]) -> bool:
 
 @dataclass(frozen=True)
 class Seam:
-    """A function of the writer, and when the process ends in it.
+    """A function of the writer, and when the process ends in it."""
 
-    Attributes:
-        owner: a module, or `module:class`.
-        name: the function's name in its owner.
-        when: "before" the call, "after" it, or "halfway": when it has had the first half of the bytes that are its
-            last argument.
-        nth: the how manyeth call that counts.
-        counts: which calls count, by their positional arguments.
-        since: a call before which none counts; its `when` and `nth` mean nothing.
-    """
-
-    owner: str
-    name: str
-    when: str
-    nth: int = 1
-    counts: Counts = _every
-    since: Seam | None = None
+    owner: str  # a module, or `module:class`
+    name: str  # the function's name in its owner
+    when: str  # "before", "after", or "halfway": when it has had half of the bytes that are its last argument
+    nth: int = 1  # the how manyeth call that counts
+    counts: Counts = _every  # which calls count, by their positional arguments
+    since: Seam | None = None  # a call before which none counts; its `when` and `nth` mean nothing
 
     def arm(self, strike: Callable[[], None]) -> Callable[[], None]:
-        """From now on, the n-th call strikes.
-
-        Returns:
-            Puts the function back.
-        """
+        """Let the n-th call from now on strike; return what puts the function back."""
         if self.since is not None:
             later = Seam(self.owner, self.name, self.when, self.nth, self.counts)
             begin = Seam(self.since.owner, self.since.name, "before", 1, self.since.counts)
@@ -131,26 +117,16 @@ class Seam:
 
 @dataclass(frozen=True)
 class Stage:
-    """A moment of a save.
+    """A moment of a save."""
 
-    Attributes:
-        name: what the tables call it.
-        ours: where `NvcompWriter` is then.
-        stock: where `FileSystemWriter` is then; None where it has no such moment.
-        on_every_rank: whether each rank comes there. Otherwise rank 0 alone does: rank 1 is waiting for it then, and
-            where rank 1 is to die it is killed by rank 0, which goes on.
-        published: whether our checkpoint is there by then.
-        fresh: whether there is such a moment where no checkpoint is replaced.
-        staged: whether only the saves of `async_save` come there.
-    """
-
-    name: str
-    ours: Seam | None
-    stock: Seam | None
+    name: str  # what the tables call it
+    ours: Seam | None  # where `NvcompWriter` is then
+    stock: Seam | None  # where `FileSystemWriter` is then; None where it has no such moment
+    # Otherwise rank 0 alone comes there; where rank 1 is to die, rank 0 kills it and goes on.
     on_every_rank: bool = False
-    published: bool = False
-    fresh: bool = True
-    staged: bool = False
+    published: bool = False  # whether our checkpoint is there by then
+    fresh: bool = True  # whether there is such a moment where no checkpoint is replaced
+    staged: bool = False  # whether only the saves of `async_save` come there
 
 
 _WRITER, _POSIX = "dcp_nvcomp.saving.writer:NvcompWriter", "dcp_nvcomp.storage.local.filesystem:PosixFilesystem"
@@ -299,14 +275,7 @@ BY_NAME = {stage.name: stage for stage in STAGES}
 
 
 class KillingPlanner(DefaultSavePlanner):
-    """A default planner that arms a stage when the save begins, in the process that saves.
-
-    Args:
-        stage: name of the stage.
-        writer: "ours" or "stock".
-        victim: the rank that dies.
-        directory: where the processes leave their ids, and in `fired` which stage was reached, by which of them.
-    """
+    """A default planner that arms a stage when the save begins, in the process that saves."""
 
     def __init__(self, stage: str, writer: str, victim: int, directory: Path) -> None:
         super().__init__()

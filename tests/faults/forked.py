@@ -37,34 +37,19 @@ PRELOADED = ["dcp_nvcomp", "torch.distributed.checkpoint", "torch._dynamo", "fss
 
 @dataclass(frozen=True)
 class End:
-    """The end of one rank.
+    """The end of one rank."""
 
-    Attributes:
-        has_met: False if the ranks could not connect, so that none of them began.
-        exit_code: of its process; None where it hung and was killed for it.
-        error: the traceback of what its function raised; None where it did not come that far.
-        value: what its function returned.
-        checkpointer_exit_code: of the process checkpointer; None where there was none, or it was still alive.
-        log: what it printed.
-    """
-
-    has_met: bool
-    exit_code: int | None
-    error: str | None
-    value: Any
-    checkpointer_exit_code: int | None
-    log: str
+    has_met: bool  # False if the ranks could not connect, so that none of them began
+    exit_code: int | None  # of its process; None where it hung and was killed for it
+    error: str | None  # the traceback of what its function raised; None where it did not come that far
+    value: Any  # what its function returned
+    checkpointer_exit_code: int | None  # of the process checkpointer; None where there was none, or it was still alive
+    log: str  # what it printed
 
 
 @dataclass(frozen=True)
 class Finished:
-    """The end of a program; like `subprocess.CompletedProcess`.
-
-    Attributes:
-        returncode: of its process.
-        stdout: what it printed.
-        stderr: what it printed there.
-    """
+    """The end of a program; like `subprocess.CompletedProcess`."""
 
     returncode: int
     stdout: str
@@ -72,12 +57,7 @@ class Finished:
 
 
 def execute(source: str, *arguments: str) -> Finished:
-    """Run a program like `python -c SOURCE ARGUMENTS`, but with torch imported already.
-
-    Args:
-        source: the program.
-        arguments: its `sys.argv[1:]`.
-    """
+    """Run a program like `python -c SOURCE ARGUMENTS`, but with torch imported already."""
     return _finish(_run_source, (source,), ["-c", *arguments])
 
 
@@ -119,18 +99,7 @@ def _program(function: Callable[[str], None], given: tuple[str], argv: list[str]
 def run(
     function: Callable[..., Any], *arguments: Any, directory: Path, checkpointer: bool = False, lost: int | None = None
 ) -> list[End]:
-    """Run `function(*arguments)` on each rank.
-
-    Args:
-        function: at the top of a module.
-        arguments: picklable.
-        directory: where the ranks meet, an empty one.
-        checkpointer: whether the function uses the process checkpointer.
-        lost: the rank whose checkpointer will end by itself.
-
-    Returns:
-        How each rank ended, at the latest after `LIMIT_SECONDS`.
-    """
+    """Run `function(*arguments)` on each rank; `lost` is the one whose process checkpointer ends by itself."""
     for meeting in range(MEETINGS):
         ends = _run_once(function, arguments, directory / f"meeting-{meeting}", checkpointer, lost)
         if any(end.has_met for end in ends):

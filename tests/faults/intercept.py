@@ -46,13 +46,7 @@ class Intercepted:
 def intercept_system_calls(
     patch: Callable[[Any, str, Any], None], hook: Hook, names: frozenset[str] = POSIX_CALLS
 ) -> None:
-    """Put a hook between the package and the system calls for files on local disks.
-
-    Args:
-        patch: `setattr`, or pytest's, which undoes it.
-        hook: what each call becomes.
-        names: which calls.
-    """
+    """Put a hook between the package and the system calls for files on local disks."""
     for module in (posix, posix_output):
         patch(module, "os", Intercepted(os, names, hook))
 
@@ -80,26 +74,16 @@ class Entries:
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault.
+    """One fault."""
 
-    Attributes:
-        at: at which call, counted from 0.
-        number: the errno; 0 for a read or write that is cut short.
-        done: whether the call fails though it was carried out, as with a reply that is lost.
-        lasting: the names of calls that fail from then on too; empty where it happens once.
-    """
-
-    at: int
-    number: int = errno.EIO
-    done: bool = False
-    lasting: frozenset[str] = frozenset()
+    at: int  # at which call, counted from 0
+    number: int = errno.EIO  # the errno; 0 for a read or write that is cut short
+    done: bool = False  # whether the call fails though it was carried out, as with a reply that is lost
+    lasting: frozenset[str] = frozenset()  # the names of calls that fail from then on too; empty where it happens once
 
 
 class FaultyCalls:
-    """A hook that counts the calls, and lets one of them, or all from one on, fail.
-
-    Files are not really synced: nothing loses power here.
-    """
+    """A hook that counts the calls, and lets one of them, or all from one on, fail."""
 
     def __init__(self, fault: Fault | None = None) -> None:
         self.fault = fault

@@ -39,11 +39,7 @@ Results = dict[str, Any]
 
 
 def run() -> Results:
-    """Run all cases.
-
-    Returns:
-        What each of them left, how long each way to save took, and with which torch.
-    """
+    """Run all cases."""
     found: Results = {"torch": torch.__version__, "seconds": {}, "cases": []}
     with tempfile.TemporaryDirectory() as directory:
         for writer, how in RUNS:

@@ -23,21 +23,13 @@ ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class Case:
-    """One killed save.
+    """One killed save."""
 
-    Attributes:
-        writer: "ours" or "stock".
-        how: "sync", the "thread" or "process" of `dcp.async_save`, or "staged" by this package's `async_save`.
-        path: "fresh", with an earlier checkpoint elsewhere, or "overwrite".
-        stage: name of a stage.
-        victim: the rank that is killed.
-    """
-
-    writer: str
-    how: str
-    path: str
-    stage: str
-    victim: int
+    writer: str  # "ours" or "stock"
+    how: str  # "sync", the "thread" or "process" of `dcp.async_save`, or "staged" by this package's `async_save`
+    path: str  # "fresh", with an earlier checkpoint elsewhere, or "overwrite"
+    stage: str  # name of a stage
+    victim: int  # the rank that is killed
 
     def __str__(self) -> str:
         return "-".join([self.writer, self.how, self.path, self.stage.replace(" ", "_"), f"rank_{self.victim}"])
@@ -45,20 +37,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Killed:
-    """The end of the ranks of a case.
+    """The end of the ranks of a case."""
 
-    Attributes:
-        checkpoint: where they saved.
-        earlier: where the earlier checkpoint is; the same with "overwrite".
-        errors: what the rank that was not killed raised, as text; empty where it came to its end. With the process
-            checkpointer, which dies in the rank's place, of both ranks.
-        seconds: how long it took until both had ended.
-    """
-
-    checkpoint: Path
-    earlier: Path
-    errors: dict[int, str]
-    seconds: float
+    checkpoint: Path  # where they saved
+    earlier: Path  # where the earlier checkpoint is; the same with "overwrite"
+    errors: dict[int, str]  # of the rank that was not killed, as text; with the process checkpointer of both ranks
+    seconds: float  # how long it took until both had ended
 
 
 def cases(writer: str, how: str) -> list[Case]:
@@ -112,19 +96,7 @@ def save_earlier(writer: str, directory: Path) -> Path:
 
 
 def run_case(case: Case, earlier: Path, directory: Path) -> Killed:
-    """Let two ranks save and kill one of them.
-
-    Args:
-        case: which and where.
-        earlier: an earlier checkpoint; it is copied.
-        directory: an empty directory.
-
-    Returns:
-        How they ended.
-
-    Raises:
-        AssertionError: the stage was not reached, the victim did not die of SIGKILL, or the other rank did not end.
-    """
+    """Let two ranks save and kill one of them."""
     for attempt in range(ATTEMPTS):  # gloo sometimes fails to connect local ranks: then no save has begun
         place = directory / f"attempt-{attempt}"
         place.mkdir(parents=True)
@@ -156,14 +128,7 @@ def _assert_killed(case: Case, place: Path, ends: list[forked.End]) -> None:
 
 
 def outcome(case: Case, killed: Killed) -> str:
-    """One word for what is left.
-
-    Returns:
-        "old": the earlier checkpoint loads, and what was being saved is not there. "new": what was being saved loads;
-        on a fresh path the earlier one does too. "mixed": one load returns parts of both. "lost": nothing can be
-        loaded where there was a checkpoint, or what can't be loaded is not reported as missing. "wrong": values that
-        nobody saved.
-    """
+    """Return "old" or "new"; else "mixed" (parts of both), "lost" (it can't be loaded) or "wrong" (nobody saved it)."""
     found = loaded(case.writer, killed.checkpoint)
     if case.path == "overwrite":
         return "lost" if found == "nothing" else found

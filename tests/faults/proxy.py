@@ -59,19 +59,7 @@ class Target:
 
 
 class FaultProxy:
-    """See the module.
-
-    Args:
-        upstream: the server's endpoint.
-        seed: of the draws.
-
-    Attributes:
-        rates: probability of each fault.
-        counts: how often each was made; `requests` are all.
-        late_seconds: how much later what is `late` is done; None: when `land` is called.
-        refuses_conditions: whether If-Match and If-None-Match are answered with 501, as OpenStack Swift does.
-        swallowed: request headers that the server never sees: a server that ignores them.
-    """
+    """See the module."""
 
     def __init__(self, upstream: str, *, seed: int = 0) -> None:
         self.upstream = upstream.rstrip("/")

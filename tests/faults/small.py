@@ -29,12 +29,7 @@ def load_in_order(path: Path | str, like: State, **options: Any) -> State:
 
 
 def what_loads(path: Path | str, *states: State) -> int | None:
-    """Return the number of the state that the checkpoint holds; None if there is no checkpoint.
-
-    Raises:
-        AssertionError: it holds something else: the lie that must never be.
-        CheckpointError, CheckpointException: there is one, and it can't be loaded.
-    """
+    """Return the number of the state that the checkpoint holds; None if there is no checkpoint."""
     try:
         NvcompReader(path).read_metadata()  # of what dcp.load meets there, it tells the text only
     except errors.CheckpointNotFoundError:
@@ -47,19 +42,12 @@ def what_loads(path: Path | str, *states: State) -> int | None:
 
 @dataclass(frozen=True)
 class Failure:
-    """The error of a save or load, without the traceback, which would keep alive what was in use then.
+    """The error of a save or load, without the traceback, which would keep alive what was in use then."""
 
-    Attributes:
-        kind: the class of what the rank raised.
-        number: its errno.
-        path: where it says that it happened.
-        text: all of it.
-    """
-
-    kind: type[BaseException]
-    number: int | None
-    path: str | None
-    text: str
+    kind: type[BaseException]  # the class of what the rank raised
+    number: int | None  # its errno
+    path: str | None  # where it says that it happened
+    text: str  # all of it
 
 
 def failure_of(work: Callable[[], object]) -> Failure | None:

@@ -34,13 +34,7 @@ ATTEMPTS = 3
 
 
 class KillingChooser:
-    """A codec that arms a stage where it is unpickled, which is in the background process.
-
-    Args:
-        stage: name of the stage.
-        whom: "process" kills that process, "rank" the one that it works for.
-        directory: in `fired` stands whom it killed.
-    """
+    """A codec that arms a stage where it is unpickled, which is in the background process."""
 
     def __init__(self, stage: str, whom: str, directory: Path) -> None:
         self._stage, self._whom, self._directory = stage, whom, directory

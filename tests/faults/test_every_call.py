@@ -32,15 +32,10 @@ EVERYTHING = frozenset(POSIX_CALLS | {"create"})
 
 @dataclass(frozen=True)
 class Case:
-    """One way to save.
+    """One way to save."""
 
-    Attributes:
-        old: whether there is a checkpoint already.
-        options: of the writer.
-    """
-
-    old: bool
-    options: dict[str, Any]
+    old: bool  # whether there is a checkpoint already
+    options: dict[str, Any]  # of the writer
 
 
 CASES = {

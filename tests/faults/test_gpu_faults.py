@@ -56,18 +56,11 @@ OPTIONS: dict[str, Any] = {"codec": "planes-zstd", "sync_files": False}
 
 @dataclass
 class FailingGpu:
-    """What happens on the stand-in, in order, and from which step on it fails.
+    """What happens on the stand-in, in order, and from which step on it fails."""
 
-    Attributes:
-        error: what is raised there; None where nothing fails.
-        first: the first step that fails.
-        lasting: whether those after it do too.
-        of: the kinds of steps that count: encode, decode, copy in, copy out, allocate.
-    """
-
-    error: BaseException | None = None
-    first: int = 0
-    lasting: bool = False
+    error: BaseException | None = None  # what is raised there; None where nothing fails
+    first: int = 0  # the first step that fails
+    lasting: bool = False  # whether those after it do too
     of: tuple[str, ...] = ("encode", "decode", "copy in", "copy out", "allocate")
     steps: list[str] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)

@@ -58,19 +58,12 @@ class Calls:
 
 @dataclass
 class Life:
-    """What became of a manager.
+    """What became of a manager."""
 
-    Attributes:
-        confirmed: the newest step whose save returned without an error, and whose future has none.
-        durable: the newest of these that it says are in the durable tier.
-        error: what ended training, if anything did.
-        began: whether it could be made, and restored.
-    """
-
-    confirmed: int = 0
-    durable: int = 0
-    error: BaseException | None = None
-    began: bool = False
+    confirmed: int = 0  # the newest step whose save returned without an error, and whose future has none
+    durable: int = 0  # the newest of these that it says are in the durable tier
+    error: BaseException | None = None  # what ended training, if anything did
+    began: bool = False  # whether it could be made, and restored
     refused: list[str] = field(default_factory=list)
 
 

@@ -39,20 +39,12 @@ OLD, NEW = small_state(1), small_state(2)
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of one call.
+    """A fault of one call."""
 
-    Attributes:
-        at: which one, counted from 0.
-        number: the errno of the error that it raises; 0 for an exception that is no OSError.
-        done: whether it takes effect nevertheless.
-        halfway: whether a write does half of it.
-        lasting: whether all later ones fail too, without any effect, as after a kill or on a network that is gone.
-    """
-
-    at: int
-    number: int = errno.EIO
-    done: bool = False
-    halfway: bool = False
+    at: int  # which one, counted from 0
+    number: int = errno.EIO  # the errno of the error that it raises; 0 for an exception that is no OSError
+    done: bool = False  # whether it takes effect nevertheless
+    halfway: bool = False  # whether a write does half of it
     lasting: bool = False
 
 
@@ -106,14 +98,7 @@ def reading_fails_with(url: str) -> str:
 
 
 def check(url: str, *, old: bool, where: str, lasting: bool = True) -> int | None:
-    """Which checkpoint loads, if need be after a recovery.
-
-    Args:
-        url: the checkpoint's.
-        old: whether there was one before the save.
-        where: which trial this is, for messages.
-        lasting: whether nothing could be put right after the fault.
-    """
+    """Which checkpoint loads, if need be after a recovery."""
     try:
         found = what_loads(url, OLD, NEW)
         if found is not None or not old:
@@ -227,12 +212,7 @@ CAN_MOVE = [protocol for protocol in PROTOCOLS if protocol != "plain"]
 
 
 class Unmovable:
-    """A hook under which moves fail by an error without errno, and without any effect.
-
-    Args:
-        target: how the names end that can't be moved to.
-        times: so many moves fail.
-    """
+    """A hook under which moves fail by an error without errno, and without any effect."""
 
     def __init__(self, target: str, *, times: int = 1_000_000) -> None:
         self._target, self._left = target, times

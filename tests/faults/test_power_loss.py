@@ -28,17 +28,11 @@ OLD, NEW = small_state(1), small_state(2)
 
 @dataclass(frozen=True)
 class Case:
-    """A save.
+    """A save."""
 
-    Attributes:
-        path: the checkpoint, below the root of the disk.
-        old: whether there is a checkpoint already.
-        options: of the writer.
-    """
-
-    path: str
-    old: bool
-    options: dict[str, Any] = field(default_factory=dict)
+    path: str  # the checkpoint, below the root of the disk
+    old: bool  # whether there is a checkpoint already
+    options: dict[str, Any] = field(default_factory=dict)  # of the writer
 
 
 CASES = {

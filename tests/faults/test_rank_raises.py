@@ -36,22 +36,13 @@ LIMIT_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Step:
-    """A step of a save or a load, and what one rank raises there.
+    """A step of a save or a load, and what one rank raises there."""
 
-    Attributes:
-        name: in the test's id.
-        seam: where.
-        error: makes what is raised there.
-        told: the type of what the other ranks are told, and a word of its message.
-        ranks: which ranks come there.
-        files_complete: whether the rank's own files are finished by then, which it removes at the writer's next save.
-    """
-
-    name: str
-    seam: Seam
-    error: Callable[[], BaseException]
-    told: tuple[type[BaseException], str]
-    ranks: tuple[int, ...] = (0, 1)
+    name: str  # in the test's id
+    seam: Seam  # where
+    error: Callable[[], BaseException]  # makes what is raised there
+    told: tuple[type[BaseException], str]  # the type of what the other ranks are told, and a word of its message
+    ranks: tuple[int, ...] = (0, 1)  # which ranks come there
     files_complete: bool = False
 
 

@@ -24,14 +24,7 @@ _DURABLE: Final = Path(__file__).with_name("azurite_durable.js")
 
 
 class AzuriteServer(Server):
-    """Azurite, made to keep what it has confirmed when it is killed (azurite_durable.js).
-
-    Args:
-        directory: where its data and its log are.
-
-    Attributes:
-        key: the key of the account.
-    """
+    """Azurite, made to keep what it has confirmed when it is killed (azurite_durable.js)."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)

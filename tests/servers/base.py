@@ -20,14 +20,7 @@ _REPOSITORY: Final = Path(__file__).parents[2]
 
 
 class Server(ABC):
-    """A server that keeps its port and its data when it is killed.
-
-    Args:
-        directory: where its data and its log are.
-
-    Attributes:
-        port: where it listens.
-    """
+    """A server that keeps its port and its data when it is killed."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

@@ -20,12 +20,7 @@ _ANSWER_SECONDS: Final = 5.0
 
 
 class SftpServer(Server):
-    """sshd with a host key and one user's key of its own.
-
-    Args:
-        directory: where its data, its keys and its log are.
-        flags: of sftp-server(8): `-R` lets nothing be written, `-P` names requests that it does not know.
-    """
+    """sshd with a host key and one user's key of its own."""
 
     def __init__(self, directory: Path, flags: str = "") -> None:
         super().__init__(directory)

@@ -21,15 +21,7 @@ _SHARE: Final = "checkpoints"
 
 
 class SmbServer(Server):
-    """smbd with its own configuration and passwords, and files that belong to the user that runs the tests.
-
-    Args:
-        directory: where its data, its passwords and its log are.
-        settings: more lines of its configuration.
-
-    Attributes:
-        password: what the user logs in with.
-    """
+    """smbd with its own configuration and passwords, and files that belong to the user that runs the tests."""
 
     def __init__(self, directory: Path, *settings: str) -> None:
         super().__init__(directory)

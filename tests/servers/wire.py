@@ -27,19 +27,12 @@ _STEP_SECONDS: Final = 60.0
 
 @dataclass(eq=False)
 class _Connection:
-    """Both halves of a connection.
-
-    Attributes:
-        client: towards the client.
-        server: towards the server.
-        asking: whether the client was the last that said something.
-        doomed: whether the connection is cut as soon as the server answers.
-    """
+    """Both halves of a connection."""
 
     client: asyncio.StreamWriter
     server: asyncio.StreamWriter
-    asking: bool = False
-    doomed: bool = False
+    asking: bool = False  # whether the client was the last that said something
+    doomed: bool = False  # whether the connection is cut as soon as the server answers
 
     def cut(self) -> None:
         for half in (self.client, self.server):
@@ -47,16 +40,7 @@ class _Connection:
 
 
 class Wire:
-    """See the module.
-
-    Args:
-        server_port: where the server listens, on 127.0.0.1.
-
-    Attributes:
-        port: where the wire listens.
-        questions: how often a client began to ask.
-        cuts: how many connections were cut by `cut`.
-    """
+    """See the module."""
 
     def __init__(self, server_port: int) -> None:
         self.port = 0
@@ -84,12 +68,7 @@ class Wire:
         self._loop.close()
 
     def cut(self, at: int, *, answered: bool = False) -> None:
-        """Cut the connection of one of the next questions, which is then lost, or the answer to it.
-
-        Args:
-            at: which question, counted from 1; 0 for none.
-            answered: whether it reaches the server.
-        """
+        """Lose the question that is the `at`-th from now on, or the answer to it, with its connection; 0 for none."""
         self._at, self._answered = self.questions + at if at else 0, answered
 
     def mend(self) -> None:

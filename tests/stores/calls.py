@@ -75,28 +75,12 @@ class Counted:
         return self.carry_out(at, name, call, *arguments, **options)
 
     def carry_out(self, at: int, name: str, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Make one call.
-
-        Args:
-            at: its number, from 0.
-            name: of the method.
-            call: the method.
-            arguments: of it.
-            options: of it.
-        """
+        """Make one call."""
         return call(*arguments, **options)
 
 
 class FailingOnce(Counted):
-    """A hook under which one call fails, as it does when the connection is lost until the deadline is over.
-
-    Args:
-        at: which call, from 0.
-        done: whether it was carried out, and only its answer was lost.
-
-    Attributes:
-        lost: what the call returned if it was carried out, which nobody got.
-    """
+    """A hook under which one call fails, as it does when the connection is lost until the deadline is over."""
 
     def __init__(self, at: int, *, done: bool) -> None:
         super().__init__()

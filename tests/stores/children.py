@@ -27,12 +27,7 @@ CONTEXT.set_forkserver_preload([*PRELOADED, "s3fs", "gcsfs", "obstore.store", __
 
 
 class Killing(Counted):
-    """A hook under which the process kills itself.
-
-    Args:
-        at: before which call, from 0.
-        within: whether the call is already under way, for some time drawn at random.
-    """
+    """A hook under which the process kills itself."""
 
     def __init__(self, at: int, *, within: bool) -> None:
         super().__init__()
@@ -68,17 +63,7 @@ def _save_until_killed(place: Place, first: int, at: int | None, within: bool, t
 
 
 def run_killed(place: Place, first: int, at: int | None, *, within: bool = False) -> list[str] | None:
-    """Let a process save twice with one writer, and be killed in the second save.
-
-    Args:
-        place: where.
-        first: the number of the first save; the second one is the next.
-        at: before which of the second save's calls it is killed, from 0; None for not at all.
-        within: whether it is killed a few milliseconds after that call began instead.
-
-    Returns:
-        The calls of the second save, if it came to its end.
-    """
+    """Let a process save twice, killed before or within the second save's call `at`; return that save's calls."""
     ours, theirs = CONTEXT.Pipe(duplex=False)
     child = CONTEXT.Process(target=_save_until_killed, args=(place, first, at, within, theirs))
     child.start()
@@ -119,15 +104,7 @@ def _save_often(place: Place, writer_number: int, rounds: int, seed: int, barrie
 
 
 def run_two_writers(place: Place, rounds: int, seed: int, look: Callable[[int, list[Any]], None]) -> None:
-    """Let two processes save to one path at the same time, with random pauses between their calls.
-
-    Args:
-        place: where.
-        rounds: how often. In each, one saves the even number `2 * round`, the other the odd one that follows.
-        seed: of the pauses.
-        look: is called after each round, with its number and with what became of either save: None or an error's name,
-            whether its outcome is unknown, and its text.
-    """
+    """Let two processes save `2 * round` and the number after it at the same time; then `look(round, outcomes)`."""
     barrier = CONTEXT.Barrier(3)
     pipes = [CONTEXT.Pipe(duplex=False) for _ in range(2)]
     children = [

@@ -54,17 +54,11 @@ def place(kind: Kind) -> Iterator[Place]:
 
 @dataclass(frozen=True)
 class Networked:
-    """A place, and the same behind a wire.
+    """A place, and the same behind a wire."""
 
-    Attributes:
-        direct: without the wire.
-        wired: through it.
-        wire: which can be cut.
-    """
-
-    direct: Place
-    wired: Place
-    wire: Wire
+    direct: Place  # without the wire
+    wired: Place  # through it
+    wire: Wire  # which can be cut
 
 
 @pytest.fixture(params=NETWORKED)
@@ -80,15 +74,10 @@ def networked(request: pytest.FixtureRequest, kind_named: Callable[[str], Kind])
 
 @dataclass(frozen=True)
 class Running:
-    """A place whose server a test may kill.
+    """A place whose server a test may kill."""
 
-    Attributes:
-        place: on it.
-        server: what can be killed, and is started again after the test.
-    """
-
-    place: Place
-    server: Served
+    place: Place  # on it
+    server: Served  # what can be killed, and is started again after the test
 
 
 @pytest.fixture(params=SERVED)

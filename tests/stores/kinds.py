@@ -45,11 +45,7 @@ class Kind(ABC):
 
 
 class Directory(Kind):
-    """A directory of a file system that is mounted here.
-
-    Args:
-        path: where.
-    """
+    """A directory of a file system that is mounted here."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -77,11 +73,7 @@ class Rerouted(Kind):
 
 
 class S3(Rerouted):
-    """Buckets of an S3 server.
-
-    Args:
-        options: of s3fs, which reach it.
-    """
+    """Buckets of an S3 server."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         import s3fs
@@ -127,11 +119,7 @@ class Served(Rerouted):
 
 
 class Moto(Served):
-    """moto's server, which lives in this process: instead of it, all ways to it are cut.
-
-    Args:
-        endpoint: where it is.
-    """
+    """moto's server, which lives in this process: instead of it, all ways to it are cut."""
 
     def __init__(self, endpoint: str) -> None:
         self._server = S3({"endpoint_url": endpoint, "key": "ci", "secret": "cisecret"})
@@ -166,11 +154,7 @@ class Moto(Served):
 
 
 class Own(Served):
-    """A server of tests/servers.
-
-    Args:
-        server: not started yet.
-    """
+    """A server of tests/servers."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
@@ -215,15 +199,10 @@ class Sftp(Own):
 
 @dataclass(frozen=True)
 class _Opening:
-    """How a kind of storage is opened.
+    """How a kind of storage is opened."""
 
-    Attributes:
-        missing: tells why it can't be, or returns None.
-        opened: opens it, given a fixture's request and a directory.
-    """
-
-    missing: Callable[[], str | None]
-    opened: Callable[[pytest.FixtureRequest, Path], Kind]
+    missing: Callable[[], str | None]  # tells why it can't be, or returns None
+    opened: Callable[[pytest.FixtureRequest, Path], Kind]  # opens it, given a fixture's request and a directory
 
 
 def _absent(variable: str, what: str) -> Callable[[], str | None]:
@@ -267,13 +246,7 @@ SERVED: Final = _parameters(tuple(name for name in _KINDS if name not in (*_ON_D
 
 
 def open_kind(name: str, request: pytest.FixtureRequest, directory: Path) -> Kind:
-    """Open a kind of storage by its name, or skip the test and say what has to be installed.
-
-    Args:
-        name: as the parameters have it.
-        request: of a fixture that lives as long as the session.
-        directory: for its data.
-    """
+    """Open a kind of storage by its name, or skip the test and say what has to be installed."""
     missing = _KINDS[name].missing()
     if missing:
         pytest.skip(missing)

@@ -30,12 +30,7 @@ _IN_PARTS: Final = ("s3://", "az://", "gs://")
 
 
 def numbered(number: int, *, nbytes: int = 8_000) -> State:
-    """Return a state of which each value tells its number, so that a mixture of two is found.
-
-    Args:
-        number: which save it is.
-        nbytes: size of its largest tensor.
-    """
+    """Return a state of which each value tells its number, so that a mixture of two is found."""
     return {
         "w": torch.full((nbytes // 8,), number, dtype=torch.int64),
         "b": torch.full((100,), float(number)),
@@ -52,19 +47,12 @@ def error_of(failure: dcp.CheckpointException) -> errors.CheckpointError:
 
 @dataclass(frozen=True)
 class Place:
-    """A checkpoint's place.
+    """A checkpoint's place."""
 
-    Attributes:
-        url: where, or a path.
-        options: of the storage.
-        nbytes: size of the largest tensor of what is saved there.
-        deadline_seconds: option of writers.
-    """
-
-    url: str
-    options: dict[str, Any] = field(repr=False)
-    nbytes: int = 8_000
-    deadline_seconds: float = 60.0
+    url: str  # where, or a path
+    options: dict[str, Any] = field(repr=False)  # of the storage
+    nbytes: int = 8_000  # size of the largest tensor of what is saved there
+    deadline_seconds: float = 60.0  # option of writers
 
     @property
     def plain_url(self) -> str:
@@ -96,13 +84,7 @@ class Place:
     def save(
         self, number: int, writer: NvcompWriter | None = None, *, state: State | None = None
     ) -> errors.CheckpointError | None:
-        """Save, and return the error of ours that it failed with.
-
-        Args:
-            number: which save it is.
-            writer: by default a new one.
-            state: what is saved, if that takes long to make.
-        """
+        """Save, and return the error of ours that it failed with."""
         try:
             dcp.save(
                 self.state(number) if state is None else state, storage_writer=writer or self.writer(), no_dist=True
@@ -137,12 +119,7 @@ class Place:
         return (self.names() - self.live()) | {upload.name for upload in self.filesystem().list_uploads()}
 
     def clean(self, patch: pytest.MonkeyPatch, **options: Any) -> Cleaning:
-        """Clean as if two days had passed by the server's clock.
-
-        Args:
-            patch: pytest's.
-            options: of `clean_checkpoint`.
-        """
+        """Clean as if two days had passed by the server's clock."""
 
         def opened_later(*arguments: Any, **given: Any) -> Filesystem:
             filesystem = open_filesystem(*arguments, **given)

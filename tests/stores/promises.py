@@ -28,32 +28,20 @@ _NOTHING: Final = "-"
 
 @dataclass(frozen=True)
 class Cell:
-    """How one kind of storage keeps one promise.
+    """How one kind of storage keeps one promise."""
 
-    Attributes:
-        words: how; "-" if it has no such thing, and no test.
-        test: instead of the promise's, as pytest names it.
-    """
-
-    words: str
-    test: str | None = None
+    words: str  # how; "-" if it has no such thing, and no test
+    test: str | None = None  # instead of the promise's, as pytest names it
 
 
 @dataclass(frozen=True)
 class Promise:
-    """One row.
+    """One row."""
 
-    Attributes:
-        words: what is promised.
-        test: what pytest calls the test of all kinds, with `{}` for the kind.
-        cells: by `COLUMNS`' values.
-        usual: the words of cells that are not named.
-    """
-
-    words: str
-    test: str
-    cells: dict[str, Cell | str] = field(default_factory=dict)
-    usual: str = ""
+    words: str  # what is promised
+    test: str  # what pytest calls the test of all kinds, with `{}` for the kind
+    cells: dict[str, Cell | str] = field(default_factory=dict)  # by `COLUMNS`' values
+    usual: str = ""  # the words of cells that are not named
 
     def cell(self, kind: str) -> Cell:
         """Return what one kind of storage says to it."""

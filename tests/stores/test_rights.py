@@ -35,19 +35,12 @@ _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 @dataclass(frozen=True)
 class Rights:
-    """One place, by who may do what there.
+    """One place, by who may do what there."""
 
-    Attributes:
-        place: with all rights.
-        reader: may only read and list.
-        writer: has what docs/storage.md names for saving, and no more.
-        lacking: lack one of these each, by its name.
-    """
-
-    place: Place
-    reader: Place
-    writer: Place
-    lacking: dict[str, Place]
+    place: Place  # with all rights
+    reader: Place  # may only read and list
+    writer: Place  # has what docs/storage.md names for saving, and no more
+    lacking: dict[str, Place]  # lack one of these each, by its name
 
 
 def _azure(server: AzuriteServer, place: Place) -> Rights:

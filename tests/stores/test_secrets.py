@@ -48,17 +48,11 @@ _WRONG_KEY = "d3IwbmcvUzNjcjN0K3dyMG5n"  # Azure's are base64
 
 @dataclass(frozen=True)
 class Login:
-    """One way to log in, with the right secret and with a wrong one.
+    """One way to log in, with the right secret and with a wrong one."""
 
-    Attributes:
-        place: with the right one.
-        wrong: with the wrong one; None if the server takes any.
-        words: what nothing may tell.
-    """
-
-    place: Place
-    wrong: Place | None
-    words: tuple[str, ...]
+    place: Place  # with the right one
+    wrong: Place | None  # with the wrong one; None if the server takes any
+    words: tuple[str, ...]  # what nothing may tell
 
 
 def _s3(place: Place) -> dict[str, Login]:

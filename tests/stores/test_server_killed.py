@@ -26,12 +26,7 @@ _SHORT_SECONDS = 3.0  # where nothing comes back, and all of it is waited for
 
 
 class Interrupting(Counted):
-    """A hook that does something once, as soon as so many bytes were written.
-
-    Args:
-        nbytes: how many.
-        interrupt: what it does.
-    """
+    """A hook that does something once, as soon as so many bytes were written."""
 
     def __init__(self, nbytes: int, interrupt: Callable[[], None]) -> None:
         super().__init__()
@@ -52,17 +47,11 @@ class Interrupting(Counted):
 
 @dataclass(frozen=True)
 class Trial:
-    """A place on a server with a small checkpoint, and the save of a large one with one writer.
+    """A place on a server with a small checkpoint, and the save of a large one with one writer."""
 
-    Attributes:
-        small: the place, for small states.
-        large: the same for the large one.
-        server: what can be killed.
-    """
-
-    small: Place
-    large: Place
-    server: Served
+    small: Place  # the place, for small states
+    large: Place  # the same for the large one
+    server: Served  # what can be killed
 
     def save_large(self, writer: NvcompWriter, interrupt: Callable[[], None]) -> CheckpointError | None:
         """Save the large state, and do something when half of it is written."""

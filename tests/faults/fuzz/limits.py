@@ -31,11 +31,7 @@ class FindingError(Exception):
 
 
 class Limits:
-    """Runs executions of a target, each under the limits.
-
-    Args:
-        refresh: after how many executions the memory in use is looked up anew.
-    """
+    """Runs executions of a target, each under the limits."""
 
     def __init__(self, refresh: int = _REFRESH) -> None:
         self._refresh = refresh
@@ -47,12 +43,7 @@ class Limits:
         assert libc.mallopt(_M_MMAP_THRESHOLD, 1 << 17) and libc.mallopt(_M_TRIM_THRESHOLD, 1 << 17)
 
     def run(self, target: Callable[[bytes], None], data: bytes) -> None:
-        """One execution.
-
-        Raises:
-            FindingError: it took too long or too much memory.
-            Exception: whatever the target raised that is no `CheckpointError`.
-        """
+        """One execution."""
         if self._count % self._refresh == 0:
             self._used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         self._count += 1

@@ -16,18 +16,10 @@ __all__ = ["Mutation"]
 
 @dataclass(frozen=True)
 class Mutation:
-    """One protection, and who misses it.
+    """One protection, and who misses it."""
 
-    Attributes:
-        row: the row of the fault matrix.
-        file: the source file, from the top of the repository.
-        old: the text that protects; it must occur exactly once.
-        new: what stands there instead.
-        tests: arguments for pytest.
-    """
-
-    row: str
-    file: str
-    old: str
-    new: str
-    tests: str
+    row: str  # the row of the fault matrix
+    file: str  # the source file, from the top of the repository
+    old: str  # the text that protects; it must occur exactly once
+    new: str  # what stands there instead
+    tests: str  # arguments for pytest
