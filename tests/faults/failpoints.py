@@ -140,114 +140,51 @@ _COPY = Seam(_POSIX, "publish", "before", counts=of_the_copy)
 _METADATA = Seam(_POSIX, "publish", "before", counts=of_metadata)
 _STOCK_FINISH = Seam(_STOCK, "finish", "before")
 
+
+def _both(name: str, function: str, when: str, **options: bool) -> Stage:
+    """A stage at a function that both writers have."""
+    return Stage(name, Seam(_WRITER, function, when), Seam(_STOCK, function, when), **options)
+
+
+def _fsync(when: str, nth: int, since: Seam | None = None) -> Seam:
+    return Seam("os", "fsync", when, nth, in_a_file, since)
+
+
+_EVERY = {"on_every_rank": True}
+_STAGED = {"on_every_rank": True, "staged": True}
+_OVER = {"published": True, "fresh": False}
+_LOCAL = "dcp_nvcomp.storage.local.filesystem"
+_ENCODED = Seam("dcp_nvcomp.engines.cpu:CpuEngine", "encode_beside", "before", nth=3)
+_OPENED = Seam("pathlib:Path", "open", "after", nth=2, counts=_of_a_data_file)
+_DIRECTORY_SYNCED = Seam("os", "fsync", "before", 1, _of_a_directory, since=Seam(_POSIX, "open_output", "before"))
+_TEMPORARY = Seam("pathlib:Path", "open", "after", counts=_of_the_temporary)
+
 STAGES = (
-    Stage(
-        "local plan",
-        Seam(_WRITER, "prepare_local_plan", "before"),
-        Seam(_STOCK, "prepare_local_plan", "before"),
-        on_every_rank=True,
-    ),
-    Stage(
-        "directory made",
-        Seam(_WRITER, "prepare_local_plan", "after"),
-        Seam(_STOCK, "prepare_local_plan", "after"),
-        on_every_rank=True,
-    ),
-    Stage(
-        "global plan",
-        Seam(_WRITER, "prepare_global_plan", "before"),
-        Seam(_STOCK, "prepare_global_plan", "before"),
-    ),
-    Stage(
-        "before the first file",
-        Seam(_WRITER, "write_data", "before"),
-        Seam(_STOCK, "write_data", "before"),
-        on_every_rank=True,
-    ),
-    Stage(
-        "encode, item 3",
-        Seam("dcp_nvcomp.engines.cpu:CpuEngine", "encode_beside", "before", nth=3),
-        Seam(_PLANNER, "resolve_data", "before", nth=3),
-        on_every_rank=True,
-    ),
-    Stage(
-        "staging ends",
-        Seam(_STAGING, "staged", "before"),
-        None,
-        on_every_rank=True,
-        staged=True,
-    ),
-    Stage(
-        "all staged, nothing written",
-        Seam(_STAGING, "staged", "after"),
-        None,
-        on_every_rank=True,
-        staged=True,
-    ),
-    Stage(
-        "file 2 opened",
-        Seam(_POSIX, "open_output", "after", nth=2),
-        Seam("pathlib:Path", "open", "after", nth=2, counts=_of_a_data_file),
-        on_every_rank=True,
-    ),
-    Stage("half of a block written", Seam(_OUTPUT, "write", "halfway", 2, _of_a_block), None, on_every_rank=True),
-    Stage(
-        "before the fsync of file 2",
-        Seam("os", "fsync", "before", 2, in_a_file),
-        Seam("os", "fsync", "before", 2, in_a_file),
-        on_every_rank=True,
-    ),
-    Stage(
-        "before an fsync of the directory",
-        Seam("os", "fsync", "before", 1, _of_a_directory, since=Seam(_POSIX, "open_output", "before")),
-        None,
-        on_every_rank=True,
-    ),
-    Stage(
-        "after file 1",
-        Seam(_OUTPUT, "close", "after", nth=1),
-        Seam("os", "fsync", "after", 1, in_a_file),
-        on_every_rank=True,
-    ),
-    Stage(
-        "after file 3",
-        Seam(_OUTPUT, "close", "after", nth=3),
-        Seam("os", "fsync", "after", 3, in_a_file),
-        on_every_rank=True,
-    ),
-    Stage(
-        "after all of the rank's files",
-        Seam(_WRITER, "write_data", "after"),
-        Seam(_STOCK, "write_data", "after"),
-        on_every_rank=True,
-    ),
-    Stage("commit begins", Seam(_WRITER, "finish", "before"), _STOCK_FINISH),
-    Stage(
-        "half of the immutable copy written",
-        Seam("dcp_nvcomp.storage.local.filesystem", "write_all", "halfway", since=_COPY),
-        None,
-    ),
+    _both("local plan", "prepare_local_plan", "before", **_EVERY),
+    _both("directory made", "prepare_local_plan", "after", **_EVERY),
+    _both("global plan", "prepare_global_plan", "before"),
+    _both("before the first file", "write_data", "before", **_EVERY),
+    Stage("encode, item 3", _ENCODED, Seam(_PLANNER, "resolve_data", "before", nth=3), **_EVERY),
+    Stage("staging ends", Seam(_STAGING, "staged", "before"), None, **_STAGED),
+    Stage("all staged, nothing written", Seam(_STAGING, "staged", "after"), None, **_STAGED),
+    Stage("file 2 opened", Seam(_POSIX, "open_output", "after", nth=2), _OPENED, **_EVERY),
+    Stage("half of a block written", Seam(_OUTPUT, "write", "halfway", 2, _of_a_block), None, **_EVERY),
+    Stage("before the fsync of file 2", _fsync("before", 2), _fsync("before", 2), **_EVERY),
+    Stage("before an fsync of the directory", _DIRECTORY_SYNCED, None, **_EVERY),
+    Stage("after file 1", Seam(_OUTPUT, "close", "after", nth=1), _fsync("after", 1), **_EVERY),
+    Stage("after file 3", Seam(_OUTPUT, "close", "after", nth=3), _fsync("after", 3), **_EVERY),
+    _both("after all of the rank's files", "write_data", "after", **_EVERY),
+    _both("commit begins", "finish", "before"),
+    Stage("half of the immutable copy written", Seam(_LOCAL, "write_all", "halfway", since=_COPY), None),
     Stage("immutable copy published", Seam(_POSIX, "publish", "after", counts=of_the_copy), None),
     Stage(
         "`.metadata` as an empty or half-written temporary",
-        Seam("dcp_nvcomp.storage.local.filesystem", "write_all", "halfway", since=_METADATA),
-        Seam("pathlib:Path", "open", "after", counts=_of_the_temporary),
+        Seam(_LOCAL, "write_all", "halfway", since=_METADATA),
+        _TEMPORARY,
     ),
-    Stage(
-        "before the fsync of the temporary",
-        Seam("os", "fsync", "before", 1, in_a_file, since=_METADATA),
-        Seam("os", "fsync", "before", 1, in_a_file, since=_STOCK_FINISH),
-    ),
-    Stage(
-        "temporary durable",
-        Seam("os", "fsync", "after", 1, in_a_file, since=_METADATA),
-        Seam("os", "fsync", "after", 1, in_a_file, since=_STOCK_FINISH),
-    ),
-    Stage(
-        "before the rename",
-        Seam("os", "rename", "before", since=_METADATA),
-        Seam(_STOCK_FILES, "rename", "before"),
-    ),
+    Stage("before the fsync of the temporary", _fsync("before", 1, _METADATA), _fsync("before", 1, _STOCK_FINISH)),
+    Stage("temporary durable", _fsync("after", 1, _METADATA), _fsync("after", 1, _STOCK_FINISH)),
+    Stage("before the rename", Seam("os", "rename", "before", since=_METADATA), Seam(_STOCK_FILES, "rename", "before")),
     Stage(
         "after the rename",
         Seam("os", "rename", "after", since=_METADATA),
@@ -259,17 +196,10 @@ STAGES = (
         "old immutable copy removed",
         Seam("os", "unlink", "after", 1, _of_an_immutable_copy, since=_METADATA),
         None,
-        published=True,
-        fresh=False,
+        **_OVER,
     ),
-    Stage(
-        "one old file removed",
-        Seam("os", "unlink", "after", 1, _of_a_data_file, since=_METADATA),
-        None,
-        published=True,
-        fresh=False,
-    ),
-    Stage("commit ends", Seam(_WRITER, "finish", "after"), Seam(_STOCK, "finish", "after"), published=True),
+    Stage("one old file removed", Seam("os", "unlink", "after", 1, _of_a_data_file, since=_METADATA), None, **_OVER),
+    _both("commit ends", "finish", "after", published=True),
 )
 BY_NAME = {stage.name: stage for stage in STAGES}
 
