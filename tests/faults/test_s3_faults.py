@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import functools
 import gc
 import os
 import pickle
@@ -13,12 +12,10 @@ import shutil
 import signal
 import socket
 import subprocess
-import threading
 import time
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,121 +27,20 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from dcp_nvcomp import NvcompReader, NvcompWriter, errors
-from dcp_nvcomp.storage.base import Filesystem
-from dcp_nvcomp.storage.open import open_filesystem
 from dcp_nvcomp.storage.s3.client import S3Client
-from tests.checkpoints import save
+from tests.checkpoints import assert_loads, save
 from tests.distributed.launch import RankPool, ranks
-from tests.faults import forked
-from tests.states import assert_same, blank
 
-from .proxy import FaultProxy
+from .object_stores import PART_NBYTES, Wire, cause_of, on, wired
 
 __all__ = ["ranks"]
 
 pytestmark = [pytest.mark.s3]
 
-Store = tuple[str, dict[str, Any]]
-PARTS = {"default_block_size": 5 << 20}
 
-
-@dataclass
-class Wire:
-    """A fresh directory on a server, and the proxy before it."""
-
-    proxy: FaultProxy
-    url: str
-    direct: dict[str, Any]
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {**self.direct, "endpoint_url": self.proxy.url}
-
-    def save(self, state: dict[str, Any], *, deadline: float = 30, **options: Any) -> None:
-        save(self.url, state, storage_deadline_seconds=deadline, **{**self.options, **options})
-
-    def load(self, *, direct: bool = False, deadline: float = 30) -> dict[str, Any]:
-        options = self.direct if direct else self.options
-        return load(NvcompReader(self.url, storage_deadline_seconds=deadline, **options))
-
-    def names(self) -> set[str]:
-        return set(self.filesystem(direct=True).list_names())
-
-    def filesystem(self, *, direct: bool = False, deadline: float = 30) -> Filesystem:
-        options = self.direct if direct else self.options
-        return open_filesystem(self.url, storage_options=options, deadline_seconds=deadline)
-
-
-def load(reader: NvcompReader) -> dict[str, Any]:
-    try:
-        metadata = reader.read_metadata().state_dict_metadata
-    except FileNotFoundError:
-        metadata = {}
-    into: dict[str, Any] = blank(state_of_seed(0, large="large" in metadata))
-    dcp.load(into, storage_reader=reader, no_dist=True)
-    return into
-
-
-def state_of_seed(seed: int, *, large: bool = False) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(seed)
-    made = {
-        "w": torch.randn(1 << 18, generator=generator),
-        "b": torch.full((100,), seed % 256, dtype=torch.uint8),
-        "seed": seed,
-    }
-    if large:
-        made["large"] = torch.randint(0, 256, (11 << 20,), generator=generator, dtype=torch.uint8)
-    return made
-
-
-def cause_of(error: Exception) -> BaseException:
-    return error.failures[0][0] if isinstance(error, dcp.CheckpointException) else error
-
-
-def unfinished(store: Store) -> list[Any]:
-    url, options = store
-    client = s3fs.S3FileSystem(**options, skip_instance_cache=True, use_listings_cache=False)
-    return list(client.list_multipart_uploads(url.split("/")[2]))
-
-
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retry after 10 ms instead of 100: these tests wait for what is retried, not for the pauses between."""
-    quick = functools.partial(S3Client, first_pause_seconds=0.01)
-    monkeypatch.setattr("dcp_nvcomp.storage.s3.filesystem.S3Client", quick)
-
-
-@pytest.fixture
-def wire(any_s3_store: Store) -> Iterator[Wire]:
-    url, options = any_s3_store
-    with FaultProxy(options["endpoint_url"], seed=4) as proxy:
-        yield Wire(proxy, url, options)
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize(
-    "rates",
-    [
-        {"unavailable": 0.2},
-        pytest.param({"unavailable": 0.4}, marks=pytest.mark.slow),
-        pytest.param({"reset": 0.2, "lost": 0.2}, marks=pytest.mark.slow),
-        pytest.param({"broken": 0.2, "lost": 0.2, "unavailable": 0.2}, marks=pytest.mark.slow),
-        {"truncated": 0.3, "shortened": 0.3},
-    ],
-    ids=str,
-)
-def test_a_bad_network_is_survived(wire: Wire, rates: dict[str, float]) -> None:
-    wire.save(state_of_seed(1))
-    wire.proxy.rates = rates
-    for seed in (2, 3):
-        wire.save(state_of_seed(seed), thread_count=1)
-        for _ in range(3):
-            assert_same(wire.load(), state_of_seed(seed))
-    wire.proxy.rates = {}
-    assert_same(wire.load(direct=True), state_of_seed(3))
-    assert all(wire.proxy.counts[fault] for fault in rates), wire.proxy.counts
-    assert len(wire.names()) == 3  # nothing of the checkpoints that were replaced
-    assert unfinished((wire.url, wire.direct)) == []
+@pytest.fixture(params=on("moto", "real"))
+def wire(request: pytest.FixtureRequest) -> Iterator[Wire]:
+    yield from wired(request, request.param, elements=1 << 18)
 
 
 @pytest.mark.ci
@@ -153,17 +49,15 @@ def test_flipped_bits_are_never_loaded(wire: Wire, rate: float) -> None:
     wire.proxy.rates = {"flipped": rate}
     outcomes = list[BaseException | None]()
     for seed in range(3):
-        wire.save(state_of_seed(seed))  # its own reads must not mislead it
+        assert wire.save(seed) is None  # its own reads must not mislead it
         for _ in range(5):
             try:
-                found = wire.load()
+                assert wire.load() == seed
+                outcomes.append(None)
             except (dcp.CheckpointException, errors.CheckpointError) as error:
                 outcomes.append(cause_of(error))
-            else:
-                assert_same(found, state_of_seed(seed))
-                outcomes.append(None)
     wire.proxy.rates = {}
-    assert_same(wire.load(direct=True), state_of_seed(2))
+    assert wire.load(direct=True) == 2
     assert wire.proxy.counts["flipped"] > 0 and None in outcomes
     raised = [outcome for outcome in outcomes if not (outcome is None or isinstance(outcome, errors.CheckpointError))]
     assert all("`.metadata` fails its CRC" in str(error) for error in raised), raised  # in DCP's own words
@@ -172,62 +66,11 @@ def test_flipped_bits_are_never_loaded(wire: Wire, rate: float) -> None:
 @pytest.mark.parametrize("count", [1, 2])
 def test_what_was_flipped_is_read_again(wire: Wire, count: int) -> None:
     """Once the footer alone, which is read first, then blocks too."""
-    wire.save(state_of_seed(1))
+    assert wire.save(1) is None
     for number in range(count):
         wire.proxy.next("flipped", method="GET", path=".distcp", skip=number)
-    assert_same(wire.load(), state_of_seed(1))
+    assert wire.load() == 1
     assert wire.proxy.counts["flipped"] == count
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize(
-    ("method", "path", "overwrite"),
-    [
-        ("PUT", ".distcp", True),
-        ("PUT", "/.metadata", True),
-        ("PUT", "/.metadata", False),
-        ("POST", "uploads", True),
-        ("PUT", "partNumber=2", True),
-        ("POST", "uploadId=", True),
-        ("DELETE", ".distcp", True),
-        ("HEAD", "/.metadata", False),
-    ],
-)
-def test_a_lost_reply(wire: Wire, method: str, path: str, overwrite: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server did it, the client did not hear so, and asks again."""
-    # a busy server may take longer to list uploads than a save waits for leftovers, which are then warned of
-    monkeypatch.setattr("dcp_nvcomp.storage.attempts._REMOVAL_SECONDS", 30.0)
-    large = path in ("uploads", "partNumber=2", "uploadId=")
-    if overwrite:
-        wire.save(state_of_seed(1))
-    wire.proxy.next("lost", method=method, path=path)
-    wire.save(state_of_seed(2, large=large), overwrite=overwrite, thread_count=1, **(PARTS if large else {}))
-    assert wire.proxy.counts["lost"] == 1
-    assert_same(wire.load(direct=True), state_of_seed(2, large=large))
-    assert len(wire.names()) == 3
-    assert unfinished((wire.url, wire.direct)) == []
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("completed", [True, False])
-def test_an_upload_that_is_gone_was_completed_if_the_file_is_there(wire: Wire, completed: bool) -> None:
-    """AWS's answer to a completion that is repeated; Ceph and moto say again that all is well."""
-    filesystem, data = open_filesystem(wire.url, storage_options={**wire.options, **PARTS}), bytes(11 << 20)
-    stream = filesystem.open_output("large")
-    stream.write(data)
-    if completed:
-        wire.proxy.next("lost", method="POST", path="uploadId=")
-    wire.proxy.next("gone", method="POST", path="uploadId=", skip=int(completed))
-    if completed:
-        stream.close()
-        assert filesystem.file_nbytes("large") == len(data)
-    else:
-        with pytest.raises(errors.StorageError):
-            stream.close()
-        stream.abort()
-        assert filesystem.list_names() == []
-    assert wire.proxy.counts["gone"] == 1
-    assert unfinished((wire.url, wire.direct)) == []
 
 
 @pytest.mark.slow
@@ -235,8 +78,8 @@ def test_a_silent_server_is_asked_again(wire: Wire) -> None:
     wire.proxy.next("silent", method="PUT", path=".distcp")
     wire.proxy.next("silent", method="GET", path=".metadata")
     began = time.monotonic()
-    wire.save(state_of_seed(1), deadline=9)
-    assert_same(wire.load(deadline=9), state_of_seed(1))
+    assert wire.save(1, deadline=9) is None
+    assert wire.load(deadline=9) == 1
     assert wire.proxy.counts["silent"] == 2
     assert time.monotonic() - began > 5  # a third of the deadline each
 
@@ -286,19 +129,17 @@ def test_no_request_outlives_its_deadline(wire: Wire) -> None:
 @pytest.mark.ci
 def test_what_lands_after_the_deadline_is_whole(wire: Wire) -> None:
     """A publish that was never answered may be done later: its files must still be there then."""
-    wire.save(state_of_seed(1))
+    assert wire.save(1) is None
     before = wire.filesystem(direct=True).read_all(".metadata", limit_nbytes=1 << 20)
     wire.proxy.late_seconds = None
     wire.proxy.next("late", method="PUT", path="/.metadata")
     wire.proxy.next("unavailable", method="PUT", path="/.metadata", times=1000)
-    with pytest.raises(dcp.CheckpointException) as caught:
-        wire.save(state_of_seed(2), deadline=5)
-    cause = cause_of(caught.value)
-    assert isinstance(cause, errors.StorageError) and cause.outcome_unknown
+    error = wire.save(2, deadline=5)
+    assert isinstance(error, errors.StorageError) and error.outcome_unknown
     assert wire.filesystem(direct=True).read_all(".metadata", limit_nbytes=1 << 20) == before
     wire.proxy.land()
     assert wire.filesystem(direct=True).read_all(".metadata", limit_nbytes=1 << 20) != before
-    assert_same(wire.load(direct=True), state_of_seed(2))
+    assert wire.load(direct=True) == 2
 
 
 @pytest.mark.parametrize("refuses", [False, True], ids=["conditions", "no conditions"])
@@ -332,19 +173,18 @@ def test_an_attempt_is_not_repeated_over_another_save(wire: Wire, refuses: bool)
 def test_a_late_publish_does_not_land_over_another(wire: Wire, fresh: bool) -> None:
     """An attempt that nobody answered and that is done much later, when its save is over and replaced by another."""
     if not fresh:
-        wire.save(state_of_seed(1))
+        assert wire.save(1) is None
     wire.proxy.late_seconds = None
     wire.proxy.next("late", method="PUT", path="/.metadata")
-    wire.save(state_of_seed(2))
+    assert wire.save(2) is None
     assert wire.proxy.counts["late"] == 1
-    save(wire.url, state_of_seed(3), **wire.direct)
+    assert wire.save(3, direct=True) is None
     wire.proxy.land()
-    assert_same(wire.load(direct=True), state_of_seed(3))
+    assert wire.load(direct=True) == 3
 
 
-def test_who_came_second_may_have_less_metadata(any_s3_store: Store) -> None:
-    url, options = any_s3_store
-    one, other = (open_filesystem(url, storage_options=options) for _ in range(2))
+def test_who_came_second_may_have_less_metadata(wire: Wire) -> None:
+    one, other = wire.filesystem(), wire.filesystem()
     for publisher, name in ((one, "one"), (other, "other")):
         publisher.publish(name, b"a file of its own")
     one.publish("metadata", b"x" * 1000, overwrite=False)
@@ -352,11 +192,10 @@ def test_who_came_second_may_have_less_metadata(any_s3_store: Store) -> None:
         other.publish("metadata", b"y", overwrite=False)
 
 
-def test_credentials_that_may_neither_list_nor_look(any_s3_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_credentials_that_may_neither_list_nor_look(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     """S3 answers 403, not 404, to who asks for a missing object and may not list."""
     from botocore.exceptions import ClientError
 
-    url, options = any_s3_store
     real = S3Client.send
 
     async def send(self: S3Client, operation: str, **parameters: Any) -> dict[str, Any]:
@@ -368,31 +207,8 @@ def test_credentials_that_may_neither_list_nor_look(any_s3_store: Store, monkeyp
     for number in (1, 2):
         with monkeypatch.context() as patch:
             patch.setattr(S3Client, "send", send)
-            save(url, state_of_seed(number), **options)
-        assert_same(load(NvcompReader(url, **options)), state_of_seed(number))
-
-
-@pytest.mark.ci
-def test_one_of_two_conditional_publishers_wins(any_s3_store: Store) -> None:
-    url, options = any_s3_store
-    stores = [open_filesystem(url, storage_options=options) for _ in range(3)]
-    with ThreadPoolExecutor(3) as pool:
-        for round_ in range(12):
-            start = threading.Barrier(3)
-
-            def publish(number: int, name: str, start: threading.Barrier) -> bool:
-                stores[number].publish(f"{name}-{number}", b"a file of its own")
-                start.wait(120)
-                try:
-                    stores[number].publish(name, bytes([number]), overwrite=False)
-                except errors.ConcurrentSaveError:
-                    return False
-                return True
-
-            name = f"metadata-{round_}"
-            won = list(pool.map(publish, range(3), [name] * 3, [start] * 3))
-            assert sum(won) == 1, won
-            assert stores[0].read_all(name, limit_nbytes=10) == bytes([won.index(True)])
+            assert wire.save(number, direct=True) is None
+        assert wire.load(direct=True) == number
 
 
 def test_a_lost_conditional_reply(wire: Wire) -> None:
@@ -405,24 +221,23 @@ def test_a_lost_conditional_reply(wire: Wire) -> None:
     assert filesystem.read_all(".metadata", limit_nbytes=10) == b"ours"
 
 
-def test_a_server_that_ignores_conditions_is_found_out(s3_store: Store) -> None:
+@pytest.mark.parametrize("wire", on("moto"), indirect=True)
+def test_a_server_that_ignores_conditions_is_found_out(wire: Wire) -> None:
     """On moto only: which checks no signatures, and so does not miss the header that the proxy takes away."""
-    with FaultProxy(s3_store[1]["endpoint_url"]) as proxy:
-        proxy.swallowed = ("if-none-match",)
-        wire = Wire(proxy, *s3_store)
-        with pytest.warns(RuntimeWarning, match="does not know If-None-Match"):
-            wire.save(state_of_seed(1), overwrite=False)
-        filesystem = wire.filesystem()
-        filesystem.publish("mine", b"x")
-        with pytest.raises(errors.ConcurrentSaveError):
-            filesystem.publish(".metadata", b"x", overwrite=False)
-        assert_same(wire.load(), state_of_seed(1))
+    wire.proxy.swallowed = ("if-none-match",)
+    with pytest.warns(RuntimeWarning, match="does not know If-None-Match"):
+        assert wire.save(1, overwrite=False) is None
+    filesystem = wire.filesystem()
+    filesystem.publish("mine", b"x")
+    with pytest.raises(errors.ConcurrentSaveError):
+        filesystem.publish(".metadata", b"x", overwrite=False)
+    assert wire.load() == 1
 
 
 def test_a_server_that_refuses_conditions(wire: Wire) -> None:
     wire.proxy.refuses_conditions = True
     with pytest.warns(RuntimeWarning, match="does not know If-None-Match"):
-        wire.save(state_of_seed(1), overwrite=False)
+        assert wire.save(1, overwrite=False) is None
     filesystem = wire.filesystem()
     for witness in ("none", "mine"):
         with pytest.raises(errors.ConcurrentSaveError):
@@ -430,31 +245,7 @@ def test_a_server_that_refuses_conditions(wire: Wire) -> None:
         filesystem.publish(witness, b"x")
     with pytest.warns(RuntimeWarning, match="does not know If-None-Match"):
         filesystem.publish("new", b"x", overwrite=False)
-    assert_same(wire.load(), state_of_seed(1))
-
-
-KILLED = """
-import os, signal, sys
-from dcp_nvcomp.storage.open import open_filesystem
-stream = open_filesystem(sys.argv[1], storage_options=eval(sys.argv[2])).open_output("__0_0_dead.distcp")
-stream.write(bytes(40 << 20))
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_a_killed_clients_upload_does_no_harm_and_can_be_ended(any_s3_store: Store) -> None:
-    url, options = any_s3_store
-    save(url, state_of_seed(1), **options)
-    killed = forked.execute(KILLED, url, repr(options))
-    assert killed.returncode == -signal.SIGKILL
-    filesystem = open_filesystem(url, storage_options=options)
-    assert [upload.name for upload in filesystem.list_uploads()] == ["__0_0_dead.distcp"]
-    assert_same(load(NvcompReader(url, **options)), state_of_seed(1))
-    save(url, state_of_seed(2), **options)
-    assert_same(load(NvcompReader(url, **options)), state_of_seed(2))
-    assert len(filesystem.list_names()) == 3
-    filesystem.abort_uploads(filesystem.list_uploads())
-    assert filesystem.list_uploads() == []
+    assert wire.load() == 1
 
 
 def _save_and_load_dead(url: str, options: dict[str, Any]) -> float:
@@ -462,8 +253,8 @@ def _save_and_load_dead(url: str, options: dict[str, Any]) -> float:
     writer = NvcompWriter(url, storage_deadline_seconds=2, **options)
     reader = NvcompReader(url, storage_deadline_seconds=2, **options)
     for act in (
-        lambda: dcp.save(state_of_seed(1), storage_writer=writer),
-        lambda: dcp.load(state_of_seed(1), storage_reader=reader),
+        lambda: dcp.save({"w": torch.ones(5)}, storage_writer=writer),
+        lambda: dcp.load({"w": torch.ones(5)}, storage_reader=reader),
     ):
         with pytest.raises(dcp.CheckpointException) as caught:
             act()
@@ -509,14 +300,15 @@ def test_a_server_killed_and_restarted_during_a_save(own_ceph: tuple[Path, str])
     options = {"endpoint_url": endpoint, "key": "ci", "secret": "cisecret"}
     client = s3fs.S3FileSystem(**options, skip_instance_cache=True)
     client.mkdir("restarts")
-    url = "s3://restarts/run"
-    save(url, state_of_seed(1, large=True), **options)
+    url, count = "s3://restarts/run", 3 << 20
+    save(url, {"w": torch.ones(count)}, **options)
     pid_file = directory / "run" / "client.rgw.pid"
 
     def save_often() -> None:
-        writer = NvcompWriter(url, storage_deadline_seconds=120, **options, **PARTS)
+        parts: dict[str, Any] = {"codec": "none", "default_block_size": PART_NBYTES}
+        writer = NvcompWriter(url, storage_deadline_seconds=120, **options, **parts)
         for seed in range(2, 12):
-            dcp.save(state_of_seed(seed, large=True), storage_writer=writer, no_dist=True)
+            dcp.save({"w": torch.full((count,), float(seed))}, storage_writer=writer, no_dist=True)
 
     with ThreadPoolExecutor(1) as pool:
         saving = pool.submit(save_often)
@@ -528,4 +320,4 @@ def test_a_server_killed_and_restarted_during_a_save(own_ceph: tuple[Path, str])
             subprocess.run(["radosgw", "--name", "client.rgw"], env=environment, check=True, timeout=60)
         assert not saving.done(), "the save was over before the server was killed"
         saving.result(200)
-    assert_same(load(NvcompReader(url, **options)), state_of_seed(11, large=True))
+    assert_loads(url, {"w": torch.full((count,), 11.0)}, **options)

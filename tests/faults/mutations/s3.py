@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.faults.mutations import Mutation
 
 FAULTS = "tests/faults/test_s3_faults.py -k "
+STORES = "tests/faults/test_object_store_faults.py -m s3 -k "
 
 MUTATIONS = (
     Mutation(
@@ -12,14 +13,14 @@ MUTATIONS = (
         file="dcp_nvcomp/storage/s3/filesystem.py",
         old='put(data, IfNoneMatch="*")',
         new="put(data)",
-        tests=FAULTS + "one_of_two",
+        tests="tests/stores/test_two_writers.py -m s3 -k one_of_many_wins",
     ),
     Mutation(
         row="S3, two writers: 412 is a refusal",
         file="dcp_nvcomp/storage/s3/object.py",
         old='        return status == 412 or code == "NoSuchKey"\n',
         new="        return False\n",
-        tests=FAULTS + "one_of_two",
+        tests="tests/stores/test_two_writers.py -m s3 -k one_of_many_wins",
     ),
     Mutation(
         row="S3, two writers: a server that ignores conditions is found out",
@@ -75,21 +76,21 @@ MUTATIONS = (
         file="dcp_nvcomp/storage/s3/object.py",
         old="            if answer_of(error)[0] != 404 or not self._is_complete():\n                raise\n",
         new="            raise\n",
-        tests=FAULTS + "upload_that_is_gone",
+        tests=STORES + "upload_that_is_gone",
     ),
     Mutation(
         row="S3, lost reply on beginning an upload: it is ended",
         file="dcp_nvcomp/storage/s3/object.py",
         old="        if self._uploads_lost:\n            self._clean_up(self._abort_lost_uploads)\n\n",
         new="\n",
-        tests=FAULTS + "moto-POST-uploads",
+        tests=STORES + "moto-POST-uploads",
     ),
     Mutation(
         row="S3, 503s: retried",
         file="dcp_nvcomp/storage/attempts.py",
         old="                if not self._is_transient(error) or took + pause >= seconds:",
         new="                if True:",
-        tests=FAULTS + "bad_network",
+        tests=STORES + "bad_network",
     ),
     Mutation(
         row="S3, dead server: the deadline",
@@ -117,7 +118,7 @@ MUTATIONS = (
         file="dcp_nvcomp/storage/s3/client.py",
         old='        raise ShortReplyError(f"the reply to a range has {len(data)} bytes, but should be {where}")\n',
         new="        pass\n",
-        tests=FAULTS + "truncated",
+        tests=STORES + "truncated",
     ),
     Mutation(
         row="S3, flipped bits: a footer is read again",
