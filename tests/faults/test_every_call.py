@@ -194,17 +194,3 @@ def test_load_from_files_that_vanish(trials: Trials, error: int) -> None:
         where = f"call {at}, {calls.names[at]}: {raised}"
         told = raised is not None and "metadata read failed" in raised.text  # DCP's words around ours
         assert raised is None or told or issubclass(raised.kind, errors.CheckpointError), where
-
-
-@pytest.mark.parametrize("nbytes", [1, 1000])
-def test_all_short(trials: Trials, monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
-    """Every read and every write moves a few bytes only."""
-
-    def few(name: str, call: Any, descriptor: int, what: Any, *rest: Any) -> Any:
-        if name == "preadv":
-            return call(descriptor, [what[0][:nbytes]], *rest)
-        return call(descriptor, min(what, nbytes) if name == "pread" else what[:nbytes], *rest)
-
-    intercept_system_calls(monkeypatch.setattr, few, frozenset({"write", "pread", "preadv"}))
-    save_in_order(trials.path, NEW)
-    assert what_loads(trials.path, OLD, NEW) == 1

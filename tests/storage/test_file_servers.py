@@ -8,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
-import logging
 import os
-import pickle
 import threading
 import time
 import traceback
@@ -450,29 +448,6 @@ def test_a_host_that_nobody_knows_is_told_at_once(kind: str) -> None:
     with pytest.raises(StorageError, match="no-such-host.invalid"):
         filesystem.list_names()
     assert time.monotonic() - began < 30
-
-
-def test_no_secret_is_shown(
-    server: FileServer, store: Place, kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    caplog.set_level(logging.DEBUG)
-    url, options = store
-    address = url.replace(f"{server.user}@", "").replace("://", f"://{server.user}:{SECRET}@")
-    keys = {"client_keys": []} if kind == "sftp" else {}
-    given = {name: value for name, value in options.items() if name not in ("username", "password")}
-    shown = []
-    for place in ((address, {**given, **keys}), (url, {**options, "password": SECRET, **keys})):
-        filesystem = opened(place)
-        with pytest.raises(StorageError) as caught:
-            filesystem.list_names()
-        chain: BaseException | None = caught.value
-        while chain is not None:
-            shown += [str(chain), repr(chain)]
-            chain = chain.__cause__ or chain.__context__
-        shown += ["".join(traceback.format_exception(caught.value)), repr(filesystem), filesystem.path]
-        shown.append(pickle.dumps(caught.value).decode("latin-1"))
-    shown += [record.getMessage() for record in caplog.records]
-    assert not [text for text in shown if SECRET in text]
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import tempfile
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,34 +23,6 @@ class TestLocal(FilesystemSuite):
     @pytest.fixture
     def place(self, tmp_path: Path) -> Place:
         return str(tmp_path / "some" / "run"), {}
-
-
-@pytest.fixture
-def small_disk() -> Iterator[Path]:
-    """A real file system of 1 MiB."""
-    with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, text=True
-        )
-        if done.returncode:
-            pytest.skip(f"a small disk can't be mounted here: {done.stderr.strip()}")
-        yield Path(folder)
-        subprocess.run(["umount", folder], check=True)
-
-
-def test_disk_full(small_disk: Path) -> None:
-    filesystem = open_filesystem(small_disk / "run")
-    filesystem.create_directory()
-    filesystem.publish(".metadata", b"old")
-    stream = filesystem.open_output("large")
-    with pytest.raises(StorageError, match="free space") as caught:
-        stream.write(bytes(2 << 20))
-    assert (caught.value.errno, caught.value.path) == (errno.ENOSPC, f"{small_disk}/run/large")
-    stream.abort()
-    with pytest.raises(StorageError, match="free space"):
-        filesystem.publish(".metadata", bytes(2 << 20))
-    assert filesystem.list_names() == [".metadata"]
-    assert filesystem.read_all(".metadata", limit_nbytes=10) == b"old"
 
 
 def test_a_limit_of_the_process(tmp_path: Path) -> None:
@@ -218,41 +188,12 @@ def test_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert filesystem.list_names() == ["x"]
 
 
-@pytest.mark.parametrize("overwrite", [True, False])
-def test_failed_publishing_leaves_no_temporary(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool
-) -> None:
-    def fail(*arguments: object) -> None:
-        raise OSError(errno.EIO, "disk on fire")
-
-    for name in ("write", "fsync", "rename", "link"):
-        with monkeypatch.context() as patch:
-            patch.setattr(os, name, fail)
-            filesystem = open_filesystem(tmp_path)
-            if name != ("link" if overwrite else "rename"):
-                with pytest.raises(StorageError, match="disk on fire"):
-                    filesystem.publish("x", b"x", overwrite=overwrite)
-        assert list(tmp_path.iterdir()) == []
-
-
 def test_publishing_over_a_directory(tmp_path: Path) -> None:
     (tmp_path / ".metadata").mkdir()
     filesystem = open_filesystem(tmp_path)
     with pytest.raises(StorageError):
         filesystem.publish(".metadata", b"x")
     assert filesystem.list_names() == []
-
-
-def test_a_failed_fsync_fails_the_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    filesystem = open_filesystem(tmp_path)
-    stream = filesystem.open_output("a")
-    stream.write(b"x")
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", lambda descriptor: os.read(-1, 1))
-        with pytest.raises(StorageError):
-            stream.close()
-    stream.abort()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_short_writes_and_reads_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,15 +262,6 @@ def test_links_inside_a_checkpoint_are_not_followed(tmp_path: Path) -> None:
     filesystem.publish("link", b"ours")
     assert (outside / "secret").read_bytes() == b"secret"
     assert filesystem.read_all("link", limit_nbytes=100) == b"ours"
-
-
-def test_the_checkpoint_itself_may_be_a_link(tmp_path: Path) -> None:
-    write_file(open_filesystem(tmp_path), "a", b"x")
-    (tmp_path / "latest").symlink_to(tmp_path)
-    filesystem = open_filesystem(tmp_path / "latest")
-    filesystem.create_directory()
-    assert filesystem.list_names() == ["a"]
-    assert filesystem.read("a", 0, 1) == b"x"
 
 
 def test_a_pipe_does_not_hang_a_load(tmp_path: Path) -> None:

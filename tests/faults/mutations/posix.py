@@ -15,14 +15,14 @@ MUTATIONS = (
         file="dcp_nvcomp/storage/local/output.py",
         old="        view = view[count:]\n",
         new="        return\n",
-        tests=f"{EVERY_CALL} -k all_short",
+        tests="tests/storage/test_local.py -k short_writes",
     ),
     Mutation(
         row=f"{CALLS}: short reads go on",
         file="dcp_nvcomp/storage/local/filesystem.py",
         old="            data = data + part if data else part  # usually there is only one part\n",
         new="            return part\n",
-        tests=f"{EVERY_CALL} -k all_short",
+        tests="tests/storage/test_local.py -k short_writes",
     ),
     Mutation(
         row=f"{CALLS}: short reads of blocks go on",  # else they would be read once more, as if they were damaged
