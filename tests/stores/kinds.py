@@ -14,16 +14,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import fsspec
 import pytest
 
 from tests.servers.azurite import AzuriteServer
 from tests.servers.base import Server
+from tests.servers.ftp import FtpServer
 from tests.servers.gcs import GcsServer
 from tests.servers.sftp import SftpServer
 from tests.servers.smb import SmbServer
 from tests.servers.wire import Wire
+from tests.storage.plain import PROTOCOLS
 
-__all__ = ["ALL", "MARKED", "NETWORKED", "SERVED", "Directory", "Kind", "Own", "Rerouted", "Served", "open_kind"]
+__all__ = [
+    *("ALL", "EVERYWHERE", "MARKED", "NETWORKED", "SERVED"),
+    *("Directory", "Kind", "Own", "Rerouted", "Served", "open_kind"),
+]
 
 Location = tuple[str, dict[str, Any]]
 
@@ -52,6 +58,21 @@ class Directory(Kind):
 
     def place(self) -> Location:
         return str(self._path / uuid.uuid4().hex[:12] / "run"), {}
+
+
+class Generic(Kind):
+    """What fsspec reaches and no storage of ours knows, by a URL that has a fresh name for `{}`."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def place(self) -> Location:
+        return self._url.format(uuid.uuid4().hex), {}
+
+    def stop(self) -> None:
+        memory = fsspec.filesystem("memory")
+        if memory.exists("/"):
+            memory.rm("/", recursive=True)
 
 
 class Rerouted(Kind):
@@ -228,6 +249,23 @@ _KINDS: Final = {
     "sftp": _Opening(SftpServer.missing, lambda request, directory: Sftp(SftpServer(directory))),
     "smb": _Opening(SmbServer.missing, lambda request, directory: Own(SmbServer(directory))),
 }
+_URLS: Final = {
+    "memory": "memory://{{}}/run",
+    "dir": "dir://run-{{}}::file://{0}",
+    "simplecache": "simplecache::memory://{{}}/run",
+    **{protocol: f"{protocol}://{{0}}/{{{{}}}}/run" for protocol in PROTOCOLS},
+}
+
+
+def _generic(url: str) -> _Opening:
+    return _Opening(lambda: None, lambda request, directory: Generic(url.format(directory)))
+
+
+# Without retries, a deadline and conditions of ours; tests/faults/test_plain_fsspec.py has all their calls fail.
+_GENERIC: Final = {
+    "ftp": _Opening(FtpServer.missing, lambda request, directory: Own(FtpServer(directory))),
+    **{name: _generic(url) for name, url in _URLS.items()},
+}
 _MARKS: Final = {"moto": "s3", "ceph": "s3", "azure": "azure", "gcs": "gcs", "sftp": "sftp", "smb": "smb"}
 
 _ON_DISK: Final = ("disk", "mounted")
@@ -240,6 +278,8 @@ def _parameters(names: tuple[str, ...]) -> list[Any]:
 
 
 ALL: Final = _parameters(tuple(_KINDS))
+# fixture `place` on the generic ones too
+EVERYWHERE: Final = pytest.mark.parametrize("kind", [*ALL, *_parameters(tuple(_GENERIC))], indirect=True)
 MARKED: Final = dict(zip(_KINDS, ALL, strict=True))
 NETWORKED: Final = _parameters(tuple(name for name in _KINDS if name not in _ON_DISK))
 SERVED: Final = _parameters(tuple(name for name in _KINDS if name not in (*_ON_DISK, "ceph")))
@@ -247,7 +287,8 @@ SERVED: Final = _parameters(tuple(name for name in _KINDS if name not in (*_ON_D
 
 def open_kind(name: str, request: pytest.FixtureRequest, directory: Path) -> Kind:
     """Open a kind of storage by its name, or skip the test and say what has to be installed."""
-    missing = _KINDS[name].missing()
+    opening = (_KINDS | _GENERIC)[name]
+    missing = opening.missing()
     if missing:
         pytest.skip(missing)
-    return _KINDS[name].opened(request, directory)
+    return opening.opened(request, directory)

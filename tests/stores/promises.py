@@ -57,7 +57,6 @@ PROMISES: Final = (
         "The bits that were saved, or an error",
         "test_scenarios.py::test_verify[{}]",
         usual="CRC of each block",
-        cells={"ftp": Cell("CRC of each block", f"{_STORES}test_generic.py::test_damage[ftp]")},
     ),
     Promise(
         "A call that fails harms no checkpoint, and nor does one that was done but is reported as failed",
@@ -70,10 +69,7 @@ PROMISES: Final = (
             "gcs": "one PUT, ifGenerationMatch",
             "sftp": "fsync, posix-rename",
             "smb": "flush, rename that replaces",
-            "ftp": Cell(
-                "the client's move, else aside or in place, with a warning",
-                f"{_STORES}test_generic.py::test_a_call_fails[ftp-answer lost]",
-            ),
+            "ftp": "the client's move, else aside or in place, with a warning",
         },
     ),
     Promise(
@@ -121,7 +117,7 @@ PROMISES: Final = (
             "disk": _NOTHING,
             "mounted": _NOTHING,
             "ceph": Cell("yes", "tests/faults/test_s3_faults.py::test_a_server_killed_and_restarted_during_a_save"),
-            "ftp": Cell("it fails", f"{_STORES}test_generic.py::test_an_ftp_server_that_is_killed"),
+            "ftp": Cell("it fails", f"{_STORES}test_scenarios.py::test_an_ftp_server_that_is_killed"),
         },
     ),
     Promise(
@@ -152,14 +148,16 @@ PROMISES: Final = (
             "gcs": "ifGenerationMatch=0",
             "sftp": "rename that refuses",
             "smb": "rename that refuses",
-            "ftp": Cell("looked up before", f"{_STORES}test_generic.py::test_save_overwrite_load_verify_recover[ftp]"),
+            "ftp": Cell("looked up before", f"{_STORES}test_scenarios.py::test_without_overwriting[ftp]"),
         },
     ),
     Promise(
         "`clean` removes what was left, by the storage's clock",
         "test_scenarios.py::test_ages_are_by_the_clock_of_the_storage[{}]",
         usual="yes",
-        cells={"ftp": Cell("this machine's clock, if files have times", f"{_STORES}test_generic.py::test_clean[ftp]")},
+        cells={
+            "ftp": Cell("this machine's clock, if files have times", f"{_STORES}test_scenarios.py::test_clean[ftp]")
+        },
     ),
     Promise(
         "The rights that the docs name suffice, and without them an error says so",

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import uuid
+import warnings
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,10 +34,14 @@ from tests.checkpoints import load
 from tests.distributed.launch import RankPool
 from tests.states import assert_same, assert_same_bits, opposite_of
 
+from .kinds import EVERYWHERE, Kind, Own
 from .places import PART_NBYTES, Place
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*can't replace a file in one step")
 
 
 @pytest.mark.ci
+@EVERYWHERE
 def test_save_load_overwrite(place: Place) -> None:
     writer = place.writer()
     for number in (1, 2):
@@ -44,9 +51,11 @@ def test_save_load_overwrite(place: Place) -> None:
     assert place.save(4, writer) is None
     assert place.loaded(verify="full") == 4
     assert len(place.names()) == 3 and place.left() == set()
+    assert verify_checkpoint(place.url, full=True, storage_options=place.options).is_sound
 
 
 @pytest.mark.ci
+@EVERYWHERE
 def test_in_parts(place: Place) -> None:
     """Files of several parts of an upload, and of several threads."""
     large = place.with_nbytes(3 * PART_NBYTES + 8)
@@ -56,6 +65,7 @@ def test_in_parts(place: Place) -> None:
     assert large.left() == set()
 
 
+@EVERYWHERE
 def test_without_overwriting(place: Place) -> None:
     assert place.save(1, place.writer(overwrite=False)) is None
     names = place.names()
@@ -103,6 +113,7 @@ def test_reshard(place: Place, ranks: RankPool) -> None:
     assert_same_bits(found["w"], _rows(3))
 
 
+@EVERYWHERE
 def test_async_save(place: Place) -> None:
     state = place.state(1)
     saving = async_save(state, place.url, **place.options)
@@ -113,9 +124,9 @@ def test_async_save(place: Place) -> None:
 
 
 @pytest.mark.ci
+@EVERYWHERE
 def test_verify(place: Place) -> None:
     assert place.save(1) is None
-    assert verify_checkpoint(place.url, full=True, storage_options=place.options).is_sound
     filesystem = place.filesystem()
     (name,) = [name for name in filesystem.list_names() if name.endswith(".distcp")]
     damaged = bytearray(filesystem.read_all(name, limit_nbytes=1 << 24))
@@ -130,6 +141,7 @@ def test_verify(place: Place) -> None:
 
 
 @pytest.mark.ci
+@EVERYWHERE
 def test_recover(place: Place) -> None:
     for number in (1, 2):
         assert place.save(number) is None
@@ -141,6 +153,7 @@ def test_recover(place: Place) -> None:
 
 
 @pytest.mark.ci
+@EVERYWHERE
 def test_clean(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a save would leave that was killed: nothing of it goes before its time, and then all of it."""
     assert place.save(1) is None
@@ -170,6 +183,7 @@ def test_ages_are_by_the_clock_of_the_storage(place: Place) -> None:
 
 
 @pytest.mark.ci
+@EVERYWHERE
 def test_a_run(place: Place) -> None:
     with CheckpointManager(place.url, every=1, keep=Keep(last=2), run_id="job", **place.options) as manager:
         for step in (1, 2, 3):
@@ -182,3 +196,29 @@ def test_a_run(place: Place) -> None:
         restored = manager.restore(state)
     assert restored is not None and restored.step == 3
     assert_same(state, place.state(3))
+
+
+def test_a_chain_that_keeps_whole_files_reads_what_it_first_read(tmp_path: Path) -> None:
+    """Of a path that is overwritten it gives the earlier checkpoint, whole: for paths that are written once."""
+    plain, cached = Place(str(tmp_path / "run"), {}), Place(f"simplecache::file://{tmp_path}/run", {})
+    assert cached.save(1) is None
+    assert cached.loaded() == plain.loaded() == 1
+    assert cached.save(2) is None
+    assert plain.loaded() == 2 and cached.loaded() in (1, 2)
+
+
+def test_an_ftp_server_that_is_killed(kind_named: Callable[[str], Kind]) -> None:
+    """Its client can't connect again: the save fails, and the next one of another process goes through."""
+    kind: Any = kind_named("ftp")
+    assert isinstance(kind, Own)
+    place = Place(*kind.place())
+    assert place.save(1) is None
+    writer = place.writer()
+    kind.kill()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        error = place.save(2, writer)
+    assert isinstance(error, errors.CheckpointError), error
+    kind.start()
+    assert place.loaded() == 1
+    assert place.save(3) is None and place.loaded() == 3
