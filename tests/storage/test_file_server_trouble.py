@@ -8,7 +8,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,43 +20,8 @@ from dcp_nvcomp.storage.file_servers.client import ConnectionLostError
 from dcp_nvcomp.storage.open import open_filesystem
 from tests.servers.smb import SmbServer
 
+from .file_servers import connections, made
 from .suite import Place, write_file
-
-KINDS = [pytest.param("sftp", marks=pytest.mark.sftp), pytest.param("smb", marks=pytest.mark.smb)]
-PART_NBYTES = 1 << 18
-
-
-@pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def server(kind: str, request: pytest.FixtureRequest) -> Any:
-    return request.getfixturevalue(f"{kind}_server")
-
-
-@pytest.fixture
-def store(kind: str, request: pytest.FixtureRequest) -> Place:
-    place: Place = request.getfixturevalue(f"{kind}_store")
-    return place
-
-
-@pytest.fixture
-def connections(kind: str, store: Place) -> Any:
-    """The class whose methods ask the server."""
-    from dcp_nvcomp.storage.file_servers.sftp import SftpConnection
-    from dcp_nvcomp.storage.file_servers.smb import SmbConnection
-
-    return SftpConnection if kind == "sftp" else SmbConnection
-
-
-def opened(place: Place, **options: Any) -> Filesystem:
-    url, given = place
-    filesystem = open_filesystem(url, storage_options={**given, **options}, deadline_seconds=20.0)
-    filesystem.create_directory()
-    return filesystem
-
 
 # --- a server that loses ---------------------------------------------------------------------------------------------
 
@@ -77,18 +42,18 @@ def replaced(filesystem: Filesystem) -> None:
 
 @pytest.mark.parametrize("publish", [published, published_first, replaced])
 def test_a_temporary_that_the_server_lost_was_not_published(
-    store: Place, server: Any, connections: Any, publish: Callable[[Filesystem], None], monkeypatch: pytest.MonkeyPatch
+    store: Place, server: Any, kind: str, publish: Callable[[Filesystem], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its name was not durable when the server died: the rename that was lost with the answer was never done."""
-    filesystem, folder = opened(store), server.folder(store[0])
+    filesystem, folder = made(store), server.folder(store[0])
     filesystem.publish(".metadata", b"old")
 
     async def lost(connection: Any, source: str, target: str) -> None:
         (folder / os.path.basename(source)).unlink()
         raise ConnectionLostError("the server died")
 
-    monkeypatch.setattr(connections, "replace", lost)
-    monkeypatch.setattr(connections, "rename_new", lost)
+    monkeypatch.setattr(connections(kind), "replace", lost)
+    monkeypatch.setattr(connections(kind), "rename_new", lost)
     with pytest.raises(StorageError, match="other contents") as caught:
         publish(filesystem)
     assert caught.value.outcome_unknown
@@ -97,18 +62,18 @@ def test_a_temporary_that_the_server_lost_was_not_published(
 
 
 def test_what_another_save_published_since_is_told(
-    store: Place, server: Any, connections: Any, monkeypatch: pytest.MonkeyPatch
+    store: Place, server: Any, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rename was done, its answer was lost, and another save came before it was looked at."""
-    filesystem, folder = opened(store), server.folder(store[0])
-    replace = connections.replace
+    filesystem, folder = made(store), server.folder(store[0])
+    replace = connections(kind).replace
 
     async def done_but_lost(connection: Any, source: str, target: str) -> None:
         await replace(connection, source, target)
         (folder / ".metadata").write_bytes(b"theirs, which is longer")
         raise ConnectionLostError("the wire is cut")
 
-    monkeypatch.setattr(connections, "replace", done_but_lost)
+    monkeypatch.setattr(connections(kind), "replace", done_but_lost)
     with pytest.raises(StorageError, match="another save") as caught:
         filesystem.publish(".metadata", b"ours")
     assert caught.value.outcome_unknown
@@ -118,10 +83,10 @@ def test_what_another_save_published_since_is_told(
 @pytest.mark.ci
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
 def test_a_directory_that_cannot_be_synced_any_more(
-    store: Place, kind: str, connections: Any, number: int, monkeypatch: pytest.MonkeyPatch
+    store: Place, kind: str, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It could when it was made, so this is no server that never can: what was published may not be durable."""
-    filesystem = opened(store)
+    filesystem = made(store)
     filesystem.publish(".metadata", b"old")
 
     def failing(*arguments: Any) -> None:
@@ -152,7 +117,7 @@ def test_a_directory_that_cannot_be_synced_any_more(
 
 def test_a_file_behind_a_link(store: Place, server: Any) -> None:
     """Whoever reads it follows the link, so whoever looks for it must find it: `clean` takes what has no root."""
-    filesystem, folder = opened(store), server.folder(store[0])
+    filesystem, folder = made(store), server.folder(store[0])
     elsewhere = folder.parent / "elsewhere"
     elsewhere.write_bytes(b"behind a link")
     (folder / ".metadata").symlink_to(elsewhere)
@@ -164,36 +129,6 @@ def test_a_file_behind_a_link(store: Place, server: Any) -> None:
 
 
 # --- SMB servers ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def smb_with(tmp_path: Path) -> Iterator[Callable[..., SmbServer]]:
-    """Start a server with some settings."""
-    missing = SmbServer.missing()
-    if missing:
-        pytest.skip(missing)
-    started: list[SmbServer] = []
-
-    def start(*settings: str) -> SmbServer:
-        started.append(SmbServer(tmp_path / f"smb-{len(started)}", *settings))
-        started[-1].start()
-        return started[-1]
-
-    yield start
-    for server in started:
-        server.stop()
-
-
-@pytest.mark.smb
-@pytest.mark.parametrize("encrypt", [False, True])
-@pytest.mark.parametrize("granted", [8, 20, 40])
-def test_a_server_that_grants_few_credits(smb_with: Callable[..., SmbServer], granted: int, encrypt: bool) -> None:
-    """Requests wait for each other, and are small if the server wants them so."""
-    place = smb_with(f"smb2 max credits = {granted}").place("run")
-    filesystem = opened(place, default_block_size=4 << 20, encrypt=encrypt)
-    data = os.urandom((9 << 20) + 7)
-    write_file(filesystem, "data", data)
-    assert filesystem.read_all("data", limit_nbytes=len(data)) == data
 
 
 @pytest.mark.ci
@@ -208,13 +143,15 @@ def test_a_server_that_grants_few_credits(smb_with: Callable[..., SmbServer], gr
         ("server max protocol = SMB2_10",),
         ("smb2 max read = 65536", "smb2 max write = 65536"),
         ("server smb encrypt = required",),
+        ("smb2 max credits = 8",),
+        ("smb2 max credits = 20", "server smb encrypt = required"),
     ],
     ids=lambda settings: settings[0],
 )
-def test_how_messages_are_signed(smb_with: Callable[..., SmbServer], settings: tuple[str, ...]) -> None:
-    """With each algorithm; the server hangs up on what is signed wrongly."""
-    filesystem = opened(smb_with(*settings, "server signing = required").place("run"))
-    data = os.urandom((2 << 20) + 7)
+def test_how_messages_are_signed(start: Callable[..., SmbServer], settings: tuple[str, ...]) -> None:
+    """With each algorithm, and few requests at once; the server hangs up on what is signed wrongly."""
+    filesystem = made(start("smb", *settings, "server signing = required").place("run"), default_block_size=4 << 20)
+    data = os.urandom((9 << 20) + 7)
     write_file(filesystem, "data", data)
     assert filesystem.read_all("data", limit_nbytes=len(data)) == data
 
@@ -236,7 +173,7 @@ def test_files_without_the_right_to_execute_them(monkeypatch: pytest.MonkeyPatch
             if not os.geteuid():
                 for folder in (server.folder(place[0]).parent, server.folder(place[0]).parent.parent):
                     shutil.chown(folder, "daemon")
-            filesystem = opened(place)
+            filesystem = made(place)
             for data in (b"one", b"two"):
                 filesystem.publish(".metadata", data)
             assert filesystem.read_all(".metadata", limit_nbytes=10) == b"two"
@@ -255,7 +192,7 @@ def test_a_login_that_needs_a_package_is_not_repeated(smb_store: Place, monkeypa
     monkeypatch.setattr(Session, "connect", connect)
     began = time.monotonic()
     with pytest.raises(StorageError, match=r"gssapi library: pip install 'smbprotocol\[kerberos\]'") as caught:
-        opened(smb_store, auth_protocol="kerberos")
+        made(smb_store, auth_protocol="kerberos")
     assert caught.value.errno == errno.EINVAL and time.monotonic() - began < 10
 
 
@@ -263,7 +200,7 @@ def test_a_login_that_needs_a_package_is_not_repeated(smb_store: Place, monkeypa
 def test_an_option_of_a_wrong_type_is_not_repeated(sftp_store: Place) -> None:
     began = time.monotonic()
     with pytest.raises(StorageError, match="an option of the SSH client can't be used") as caught:
-        opened(sftp_store, encryption_algs=5)
+        made(sftp_store, encryption_algs=5)
     assert caught.value.errno == errno.EINVAL and time.monotonic() - began < 10
 
 
@@ -278,7 +215,7 @@ def test_a_failure_without_a_reason_is_explained_by_the_disk(
     """OpenSSH says "Failure" when its disk is full or read-only."""
     import asyncssh
 
-    filesystem = opened(sftp_store)
+    filesystem = made(sftp_store)
     statvfs = asyncssh.SFTPClient.statvfs
 
     async def failing(*arguments: Any, **options: Any) -> Any:

@@ -27,13 +27,12 @@ from tests.servers.sftp import SftpServer
 from tests.servers.smb import SmbServer
 from tests.servers.wire import Wire
 
+from .file_servers import PART_NBYTES, connections, made, opened
 from .suite import FilesystemSuite, Place, write_file
 
 FileServer = SftpServer | SmbServer
 
-PART_NBYTES = 1 << 18
 SECRET = "S3cretS3cretS3cret"
-KINDS = [pytest.param("sftp", marks=pytest.mark.sftp), pytest.param("smb", marks=pytest.mark.smb)]
 
 
 @pytest.mark.ci
@@ -52,43 +51,6 @@ class TestSmb(FilesystemSuite):
         return smb_store
 
 
-@pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def server(kind: str, request: pytest.FixtureRequest) -> FileServer:
-    found: FileServer = request.getfixturevalue(f"{kind}_server")
-    return found
-
-
-@pytest.fixture
-def store(kind: str, request: pytest.FixtureRequest) -> Place:
-    found: Place = request.getfixturevalue(f"{kind}_store")
-    return found
-
-
-@pytest.fixture
-def own_server(kind: str, tmp_path: Path) -> Iterator[FileServer]:
-    """A server that a test may do anything to."""
-    made: type[FileServer] = {"sftp": SftpServer, "smb": SmbServer}[kind]
-    missing = made.missing()
-    if missing:
-        pytest.skip(missing)
-    server = made(tmp_path / kind)
-    server.start()
-    yield server
-    with contextlib.suppress(ProcessLookupError):
-        server.stop()
-
-
-def opened(place: Place, **options: Any) -> Filesystem:
-    url, given = place
-    deadline_seconds = options.pop("deadline_seconds", 20.0)
-    return open_filesystem(url, storage_options={**given, **options}, deadline_seconds=deadline_seconds)
-
-
 @contextlib.contextmanager
 def within(filesystem: Filesystem, seconds: float) -> Iterator[None]:
     """Give it less time for a while: for a login a busy machine may need more."""
@@ -103,10 +65,6 @@ def through(wire: Wire, server: FileServer, store: Place) -> Place:
     url, options = store
     known = {"known_hosts": str(server.known_at(wire.port))} if isinstance(server, SftpServer) else {}
     return url.replace(f":{server.port}/", f":{wire.port}/"), {**options, **known}
-
-
-def random_bytes(nbytes: int) -> bytes:
-    return os.urandom(nbytes)
 
 
 # --- connections that break ------------------------------------------------------------------------------------------
@@ -163,8 +121,7 @@ def test_whichever_connection_is_cut_all_goes_on(
         while at < count:
             at += 1
             step = f"step-{at}"
-            filesystem = opened((f"{place[0]}/{step}", place[1]), default_block_size=PART_NBYTES)
-            filesystem.create_directory()
+            filesystem = made((f"{place[0]}/{step}", place[1]), default_block_size=PART_NBYTES)
             before = wire.questions
             wire.cut(at, answered=answered)
             work(filesystem)
@@ -179,9 +136,8 @@ def test_whichever_connection_is_cut_all_goes_on(
 
 @pytest.mark.ci
 def test_a_server_that_was_killed_and_started_again(own_server: FileServer) -> None:
-    filesystem = opened(own_server.place("run"), deadline_seconds=30)
-    filesystem.create_directory()
-    data = random_bytes(64 << 20)
+    filesystem = made(own_server.place("run"), deadline_seconds=30)
+    data = os.urandom(64 << 20)
 
     def write() -> None:
         stream = filesystem.open_output("data")
@@ -207,8 +163,7 @@ def test_a_server_that_was_killed_and_started_again(own_server: FileServer) -> N
 def test_a_server_that_forgot_what_it_had_confirmed(own_server: FileServer, forgets: str) -> None:
     """As after a power failure. It is told: what would be written is not what was."""
     place = own_server.place("run")
-    filesystem = opened(place, default_block_size=PART_NBYTES)
-    filesystem.create_directory()
+    filesystem = made(place, default_block_size=PART_NBYTES)
     stream = filesystem.open_output("data")
     stream.write(b"x" * (8 * PART_NBYTES))
     file = own_server.folder(place[0]) / "data"
@@ -232,8 +187,7 @@ def test_a_server_that_forgot_what_it_had_confirmed(own_server: FileServer, forg
 
 def test_a_loss_that_was_not_noticed_yet(server: FileServer, store: Place) -> None:
     """Another thread still waits on the connection that a server lost, with what it had confirmed."""
-    filesystem = opened(store, default_block_size=PART_NBYTES)
-    filesystem.create_directory()
+    filesystem = made(store, default_block_size=PART_NBYTES)
     stream = filesystem.open_output("data")
     stream.write(b"x" * (5 * PART_NBYTES))
     idle = filesystem._client._idle  # type: ignore[attr-defined]
@@ -255,8 +209,7 @@ def test_the_end_is_as_durable_as_the_rest(own_server: FileServer) -> None:
     """A lost connection at the very end: all is compared once more."""
     with Wire(own_server.port) as wire:
         place = through(wire, own_server, own_server.place("run"))
-        filesystem = opened(place)
-        filesystem.create_directory()
+        filesystem = made(place)
         stream = filesystem.open_output("data")
         stream.write(b"data")
         wire.break_off()
@@ -268,8 +221,7 @@ def test_the_end_is_as_durable_as_the_rest(own_server: FileServer) -> None:
 @pytest.mark.ci
 def test_a_frozen_server_is_told_within_the_deadline(own_server: FileServer) -> None:
     place = own_server.place("run")
-    filesystem = opened(place, default_block_size=1 << 20)
-    filesystem.create_directory()
+    filesystem = made(place, default_block_size=1 << 20)
     filesystem.publish("a", b"x")
     stream = filesystem.open_output("data")
     own_server.freeze()
@@ -311,22 +263,13 @@ def test_a_server_that_is_not_there(own_server: FileServer) -> None:
     assert filesystem.list_names() == ["a"]
 
 
-def connections(kind: str) -> Any:
-    """The class whose methods ask the server."""
-    from dcp_nvcomp.storage.file_servers.sftp import SftpConnection
-    from dcp_nvcomp.storage.file_servers.smb import SmbConnection
-
-    return SftpConnection if kind == "sftp" else SmbConnection
-
-
 @pytest.mark.ci
 @pytest.mark.parametrize(("step", "may_be_done"), [("write", False), ("replace", True)])
 def test_a_publish_without_an_answer_may_be_done(
     server: FileServer, store: Place, monkeypatch: pytest.MonkeyPatch, kind: str, step: str, may_be_done: bool
 ) -> None:
     with Wire(server.port) as wire:
-        filesystem = opened(through(wire, server, store))
-        filesystem.create_directory()
+        filesystem = made(through(wire, server, store))
         filesystem.publish("a", b"old")
         done = getattr(connections(kind), step)
 
@@ -456,9 +399,8 @@ def test_a_host_that_nobody_knows_is_told_at_once(kind: str) -> None:
 @pytest.mark.ci
 @pytest.mark.parametrize("nbytes", [1, PART_NBYTES - 1, PART_NBYTES, PART_NBYTES + 1, 9 * PART_NBYTES + 7, 40 << 20])
 def test_files_about_the_length_of_parts(store: Place, nbytes: int) -> None:
-    filesystem = opened(store, **({"default_block_size": PART_NBYTES} if nbytes < 40 << 20 else {}))
-    filesystem.create_directory()
-    data = random_bytes(nbytes)
+    filesystem = made(store, **({"default_block_size": PART_NBYTES} if nbytes < 40 << 20 else {}))
+    data = os.urandom(nbytes)
     write_file(filesystem, "a", data)
     assert filesystem.read_all("a", limit_nbytes=nbytes) == data
     buffer = bytearray(nbytes)
@@ -468,9 +410,8 @@ def test_files_about_the_length_of_parts(store: Place, nbytes: int) -> None:
 
 @pytest.mark.ci
 def test_many_threads_at_once(store: Place) -> None:
-    filesystem = opened(store, default_block_size=PART_NBYTES)
-    filesystem.create_directory()
-    versions = [random_bytes(2 * PART_NBYTES + number) for number in range(40)]
+    filesystem = made(store, default_block_size=PART_NBYTES)
+    versions = [os.urandom(2 * PART_NBYTES + number) for number in range(40)]
     with ThreadPoolExecutor(40) as pool:
         list(pool.map(lambda number: write_file(filesystem, f"f{number}", versions[number]), range(40)))
         found = list(pool.map(lambda number: filesystem.read_all(f"f{number}", limit_nbytes=1 << 30), range(40)))
@@ -480,8 +421,7 @@ def test_many_threads_at_once(store: Place) -> None:
 @pytest.mark.ci
 @pytest.mark.parametrize("name", ["with space", "grüße-ß", "100%25", "a#b", "semi;colon", "[1]", "日本"])
 def test_odd_names(store: Place, name: str) -> None:
-    filesystem = opened((f"{store[0]}/{name}", store[1]))
-    filesystem.create_directory()
+    filesystem = made((f"{store[0]}/{name}", store[1]))
     filesystem.publish(name, b"x")
     assert filesystem.list_names() == [name]
     assert [file.name for file in opened(store).list_below().files] == [f"{name}/{name}"]
@@ -489,8 +429,7 @@ def test_odd_names(store: Place, name: str) -> None:
 
 
 def test_what_is_below(server: FileServer, store: Place) -> None:
-    filesystem = opened(store)
-    filesystem.create_directory()
+    filesystem = made(store)
     folder = server.folder(store[0])
     (folder / "a" / "b").mkdir(parents=True)
     for name in ("x", "a/y", "a/b/z"):
@@ -501,8 +440,7 @@ def test_what_is_below(server: FileServer, store: Place) -> None:
 
 
 def test_a_directory_in_the_way(server: FileServer, store: Place) -> None:
-    filesystem = opened(store)
-    filesystem.create_directory()
+    filesystem = made(store)
     (server.folder(store[0]) / "taken").mkdir()
     with pytest.raises(StorageError) as caught:
         filesystem.open_output("taken")
@@ -533,8 +471,7 @@ def test_a_file_in_the_way_of_the_directory(server: FileServer, store: Place) ->
 
 
 def test_a_file_of_another_is_never_written_into(server: FileServer, store: Place) -> None:
-    filesystem = opened(store)
-    filesystem.create_directory()
+    filesystem = made(store)
     filesystem.publish("data", b"theirs")
     with pytest.raises(StorageError) as caught:
         filesystem.open_output("data")
@@ -543,8 +480,7 @@ def test_a_file_of_another_is_never_written_into(server: FileServer, store: Plac
 
 
 def test_only_an_empty_directory_is_removed(server: FileServer, store: Place) -> None:
-    filesystem = opened(store)
-    filesystem.create_directory()
+    filesystem = made(store)
     filesystem.publish("a", b"x")
     filesystem.remove_directory()
     assert filesystem.list_names() == ["a"]
@@ -556,25 +492,16 @@ def test_only_an_empty_directory_is_removed(server: FileServer, store: Place) ->
 
 @pytest.mark.ci
 def test_dropped_streams_hold_nothing(store: Place) -> None:
-    filesystem = opened(store, default_block_size=PART_NBYTES)
-    filesystem.create_directory()
+    filesystem = made(store, default_block_size=PART_NBYTES)
     for number in range(34):
         filesystem.open_output(f"dropped-{number}").write(bytes(2 * PART_NBYTES))
         gc.collect()
     assert len(filesystem.list_names()) == 34
 
 
-def test_a_read_only_share(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    server: FileServer
-    if kind == "sftp":
-        request.getfixturevalue("sftp_server")  # or it is skipped
-        server = SftpServer(tmp_path / "sftp", "-R")
-        server.start()
-        request.addfinalizer(server.stop)
-        url, options = server.place("run")
-    else:
-        server = request.getfixturevalue("smb_server")
-        url, options = server.place("run")
+def test_a_read_only_share(kind: str, start: Callable[..., FileServer]) -> None:
+    server = start(kind, *(["-R"] if kind == "sftp" else []))
+    url, options = server.place("run")
     folder = server.folder(url)
     folder.mkdir()
     (folder / "a").write_bytes(b"x")
@@ -598,23 +525,18 @@ def test_a_read_only_share(kind: str, tmp_path: Path, request: pytest.FixtureReq
 
 
 @pytest.mark.sftp
-def test_a_server_without_openssh_s_extensions(tmp_path: Path, sftp_server: SftpServer) -> None:
-    server = SftpServer(tmp_path / "sftp", "-P posix-rename,fsync,statvfs,limits")
-    server.start()
-    try:
-        filesystem = opened(server.place("run"))
-        filesystem.create_directory()
-        assert filesystem.free_nbytes() is None
-        data = random_bytes(1 << 20)
-        write_file(filesystem, "data", data)
-        assert filesystem.read_all("data", limit_nbytes=1 << 20) == data
-        filesystem.publish("a", b"x")
-        with pytest.raises(StorageError, match="posix-rename") as caught:
-            filesystem.publish("a", b"y")
-        assert caught.value.errno == errno.ENOTSUP and not caught.value.outcome_unknown
-        assert filesystem.read("a", 0, 1) == b"x" and filesystem.list_names() == ["a", "data"]
-    finally:
-        server.stop()
+def test_a_server_without_openssh_s_extensions(start: Callable[..., SftpServer]) -> None:
+    server = start("sftp", "-P posix-rename,fsync,statvfs,limits")
+    filesystem = made(server.place("run"))
+    assert filesystem.free_nbytes() is None
+    data = os.urandom(1 << 20)
+    write_file(filesystem, "data", data)
+    assert filesystem.read_all("data", limit_nbytes=1 << 20) == data
+    filesystem.publish("a", b"x")
+    with pytest.raises(StorageError, match="posix-rename") as caught:
+        filesystem.publish("a", b"y")
+    assert caught.value.errno == errno.ENOTSUP and not caught.value.outcome_unknown
+    assert filesystem.read("a", 0, 1) == b"x" and filesystem.list_names() == ["a", "data"]
 
 
 # --- readers that have a file open -----------------------------------------------------------------------------------
@@ -654,8 +576,7 @@ def test_a_file_is_replaced_while_somebody_reads_it(store: Place) -> None:
 @pytest.mark.smb
 def test_a_publish_waits_for_readers(smb_store: Place) -> None:
     """Windows replaces no file that any client has open, Samba none that is open on the same connection."""
-    filesystem = opened(smb_store)
-    filesystem.create_directory()
+    filesystem = made(smb_store)
     filesystem.publish("a", b"old")
     with ThreadPoolExecutor(1) as pool:
         with held_open(filesystem, "a"):
@@ -669,8 +590,7 @@ def test_a_publish_waits_for_readers(smb_store: Place) -> None:
 
 @pytest.mark.smb
 def test_a_publish_does_not_wait_longer_than_the_deadline(smb_store: Place) -> None:
-    filesystem = opened(smb_store)
-    filesystem.create_directory()
+    filesystem = made(smb_store)
     filesystem.publish("a", b"old")
     with held_open(filesystem, "a"):
         began = time.monotonic()
@@ -713,9 +633,8 @@ def test_a_read_waits_for_an_exclusive_reader(smb_store: Place) -> None:
 @pytest.mark.smb
 @pytest.mark.parametrize("option", [{"encrypt": True}, {"require_signing": False}, {"auth_protocol": "ntlm"}])
 def test_how_smb_is_protected(smb_store: Place, option: dict[str, Any]) -> None:
-    filesystem = opened(smb_store, **option)
-    filesystem.create_directory()
-    data = random_bytes(5 << 20)
+    filesystem = made(smb_store, **option)
+    data = os.urandom(5 << 20)
     write_file(filesystem, "data", data)
     assert filesystem.read_all("data", limit_nbytes=len(data)) == data
 

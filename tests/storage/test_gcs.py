@@ -123,16 +123,6 @@ def test_lists_of_several_pages(gcs_store: Place, monkeypatch: pytest.MonkeyPatc
     assert sorted(file.name for file in filesystem.list_below().files) == sorted([*expected, "below/deep"])
 
 
-def test_folders_of_the_console_are_no_files(gcs_server: GcsServer, gcs_store: Place) -> None:
-    url, options = gcs_store
-    filesystem = open_filesystem(url, storage_options=options)
-    filesystem.publish("a", b"x")
-    gcs_server.put(f"{url}/", b"")
-    gcs_server.put(f"{url}/inner/", b"")
-    assert filesystem.list_names() == ["a"]
-    assert [file.name for file in filesystem.list_below().files] == ["a"]
-
-
 # --- trouble ---------------------------------------------------------------------------------------------------------
 
 

@@ -1,11 +1,10 @@
-"""S3 through s3fs: the suite, and what object stores get wrong; on moto, and on a real server where there is one."""
+"""S3 through s3fs: what test_objects.py does not have of it; on moto, and on a real server where there is one."""
 
 from __future__ import annotations
 
 import errno
 import gc
 import os
-import re
 import socket
 import time
 import tracemalloc
@@ -17,24 +16,11 @@ import s3fs
 from dcp_nvcomp.errors import StorageError
 from dcp_nvcomp.storage.open import open_filesystem
 
-from .suite import FilesystemSuite, Place, write_file
+from .suite import Place, write_file
 
 pytestmark = pytest.mark.s3
 
 PART_NBYTES = 16 << 20
-
-
-@pytest.mark.ci
-class TestMoto(FilesystemSuite):
-    @pytest.fixture
-    def place(self, s3_store: Place) -> Place:
-        return s3_store
-
-
-class TestRealS3(FilesystemSuite):
-    @pytest.fixture
-    def place(self, real_s3_store: Place) -> Place:
-        return real_s3_store
 
 
 def client_of(store: Place) -> tuple[s3fs.S3FileSystem, str]:
@@ -46,27 +32,6 @@ def client_of(store: Place) -> tuple[s3fs.S3FileSystem, str]:
 def unfinished_uploads(store: Place) -> list[Any]:
     client, bucket = client_of(store)
     return list(client.list_multipart_uploads(bucket))
-
-
-@pytest.mark.ci
-def test_large_files_are_multipart_uploads(any_s3_store: Place) -> None:
-    url, options = any_s3_store
-    filesystem = open_filesystem(url, storage_options=options)
-    data = bytes(range(256)) * (100_000_000 // 256)
-    stream = filesystem.open_output("large")
-    stream.write(memoryview(data)[:60_000_000])  # one write of several parts, then one that continues a part
-    stream.write(memoryview(data)[60_000_000:])
-    assert len(unfinished_uploads(any_s3_store)) == 1
-    stream.close()
-    client, _ = client_of(any_s3_store)
-    parts = -(-len(data) // PART_NBYTES)
-    assert client.info(f"{url}/large")["ETag"].strip('"').endswith(f"-{parts}")
-    assert filesystem.file_nbytes("large") == len(data)
-    assert filesystem.read("large", PART_NBYTES - 5, PART_NBYTES + 5) == data[PART_NBYTES - 5 : PART_NBYTES + 5]
-    buffer = bytearray(len(data))
-    filesystem.read_into("large", 0, memoryview(buffer))
-    assert buffer == data
-    assert unfinished_uploads(any_s3_store) == []
 
 
 def test_the_user_chooses_the_part_size(s3_store: Place) -> None:
@@ -143,18 +108,6 @@ def test_a_write_that_fails_is_not_committed_by_close(any_s3_store: Place) -> No
     assert filesystem.list_names() == []
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("nbytes", [10, 20 << 20])
-def test_a_dropped_stream_commits_nothing(any_s3_store: Place, nbytes: int) -> None:
-    url, options = any_s3_store
-    filesystem = open_filesystem(url, storage_options=options)
-    stream = filesystem.open_output("dropped")
-    stream.write(bytes(nbytes))
-    del stream
-    gc.collect()
-    assert filesystem.list_names() == []
-
-
 def test_a_listing_cache_that_the_user_wants_is_not_believed(any_s3_store: Place) -> None:
     url, options = any_s3_store
     filesystem = open_filesystem(url, storage_options={**options, "use_listings_cache": True})
@@ -167,29 +120,6 @@ def test_a_listing_cache_that_the_user_wants_is_not_believed(any_s3_store: Place
     assert filesystem.file_nbytes("a") == 6
     client.rm_file(f"{url}/a")
     assert filesystem.file_nbytes("a") is None
-
-
-def test_a_bucket_itself_and_odd_prefixes(any_s3_store: Place) -> None:
-    bucket_url, options = any_s3_store[0].rsplit("/", 1)[0], any_s3_store[1]
-    for path in (bucket_url, f"{bucket_url}/", f"{bucket_url}/run[1]*?", f"{bucket_url}/with space/ümläut"):
-        filesystem = open_filesystem(path, storage_options=options)
-        filesystem.create_directory()
-        filesystem.publish("a", b"x")
-        write_file(filesystem, "b", b"xy")
-        assert filesystem.list_names() == ["a", "b"]
-        assert filesystem.read("b", 1, 2) == b"y"
-        filesystem.remove(["b"])
-        assert filesystem.list_names() == ["a"]
-
-
-def test_folder_markers_are_not_files(any_s3_store: Place) -> None:
-    url, options = any_s3_store
-    client, _ = client_of(any_s3_store)
-    client.touch(f"{url}/step-1/")  # what web consoles make for a "folder"
-    filesystem = open_filesystem(f"{url}/step-1", storage_options=options)
-    assert filesystem.list_names() == []
-    filesystem.publish("a", b"x")
-    assert filesystem.list_names() == ["a"]
 
 
 def test_missing_bucket(any_s3_store: Place) -> None:
@@ -212,24 +142,6 @@ def test_wrong_secret(real_s3_store: Place) -> None:
     with pytest.raises(StorageError, match="Check the permissions") as caught:
         filesystem.publish("a", b"x")
     assert caught.value.errno == errno.EACCES
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("listening", [False, True])
-def test_no_server(s3_store: Place, listening: bool) -> None:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        if listening:
-            server.listen(50)  # connections succeed, and no answer ever comes
-        endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
-        options = {**s3_store[1], "endpoint_url": endpoint}
-        filesystem = open_filesystem("s3://bucket/run", storage_options=options, deadline_seconds=1.5)
-        began = time.monotonic()
-        with pytest.raises(StorageError, match=endpoint) as caught:
-            filesystem.publish("a", b"x")
-        assert time.monotonic() - began < 30
-        assert caught.value.errno == errno.ETIMEDOUT and caught.value.attempts and caught.value.attempts > 2
-        assert re.search(r"after \d+ attempts in [12] s", str(caught.value))
 
 
 def test_unfinished_uploads(any_s3_store: Place) -> None:
