@@ -82,20 +82,35 @@ class Fault:
     lasting: frozenset[str] = frozenset()  # the names of calls that fail from then on too; empty where it happens once
 
 
-class FaultyCalls:
-    """A hook that counts the calls, and lets one of them, or all from one on, fail."""
+class Counted:
+    """A hook that counts the calls, and carries them out."""
 
-    def __init__(self, fault: Fault | None = None) -> None:
-        self.fault = fault
+    def __init__(self) -> None:
         self.names: list[str] = []
         self._lock = threading.Lock()
 
-    def __call__(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if name == "open" and args[1] & os.O_CREAT:
-            name = "create"
+    def __call__(self, name: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
         with self._lock:
             at = len(self.names)
             self.names.append(name)
+        return self.carry_out(at, name, call, *args, **options)
+
+    def carry_out(self, at: int, name: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Make one call."""
+        return call(*args, **options)
+
+
+class FaultyCalls(Counted):
+    """A hook under which one call fails, or all from one on. Files are not really synced: nothing loses power here."""
+
+    def __init__(self, fault: Fault | None = None) -> None:
+        super().__init__()
+        self.fault = fault
+
+    def __call__(self, name: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        return super().__call__("create" if name == "open" and args[1] & os.O_CREAT else name, call, *args, **options)
+
+    def carry_out(self, at: int, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         fault = self.fault
         hit = fault is not None and (at == fault.at or (at > fault.at and name in fault.lasting))
         if not hit:

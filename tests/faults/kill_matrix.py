@@ -1,9 +1,7 @@
 """What a save that is killed leaves behind, with this plugin and with stock DCP.
 
-    python -m tests.faults.kill_matrix            runs all cases, writes kill_matrix.json and the table
-    python -m tests.faults.kill_matrix --table    writes the table of the results that are there
-
-The table goes into docs/reliability.md, between the markers, where that page has them.
+`python -m tests.faults.kill_matrix` runs all cases, writes kill_matrix.json, and prints the table that
+`python -m tests.faults.pages` puts into docs/reliability.md.
 """
 
 from __future__ import annotations
@@ -23,8 +21,6 @@ from .killing import Case, cases, expected_outcome, outcome, run_case, save_earl
 from .saves import loaded, save_next
 
 RESULTS = Path(__file__).with_suffix(".json")
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
-BEGIN, END = "<!-- kill matrix -->", "<!-- end -->"
 PATHS = ("fresh", "overwrite")
 RUNS = (("ours", "sync"), ("ours", "thread"), ("ours", "process"), ("ours", "staged"), ("stock", "sync"))
 COLUMNS = (
@@ -95,24 +91,11 @@ def _summary(left: dict[Case, str], version: str) -> str:
     return f"Fresh path / overwriting; torch {version}. " + "; ".join(parts) + "."
 
 
-def write_table(found: Results, page: Path = PAGE) -> bool:
-    """Put the table between the markers of a page; whether it has them."""
-    text = page.read_text() if page.exists() else ""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        return False
-    page.write_text(f"{before}{BEGIN}\n{table(found)}\n{END}{after}")
-    return True
-
-
 def main() -> None:
-    """Run what the command line asks for; exit status 1 where one of our cases left what it must not."""
-    if "--table" not in sys.argv:
-        RESULTS.write_text(_as_json(run()))
-    found = json.loads(RESULTS.read_text())
-    if not write_table(found):
-        print(table(found))
+    """Run all cases; exit status 1 where one of ours left what it must not."""
+    found = run()
+    RESULTS.write_text(_as_json(found))
+    print(table(found))
     bad = []
     for row in found["cases"]:
         case = Case(row["writer"], row["how"], row["path"], row["stage"], row["victim"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import threading
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from dcp_nvcomp.saving import rank_save
 from dcp_nvcomp.storage.fsspec_files import FsspecFilesystem
 from tests.states import same, small_state
 
-from .intercept import Intercepted
+from .intercept import Counted, Intercepted
 from .small import Failure, failure_of, load_in_order, nothing_leaks, save_in_order, what_loads
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -35,18 +34,14 @@ FILE_CALLS = frozenset({"write", "close"})
 WITH_REPLIES = frozenset({"pipe_file", "rm_file", "close", "write"})
 
 
-class FaultyClient:
+class FaultyClient(Counted):
     """A hook that lets one call of a client fail: before it is done, or after, as if its reply was lost."""
 
     def __init__(self, at: int | None = None, *, done: bool = False) -> None:
+        super().__init__()
         self._at, self._done = at, done
-        self.names: list[str] = []
-        self._lock = threading.Lock()
 
-    def __call__(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._lock:
-            at = len(self.names)
-            self.names.append(name)
+    def carry_out(self, at: int, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if at == self._at:
             if self._done and name in WITH_REPLIES:
                 call(*args, **kwargs)

@@ -12,7 +12,6 @@ import logging
 import multiprocessing
 import os
 import signal
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from tests.checkpoints import file_names, save_stock
 from tests.states import small_state
 from tests.storage.plain import ATOMIC, PROTOCOLS, VagueError, carry_out, hooked
 
+from .intercept import Counted
 from .small import Failure, failure_of, nothing_leaks, save_in_order, what_loads
 
 pytestmark = [
@@ -48,18 +48,14 @@ class Fault:
     lasting: bool = False
 
 
-class Faulty:
-    """A hook that counts the calls and lets one fail, or all from one on."""
+class Faulty(Counted):
+    """A hook under which one call fails, or all from one on."""
 
     def __init__(self, fault: Fault | None = None) -> None:
+        super().__init__()
         self._fault = fault
-        self.names: list[str] = []
-        self._lock = threading.Lock()
 
-    def __call__(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        with self._lock:
-            at = len(self.names)
-            self.names.append(name)
+    def carry_out(self, at: int, name: str, call: Callable[..., Any], *arguments: Any, **_: Any) -> Any:
         fault = self._fault
         if fault is None or not (at == fault.at or (fault.lasting and at > fault.at)):
             return call(*arguments)
@@ -166,20 +162,24 @@ def test_every_call_fails(protocol: str, old: bool, overwrite: bool, kind: str, 
             assert old <= (found is not None), where
 
 
-def _save_until_killed(url: str, at: int) -> None:
-    lock, calls = threading.Lock(), [0]
+class Killing(Counted):
+    """A hook under which the process kills itself at a call, halfway if that is a write."""
 
-    def hook(name: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        with lock:
-            now, calls[0] = calls[0], calls[0] + 1
-        if now == at:
+    def __init__(self, fatal: int) -> None:
+        super().__init__()
+        self._fatal = fatal
+
+    def carry_out(self, at: int, name: str, call: Callable[..., Any], *arguments: Any, **_: Any) -> Any:
+        if at == self._fatal:
             if name == "write":
                 call(arguments[0][: len(arguments[0]) // 2])
             os.kill(os.getpid(), signal.SIGKILL)
         return call(*arguments)
 
+
+def _save_until_killed(url: str, at: int) -> None:
     warnings.simplefilter("ignore")
-    with hooked(hook):
+    with hooked(Killing(at)):
         save_in_order(url, NEW)
 
 

@@ -36,19 +36,10 @@ SECRET = "S3cretS3cretS3cret"
 
 
 @pytest.mark.ci
-@pytest.mark.sftp
-class TestSftp(FilesystemSuite):
+class TestSuite(FilesystemSuite):
     @pytest.fixture
-    def place(self, sftp_store: Place) -> Place:
-        return sftp_store
-
-
-@pytest.mark.ci
-@pytest.mark.smb
-class TestSmb(FilesystemSuite):
-    @pytest.fixture
-    def place(self, smb_store: Place) -> Place:
-        return smb_store
+    def place(self, store: Place) -> Place:
+        return store
 
 
 @contextlib.contextmanager

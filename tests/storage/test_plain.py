@@ -6,7 +6,9 @@ import os
 import shutil
 import threading
 import time
+import uuid
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,32 +31,21 @@ from .suite import FilesystemSuite, Place
 GAP = "can't replace a file in one step"
 
 
-class TestMoving(FilesystemSuite):
-    @pytest.fixture
-    def place(self, tmp_path: Path) -> Place:
-        return f"plain-moving://{tmp_path}", {}
-
-
-class TestPosixRename(FilesystemSuite):
-    @pytest.fixture
-    def place(self, tmp_path: Path) -> Place:
-        return f"plain-posix://{tmp_path}", {}
-
-
-@pytest.mark.filterwarnings(f"ignore:.*{GAP}")
-class TestRefusing(FilesystemSuite):
-    @pytest.fixture
-    def place(self, tmp_path: Path) -> Place:
-        return f"plain-refusing://{tmp_path}", {}
-
-    test_publish_is_atomic_for_readers = None  # type: ignore[assignment]  # it is not, as the warning says
+class TestAtomic(FilesystemSuite):
+    @pytest.fixture(params=["memory", "plain-moving", "plain-posix"])
+    def place(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+        root = f"{request.param}://{uuid.uuid4().hex if request.param == 'memory' else tmp_path}"
+        yield root, {}
+        memory = fsspec.filesystem("memory")
+        if request.param == "memory" and memory.exists(root):
+            memory.rm(root, recursive=True)
 
 
 @pytest.mark.filterwarnings(f"ignore:.*{GAP}")
-class TestPlain(FilesystemSuite):
-    @pytest.fixture
-    def place(self, tmp_path: Path) -> Place:
-        return f"plain://{tmp_path}", {}
+class TestNotAtomic(FilesystemSuite):
+    @pytest.fixture(params=["plain-refusing", "plain"])
+    def place(self, request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+        return f"{request.param}://{tmp_path}", {}
 
     test_publish_is_atomic_for_readers = None  # type: ignore[assignment]  # it is not, as the warning says
 

@@ -31,28 +31,26 @@ def failing(*outcomes: CheckpointError | int) -> Callable[[], int]:
     return read
 
 
-def test_what_works_is_read_once() -> None:
-    assert twice(failing(1)) == 1
+DAMAGE = (CorruptDataError, FormatError, MetadataError, UnsafeObjectError, UnsafePathError)
 
 
-@pytest.mark.parametrize("kind", [CorruptDataError, FormatError, MetadataError, UnsafeObjectError, UnsafePathError])
-def test_damage_is_read_once_more(kind: type[CheckpointError]) -> None:
-    assert twice(failing(kind("first"), 2)) == 2
-
-
-def test_damage_that_stays_is_what_the_second_read_found() -> None:
-    with pytest.raises(CorruptDataError, match="second"):
-        twice(failing(FormatError("first"), CorruptDataError("second")))
-
-
-def test_a_failing_storage_is_not_asked_again() -> None:
-    with pytest.raises(StorageError, match="first"):
-        twice(failing(StorageError("first"), 2))
-
-
-def test_the_second_read_may_be_another() -> None:
-    assert twice(failing(CorruptDataError("first")), failing(3)) == 3
-    assert twice(failing(1), failing()) == 1
+@pytest.mark.parametrize(
+    ("reads", "expected"),
+    [
+        ([failing(1)], 1),
+        *(([failing(kind("first"), 2)], 2) for kind in DAMAGE),
+        ([failing(FormatError("first"), CorruptDataError("second"))], CorruptDataError("second")),
+        ([failing(StorageError("first"), 2)], StorageError("first")),  # a failing storage is not asked again
+        ([failing(CorruptDataError("first")), failing(3)], 3),  # the second read may be another
+        ([failing(1), failing()], 1),
+    ],
+)
+def test_damage_is_read_once_more(reads: list[Callable[[], int]], expected: int | CheckpointError) -> None:
+    if isinstance(expected, int):
+        assert twice(*reads) == expected
+    else:
+        with pytest.raises(type(expected), match=str(expected)):
+            twice(*reads)
 
 
 def checked(data: bytes) -> bytes:
@@ -66,12 +64,8 @@ def reads(*results: bytes) -> Callable[[], bytes]:
     return lambda: next(left)
 
 
-def test_good_bytes_are_read_once() -> None:
-    assert reread(reads(b"good"), checked) == b"good"
-
-
-def test_other_bytes_are_checked_too() -> None:
-    assert reread(reads(b"bad", b"good"), checked) == b"good"
+def test_bytes_that_changed_are_checked_again() -> None:
+    assert reread(reads(b"good"), checked) == reread(reads(b"bad", b"good"), checked) == b"good"
     with pytest.raises(MetadataError, match="worse"):
         reread(reads(b"bad", b"worse"), checked)
 

@@ -78,7 +78,8 @@ def test_abort_ends_the_upload(any_s3_store: Place) -> None:
 
 
 @pytest.mark.ci
-def test_a_close_that_fails_commits_nothing(any_s3_store: Place) -> None:
+@pytest.mark.parametrize("at", ["close", "write"])
+def test_an_upload_that_fails_commits_nothing(any_s3_store: Place, at: str) -> None:
     url, options = any_s3_store
     filesystem = open_filesystem(url, storage_options=options, deadline_seconds=4)  # moto says 500
     stream = filesystem.open_output("large")
@@ -86,26 +87,13 @@ def test_a_close_that_fails_commits_nothing(any_s3_store: Place) -> None:
     client, bucket = client_of(any_s3_store)
     client.clear_multipart_uploads(bucket)  # as a lifecycle rule may do
     with pytest.raises(StorageError) as caught:
-        stream.close()
+        stream.write(bytes(20 << 20)) if at == "write" else stream.close()
     assert caught.value.path == f"{url}/large"
+    if at == "write":
+        with pytest.raises(AssertionError):
+            stream.close()
     stream.abort()
-    assert filesystem.list_names() == []
-    assert unfinished_uploads(any_s3_store) == []
-
-
-def test_a_write_that_fails_is_not_committed_by_close(any_s3_store: Place) -> None:
-    url, options = any_s3_store
-    filesystem = open_filesystem(url, storage_options=options, deadline_seconds=4)  # moto says 500
-    stream = filesystem.open_output("large")
-    stream.write(bytes(20 << 20))
-    client, bucket = client_of(any_s3_store)
-    client.clear_multipart_uploads(bucket)
-    with pytest.raises(StorageError):
-        stream.write(bytes(20 << 20))
-    with pytest.raises(AssertionError):
-        stream.close()
-    stream.abort()
-    assert filesystem.list_names() == []
+    assert filesystem.list_names() == [] and unfinished_uploads(any_s3_store) == []
 
 
 def test_a_listing_cache_that_the_user_wants_is_not_believed(any_s3_store: Place) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -18,7 +17,7 @@ from dcp_nvcomp.loading import reader
 from dcp_nvcomp.saving import rank_save
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.open import open_filesystem
-from tests.faults.intercept import Intercepted
+from tests.faults.intercept import Counted, Intercepted
 
 __all__ = ["Counted", "FailingOnce", "Hook", "interposed"]
 
@@ -59,24 +58,6 @@ def interposed(hook: Hook) -> Iterator[None]:
         for module in (rank_save, reader):
             patch.setattr(module, "open_filesystem", _interposing(hook))
         yield
-
-
-class Counted:
-    """A hook that counts the calls."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-        self._lock = threading.Lock()
-
-    def __call__(self, name: str, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        with self._lock:
-            at = len(self.names)
-            self.names.append(name)
-        return self.carry_out(at, name, call, *arguments, **options)
-
-    def carry_out(self, at: int, name: str, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Make one call."""
-        return call(*arguments, **options)
 
 
 class FailingOnce(Counted):

@@ -100,7 +100,7 @@ MUTATIONS = (
         file=ROOM + "smb.py",
         old="            nbytes = file.fd.end_of_file\n",
         new="            nbytes = self._look_up(path, follow_symlinks=True).nbytes\n",
-        tests=FILE + "::TestSmb -k atomic_for_readers",
+        tests=FILE + " -m smb -k atomic_for_readers",
     ),
     Mutation(
         row="SFTP, a server that does not let us in is not asked again",
