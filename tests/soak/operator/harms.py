@@ -15,6 +15,9 @@ __all__ = ["HARMS", "Harm"]
 
 # what was done, or None where that can't be done
 Harm = Callable[[random.Random, Look, Path], str | None]
+HARMS: dict[str, Harm] = {}
+
+_Of = Callable[[random.Random, Look, Path, Path], str | None]
 
 
 def _step(draw: random.Random, place: Path) -> Path | None:
@@ -31,29 +34,38 @@ def _data_file(draw: random.Random, place: Path) -> Path | None:
     return draw.choice(files) if files else None
 
 
-def truncate_file(draw: random.Random, look: Look, place: Path) -> str | None:
-    """Cut a data file short."""
-    path = _data_file(draw, place)
-    if path is None or not path.stat().st_size:
+def _harm(kind: str, of: Callable[[random.Random, Path], Path | None] = _step) -> Callable[[_Of], _Of]:
+    """Make a harm to one step, or to one of its files, out of a function that is given its path too."""
+
+    def decorate(harm: _Of) -> _Of:
+        def harmed(draw: random.Random, look: Look, place: Path) -> str | None:
+            path = of(draw, place)
+            return None if path is None else harm(draw, look, place, path)
+
+        HARMS[kind] = harmed
+        return harm
+
+    return decorate
+
+
+@_harm("file cut", _data_file)
+def _truncate_file(draw: random.Random, look: Look, place: Path, path: Path) -> str | None:
+    if not path.stat().st_size:
         return None
     nbytes = draw.randrange(path.stat().st_size)
     os.truncate(path, nbytes)
     return f"{path} cut to {nbytes} bytes"
 
 
-def remove_file(draw: random.Random, look: Look, place: Path) -> str | None:
-    """Remove a data file."""
-    path = _data_file(draw, place)
-    if path is None:
-        return None
+@_harm("file removed", _data_file)
+def _remove_file(draw: random.Random, look: Look, place: Path, path: Path) -> str | None:
     path.unlink()
     return f"{path} removed"
 
 
-def flip_byte(draw: random.Random, look: Look, place: Path) -> str | None:
-    """Change a byte of a data file."""
-    path = _data_file(draw, place)
-    if path is None or not path.stat().st_size:
+@_harm("byte changed", _data_file)
+def _flip_byte(draw: random.Random, look: Look, place: Path, path: Path) -> str | None:
+    if not path.stat().st_size:
         return None
     data = bytearray(path.read_bytes())
     look.good.setdefault(path.name, zlib.crc32(data))
@@ -63,21 +75,17 @@ def flip_byte(draw: random.Random, look: Look, place: Path) -> str | None:
     return f"{path} changed at {at}"
 
 
-def halve_metadata(draw: random.Random, look: Look, place: Path) -> str | None:
-    """Cut a `.metadata` in half."""
-    step = _step(draw, place)
-    path = None if step is None else step / ".metadata"
-    if path is None or not path.exists():
+@_harm("metadata halved")
+def _halve_metadata(draw: random.Random, look: Look, place: Path, step: Path) -> str | None:
+    path = step / ".metadata"
+    if not path.exists():
         return None
     os.truncate(path, path.stat().st_size // 2)
     return f"{path} halved"
 
 
-def add_file(draw: random.Random, look: Look, place: Path) -> str | None:
-    """Put a foreign file into a step."""
-    step = _step(draw, place)
-    if step is None:
-        return None
+@_harm("foreign file")
+def _add_file(draw: random.Random, look: Look, place: Path, step: Path) -> str | None:
     name = draw.choice(["notes.txt", ".nfs0000", "__9_9.distcp", "core", ".metadata.bak", "sub/results.csv"])
     path = step / name
     path.parent.mkdir(exist_ok=True)
@@ -85,21 +93,20 @@ def add_file(draw: random.Random, look: Look, place: Path) -> str | None:
     return f"{path} added"
 
 
-def move_step(draw: random.Random, look: Look, place: Path) -> str | None:
-    """Give a step the name of a later one."""
-    step = _step(draw, place)
-    if step is None:
-        return None
-    later = step.with_name(f"step-{max(folders_of(place)) + draw.choice([1, 5, 10])}")
+def _later(draw: random.Random, place: Path, step: Path) -> Path:
+    return step.with_name(f"step-{max(folders_of(place)) + draw.choice([1, 5, 10])}")
+
+
+@_harm("step moved")
+def _move_step(draw: random.Random, look: Look, place: Path, step: Path) -> str | None:
+    later = _later(draw, place, step)
     step.rename(later)
     return f"{step} moved to {later.name}"
 
 
-def rename_step(draw: random.Random, look: Look, place: Path) -> str | None:
-    """Rename a step to what is no step's name."""
-    step = _step(draw, place)
-    if step is None:
-        return None
+@_harm("step renamed")
+def _rename_step(draw: random.Random, look: Look, place: Path, step: Path) -> str | None:
+    """To what is no step's name."""
     away = step.with_name(f"{step.name}{draw.choice(['.old', '-keep', '.bak'])}")
     if away.exists():
         return None
@@ -107,12 +114,10 @@ def rename_step(draw: random.Random, look: Look, place: Path) -> str | None:
     return f"{step} renamed to {away.name}"
 
 
-def half_copy(draw: random.Random, look: Look, place: Path) -> str | None:
+@_harm("step half copied")
+def _half_copy(draw: random.Random, look: Look, place: Path, step: Path) -> str | None:
     """Begin to copy a step under the name of a later one, and be cut off."""
-    step = _step(draw, place)
-    if step is None:
-        return None
-    later = step.with_name(f"step-{max(folders_of(place)) + draw.choice([1, 5, 10])}")
+    later = _later(draw, place, step)
     later.mkdir()
     files = sorted(path for path in step.iterdir() if path.is_file())
     for path in draw.sample(files, draw.randint(0, len(files))):
@@ -122,34 +127,15 @@ def half_copy(draw: random.Random, look: Look, place: Path) -> str | None:
     return f"{step} half copied to {later.name}"
 
 
-def remove_step(draw: random.Random, look: Look, place: Path) -> str | None:
-    """Remove a step as `rm -r` does."""
-    step = _step(draw, place)
-    if step is None:
-        return None
+@_harm("step removed")
+def _remove_step(draw: random.Random, look: Look, place: Path, step: Path) -> str | None:
     shutil.rmtree(step)
     return f"{step} removed"
 
 
-def garbage(draw: random.Random, look: Look, place: Path) -> str | None:
+@_harm("garbage", lambda draw, place: place / ".run" if (place / ".run").is_dir() else None)
+def _garbage(draw: random.Random, look: Look, place: Path, own: Path) -> str | None:
     """Put garbage beside what the run keeps for itself."""
-    own = place / ".run"
-    if not own.is_dir():
-        return None
     name = draw.choice(["kept", "notes", "pin-x", "pin-7", "lease-x", ".lease-000001.tmp", "abandoned.tmp", "probe"])
     (own / name).write_bytes(draw.randbytes(draw.choice([0, 1, 1000])))
     return f"garbage in {own / name}"
-
-
-HARMS: dict[str, Harm] = {
-    "file cut": truncate_file,
-    "file removed": remove_file,
-    "byte changed": flip_byte,
-    "metadata halved": halve_metadata,
-    "foreign file": add_file,
-    "step moved": move_step,
-    "step renamed": rename_step,
-    "step half copied": half_copy,
-    "step removed": remove_step,
-    "garbage": garbage,
-}
