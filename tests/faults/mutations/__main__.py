@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-import pkgutil
 import re
 import shutil
 import subprocess
@@ -14,18 +12,17 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-import tests.faults.mutations as package
-from tests.faults.mutations import Mutation
+from tests.faults.mutations import Mutation, kernels, read
 
 ROOT = Path(__file__).resolve().parents[3]
 COPIED = ("dcp_nvcomp", "tests", "benchmarks", "docs", "examples", "setup.cfg", "README.md", "Makefile")
 
 
 def mutations() -> Iterator[Mutation]:
-    """Those of all modules of the package."""
-    for module in pkgutil.iter_modules(package.__path__):
-        if module.name != "__main__":
-            yield from importlib.import_module(f"{package.__name__}.{module.name}").MUTATIONS
+    """Yield those of all lists."""
+    for path in sorted(Path(__file__).parent.glob("*.diff")):
+        yield from read(path)
+    yield from kernels.MUTATIONS
 
 
 def fits(mutation: Mutation) -> bool:
