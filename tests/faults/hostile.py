@@ -16,7 +16,7 @@ from dcp_nvcomp.format.names import METADATA_NAME
 from tests.checkpoints import load_into, save
 from tests.states import blank
 
-__all__ = ["STATE", "peak_nbytes", "refusal", "republish", "saved"]
+__all__ = ["STATE", "cheap_refusal", "peak_nbytes", "refusal", "republish", "saved"]
 
 STATE = {"w": torch.arange(4096.0) % 7}
 
@@ -31,6 +31,13 @@ def refusal(path: Path, into: dict[str, Any] | None = None, **options: Any) -> B
     with pytest.raises(CheckpointException) as caught:
         load_into(path, into or blank(STATE), **options)
     return caught.value.failures[0][0]
+
+
+def cheap_refusal(path: Path, **options: Any) -> BaseException:
+    """Return the refusal of a load that takes little memory for it."""
+    found: list[BaseException] = []
+    assert peak_nbytes(lambda: found.append(refusal(path, **options))) < 64 << 20
+    return found[0]
 
 
 def republish(path: Path, change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> None:

@@ -31,18 +31,6 @@ def _read(name: str) -> Any:
     return json.loads((TESTS / name).read_text())
 
 
-def _kill_matrix() -> str:
-    return kill_matrix.table(_read("faults/kill_matrix.json"))
-
-
-def _run_kill_matrix() -> str:
-    return run_kills.table(_read("runs/kills/kill_matrix.json"))
-
-
-def _damage() -> str:
-    return damage.table(_read("faults/damage.json")["counts"])
-
-
 def _fuzz() -> str:
     found = _read("faults/fuzz/results.json")
     lines = [
@@ -95,9 +83,9 @@ _OPERATOR_KINDS = (
 SAVING = ("save", "killed_save", "failing_save", "two_writers", "reader_during_save", "clean_during_save")
 PLACES: dict[str, Callable[[], str]] = {
     "promises": promises.table,
-    "kill matrix": _kill_matrix,
-    "run kill matrix": _run_kill_matrix,
-    "damage": _damage,
+    "kill matrix": lambda: kill_matrix.table(_read("faults/kill_matrix.json")),
+    "run kill matrix": lambda: run_kills.table(_read("runs/kills/kill_matrix.json")),
+    "damage": lambda: damage.table(_read("faults/damage.json")["counts"]),
     "fuzz": _fuzz,
     "soak": _soak,
     "operator soak": _operator_soak,

@@ -29,7 +29,13 @@ from yarl import URL
 
 __all__ = ["FaultProxy"]
 
-BEFORE = ("unavailable", "busy", "broken", "reset", "silent", "late", "gone")
+REFUSALS = {
+    "unavailable": (503, "SlowDown"),
+    "busy": (429, "TooManyRequests"),
+    "broken": (500, "InternalError"),
+    "gone": (404, "NoSuchUpload"),
+}
+BEFORE = (*REFUSALS, "reset", "silent", "late")
 AFTER = ("lost", "truncated", "shortened", "flipped")
 ONLY_GET = ("truncated", "shortened", "flipped")
 HOP_BY_HOP = ("connection", "content-length", "expect", "transfer-encoding")
@@ -139,14 +145,8 @@ class FaultProxy:
         if self.refuses_conditions and not {"If-Match", "If-None-Match"}.isdisjoint(request.headers):
             return _refusal(501, "NotImplemented")
         fault = self._fault_of(request, BEFORE)
-        if fault == "unavailable":
-            return _refusal(503, "SlowDown")
-        if fault == "busy":
-            return _refusal(429, "TooManyRequests")
-        if fault == "broken":
-            return _refusal(500, "InternalError")
-        if fault == "gone":
-            return _refusal(404, "NoSuchUpload")
+        if fault in REFUSALS:
+            return _refusal(*REFUSALS[fault])
         if fault == "silent":
             await self._ended.wait()
         if fault == "late":

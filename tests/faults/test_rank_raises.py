@@ -206,13 +206,15 @@ def _values_of(ends: list[forked.End]) -> list[Any]:
     return [end.value for end in ends]
 
 
-def _assert_leftovers(path: Path, step: str, rank: int, ends: list[forked.End], *, told: bool) -> None:
+def _save_that_fails(directory: Path, how: str, step: str, rank: int) -> None:
     """The failing rank removes its files at once where it was writing them; else they go at the writer's next save."""
+    path = directory / "c"
+    ends = forked.run(_fail_a_save, how, path, step, rank, directory=directory, checkpointer=how == "process")
     after_failure, last = _values_of(ends)[0]
     named = read_root(open_filesystem(path), ".metadata").names()
     leftovers = last - named
     assert named <= last
-    if told:
+    if how != "process":
         assert not leftovers
     elif not STEPS["save", step].files_complete:
         # the process checkpointer gets a new copy of the writer for each save: what it wrote before is not known there
@@ -221,29 +223,27 @@ def _assert_leftovers(path: Path, step: str, rank: int, ends: list[forked.End], 
     assert loaded("ours", path) == "next"
 
 
-FAST_SAVES = {("local_plan", 1), ("resolve_data", 0), ("encode", 1), ("fsync", 1), ("publish", 0)}
+FAST = {
+    "sync": {("local_plan", 1), ("resolve_data", 0), ("encode", 1), ("fsync", 1), ("publish", 0)},
+    "thread": {("encode", 0), ("publish", 0)},
+    "process": {("write", 1), ("finish", 0)},
+}
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("step", "rank"), _cases(SAVE_STEPS, FAST_SAVES))
+@pytest.mark.parametrize(("step", "rank"), _cases(SAVE_STEPS, FAST["sync"]))
 def test_save(tmp_path: Path, step: str, rank: int) -> None:
-    path = tmp_path / "c"
-    ends = forked.run(_fail_a_save, "sync", path, step, rank, directory=tmp_path)
-    _assert_leftovers(path, step, rank, ends, told=True)
+    _save_that_fails(tmp_path, "sync", step, rank)
 
 
-@pytest.mark.parametrize(("step", "rank"), _cases(SAVE_STEPS, {("encode", 0), ("publish", 0)}))
+@pytest.mark.parametrize(("step", "rank"), _cases(SAVE_STEPS, FAST["thread"]))
 def test_async_save_in_a_thread(tmp_path: Path, step: str, rank: int) -> None:
-    path = tmp_path / "c"
-    ends = forked.run(_fail_a_save, "thread", path, step, rank, directory=tmp_path)
-    _assert_leftovers(path, step, rank, ends, told=True)
+    _save_that_fails(tmp_path, "thread", step, rank)
 
 
-@pytest.mark.parametrize(("step", "rank"), _cases(SAVE_STEPS, {("write", 1), ("finish", 0)}))
+@pytest.mark.parametrize(("step", "rank"), _cases(SAVE_STEPS, FAST["process"]))
 def test_async_save_in_a_process(tmp_path: Path, step: str, rank: int) -> None:
-    path = tmp_path / "c"
-    ends = forked.run(_fail_a_save, "process", path, step, rank, directory=tmp_path, checkpointer=True)
-    _assert_leftovers(path, step, rank, ends, told=False)
+    _save_that_fails(tmp_path, "process", step, rank)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import os
 import shutil
-import socket
 import uuid
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -19,7 +18,6 @@ from tests.servers.base import Server
 __all__ = ["AzuriteServer"]
 
 _ACCOUNT: Final = "ckpt"
-_ANSWER_SECONDS: Final = 5.0
 _DURABLE: Final = Path(__file__).with_name("azurite_durable.js")
 
 
@@ -53,10 +51,6 @@ class AzuriteServer(Server):
             *("--blobHost", "127.0.0.1", "--blobPort", str(self.port), "--location", str(self._directory / "data")),
             *("--skipApiVersionCheck", "--silent", "--disableTelemetry"),
         ]
-
-    def _ask(self) -> None:
-        with socket.create_connection(("127.0.0.1", self.port), _ANSWER_SECONDS):
-            pass
 
     def service(self) -> Any:
         """Return a client beside ours."""

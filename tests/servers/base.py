@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ from typing import Any, Final
 __all__ = ["Server"]
 
 _START_SECONDS: Final = 60.0
+_ANSWER_SECONDS: Final = 5.0
 _REPOSITORY: Final = Path(__file__).parents[2]
 
 
@@ -28,6 +30,11 @@ class Server(ABC):
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             self.port = int(found.getsockname()[1])
+
+    @property
+    def user(self) -> str:
+        """Who logs in, if anybody does."""
+        return getpass.getuser()
 
     @classmethod
     @abstractmethod
@@ -50,9 +57,11 @@ class Server(ABC):
     def _command(self) -> list[str]:
         """Return how it is started in the foreground."""
 
-    @abstractmethod
-    def _ask(self) -> None:
-        """Raise an OSError unless it answers."""
+    def _ask(self, greeting: bytes = b"") -> None:
+        """Raise an OSError unless it answers, with a greeting."""
+        with socket.create_connection(("127.0.0.1", self.port), _ANSWER_SECONDS) as connection:
+            if greeting and not connection.recv(len(greeting)) == greeting:
+                raise ConnectionError("the server hung up")
 
     def start(self) -> None:
         """Start it, and return when it answers."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-import socket
 import sys
 import uuid
 from pathlib import Path
@@ -16,7 +15,6 @@ __all__ = ["FtpServer"]
 
 _USER: Final = "user"
 _PASSWORD: Final = "f7p-S3cr3t"
-_ANSWER_SECONDS: Final = 5.0
 
 
 class FtpServer(Server):
@@ -38,10 +36,8 @@ class FtpServer(Server):
         where = ["-i", "127.0.0.1", "-p", str(self.port), "-d", str(self._files)]
         return [sys.executable, "-m", "pyftpdlib", *where, "-u", _USER, "-P", _PASSWORD, "--write"]
 
-    def _ask(self) -> None:
-        with socket.create_connection(("127.0.0.1", self.port), _ANSWER_SECONDS) as connection:
-            if not connection.recv(3) == b"220":
-                raise ConnectionError("the server hung up")
+    def _ask(self, greeting: bytes = b"220") -> None:
+        super()._ask(greeting)
 
     def place(self, name: str) -> tuple[str, dict[str, Any]]:
         """Make a directory, and return a URL in it and the storage options."""

@@ -34,7 +34,7 @@ class GcsServer(Server):
         emulator = [sys.executable, "-m", "tests.servers.gcs_emulator"]
         return [*emulator, "--port", str(self.port), "--data", str(self._directory)]
 
-    def _ask(self) -> None:
+    def _ask(self, greeting: bytes = b"") -> None:
         self.request("GET", "/")
 
     def request(self, method: str, path: str, body: Any = None) -> Any:

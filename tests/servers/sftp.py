@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import getpass
 import os
 import shutil
-import socket
 import subprocess
 import uuid
 from pathlib import Path
@@ -16,7 +14,6 @@ from tests.servers.base import Server
 __all__ = ["SftpServer"]
 
 _SSHD: Final = "/usr/sbin/sshd"  # it wants to be started by its full path
-_ANSWER_SECONDS: Final = 5.0
 
 
 class SftpServer(Server):
@@ -27,6 +24,8 @@ class SftpServer(Server):
         self._flags = flags
         self._keys = directory / "keys"
         self._files = directory / "files"
+        self._configuration = self._keys / "sshd_config"
+        self.key, self.known_hosts = self._keys / "client", self._keys / "known_hosts"
 
     @classmethod
     def missing(cls) -> str | None:
@@ -34,21 +33,6 @@ class SftpServer(Server):
         if os.path.exists(_SSHD) and shutil.which("ssh-keygen"):
             return None
         return "OpenSSH's server is not here: apt-get install openssh-server openssh-client"
-
-    @property
-    def user(self) -> str:
-        """Who logs in."""
-        return getpass.getuser()
-
-    @property
-    def key(self) -> Path:
-        """The private key that it lets in."""
-        return self._keys / "client"
-
-    @property
-    def known_hosts(self) -> Path:
-        """The file that has its host key."""
-        return self._keys / "known_hosts"
 
     def known_at(self, port: int) -> Path:
         """Return a file by which it is known at another port too."""
@@ -101,17 +85,11 @@ class SftpServer(Server):
         if subprocess.run([_SSHD, "-t", "-f", str(self._configuration)], capture_output=True).returncode:
             self._configuration.write_text(lines)
 
-    @property
-    def _configuration(self) -> Path:
-        return self._keys / "sshd_config"
-
     def _command(self) -> list[str]:
         return [_SSHD, "-D", "-e", "-f", str(self._configuration)]
 
-    def _ask(self) -> None:
-        with socket.create_connection(("127.0.0.1", self.port), _ANSWER_SECONDS) as connection:
-            if not connection.recv(4).startswith(b"SSH-"):
-                raise ConnectionError("the server hung up")
+    def _ask(self, greeting: bytes = b"SSH-") -> None:
+        super()._ask(greeting)
 
     def place(self, name: str) -> tuple[str, dict[str, Any]]:
         """Make a directory, and return a URL in it and the storage options."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import getpass
 import os
 import shutil
-import socket
 import subprocess
 import uuid
 from pathlib import Path
@@ -16,18 +14,19 @@ from tests.servers.base import Server
 __all__ = ["SmbServer"]
 
 _SMBD: Final = "/usr/sbin/smbd"
-_ANSWER_SECONDS: Final = 5.0
-_SHARE: Final = "checkpoints"
 
 
 class SmbServer(Server):
     """smbd with its own configuration and passwords, and files that belong to the user that runs the tests."""
+
+    share, read_only_share = "checkpoints", "checkpoints-to-read"  # two names of one
 
     def __init__(self, directory: Path, *settings: str) -> None:
         super().__init__(directory)
         self._settings = settings
         self.password = f"secret-{uuid.uuid4().hex[:12]}"
         self._files = directory / "files"
+        self._configuration = directory / "smb.conf"
 
     @classmethod
     def missing(cls) -> str | None:
@@ -35,21 +34,6 @@ class SmbServer(Server):
         if os.path.exists(_SMBD) and shutil.which("smbpasswd"):
             return None
         return "Samba's server is not here: apt-get install samba smbclient"
-
-    @property
-    def user(self) -> str:
-        """Who logs in."""
-        return getpass.getuser()
-
-    @property
-    def share(self) -> str:
-        """The share that `place` is in."""
-        return _SHARE
-
-    @property
-    def read_only_share(self) -> str:
-        """Another name of the share, by which nothing can be written."""
-        return f"{_SHARE}-to-read"
 
     def _prepare(self) -> None:
         new = not self._configuration.exists()
@@ -78,7 +62,7 @@ class SmbServer(Server):
   printcap name = /dev/null
   disable spoolss = yes
   rpc start on demand helpers = no
-{"".join(f"  {line}{chr(10)}" for line in self._settings)}[{_SHARE}]
+{"".join(f"  {line}{chr(10)}" for line in self._settings)}[{self.share}]
   path = {self._files}
   read only = no
   valid users = {self.user}
@@ -95,23 +79,15 @@ class SmbServer(Server):
         command = ["smbpasswd", "-c", str(self._configuration), "-s", "-a", user]
         subprocess.run(command, check=True, input=f"{password}\n{password}\n".encode(), capture_output=True)
 
-    @property
-    def _configuration(self) -> Path:
-        return self._directory / "smb.conf"
-
     def _command(self) -> list[str]:
         return [_SMBD, "--foreground", "--no-process-group", "--configfile", str(self._configuration)]
-
-    def _ask(self) -> None:
-        with socket.create_connection(("127.0.0.1", self.port), _ANSWER_SECONDS):
-            pass
 
     def place(self, name: str) -> tuple[str, dict[str, Any]]:
         """Make a directory, and return a URL in it and the storage options."""
         folder = uuid.uuid4().hex[:12]
         (self._files / folder).mkdir()
         options = {"username": self.user, "password": self.password}
-        return f"smb://127.0.0.1:{self.port}/{_SHARE}/{folder}/{name}", options
+        return f"smb://127.0.0.1:{self.port}/{self.share}/{folder}/{name}", options
 
     def folder(self, url: str) -> Path:
         """Return the local directory that is behind a URL of `place`."""

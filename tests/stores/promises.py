@@ -24,6 +24,8 @@ COLUMNS: Final = {
 }
 _STORES: Final = "tests/stores/"
 _NOTHING: Final = "-"
+_LOCAL: Final = {"disk": _NOTHING, "mounted": _NOTHING}
+_FORGOT: Final = "tests/storage/test_file_servers.py::test_a_server_that_forgot_what_it_had_confirmed[{}-removed]"
 
 
 @dataclass(frozen=True)
@@ -88,34 +90,23 @@ PROMISES: Final = (
         "",
         {
             "disk": Cell("old or new", "tests/faults/test_power_loss.py::test_power_loss[overwriting]"),
-            "mounted": _NOTHING,
-            "ceph": _NOTHING,
-            "azure": _NOTHING,
-            "gcs": _NOTHING,
-            "sftp": Cell(
-                "fsync; what was forgotten is told",
-                "tests/storage/test_file_servers.py::test_a_server_that_forgot_what_it_had_confirmed[sftp-removed]",
-            ),
-            "smb": Cell(
-                "flush; what was forgotten is told",
-                "tests/storage/test_file_servers.py::test_a_server_that_forgot_what_it_had_confirmed[smb-removed]",
-            ),
-            "ftp": _NOTHING,
+            "sftp": Cell("fsync; what was forgotten is told", _FORGOT.format("sftp")),
+            "smb": Cell("flush; what was forgotten is told", _FORGOT.format("smb")),
         },
+        usual=_NOTHING,
     ),
     Promise(
         "A lost connection fails neither a save nor a load",
         "test_each_call.py::test_a_connection_is_cut[{}-answer lost]",
         usual="repeated",
-        cells={"disk": _NOTHING, "mounted": _NOTHING, "sftp": "new login", "smb": "new login", "ftp": _NOTHING},
+        cells={**_LOCAL, "sftp": "new login", "smb": "new login", "ftp": _NOTHING},
     ),
     Promise(
         "A server that is killed within a save and started again: the save goes on, or says that it failed",
         "test_server_killed.py::test_it_is_started_again[{}]",
         usual="yes",
         cells={
-            "disk": _NOTHING,
-            "mounted": _NOTHING,
+            **_LOCAL,
             "ceph": Cell("yes", "tests/faults/test_s3_faults.py::test_a_server_killed_and_restarted_during_a_save"),
             "ftp": Cell("it fails", f"{_STORES}test_scenarios.py::test_an_ftp_server_that_is_killed"),
         },
@@ -125,8 +116,7 @@ PROMISES: Final = (
         "test_server_killed.py::test_it_stays_away[{}-frozen]",
         usual="yes",
         cells={
-            "disk": _NOTHING,
-            "mounted": _NOTHING,
+            **_LOCAL,
             "ceph": Cell("yes", f"{_STORES}test_server_killed.py::test_it_stays_away[moto-frozen]"),
             "ftp": _NOTHING,
         },
@@ -177,8 +167,7 @@ PROMISES: Final = (
         "test_secrets.py::test_what_is_refused_tells_no_secret[{}-password]",
         usual="yes",
         cells={
-            "disk": _NOTHING,
-            "mounted": _NOTHING,
+            **_LOCAL,
             "ceph": Cell("yes", f"{_STORES}test_secrets.py::test_what_works_tells_no_secret[moto-secret]"),
             "azure": Cell("yes", f"{_STORES}test_secrets.py::test_what_is_refused_tells_no_secret[azure-account_key]"),
             "gcs": Cell("yes", f"{_STORES}test_secrets.py::test_what_is_refused_tells_no_secret[gcs-token]"),

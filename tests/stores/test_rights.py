@@ -23,6 +23,7 @@ from google.oauth2.credentials import Credentials
 from dcp_nvcomp import clean_checkpoint, list_run, verify_checkpoint
 from dcp_nvcomp.errors import StorageError
 from tests.servers.azurite import AzuriteServer
+from tests.servers.gcs import GcsServer
 from tests.servers.sftp import SftpServer
 from tests.servers.smb import SmbServer
 
@@ -52,7 +53,7 @@ def _azure(server: AzuriteServer, place: Place) -> Rights:
     return Rights(place, signed("rl"), signed(letters), lacking)
 
 
-def _gcs(place: Place) -> Rights:
+def _gcs(_: GcsServer, place: Place) -> Rights:
     def only(*rights: str) -> Place:
         credentials = Credentials(f"only:{','.join(rights)}")  # type: ignore[no-untyped-call]
         return replace(place, options={**place.options, "token": credentials})
@@ -77,21 +78,16 @@ def _smb(server: SmbServer, place: Place) -> Rights:
     return Rights(place, reader, place, {})
 
 
-@pytest.fixture(params=[MARKED[name] for name in ("azure", "gcs", "sftp", "smb")])
+_RIGHTS: dict[str, Callable[..., Rights]] = {"azure": _azure, "gcs": _gcs, "sftp": _sftp, "smb": _smb}
+
+
+@pytest.fixture(params=[MARKED[name] for name in _RIGHTS])
 def rights(request: pytest.FixtureRequest, kind_named: Callable[[str], Kind]) -> Iterator[Rights]:
     kind = kind_named(request.param)
     assert isinstance(kind, Own)
-    server, (url, options) = kind.server, kind.place()
-    place = Place(url, options)
-    if isinstance(server, AzuriteServer):
-        yield _azure(server, place)
-    elif isinstance(server, SftpServer):
-        yield _sftp(server, place)
-    elif isinstance(server, SmbServer):
-        yield _smb(server, place)
-    else:
-        yield _gcs(place)
-    kind.remove(url)
+    place = Place(*kind.place())
+    yield _RIGHTS[request.param](kind.server, place)
+    kind.remove(place.url)
 
 
 def _assert_denied(error: BaseException | None, place: Place) -> None:

@@ -36,10 +36,11 @@ from dcp_nvcomp.storage.open import open_filesystem, real_place
 from tests.cli.checkpoints import run
 from tests.errors.test_secrets_everywhere import Listener, what_is_said
 from tests.servers.azurite import AzuriteServer
+from tests.servers.gcs import GcsServer
 from tests.servers.sftp import SftpServer
 from tests.servers.smb import SmbServer
 
-from .kinds import MARKED, Kind, Moto, Own
+from .kinds import MARKED, Kind
 from .places import Place
 
 WRONG = "wr0ng/S3cr3t+wr0ng"
@@ -55,7 +56,7 @@ class Login:
     words: tuple[str, ...]  # what nothing may tell
 
 
-def _s3(place: Place) -> dict[str, Login]:
+def _s3(_: None, place: Place) -> dict[str, Login]:
     marked = "m4rked/S3+S3cr3t"
     return {"secret": Login(replace(place, options={**place.options, "secret": marked}), None, (marked,))}
 
@@ -80,7 +81,7 @@ def _azure(server: AzuriteServer, place: Place) -> dict[str, Login]:
     }
 
 
-def _gcs(place: Place) -> dict[str, Login]:
+def _gcs(_: GcsServer, place: Place) -> dict[str, Login]:
     def given(token: str) -> Place:
         return replace(place, options={**place.options, "token": Credentials(token)})  # type: ignore[no-untyped-call]
 
@@ -123,6 +124,7 @@ def _smb(server: SmbServer, place: Place) -> dict[str, Login]:
     }
 
 
+_LOGINS = {"moto": _s3, "azure": _azure, "gcs": _gcs, "sftp": _sftp, "smb": _smb}
 _WAYS = {
     "moto": ("secret",),
     "azure": ("account_key", "sas_token", "connection_string"),
@@ -142,18 +144,9 @@ def _parameters(*names: str) -> list[Any]:
 def login(request: pytest.FixtureRequest, kind_named: Callable[[str], Kind]) -> Iterator[Login]:
     name, way = request.param
     kind: Any = kind_named(name)
-    url, options = kind.place()
-    place = Place(url, options, deadline_seconds=10)
-    server = kind.server if isinstance(kind, Own) else None
-    if isinstance(server, AzuriteServer):
-        yield _azure(server, place)[way]
-    elif isinstance(server, SftpServer):
-        yield _sftp(server, place)[way]
-    elif isinstance(server, SmbServer):
-        yield _smb(server, place)[way]
-    else:
-        yield (_s3(place) if isinstance(kind, Moto) else _gcs(place))[way]
-    kind.remove(url)
+    place = Place(*kind.place(), deadline_seconds=10)
+    yield _LOGINS[name](getattr(kind, "server", None), place)[way]
+    kind.remove(place.url)
 
 
 @pytest.fixture
