@@ -20,7 +20,7 @@ COPIED = ("dcp_nvcomp", "tests", "benchmarks", "docs", "examples", "setup.cfg", 
 
 def mutations() -> Iterator[Mutation]:
     """Yield those of all lists."""
-    for path in sorted(Path(__file__).parent.glob("*.diff")):
+    for path in sorted(set(Path(__file__).parent.glob("*.diff")) - {kernels.ORDERS}):
         yield from read(path)
     yield from kernels.MUTATIONS
 

@@ -9,14 +9,13 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.faults.mutations import Mutation
+from tests.faults.mutations import Mutation, read
 
 __all__ = ["KERNELS", "MUTATIONS", "synchronisation"]
 
 ROOT = Path(__file__).parents[3]
 KERNELS = "dcp_nvcomp/engines/cuda/kernels"
-BLOCKS = f"{KERNELS}/blocks.cu"
-MEASURE, WRITE, DECODE = (f"{KERNELS}/literals_{name}.cu" for name in ("measure", "write", "decode"))
+ORDERS = Path(__file__).with_suffix(".diff")
 
 # Barriers, atomics and fences, and what else has such a name.
 _CALL = re.compile(r"\b(__sync\w*|__threadfence\w*|__\w+_sync|atomic\w+)\s*\(")
@@ -81,65 +80,7 @@ def _tests(name: str) -> str:
     return f"tests/engines/emulation/test_races.py -k test_unchanged[{module}]"
 
 
-def _order(row: str, file: str, old: str, new: str) -> Mutation:
-    return Mutation(f"races: {row}", file, old, new, _tests(Path(file).name))
-
-
-_ORDERS = (
-    _order(
-        "a tile's sums are zero before threads add to them",
-        BLOCKS,
-        "    if (threadIdx.x == 0) tile_crc = tile_seen = 0;\n    __syncthreads();\n",
-        "    __syncthreads();\n    if (threadIdx.x == 0) tile_crc = tile_seen = 0;\n",
-    ),
-    _order(
-        "a tile's sums are read when all have added to them",
-        BLOCKS,
-        "    atomicOr(&tile_seen, mine.seen);\n    __syncthreads();\n    if (threadIdx.x == 0) {\n",
-        "    __syncthreads();\n    atomicOr(&tile_seen, mine.seen);\n    if (threadIdx.x == 0) {\n",
-    ),
-    _order(
-        "one thread block writes a block's flags",
-        BLOCKS,
-        "    if (tile.begin == 0 && threadIdx.x == 0)\n        flags",
-        "    if (threadIdx.x == 0)\n        flags",
-    ),
-    _order(
-        "one thread writes a block's flags",
-        BLOCKS,
-        "    if (tile.begin == 0 && threadIdx.x == 0)\n        flags",
-        "    if (tile.begin == 0)\n        flags",
-    ),
-    _order(
-        "words are copied only where all their bytes belong to the piece",
-        BLOCKS,
-        "        if (at + 16 <= nbytes) {\n",
-        "        if (at < nbytes) {\n",
-    ),
-    _order(
-        "one thread writes the longest length",
-        MEASURE,
-        "        if (threadIdx.x == 0) longest = found;",
-        "        if (has_rank) longest = found;",
-    ),
-    _order(
-        "a word that two runs share is put together before it is written",
-        WRITE,
-        "        if (at != first_edge && at != last_edge) target.words[at] = word;\n",
-        "        if (at != first_edge || at == last_edge) target.words[at] = word;\n",
-    ),
-    _order(
-        "what is left of the stage is read before it is cleared",
-        WRITE,
-        "        const u32 full = used / 32, rest = stage[full];\n        __syncwarp();\n",
-        "        __syncwarp();\n        const u32 full = used / 32, rest = stage[full];\n",
-    ),
-    _order(
-        "of a word that two streams share, each writes its bytes",
-        DECODE,
-        "        if (skipped) put_bytes(8);\n        else *words = bytes;\n",
-        "        *words = bytes;\n",
-    ),
+MUTATIONS = (
+    *(mutation for path in sorted((ROOT / KERNELS).glob("*.cu")) for mutation in _mutations(path)),
+    *read(ORDERS),
 )
-
-MUTATIONS = (*(mutation for path in sorted((ROOT / KERNELS).glob("*.cu")) for mutation in _mutations(path)), *_ORDERS)
