@@ -8,9 +8,8 @@ from typing import Any
 import fsspec.config
 import pytest
 
-from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.storage.file_servers.urls import file_server_url, sftp_place, smb_place
-from dcp_nvcomp.storage.open import open_filesystem, real_place
+from dcp_nvcomp.storage.open import real_place
 from dcp_nvcomp.storage.processes import is_known_elsewhere, storage_of
 
 
@@ -75,32 +74,6 @@ def test_no_agent_and_no_configuration() -> None:
     client = sftp_place("sftp://host/run", {"agent_path": None, "config": None, "password": None}).client
     assert client["agent_path"] is None and client["config"] is None and "password" not in client
     assert not {"agent_path", "config"} & sftp_place("sftp://host/run", {}).client.keys()
-
-
-@pytest.mark.parametrize(
-    ("url", "options", "words"),
-    [
-        ("sftp://host/run", {"usrname": "x"}, "did you mean 'username'"),
-        ("smb://host/share", {"sharing": "x"}, "did you mean 'share_access'|smb:// takes"),
-        ("smb://host/share", {"client_keys": "x"}, "smb:// takes"),
-        ("sftp://host/run", {"port": 0}, "port=0"),
-        ("sftp://host/run", {"port": "many"}, "port='many'"),
-        ("sftp:///run", {}, "sftp://user@host/directory"),
-        ("smb://host", {}, "smb://user@host/share/directory"),
-        ("smb://host/share/a/../b", {}, r"\.\."),
-        ("smb://host/share", {"share_access": "x"}, "share_access"),
-        ("smb://host/share", {"encrypt": "maybe"}, "encrypt"),
-        ("smb://host/share", {"auth_protocol": "none"}, "auth_protocol"),
-        ("sftp://host/run", {"default_block_size": 10}, "default_block_size"),
-        ("smb://host/share", {"block_size": "16MB"}, "block_size='16MB' must be a number of bytes"),
-        ("sftp://host/run", {"password": 123}, "password= must be text, not int"),
-        ("smb://host/share", {"password": 123}, "password= must be text, not int"),
-        ("smb://host/share", {"user": 7}, "username= must be text"),
-    ],
-)
-def test_what_has_no_meaning_is_refused_at_once(url: str, options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigurationError, match=words):
-        open_filesystem(url, storage_options=options)
 
 
 def test_options_of_fsspec_s_own_filesystems_are_taken() -> None:

@@ -189,24 +189,6 @@ def test_fsspecs_files_and_the_environment(gcs_store: Place, monkeypatch: pytest
         open_filesystem(url)
 
 
-def test_mistakes() -> None:
-    with pytest.raises(ConfigurationError, match="did you mean 'project'"):
-        open_filesystem("gs://b/a", storage_options={"projects": "x"})
-    with pytest.raises(ConfigurationError, match="at least 262144"):
-        open_filesystem("gs://b/a", storage_options={"token": "anon", "default_block_size": 1000})
-    with pytest.raises(ConfigurationError, match="'16MB' must be a number of bytes"):
-        open_filesystem("gs://b/a", storage_options={"token": "anon", "default_block_size": "16MB"})
-    with pytest.raises(ConfigurationError, match="must begin with http"):
-        open_filesystem("gs://b/a", storage_options={"token": "anon", "endpoint_url": "127.0.0.1:9000"})
-    for token in ("/no/such/key.json", "~/key.json"):
-        with pytest.raises(ConfigurationError, match="no such file"):
-            open_filesystem("gs://b/a", storage_options={"token": token})
-    with pytest.raises(ConfigurationError, match="gs://bucket/path"):
-        open_filesystem("gs:///a", storage_options={"token": "anon"})
-    with pytest.raises(ConfigurationError, match="do not work"):
-        open_filesystem("gs://b/a", storage_options={"token": "anon", "access": "read"})
-
-
 def test_requester_pays(gcs_store: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, exchange = [], GcsBucket._exchange
 

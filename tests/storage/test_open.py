@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.open import open_filesystem, place_of, real_place
 from tests.faults import forked
 
+_CHANGED = ("a//b", "a/../b", "./a", "a\nb", "a\x7f", "a\\b")  # by Azure, or by its client
 WRITER_OPTIONS = ("codec", "thread_count", "overwrite", "sync_files", "host_memory_budget")
 
 
@@ -102,9 +104,53 @@ def test_a_mistyped_option_of_the_caller(path: str) -> None:
         ("s3://bucket/run", {"default_block_size": 1000}, "smallest part"),
         ("s3://bucket/run", {"default_block_size": "16MB"}, "'16MB' must be a number of bytes"),
         ("s3://bucket/run", {"endpoint_url": "no-url"}, "no-url"),
+        ("sftp://host/run", {"usrname": "x"}, "did you mean 'username'"),
+        ("smb://host/share", {"sharing": "x"}, "did you mean 'share_access'|smb:// takes"),
+        ("smb://host/share", {"client_keys": "x"}, "smb:// takes"),
+        ("sftp://host/run", {"port": 0}, "port=0"),
+        ("sftp://host/run", {"port": "many"}, "port='many'"),
+        ("sftp:///run", {}, "sftp://user@host/directory"),
+        ("smb://host", {}, "smb://user@host/share/directory"),
+        ("smb://host/share/a/../b", {}, r"\.\."),
+        ("smb://host/share", {"share_access": "x"}, "share_access"),
+        ("smb://host/share", {"encrypt": "maybe"}, "encrypt"),
+        ("smb://host/share", {"auth_protocol": "none"}, "auth_protocol"),
+        ("sftp://host/run", {"default_block_size": 10}, "default_block_size"),
+        ("smb://host/share", {"block_size": "16MB"}, "block_size='16MB' must be a number of bytes"),
+        ("sftp://host/run", {"password": 123}, "password= must be text, not int"),
+        ("smb://host/share", {"password": 123}, "password= must be text, not int"),
+        ("smb://host/share", {"user": 7}, "username= must be text"),
+        *(
+            pytest.param(*row, marks=pytest.mark.azure)
+            for row in [
+                ("az://c/a", {}, "There is no account"),
+                ("az://c/a", {"account_name": "a", "acount_key": "x"}, "did you mean 'account_key'"),
+                ("az://c/a", {"connection_string": "S3cret"}, "NAME=VALUE"),
+                ("az://c/a", {"account_name": "a", "default_block_size": "16MB"}, "must be a number of bytes"),
+                *((f"az://c/{path}", {"account_name": "a"}, "A path in a container can't have") for path in _CHANGED),
+            ]
+        ),
+        *(
+            pytest.param("gs://b/a", {"token": "anon", **options}, words, marks=pytest.mark.gcs)
+            for options, words in [
+                ({"projects": "x"}, "did you mean 'project'"),
+                ({"default_block_size": 1000}, "at least 262144"),
+                ({"default_block_size": "16MB"}, "'16MB' must be a number of bytes"),
+                ({"endpoint_url": "127.0.0.1:9000"}, "must begin with http"),
+                ({"token": "/no/such/key.json"}, "no such file"),
+                ({"token": "~/key.json"}, "no such file"),
+                ({"access": "read"}, "do not work"),
+            ]
+        ),
+        pytest.param("gs:///a", {"token": "anon"}, "gs://bucket/path", marks=pytest.mark.gcs),
     ],
 )
-def test_options_that_cannot_work(path: str, options: dict[str, Any], message: str) -> None:
+def test_options_that_cannot_work(
+    path: str, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in list(os.environ):
+        if name.startswith(("AZURE_STORAGE_", "STORAGE_EMULATOR_HOST")):
+            monkeypatch.delenv(name)
     keys = {"key": "ci", "secret": "cisecret"} if path.startswith("s3:") else {}
     with pytest.raises(ConfigurationError, match=message):
         open_filesystem(path, storage_options={**keys, **options}, known_options=WRITER_OPTIONS)
