@@ -7,8 +7,8 @@
 
 Each test runs once for each kind: `-m s3`, `-m azure`, `-m gcs`, `-m sftp`, `-m smb`, or `-k "disk or mounted"`. Each
 worker of pytest-xdist starts the servers that it needs, once (tests/servers). `mounted` is a directory on any file
-system, as NFS, that DCP_NVCOMP_TEST_DIR names; `ceph` is the server that DCP_NVCOMP_TEST_S3 names. Tests that are marked
-EVERYWHERE run on FTP, `memory://` and other storage that fsspec alone reaches as well.
+system, as NFS, that DCP_NVCOMP_TEST_DIR names; `ceph` is the server that DCP_NVCOMP_TEST_S3 names. What is marked
+EVERYWHERE runs on FTP, `memory://` and other storage that fsspec alone reaches as well.
 
 What the servers can't show:
 

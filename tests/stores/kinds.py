@@ -27,7 +27,7 @@ from tests.servers.wire import Wire
 from tests.storage.plain import PROTOCOLS
 
 __all__ = [
-    *("ALL", "EVERYWHERE", "MARKED", "NETWORKED", "SERVED"),
+    *("ALL", "EVERYWHERE", "MARKED", "NETWORKED", "SERVED", "WITH_RUNS"),
     *("Directory", "Kind", "Own", "Rerouted", "Served", "open_kind"),
 ]
 
@@ -280,6 +280,9 @@ def _parameters(names: tuple[str, ...]) -> list[Any]:
 ALL: Final = _parameters(tuple(_KINDS))
 # fixture `place` on the generic ones too
 EVERYWHERE: Final = pytest.mark.parametrize("kind", [*ALL, *_parameters(tuple(_GENERIC))], indirect=True)
+WITH_RUNS: Final = pytest.mark.parametrize(
+    "kind", [*ALL, *_parameters(("ftp", "memory", "plain-moving"))], indirect=True
+)
 MARKED: Final = dict(zip(_KINDS, ALL, strict=True))
 NETWORKED: Final = _parameters(tuple(name for name in _KINDS if name not in _ON_DISK))
 SERVED: Final = _parameters(tuple(name for name in _KINDS if name not in (*_ON_DISK, "ceph")))

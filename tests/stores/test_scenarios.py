@@ -34,7 +34,7 @@ from tests.checkpoints import load
 from tests.distributed.launch import RankPool
 from tests.states import assert_same, assert_same_bits, opposite_of
 
-from .kinds import EVERYWHERE, Kind, Own
+from .kinds import EVERYWHERE, WITH_RUNS, Kind, Own
 from .places import PART_NBYTES, Place
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*can't replace a file in one step")
@@ -131,7 +131,8 @@ def test_verify(place: Place) -> None:
     (name,) = [name for name in filesystem.list_names() if name.endswith(".distcp")]
     damaged = bytearray(filesystem.read_all(name, limit_nbytes=1 << 24))
     damaged[5000] ^= 1
-    stream = filesystem.open_replacement(name)
+    filesystem.remove([name])
+    stream = filesystem.open_output(name)
     stream.write(bytes(damaged))
     stream.close()
     found = verify_checkpoint(place.url, storage_options=place.options)
@@ -183,7 +184,7 @@ def test_ages_are_by_the_clock_of_the_storage(place: Place) -> None:
 
 
 @pytest.mark.ci
-@EVERYWHERE
+@WITH_RUNS
 def test_a_run(place: Place) -> None:
     with CheckpointManager(place.url, every=1, keep=Keep(last=2), run_id="job", **place.options) as manager:
         for step in (1, 2, 3):
