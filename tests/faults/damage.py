@@ -32,8 +32,6 @@ from tests.states import State, blank
 
 from .small import save_in_order
 
-__all__ = ["Probe", "make_checkpoint", "table", "varied_state"]
-
 EXACT = "the same bits"
 LIE = "a lie"
 HANG_SECONDS = 60.0

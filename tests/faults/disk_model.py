@@ -21,8 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Disk", "Recorder", "Step", "crash_states"]
-
 BLOCK_NBYTES = 512
 # From so many pending changes of names on, not every subset of them is tried: all but one, and one alone, instead.
 MAX_SUBSETS_OF = 6

@@ -16,8 +16,6 @@ from dcp_nvcomp.format.names import METADATA_NAME
 from tests.checkpoints import load_into, save
 from tests.states import blank
 
-__all__ = ["STATE", "cheap_refusal", "peak_nbytes", "refusal", "republish", "saved"]
-
 STATE = {"w": torch.arange(4096.0) % 7}
 
 

@@ -20,8 +20,6 @@ from tests.states import State, assert_same
 
 from .proxy import FaultProxy
 
-__all__ = ["PART_NBYTES", "Wire", "cause_of", "on", "wired"]
-
 PART_NBYTES = 5 << 20
 
 

@@ -27,8 +27,6 @@ import aiohttp
 from aiohttp import web
 from yarl import URL
 
-__all__ = ["FaultProxy"]
-
 REFUSALS = {
     "unavailable": (503, "SlowDown"),
     "busy": (429, "TooManyRequests"),

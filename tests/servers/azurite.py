@@ -15,8 +15,6 @@ from typing import Any, Final
 
 from tests.servers.base import Server
 
-__all__ = ["AzuriteServer"]
-
 _ACCOUNT: Final = "ckpt"
 _DURABLE: Final = Path(__file__).with_name("azurite_durable.js")
 

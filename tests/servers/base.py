@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["Server"]
-
 _START_SECONDS: Final = 60.0
 _ANSWER_SECONDS: Final = 5.0
 _REPOSITORY: Final = Path(__file__).parents[2]

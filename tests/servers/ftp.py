@@ -11,8 +11,6 @@ from typing import Any, Final
 
 from tests.servers.base import Server
 
-__all__ = ["FtpServer"]
-
 _USER: Final = "user"
 _PASSWORD: Final = "f7p-S3cr3t"
 

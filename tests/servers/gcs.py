@@ -12,8 +12,6 @@ from typing import Any
 
 from tests.servers.base import Server
 
-__all__ = ["GcsServer"]
-
 
 class GcsServer(Server):
     """gcp-storage-emulator with what gcs_emulator.py adds to it."""

@@ -11,8 +11,6 @@ from typing import Any, Final
 
 from tests.servers.base import Server
 
-__all__ = ["SftpServer"]
-
 _SSHD: Final = "/usr/sbin/sshd"  # it wants to be started by its full path
 
 

@@ -11,8 +11,6 @@ from typing import Any, Final
 
 from tests.servers.base import Server
 
-__all__ = ["SmbServer"]
-
 _SMBD: Final = "/usr/sbin/smbd"
 
 

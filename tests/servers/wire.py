@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Final
 
-__all__ = ["Wire"]
-
 _PIECE_NBYTES: Final = 1 << 16
 _STEP_SECONDS: Final = 60.0
 

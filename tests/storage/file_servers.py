@@ -9,8 +9,6 @@ from dcp_nvcomp.storage.open import open_filesystem
 
 from .suite import Place
 
-__all__ = ["PART_NBYTES", "connections", "made", "opened"]
-
 PART_NBYTES = 1 << 18
 
 

@@ -17,8 +17,6 @@ from tests.faults.forked import PRELOADED
 from .calls import Counted, interposed
 from .places import Place
 
-__all__ = ["CONTEXT", "LIMIT_SECONDS", "run_killed", "run_two_writers"]
-
 LIMIT_SECONDS: Final = 300.0  # ends what hangs
 _MEETING_SECONDS: Final = 60.0
 

@@ -26,11 +26,6 @@ from tests.servers.smb import SmbServer
 from tests.servers.wire import Wire
 from tests.storage.plain import PROTOCOLS
 
-__all__ = [
-    *("ALL", "EVERYWHERE", "MARKED", "NETWORKED", "SERVED", "WITH_RUNS"),
-    *("Directory", "Kind", "Own", "Rerouted", "Served", "open_kind"),
-]
-
 Location = tuple[str, dict[str, Any]]
 
 

@@ -22,8 +22,6 @@ from dcp_nvcomp.storage.open import open_filesystem
 from tests.checkpoints import load
 from tests.states import State, assert_same
 
-__all__ = ["PART_NBYTES", "Place", "error_of", "numbered"]
-
 _TWO_DAYS_SECONDS: Final = 172_800.0
 PART_NBYTES: Final = 5 << 20  # the smallest that S3 takes
 _IN_PARTS: Final = ("s3://", "az://", "gs://")

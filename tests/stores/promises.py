@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-__all__ = ["COLUMNS", "PROMISES", "Cell", "Promise", "table"]
-
 # The columns, and what their tests have in brackets.
 COLUMNS: Final = {
     "local disk": "disk",

@@ -9,8 +9,6 @@ import warnings
 import atheris
 import torch  # not instrumented: it is large, and not what is tested
 
-__all__: list[str] = []
-
 
 def main() -> None:
     """Never returns."""

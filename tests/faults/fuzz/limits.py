@@ -17,8 +17,6 @@ from pathlib import Path
 
 from dcp_nvcomp.errors import CheckpointError
 
-__all__ = ["MEMORY_NBYTES", "SECONDS", "FindingError", "Limits"]
-
 SECONDS = 1.0  # of processor time: another process must not make a finding
 MEMORY_NBYTES = 64 << 20
 

@@ -19,8 +19,6 @@ from tests.format.metadata import assembler as asm
 
 from .parts import REPAIR_ALL, FileParts
 
-__all__ = ["MUTATORS", "Mutator"]
-
 MutateBytes = Callable[[bytes, int], bytes]
 Mutator = Callable[[bytes, int, random.Random, MutateBytes], bytes]
 

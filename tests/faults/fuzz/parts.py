@@ -18,8 +18,6 @@ from crc32c import crc32c
 
 from dcp_nvcomp.format.framing import FORMAT_VERSION, HEADER_NBYTES, TRAILER_MAGIC, encode_header
 
-__all__ = ["REPAIR_ALL", "FileParts", "Tail"]
-
 REPAIR_CRC = 1  # the footer's CRC
 REPAIR_OFFSET = 2  # the footer begins where the blocks end
 REPAIR_COUNTS = 4  # the JSON counts the blocks and slices that are in the tables

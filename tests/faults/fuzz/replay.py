@@ -13,8 +13,6 @@ from .limits import Limits
 from .seeds import SEEDS
 from .targets import TARGETS
 
-__all__: list[str] = []
-
 
 def inputs(target: str) -> Iterator[tuple[str, bytes]]:
     """Names and bytes of what is replayed: the seeds and the corpus."""

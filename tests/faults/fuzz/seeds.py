@@ -20,8 +20,6 @@ from tests.format.metadata import assembler as asm
 
 from .parts import REPAIR_ALL, FileParts
 
-__all__ = ["SEEDS", "zstd_bomb"]
-
 
 def _parts(file: bytes, more: int = 0) -> bytes:
     """A data file as an input."""

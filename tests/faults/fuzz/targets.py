@@ -31,8 +31,6 @@ from dcp_nvcomp.loading.safe_objects import SafeLoader
 
 from .parts import FileParts, Tail
 
-__all__ = ["TARGETS"]
-
 _PATH = "run/__0_0_0.distcp"
 # What a load would have asked for: decoding more than that takes time, which is nobody's fault.
 _DECODED_NBYTES = 32 << 20

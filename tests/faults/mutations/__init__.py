@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Mutation", "read"]
-
 
 @dataclass(frozen=True)
 class Mutation:

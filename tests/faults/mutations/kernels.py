@@ -11,8 +11,6 @@ from pathlib import Path
 
 from tests.faults.mutations import Mutation, read
 
-__all__ = ["KERNELS", "MUTATIONS", "synchronisation"]
-
 ROOT = Path(__file__).parents[3]
 KERNELS = "dcp_nvcomp/engines/cuda/kernels"
 ORDERS = Path(__file__).with_suffix(".diff")
