@@ -16,12 +16,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 import dcp_nvcomp.maintenance.recovery
 from dcp_nvcomp import NvcompReader, NvcompWriter
-from dcp_nvcomp.errors import (
-    CheckpointNotFoundError,
-    ConcurrentSaveError,
-    ConfigurationError,
-    StorageError,
-)
+from dcp_nvcomp.errors import CheckpointNotFoundError, ConcurrentSaveError, ConfigurationError, StorageError
 from dcp_nvcomp.maintenance.cleaning import clean_checkpoint
 from dcp_nvcomp.maintenance.recovery import AMBIGUOUS, IMPOSSIBLE, INTACT, RECOVERED, Recovery, recover_checkpoint
 from dcp_nvcomp.maintenance.verify import verify_checkpoint

@@ -205,8 +205,7 @@ WRAPS: dict[str, Any] = {
 
 @pytest.mark.parametrize("how", ["load", "restore", "stock"])
 @pytest.mark.parametrize(
-    ("saved", "fresh"),
-    [("plain", "parallel"), ("parallel", "plain"), ("wrapped", "parallel"), ("twice", "wrapped")],
+    ("saved", "fresh"), [("plain", "parallel"), ("parallel", "plain"), ("wrapped", "parallel"), ("twice", "wrapped")]
 )
 def test_names_of_parameters_come_back_as_the_destination_has_them(
     tmp_path: Path, saved: str, fresh: str, how: str

@@ -129,10 +129,7 @@ def test_overlapping_takes_only_what_is_asked_for() -> None:
 
 
 @DRAWN
-@given(
-    st.lists(st.one_of(st.integers(0, 9), st.integers(0, 20000)), max_size=4),
-    st.sampled_from([1, 2, 4, 8, 16]),
-)
+@given(st.lists(st.one_of(st.integers(0, 9), st.integers(0, 20000)), max_size=4), st.sampled_from([1, 2, 4, 8, 16]))
 def test_box_block_shape(shape: list[int], element_nbytes: int) -> None:
     block = box_block_shape(shape, element_nbytes)
     if block == row_block_shape(shape, element_nbytes):

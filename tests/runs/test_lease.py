@@ -177,11 +177,7 @@ def test_one_that_looks_alive_is_refused_at_once(tmp_path: Path) -> None:
 
 
 def test_no_watching_for_the_same_job_a_lease_given_back_and_take_over(tmp_path: Path) -> None:
-    for values, options in (
-        ({"run_id": "other"}, {}),
-        ({"released": True}, {}),
-        ({}, {"take_over": True}),
-    ):
+    for values, options in (({"run_id": "other"}, {}), ({"released": True}, {}), ({}, {"take_over": True})):
         _lease_file(tmp_path, number=50, age=1e6, lease_seconds=3600, **values)
         _taken_after(tmp_path, 0, 10, **options)
 

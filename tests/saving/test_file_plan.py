@@ -9,14 +9,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from dcp_nvcomp.saving.data_files import (
-    PlannedFile,
-    distribute,
-    file_count,
-    plan_files,
-    planned_nbytes,
-    small_together,
-)
+from dcp_nvcomp.saving.data_files import PlannedFile, distribute, file_count, plan_files, planned_nbytes, small_together
 
 ID = "5d" * 16
 

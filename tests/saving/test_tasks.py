@@ -60,11 +60,7 @@ def test_the_cuda_engine_gets_what_fits_a_buffer() -> None:
     gathered.add("a", 3, DEVICE)
     gathered.add("b", 6, DEVICE)
     gathered.add("c", 1, DEVICE)
-    assert gathered.end() == [
-        [("a", 3, True), ("b", 1, True)],
-        [("b", 4, False)],
-        [("b", 1, False), ("c", 1, True)],
-    ]
+    assert gathered.end() == [[("a", 3, True), ("b", 1, True)], [("b", 4, False)], [("b", 1, False), ("c", 1, True)]]
     assert [box.offsets[0] // BLOCK for task in gathered.out for box in task.parts[-1].boxes][:5] == [0, 1, 2, 3, 4]
 
 

@@ -136,10 +136,7 @@ def test_a_function_of_the_users_own_moves_other_loaders(tmp_path: Path) -> None
 
 def test_other_loaders_without_such_a_function_are_refused(tmp_path: Path) -> None:
     _save_as_two(tmp_path)
-    with (
-        CheckpointManager(tmp_path) as manager,
-        pytest.raises(CheckpointError, match=r"reshard= to TrainingState"),
-    ):
+    with CheckpointManager(tmp_path) as manager, pytest.raises(CheckpointError, match=r"reshard= to TrainingState"):
         manager.restore({"train": _Ranks(0, 3, dataloader=_Stream())})
 
 

@@ -27,10 +27,7 @@ from tests.checkpoints import assert_loads, file_names, save
 from tests.conformance.sabotage import Sabotage
 from tests.states import State, constant_state, small_state
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
-    pytest.mark.usefixtures("on_its_own"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.usefixtures("on_its_own")]
 
 
 PATIENCE_SECONDS = 120.0  # on a busy machine
