@@ -36,17 +36,11 @@ def _state() -> State:
 
 @dataclass(frozen=True)
 class Here:
-    """Where a case runs.
+    """Where a case runs."""
 
-    Attributes:
-        group: its process group.
-        number: this rank in the group.
-        place: a directory of the case; `saved` beside it is a checkpoint.
-    """
-
-    group: dist.ProcessGroup
-    number: int
-    place: Path
+    group: dist.ProcessGroup  # its process group
+    number: int  # this rank in the group
+    place: Path  # a directory of the case; `saved` beside it is a checkpoint
 
     def save(self, name: str = "a", **options: object) -> None:
         save(_state(), self.place / name, process_group=self.group, **options)  # type: ignore[arg-type]

@@ -32,11 +32,6 @@ def data_files(path: Path) -> list[str]:
     return sorted(name for name in os.listdir(path) if name.endswith(".distcp"))
 
 
-def test_one_file_per_rank(tmp_path: Path) -> None:
-    save(tmp_path, state_of_sizes())
-    assert len(data_files(tmp_path)) == 1
-
-
 def test_one_file_per_item(tmp_path: Path) -> None:
     content = state_of_sizes()
     writer = save(tmp_path, content, single_file_per_rank=False, thread_count=3)
@@ -93,13 +88,6 @@ def test_overwriting_a_stock_checkpoint_removes_its_files(tmp_path: Path) -> Non
     assert_loads(tmp_path, state_of_sizes(2))
 
 
-def test_immutable_copy_of_metadata(tmp_path: Path) -> None:
-    writer = save(tmp_path, state_of_sizes())
-    assert writer.last_save is not None
-    copy = tmp_path / f"__{writer.last_save.save_id}.metadata"
-    assert copy.read_bytes() == (tmp_path / ".metadata").read_bytes()
-
-
 def test_stock_reader_shows_keys_and_shapes(tmp_path: Path) -> None:
     save(tmp_path, state_of_sizes())
     metadata = FileSystemReader(tmp_path).read_metadata()
@@ -136,14 +124,6 @@ def test_failed_save_leaves_the_old_checkpoint(tmp_path: Path, fqn: str, options
     assert isinstance(caught.value.failures[0][0], Boom)
     assert {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)} == before
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("dcp-")]
-
-
-def test_writer_works_after_a_failed_save(tmp_path: Path) -> None:
-    writer = NvcompWriter(tmp_path)
-    with pytest.raises(CheckpointException):
-        dcp.save(state_of_sizes(2), storage_writer=writer, planner=FailsAt("t3"), no_dist=True)
-    dcp.save(state_of_sizes(3), storage_writer=writer, no_dist=True)
-    assert_loads(tmp_path, state_of_sizes(3))
 
 
 def test_replaced_between_metadata_and_data(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ MUTATIONS = (
         file=STAGING,
         old="        self._complete(error)\n        if self._copied is not None:\n            self._copied.end()\n",
         new="        self._complete(error)\n",
-        tests=f"{TESTS}/test_copied_early.py -k gives_the_memory_back",
+        tests=f"{TESTS}/test_copies.py -k gives_the_memory_back",
     ),
     Mutation(
         row="asynchronous: the files of a background process that died go",

@@ -56,7 +56,7 @@ MUTATIONS = (
         file="dcp_nvcomp/saving/commit.py",
         old="return set(known[2]) if _digest(data) == known[1] else None",
         new="return set(known[2])",
-        tests="tests/saving/test_published.py -k same_size",
+        tests="tests/saving/test_lifecycle.py -k same_size",
     ),
     Mutation(
         row="commit: old metadata can't have just anything removed",
