@@ -64,3 +64,9 @@ def flip(file: Path, position: int, mask: int = 1) -> None:
     data = bytearray(file.read_bytes())
     data[position] ^= mask
     file.write_bytes(data)
+
+
+def damage(path: Path) -> None:
+    """Flip bits of a byte in the middle of the largest data file of a checkpoint."""
+    file = max(path.glob("*.distcp"), key=lambda one: one.stat().st_size)
+    flip(file, file.stat().st_size // 2, 0xFF)

@@ -39,8 +39,6 @@ from tests.conftest import S3Store
 from tests.faults import forked
 from tests.storage import plain  # noqa: F401  registers its protocols
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 HOUR = 3600.0
 
 

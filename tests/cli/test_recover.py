@@ -26,8 +26,6 @@ from tests.cli.checkpoints import loaded_seed, make_old, model_state, new_id, ru
 from tests.conftest import S3Store
 from tests.faults import forked
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:

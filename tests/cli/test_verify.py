@@ -28,8 +28,6 @@ from tests.conftest import S3Store
 from tests.effort import sampled
 from tests.faults import forked
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:

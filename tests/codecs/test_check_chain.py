@@ -18,7 +18,6 @@ class Unhashable(Bytes):
     __hash__ = None  # type: ignore[assignment]
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_planes_may_be_named_in_a_list(tmp_path: Path) -> None:
     chain = CodecChain(Planes(4, ["exponent"]), Zstd())  # type: ignore[arg-type]
     assert chain == CodecChain(Planes(4), Zstd())

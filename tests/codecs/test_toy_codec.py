@@ -36,8 +36,6 @@ from tests.engines.nvcomp_stand_in import StandInDevice
 from tests.engines.stand_in_pool import install_stand_ins
 from tests.states import State
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 _SAME = 1
 
 

@@ -20,8 +20,6 @@ from dcp_nvcomp.codecs import Bytes, CodecChain, Zstd
 from tests.checkpoints import data_file, flip, load, load_into, save
 from tests.effort import sampled
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 
 def state() -> dict[str, Any]:
     generator = torch.Generator().manual_seed(5)

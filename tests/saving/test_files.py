@@ -18,8 +18,6 @@ from dcp_nvcomp import CheckpointReplacedError, NvcompReader, NvcompWriter
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from tests.checkpoints import assert_loads, save, save_stock
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 
 def state_of_sizes(seed: int = 0, tensors: int = 12) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
@@ -165,15 +163,3 @@ def test_orphans_are_removed_at_the_next_save(tmp_path: Path) -> None:
     dcp.save(state_of_sizes(3), storage_writer=writer, checkpoint_id=tmp_path / "c", no_dist=True)
     assert_loads(tmp_path / "b", state_of_sizes(2))
     assert_loads(tmp_path / "c", state_of_sizes(3))
-
-
-@pytest.mark.slow
-def test_more_than_two_to_the_31_elements(tmp_path: Path) -> None:
-    count = (1 << 31) + 12_345
-    tensor = torch.zeros(count, dtype=torch.int8)
-    tensor[-5:] = torch.arange(1, 6)
-    tensor[1 << 31] = 77
-    save(tmp_path, {"huge": tensor})
-    into = torch.full((count,), 9, dtype=torch.int8)
-    dcp.load({"huge": into}, storage_reader=NvcompReader(tmp_path), no_dist=True)
-    assert torch.equal(into, tensor)

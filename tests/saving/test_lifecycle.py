@@ -34,8 +34,6 @@ from dcp_nvcomp.storage.open import open_filesystem
 from tests.checkpoints import assert_loads, file_names, save, save_stock
 from tests.states import constant_state
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 
 def failure_of(run: Callable[[], Any]) -> BaseException:
     with pytest.raises(CheckpointException) as caught:

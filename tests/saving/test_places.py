@@ -19,8 +19,6 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from dcp_nvcomp import NvcompReader, NvcompWriter
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 
 def save(writer: NvcompWriter, value: float, place: Path | None = None, **options: Any) -> None:
     dcp.save({"w": torch.full((8,), float(value))}, storage_writer=writer, checkpoint_id=place, no_dist=True, **options)

@@ -19,8 +19,6 @@ from dcp_nvcomp.saving.rank_save import RankResults
 from dcp_nvcomp.saving.saves import PreparedWrite
 from tests.checkpoints import assert_loads
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 
 def state_of(seed: int) -> dict[str, Any]:
     return {"w": torch.randn(1000, generator=torch.Generator().manual_seed(seed)), "seed": seed}

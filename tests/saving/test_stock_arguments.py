@@ -16,8 +16,6 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from dcp_nvcomp import NvcompReader, NvcompWriter
 from dcp_nvcomp.errors import ConfigurationError
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 
 def defaults(stock: type) -> dict[str, Any]:
     parameters = inspect.signature(stock).parameters.values()

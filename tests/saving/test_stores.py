@@ -14,21 +14,28 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 from dcp_nvcomp import CheckpointExistsError, CheckpointNotFoundError, NvcompReader, NvcompWriter
+from dcp_nvcomp.errors import IncompleteCheckpointError
 from dcp_nvcomp.storage.open import open_filesystem
 from tests.checkpoints import assert_holds, assert_loads, save
-
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 Store = tuple[str, dict[str, Any]]
 
 
-@pytest.fixture(params=["local", "memory", "moto", "real"])
+STORES = [
+    "local",
+    "memory",
+    "s3_store",
+    "real_s3_store",
+    pytest.param("azure_store", marks=pytest.mark.azure),
+    pytest.param("gcs_store", marks=pytest.mark.gcs),
+]
+
+
+@pytest.fixture(params=STORES)
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    if request.param == "local":
-        return str(tmp_path / "run"), {}
-    if request.param == "memory":
-        return f"memory://{tmp_path.name}/run", {}
-    found: Store = request.getfixturevalue("s3_store" if request.param == "moto" else "real_s3_store")
+    if request.param in ("local", "memory"):
+        return (str(tmp_path / "run") if request.param == "local" else f"memory://{tmp_path.name}/run"), {}
+    found: Store = request.getfixturevalue(request.param)
     return found
 
 
@@ -101,10 +108,24 @@ def test_some_keys(store: Store) -> None:
     assert torch.equal(loaded["small"]["n3"], nested_state(1)["small"]["n3"])
 
 
-def test_nothing_there(store: Store) -> None:
+def test_nothing_there_and_nothing_finished(store: Store) -> None:
     url, storage = store
-    with pytest.raises(CheckpointNotFoundError):
+    with pytest.raises(CheckpointNotFoundError) as caught:
         NvcompReader(url, **storage).read_metadata()
+    assert url in str(caught.value) and not isinstance(caught.value, IncompleteCheckpointError)
+    save(url, nested_state(1), **storage)
+    open_filesystem(url, storage_options=storage).remove([".metadata"])
+    with pytest.raises(IncompleteCheckpointError):
+        NvcompReader(url, **storage).read_metadata()
+
+
+def test_async_save(store: Store) -> None:
+    url, storage = store
+    state = nested_state(1)
+    upload = dcp.async_save(state, storage_writer=NvcompWriter(url, **storage), no_dist=True)
+    state["large"].zero_()
+    upload.result(timeout=180)
+    check_loads(store, 1)
 
 
 class FailsLate(dcp.DefaultSavePlanner):
@@ -116,12 +137,14 @@ class FailsLate(dcp.DefaultSavePlanner):
 
 def test_a_failed_save_leaves_nothing(store: Store) -> None:
     url, storage = store
-    save(url, nested_state(1), **storage)
-    before = names(store)
-    with pytest.raises(CheckpointException):
-        dcp.save(nested_state(2), storage_writer=NvcompWriter(url, **storage), planner=FailsLate(), no_dist=True)
-    assert names(store) == before
-    check_loads(store, 1)
+    before: list[str] = []
+    for _ in range(2):  # where nothing was, and over an earlier one
+        with pytest.raises(CheckpointException):
+            dcp.save(nested_state(2), storage_writer=NvcompWriter(url, **storage), planner=FailsLate(), no_dist=True)
+        assert names(store) == before
+        save(url, nested_state(1), **storage)
+        before = names(store)
+        check_loads(store, 1)
 
 
 @pytest.mark.ci

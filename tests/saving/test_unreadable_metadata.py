@@ -19,8 +19,6 @@ from dcp_nvcomp.maintenance.verify import verify_checkpoint
 from tests.checkpoints import assert_loads
 from tests.states import State
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 Change = Callable[[Metadata], Any]
 
 

@@ -16,8 +16,6 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, Te
 from dcp_nvcomp import NvcompReader
 from dcp_nvcomp.maintenance.verify import verify_checkpoint
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 
 def state() -> dict[str, Any]:
     return {"weight": torch.arange(24.0).reshape(4, 6), "step": torch.tensor(7), "name": "old"}

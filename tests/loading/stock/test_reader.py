@@ -17,8 +17,6 @@ from dcp_nvcomp.maintenance.verify import verify_checkpoint
 from tests.checkpoints import assert_loads, data_file, flip, load, save, save_stock
 from tests.loading.stock.make_golden import GOLDEN, KINDS, VERSIONS, golden_state
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("version", VERSIONS)

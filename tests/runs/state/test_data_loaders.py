@@ -11,10 +11,8 @@ import pytest
 import torch
 
 from dcp_nvcomp import CheckpointError, CheckpointManager, LoaderPart, MissingKeyError, TrainingState, load
-from tests.distributed.launch import RankFailure, RankPool, ranks
+from tests.distributed.launch import RankFailure, RankPool
 from tests.runs.state import jobs
-
-__all__ = ["ranks"]
 
 COUNT = 96
 

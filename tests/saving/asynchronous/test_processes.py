@@ -16,8 +16,6 @@ from dcp_nvcomp.saving.kept import process_state
 from tests.checkpoints import assert_loads, file_names
 from tests.states import constant_state
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a script in a fresh interpreter."""
