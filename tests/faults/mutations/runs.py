@@ -58,7 +58,7 @@ MUTATIONS = (
         file=DURABLE,
         old="for step in sorted(why) if step not in pinned}",
         new="for step in sorted(why)}",
-        tests="tests/runs/test_removal_decisions.py -k dry_run",
+        tests="tests/runs/test_removal.py -k dry_run",
     ),
     Mutation(
         row="runs: what is held is not removed",
@@ -170,7 +170,7 @@ MUTATIONS = (
         file="dcp_nvcomp/runs/state/loaders.py",
         old="        if not self._is_placed:\n",
         new="        if True:\n",
-        tests="tests/runs/state/test_sampler.py",
+        tests="tests/runs/state/test_data_loaders.py",
     ),
     Mutation(
         row="runs: metadata is read whole before a step counts",
@@ -212,7 +212,7 @@ MUTATIONS = (
         file=DURABLE,
         old="            if not doomed.why or self._is_complete(complete[-1].step):\n",
         new="            if True:\n",
-        tests="tests/runs/test_removal_decisions.py -k newest_is_opened",
+        tests="tests/runs/test_removal.py -k newest_is_opened",
     ),
     Mutation(
         row="runs: a durable copy that is not whole does not count as uploaded",
@@ -233,14 +233,14 @@ MUTATIONS = (
         file="dcp_nvcomp/runs/keep.py",
         old="                if steps[-1].seconds_since(step) < self._newer_than_seconds:\n",
         new="                if max(s.saved_seconds for s in steps) - step.saved_seconds < self._newer_than_seconds:\n",
-        tests="tests/runs/test_clocks.py",
+        tests="tests/runs/test_keep.py",
     ),
     Mutation(
         row="runs: of two saves of a step the one under the later lease is the later",
         file="dcp_nvcomp/runs/restoring/candidates.py",
         old="    return saved.step, saved.lease, saved.run_seconds",
         new="    return saved.step, 0, saved.run_seconds",
-        tests="tests/runs/test_clocks.py -k leases",
+        tests="tests/runs/test_keep.py -k leases",
     ),
     Mutation(
         row="runs: a copy has an id of its own",
