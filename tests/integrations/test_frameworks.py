@@ -67,7 +67,7 @@ def _marked(name: str) -> object:
     return pytest.param(name, marks=pytest.mark.frameworks if name == "torchtune" else pytest.mark.ci)
 
 
-@pytest.mark.parametrize("name", map(_marked, ROWS))
+@pytest.mark.parametrize("name", [_marked(name) for name in ROWS])
 def test_saved_killed_and_resumed(tmp_path: Path, name: str) -> None:
     row = ROWS[name]
     for package, requirement in row.packages:

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from dcp_nvcomp import CheckpointReplacedError, NvcompReader, NvcompWriter
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from tests.checkpoints import assert_loads, save, save_stock
+from tests.saving.test_lifecycle import FailsToFinish
 
 
 def state_of_sizes(seed: int = 0, tensors: int = 12) -> dict[str, Any]:
@@ -143,16 +144,8 @@ def test_replaced_between_metadata_and_data(tmp_path: Path) -> None:
 
 def test_orphans_are_removed_at_the_next_save(tmp_path: Path) -> None:
     """Between write_data and finish another rank failed: this rank hears nothing, and cleans up at its next save."""
-
-    class FailsToFinish(NvcompWriter):
-        fails = True
-
-        def finish(self, metadata: Any, results: Any) -> None:
-            if self.fails:
-                raise Boom
-            super().finish(metadata, results)
-
     writer = FailsToFinish(tmp_path / "a")
+    writer.fails = True
     with pytest.raises(CheckpointException):
         dcp.save(state_of_sizes(1), storage_writer=writer, no_dist=True)
     assert len(data_files(tmp_path / "a")) == 1

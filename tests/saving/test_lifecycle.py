@@ -32,6 +32,7 @@ from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.open import open_filesystem
 from tests.checkpoints import assert_loads, file_names, save, save_stock
+from tests.conformance.sabotage import FailingSavePlanner
 from tests.states import constant_state
 
 
@@ -50,11 +51,6 @@ class FailsToFinish(NvcompWriter):
         super().finish(metadata, results)
 
 
-class FailsToResolve(DefaultSavePlanner):
-    def resolve_data(self, write_item: Any) -> Any:
-        raise RuntimeError("no data")
-
-
 @pytest.mark.ci
 @pytest.mark.parametrize("seed", range(12))
 def test_random_sequence_of_saves(tmp_path: Path, seed: int) -> None:
@@ -71,7 +67,7 @@ def test_random_sequence_of_saves(tmp_path: Path, seed: int) -> None:
         if how == "pickled":
             writer = pickle.loads(pickle.dumps(writer))
         writer.fails = how == "fails to finish"
-        planner = {"caching": caching, "fails to write": FailsToResolve()}.get(how)
+        planner = {"caching": caching, "fails to write": FailingSavePlanner("resolve_data", survivors=0)}.get(how)
         try:
             dcp.save(content, storage_writer=writer, checkpoint_id=path, planner=planner, no_dist=True)
         except CheckpointException:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 from dcp_nvcomp import CheckpointExistsError, CheckpointNotFoundError, NvcompReader, NvcompWriter
 from dcp_nvcomp.errors import IncompleteCheckpointError
 from dcp_nvcomp.storage.open import open_filesystem
 from tests.checkpoints import assert_holds, assert_loads, save
+from tests.saving.test_files import FailsAt
 
 Store = tuple[str, dict[str, Any]]
 
@@ -128,19 +127,17 @@ def test_async_save(store: Store) -> None:
     check_loads(store, 1)
 
 
-class FailsLate(dcp.DefaultSavePlanner):
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        if write_item.index.fqn == "object.seed":
-            raise RuntimeError("late")
-        return super().resolve_data(write_item)
-
-
 def test_a_failed_save_leaves_nothing(store: Store) -> None:
     url, storage = store
     before: list[str] = []
     for _ in range(2):  # where nothing was, and over an earlier one
         with pytest.raises(CheckpointException):
-            dcp.save(nested_state(2), storage_writer=NvcompWriter(url, **storage), planner=FailsLate(), no_dist=True)
+            dcp.save(
+                nested_state(2),
+                storage_writer=NvcompWriter(url, **storage),
+                planner=FailsAt("object.seed"),
+                no_dist=True,
+            )
         assert names(store) == before
         save(url, nested_state(1), **storage)
         before = names(store)
@@ -174,7 +171,7 @@ def test_a_failed_save_leaves_no_multipart_upload(any_s3_store: Store) -> None:
     url, storage = any_s3_store
     content = {"w": torch.randint(-(2**31), 2**31 - 1, (24 << 20,), dtype=torch.int32), "object": {"seed": 1}}
     with pytest.raises(CheckpointException):
-        dcp.save(content, storage_writer=NvcompWriter(url, **storage), planner=FailsLate(), no_dist=True)
+        dcp.save(content, storage_writer=NvcompWriter(url, **storage), planner=FailsAt("object.seed"), no_dist=True)
     fs = s3fs.S3FileSystem(**storage, use_listings_cache=False)
     assert fs.list_multipart_uploads(url.removeprefix("s3://").partition("/")[0]) == []
     assert names(any_s3_store) == []

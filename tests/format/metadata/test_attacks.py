@@ -191,15 +191,6 @@ def nested_key(levels: int) -> bytes:
     return asm.EMPTY_TUPLE + asm.MEMOIZE + b"".join(asm.get(n) + b"\x86" + asm.MEMOIZE for n in range(levels))
 
 
-def test_nested_key_is_a_real_attack() -> None:
-    begin = time.process_time()
-    pickle.loads(asm.pickled(asm.mapping(nested_key(18), b"N")))
-    short = time.process_time() - begin
-    begin = time.process_time()
-    pickle.loads(asm.pickled(asm.mapping(nested_key(22), b"N")))
-    assert time.process_time() - begin > 4 * short
-
-
 @pytest.mark.parametrize(
     "attributes",
     [

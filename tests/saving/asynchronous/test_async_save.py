@@ -25,7 +25,7 @@ from dcp_nvcomp.saving.encode import sources
 from dcp_nvcomp.saving.kept import process_state
 from dcp_nvcomp.storage.local.output import PosixOutput
 from tests.checkpoints import assert_loads, file_names, save
-from tests.conformance.sabotage import Sabotage
+from tests.conformance.sabotage import FailingSavePlanner, Sabotage
 from tests.states import State, constant_state, small_state
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.usefixtures("on_its_own")]
@@ -368,13 +368,9 @@ def test_staging_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_planning_fails(tmp_path: Path) -> None:
-    class Fails(DefaultSavePlanner):
-        def create_local_plan(self) -> Any:
-            raise Sabotage("on purpose")
-
-    saving = begin(large_state(), tmp_path, planner=Fails())
+    saving = begin(large_state(), tmp_path, planner=FailingSavePlanner("create_local_plan"))
     for future in (saving.staging_completion, saving.upload_completion):
-        with pytest.raises(BaseException, match="on purpose"):
+        with pytest.raises(BaseException, match="create_local_plan"):
             future.result(PATIENCE_SECONDS)
     assert_the_next_one_works(tmp_path)
 
