@@ -99,6 +99,7 @@ def test_overwrite_false(store: Store) -> None:
     check_loads(store, 1)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_some_keys(store: Store) -> None:
     url, storage = store
     save(url, nested_state(1), **storage)
