@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_nvcomp import NvcompReader, NvcompWriter, errors
 from dcp_nvcomp.codecs import Bytes, CodecChain, Zstd
-from tests.checkpoints import data_file, flip, load, load_into, save
+from tests.checkpoints import data_file, failure_of, flip, load, load_into, save
 from tests.cli.checkpoints import change_footer
 from tests.effort import sampled
 from tests.small_disk import small_disk
@@ -30,13 +30,6 @@ def state() -> dict[str, Any]:
         "small": torch.arange(50, dtype=torch.bfloat16),
         "object": {"lr": 0.1},
     }
-
-
-def failure_of(run: Callable[[], Any]) -> BaseException:
-    """Return the error that DCP reports of rank 0."""
-    with pytest.raises(CheckpointException) as caught:
-        run()
-    return caught.value.failures[0][0]
 
 
 def files(path: Path) -> dict[str, bytes]:

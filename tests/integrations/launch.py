@@ -23,6 +23,14 @@ def needs(package: str, requirement: str) -> None:
         pytest.skip(f"{package} is not installed: pip install {requirement}")
 
 
+def printed(*arguments: str) -> str:
+    """Return what Python prints that is started with these arguments."""
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def start(job: str, directory: Path, how: str, *options: str, killed: bool = False, ranks: int = RANKS) -> str:
     """Run a job to its end."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]

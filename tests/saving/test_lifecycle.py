@@ -31,15 +31,9 @@ from dcp_nvcomp.saving.job import SaveJob
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.open import open_filesystem
-from tests.checkpoints import assert_loads, file_names, save, save_stock
+from tests.checkpoints import assert_loads, failure_of, file_names, save, save_stock
 from tests.conformance.sabotage import FailingSavePlanner
 from tests.states import constant_state
-
-
-def failure_of(run: Callable[[], Any]) -> BaseException:
-    with pytest.raises(CheckpointException) as caught:
-        run()
-    return caught.value.failures[0][0]
 
 
 class FailsToFinish(NvcompWriter):
