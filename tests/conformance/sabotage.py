@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch.distributed as dist
@@ -59,6 +60,7 @@ def _raising(planner: type, steps: tuple[str, ...]) -> Any:
     """Return the planner with methods of these names that raise where they are asked to."""
 
     def method_of(step: str) -> Any:
+        @functools.wraps(getattr(planner, step))  # DCP looks at the signature
         def method(self: Any, *arguments: Any, **options: Any) -> Any:
             (self._fail_later_at if step in _FOR_EACH_ITEM else self._fail_at)(step)
             return getattr(planner, step)(self, *arguments, **options)
