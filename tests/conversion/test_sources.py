@@ -268,17 +268,13 @@ def test_a_small_file_of_a_huge_expanded_tensor_is_refused(tmp_path: Path) -> No
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt"]
 
 
-def test_so_are_many_large_ones(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["b", "b.safetensors"])
+def test_so_are_many_large_ones_and_windows_of_one(tmp_path: Path, name: str) -> None:
     base = torch.ones(1)
-    source = _torch_file(tmp_path, **{f"w{i}": base.expand(1 << 20, 256) for i in range(2)})
-    with pytest.raises(CheckpointError, match="their elements overlap"):
-        convert(source, tmp_path / "b.safetensors")
-
-
-def test_windows_of_one_tensor_are_refused_too(tmp_path: Path) -> None:
-    source = _torch_file(tmp_path, w=torch.ones(1 << 16).as_strided((1 << 15, 1 << 15), (1, 1)))
-    with pytest.raises(CheckpointError, match="their elements overlap"):
-        convert(source, tmp_path / "b")
+    many = {f"w{i}": base.expand(1 << 20, 256) for i in range(2)}
+    for tensors in (many, {"w": torch.ones(1 << 16).as_strided((1 << 15, 1 << 15), (1, 1))}):
+        with pytest.raises(CheckpointError, match="their elements overlap"):
+            convert(_torch_file(tmp_path, **tensors), tmp_path / name)
 
 
 @pytest.mark.parametrize("to", ["dcp-nvcomp", "dcp", "safetensors", "torch"])

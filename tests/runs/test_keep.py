@@ -94,11 +94,6 @@ def test_reasons_say_which_rules_speak_for_a_step() -> None:
     }
 
 
-def test_nothing_is_newer_than_a_run_that_stands_still() -> None:
-    keep = Keep(newer_than=120.0)
-    assert set(keep(run(10))) == {80, 90}
-
-
 def test_a_callable_decides_but_for_the_newest() -> None:
     def odd(steps: Sequence[SavedStep]) -> Collection[int]:
         return [step.step for step in steps if step.step % 20 and step.step < 90]
@@ -117,37 +112,32 @@ def test_no_rule_keeps_all() -> None:
     assert reasons_to_keep(Keep(), []) == {}
 
 
-def test_nan_and_missing_metrics_are_never_the_best() -> None:
+def test_which_steps_are_the_best_and_which_are_new() -> None:
     steps = [SavedStep(1, 0.0, {"loss": math.nan}), SavedStep(2, 0.0), SavedStep(3, 0.0, {"loss": 5.0})]
-    assert Best("loss", "min", 3).of(steps) == [3]
-
-
-def test_of_equal_values_the_later_step_is_better() -> None:
-    assert Best("loss", "min", 2).of(run(4, losses=[1.0, 1.0, 2.0, 1.0])) == [30, 10]
+    assert Best("loss", "min", 3).of(steps) == [3], "NaN and missing metrics never are"
+    assert Best("loss", "min", 2).of(run(4, losses=[1.0, 1.0, 2.0, 1.0])) == [30, 10], "of equal values the later step"
+    assert set(Keep(newer_than=120.0)(run(10))) == {80, 90}
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("kind", "options", "words"),
     [
-        ({"last": 0}, "last=0"),
-        ({"last": True}, "last=True"),
-        ({"every": -1}, "every=-1"),
-        ({"newer_than": 0}, "newer_than=0"),
-        ({"newer_than": "1 day"}, "newer_than='1 day'"),
-        ({"best": "loss"}, "best='loss'"),
-        ({"milestones": [1.5]}, "milestones"),
-        ({"milestones": "100"}, "milestones"),
+        (Keep, {"last": 0}, "last=0"),
+        (Keep, {"last": True}, "last=True"),
+        (Keep, {"every": -1}, "every=-1"),
+        (Keep, {"newer_than": 0}, "newer_than=0"),
+        (Keep, {"newer_than": "1 day"}, "newer_than='1 day'"),
+        (Keep, {"best": "loss"}, "best='loss'"),
+        (Keep, {"milestones": [1.5]}, "milestones"),
+        (Keep, {"milestones": "100"}, "milestones"),
+        (Best, {"metric": ""}, "Best"),
+        (Best, {"metric": "loss", "mode": "least"}, "Best"),
+        (Best, {"metric": "loss", "count": 0}, "Best"),
     ],
 )
-def test_mistakes_are_named(options: dict[str, object], words: str) -> None:
+def test_mistakes_are_named(kind: Any, options: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
-        Keep(**options)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("arguments", [("", "min", 1), ("loss", "least", 1), ("loss", "min", 0)])
-def test_mistakes_in_best_are_named(arguments: tuple[object, ...]) -> None:
-    with pytest.raises(ConfigurationError, match="Best"):
-        Best(*arguments)  # type: ignore[arg-type]
+        kind(**options)
 
 
 YEAR = 365 * 86400.0

@@ -162,10 +162,6 @@ def plan(items: list[WriteItem], **options: int) -> list[list[PlannedFile]]:
     return plan_files(items, 3, ID, **{"single_file_per_rank": True, "streams": 2, "file_nbytes": 100, **options})
 
 
-def named(lanes: list[list[PlannedFile]]) -> list[list[list[str]]]:
-    return [[[item.index.fqn for item in file.items] for file in lane] for lane in lanes]
-
-
 def test_planned_sizes() -> None:
     assert planned_nbytes(item("w", 3, 5)) == 60
     assert planned_nbytes(item("half", 3, 5, dtype=torch.bfloat16)) == 30
@@ -193,11 +189,8 @@ def test_small_items_are_resolved_together() -> None:
     assert [len(some) for some in together[5:]] == [4096, 904]
 
 
-def test_one_bin_has_the_largest_first() -> None:
-    assert distribute([1, 3, 2, 3], 1) == [[1, 3, 2, 0]]
-
-
-def test_bins_that_stay_empty() -> None:
+def test_bins() -> None:
+    assert distribute([1, 3, 2, 3], 1) == [[1, 3, 2, 0]], "the largest first"
     assert distribute([5], 3) == [[0], [], []]
 
 
@@ -212,26 +205,22 @@ def test_bins_hold_each_item_once_and_are_about_equal(sizes: list[int], bins: in
     assert max(totals) - min(totals) <= max(sizes, default=0)
 
 
-def test_nothing_to_save_makes_no_file() -> None:
-    assert plan([]) == []
+LARGE = [item("a", 10), item("b", 30), item("c", 25)]
 
 
-def test_a_small_rank_writes_one_file() -> None:
-    (lane,) = plan([item("a", 2), item("b", 10)])
-    (file,) = lane
-    assert [item.index.fqn for item in file.items] == ["b", "a"]
-    assert file.name == f"__3_0_{ID}.distcp"
-
-
-def test_a_large_rank_writes_a_file_for_each_stream() -> None:
-    lanes = plan([item("a", 10), item("b", 30), item("c", 30)])
-    assert named(lanes) == [[["b", "a"]], [["c"]]]
-    assert [[file.name for file in lane] for lane in lanes] == [[f"__3_0_{ID}.distcp"], [f"__3_1_{ID}.distcp"]]
-
-
-def test_a_file_for_each_item() -> None:
-    lanes = plan([item("a", 10), item("b", 30), item("c", 25)], single_file_per_rank=False)
-    assert named(lanes) == [[["b"]], [["c"], ["a"]]]
-    assert {file.name: file.items[0].index.fqn for lane in lanes for file in lane} == {
-        f"__3_{number}_{ID}.distcp": name for number, name in enumerate("abc")
-    }
+@pytest.mark.parametrize(
+    ("items", "options", "files"),
+    [
+        ([], {}, []),
+        ([item("a", 2), item("b", 10)], {}, [{0: "ba"}]),  # a small rank writes one file
+        (LARGE, {}, [{0: "b"}, {1: "ca"}]),  # a large one a file for each stream
+        (LARGE, {"single_file_per_rank": False}, [{1: "b"}, {2: "c", 0: "a"}]),
+    ],
+)
+def test_which_items_go_into_which_file(
+    items: list[WriteItem], options: dict[str, int], files: list[dict[int, str]]
+) -> None:
+    lanes = [
+        {file.name: "".join(one.index.fqn for one in file.items) for file in lane} for lane in plan(items, **options)
+    ]
+    assert lanes == [{f"__3_{number}_{ID}.distcp": names for number, names in lane.items()} for lane in files]

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_nvcomp import NvcompWriter, save
+from dcp_nvcomp import save
 from dcp_nvcomp.errors import MetadataError
 from dcp_nvcomp.format.metadata.serialization import parse_metadata, serialize_metadata
 from dcp_nvcomp.format.metadata.shards import StockItem
@@ -120,11 +120,6 @@ def test_nothing_but_tuples_is_written() -> None:
         serialize_metadata(metadata)
 
 
-def test_names() -> None:
-    assert rank_metadata_name(12) == "__12.metadata" and rank_of_metadata_name("__12.metadata") == 12
-    assert save_metadata_name("5d" * 16) == "__" + "5d" * 16 + ".metadata"
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -140,6 +135,7 @@ def test_names() -> None:
 )
 def test_names_that_are_no_ranks(name: str) -> None:
     assert rank_of_metadata_name(name) is None
+    assert rank_metadata_name(12) == "__12.metadata" and rank_of_metadata_name("__12.metadata") == 12
 
 
 SUMMARY = Summary("ab" * 16, 1.5, 4, 10, 1000, 800, "1.2.3")
@@ -179,26 +175,18 @@ def test_every_save_writes_one(tmp_path: Path, writer: str) -> None:
         assert FileSystemReader(path).read_metadata().state_dict_metadata.keys() == {"w", "step"}
 
 
-def test_of_another_writer_there_is_none(tmp_path: Path) -> None:
-    writer = NvcompWriter(tmp_path)
-    assert summary_at_end(repr(writer).encode()) is None
-
-
-def test_what_later_versions_add_is_kept() -> None:
-    later = dataclasses.replace(SUMMARY, more={"rungs": 12, "notes": {"by": "x"}})
-    text = later.to_text()
-    assert text is not None and summary_at_end(text.encode()) == later
-
-
-def test_step_and_metrics_of_a_run_are_kept() -> None:
-    of_a_run = dataclasses.replace(SUMMARY, step=12, metrics={"loss": 0.5, "accuracy": 1})
-    text = of_a_run.to_text()
-    assert text is not None and summary_at_end(text.encode()) == of_a_run
-
-
-def test_of_a_save_outside_a_run_nothing_is_said_of_steps() -> None:
-    text = SUMMARY.to_text()
-    assert text is not None and "step" not in text and "metrics" not in text
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"step": 12, "metrics": {"loss": 0.5, "accuracy": 1}},
+        {"more": {"rungs": 12, "notes": {"by": "x"}}},  # what later versions add
+    ],
+)
+def test_all_of_a_summary_is_kept(changed: dict[str, Any]) -> None:
+    summary = dataclasses.replace(SUMMARY, **changed)
+    text, plain = summary.to_text(), SUMMARY.to_text()
+    assert text is not None and summary_at_end(text.encode()) == summary
+    assert plain is not None and "step" not in plain and "metrics" not in plain
 
 
 @pytest.mark.parametrize("wrong", [{"step": -1}, {"step": "1"}, {"step": 1, "metrics": {"loss": "low"}}])
