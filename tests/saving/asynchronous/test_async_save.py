@@ -128,6 +128,7 @@ def test_a_state_that_changes_at_once_does_not_show(tmp_path: Path, how: Staged,
         thread.join()
         assert_loads(tmp_path / str(number), expected)
     assert len(changes) > 20
+    keeping.forget_all()  # ends the process that encodes copies
 
 
 def test_stateful_values_are_asked_on_the_callers_thread(tmp_path: Path) -> None:
